@@ -1,0 +1,214 @@
+"""What a task is: labelled examples, their tokens, predictions read off a model's outputs, and their score.
+
+Adding a task: one file, one line in `TASKS`, one test. A classification of texts subclasses
+`SequenceClassification` and says only `name`, `labels`, `metrics` and how its examples are loaded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from approx.errors import ApproxError, Exit
+
+
+@dataclass(frozen=True)
+class Example:
+    """One labelled example.
+
+    Args:
+        id: Stable name: the same row of the same source has the same id everywhere and under every limit.
+        inputs: What the model reads, by name. Text tasks: `text`, and `text_pair` for the second of a pair.
+        label: What a prediction is compared with: an index into `Task.labels`, or a float for regression.
+    """
+
+    id: str
+    inputs: dict[str, Any]
+    label: Any
+
+
+@dataclass(frozen=True)
+class Split:
+    """The examples of one split, in the order of their source.
+
+    Args:
+        name: The split as records name it: `dev`, `train`, or the stem of a file given by hand.
+        examples: At least one example.
+        subset: Whether rows of the full split are missing; then its score is told as a subset's.
+    """
+
+    name: str
+    examples: list[Example]
+    subset: bool
+
+
+class Task(ABC):
+    """One task: where its examples come from, how a model reads them, how its answers are scored.
+
+    A task holds no model and no data; the same object serves every checkpoint. `processor` is always what
+    transformers loads beside a model: a tokenizer or a feature extractor.
+    """
+
+    name: str
+    """As on the command line, in a recipe and in a record: `glue/sst2`."""
+    head: ClassVar[str]
+    """The head a model needs: `sequence-classification`."""
+    metrics: tuple[str, ...]
+    """Names in `approx.tasks.metrics.METRICS`; the first is the one that is compared."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes in the order of their indices; empty for regression."""
+
+    @abstractmethod
+    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+        """Load a split.
+
+        Args:
+            data: A file or folder in the official layout; None means the task's own source (a hub dataset,
+                or a seeded generator).
+            split: None means the task's default, the one its score is usually told on.
+            limit: Keep the first `limit` rows.
+
+        Raises:
+            ApproxError: if nothing is found, a row is damaged or unlabelled, or no row is left.
+        """
+
+    def examples(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None
+    ) -> list[Example]:
+        """Return the examples of `load`, for those who need no more than these."""
+        return self.load(data, split, limit).examples
+
+    @abstractmethod
+    def check(self, model: Any) -> None:
+        """Refuse a model that cannot do this task.
+
+        Raises:
+            ApproxError: if its head or its labels differ from the task's.
+        """
+
+    @abstractmethod
+    def encode(self, example: Example, processor: Any, max_length: int | None = None) -> dict[str, list[int]]:
+        """Turn one example into the model's inputs, without padding.
+
+        Args:
+            example: One of `load`.
+            processor: The tokenizer of the checkpoint.
+            max_length: Cut to so many tokens; None means never cut.
+        """
+
+    @abstractmethod
+    def collate(self, encodings: Sequence[dict[str, list[int]]], processor: Any) -> dict[str, Any]:
+        """Pad encodings into one batch of tensors, [B, L]."""
+
+    @abstractmethod
+    def predict(self, outputs: Any, batch: dict[str, Any], config: Any) -> list[Any]:
+        """Read one prediction per row off a model's outputs.
+
+        Args:
+            outputs: What the model returned for `batch`.
+            batch: What `collate` returned.
+            config: The model's configuration; it says which output stands for which label.
+
+        Returns:
+            B predictions that JSON can hold, comparable with `Example.label`.
+        """
+
+    def score(
+        self, predictions: Sequence[Any], labels: Sequence[Any], metrics: Sequence[str] = ()
+    ) -> dict[str, float]:
+        """Score predictions, paired with labels by position.
+
+        Args:
+            predictions: As `predict` returns them.
+            labels: Each example's label, in the same order.
+            metrics: Which of `self.metrics`; empty means all.
+        """
+        # The metric library is slow to import, and a list of tasks needs none of it.
+        from approx.tasks.metrics import METRICS
+
+        return {name: METRICS[name].value(predictions, labels) for name in metrics or self.metrics}
+
+    def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> list[bool] | None:
+        """Say of each prediction whether it is right, or None where right and wrong do not exist."""
+        if not self.labels:
+            return None
+        return [prediction == label for prediction, label in zip(predictions, labels, strict=True)]
+
+
+class SequenceClassification(Task):
+    """A class, or a number, for one text or a pair (`Example.inputs`: `text` and perhaps `text_pair`).
+
+    Predictions are indices into `labels`; without labels the task is regression and they are floats.
+    """
+
+    head: ClassVar[str] = "sequence-classification"
+
+    def check(self, model: Any) -> None:
+        """Refuse a model without a classification head, or with other labels than the task's."""
+        found = type(model).__name__
+        if not found.endswith("ForSequenceClassification"):
+            raise ApproxError(
+                f"{self.name} needs a sequence-classification head, but the model is a {found}. "
+                "Fine-tune the checkpoint on the task, or choose a task for its head.",
+                Exit.UNSUPPORTED,
+            )
+        self._order(model.config)
+
+    def encode(self, example: Example, processor: Any, max_length: int | None = None) -> dict[str, list[int]]:
+        """Tokenise the text or the pair, with the tokenizer's own special tokens."""
+        encoding = processor(
+            example.inputs["text"],
+            example.inputs.get("text_pair"),
+            truncation=max_length is not None,
+            max_length=max_length,
+            # Lengths are checked against the model's positions, which say more than the tokenizer's warning.
+            verbose=False,
+        )
+        return dict(encoding)
+
+    def collate(self, encodings: Sequence[dict[str, list[int]]], processor: Any) -> dict[str, Any]:
+        """Pad to the longest of the batch, on the side the tokenizer pads."""
+        if processor.pad_token is None and len({len(one["input_ids"]) for one in encodings}) > 1:
+            raise ApproxError(
+                "The tokenizer has no padding token, which batches of several lengths need. "
+                "Set one (pad_token in tokenizer_config.json and pad_token_id in config.json), "
+                "or use --batch-size 1."
+            )
+        return dict(processor.pad(list(encodings), return_tensors="pt"))
+
+    def predict(self, outputs: Any, batch: dict[str, Any], config: Any) -> list[Any]:
+        """Take the likeliest class of each row, or the regressed number."""
+        logits = outputs.logits.float()
+        if not self.labels:
+            return logits.squeeze(-1).tolist()
+        order = self._order(config)
+        return [order[index] for index in logits.argmax(-1).tolist()]
+
+    def _order(self, config: Any) -> list[int]:
+        """Index in `labels` of each of the model's outputs, by name where the names mean something."""
+        wanted = list(self.labels) or ["score"]
+        found = [str(config.id2label[index]) for index in range(config.num_labels)]
+        if len(found) != len(wanted):
+            raise ApproxError(
+                f"{self.name} has {len(wanted)} outputs ({', '.join(wanted)}), "
+                f"but the model has {len(found)} ({', '.join(found)}). Use a checkpoint that was fine-tuned on {self.name}.",
+                Exit.UNSUPPORTED,
+            )
+        unnamed = all(name in (f"LABEL_{index}", str(index)) for index, name in enumerate(found))
+        if unnamed or not self.labels:
+            return list(range(len(wanted)))
+        plain = [_plain(name) for name in wanted]
+        if sorted(map(_plain, found)) != sorted(plain):
+            raise ApproxError(
+                f"{self.name} has the labels {', '.join(wanted)}, but the model's are {', '.join(found)}. "
+                "Use a checkpoint of this task, or name its outputs so in id2label of config.json.",
+                Exit.UNSUPPORTED,
+            )
+        return [plain.index(_plain(name)) for name in found]
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "_").replace(" ", "_")

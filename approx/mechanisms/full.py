@@ -1,0 +1,40 @@
+"""Exact softmax attention with its weights in memory: the oracle."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from approx.mechanisms.mechanism import Mechanism
+from approx_kernels.exact import exact_attention
+
+
+class FullAttention(Mechanism):
+    """Plain softmax attention, step by step, in O(L S D) time and O(L S) memory.
+
+    Source: Vaswani et al., 2017, Attention Is All You Need, arXiv 1706.03762; departs from it in nothing.
+    """
+
+    supports_decode: ClassVar[bool] = True
+    source: ClassVar[str] = "Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762"
+    exact_when: ClassVar[str] = "Always."
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
+    ) -> Tensor:
+        """Attend; dropout acts on the attention weights."""
+        return exact_attention(
+            q, k, v, key_mask, causal=self.causal, scale=self.scale, dropout=dropout, impl="reference"
+        )
+
+    @classmethod
+    def exact_settings(cls, length: int) -> dict[str, Any]:
+        """Nothing to set: it always is exact."""
+        return {}
+
+    def flops(self, length: int) -> int:
+        """Two dense products over all pairs, computed even where the causal mask hides them."""
+        return 4 * self.heads * length * length * self.head_dim
+
+    def memory(self, length: int) -> int:
+        """The scores and the weights, [H, n, n] each."""
+        return 2 * 4 * self.heads * length * length

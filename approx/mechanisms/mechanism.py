@@ -1,0 +1,137 @@
+"""What every attention mechanism is, and how its settings are checked."""
+
+import inspect
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from approx.errors import ApproxError, Exit
+
+
+class Mechanism(nn.Module):
+    """The thing between the projections of an attention layer.
+
+    A subclass names its settings as keyword arguments of its constructor (there is no second list), keeps
+    each under its own name as an attribute, and holds all state as parameters or persistent buffers. The
+    letters of the shapes are explained in the package.
+
+    Args:
+        heads: Number of heads, H.
+        head_dim: Size of a head, D.
+        causal: Whether a query sees only keys at or before its own position; with fewer queries than keys,
+            query i stands at position S - L + i, which is decoding on top of an ordinary cache.
+        scale: Factor of the scores, as the model passes it.
+
+    Raises:
+        ApproxError: if the mechanism lacks the form asked for, or a setting is wrong.
+    """
+
+    supports_causal: ClassVar[bool] = True
+    supports_bidirectional: ClassVar[bool] = True
+    supports_decode: ClassVar[bool]
+    trainable: ClassVar[bool] = False
+    source: ClassVar[str]
+    exact_when: ClassVar[str]
+
+    def __init__(self, heads: int, head_dim: int, *, causal: bool, scale: float) -> None:
+        super().__init__()
+        self.heads = whole_number("heads", heads, 1)
+        self.head_dim = whole_number("head_dim", head_dim, 1)
+        self.causal = true_or_false("causal", causal)
+        self.scale = positive_number("scale", scale)
+        form = "causal" if causal else "bidirectional"
+        if not (self.supports_causal if causal else self.supports_bidirectional):
+            raise ApproxError(
+                f"{type(self).__name__} has no {form} form yet, and this layer needs one. "
+                f"Choose a mechanism that `approx mechanisms` lists as {form}.",
+                Exit.UNSUPPORTED,
+            )
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The names of the settings with their defaults, read from the constructor."""
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings this mechanism was made with; the constructor takes them back."""
+        return {name: getattr(self, name) for name in self.defaults()}
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            q: Queries, [B, H, L, D], float.
+            k: Keys, [B, H, S, D].
+            v: Values, [B, H, S, E].
+            key_mask: [B, S] bool, True at real keys; None when all are real. When L == S it also says which
+                queries are real; what a padded query receives has no meaning.
+            dropout: Probability with which an attention weight is dropped; 0 outside of training.
+
+        Returns:
+            [B, H, L, E] in the dtype of q; 0 for a query without any allowed key.
+
+        Raises:
+            ValueError: if the shapes or dtypes do not fit together.
+        """
+        raise NotImplementedError
+
+    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Dense attention weights, [B, H, L, S], for plots: what the mechanism does to identity values."""
+        batch, heads, keys, _ = k.shape
+        identity = torch.eye(keys, dtype=k.dtype, device=k.device)
+        return self(q, k, identity.expand(batch, heads, keys, keys), key_mask)
+
+    @classmethod
+    def exact_settings(cls, length: int) -> dict[str, Any] | None:
+        """Settings under which it equals exact attention on every input of at most `length` tokens.
+
+        Empty when it always does, None when no settings do.
+        """
+        raise NotImplementedError
+
+    def flops(self, length: int) -> int:
+        """Multiply-adds, counted as 2, of one sequence of `length` tokens: all heads, forward."""
+        raise NotImplementedError
+
+    def memory(self, length: int) -> int:
+        """Bytes of the largest temporaries for one sequence of `length` tokens in float32, forward."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """The settings, for printing a model."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+
+
+def whole_number(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """The value, if it is an int (and not a bool) of at least `low` and at most `high`."""
+    inside = type(value) is int and low <= value and (high is None or value <= high)
+    limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+    return _checked(name, value, inside, f"a whole number {limits}")
+
+
+def positive_number(name: str, value: Any) -> float:
+    """The value as a float, if it is a finite number above 0."""
+    inside = type(value) in (int, float) and math.isfinite(value) and value > 0
+    return float(_checked(name, value, inside, "a finite number above 0"))
+
+
+def true_or_false(name: str, value: Any) -> bool:
+    """The value, if it is a bool."""
+    return _checked(name, value, type(value) is bool, "true or false")
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """The value, if it is among the allowed words."""
+    return _checked(name, value, value in allowed, f"one of {', '.join(allowed)}")
+
+
+def _checked(name: str, value: Any, inside: bool, allowed: str) -> Any:
+    if not inside:
+        raise ApproxError(f"Setting '{name}' is {value!r}; allowed is {allowed}. Change it or leave it out.")
+    return value

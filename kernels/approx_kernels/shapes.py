@@ -1,0 +1,39 @@
+"""The shapes that every op agrees on."""
+
+import torch
+from torch import Tensor
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+    """Refuse tensors that do not fit together.
+
+    Args:
+        q: Queries, [B, H, L, D].
+        k: Keys, [B, H, S, D].
+        v: Values, [B, H, S, E].
+        key_mask: [B, S] bool, True at real keys, or None.
+
+    Raises:
+        ValueError: naming the tensor, the shape found and the shape expected.
+    """
+    if q.ndim != 4:
+        raise ValueError(f"q has shape {list(q.shape)}; expected [batch, heads, queries, head size].")
+    batch, heads, _, size = q.shape
+    if k.ndim != 4 or k.shape[:2] != (batch, heads) or k.shape[3] != size:
+        raise ValueError(
+            f"k has shape {list(k.shape)}; expected [{batch}, {heads}, keys, {size}] to fit q. "
+            "Repeat grouped keys and values to the number of query heads first."
+        )
+    if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v has shape {list(v.shape)}; expected [{batch}, {heads}, {k.shape[2]}, value size] to fit k."
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one floating dtype.")
+    if key_mask is None:
+        return
+    if key_mask.dtype != torch.bool or key_mask.shape != (batch, k.shape[2]):
+        raise ValueError(
+            f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; "
+            f"expected torch.bool of shape [{batch}, {k.shape[2]}], True at real keys."
+        )

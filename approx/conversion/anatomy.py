@@ -1,0 +1,232 @@
+"""Where a model's attention lives: observed in a forward pass on the meta device, not looked up in a table of families."""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from approx.conversion import positions
+from approx.conversion.inputs import example_inputs
+from approx.errors import ApproxError, Exit
+
+_FREE = "approx_attention_free"
+_PROBE_LENGTHS = (24, 48)
+# What families pass to their attention besides q, k and v that does not change what attention computes.
+_HARMLESS = {
+    "cache_position", "encoder_hidden_states", "is_causal", "num_items_in_batch", "output_attentions",
+    "output_hidden_states", "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Site:
+    """One self-attention module of a model, as the model calls it.
+
+    Attributes:
+        layer: Running number of the self-attention layers, encoder before decoder.
+        path: Path of the module inside the base model, e.g. `encoder.layer.0.attention.self`.
+        heads: Query heads.
+        key_heads: Key and value heads; fewer than `heads` where they are shared.
+        head_dim: Size of a head.
+        causal: Whether a query may only see its past.
+        scale: Factor of the scores.
+    """
+
+    layer: int
+    path: str
+    heads: int
+    key_heads: int
+    head_dim: int
+    causal: bool
+    scale: float
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What there is to convert in a model, known from its config alone.
+
+    Attributes:
+        family: `model_type` of the base checkpoint.
+        architecture: Name of the model class.
+        sites: Self-attention layers in order.
+        cross_attention: How many cross-attention modules there are; they always stay exact.
+        parameters: Number of parameters.
+        positions: Longest input the position table allows; None if there is no limit.
+        flops_per_position: Floating-point operations outside attention for each position.
+        flops_fixed: The same, independent of the length.
+    """
+
+    family: str
+    architecture: str
+    sites: tuple[Site, ...]
+    cross_attention: int
+    parameters: int
+    positions: int | None
+    flops_per_position: float
+    flops_fixed: float
+
+    def flops_outside(self, length: int) -> float:
+        """Floating-point operations of one forward pass of `length` positions, attention left out."""
+        return self.flops_fixed + self.flops_per_position * length
+
+
+class _Observer:
+    """Stands in for attention: gives back the values, and takes down how each module calls it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[nn.Module, Tensor, Tensor, float | None, dict[str, Any]]] = []
+        self.plain_masks = True
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        self.calls.append((module, query, key, scaling, kwargs))
+        return values_only(module, query, key, value)
+
+    def mask(self, *args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> None:
+        self.plain_masks &= mask_function in (causal_mask_function, bidirectional_mask_function)
+
+
+def values_only(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention left out: each position gets its own value (an average one where keys and queries differ in number).
+
+    Returns:
+        [B, L, H, E] and no weights.
+    """
+    groups = query.shape[1] // value.shape[1]
+    if groups > 1:
+        value = value.repeat_interleave(groups, dim=1)
+    if value.shape[-2] != query.shape[-2]:
+        value = value.mean(-2, keepdim=True).expand(*query.shape[:-1], value.shape[-1])
+    return value.transpose(1, 2), None
+
+
+AttentionInterface.register(_FREE, values_only)
+AttentionMaskInterface.register(_FREE, lambda *args, **kwargs: None)
+
+
+@contextlib.contextmanager
+def attention_free(model: Any) -> Iterator[None]:
+    """Run `model` with its attention replaced by its values: the ceiling of every speed-up that attention can give."""
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation_internal = _FREE
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before
+
+
+def anatomy(config: Any, model_class: type) -> Anatomy:
+    """Observe where and how a model of this config and class attends, without any weight.
+
+    Args:
+        config: Config of a stock transformers model.
+        model_class: The stock class.
+
+    Raises:
+        ApproxError: if the family does not dispatch its attention, or passes something to it that no mechanism honours.
+    """
+    config = copy.deepcopy(config)
+    if not model_class._can_set_attn_implementation():  # type: ignore[attr-defined]  # every PreTrainedModel has it
+        raise ApproxError(
+            f"{model_class.__name__} (family '{config.model_type}') computes its attention inside its own modules instead of "
+            "dispatching it, so there is nothing to exchange it at. Families that dispatch, such as BERT, RoBERTa, "
+            "DistilBERT, ELECTRA, GPT-2, Llama, Wav2Vec2, HuBERT, ViT and Whisper, can be converted.",
+            Exit.UNSUPPORTED,
+        )
+    # A made-up name per call keeps concurrent probes apart.
+    observer, name = _Observer(), f"approx_observer_{id(config)}"
+    AttentionInterface.register(name, observer.attention)  # type: ignore[arg-type]  # a bound method is a function here
+    AttentionMaskInterface.register(name, observer.mask)
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = model_class(config).eval()
+        model.set_attn_implementation(name)
+        flops = []
+        for length in _PROBE_LENGTHS:
+            observer.calls.clear()
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                model(**example_inputs(model, length, device="meta"))
+            flops.append(counter.get_total_flops())
+    except ApproxError:
+        raise
+    except Exception as error:
+        raise ApproxError(
+            f"{model_class.__name__} (family '{config.model_type}') could not be run on example inputs to find its attention: "
+            f"{type(error).__name__}: {error}. This family is not supported.",
+            Exit.UNSUPPORTED,
+        ) from error
+    finally:
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+    per_position = (flops[1] - flops[0]) / (_PROBE_LENGTHS[1] - _PROBE_LENGTHS[0])
+    sites, cross = _sites(model, observer)
+    return Anatomy(
+        family=config.model_type,
+        architecture=model_class.__name__,
+        sites=sites,
+        cross_attention=cross,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        positions=positions.limit(config),
+        flops_per_position=per_position,
+        flops_fixed=flops[0] - per_position * _PROBE_LENGTHS[0],
+    )
+
+
+def _sites(model: Any, observer: _Observer) -> tuple[tuple[Site, ...], int]:
+    name = type(model).__name__
+    if not observer.plain_masks:
+        raise ApproxError(
+            f"{name} restricts its attention with a mask of its own (a sliding window or chunks), which the mechanisms would "
+            "not honour. Models with plain causal or bidirectional attention can be converted.",
+            Exit.UNSUPPORTED,
+        )
+    paths = {module: path for path, module in model.base_model.named_modules()}
+    sites, cross = [], 0
+    for module, query, key, scaling, kwargs in observer.calls:
+        extras = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None)
+        if extras:
+            raise ApproxError(
+                f"{name} passes {', '.join(extras)} to its attention, which the mechanisms would not honour. Models with "
+                "plain softmax attention can be converted.",
+                Exit.UNSUPPORTED,
+            )
+        if query.shape[-2] != key.shape[-2]:
+            cross += 1
+            continue
+        causal = kwargs.get("is_causal")
+        sites.append(
+            Site(
+                layer=len(sites),
+                path=paths[module],
+                heads=query.shape[1],
+                key_heads=key.shape[1],
+                head_dim=query.shape[-1],
+                causal=bool(getattr(module, "is_causal", False) if causal is None else causal),
+                scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            )
+        )
+    if not sites:
+        raise ApproxError(f"{name} has no self-attention that could be exchanged.", Exit.UNSUPPORTED)
+    return tuple(sites), cross

@@ -1,0 +1,67 @@
+"""Example inputs for any model, by the kind of its main input: tokens, samples, spectrograms, pixels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx.errors import ApproxError, Exit
+
+
+def example_inputs(
+    model: Any, length: int, *, batch: int = 1, padded: int = 0, seed: int = 0, device: str | torch.device = "cpu"
+) -> dict[str, Tensor]:
+    """Random inputs that give about `length` positions in the model's attention.
+
+    Args:
+        model: A transformers model; only its config and `main_input_name` are read.
+        length: Positions of each row: tokens, or frames of speech. Images and spectrograms have the size the config says.
+        batch: Rows.
+        padded: Positions of padding at the right end of the last row; the result then has an `attention_mask`.
+        seed: Of the random content.
+        device: Where the tensors live; "meta" for shapes alone.
+
+    Returns:
+        Keyword arguments of the model's forward, without labels.
+
+    Raises:
+        ApproxError: if the model takes an input of an unknown kind.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    config, kind = model.config, model.main_input_name
+
+    def tokens(size: int) -> Tensor:
+        # Low ids are special tokens in most vocabularies; RoBERTa derives positions from the padding id.
+        low = min(5, config.vocab_size - 1)
+        return torch.randint(low, config.vocab_size, (batch, size), generator=generator)
+
+    def real(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    if kind == "input_ids":
+        inputs, positions_per_step = {"input_ids": tokens(length)}, 1
+    elif kind == "input_values":
+        positions_per_step = config.inputs_to_logits_ratio
+        # The first frame's receptive field is longer than the stride between frames.
+        receptive = 1
+        for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
+            receptive = (receptive - 1) * stride + kernel
+        inputs = {"input_values": real(batch, (length - 1) * positions_per_step + receptive)}
+    elif kind == "input_features":
+        frames = 2 * config.max_source_positions
+        inputs = {"input_features": real(batch, config.num_mel_bins, frames), "decoder_input_ids": tokens(length)}
+        positions_per_step = 0
+    elif kind == "pixel_values":
+        inputs = {"pixel_values": real(batch, config.num_channels, config.image_size, config.image_size)}
+        positions_per_step = 0
+    else:
+        raise ApproxError(
+            f"{type(model).__name__} takes '{kind}'; inputs of the kinds input_ids, input_values, input_features and "
+            "pixel_values are supported.",
+            Exit.UNSUPPORTED,
+        )
+    if padded and positions_per_step:
+        mask = torch.ones(inputs[kind].shape, dtype=torch.long)
+        mask[-1, inputs[kind].shape[1] - padded * positions_per_step :] = 0
+        inputs["attention_mask"] = mask
+    return {name: tensor.to(device) for name, tensor in inputs.items()}

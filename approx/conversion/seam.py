@@ -1,0 +1,259 @@
+"""The one meeting point with transformers: attention dispatcher, mask function, and the class of converted models.
+
+Families that call `attention_interface(module, q, k, v, mask, …)` after their projections need no code of their own:
+each converted attention module carries a child named `mechanism`; the dispatcher calls it, and modules without one run
+exact attention. This file travels with converted checkpoints, so it knows nothing of plans or of the tool.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.utils import is_torchdynamo_compiling
+from transformers.utils.output_capturing import _active_collector
+
+from approx.errors import ApproxError, Exit
+from approx.mechanisms import MECHANISMS
+
+IMPLEMENTATION = "approx_v1"
+FORMAT = 1
+
+
+def key_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Mask function of the seam: the keys that are real tokens, never an L×S grid for plain masks.
+
+    Returns:
+        [B, S] bool, True = real token; None when every key is real; the 4-D mask of SDPA for anything that is neither
+        plainly causal nor plainly bidirectional, which converted layers refuse.
+
+    Raises:
+        ApproxError: if the cache is longer than the tokens seen (a static cache).
+    """
+    if mask_function not in (causal_mask_function, bidirectional_mask_function):
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+    if mask_function is causal_mask_function and int(q_offset) + q_length != kv_length + int(kv_offset):
+        raise ApproxError(
+            f"A cache of {kv_length} slots was given for {int(q_offset) + q_length} tokens; converted models need a cache "
+            "that holds the tokens seen and no more. Use the default dynamic cache instead of a static one.",
+            Exit.UNSUPPORTED,
+        )
+    if attention_mask is None:
+        return None
+    real = attention_mask[:, -kv_length:].bool()
+    # Reading the mask synchronises a GPU once per forward; it buys the unmasked path in every layer.
+    if not is_torchdynamo_compiling() and bool(real.all()):
+        return None
+    return real
+
+
+def _dense_mask(mask: Tensor | None, causal: bool, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """Mask for SDPA, or None where SDPA needs none. SDPA's own `is_causal` aligns top-left, so L != S is spelled out."""
+    if mask is not None and mask.dim() == 2:
+        mask = mask[:, None, None, :]
+        if causal and queries > 1:
+            mask = mask & torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    elif mask is None and causal and 1 < queries != keys:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
+    return mask
+
+
+def _exact_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    scores = (query.float() @ key.float().transpose(-1, -2)) * scale
+    if causal and mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(
+            key.shape[-2] - query.shape[-2]
+        )
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1).nan_to_num(0.0).to(query.dtype)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention function of the seam: the module's mechanism where it has one, exact attention elsewhere.
+
+    Args:
+        module: The attention module of the model.
+        query: [B, H, L, D].
+        key: [B, G, S, D] with G key heads, each shared by H / G query heads.
+        value: [B, G, S, E].
+        attention_mask: What `key_mask` returned.
+        dropout: Dropout probability of the attention weights; 0 outside training.
+        scaling: Factor of the scores, as the model passes it.
+        kwargs: What the family passes besides; only the wish for attention weights is read.
+
+    Returns:
+        Output [B, L, H, E], and attention weights [B, H, L, S] if they were asked for.
+
+    Raises:
+        ApproxError: if a converted layer meets a mask that is not a plain key mask.
+    """
+    mechanism = getattr(module, "mechanism", None)
+    causal = kwargs.get("is_causal")
+    causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    queries, keys = query.shape[-2], key.shape[-2]
+    wants_weights = kwargs.get("output_attentions") or "attentions" in (_active_collector.get() or {})
+
+    if mechanism is None or keys < getattr(mechanism, "exact_below", 0):
+        mask = _dense_mask(attention_mask, causal, queries, keys, query.device)
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scale, is_causal=causal
+        )
+        if not wants_weights:
+            return out, None
+        return out, _exact_weights(query, _per_query_head(key, query), mask, causal, scale)
+
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ApproxError(
+            f"A {attention_mask.dim()}-D attention mask (packed sequences or a mask of your own) reached a converted layer; "
+            "converted layers take a [batch, tokens] mask. Unpack the sequences, or keep exact attention in this model.",
+            Exit.UNSUPPORTED,
+        )
+    if scale != mechanism.scale:
+        raise ApproxError(
+            f"The model scales its scores by {scale}, the converted layer was made for {mechanism.scale}. Convert it again.",
+            Exit.VERIFICATION,
+        )
+    key, value = _per_query_head(key, query), _per_query_head(value, query)
+    out = mechanism(query, key, value, attention_mask, dropout=dropout).transpose(1, 2)
+    return out, mechanism.weights(query, key, attention_mask) if wants_weights else None
+
+
+def _per_query_head(shared: Tensor, query: Tensor) -> Tensor:
+    groups = query.shape[1] // shared.shape[1]
+    return shared if groups == 1 else shared.repeat_interleave(groups, dim=1)
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+AttentionMaskInterface.register(IMPLEMENTATION, key_mask)
+
+
+def attach(model: Any, sites: Mapping[str, Mapping[str, Any]]) -> None:
+    """Hang a mechanism on each named attention module of `model` and switch its dispatch to the seam.
+
+    Args:
+        model: A transformers model.
+        sites: Path of the attention module inside the base model -> mechanism, settings, heads, head_dim, causal, scale
+            and, optionally, exact_below.
+
+    Raises:
+        ApproxError: if nothing would be swapped, a mechanism is unknown, or the switch did not take.
+    """
+    if not sites:
+        raise ApproxError("No attention layer was chosen, so nothing would be swapped. Choose at least one layer.")
+    for path, site in sites.items():
+        if site["mechanism"] not in MECHANISMS:
+            raise ApproxError(
+                f"Mechanism '{site['mechanism']}' is not known here. Known: {', '.join(sorted(MECHANISMS))}."
+            )
+        module = model.base_model.get_submodule(path)
+        mechanism = MECHANISMS[site["mechanism"]](
+            site["heads"], site["head_dim"], causal=site["causal"], scale=site["scale"], **site["settings"]
+        )
+        mechanism.exact_below = site.get("exact_below", 0)
+        module.mechanism = mechanism.to(next(module.parameters()).device).train(module.training)
+    switch(model, IMPLEMENTATION)
+
+
+def switch(model: Any, implementation: str) -> None:
+    """Switch the attention dispatch of `model`, and make sure that the switch took.
+
+    Raises:
+        ApproxError: if the model's family does not dispatch its attention.
+    """
+    set_implementation = getattr(model, "_set_implementation_unguarded", model.set_attn_implementation)
+    set_implementation(implementation)
+    if model.config._attn_implementation != implementation:
+        raise ApproxError(
+            f"{type(model).__name__} computes its attention itself instead of dispatching it, so it cannot be exchanged.",
+            Exit.UNSUPPORTED,
+        )
+
+
+class ApproxModel:
+    """What every converted model adds to its stock class: mechanisms from the config, loud failure where they are lost."""
+
+    # Random features and learned maps lose their meaning in 16 bits; the mechanisms cast their output instead.
+    _keep_in_fp32_modules_strict = ("mechanism",)
+    config: Any
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if not config.approx or config.approx.get("format") != FORMAT:
+            raise ApproxError(
+                f"{type(self).__name__} needs a config whose field 'approx' has format {FORMAT}, found: {config.approx}. "
+                "Load a folder that `approx convert` wrote, or convert the base checkpoint again.",
+                Exit.UNAVAILABLE,
+            )
+        attach(self, config.approx["sites"])
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load as transformers does, and refuse a checkpoint that lacks any tensor of a mechanism.
+
+        Raises:
+            ApproxError: if tensors of a mechanism are missing; transformers would fill them with uninitialised memory.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
+        lost = sorted(name for name in info["missing_keys"] if ".mechanism." in name)
+        if lost:
+            raise ApproxError(
+                f"The checkpoint lacks {len(lost)} tensors of its attention mechanisms, e.g. {lost[0]}. "
+                "It was saved incompletely; convert the base checkpoint again.",
+                Exit.UNAVAILABLE,
+            )
+        return (model, info) if wants_info else model
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as transformers does, in the layout that converted classes load."""
+        kwargs["save_original_format"] = False
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
+
+    def _set_implementation_unguarded(self, implementation: str) -> None:
+        super().set_attn_implementation(implementation)  # type: ignore[misc]  # the stock class follows in the MRO
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuse any other attention: it would silently turn the conversion off.
+
+        Raises:
+            ApproxError: unless the implementation asked for is the seam's own.
+        """
+        if attn_implementation != IMPLEMENTATION:
+            raise ApproxError(
+                f"Attention implementation '{attn_implementation}' was asked for, but this model is converted: the switch "
+                "would silently remove its mechanisms. Use `approx revert` to get the base checkpoint back.",
+                Exit.REFUSED,
+            )
+        self._set_implementation_unguarded(attn_implementation)

@@ -1,0 +1,135 @@
+"""Surgery: carry a plan out on a loaded model, and undo it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from approx.conversion import families, positions
+from approx.conversion.anatomy import Anatomy, anatomy
+from approx.conversion.plan import Plan
+from approx.conversion.seam import FORMAT, attach, switch
+from approx.errors import ApproxError, Exit
+
+
+@dataclass
+class Receipt:
+    """What surgery did to a model.
+
+    Attributes:
+        swapped: One entry a converted layer: layer, path, mechanism, settings, exact_below.
+        left: Layers that stay exact.
+        cross_attention: Cross-attention modules, which always stay exact.
+        added: Names of the tensors that the mechanisms added to the state dict.
+        positions: Usable positions before and after, or None if they were not changed.
+        errors: Relative error of each swapped layer's output on a calibration batch, once it was measured.
+    """
+
+    swapped: list[dict[str, Any]]
+    left: list[int]
+    cross_attention: int
+    added: list[str]
+    positions: tuple[int, int] | None = None
+    errors: dict[int, float] | None = None
+
+
+def convert(model: Any, plan: Plan, *, max_length: int | None = None) -> Receipt:
+    """Exchange the attention of a loaded model, in place.
+
+    The model keeps its tensors and becomes an instance of the converted class of its family, so `save_pretrained`
+    writes a folder that loads converted.
+
+    Args:
+        model: A stock transformers model.
+        plan: Which layer gets what.
+        max_length: Usable positions afterwards, in tokens, if the table is to be extended.
+
+    Returns:
+        The receipt.
+
+    Raises:
+        ApproxError: if the model is converted already, cannot be converted, or the plan does not fit it.
+    """
+    if families.is_converted(model):
+        raise ApproxError(
+            f"{type(model).__name__} is converted already. Revert it first, or convert the base checkpoint.", Exit.REFUSED
+        )
+    facts = anatomy(model.config, type(model))
+    assignment = plan.resolve(facts)
+    resized = None
+    if max_length is not None:
+        resized = (_checked_limit(facts, max_length), max_length)
+    sites = {
+        site.path: {
+            "layer": site.layer,
+            "mechanism": rule.mechanism,
+            "settings": rule.settings,
+            "exact_below": rule.exact_below,
+            "heads": site.heads,
+            "head_dim": site.head_dim,
+            "causal": site.causal,
+            "scale": site.scale,
+        }
+        for site, rule in assignment.items()
+    }
+    before = set(model.state_dict())
+    if max_length is not None:
+        positions.resize(model, max_length)
+    stock_implementation = model.config._attn_implementation
+    attach(model, sites)
+    # The config object is shared by all submodules, so it changes its class in place and nobody holds a stale one.
+    model.config.__class__ = families.config_class(type(model.config))
+    model.config.approx = {
+        "format": FORMAT,
+        "sites": sites,
+        "base": {
+            "model_type": facts.family,
+            "architecture": facts.architecture,
+            "implementation": stock_implementation,
+            "positions": None if resized is None else resized[0],
+        },
+    }
+    model.__class__ = families.model_class(type(model))
+    return Receipt(
+        swapped=[{"path": path, **{key: site[key] for key in _SHOWN}} for path, site in sites.items()],
+        left=[site.layer for site in facts.sites if site not in assignment],
+        cross_attention=facts.cross_attention,
+        added=sorted(set(model.state_dict()) - before),
+        positions=resized,
+    )
+
+
+_SHOWN = ("layer", "mechanism", "settings", "exact_below")
+
+
+def _checked_limit(facts: Anatomy, max_length: int) -> int:
+    if facts.positions is None:
+        raise ApproxError(
+            f"{facts.architecture} has no position table, so any length can be given already. Leave out --max-length.",
+            Exit.UNSUPPORTED,
+        )
+    if max_length <= facts.positions:
+        raise ApproxError(
+            f"--max-length {max_length} was asked for, but {facts.architecture} takes {facts.positions} positions already. "
+            "Give a larger number, or leave it out."
+        )
+    return facts.positions
+
+
+def revert(model: Any) -> None:
+    """Undo `convert` on a model, in place: the mechanisms go, the base's class, config and positions come back.
+
+    Raises:
+        ApproxError: if the model is not converted.
+    """
+    if not families.is_converted(model):
+        raise ApproxError(f"{type(model).__name__} is not converted, so there is nothing to revert.", Exit.REFUSED)
+    record = model.config.approx
+    for path in record["sites"]:
+        del model.base_model.get_submodule(path).mechanism
+    model.__class__ = families.stock_class(type(model))
+    model.config.__class__ = families.stock_class(type(model.config))
+    for name in ("approx", "auto_map"):
+        if hasattr(model.config, name):
+            delattr(model.config, name)
+    if record["base"]["positions"] is not None:
+        positions.resize(model, record["base"]["positions"])
+    switch(model, record["base"]["implementation"])

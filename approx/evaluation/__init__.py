@@ -1,0 +1,1 @@
+"""Measurement: base and converted through the same door, and what their differences are worth."""

@@ -1,0 +1,104 @@
+"""A generated needle in a long document: which value does the key have that the question names?"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from approx.errors import ApproxError
+from approx.tasks.task import Example, SequenceClassification, Split
+
+QUESTION = "find"
+VALUES = ("black", "blue", "brown", "green", "grey", "red", "white", "yellow")
+# fmt: off
+KEYS = (
+    "acorn", "amber", "anchor", "apple", "arrow", "barrel", "basket", "beacon", "bell", "blanket",
+    "bottle", "bridge", "bucket", "candle", "castle", "cherry", "compass", "copper", "cradle",
+    "curtain", "feather", "fiddle", "hammer", "island", "kettle", "ladder", "lantern", "marble",
+    "nutmeg", "orchard", "pebble", "violin",
+)
+# fmt: on
+_SYLLABLES = [consonant + vowel for consonant, vowel in product("dklmprtv", "ao")]
+FILLERS = tuple(first + second for first, second in product(_SYLLABLES, repeat=2))
+WORDS = (QUESTION, *VALUES, *KEYS, *FILLERS)
+"""Every word that an example may hold; a tokenizer that knows them reads one token a word."""
+
+_SPLITS = ("train", "dev")
+_SPECIAL_TOKENS = 2
+
+
+class Needle(SequenceClassification):
+    """Documents of made-up words that hide `needles` pairs of a key and its value, anywhere and in any order.
+
+    A text is the question (`find` and a key) and then the document; the label is the value that stands behind
+    that key. All the other pairs are distractors, so neither counting values nor reading around the question
+    gives more than a guess: a model has to bind each value to the word before it, and to find one of them by
+    content at any distance. A demonstration of what a mechanism keeps, and no benchmark of language.
+
+    Args:
+        length: Tokens of every example, with the two special tokens that a BERT tokenizer puts around the text.
+        examples: Rows of a split.
+        needles: Pairs in every document, all of different keys.
+        seed: What every row is drawn from, together with its split and its own number.
+
+    Raises:
+        ApproxError: if a setting is no whole number, or the needles fit neither the keys nor the length.
+    """
+
+    name = "needle"
+    metrics = ("accuracy",)
+    labels = VALUES
+
+    def __init__(self, length: int = 2048, examples: int = 200, needles: int = 8, seed: int = 0) -> None:
+        _require("needles", needles, 1, len(KEYS))
+        # The question takes as much room as a pair.
+        _require("length", length, _SPECIAL_TOKENS + 2 * (needles + 1))
+        _require("examples", examples, 1)
+        _require("seed", seed, 0)
+        self.length, self.size, self.needles, self.seed = length, examples, needles, seed
+
+    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+        """Generate a split: `dev` (the default) or `train`; the classes of its rows take turns.
+
+        Raises:
+            ApproxError: if a data folder is given, the split is unknown or the limit is below 1.
+        """
+        if data is not None:
+            raise ApproxError(
+                f"The task '{self.name}' generates its examples and reads none from {data}. Omit the data."
+            )
+        split = split or "dev"
+        if split not in _SPLITS:
+            raise ApproxError(f"Unknown split '{split}' of the task '{self.name}'. Known: {', '.join(_SPLITS)}.")
+        if limit is not None:
+            _require("limit", limit, 1)
+        rows = range(min(self.size, limit or self.size))
+        return Split(split, [self._example(split, row) for row in rows], subset=len(rows) < self.size)
+
+    def _example(self, split: str, row: int) -> Example:
+        # A generator per row: a row is the same whatever the number of rows around it.
+        random = np.random.default_rng([self.seed, _SPLITS.index(split), row])
+        keys = random.permutation(len(KEYS))[: self.needles]
+        values = random.integers(len(VALUES), size=self.needles)
+        values[0] = row % len(VALUES)
+        words = self.length - _SPECIAL_TOKENS - 2
+        # Each pair takes one place here and two words in the text.
+        document = [FILLERS[index] for index in random.integers(len(FILLERS), size=words - self.needles)]
+        places = random.choice(len(document), self.needles, replace=False)
+        for place, key, value in zip(places, keys, values, strict=True):
+            document[place] = f"{KEYS[key]} {VALUES[value]}"
+        text = " ".join([QUESTION, KEYS[keys[0]], *document])
+        name = f"needle/{split}/{self.length}-{self.needles}-{self.seed}/{row}"
+        return Example(name, {"text": text}, int(values[0]))
+
+
+def _require(setting: str, value: int, least: int, most: int | None = None) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if whole and least <= value and (most is None or value <= most):
+        return
+    allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+    raise ApproxError(
+        f"The setting '{setting}' of the task 'needle' is {value!r}; it has to be a whole number {allowed}."
+    )

@@ -1,0 +1,84 @@
+"""The generated documents: repeatable, balanced, of exactly the asked length, and solvable only by looking."""
+
+from collections import Counter
+
+import pytest
+
+from approx.errors import ApproxError
+from approx.tasks.needle import KEYS, QUESTION, VALUES, WORDS, Needle
+
+
+def test_the_same_row_whatever_the_number_of_rows():
+    few, many = Needle(length=64, examples=3).examples(), Needle(length=64, examples=20).examples()
+    assert few == many[:3] == Needle(length=64, examples=20).examples(limit=3)
+    assert len({example.id for example in many}) == 20
+
+
+def test_seeds_and_splits_differ():
+    texts = {
+        Needle(length=64, examples=1, seed=seed).examples(split=split)[0].inputs["text"]
+        for seed in (0, 1)
+        for split in ("dev", "train")
+    }
+    assert len(texts) == 4
+
+
+def test_only_a_shortened_split_is_a_subset():
+    task = Needle(length=64, examples=8)
+    assert (task.load().name, task.load().subset) == ("dev", False)
+    assert task.load(limit=4).subset
+    assert not task.load(limit=9).subset
+
+
+@pytest.mark.parametrize(("length", "needles"), [(8, 2), (64, 8), (2048, 8), (2048, 32)])
+def test_texts_hold_their_words_and_their_answer(length, needles):
+    for example in Needle(length=length, examples=8, needles=needles).examples():
+        words = example.inputs["text"].split(" ")
+        assert len(words) == length - 2
+        assert set(words) <= set(WORDS)
+        question, key, *document = words
+        assert question == QUESTION
+        assert document.count(key) == 1
+        assert document[document.index(key) + 1] == VALUES[example.label]
+        assert sum(word in KEYS for word in document) == sum(word in VALUES for word in document) == needles
+
+
+def test_labels_take_turns_and_needles_lie_anywhere():
+    task = Needle(length=2048, examples=400)
+    examples = task.examples()
+    assert set(Counter(example.label for example in examples).values()) == {50}
+    places = [words.index(words[1], 2) for words in (example.inputs["text"].split(" ") for example in examples)]
+    # Uniform over the document: a quarter of the answers in each quarter, within four standard deviations.
+    assert all(66 <= count <= 134 for count in Counter(place * 4 // 2048 for place in places).values())
+    # The commonest value of a document is little better than a guess.
+    popular = [Counter(word for word in example.inputs["text"].split(" ") if word in VALUES) for example in examples]
+    assert sum(c.most_common(1)[0][0] == VALUES[e.label] for c, e in zip(popular, examples, strict=True)) < 160
+
+
+def test_words_are_distinct():
+    assert len(set(WORDS)) == len(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"length": 19}, "'length'.*19.*at least 20"),
+        ({"length": "2048"}, "'length'.*'2048'.*whole number"),
+        ({"needles": 33}, "'needles'.*33.*from 1 to 32"),
+        ({"examples": 0}, "'examples'.*at least 1"),
+        ({"seed": -1}, "'seed'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, words):
+    with pytest.raises(ApproxError, match=words):
+        Needle(**settings)
+
+
+def test_loading_what_is_not_there_is_refused(tmp_path):
+    task = Needle(length=64)
+    with pytest.raises(ApproxError, match="reads none from"):
+        task.load(tmp_path)
+    with pytest.raises(ApproxError, match=r"'test'.*train, dev"):
+        task.load(split="test")
+    with pytest.raises(ApproxError, match="'limit'"):
+        task.load(limit=0)

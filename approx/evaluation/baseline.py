@@ -1,0 +1,78 @@
+"""The honest baseline: the fastest exact attention that PyTorch offers on this device for these inputs."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from approx.evaluation.race import OK, Runner
+from approx.evaluation.timing import repeats_for, timed
+
+BACK_ENDS = {
+    "cpu": {"math": SDPBackend.MATH},
+    "cuda": {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "math": SDPBackend.MATH,
+    },
+}
+DEFAULT = "default SDPA"
+# Another back end takes the default's place only when clearly faster: noise must not choose the baseline.
+GAIN = 1.02
+# What is this much slower at its second call is out of the running and costs no more time.
+HOPELESS = 1.5
+REPETITIONS = 5
+
+
+def best_exact(call: Callable[[], object], device: torch.device) -> tuple[str, Callable[[], object]]:
+    """Choose among SDPA's back ends the fastest that runs this call without running out of memory.
+
+    Args:
+        call: Executes one forward of the exact model, attention through SDPA.
+        device: Where it runs.
+
+    Returns:
+        The name of the baseline, such as "default SDPA" or "cudnn SDPA", and the call that uses it. The
+        default where nothing runs.
+    """
+    calls = {DEFAULT: call} | {
+        f"{name} SDPA": _through(back_end, call) for name, back_end in BACK_ENDS[device.type].items()
+    }
+    milliseconds: dict[str, float] = {}
+    for name, candidate in calls.items():
+        runner = Runner(candidate)
+        try:
+            # The first call compiles and allocates; the second shows what the back end can do.
+            runner.attempt(candidate)
+            sample = runner.attempt(lambda candidate=candidate: timed(candidate, 1, device))
+        except RuntimeError as error:
+            if name == DEFAULT or "kernel" not in str(error).lower():
+                raise
+            continue
+        if runner.status == OK and sample:
+            milliseconds[name] = sample.ms
+    if not milliseconds:
+        return DEFAULT, call
+
+    quickest = min(milliseconds.values())
+    near = [name for name, ms in milliseconds.items() if ms < HOPELESS * quickest]
+    if len(near) > 1:
+        samples: dict[str, list[float]] = {name: [] for name in near}
+        for _ in range(REPETITIONS):
+            for name in near:
+                samples[name].append(timed(calls[name], repeats_for(milliseconds[name]), device).ms)
+        milliseconds = {name: statistics.median(ms) for name, ms in samples.items()}
+    best = min(near, key=lambda name: milliseconds[name])
+    if DEFAULT in near and milliseconds[DEFAULT] < GAIN * milliseconds[best]:
+        best = DEFAULT
+    return best, calls[best]
+
+
+def _through(back_end: SDPBackend, call: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        with sdpa_kernel(back_end):
+            return call()
+
+    return run

@@ -1,0 +1,92 @@
+"""How much memory one call needs, and what happens when there is not enough."""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.autograd.profiler_util import MEMORY_EVENT_NAME
+
+
+def peak_mb(call: Callable[[], object], device: torch.device) -> float:
+    """Measure the megabytes (1e6 bytes) that one untimed call needs beyond what is there before it.
+
+    CUDA: the caching allocator's own peak. CPU: the running sum of every allocation and release that
+    PyTorch's allocator reports to its profiler, at its highest. That counts tensors and the temporaries
+    inside operators to the byte and gives the same figure every time; the resident set of the process
+    does not, because freed pages stay in it. Scratch space that MKL or oneDNN takes for itself is not
+    counted.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        resident = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return (torch.cuda.max_memory_allocated(device) - resident) / 1e6
+
+    # The profiler's native logger writes a line to stderr at every start unless told not to.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        call()
+    # A profile that has ended always has results; the stub knows neither that nor the method `nbytes`.
+    events: list[Any] = profile.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    total = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == MEMORY_EVENT_NAME:
+            total += event.nbytes()
+            peak = max(peak, total)
+    return peak / 1e6
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that memory ran out, on either kind of device."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    words = (
+        "not enough memory",
+        "can't allocate memory",
+        "DefaultCPUAllocator",
+        "out of memory",
+        "ALLOC_FAILED",
+    )
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+@contextmanager
+def memory_limit(device: torch.device) -> Iterator[None]:
+    """Turn running out of CPU memory into an exception, for as long as the context lasts.
+
+    Linux hands out more memory than there is and kills the process that uses it; a limit on the
+    process's data, set to what it has plus what is available, makes the allocation fail instead.
+    Does nothing on CUDA, which raises by itself, and where there is no /proc.
+    """
+    status = Path("/proc/self/status")
+    if device.type != "cpu" or not status.exists():
+        yield
+        return
+    import resource
+
+    held = next(int(line.split()[1]) * 1024 for line in status.open() if line.startswith("VmData:"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = held + _available_bytes()
+    if soft != resource.RLIM_INFINITY:
+        limit = min(limit, soft)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _available_bytes() -> int:
+    """Return the memory still to be had: the machine's, or the container's where that is less."""
+    available = psutil.virtual_memory().available
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int(used.read_text()))
+    return max(available, 0)

@@ -1,0 +1,126 @@
+"""Contenders run side by side in rounds, so that whatever the machine does meanwhile befalls them all."""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from approx.evaluation.memory import is_out_of_memory, peak_mb
+from approx.evaluation.timing import Sample, repeats_for, timed, undisturbed, warm_up
+
+T = TypeVar("T")
+
+OK, OUT_OF_MEMORY = "ok", "out of memory"
+
+
+@dataclass(eq=False)
+class Runner:
+    """One contender at one batch size and length: its call, and what was seen of it.
+
+    Args:
+        call: Executes one forward.
+        turns: How often it runs in each round; a runner with two turns can be compared with itself.
+    """
+
+    call: Callable[[], object]
+    turns: int = 1
+    status: str = OK
+    first_ms: float | None = None
+    peak_mb: float | None = None
+    repeats: int = 1
+    rounds: list[list[Sample]] = field(default_factory=list)
+
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """Do something for this runner; running out of memory becomes its status, and the answer is None."""
+        try:
+            return action()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.status = OUT_OF_MEMORY
+        # Outside of the handler, where the traceback no longer holds the tensors of the failed call.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return None
+
+    def by_turn(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return milliseconds [turns, rounds] and which of them are to be believed."""
+        samples = [sample for turns in self.rounds for sample in turns]
+        shape = (len(self.rounds), self.turns)
+        return (
+            np.array([sample.ms for sample in samples]).reshape(shape).T,
+            undisturbed(samples).reshape(shape).T,
+        )
+
+    def by_round(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return milliseconds [rounds], the mean of a round's believable turns, and which rounds have any."""
+        ms, good = self.by_turn()
+        mean = (ms * good).sum(0) / np.maximum(good.sum(0), 1)
+        return np.asarray(np.where(good.any(0), mean, ms.mean(0))), np.asarray(good.any(0))
+
+
+def race(runners: list[Runner], device: torch.device, *, rounds: int, seconds: float, warm_up_seconds: float) -> None:
+    """Warm every runner up, measure its memory, then let them take turns round by round.
+
+    The order rotates by one place a round (A B C, B C A, …), so that nobody always runs behind the same one.
+
+    Args:
+        runners: Filled in place; those that run out of memory drop out with that status.
+        device: Where they run.
+        rounds: At least so many; rounds that were disturbed are made up for by at most as many again.
+        seconds: At least so long.
+        warm_up_seconds: At most so long for each.
+    """
+    for runner in runners:
+        if runner.status != OK:
+            continue
+        warm = runner.attempt(lambda runner=runner: warm_up(runner.call, device, warm_up_seconds))
+        if warm:
+            runner.first_ms, ms = warm
+            runner.repeats = repeats_for(ms)
+            runner.peak_mb = runner.attempt(lambda runner=runner: peak_mb(runner.call, device))
+
+    order = _order(runners)
+    gc.collect()
+    gc.disable()
+    try:
+        begun, done = time.perf_counter(), 0
+        while any(runner.status == OK for runner in runners):
+            _round(order[done % len(order) :] + order[: done % len(order)], device)
+            done += 1
+            enough = done >= rounds and time.perf_counter() - begun >= seconds
+            if enough and (done >= 2 * rounds or _believable(runners) >= rounds):
+                break
+    finally:
+        gc.enable()
+
+
+def _order(runners: list[Runner]) -> list[Runner]:
+    """Return everybody's turns: second turns come half a round after the first, or drift could not show."""
+    once, twice = list(runners), [runner for runner in runners if runner.turns == 2]
+    for runner in twice:
+        place = once.index(runner) + 1 + len(once) // 2
+        once.insert(place % (len(once) + 1), runner)
+    return once
+
+
+def _round(order: list[Runner], device: torch.device) -> None:
+    seen: dict[Runner, list[Sample]] = {runner: [] for runner in order}
+    for runner in order:
+        if runner.status == OK:
+            sample = runner.attempt(lambda runner=runner: timed(runner.call, runner.repeats, device))
+            if sample:
+                seen[runner].append(sample)
+    for runner, samples in seen.items():
+        if runner.status == OK:
+            runner.rounds.append(samples)
+
+
+def _believable(runners: list[Runner]) -> int:
+    """Return the rounds that can be believed of the runner that has fewest of them."""
+    return min((int(runner.by_round()[1].sum()) for runner in runners if runner.status == OK), default=0)

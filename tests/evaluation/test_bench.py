@@ -1,0 +1,373 @@
+"""The benchmark's arithmetic and its order of events; nothing here asserts how fast this machine is."""
+
+import math
+from collections.abc import Callable
+
+import psutil
+import pytest
+import torch
+
+from approx.errors import ApproxError, Exit
+from approx.evaluation import baseline as baselines
+from approx.evaluation.bench import Contender, _paired, _share, _verdict, bench, crossover
+from approx.evaluation.memory import is_out_of_memory, memory_limit, peak_mb
+from approx.evaluation.race import Runner, race
+from approx.evaluation.timing import Neighbours, Sample, repeats_for, timed, undisturbed, warm_up
+
+CPU = torch.device("cpu")
+
+
+def attend(q: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+def make_inputs(batch: int, length: int) -> torch.Tensor:
+    return torch.randn(batch, 2, length, 16)
+
+
+def run_bench(contenders: list[Contender], **settings) -> dict:
+    settings = {"lengths": [16, 32], "batches": [1, 2], "rounds": 4, "seconds": 0.0} | settings
+    return bench(
+        contenders,
+        make_inputs=settings.pop("make_inputs", make_inputs),
+        device="cpu",
+        dtype=torch.float32,
+        warm_up_seconds=0.0,
+        **settings,
+    )
+
+
+def test_a_bench_has_a_row_for_every_batch_and_length():
+    seen: list[tuple[int, int, str]] = []
+    contenders = [
+        Contender("exact", attend, "base"),
+        Contender("free", lambda q: q, "ceiling"),
+        Contender("variant", lambda q: attend(q[:, :, ::2])),
+    ]
+    found = run_bench(contenders, progress=lambda *where: seen.append(where))
+    assert [(row["batch"], row["length"]) for row in found["speed"]] == [(1, 16), (1, 32), (2, 16), (2, 32)]
+    assert [done for done, _, _ in seen] == [0, 1, 2, 3, 4]
+    for row in found["speed"]:
+        assert row["device"] == "cpu"
+        assert row["dtype"] == "float32"
+        assert row["threads"] == torch.get_num_threads()
+        assert row["baseline"] in ("default SDPA", "math SDPA")
+        for entry in (row["base"], row["ceiling"], *row["variants"]):
+            assert entry["status"] == "ok"
+            assert entry["p10_ms"] <= entry["median_ms"] <= entry["p90_ms"]
+            assert entry["samples"] >= 1
+            assert 4 <= entry["samples"] + entry["rejected"] <= 8
+        for entry in (row["ceiling"], row["spread"], *row["variants"]):
+            assert entry["interval"][0] <= entry["interval"][1]
+    assert {(entry["name"], entry["batch"]) for entry in found["crossover"]} == {("variant", 1), ("variant", 2)}
+
+
+def test_turns_are_interleaved_and_rotate_and_the_base_has_two(monkeypatch: pytest.MonkeyPatch):
+    runners = [Runner(lambda: None) for _ in "ABC"]
+    runners[0].turns = 2
+    names = {runner.call: name for runner, name in zip(runners, "ABC", strict=True)}
+    order = ""
+
+    def note(call: Callable[[], object], repeats: int, device: torch.device) -> Sample:
+        nonlocal order
+        order += names[call]
+        return timed(call, repeats, device)
+
+    monkeypatch.setattr("approx.evaluation.race.timed", note)
+    race(runners, CPU, rounds=4, seconds=0.0, warm_up_seconds=0.0)
+    assert order.startswith("ABAC" + "BACA" + "ACAB" + "CABA")
+    for runner in runners:
+        assert all(len(turns) == runner.turns for turns in runner.rounds)
+
+
+def test_the_second_turn_of_the_base_is_half_a_round_away():
+    from approx.evaluation.race import _order
+
+    runners = [Runner(lambda: None) for _ in range(4)]
+    runners[0].turns = 2
+    names = ["ABCD"[runners.index(runner)] for runner in _order(runners)]
+    assert "".join(names) == "ABCAD"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 34359738368 bytes."),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_is_a_data_point(error: Exception):
+    def greedy(q: torch.Tensor) -> torch.Tensor:
+        if q.shape[2] > 16:
+            raise error
+        return q
+
+    found = run_bench([Contender("exact", attend, "base"), Contender("greedy", greedy)], batches=[1])
+    short, long = (row["variants"][0] for row in found["speed"])
+    assert short["status"] == "ok"
+    assert long["status"] == "out of memory"
+    assert all(long[key] is None for key in ("median_ms", "ratio", "interval", "share_of_ceiling", "verdict"))
+    assert found["speed"][1]["base"]["status"] == "ok"
+
+
+def test_exact_out_of_memory_leaves_the_variant_its_times_and_the_crossover():
+    def exact(q: torch.Tensor) -> torch.Tensor:
+        if q.shape[2] > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return q
+
+    contenders = [Contender("exact", exact, "base"), Contender("slow", lambda q: [attend(q) for _ in range(20)])]
+    found = run_bench(contenders, batches=[1])
+    row = found["speed"][1]
+    assert row["base"]["status"] == "out of memory"
+    assert row["baseline"] == "default SDPA"
+    assert row["spread"] == {"ratio": None, "interval": None}
+    assert row["variants"][0]["median_ms"] > 0
+    assert row["variants"][0]["ratio"] is None
+    assert found["crossover"][0]["length"] == 32
+
+
+def test_running_out_in_the_middle_of_the_rounds_drops_only_that_contender():
+    calls = 0
+
+    def tiring(q: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return q
+
+    found = run_bench([Contender("exact", attend, "base"), Contender("tiring", tiring)], lengths=[16], batches=[1])
+    assert found["speed"][0]["variants"][0]["status"] == "out of memory"
+    assert found["speed"][0]["base"]["samples"] >= 1
+
+
+def test_inputs_that_do_not_fit_are_a_row_too():
+    def too_big(batch: int, length: int) -> torch.Tensor:
+        return torch.empty(batch * length * 2**50, dtype=torch.uint8)
+
+    found = run_bench([Contender("exact", attend, "base"), Contender("v", attend)], make_inputs=too_big)
+    assert all(row["base"]["status"] == "out of memory" for row in found["speed"])
+
+
+def test_other_errors_are_not_swallowed():
+    def broken(q: torch.Tensor) -> torch.Tensor:
+        return q @ q
+
+    with pytest.raises(RuntimeError, match="Expected size"):
+        run_bench([Contender("exact", attend, "base"), Contender("broken", broken)])
+    with pytest.raises(RuntimeError, match="Expected size"):
+        run_bench([Contender("exact", broken, "base")])
+
+
+def test_gradients_are_on_for_training_only():
+    seen: dict[str, bool] = {}
+    for mode in ("forward", "train"):
+
+        def exact(q: torch.Tensor, mode: str = mode) -> torch.Tensor:
+            seen[mode] = torch.is_grad_enabled()
+            return q
+
+        run_bench([Contender("exact", exact, "base")], mode=mode, lengths=[16], batches=[1])
+    assert seen == {"forward": False, "train": True}
+
+
+@pytest.mark.parametrize(
+    ("contenders", "settings", "words"),
+    [
+        ([Contender("a", attend)], {}, "One base|one base"),
+        ([Contender("a", attend, "base"), Contender("a", attend)], {}, "unique"),
+        ([Contender("a", attend, "base"), *(Contender(n, attend, "ceiling") for n in "bc")], {}, "ceiling"),
+        ([Contender("a", attend, "base")], {"lengths": []}, "lengths"),
+        ([Contender("a", attend, "base")], {"batches": [0]}, "batch sizes"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(contenders: list[Contender], settings: dict, words: str):
+    with pytest.raises(ApproxError, match=words):
+        run_bench(contenders, **settings)
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(ApproxError, match="cpu or cuda") as caught:
+        bench([Contender("a", attend, "base")], make_inputs=make_inputs, lengths=[1], batches=[1], device="meta",
+              dtype="float32")  # fmt: skip
+    assert caught.value.exit_code == Exit.UNSUPPORTED
+
+
+def test_the_ratio_is_of_the_rounds_both_can_be_believed_in():
+    base, other = torch.tensor([2.0, 2.0, 2.0, 80.0]).numpy(), torch.ones(4).numpy()
+    good = torch.tensor([True, True, True, False]).numpy()
+    assert _paired(base, other, good, 0) == {"ratio": 2.0, "interval": [2.0, 2.0]}
+    # With fewer than half of the rounds left, all of them count.
+    assert _paired(base, other, ~good, 0)["interval"][1] > 2
+
+
+def test_share_of_the_ceiling():
+    ratio = {"ratio": 1.5, "interval": [1.4, 1.6]}
+    assert _share(ratio, {"ratio": 2.0, "interval": [1.9, 2.1]}) == 0.75
+    assert _share(ratio, {"ratio": 1.01, "interval": [0.99, 1.03]}) is None
+    assert _share(ratio, {"ratio": None, "interval": None}) is None
+    assert _share(ratio, None) is None
+    assert _share({"ratio": None, "interval": None}, {"ratio": 2.0, "interval": [1.9, 2.1]}) is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "interval", "spread", "expected"),
+    [
+        (1.5, [1.4, 1.6], [0.99, 1.01], "faster"),
+        (1.02, [1.01, 1.03], [0.999, 1.001], "exact is better here"),
+        (1.2, [0.98, 1.4], [0.99, 1.01], "exact is better here"),
+        (1.2, [1.1, 1.4], [0.7, 1.01], "exact is better here"),
+        (0.5, [0.4, 0.6], [0.99, 1.01], "exact is better here"),
+        (None, None, [0.99, 1.01], None),
+    ],
+)
+def test_verdict(ratio: float | None, interval: list[float] | None, spread: list[float], expected: str | None):
+    assert _verdict({"ratio": ratio, "interval": interval}, {"ratio": 1.0, "interval": spread}) == expected
+
+
+def row(length: int, low: float | None, base: str = "ok", status: str = "ok", batch: int = 1) -> dict:
+    interval = None if low is None else [low, low + 0.2]
+    variant = {"name": "v", "interval": interval, "status": status}
+    about = {"batch": batch, "dtype": "float32", "device": "cpu", "length": length}
+    return {**about, "base": {"status": base}, "variants": [variant]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([row(128, 0.8), row(256, 1.1), row(512, 1.3)], 256),
+        ([row(512, 1.3), row(256, 1.1), row(128, 0.8)], 256),
+        ([row(128, 1.2), row(256, 0.9), row(512, 1.3)], 512),
+        ([row(128, 1.2), row(256, 0.9)], None),
+        ([row(128, 1.0)], None),
+        ([row(128, 0.8), row(256, None, base="out of memory")], 256),
+        ([row(128, 1.2), row(256, None, status="out of memory")], None),
+    ],
+)
+def test_crossover(rows: list[dict], expected: int | None):
+    (found,) = crossover(rows)
+    assert found == {"name": "v", "batch": 1, "dtype": "float32", "device": "cpu", "length": expected}
+
+
+def test_crossover_of_each_batch_size():
+    found = crossover([row(128, 0.8), row(128, 1.5, batch=8)])
+    assert {entry["batch"]: entry["length"] for entry in found} == {1: None, 8: 128}
+
+
+def test_disturbed_repetitions_are_rejected_but_never_all():
+    assert undisturbed([Sample(1, 0.99), Sample(1, 0.97), Sample(2, 0.5)]).tolist() == [True, True, False]
+    # A call that uses one of two threads by its nature is held against itself.
+    assert undisturbed([Sample(1, 0.5), Sample(1, 0.49)]).all()
+    assert undisturbed([Sample(1, 0.0)]).all()
+    assert len(undisturbed([])) == 0
+
+
+def test_a_believable_turn_stands_for_its_round():
+    runner = Runner(lambda: None, turns=2)
+    runner.rounds = [[Sample(1, 1.0), Sample(3, 1.0)], [Sample(1, 1.0), Sample(9, 0.2)]]
+    ms, good = runner.by_round()
+    assert ms.tolist() == [2.0, 1.0]
+    assert good.all()
+    assert runner.by_turn()[0].tolist() == [[1.0, 1.0], [3.0, 9.0]]
+
+
+def test_timing_counts_calls():
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+
+    assert timed(call, 7, CPU).ms >= 0
+    assert calls == 7
+    warm_up(call, CPU, 0.0)
+    assert calls > 8
+    assert repeats_for(50.0) == 1
+    assert repeats_for(0.0) == repeats_for(1e-3) == 10_000
+    assert repeats_for(3.0) == 4
+
+
+def test_neighbours_watch_the_whole_machine(monkeypatch: pytest.MonkeyPatch):
+    # Ten seconds of wall clock: this process used 10 core-seconds, the others what is given.
+    for others, crowded in ((0.0, False), (10.0 * (psutil.cpu_count() or 1), True)):
+        neighbours = Neighbours()
+        wall, busy, own = neighbours._begun
+        monkeypatch.setattr(Neighbours, "_now", lambda _, t=(wall + 10, busy + 10 + others, own + 10): t)
+        assert neighbours.crowded() is crowded
+        monkeypatch.undo()
+
+
+def test_peak_memory_counts_temporaries_and_not_what_was_there():
+    q = torch.randn(64, 1024)
+
+    def call() -> torch.Tensor:
+        return (q + 1) * (q + 2)
+
+    assert math.isclose(peak_mb(call, CPU), 3 * 64 * 1024 * 4 / 1e6, rel_tol=0.01)
+    assert peak_mb(call, CPU) == peak_mb(call, CPU)
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="Linux alone hands out memory that it does not have")
+def test_memory_that_is_not_there_is_refused_and_the_limit_lifted_again():
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with memory_limit(CPU):
+        with pytest.raises(RuntimeError) as caught:
+            torch.empty(int(psutil.virtual_memory().available * 1.5), dtype=torch.uint8)
+        torch.empty(2**20)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("shape '[2]' is invalid"))
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_a_faster_back_end_becomes_the_baseline(monkeypatch: pytest.MonkeyPatch):
+    import time
+
+    state = {"inside": False}
+
+    def through(back_end: object, call: object) -> object:
+        def run() -> None:
+            state["inside"] = True
+            slow()
+            state["inside"] = False
+
+        return run
+
+    def slow() -> None:
+        time.sleep(0.001 if state["inside"] else 0.02)
+
+    monkeypatch.setattr(baselines, "_through", through)
+    assert baselines.best_exact(slow, CPU)[0] == "math SDPA"
+
+
+def test_a_back_end_that_refuses_the_inputs_is_passed_over(monkeypatch: pytest.MonkeyPatch):
+    def through(back_end: object, call: object) -> object:
+        def run() -> None:
+            raise RuntimeError("No available kernel. Aborting execution.")
+
+        return run
+
+    monkeypatch.setattr(baselines, "_through", through)
+    assert baselines.best_exact(lambda: None, CPU)[0] == "default SDPA"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_events_and_memory():
+    device = torch.device("cuda")
+    found = bench(
+        [Contender("exact", attend, "base"), Contender("free", lambda q: q, "ceiling")],
+        make_inputs=lambda batch, length: torch.randn(batch, 2, length, 64, device=device, dtype=torch.float16),
+        lengths=[512],
+        batches=[1],
+        device=device,
+        dtype="float16",
+        rounds=4,
+        seconds=0.0,
+    )
+    assert found["speed"][0]["base"]["median_ms"] > 0
+    assert found["speed"][0]["base"]["peak_mb"] >= 512 * 64 * 2 * 2 / 1e6

@@ -111,7 +111,7 @@ def score_interval(
     confidence: float = CONFIDENCE,
     resamples: int = RESAMPLES,
 ) -> Interval:
-    """Return the bootstrap interval of one score; `score` takes the rows of the examples it is computed on."""
+    """Return the bootstrap interval of one score; `score` takes the rows it is computed on."""
     return _percentiles(_resample(score, examples, seed, resamples), confidence)
 
 

@@ -75,9 +75,7 @@ class Task(ABC):
             ApproxError: if nothing is found, a row is damaged or unlabelled, or no row is left.
         """
 
-    def examples(
-        self, data: Path | None = None, split: str | None = None, limit: int | None = None
-    ) -> list[Example]:
+    def examples(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> list[Example]:
         """Return the examples of `load`, for those who need no more than these."""
         return self.load(data, split, limit).examples
 
@@ -116,9 +114,7 @@ class Task(ABC):
             B predictions that JSON can hold, comparable with `Example.label`.
         """
 
-    def score(
-        self, predictions: Sequence[Any], labels: Sequence[Any], metrics: Sequence[str] = ()
-    ) -> dict[str, float]:
+    def score(self, predictions: Sequence[Any], labels: Sequence[Any], metrics: Sequence[str] = ()) -> dict[str, float]:
         """Score predictions, paired with labels by position.
 
         Args:
@@ -194,7 +190,7 @@ class SequenceClassification(Task):
         if len(found) != len(wanted):
             raise ApproxError(
                 f"{self.name} has {len(wanted)} outputs ({', '.join(wanted)}), "
-                f"but the model has {len(found)} ({', '.join(found)}). Use a checkpoint that was fine-tuned on {self.name}.",
+                f"but the model has {len(found)} ({', '.join(found)}). Use a checkpoint fine-tuned on {self.name}.",
                 Exit.UNSUPPORTED,
             )
         unnamed = all(name in (f"LABEL_{index}", str(index)) for index, name in enumerate(found))

@@ -1,0 +1,43 @@
+"""The tasks: an explicit registry, name -> what makes the task."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from approx.errors import ApproxError
+from approx.tasks.glue import GLUE, Glue
+from approx.tasks.task import Example, SequenceClassification, Split, Task
+
+__all__ = ["TASKS", "Example", "SequenceClassification", "Split", "Task", "open_task"]
+
+TASKS: dict[str, Callable[..., Task]] = {
+    **{f"glue/{subset}": partial(Glue, subset) for subset in GLUE},
+}
+"""Names as on the command line and in recipes; calling an entry, with the task's settings, makes the task."""
+
+
+def open_task(name: str, **settings: Any) -> Task:
+    """Make a task by its name.
+
+    Args:
+        name: A key of `TASKS`.
+        settings: The task's own settings, such as the length of generated documents; GLUE has none.
+
+    Raises:
+        ApproxError: if there is no such task, or no such setting.
+    """
+    if name not in TASKS:
+        # People type the last part of a name; the part before the slash is what they forget.
+        short = {known.rpartition("/")[2]: known for known in TASKS}
+        close = difflib.get_close_matches(name, TASKS, n=1) or [
+            short[last] for last in difflib.get_close_matches(name.rpartition("/")[2], short, n=1)
+        ]
+        hint = f"Did you mean '{close[0]}'? " if close else ""
+        raise ApproxError(f"Unknown task '{name}'. {hint}Known: {', '.join(TASKS)}.")
+    try:
+        return TASKS[name](**settings)
+    except TypeError as error:
+        raise ApproxError(f"The settings of task '{name}' do not fit: {error}.") from None

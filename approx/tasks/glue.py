@@ -1,0 +1,219 @@
+"""GLUE: classification and similarity of single sentences and pairs.
+
+Read from the official tsv files or from the hub dataset `nyu-mll/glue`; rows, their order and their ids are the
+same either way.
+
+Source: Wang et al., 2018, "GLUE: A Multi-Task Benchmark and Analysis Platform for Natural Language
+Understanding", arXiv 1804.07461.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from approx.errors import ApproxError, Exit
+from approx.tasks.hub import load_rows
+from approx.tasks.task import Example, SequenceClassification, Split
+
+HUB_DATASET = "nyu-mll/glue"
+
+
+@dataclass(frozen=True)
+class _Subset:
+    """Where one of the ten keeps its rows, and what they mean.
+
+    `texts` and `label` are columns of the tsv, `hub_texts` those of the hub dataset, whose label column is
+    `label` throughout. `header` names the columns of a tsv that has no header line.
+    """
+
+    folder: str
+    hub: str
+    texts: tuple[str, ...]
+    hub_texts: tuple[str, ...]
+    label: str
+    labels: tuple[str, ...]
+    metrics: tuple[str, ...]
+    train_rows: int
+    dev_rows: int
+    header: tuple[str, ...] = ()
+    dev: str = "dev"
+
+
+_PAIR = ("sentence1", "sentence2")
+_QUESTIONS = ("question1", "question2")
+_NLI = ("entailment", "neutral", "contradiction")
+_RTE = ("entailment", "not_entailment")
+_NLI_COLUMNS = {"texts": _PAIR, "hub_texts": ("premise", "hypothesis"), "label": "gold_label", "labels": _NLI}
+
+GLUE: dict[str, _Subset] = {
+    "cola": _Subset(
+        "CoLA", "cola", ("sentence",), ("sentence",), "label", ("unacceptable", "acceptable"), ("matthews",),
+        8551, 1043, header=("source", "label", "star", "sentence"),
+    ),
+    "sst2": _Subset(
+        "SST-2", "sst2", ("sentence",), ("sentence",), "label", ("negative", "positive"), ("accuracy",),
+        67349, 872,
+    ),
+    "mrpc": _Subset(
+        "MRPC", "mrpc", ("#1 String", "#2 String"), _PAIR, "Quality", ("not_equivalent", "equivalent"),
+        ("f1", "accuracy"), 3668, 408,
+    ),
+    "stsb": _Subset("STS-B", "stsb", _PAIR, _PAIR, "score", (), ("pearson", "spearman"), 5749, 1500),
+    "qqp": _Subset(
+        "QQP", "qqp", _QUESTIONS, _QUESTIONS, "is_duplicate", ("not_duplicate", "duplicate"),
+        ("f1", "accuracy"), 363846, 40430,
+    ),
+    "mnli": _Subset(
+        "MNLI", "mnli", metrics=("accuracy",), train_rows=392702, dev_rows=9815, dev="dev_matched",
+        **_NLI_COLUMNS,
+    ),
+    "mnli-mm": _Subset(
+        "MNLI", "mnli", metrics=("accuracy",), train_rows=392702, dev_rows=9832, dev="dev_mismatched",
+        **_NLI_COLUMNS,
+    ),
+    "qnli": _Subset(
+        "QNLI", "qnli", ("question", "sentence"), ("question", "sentence"), "label", _RTE, ("accuracy",),
+        104743, 5463,
+    ),
+    "rte": _Subset("RTE", "rte", _PAIR, _PAIR, "label", _RTE, ("accuracy",), 2490, 277),
+    "wnli": _Subset(
+        "WNLI", "wnli", _PAIR, _PAIR, "label", ("not_entailment", "entailment"), ("accuracy",), 635, 71
+    ),
+}  # fmt: skip
+"""The ten, in the order and with the labels of the hub dataset."""
+
+
+class Glue(SequenceClassification):
+    """One of the ten tasks of GLUE.
+
+    Args:
+        subset: A key of `GLUE`.
+    """
+
+    def __init__(self, subset: str) -> None:
+        self.name = f"glue/{subset}"
+        self._subset = GLUE[subset]
+        self.labels = self._subset.labels
+        self.metrics = self._subset.metrics
+
+    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+        """Load a split, `dev` unless another is asked for (`train`; the labels of `test` are not public).
+
+        Args:
+            data: The tsv, its folder (`SST-2`), or the folder above; None means the hub dataset.
+            split: Its name. A tsv with another name than the official one gives its own name to the split.
+            limit: Keep the first `limit` rows.
+
+        Raises:
+            ApproxError: if there is no such file or dataset, a line is damaged or has an unknown label, or
+                no row is left.
+        """
+        if limit is not None and limit < 1:
+            raise ApproxError(f"--limit {limit} leaves no rows; it must be at least 1.")
+        wanted = (split or "dev").replace("validation", "dev")
+        wanted = self._subset.dev if wanted == "dev" else wanted
+        if data is None:
+            name, source, rows = wanted, HUB_DATASET, self._hub_rows(wanted)
+        else:
+            source = self._find(Path(data), wanted, explicit=split is not None)
+            name, rows = source.stem, self._file_rows(source)
+        kept = [Example(f"{name}-{row}", inputs, label) for row, (inputs, label) in islice(enumerate(rows), limit)]
+        if not kept:
+            raise ApproxError(f"{self.name}: 0 rows in {source}.", Exit.UNAVAILABLE)
+        return Split(name, kept, self._is_subset(name, len(kept), limit))
+
+    def _is_subset(self, name: str, rows: int, limit: int | None) -> bool:
+        for official, full in (("train", self._subset.train_rows), (self._subset.dev, self._subset.dev_rows)):
+            if name.startswith(official):
+                return rows < full
+        return limit == rows
+
+    def _find(self, data: Path, wanted: str, explicit: bool) -> Path:
+        if data.is_file():
+            if explicit and not data.stem.startswith(wanted):
+                raise ApproxError(f"--data is the file {data}, but --split is {wanted}. Leave --split out.")
+            return data
+        if not data.is_dir():
+            raise ApproxError(f"{self.name}: there is no file or folder {data}.", Exit.UNAVAILABLE)
+        folder = data / self._subset.folder if (data / self._subset.folder).is_dir() else data
+        official = folder / f"{wanted}.tsv"
+        # Excerpts carry the split's name and more: dev_matched_1k.tsv.
+        candidates = [official] if official.is_file() else sorted(folder.glob(f"{wanted}*.tsv"))
+        if len(candidates) == 1:
+            return candidates[0]
+        found = ", ".join(path.name for path in sorted(folder.glob("*.tsv"))) or "no tsv at all"
+        raise ApproxError(
+            f"{self.name}: looked for {official}, found {found}. Give the file itself with --data, or another --split.",
+            Exit.UNAVAILABLE,
+        )
+
+    def _file_rows(self, path: Path) -> Iterator[tuple[dict[str, Any], int | float]]:
+        subset = self._subset
+        lines = _lines(path)
+        header = subset.header or next(lines, (0, ()))[1]
+        if not header:
+            return
+        if missing := [column for column in (*subset.texts, subset.label) if column not in header]:
+            raise ApproxError(
+                f"{path}: no column {', '.join(missing)} in its first line ({', '.join(header)[:200]}). "
+                f"{self.name} needs the official layout with labels; test files have none.",
+                Exit.UNAVAILABLE,
+            )
+        columns = [header.index(column) for column in subset.texts]
+        for number, cells in lines:
+            if len(cells) != len(header):
+                raise ApproxError(
+                    f"{path}, line {number}: {len(cells)} columns where {len(header)} are expected. "
+                    "Mend or remove the line, or download the file again.",
+                    Exit.UNAVAILABLE,
+                )
+            try:
+                label = self._label(cells[header.index(subset.label)])
+            except ValueError as error:
+                raise ApproxError(f"{path}, line {number}: {error}", Exit.UNAVAILABLE) from None
+            yield _inputs([cells[column] for column in columns]), label
+
+    def _hub_rows(self, split: str) -> Iterator[tuple[dict[str, Any], int | float]]:
+        hub_split = split.replace("dev", "validation")
+        for row in load_rows(HUB_DATASET, self._subset.hub, hub_split):
+            if row["label"] == -1:
+                raise ApproxError(
+                    f"{self.name}: the split '{split}' of {HUB_DATASET} has no labels; use dev or train.",
+                    Exit.UNAVAILABLE,
+                )
+            yield _inputs([row[column] for column in self._subset.hub_texts]), row["label"]
+
+    def _label(self, text: str) -> int | float:
+        if not self.labels:
+            number = float(text) if text.strip() else math.nan
+            if not math.isfinite(number):
+                raise ValueError(f"the score '{text}' is not a finite number.")
+            return number
+        if text in self.labels:
+            return self.labels.index(text)
+        if text.isdecimal() and int(text) < len(self.labels):
+            return int(text)
+        known = ", ".join(f"{name} or {index}" for index, name in enumerate(self.labels))
+        raise ValueError(f"unknown label '{text}'; {self.name} has {known}.")
+
+
+def _inputs(texts: list[str]) -> dict[str, Any]:
+    return dict(zip(("text", "text_pair"), texts, strict=False))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield line numbers and cells; quotes mean nothing in these files, and MRPC's may start with a BOM."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                if line := line.rstrip("\r\n"):
+                    yield number, tuple(line.split("\t"))
+    except UnicodeDecodeError as error:
+        raise ApproxError(f"{path} is not UTF-8 text ({error.reason}). Download it again.", Exit.UNAVAILABLE) from None
+    except OSError as error:
+        raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None

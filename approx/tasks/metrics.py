@@ -1,0 +1,121 @@
+"""Metrics of Hugging Face's `evaluate` that need no network, unlike `evaluate.load`, which fetches scripts.
+
+Each is an `evaluate.Metric`, for Trainer and its kin, around a plain function `value`. The bootstrap calls that
+thousands of times, so it is a few array operations: scikit-learn's functions, which the tests hold it to, spend
+a hundred times as long on checking their input.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import datasets
+import evaluate
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.stats import rankdata
+
+
+class TaskMetric(evaluate.Metric):
+    """A metric of one number, which is larger for better predictions.
+
+    Example: `F1().compute(predictions=[1, 0], references=[1, 1])` gives `{"f1": 0.667}`.
+    """
+
+    key: ClassVar[str]
+    feature: ClassVar[str] = "int64"
+    source: ClassVar[str]
+
+    @staticmethod
+    @abstractmethod
+    def value(predictions: ArrayLike, labels: ArrayLike) -> float:
+        """Score predictions, paired with labels by position."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        column = datasets.Value(self.feature)
+        return evaluate.MetricInfo(
+            description=type(self).__doc__ or "",
+            citation="",
+            inputs_description=f"predictions and references, {self.feature}",
+            features=datasets.Features({"predictions": column, "references": column}),
+            reference_urls=[self.source],
+        )
+
+    def _compute(self, *, predictions: Any = None, references: Any = None, **_: Any) -> dict[str, float]:
+        return {self.key: self.value(predictions, references)}
+
+
+class Accuracy(TaskMetric):
+    """The share of examples whose class is right."""
+
+    key = "accuracy"
+    source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.accuracy_score.html"
+
+    @staticmethod
+    def value(predictions: ArrayLike, labels: ArrayLike) -> float:
+        """Score predicted classes."""
+        return float(np.mean(np.asarray(predictions) == np.asarray(labels)))
+
+
+class F1(TaskMetric):
+    """The harmonic mean of precision and recall of class 1; 0 where class 1 neither occurs nor is predicted."""
+
+    key = "f1"
+    source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.f1_score.html"
+
+    @staticmethod
+    def value(predictions: ArrayLike, labels: ArrayLike) -> float:
+        """Score predicted classes, 0 or 1."""
+        predicted, true = np.asarray(predictions) == 1, np.asarray(labels) == 1
+        return float(2 * np.sum(predicted & true) / max(1, predicted.sum() + true.sum()))
+
+
+class Matthews(TaskMetric):
+    """Matthews' correlation, which for two classes is Pearson's correlation of zeros and ones."""
+
+    key = "matthews"
+    source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.matthews_corrcoef.html"
+
+    @staticmethod
+    def value(predictions: ArrayLike, labels: ArrayLike) -> float:
+        """Score predicted classes, 0 or 1."""
+        return _correlation(predictions, labels)
+
+
+class Pearson(TaskMetric):
+    """Pearson's correlation of predicted and true numbers."""
+
+    key = "pearson"
+    feature = "float64"
+    source = "https://docs.scipy.org/doc/scipy/reference/generated/scipy.stats.pearsonr.html"
+
+    @staticmethod
+    def value(predictions: ArrayLike, labels: ArrayLike) -> float:
+        """Score predicted numbers."""
+        return _correlation(predictions, labels)
+
+
+class Spearman(TaskMetric):
+    """Spearman's correlation: Pearson's of the ranks, ties sharing their mean rank."""
+
+    key = "spearman"
+    feature = "float64"
+    source = "https://docs.scipy.org/doc/scipy/reference/generated/scipy.stats.spearmanr.html"
+
+    @staticmethod
+    def value(predictions: ArrayLike, labels: ArrayLike) -> float:
+        """Score predicted numbers."""
+        return _correlation(rankdata(predictions), rankdata(labels))
+
+
+METRICS: dict[str, type[TaskMetric]] = {metric.key: metric for metric in (Accuracy, F1, Matthews, Pearson, Spearman)}
+"""Names as in a task's `metrics` and in a record."""
+
+
+def _correlation(predictions: ArrayLike, labels: ArrayLike) -> float:
+    pair = np.asarray([predictions, labels], float)
+    # A collapsed model predicts a constant; its score must be one that can be compared and stored.
+    if not np.ptp(pair, axis=1).all():
+        return 0.0
+    return float(np.corrcoef(pair)[0, 1])

@@ -97,7 +97,9 @@ class Plan:
         try:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
-            raise ApproxError(f"Plan {path} cannot be read: {error.strerror}. Give the path of a YAML or JSON file.") from None
+            raise ApproxError(
+                f"Plan {path} cannot be read: {error.strerror}. Give the path of a YAML or JSON file."
+            ) from None
         try:
             return cls.parse(yaml.safe_load(text), str(path))
         except yaml.YAMLError as error:
@@ -133,7 +135,9 @@ class Plan:
             where = f"rule {number + 1}" if len(self.rules) > 1 else "the plan"
             if rule.mechanism not in MECHANISMS:
                 known = f"Known: {', '.join(sorted(MECHANISMS))}."
-                mistakes.append(f"Unknown mechanism '{rule.mechanism}' in {where}.{_nearest(rule.mechanism, MECHANISMS)} {known}")
+                mistakes.append(
+                    f"Unknown mechanism '{rule.mechanism}' in {where}.{_nearest(rule.mechanism, MECHANISMS)} {known}"
+                )
                 continue
             settings, wrong = _complete(rule)
             mistakes += [f"In {where}: {text}" for text in wrong]
@@ -190,7 +194,9 @@ def parse_layers(text: str, count: int) -> list[int]:
                     f"Use 'layers: all' or numbers up to {count - 1}."
                 )
         if ends[0] > ends[1]:
-            raise ApproxError(f"Layers '{part}' run backwards. Write the lower number first, e.g. '{ends[1]}-{ends[0]}'.")
+            raise ApproxError(
+                f"Layers '{part}' run backwards. Write the lower number first, e.g. '{ends[1]}-{ends[0]}'."
+            )
         chosen += range(ends[0], ends[1] + 1)
     return sorted(set(chosen))
 
@@ -246,7 +252,9 @@ def _form_mistakes(item: Any, where: str) -> list[str]:
     elif not isinstance(item["mechanism"], str):
         mistakes.append(f"{where}: 'mechanism' must be a name, found {_shown(item['mechanism'])}.")
     if not isinstance(item.get("layers", "all"), str | int) or isinstance(item.get("layers"), bool):
-        mistakes.append(f"{where}: 'layers' must be 'all', a number or ranges such as '0-5,8', found {_shown(item['layers'])}.")
+        mistakes.append(
+            f"{where}: 'layers' must be 'all', a number or ranges such as '0-5,8', found {_shown(item['layers'])}."
+        )
     if not isinstance(item.get("settings") or {}, dict):
         mistakes.append(f"{where}: 'settings' must be a mapping, found {_shown(item['settings'])}.")
     below = item.get("exact_below", 0)

@@ -50,7 +50,8 @@ def convert(model: Any, plan: Plan, *, max_length: int | None = None) -> Receipt
     """
     if families.is_converted(model):
         raise ApproxError(
-            f"{type(model).__name__} is converted already. Revert it first, or convert the base checkpoint.", Exit.REFUSED
+            f"{type(model).__name__} is converted already. Revert it first, or convert the base checkpoint.",
+            Exit.REFUSED,
         )
     facts = anatomy(model.config, type(model))
     assignment = plan.resolve(facts)
@@ -76,7 +77,7 @@ def convert(model: Any, plan: Plan, *, max_length: int | None = None) -> Receipt
     stock_implementation = model.config._attn_implementation
     attach(model, sites)
     # The config object is shared by all submodules, so it changes its class in place and nobody holds a stale one.
-    model.config.__class__ = families.config_class(type(model.config))
+    _change_class(model.config, families.config_class(type(model.config)))
     model.config.approx = {
         "format": FORMAT,
         "sites": sites,
@@ -95,6 +96,12 @@ def convert(model: Any, plan: Plan, *, max_length: int | None = None) -> Receipt
         added=sorted(set(model.state_dict()) - before),
         positions=resized,
     )
+
+
+def _change_class(config: Any, kind: type) -> None:
+    config.__class__ = kind
+    # A config read from a file carries its model_type as its own attribute, which would hide the class's.
+    vars(config).pop("model_type", None)
 
 
 _SHOWN = ("layer", "mechanism", "settings", "exact_below")
@@ -126,7 +133,7 @@ def revert(model: Any) -> None:
     for path in record["sites"]:
         del model.base_model.get_submodule(path).mechanism
     model.__class__ = families.stock_class(type(model))
-    model.config.__class__ = families.stock_class(type(model.config))
+    _change_class(model.config, families.stock_class(type(model.config)))
     for name in ("approx", "auto_map"):
         if hasattr(model.config, name):
             delattr(model.config, name)

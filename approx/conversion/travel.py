@@ -12,7 +12,9 @@ from approx.mechanisms import MECHANISMS
 _OURS = ("approx", "approx_kernels")
 _REGISTRY = "approx.mechanisms"
 _START = "approx.conversion.seam"
-_NOTE = "# Travels with a checkpoint converted by approx (Apache-2.0); it needs torch and transformers, and nothing else."
+_NOTE = (
+    "# Travels with a checkpoint converted by approx (Apache-2.0); it needs torch and transformers, and nothing else."
+)
 
 
 def config_class_name(config_class: type) -> str:
@@ -28,11 +30,11 @@ def model_class_name(model_class: type) -> str:
 def heads(family: str) -> dict[str, str]:
     """Auto class -> stock class of a family, e.g. `AutoModelForMaskedLM` -> `BertForMaskedLM`."""
     found = {}
-    for auto in vars(modeling_auto).values():
-        mapping = getattr(auto, "_model_mapping", None)
-        name = None if mapping is None else mapping._model_mapping.get(family)
-        if isinstance(name, str):
-            found[auto.__name__] = name
+    for auto, kind in vars(modeling_auto).items():
+        if auto.startswith("AutoModel") and getattr(kind, "_model_mapping", None) is not None:
+            name = kind._model_mapping._model_mapping.get(family)
+            if isinstance(name, str):
+                found[auto] = name
     return found
 
 
@@ -110,7 +112,9 @@ def _flatten(module: str) -> tuple[str, list[str]]:
             continue
         needed.append(name)
         written = "." * node.level + (node.module or "")
-        lines[node.lineno - 1] = lines[node.lineno - 1].replace(f"from {written} import", f"from .{_flat(name)} import", 1)
+        lines[node.lineno - 1] = lines[node.lineno - 1].replace(
+            f"from {written} import", f"from .{_flat(name)} import", 1
+        )
     return "\n".join([_NOTE, *lines, ""]), needed
 
 

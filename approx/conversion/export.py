@@ -1,0 +1,108 @@
+"""Write a converted checkpoint: an ordinary folder that stock transformers loads, with its code, card and receipt."""
+
+import json
+import shutil
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from approx.conversion import families, travel, verify
+from approx.conversion.checkpoint import Checkpoint
+from approx.conversion.folder import MANIFEST
+from approx.conversion.surgery import Receipt
+
+RECEIPT = "approx_receipt.json"
+# Everything else beside the weights (tokenizer, feature extractor, generation settings) goes along as it is.
+_NOT_COPIED = {"config.json", "README.md", "model.safetensors.index.json", MANIFEST, RECEIPT, ".gitattributes"}
+_COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
+
+
+def write(folder: Path, checkpoint: Checkpoint, max_length: int | None = None) -> None:
+    """Write model, processor files and code of a checkpoint into an empty folder.
+
+    Args:
+        folder: Where to; usually the temporary one of `atomic_folder`.
+        checkpoint: With its model as it is to be saved, converted or reverted.
+        max_length: Input length in tokens that the tokenizer is to announce, if the positions were changed.
+    """
+    copy_companions(checkpoint.source.folder, folder)
+    checkpoint.model.save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"
+    if max_length is not None and settings.is_file():
+        data = json.loads(settings.read_text(encoding="utf-8"))
+        data["model_max_length"] = max_length
+        settings.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy the files of a checkpoint that are neither weights nor config nor code."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in _COPIED_SUFFIXES and path.name not in _NOT_COPIED:
+            shutil.copyfile(path, target / path.name)
+
+
+def recipe_entry(checkpoint: Checkpoint, plan: list[dict[str, Any]], max_length: int | None) -> dict[str, Any]:
+    """What this conversion appends to the recipe chain of the checkpoint."""
+    return {
+        "action": "convert",
+        "approx": metadata.version("approx-attention"),
+        "base": {
+            # The name of a local folder says nothing elsewhere and may say too much; its hash identifies it.
+            "name": checkpoint.source.name if checkpoint.source.revision else checkpoint.source.folder.resolve().name,
+            "revision": checkpoint.source.revision,
+            "weights_sha256": checkpoint.weights_sha256,
+        },
+        "plan": plan,
+        "max_length": max_length,
+    }
+
+
+def write_receipt(folder: Path, receipt: Receipt, checks: list[verify.Check]) -> dict[str, Any]:
+    """Write what surgery did and which checks it passed; the same is given back as plain data."""
+    data = {**asdict(receipt), "checks": [check.to_dict() for check in checks]}
+    (folder / RECEIPT).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return data
+
+
+def write_card(folder: Path, model: Any) -> None:
+    """Write the model card: what was exchanged, from which base, and how to load it."""
+    record, stock = model.config.approx, families.stock_class(type(model)).__name__
+    base = record["recipe"][-1]["base"]
+    auto = next((a for a, head in travel.heads(record["base"]["model_type"]).items() if head == stock), "AutoModel")
+    rows = "\n".join(
+        f"| {site['layer']} | {site['mechanism']} | {', '.join(f'{k} = {v}' for k, v in site['settings'].items()) or '–'} |"
+        for site in sorted(record["sites"].values(), key=lambda site: site["layer"])
+    )
+    revision = f", revision {base['revision']}" if base["revision"] else ""
+    (folder / "README.md").write_text(
+        f"""---
+library_name: transformers
+tags: [approx-attention, {", ".join(sorted({site["mechanism"] for site in record["sites"].values()}))}]
+---
+
+# {base["name"]} with exchanged attention
+
+{stock}, made from `{base["name"]}`{revision} (weights sha256 `{base["weights_sha256"][:16]}…`) by approx. Layers that the table leaves
+out keep exact attention. `{RECEIPT}` says what the conversion changed and which checks it passed.
+
+| layer | mechanism | settings |
+|---|---|---|
+{rows}
+
+## Load it
+
+With stock transformers; the code beside the weights is needed, so it must be trusted, for the tokenizer too:
+
+```python
+from transformers import {auto}, AutoTokenizer
+
+model = {auto}.from_pretrained("path/or/repo", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("path/or/repo", trust_remote_code=True)
+```
+
+With the package `approx-attention` installed, `import approx` first and no trust flag is needed. Plain loading fails on
+purpose: it would silently run exact attention instead.
+""",
+        encoding="utf-8",
+    )

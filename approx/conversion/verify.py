@@ -1,0 +1,244 @@
+"""The checks that a conversion must pass before its folder gets its name, and the damage of each layer."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from approx.conversion import surgery, travel
+from approx.conversion.anatomy import anatomy
+from approx.conversion.families import stock_class
+from approx.conversion.inputs import example_inputs
+from approx.conversion.plan import Plan, Rule
+from approx.mechanisms import MECHANISMS
+
+_LENGTH, _PADDING = 40, 9
+# Images and spectrograms have a length of their own, which the exact limit must cover too.
+_LONGEST = 4096
+# Largest difference allowed, relative to the largest output: rounding through a whole model, not an approximation.
+_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of a conversion.
+
+    Attributes:
+        name: What was checked.
+        passed: Whether it held; None if it does not apply to this model.
+        detail: The figure found, or why it does not apply.
+    """
+
+    name: str
+    passed: bool | None
+    detail: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The check as plain data."""
+        return asdict(self)
+
+
+def exact_limit(model: Any, plan: Plan) -> Check:
+    """Whether the layers of the plan, set to the limit where their mechanism is exact, leave the stock model as it is.
+
+    Args:
+        model: The stock model; it is converted and reverted again.
+        plan: The plan to be carried out afterwards.
+    """
+    name = "exact limit equals the base"
+    rules, inexact = [], []
+    for site, rule in plan.resolve(anatomy(model.config, type(model))).items():
+        limit = MECHANISMS[rule.mechanism].exact_settings(_LONGEST)
+        if limit is None:
+            inexact.append(rule.mechanism)
+        else:
+            rules.append(Rule(rule.mechanism, str(site.layer), {**rule.settings, **limit}))
+    if not rules:
+        return Check(name, None, f"{', '.join(sorted(set(inexact)))}: no settings are exact")
+    before = _run(model, _LENGTH)
+    surgery.convert(model, Plan(tuple(rules)))
+    try:
+        after = _run(model, _LENGTH)
+    finally:
+        surgery.revert(model)
+    error = _difference(after, before)
+    skipped = f"; not checked: {', '.join(sorted(set(inexact)))}" if inexact else ""
+    return Check(name, error <= _tolerance(model), f"relative difference {error:.1e}{skipped}")
+
+
+def padding(model: Any) -> Check:
+    """Whether padding a batch changes nothing for the row that was padded."""
+    name = "padding cannot matter"
+    padded = example_inputs(model, _LENGTH, batch=2, padded=_PADDING, device=model.device)
+    if "attention_mask" not in padded:
+        return Check(name, None, f"{type(model).__name__} takes no padding")
+    real = padded["attention_mask"][-1].sum().item()
+    alone = {key: tensor[-1:, :real] for key, tensor in padded.items()}
+    with _inference(model):
+        row, single = _first(model(**padded))[-1:], _first(model(**alone))
+    if row.dim() > 2 or (row.dim() == 2 and row.shape[1] != single.shape[1]):
+        row = row[:, : single.shape[1]]
+    error = _difference(row, single)
+    if error > _tolerance(model) and _pads_without_mask(model):
+        return Check(name, None, "this model normalises over the padding itself and is meant to be used without a mask")
+    return Check(name, error <= _tolerance(model), f"relative difference {error:.1e}")
+
+
+def causality(model: Any) -> Check:
+    """Whether changing the last token leaves every earlier output of a causal model as it was."""
+    name = "no leak from the future"
+    sites = model.config.approx["sites"].values()
+    inputs = example_inputs(model, _LENGTH, device=model.device)
+    tokens = "input_ids" if "input_ids" in inputs else "decoder_input_ids"
+    if not any(site["causal"] for site in sites) or tokens not in inputs:
+        return Check(name, None, "no converted layer is causal")
+    changed = {**inputs, tokens: inputs[tokens].clone()}
+    changed[tokens][:, -1] = (changed[tokens][:, -1] + 1) % model.config.vocab_size
+    with _inference(model):
+        before, after = _first(model(**inputs)), _first(model(**changed))
+    if before.dim() < 3:
+        return Check(name, None, f"{type(model).__name__} gives one output for the whole sequence")
+    error = _difference(after[:, :-1], before[:, :-1])
+    return Check(name, error <= _tolerance(model), f"relative difference {error:.1e}")
+
+
+def weights(folder: Path, reference: dict[str, Tensor]) -> Check:
+    """Whether every tensor of the base stands in the written folder, bit for bit."""
+    written: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        written.update(load_file(path))
+    shared = {name: tensor for name, tensor in reference.items() if name in written}
+    wrong = [name for name, tensor in shared.items() if not torch.equal(written[name], tensor.cpu())]
+    detail = f"{len(shared)} tensors compared" if not wrong else f"different: {', '.join(wrong[:3])}"
+    return Check("base weights are bit-equal", bool(shared) and not wrong, detail)
+
+
+def fresh_process(folder: Path, model: Any) -> Check:
+    """Whether a new process without approx, approx_kernels and triton loads the folder and gives the same bits."""
+    name = "reload without approx is bit-equal"
+    stock = stock_class(type(model))
+    auto = next((a for a, head in travel.heads(stock.config_class.model_type).items() if head == stock.__name__), None)  # type: ignore[attr-defined]  # every model class has it
+    inputs = example_inputs(model, _LENGTH, batch=2, padded=_PADDING, device="cpu")
+    with tempfile.TemporaryDirectory() as scratch:
+        save_file({key: tensor.contiguous() for key, tensor in inputs.items()}, f"{scratch}/inputs.safetensors")
+        child = subprocess.run(
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                _RELOAD,
+                str(folder),
+                auto or "AutoModel",
+                scratch,
+                str(torch.get_num_threads()),
+            ],
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": f"{scratch}/modules"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if child.returncode:
+            return Check(name, False, child.stderr.strip().splitlines()[-1] if child.stderr.strip() else "it died")
+        there = load_file(f"{scratch}/outputs.safetensors")["first"]
+    copy = model.to("cpu")
+    with _inference(copy):
+        here = _first(copy(**inputs))
+    return Check(name, torch.equal(here, there), f"largest difference {(here.float() - there.float()).abs().max():.1e}")
+
+
+def layer_errors(model: Any, inputs: dict[str, Tensor]) -> dict[int, float]:
+    """Relative error of each converted layer's attention output against exact attention on the same q, k and v.
+
+    Args:
+        model: A converted model.
+        inputs: A calibration batch.
+
+    Returns:
+        Layer -> ‖o − o_exact‖ / ‖o_exact‖ over the real tokens of the batch.
+    """
+    errors: dict[int, float] = {}
+
+    def compare(layer: int, exact: nn.Module) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+            q, k, v, mask = args
+            target = exact(q, k, v, mask)
+            if mask is not None and q.shape[-2] == mask.shape[-1]:
+                keep = mask[:, None, :, None]
+                out, target = out * keep, target * keep
+            errors[layer] = float((out - target).float().norm() / target.float().norm().clamp_min(1e-20))
+
+        return hook
+
+    handles = []
+    for path, site in model.config.approx["sites"].items():
+        exact = MECHANISMS["sdpa"](site["heads"], site["head_dim"], causal=site["causal"], scale=site["scale"])
+        mechanism = model.base_model.get_submodule(path).mechanism
+        handles.append(mechanism.register_forward_hook(compare(site["layer"], exact), with_kwargs=True))
+    try:
+        with _inference(model):
+            model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return errors
+
+
+# Runs in a process of its own, so it is text: whatever this process has imported must not help it.
+_RELOAD = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("approx", "approx_kernels", "triton"):
+            raise ModuleNotFoundError(f"{name} is kept out of this check", name=name)
+sys.meta_path.insert(0, Absent())
+import torch, transformers
+from safetensors.torch import load_file, save_file
+folder, auto, scratch, threads = sys.argv[1:]
+torch.set_num_threads(int(threads))
+model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True).eval()
+with torch.inference_mode():
+    out = model(**load_file(f"{scratch}/inputs.safetensors"))
+save_file({"first": out[0].contiguous()}, f"{scratch}/outputs.safetensors")
+"""
+
+
+def _run(model: Any, length: int) -> Tensor:
+    with _inference(model):
+        return _first(model(**example_inputs(model, length, batch=2, padded=_PADDING, device=model.device)))
+
+
+@contextmanager
+def _inference(model: Any) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(training)
+
+
+def _first(output: Any) -> Tensor:
+    return output[0]
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    largest = expected.float().abs().max().clamp_min(1.0)
+    return float((found.float() - expected.float()).abs().max() / largest)
+
+
+def _tolerance(model: Any) -> float:
+    return _TOLERANCE.get(model.dtype, _TOLERANCE[torch.float32])
+
+
+def _pads_without_mask(model: Any) -> bool:
+    return getattr(model.config, "feat_extract_norm", None) == "group"

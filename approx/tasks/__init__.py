@@ -40,4 +40,4 @@ def open_task(name: str, **settings: Any) -> Task:
     try:
         return TASKS[name](**settings)
     except TypeError as error:
-        raise ApproxError(f"The settings of task '{name}' do not fit: {error}.") from None
+        raise ApproxError(f"The settings of task '{name}' do not fit: {str(error).rpartition('() ')[2]}.") from None

@@ -140,15 +140,16 @@ class Glue(SequenceClassification):
             return data
         if not data.is_dir():
             raise ApproxError(f"{self.name}: there is no file or folder {data}.", Exit.UNAVAILABLE)
-        folder = data / self._subset.folder if (data / self._subset.folder).is_dir() else data
-        official = folder / f"{wanted}.tsv"
+        folders = [folder for folder in (data / self._subset.folder, data) if folder.is_dir()]
+        official = folders[0] / f"{wanted}.tsv"
         # Excerpts carry the split's name and more: dev_matched_1k.tsv.
-        candidates = [official] if official.is_file() else sorted(folder.glob(f"{wanted}*.tsv"))
+        candidates = [official] if official.is_file() else sorted(folders[0].glob(f"{wanted}*.tsv"))
         if len(candidates) == 1:
             return candidates[0]
-        found = ", ".join(path.name for path in sorted(folder.glob("*.tsv"))) or "no tsv at all"
+        found = ", ".join(path.name for path in sorted(folders[0].glob("*.tsv"))) or "no tsv"
         raise ApproxError(
-            f"{self.name}: looked for {official}, found {found}. Give the file itself with --data, or another --split.",
+            f"{self.name}: looked for {self._subset.folder}/{wanted}.tsv and {wanted}.tsv in {data}, "
+            f"found {found}. Give the file itself with --data, or another --split.",
             Exit.UNAVAILABLE,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from typing import Any
 
 from approx.errors import ApproxError, Exit
@@ -23,22 +25,24 @@ def load_rows(dataset: str, config: str, split: str) -> Any:
     Raises:
         ApproxError: if it is neither on the hub nor in the cache, with the reason.
     """
-    # Both are slow to import, and tasks on local files need neither.
-    import datasets
+    # Slow to import, and tasks on local files need none of it.
+    from datasets import config as settings
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
 
     asked = f"{dataset} ({config}, {split})"
-    offline = datasets.config.HF_HUB_OFFLINE
-    reachable = not offline and _reachable(datasets.config.HF_ENDPOINT)
+    offline = settings.HF_HUB_OFFLINE
+    reachable = not offline and _reachable(settings.HF_ENDPOINT)
     # Otherwise every file would be tried several times before the cache is looked at: half a minute.
-    datasets.config.HF_HUB_OFFLINE = not reachable
+    settings.HF_HUB_OFFLINE = not reachable
     try:
-        return datasets.load_dataset(dataset, config, split=split)
-    except (OSError, ValueError, HfHubHTTPError, datasets.exceptions.DatasetsError) as error:
+        return load_dataset(dataset, config, split=split)
+    except (OSError, ValueError, HfHubHTTPError, DatasetsError) as error:
         if offline:
             reason = "offline mode is on, and it is not in the local cache"
         elif not reachable:
-            reason = f"{datasets.config.HF_ENDPOINT} cannot be reached, and it is not in the local cache"
+            reason = f"{settings.HF_ENDPOINT} cannot be reached, and it is not in the local cache"
         else:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ApproxError(
@@ -47,14 +51,15 @@ def load_rows(dataset: str, config: str, split: str) -> Any:
             Exit.UNAVAILABLE,
         ) from None
     finally:
-        datasets.config.HF_HUB_OFFLINE = offline
+        settings.HF_HUB_OFFLINE = offline
 
 
 def _reachable(endpoint: str) -> bool:
-    import httpx
-
     try:
-        httpx.head(endpoint, timeout=_PATIENCE_SECONDS)
-    except httpx.HTTPError:
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_PATIENCE_SECONDS).close()
+    except urllib.error.HTTPError:
+        # A refusal is an answer.
+        return True
+    except OSError:
         return False
     return True

@@ -1,0 +1,64 @@
+# Everything happens in one virtual environment; nothing outside this folder is changed.
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+# What pip installs before anything else, to choose a build of PyTorch: TORCH=torch==2.13.0, or any words that pip understands.
+TORCH ?=
+
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+NO_GPU := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
+
+.PHONY: help demo test test-lowest lint bench clean
+.DEFAULT_GOAL := help
+
+help:  ## This list
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@echo
+	@echo "Variables: TORCH=torch==2.13.0 (a build of PyTorch), PYTHON=$(PYTHON), VENV=$(VENV), JOBS=$(JOBS)"
+
+demo: $(VENV)/.demo  ## Install, then convert, evaluate and time the embedded model: runs/quickstart
+	$(VENV)/bin/approx run recipes/quickstart.yaml -o runs/quickstart --force
+
+test: $(VENV)/.dev  ## Install what the tests need and run them; those of a GPU or a hub are left out
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not network"
+
+test-lowest:  ## The same with the oldest dependencies that pyproject.toml allows (but TORCH as given)
+	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=.venv-lowest/lowest.txt
+
+lint: $(VENV)/.dev  ## Style, layout and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+bench: $(VENV)/.demo  ## The project's own CPU suite: reports/records
+	$(VENV)/bin/python bench/cpu.py
+
+clean:  ## Remove the environments and everything that was built or run
+	rm -rf .venv .venv-lowest build dist runs *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "approx needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	         "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(TORCH),)
+ifeq ($(NO_GPU),yes)
+	@echo "No NVIDIA GPU is seen here, and PyTorch's default build for Linux brings several GB of CUDA libraries."
+	@echo "For a CPU build stop this and say which, as on pytorch.org/get-started: make $(MAKECMDGOALS) TORCH='torch --index-url …'"
+endif
+else
+	$(PIP) install $(TORCH)
+endif
+	@touch $@
+
+# One lower bound a line, as pip's constraints; torch is left to TORCH.
+$(VENV)/lowest.txt: pyproject.toml $(VENV)/.python
+	grep -oE '"[a-z0-9_-]+>=[0-9.]+' pyproject.toml | tr -d '"' | sed 's/>=/==/' | grep -v '^torch==' >$@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.python $(CONSTRAINTS)
+	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.python $(CONSTRAINTS)
+	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev]'
+	@touch $@ $(VENV)/.demo

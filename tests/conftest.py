@@ -1,0 +1,52 @@
+"""What every test stands on: no network, one thread, fixed seeds, and real data where this machine has it."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+# Read once at import by the libraries concerned, and inherited by the processes that tests start.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import torch
+from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+torch.set_num_threads(1)
+
+# The same examples in every run; a loaded machine may take its time over one.
+settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+settings.load_profile("suite")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data; the test is skipped where there is none."""
+    return _folder("APPROX_DATA_DIR", "data")
+
+
+@pytest.fixture(scope="session")
+def shared_checkpoints() -> Path:
+    """The folder of trained exact checkpoints; the test is skipped where there is none."""
+    return _folder("APPROX_CHECKPOINTS_DIR", "checkpoints")
+
+
+def _folder(variable: str, name: str) -> Path:
+    folder = Path(os.environ.get(variable, ROOT.parent / "shared" / name))
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not there; set {variable} to the folder that holds it")
+    return folder

@@ -1,0 +1,245 @@
+"""The rules of the house: who may import whom, how long a file may be, what is said about a mechanism.
+
+Every rule is a function of source text, so that each is also shown here to fail on a text that breaks it.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from approx.mechanisms import MECHANISMS
+
+ROOT = Path(__file__).resolve().parent.parent
+HOMES = {"approx": ROOT / "approx", "approx_kernels": ROOT / "kernels" / "approx_kernels"}
+
+# What each room may import of ours besides itself. A module belongs to the longest name that begins its own.
+MAY_IMPORT = {
+    "approx_kernels": "",
+    "approx.errors": "",
+    "approx.mechanisms": "approx.errors approx_kernels",
+    "approx.tasks": "approx.errors",
+    "approx.conversion": "approx.errors approx.mechanisms",
+    "approx.evaluation": "approx.errors approx.tasks",
+    "approx.finetuning": "approx.errors approx.tasks",
+    "approx.publishing": "approx.errors approx.evaluation.record",
+    "approx.publishing.push": "approx.errors approx.evaluation.record approx.publishing approx.conversion.export",
+    "approx.recipe": "approx.errors",
+    "approx.search": "approx.errors approx.conversion approx.evaluation",
+    "approx.pipeline": "approx.errors approx.recipe approx.search approx.publishing approx.evaluation"
+    " approx.finetuning approx.conversion",
+    "approx.cli": "approx",
+    "approx": "approx",
+}
+
+# These rooms are read where torch is not installed or must not be waited for.
+WITHOUT_TORCH = (
+    "approx.publishing",
+    "approx.evaluation.record",
+    "approx.evaluation.statistics",
+    "approx.recipe",
+    "approx.errors",
+)
+# These are copied into converted checkpoints, where only torch is certain to be there; triton is optional.
+TRAVELLING = ("approx_kernels", "approx.mechanisms", "approx.errors")
+FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "misc"}
+
+
+def within(name: str, room: str) -> bool:
+    return name == room or name.startswith(room + ".")
+
+
+def imports(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Names of all that a module imports, inside functions too: `from a.b import c` gives `a.b.c`."""
+    parts = module.split(".") if is_package else module.split(".")[:-1]
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = parts[: len(parts) - node.level + 1] if node.level else []
+            stem = ".".join([*start, *([node.module] if node.module else [])])
+            found += [f"{stem}.{alias.name}" for alias in node.names]
+    return found
+
+
+def broken_import_rules(source: str, module: str, is_package: bool = False) -> list[str]:
+    """One sentence for each import of the module that the house forbids."""
+    room = max((name for name in MAY_IMPORT if within(module, name)), key=len)
+    travels = any(within(module, name) for name in TRAVELLING)
+    torchless = any(within(module, name) for name in WITHOUT_TORCH) and room != "approx.publishing.push"
+    speaks = within(module, "approx.cli")
+    wrong = []
+    for target in imports(source, module, is_package):
+        top = target.split(".")[0]
+        ours = top in HOMES
+        if ours and not any(within(target, allowed) for allowed in [room, *MAY_IMPORT[room].split()]):
+            wrong.append(f"{module} may not import {target}")
+        if within(target, "approx.cli") and not speaks:
+            wrong.append(f"{module} imports {target}, but nobody imports cli")
+        sibling = within(target, "approx.mechanisms") and not within(target, "approx.mechanisms.mechanism")
+        if sibling and within(module, "approx.mechanisms") and not is_package:
+            wrong.append(f"{module} imports {target}, but no mechanism imports another")
+        if travels and not ours and top not in sys.stdlib_module_names | {"torch", "triton"}:
+            wrong.append(f"{module} imports {target}, but a checkpoint carries it to where only torch is")
+        if torchless and top in {"torch", "transformers", "triton"}:
+            wrong.append(f"{module} imports {target}, but must do without torch")
+        if top in {"click", "typer"} and not speaks:
+            wrong.append(f"{module} imports {target}, but only cli speaks to the terminal")
+    return wrong
+
+
+def machine_paths(text: str) -> list[str]:
+    """Absolute paths that exist on somebody's machine only."""
+    return re.findall(r"(?<![\w./:}>~-])/(?:home|mnt|opt|root|tmp|Users|var|work|workspace)/[\w.-]+", text)
+
+
+def python_files() -> list[Path]:
+    folders = [ROOT / name for name in ("approx", "kernels", "tests", "bench", "recipes", "reports")]
+    return sorted([*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))])
+
+
+def modules() -> list[tuple[str, Path]]:
+    """Dotted name and file of every module of the two packages."""
+    found = []
+    for package, folder in HOMES.items():
+        for file in sorted(folder.rglob("*.py")):
+            inner = file.relative_to(folder).with_suffix("").parts
+            found.append((".".join([package, *(part for part in inner if part != "__init__")]), file))
+    return found
+
+
+def silent_or_untyped(*arguments: str, text: str | None = None) -> list[str]:
+    """What ruff says about missing docstrings, missing annotations and print, with pyproject's exceptions."""
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise", *arguments]
+    result = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True)
+    assert result.returncode in (0, 1), result.stderr
+    return [line for line in result.stdout.splitlines() if re.search(r" (ANN|D1|T20)\d+ ", line)]
+
+
+@pytest.mark.parametrize(("module", "file"), modules(), ids=[name for name, _ in modules()])
+def test_imports_keep_the_rules(module, file):
+    assert broken_import_rules(file.read_text("utf-8"), module, file.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("approx_kernels.linear.reference", "from approx.errors import ApproxError"),
+        ("approx_kernels.linear.reference", "import transformers"),
+        ("approx.errors", "import numpy"),
+        ("approx.mechanisms.linear", "from approx.mechanisms.full import FullAttention"),
+        ("approx.mechanisms.linear", "from .full import FullAttention"),
+        ("approx.mechanisms.linear", "from approx.mechanisms import MECHANISMS"),
+        ("approx.mechanisms.linear", "def f():\n    from transformers import AutoModel"),
+        ("approx.tasks.glue", "from approx.evaluation.statistics import bootstrap"),
+        ("approx.conversion.plan", "from approx.tasks import TASKS"),
+        ("approx.evaluation.evaluate", "from approx.conversion.plan import Plan"),
+        ("approx.evaluation.evaluate", "from ..conversion import plan"),
+        ("approx.evaluation.statistics", "import torch.nn as nn"),
+        ("approx.finetuning.task", "import approx.mechanisms.full"),
+        ("approx.publishing.page", "from approx.evaluation.bench import bench"),
+        ("approx.publishing.page", "from approx.conversion.export import export"),
+        ("approx.publishing.page", "if True:\n    import torch"),
+        ("approx.publishing.push", "from approx.evaluation.bench import bench"),
+        ("approx.recipe", "from approx.pipeline import run"),
+        ("approx.pipeline", "from approx.cli import app"),
+        ("approx.pipeline", "from approx.mechanisms import MECHANISMS"),
+        ("approx.pipeline", "import typer"),
+        ("approx.conversion.plan", "from approx import convert"),
+    ],
+)
+def test_a_forbidden_import_is_found(module, source):
+    assert broken_import_rules(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (
+            "approx_kernels.linear.triton",
+            "import torch\ntry:\n    import triton\nexcept ImportError:\n    pass",
+        ),
+        (
+            "approx.mechanisms.linear",
+            "from approx.mechanisms.mechanism import Mechanism\nfrom approx_kernels.linear import op",
+        ),
+        ("approx.publishing.page", "from approx.evaluation.record import Record"),
+        ("approx.publishing.push", "import transformers\nfrom approx.conversion.export import export"),
+        ("approx.cli", "import typer\nfrom approx.pipeline import run"),
+    ],
+)
+def test_an_allowed_import_is_left_alone(module, source):
+    assert broken_import_rules(source, module) == []
+
+
+def test_no_file_is_longer_than_300_lines():
+    lengths = {str(file.relative_to(ROOT)): len(file.read_text("utf-8").splitlines()) for file in python_files()}
+    assert len(lengths) > 10, "the files are not found"
+    assert {name: length for name, length in lengths.items() if length > 300} == {}
+
+
+def test_no_module_has_a_name_that_says_nothing():
+    assert [
+        file for file in python_files() if FORBIDDEN_NAMES & set(file.relative_to(ROOT).with_suffix("").parts)
+    ] == []
+
+
+def test_the_folder_kernels_stays_a_plain_folder():
+    # With an __init__.py it would shadow Hugging Face's package of that name and break `import transformers`.
+    assert [path.name for path in (ROOT / "kernels").iterdir() if path.name != "__pycache__"] == ["approx_kernels"]
+
+
+def test_public_names_are_documented_and_typed_and_only_cli_prints():
+    assert silent_or_untyped("approx", "kernels") == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        ("D103", "def widen(x: int) -> int:\n    return x\n"),
+        ("ANN001", 'def widen(x) -> int:\n    """Widen."""\n    return x\n'),
+        ("T201", 'print("done")\n'),
+    ],
+)
+def test_a_name_that_breaks_those_rules_is_found(rule, source):
+    found = silent_or_untyped("--stdin-filename", "approx/evaluation/sample.py", "-", text=source)
+    assert any(rule in line for line in found)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_mechanism_says_what_it_is(name):
+    mechanism = MECHANISMS[name]
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)
+    own = {attribute for owner in mechanism.__mro__[:-2] for attribute in vars(owner)}
+    for attribute in ("source", "exact_when", "supports_causal", "supports_decode", "trainable"):
+        assert attribute in own, f"{mechanism.__name__}.{attribute} is not set"
+    assert len(mechanism.source) > 10
+    assert mechanism.exact_when.strip()
+    assert mechanism.__doc__, f"{mechanism.__name__} has no docstring"
+    assert mechanism.__doc__.strip()
+
+
+def test_nothing_names_a_path_of_one_machine():
+    files = [file for file in python_files() if file != Path(__file__)]
+    files += [*ROOT.glob("*.md"), *ROOT.glob("*.toml"), ROOT / "Makefile", ROOT / ".ci" / "run"]
+    files += [
+        file for folder in ("recipes", "reports") for file in (ROOT / folder).rglob("*.*") if file.suffix != ".parquet"
+    ]
+    found = {str(file.relative_to(ROOT)): machine_paths(file.read_text("utf-8")) for file in files}
+    assert {name: paths for name, paths in found.items() if paths} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        ('open("/home/ada/model")', ["/home/ada"]),
+        ("saved to /tmp/x.json", ["/tmp/x.json"]),
+        ("https://example.org/home/ada and ../tmp/x and OUT.tmp/x and {folder}/tmp/x", []),
+    ],
+)
+def test_a_path_of_one_machine_is_found(text, paths):
+    assert machine_paths(text) == paths

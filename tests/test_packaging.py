@@ -1,0 +1,206 @@
+"""What is shipped, and that it runs: as wheel, sdist, editable installation and plain checkout."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+# Where a checkout keeps what the wheel calls by these names.
+HOMES = {"approx": "approx", "approx/recipes": "recipes", "approx_kernels": "kernels/approx_kernels"}
+# The folders and files of a checkout that may not become top-level names in site-packages.
+NOT_SHIPPED = ("bench", "cli", "kernels", "recipes", "reports", "tests")
+# Dependencies that no import statement of ours shows.
+BEHIND_OTHERS = {
+    "accelerate": "the Trainer of transformers asks for it",
+    "huggingface-hub": "comes with transformers; the extra only raises its lower bound",
+    "pyarrow": "pandas and datasets write parquet through it",
+}
+IMPORT_ALL = """
+import importlib, pkgutil
+import approx, approx_kernels
+for package in (approx, approx_kernels):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+from transformers import BertModel, GPT2Model
+print(approx.__file__, approx_kernels.__file__, sep="\\n")
+"""
+
+
+def run(*command: str | Path, cwd: Path, path: tuple[Path, ...] = ()) -> str:
+    """Standard output of a new process that finds our code on `path` before anywhere else."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    result = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-2000:]
+    return result.stdout
+
+
+def shipped_files() -> set[str]:
+    """Paths in the wheel of everything in the checkout that belongs into it."""
+    found = set()
+    for home, folder in HOMES.items():
+        for file in (ROOT / folder).rglob("*"):
+            if file.is_file() and "__pycache__" not in file.parts and file.name != "README.md":
+                found.add(f"{home}/{file.relative_to(ROOT / folder).as_posix()}")
+    return found
+
+
+def imported(*folders: str) -> set[str]:
+    """Top-level names that the Python files of these folders import and that are not Python's own."""
+    found = set()
+    for file in (file for folder in folders for file in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.split(".")[0])
+    local = {"approx", "approx_kernels", "cli", *(file.stem for file in (ROOT / "tests").glob("*.py"))}
+    return found - local - set(sys.stdlib_module_names)
+
+
+def distributions(names: set[str]) -> set[str]:
+    known = packages_distributions()
+    return {canonicalize_name(found) for name in names for found in known.get(name, [name])[:1]}
+
+
+def requirements(*extras: str) -> set[str]:
+    lines = [line for extra in extras for line in PROJECT["project"]["optional-dependencies"][extra]]
+    return {canonicalize_name(Requirement(line).name) for line in lines}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A copy of the checkout, so that building leaves nothing behind in the original."""
+    copy = tmp_path_factory.mktemp("source") / "approx"
+    unwanted = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+    return shutil.copytree(ROOT, copy, ignore=unwanted)
+
+
+@pytest.fixture(scope="module")
+def built(source) -> Path:
+    """The folder with the sdist, and the wheel made from that sdist."""
+    run("-m", "build", "--no-isolation", "--outdir", source / "dist", source, cwd=source)
+    return source / "dist"
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("site-packages")
+    wheel = next(built.glob("*.whl"))
+    run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel, cwd=target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def hugging_face_kernels(tmp_path_factory) -> Path:
+    """A folder with a package `kernels` that transformers takes for Hugging Face's and imports from."""
+    from transformers.utils.import_utils import KERNELS_MIN_VERSION
+
+    folder = tmp_path_factory.mktemp("hugging-face")
+    for name in ("kernels", "kernels/layer", "kernels/layer/mode"):
+        (folder / name).mkdir()
+        text = f"__version__ = {KERNELS_MIN_VERSION!r}\n\ndef __getattr__(name):\n    return type(name, (), {{}})\n"
+        (folder / name / "__init__.py").write_text(text)
+    metadata = folder / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
+    (metadata / "top_level.txt").write_text("kernels\n")
+    return folder
+
+
+def test_every_package_is_listed():
+    listed = set(PROJECT["tool"]["setuptools"]["packages"])
+    folders = {path.rpartition("/")[0] for path in shipped_files() if path.endswith(".py")}
+    assert listed - {"approx.recipes"} == {folder.replace("/", ".") for folder in folders}
+
+
+def test_every_dependency_is_declared_and_used():
+    used = distributions(imported("approx", "kernels"))
+    core = {canonicalize_name(Requirement(line).name) for line in PROJECT["project"]["dependencies"]}
+    assert used - core - requirements("hub", "train", "triton") == set()
+    assert core - used - set(BEHIND_OTHERS) == set()
+
+
+def test_the_dev_extra_holds_what_the_tests_import():
+    core = {canonicalize_name(Requirement(line).name) for line in PROJECT["project"]["dependencies"]}
+    assert distributions(imported("tests", "bench")) - core - requirements("dev", "hub", "train") == set()
+
+
+def test_the_wheel_holds_the_two_packages_and_nothing_else(built):
+    names = zipfile.ZipFile(next(built.glob("*.whl"))).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"approx", "approx_kernels"}
+    assert {name for name in names if ".dist-info/" not in name} == shipped_files()
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_sdist_holds_what_the_wheel_is_made_from(built):
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "cli.py", "tests/test_packaging.py"} <= names
+    homes = sorted(HOMES, key=len, reverse=True)
+    for path in shipped_files():
+        home = next(home for home in homes if path.startswith(home + "/"))
+        assert HOMES[home] + path.removeprefix(home) in names
+
+
+@pytest.mark.parametrize("beside", ["nothing", "kernels of Hugging Face"])
+def test_the_wheel_runs_from_an_empty_folder(installed, hugging_face_kernels, tmp_path, beside):
+    path = (installed, hugging_face_kernels) if beside != "nothing" else (installed,)
+    files = run("-c", IMPORT_ALL, cwd=tmp_path, path=path).split()
+    assert [Path(file).parent for file in files] == [installed / "approx", installed / "approx_kernels"]
+    assert "quickstart" in run(
+        "-c", "import importlib.resources as r; print(*r.files('approx.recipes').iterdir())", cwd=tmp_path, path=path
+    )
+    assert "Usage" in run("-c", "from approx.cli import main; main()", "--help", cwd=tmp_path, path=path)
+
+
+@pytest.mark.parametrize("beside", ["nothing", "kernels of Hugging Face"])
+def test_the_checkout_runs_without_installation(source, hugging_face_kernels, tmp_path, beside):
+    path = (hugging_face_kernels,) if beside != "nothing" else ()
+    doorstep = f"import sys; sys.path.insert(0, {str(source)!r}); import cli\n"
+    files = run("-c", doorstep + IMPORT_ALL, cwd=tmp_path, path=path).split()
+    assert [Path(file).parent for file in files] == [source / "approx", source / "kernels" / "approx_kernels"]
+    for folder in (source, tmp_path):
+        assert "Usage" in run(source / "cli.py", "--help", cwd=folder, path=path)
+
+
+def test_an_editable_installation_shows_the_two_packages_only(source, tmp_path):
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", tmp_path / "site"]
+    run("-m", "pip", "install", *options, "--editable", source, cwd=tmp_path)
+    code = f"""
+import importlib.util, site, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
+site.addsitedir({str(tmp_path / "site")!r})
+print(*(importlib.util.find_spec(name).origin for name in ("approx", "approx_kernels")))
+print(*(name for name in {NOT_SHIPPED} if importlib.util.find_spec(name)))
+"""
+    (tmp_path / "empty").mkdir()
+    ours, strangers = run("-c", code, cwd=tmp_path / "empty").splitlines()
+    assert ours.split() == [str(source / home / "__init__.py") for home in ("approx", "kernels/approx_kernels")]
+    assert strangers == ""
+
+
+@pytest.mark.parametrize("without", ["torch", "transformers", "matplotlib", "datasets", "scipy"])
+def test_the_command_line_starts_without(without, tmp_path):
+    code = f"import sys, approx.cli; print({without!r} in sys.modules)"
+    assert run("-c", code, cwd=tmp_path, path=(ROOT, ROOT / "kernels")).strip() == "False"
+
+
+def test_records_become_reports_without_torch(tmp_path):
+    names = [f"approx.publishing.{file.stem}" for file in (ROOT / "approx/publishing").glob("[a-z]*.py")]
+    names = sorted({*names, "approx.evaluation.record", "approx.evaluation.statistics"} - {"approx.publishing.push"})
+    code = f"import sys, {', '.join(names)}; print(*({{'torch', 'transformers'}} & set(sys.modules)))"
+    assert run("-c", code, cwd=tmp_path, path=(ROOT, ROOT / "kernels")).strip() == ""

@@ -36,6 +36,18 @@ for package in (approx, approx_kernels):
 from transformers import BertModel, GPT2Model
 print(approx.__file__, approx_kernels.__file__, sep="\\n")
 """
+# A module in which every name exists and serves as class, function and decorator.
+OBLIGING = """
+class Obliging:
+    def __init__(self, *arguments, **settings):
+        pass
+
+    def __call__(self, decorated):
+        return decorated
+
+def __getattr__(name):
+    return Obliging
+"""
 
 
 def run(*command: str | Path, cwd: Path, path: tuple[Path, ...] = ()) -> str:
@@ -112,8 +124,7 @@ def hugging_face_kernels(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hugging-face")
     for name in ("kernels", "kernels/layer", "kernels/layer/mode"):
         (folder / name).mkdir()
-        text = f"__version__ = {KERNELS_MIN_VERSION!r}\n\ndef __getattr__(name):\n    return type(name, (), {{}})\n"
-        (folder / name / "__init__.py").write_text(text)
+        (folder / name / "__init__.py").write_text(f"__version__ = {KERNELS_MIN_VERSION!r}\n{OBLIGING}")
     metadata = folder / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")

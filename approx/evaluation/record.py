@@ -14,6 +14,7 @@ never 0 or NaN. Its keys:
     checkpoint   {name, revision, weights_sha256, family, parameters, layers, positions (int or null)}
     variants     [{name, layers: [{layer, mechanism, settings}], verified: bool, receipt: dict or null}]
     quality      [{task, split, metric, examples, subset: bool, truncated: examples that were cut,
+                   tokens: {median, longest: int},
                    base: {scores: {metric: score}, interval},
                    variants: [{name, scores, difference, interval, confidence, test, p_value, margin, verdict,
                                needed_examples: int or null,
@@ -32,13 +33,13 @@ Further keys may stand beside these; a reader ignores those that it does not kno
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,22 +163,20 @@ def _missing(entry: Any, part: str, place: str) -> list[str]:
 
 
 def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    temporary = None
+    # In the same folder, since a rename is atomic only within one file system; always of the same name, so
+    # that what a killed run left behind is overwritten by the next.
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Of the same folder, since a rename is atomic only within one file system.
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
         write(temporary)
-        temporary.chmod(0o644)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
         raise ApproxError(f"{path} cannot be written: {error.strerror or error}.", Exit.UNAVAILABLE) from None
     finally:
-        if temporary is not None:
+        # The parent may be no folder at all; the error about that is the one to show.
+        with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from numpy.typing import ArrayLike
+
 from approx.errors import ApproxError, Exit
 
 
@@ -112,9 +114,12 @@ class Task(ABC):
 
         Returns:
             B predictions that JSON can hold, comparable with `Example.label`.
+
+        Raises:
+            ApproxError: if the outputs are not finite.
         """
 
-    def score(self, predictions: Sequence[Any], labels: Sequence[Any], metrics: Sequence[str] = ()) -> dict[str, float]:
+    def score(self, predictions: ArrayLike, labels: ArrayLike, metrics: Sequence[str] = ()) -> dict[str, float]:
         """Score predictions, paired with labels by position.
 
         Args:
@@ -178,6 +183,9 @@ class SequenceClassification(Task):
     def predict(self, outputs: Any, batch: dict[str, Any], config: Any) -> list[Any]:
         """Take the likeliest class of each row, or the regressed number."""
         logits = outputs.logits.float()
+        # An argmax over NaN is class 0, and would pass for a prediction.
+        if not logits.isfinite().all():
+            raise ApproxError("its logits are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
         if not self.labels:
             return logits.squeeze(-1).tolist()
         order = self._order(config)

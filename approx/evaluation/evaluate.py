@@ -1,0 +1,150 @@
+"""Base and converted through the same door: the same tokens, in the same order, in the same batches.
+
+What was converted how is not known here; whoever has models and a task can compare them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+import torch
+
+from approx.errors import ApproxError, Exit
+from approx.evaluation.inputs import Prepared, Subject, prepare
+from approx.evaluation.quality import compare
+from approx.evaluation.record import write_outputs
+from approx.tasks.task import Task
+
+__all__ = ["Progress", "Subject", "evaluate", "predict", "prepare"]
+
+Progress = Callable[[int, int], None]
+"""Called with the number of examples that are done and the number there are, over all models."""
+
+
+def evaluate(
+    subjects: dict[str, Subject],
+    task: Task,
+    *,
+    data: Path | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    batch_size: int = 32,
+    max_length: int | None = None,
+    truncate: bool = False,
+    margin: float = 0.005,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+    outputs: Path | None = None,
+) -> dict[str, Any]:
+    """Score models on one split of a task and compare each with the first.
+
+    Args:
+        subjects: Name -> what is measured; the first is the base.
+        task: What they are measured on.
+        data: Local files in the task's official layout; None means its own source.
+        split: None means the task's default.
+        limit: Keep the first `limit` examples.
+        batch_size: Examples a batch.
+        max_length: Read no more tokens than this; None means as many as the positions allow.
+        truncate: Cut longer examples and count them, instead of refusing.
+        margin: The loss that is acceptable, as a fraction of the score.
+        seed: Of the resampling.
+        device: Where the models run; they stay there.
+        progress: Told after every batch.
+        outputs: Parquet file for the per-example outputs.
+
+    Returns:
+        One entry of a record's `quality` (see `approx.evaluation.record`).
+
+    Raises:
+        ApproxError: if there are no examples, a model does not fit the task or its inputs, or memory ends.
+    """
+    models = list(subjects.values())
+    # Before the data is read, which can take long.
+    for subject in models:
+        with _named(subject):
+            task.check(subject.model)
+    loaded = task.load(data, split, limit)
+    prepared = prepare(models, task, loaded, batch_size=batch_size, max_length=max_length, truncate=truncate)
+    examples, total = loaded.examples, len(loaded.examples) * len(models)
+    predictions: dict[str, list[Any]] = {}
+    for index, subject in enumerate(models):
+        done = index * len(examples)
+        advance = (lambda count, done=done: progress(done + count, total)) if progress else None
+        predictions[subject.name] = predict(subject, task, prepared, device=device, advance=advance)
+    labels = [example.label for example in examples]
+    if outputs is not None:
+        columns = {"id": [example.id for example in examples], "label": labels, "tokens": prepared.lengths}
+        columns |= {f"prediction/{name}": found for name, found in predictions.items()}
+        write_outputs(outputs, columns)
+    return {
+        "task": task.name,
+        "split": loaded.name,
+        "examples": len(examples),
+        "subset": loaded.subset,
+        "truncated": prepared.truncated,
+        "tokens": {"median": median_low(prepared.lengths), "longest": max(prepared.lengths)},
+        **compare(task, labels, prepared.lengths, predictions, margin=margin, seed=seed),
+        "outputs": outputs.name if outputs is not None else None,
+    }
+
+
+@torch.inference_mode()
+def predict(
+    subject: Subject,
+    task: Task,
+    prepared: Prepared,
+    *,
+    device: str | torch.device = "cpu",
+    advance: Callable[[int], None] | None = None,
+) -> list[Any]:
+    """Run one model over a prepared split.
+
+    Args:
+        subject: The model; it is moved to the device and left in the mode it was in.
+        task: Reads the predictions off its outputs.
+        prepared: The same for every model that is compared.
+        device: Where to run.
+        advance: Told how many examples are done, after every batch.
+
+    Returns:
+        One prediction an example, in the order of the split.
+
+    Raises:
+        ApproxError: if the outputs are not finite, or the device's memory does not suffice.
+    """
+    found: dict[int, Any] = {}
+    model, was_training = subject.model.to(device), subject.model.training
+    model.eval()
+    try:
+        for rows in prepared.batches:
+            batch = task.collate([prepared.encodings[row] for row in rows], subject.processor)
+            batch = {key: value.to(device) for key, value in batch.items()}
+            with _named(subject):
+                found |= zip(rows, task.predict(model(**batch), batch, model.config), strict=True)
+            if advance:
+                advance(len(found))
+    except torch.OutOfMemoryError:
+        longest = max(prepared.lengths)
+        raise ApproxError(
+            f"{subject.name}: the memory of {device} does not suffice for batches of {len(prepared.batches[0])} "
+            f"examples of up to {longest} tokens. Use a smaller --batch-size or another --device.",
+            Exit.MISSING,
+        ) from None
+    finally:
+        model.train(was_training)
+    return [found[row] for row in range(len(found))]
+
+
+@contextmanager
+def _named(subject: Subject) -> Iterator[None]:
+    """Say whose an error is."""
+    try:
+        yield
+    except ApproxError as error:
+        raise ApproxError(f"{subject.name}: {error}", error.exit_code) from None

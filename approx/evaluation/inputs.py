@@ -1,0 +1,156 @@
+"""What every model of a comparison reads: each example tokenised once, checked, and put into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from approx.errors import ApproxError, Exit
+from approx.tasks.task import Example, Split, Task
+
+Encoding = dict[str, list[int]]
+
+# So many examples show whether two tokenizers are the same; a different one hardly survives the first.
+_TOKENIZER_PROBES = 16
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: a model with a task head, and the tokenizer or feature extractor stored with it.
+
+    Args:
+        name: As the record calls it: `exact`, `improved-clustered 25`.
+        model: A transformers model.
+        processor: Its tokenizer.
+    """
+
+    name: str
+    model: Any
+    processor: Any
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A split as every model of a comparison reads it.
+
+    Args:
+        split: The examples.
+        encodings: One an example, without padding, in the order of the examples.
+        truncated: How many examples were cut.
+        batches: Rows of each batch; inputs of like length stand together, the longest first.
+    """
+
+    split: Split
+    encodings: list[Encoding]
+    truncated: int
+    batches: list[list[int]]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each example."""
+        return [_length(encoding) for encoding in self.encodings]
+
+
+def prepare(
+    subjects: Sequence[Subject],
+    task: Task,
+    split: Split,
+    *,
+    batch_size: int,
+    max_length: int | None = None,
+    truncate: bool = False,
+) -> Prepared:
+    """Tokenise every example once, check that every model can read it, and form the batches.
+
+    Raises:
+        ApproxError: if tokenizers differ, an input is empty or too long, or a token is not in a vocabulary.
+    """
+    if batch_size < 1:
+        raise ApproxError(f"--batch-size {batch_size} asked for; it must be at least 1.")
+    if not split.examples:
+        raise ApproxError(f"{task.name}: 0 rows after filtering.", Exit.UNAVAILABLE)
+    processor = subjects[0].processor
+    if processor is None:
+        raise ApproxError(
+            f"{subjects[0].name} has no tokenizer beside its weights, which {task.name} needs. "
+            "Put the tokenizer's files into its folder.",
+            Exit.UNAVAILABLE,
+        )
+    _check_tokenizers(subjects, task, split.examples[:_TOKENIZER_PROBES])
+    encodings = [task.encode(example, processor) for example in split.examples]
+    limit, remedy = _limit(subjects, max_length)
+    long = [row for row, encoding in enumerate(encodings) if limit and _length(encoding) > limit]
+    if long and not truncate:
+        worst = max(long, key=lambda row: _length(encodings[row]))
+        length = _length(encodings[worst])
+        raise ApproxError(
+            f"{len(long)} of {len(encodings)} examples of {task.name} are too long: {split.examples[worst].id} has "
+            f"{length} tokens, the limit is {limit} {remedy.format(length=length)}, "
+            "or give --truncate to cut and count such examples."
+        )
+    for row in long:
+        encodings[row] = task.encode(split.examples[row], processor, limit)
+    _check_tokens(subjects, split.examples, encodings)
+    # The longest first, so that memory ends in the first batch or not at all.
+    rows = sorted(range(len(encodings)), key=lambda row: (-_length(encodings[row]), row))
+    batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    return Prepared(split, encodings, len(long), batches)
+
+
+def _check_tokenizers(subjects: Sequence[Subject], task: Task, probes: Sequence[Example]) -> None:
+    base = subjects[0]
+    for other in subjects[1:]:
+        if other.processor is base.processor:
+            continue
+        for example in probes:
+            if task.encode(example, other.processor) != task.encode(example, base.processor):
+                raise ApproxError(
+                    f"{other.name} and {base.name} read different tokens for {example.id}: their tokenizers differ. "
+                    "Compare a converted checkpoint with the base it was made from.",
+                )
+
+
+def _check_tokens(subjects: Sequence[Subject], examples: Sequence[Example], encodings: Sequence[Encoding]) -> None:
+    for example, encoding in zip(examples, encodings, strict=True):
+        if not _length(encoding):
+            raise ApproxError(f"{example.id} has no tokens: its text is empty.", Exit.UNAVAILABLE)
+    highest, row = max((max(encoding.get("input_ids", [-1])), row) for row, encoding in enumerate(encodings))
+    for subject in subjects:
+        vocabulary = getattr(subject.model.config, "vocab_size", None)
+        if vocabulary is not None and highest >= vocabulary:
+            raise ApproxError(
+                f"{examples[row].id} has token {highest}, but {subject.name} knows the tokens 0-{vocabulary - 1}: "
+                "the tokenizer beside it belongs to another model. Put the model's own tokenizer there.",
+                Exit.UNAVAILABLE,
+            )
+
+
+def _limit(subjects: Sequence[Subject], max_length: int | None) -> tuple[int | None, str]:
+    """Return the most tokens that all may read, None without a limit, and what to do about longer inputs."""
+    limits = [
+        (positions, f"(the positions of {subject.name}). Convert with --max-length {{length}} to extend them")
+        for subject in subjects
+        if (positions := _positions(subject.model))
+    ]
+    if max_length is not None:
+        limits.append((max_length, "(--max-length). Leave it out"))
+    return min(limits, default=(None, ""))
+
+
+def _positions(model: Any) -> int | None:
+    """Return how many tokens a model reads; None where nothing limits them."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        return None
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            # RoBERTa counts positions from the row after the padding token's.
+            return positions - module.padding_idx - 1
+    return positions
+
+
+def _length(encoding: Encoding) -> int:
+    return len(next(iter(encoding.values()), ()))

@@ -1,0 +1,61 @@
+"""Local attention: exact softmax attention within a window."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from approx.mechanisms.mechanism import Mechanism, whole_number
+from approx_kernels.local import local_attention
+
+
+class LocalAttention(Mechanism):
+    """Softmax attention over the keys around each query, in O(n (left + right) D).
+
+    Source: Beltagy, Peters, Cohan, 2020, Longformer, arXiv 2004.05150; departs from it in having no global
+    tokens.
+
+    Args:
+        heads: Number of heads, H.
+        head_dim: Size of a head, D.
+        causal: Whether a query sees only keys at or before its own position; `right` then has no effect.
+        scale: Factor of the scores.
+        left: Keys seen before the own position, 0 or more.
+        right: Keys seen after the own position, 0 or more.
+
+    Raises:
+        ApproxError: if a setting is wrong.
+    """
+
+    supports_decode: ClassVar[bool] = True
+    source: ClassVar[str] = "Beltagy et al. 2020, Longformer, arXiv 2004.05150"
+    exact_when: ClassVar[str] = "left and right >= the length of the sequence - 1."
+
+    def __init__(
+        self, heads: int, head_dim: int, *, causal: bool, scale: float, left: int = 128, right: int = 128
+    ) -> None:
+        super().__init__(heads, head_dim, causal=causal, scale=scale)
+        self.left = whole_number("left", left, 0)
+        self.right = whole_number("right", right, 0)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
+    ) -> Tensor:
+        """Attend; dropout acts on the attention weights."""
+        right = 0 if self.causal else self.right
+        return local_attention(q, k, v, key_mask, left=self.left, right=right, scale=self.scale, dropout=dropout)
+
+    @classmethod
+    def exact_settings(cls, length: int) -> dict[str, Any]:
+        """A window as wide as the sequence, to both sides."""
+        return {"left": length, "right": length}
+
+    def flops(self, length: int) -> int:
+        """Two products over the pairs of each block of 64 queries and the keys it can reach."""
+        return 4 * self.heads * length * min(64 + self._reach(), length) * self.head_dim
+
+    def memory(self, length: int) -> int:
+        """The outputs of the blocks before they are joined, and the mask of one block."""
+        return 4 * self.heads * length * self.head_dim + 64 * min(64 + self._reach(), length)
+
+    def _reach(self) -> int:
+        return self.left if self.causal else self.left + self.right

@@ -1,0 +1,39 @@
+"""Groups of similar queries: sign hashes and k-means among them."""
+
+from torch import Tensor
+
+from approx_kernels.clustering.reference import cluster_heads, draw_planes
+
+__all__ = ["cluster_queries", "draw_planes"]
+
+
+def cluster_queries(q: Tensor, planes: Tensor, draws: Tensor, *, clusters: int, iterations: int) -> Tensor:
+    """Put each query of a head into one of C clusters, in O(n C bits) an iteration.
+
+    A query becomes sign bits, bit_b = [q.a_b > bias_b]; k-means in Hamming space follows, with the majority
+    bit as centroid. Ties go to the lowest cluster, and a tied majority keeps the bit it had. First centroids
+    are drawn evenly along the sequence; an empty cluster draws again. Nothing is differentiated.
+
+    Source: Vyas, Katharopoulos, Fleuret, 2020, Fast Transformers with Clustered Attention, arXiv 2007.04825;
+    departs from it in the even draw, in the second draw of empty clusters and in ties.
+
+    Args:
+        q: Real queries of one sample, [G, n, D], float, n > C; G is any number of heads.
+        planes: Normals of the hash planes with their biases in the last column, [bits, D + 1].
+        draws: Non-negative random int64 numbers, at least C of them: what a "random" query is.
+        clusters: Number of clusters, C.
+        iterations: Assignments; between two of them the centroids move.
+
+    Returns:
+        Cluster of each query, [G, n], int64.
+
+    Raises:
+        ValueError: if planes or draws do not fit q and the number of clusters.
+    """
+    if planes.ndim != 2 or planes.shape[1] != q.shape[-1] + 1:
+        raise ValueError(f"planes has shape {list(planes.shape)}; expected [bits, {q.shape[-1] + 1}] to fit q.")
+    if draws.ndim != 1 or not clusters <= draws.shape[0]:
+        raise ValueError(f"draws has shape {list(draws.shape)}; expected at least {clusters} numbers.")
+    if not clusters < q.shape[1]:
+        raise ValueError(f"{clusters} clusters for {q.shape[1]} queries; expected fewer clusters than queries.")
+    return cluster_heads(q, planes, draws, clusters, iterations)

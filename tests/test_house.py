@@ -20,17 +20,19 @@ HOMES = {"approx": ROOT / "approx", "approx_kernels": ROOT / "kernels" / "approx
 MAY_IMPORT = {
     "approx_kernels": "",
     "approx.errors": "",
+    "approx.version": "",
     "approx.mechanisms": "approx.errors approx_kernels",
     "approx.tasks": "approx.errors",
-    "approx.conversion": "approx.errors approx.mechanisms",
-    "approx.evaluation": "approx.errors approx.tasks",
-    "approx.finetuning": "approx.errors approx.tasks",
-    "approx.publishing": "approx.errors approx.evaluation.record",
-    "approx.publishing.push": "approx.errors approx.evaluation.record approx.publishing approx.conversion.export",
+    "approx.conversion": "approx.errors approx.version approx.mechanisms",
+    "approx.evaluation": "approx.errors approx.version approx.tasks",
+    "approx.finetuning": "approx.errors approx.version approx.tasks",
+    "approx.publishing": "approx.errors approx.version approx.evaluation.record",
+    "approx.publishing.push": "approx.errors approx.version approx.evaluation.record approx.publishing"
+    " approx.conversion.export",
     "approx.recipe": "approx.errors",
     "approx.search": "approx.errors approx.conversion approx.evaluation",
-    "approx.pipeline": "approx.errors approx.recipe approx.search approx.publishing approx.evaluation"
-    " approx.finetuning approx.conversion",
+    "approx.pipeline": "approx.errors approx.version approx.recipe approx.search approx.publishing approx.evaluation"
+    " approx.finetuning approx.conversion approx.tasks",
     "approx.cli": "approx",
     "approx": "approx",
 }

@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from approx.conversion import families, travel, verify
 from approx.conversion.checkpoint import Checkpoint
 from approx.conversion.folder import MANIFEST
 from approx.conversion.surgery import Receipt
+from approx.version import __version__
 
 RECEIPT = "approx_receipt.json"
 # Everything else beside the weights (tokenizer, feature extractor, generation settings) goes along as it is.
@@ -46,7 +46,7 @@ def recipe_entry(checkpoint: Checkpoint, plan: list[dict[str, Any]], max_length:
     """What this conversion appends to the recipe chain of the checkpoint."""
     return {
         "action": "convert",
-        "approx": metadata.version("approx-attention"),
+        "approx": __version__,
         "base": {
             # The name of a local folder says nothing elsewhere and may say too much; its hash identifies it.
             "name": checkpoint.source.name if checkpoint.source.revision else checkpoint.source.folder.resolve().name,
@@ -63,6 +63,12 @@ def write_receipt(folder: Path, receipt: Receipt, checks: list[verify.Check]) ->
     data = {**asdict(receipt), "checks": [check.to_dict() for check in checks]}
     (folder / RECEIPT).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return data
+
+
+def read_receipt(folder: Path) -> dict[str, Any] | None:
+    """The receipt of a converted folder; None where there is none."""
+    path = folder / RECEIPT
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def write_card(folder: Path, model: Any) -> None:

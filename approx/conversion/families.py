@@ -1,5 +1,6 @@
 """Converted counterparts of stock config and model classes, and their registration with transformers' auto classes."""
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,20 @@ def _published(name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type
 def stock_class(converted: type) -> type:
     """Stock class behind a converted config or model class; a stock class is given back as it is."""
     return next(kind for kind in converted.__mro__ if kind.__module__.startswith("transformers."))
+
+
+def stock_config(config: Any) -> Any:
+    """A copy of a config as the stock class of its family would hold it."""
+    config = copy.deepcopy(config)
+    change_class(config, stock_class(type(config)))
+    return config
+
+
+def change_class(config: Any, kind: type) -> None:
+    """Make a config one of another class, in place: all submodules of a model share the object."""
+    config.__class__ = kind
+    # A config read from a file carries its model_type as its own attribute, which would hide the class's.
+    vars(config).pop("model_type", None)
 
 
 def is_converted(model_or_config: Any) -> bool:

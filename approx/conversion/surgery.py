@@ -77,7 +77,7 @@ def convert(model: Any, plan: Plan, *, max_length: int | None = None) -> Receipt
     stock_implementation = model.config._attn_implementation
     attach(model, sites)
     # The config object is shared by all submodules, so it changes its class in place and nobody holds a stale one.
-    _change_class(model.config, families.config_class(type(model.config)))
+    families.change_class(model.config, families.config_class(type(model.config)))
     model.config.approx = {
         "format": FORMAT,
         "sites": sites,
@@ -96,12 +96,6 @@ def convert(model: Any, plan: Plan, *, max_length: int | None = None) -> Receipt
         added=sorted(set(model.state_dict()) - before),
         positions=resized,
     )
-
-
-def _change_class(config: Any, kind: type) -> None:
-    config.__class__ = kind
-    # A config read from a file carries its model_type as its own attribute, which would hide the class's.
-    vars(config).pop("model_type", None)
 
 
 _SHOWN = ("layer", "mechanism", "settings", "exact_below")
@@ -133,7 +127,7 @@ def revert(model: Any) -> None:
     for path in record["sites"]:
         del model.base_model.get_submodule(path).mechanism
     model.__class__ = families.stock_class(type(model))
-    _change_class(model.config, families.stock_class(type(model.config)))
+    families.change_class(model.config, families.stock_class(type(model.config)))
     for name in ("approx", "auto_map"):
         if hasattr(model.config, name):
             delattr(model.config, name)

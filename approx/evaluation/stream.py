@@ -1,0 +1,49 @@
+"""Real inputs of any length for timing: the texts of a task, joined into one stream and cut to size."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain, cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx.errors import ApproxError, Exit
+from approx.tasks.task import Example, Task
+
+
+def text_inputs(
+    task: Task, examples: Sequence[Example], processor: Any, device: torch.device | str
+) -> Callable[[int, int], dict[str, Tensor]]:
+    """Make inputs of any batch size and length out of the texts of a task.
+
+    The cost of clustering, hashing and top-k depends on the data, so random tokens would time something else. Rows begin
+    and end with the special tokens that the tokenizer puts there; a text that is too short is used again.
+
+    Args:
+        task: Its `encode` makes tokens of an example.
+        examples: At least one.
+        processor: The tokenizer.
+        device: Where the tensors go.
+
+    Returns:
+        (batch size B, tokens L) -> `{"input_ids": [B, L]}`.
+
+    Raises:
+        ApproxError: if the texts hold nothing but special tokens.
+    """
+    rows = [task.encode(example, processor)["input_ids"] for example in examples]
+    special = set(processor.all_special_ids)
+    content = [token for token in chain.from_iterable(rows) if token not in special]
+    if not content:
+        raise ApproxError(f"The texts of {task.name} hold no tokens to time on.", Exit.UNAVAILABLE)
+    first = rows[0]
+    begin = first[:1] if first[0] in special else []
+    end = first[-1:] if first[-1] in special and len(first) > 1 else []
+
+    def make(batch: int, length: int) -> dict[str, Tensor]:
+        stream = cycle(content)
+        body = max(length - len(begin) - len(end), 0)
+        made = [(begin + list(islice(stream, body)) + end)[:length] for _ in range(batch)]
+        return {"input_ids": torch.tensor(made, device=device)}
+
+    return make

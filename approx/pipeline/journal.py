@@ -1,0 +1,52 @@
+"""The journal of a run: results of finished stages, so that a run that was cut goes on where it stopped."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Journal:
+    """Results of finished stages in a folder, each written whole.
+
+    Args:
+        folder: Where they are kept.
+        key: What they depend on; a result made under another key is not used.
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder = folder
+        self.key = hashlib.sha256(key.encode()).hexdigest()
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """The result of a stage: read if it is there, made and written otherwise.
+
+        Args:
+            name: Of the stage; also of its file.
+            make: Makes the result, which must be plain data.
+        """
+        path = self.folder / f"{name}.json"
+        kept = self._read(path)
+        if kept is not None and kept.get("key") == self.key:
+            return kept["result"]
+        result = make()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump({"key": self.key, "result": result}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        return result
+
+    @staticmethod
+    def _read(path: Path) -> dict[str, Any] | None:
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            # A damaged entry is an unfinished stage.
+            return None

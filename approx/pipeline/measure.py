@@ -1,0 +1,189 @@
+"""What the stages measure: checkpoints opened side by side, their quality, their speed, and the record of both."""
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from approx.conversion import anatomy, checkpoint, families, positions
+from approx.conversion.export import read_receipt
+from approx.conversion.inputs import example_inputs
+from approx.errors import ApproxError, Exit
+from approx.evaluation import record
+from approx.evaluation.bench import Contender, bench
+from approx.evaluation.evaluate import Subject, evaluate
+from approx.evaluation.stream import text_inputs
+from approx.recipe import BenchStage, EvaluateStage
+from approx.tasks import open_task
+
+BASE, CEILING = "exact", "attention-free"
+Progress = Callable[[str, int, int], None]
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+def open_all(
+    names: Mapping[str, str], device: str, dtype: str, *, revision: str | None = None, offline: bool = False
+) -> dict[str, checkpoint.Checkpoint]:
+    """Load several checkpoints onto one device; `auto` is a GPU where there is one."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ApproxError("Device 'cuda' was asked for, but torch sees no GPU. Use --device cpu.", Exit.MISSING)
+    return {
+        label: checkpoint.load(name, dtype=dtype, device=device, revision=revision, offline=offline)
+        for label, name in names.items()
+    }
+
+
+def measure_quality(
+    opened: Mapping[str, checkpoint.Checkpoint],
+    stage: EvaluateStage,
+    *,
+    seed: int,
+    outputs: Path | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The `quality` entry of a record: the first checkpoint is the base of all others."""
+    subjects = {label: Subject(label, one.model, checkpoint.processor(one.source)) for label, one in opened.items()}
+    return evaluate(
+        subjects,
+        open_task(stage.task, **stage.settings),
+        data=None if stage.data is None else Path(stage.data),
+        split=stage.split,
+        limit=stage.limit,
+        batch_size=stage.batch_size,
+        margin=stage.margin / 100,
+        truncate=stage.truncate,
+        seed=seed,
+        device=opened[BASE].model.device,
+        outputs=outputs,
+        progress=lambda done, total: progress(f"evaluate {stage.task}", done, total),
+    )
+
+
+def measure_speed(
+    opened: Mapping[str, checkpoint.Checkpoint],
+    stage: BenchStage,
+    texts: EvaluateStage | None,
+    *,
+    seed: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The `speed` and `crossover` entries of a record: the first checkpoint is the exact base of all others."""
+    models = {label: one.model for label, one in opened.items()}
+    base, source = models[BASE], opened[BASE].source
+    if stage.max_length is not None:
+        models = {label: _extended(model, stage.max_length) for label, model in models.items()}
+        base = models[BASE]
+    limit = positions.limit(base.config)
+    if limit is not None and max(stage.lengths) > limit:
+        raise ApproxError(
+            f"Length {max(stage.lengths)} was asked for, but {source.name} takes {limit} positions. "
+            "Ask for shorter ones, or extend the positions for the timing with --max-length."
+        )
+
+    def attention_free(inputs: Any) -> Any:
+        with anatomy.attention_free(base):
+            return base(**inputs)
+
+    def forward(model: Any) -> Callable[[Any], Any]:
+        return lambda inputs: model(**inputs)
+
+    contenders = [
+        Contender(BASE, forward(base), "base"),
+        Contender(CEILING, attention_free, "ceiling"),
+        *(Contender(label, forward(model)) for label, model in models.items() if label != BASE),
+    ]
+    return bench(
+        contenders,
+        make_inputs=_input_maker(base, source, texts, seed),
+        lengths=stage.lengths,
+        batches=stage.batches,
+        device=base.device,
+        dtype=base.dtype,
+        inputs="synthetic" if texts is None else "real",
+        rounds=stage.rounds,
+        seconds=stage.seconds,
+        seed=seed,
+        progress=lambda done, total, what: progress(f"bench {what}".strip(), done, total),
+    )
+
+
+def make_record(
+    opened: Mapping[str, checkpoint.Checkpoint],
+    *,
+    title: str,
+    seed: int,
+    command: str,
+    quality: list[dict[str, Any]] | None = None,
+    speed: list[dict[str, Any]] | None = None,
+    crossover: list[dict[str, Any]] | None = None,
+    notice: str | None = None,
+    recipe: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Put a record together; the first checkpoint is the base, the others are its variants."""
+    base, *variants = opened.items()
+    source, model = base[1].source, base[1].model
+    facts = anatomy.anatomy(families.stock_config(source.config), source.stock_class)
+    return {
+        "schema": record.SCHEMA,
+        "title": title,
+        "notice": notice,
+        "command": command,
+        "seed": seed,
+        "recipe": recipe,
+        "checkpoint": {
+            "name": source.name,
+            "revision": source.revision,
+            "weights_sha256": base[1].weights_sha256,
+            "family": facts.family,
+            "parameters": facts.parameters,
+            "layers": len(facts.sites),
+            "positions": facts.positions,
+        },
+        "variants": [_variant(label, one) for label, one in variants],
+        "quality": quality or [],
+        "speed": speed or [],
+        "crossover": crossover or [],
+        "environment": record.environment(
+            threads=torch.get_num_threads(),
+            gpu=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None,
+        ),
+    }
+
+
+def _variant(label: str, one: checkpoint.Checkpoint) -> dict[str, Any]:
+    sites = (one.source.raw.get("approx") or {}).get("sites", {})
+    receipt = read_receipt(one.source.folder)
+    checks = [] if receipt is None else receipt["checks"]
+    return {
+        "name": label,
+        "layers": sorted(
+            ({key: site[key] for key in ("layer", "mechanism", "settings")} for site in sites.values()),
+            key=lambda layer: layer["layer"],
+        ),
+        "verified": bool(checks) and all(check["passed"] is not False for check in checks),
+        "receipt": receipt,
+    }
+
+
+def _extended(model: Any, length: int) -> Any:
+    """A copy with longer positions: what was evaluated must stay what it was."""
+    copied = copy.deepcopy(model)
+    positions.resize(copied, length)
+    return copied
+
+
+def _input_maker(
+    base: Any, source: checkpoint.Source, texts: EvaluateStage | None, seed: int
+) -> Callable[[int, int], dict[str, torch.Tensor]]:
+    if texts is None:
+        return lambda batch, length: example_inputs(base, length, batch=batch, seed=seed, device=base.device)
+    task = open_task(texts.task, **texts.settings)
+    examples = task.examples(None if texts.data is None else Path(texts.data), texts.split, texts.limit)
+    return text_inputs(task, examples, checkpoint.processor(source), base.device)

@@ -1,0 +1,231 @@
+"""A recipe: one short YAML file that says what to convert, how, and what to measure."""
+
+import dataclasses
+import difflib
+import hashlib
+import re
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from approx.errors import ApproxError
+
+
+@dataclass(frozen=True)
+class EvaluateStage:
+    """One task on which base and variants are compared.
+
+    Attributes:
+        task: Name of the task, e.g. `glue/sst2`.
+        data: Folder or file in the official layout; the hub or the task's generator without it.
+        split: Which split; the task's own default without it.
+        limit: Use only so many examples; the result is then labelled a subset.
+        batch_size: Examples per batch.
+        margin: Loss in points that would be acceptable.
+        truncate: Whether inputs longer than the positions are cut instead of refused.
+        settings: Of the task itself, e.g. the length of generated documents.
+    """
+
+    task: str
+    data: str | None = None
+    split: str | None = None
+    limit: int | None = None
+    batch_size: int = 32
+    margin: float = 1.0
+    truncate: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BenchStage:
+    """One grid of lengths and batch sizes at which base and variants are timed.
+
+    Attributes:
+        lengths: Tokens per sequence.
+        batches: Sequences per call.
+        max_length: Extend the position tables to so many tokens, for the timing only.
+        inputs: `real` (texts of the first task) or `synthetic` (random tokens).
+        rounds: Rounds at least.
+        seconds: Seconds of rounds at least, for each length and batch size.
+    """
+
+    lengths: list[int]
+    batches: list[int] = field(default_factory=lambda: [1])
+    max_length: int | None = None
+    inputs: str = "real"
+    rounds: int = 12
+    seconds: float = 1.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything `approx run` needs.
+
+    Attributes:
+        title: Of the report.
+        checkpoint: A folder, a model id of the hub, or `quickstart`.
+        variants: Name -> plan, as plain data: a rule or a list of rules.
+        evaluate: Tasks, in order.
+        bench: Grids, in order.
+        revision: Commit of the hub.
+        notice: A sentence that the report shows above everything else.
+        seed: Of everything random.
+        device: `auto`, `cpu` or `cuda`.
+        dtype: `auto` (what the checkpoint says), `float32`, `bfloat16` or `float16`.
+        text: The file as it was read.
+    """
+
+    title: str
+    checkpoint: str
+    variants: dict[str, Any]
+    evaluate: list[EvaluateStage] = field(default_factory=list)
+    bench: list[BenchStage] = field(default_factory=list)
+    revision: str | None = None
+    notice: str | None = None
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    text: str = ""
+
+    @property
+    def sha256(self) -> str:
+        """Of the file's text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+_CHOICES = {
+    ("recipe", "device"): ("auto", "cpu", "cuda"),
+    ("recipe", "dtype"): ("auto", "float32", "bfloat16", "float16"),
+    ("bench", "inputs"): ("real", "synthetic"),
+}
+_POSITIVE = {"limit", "batch_size", "lengths", "batches", "max_length", "rounds", "seconds"}
+
+
+def read(path: Path) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        path: Of the YAML file; paths inside it are meant from the folder that the command runs in.
+
+    Raises:
+        ApproxError: with every mistake in the file, each with the nearest known name.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ApproxError(f"Recipe {path} cannot be read: {error.strerror}. Give the path of a YAML file.") from None
+    except UnicodeDecodeError:
+        raise ApproxError(f"Recipe {path} is not UTF-8 text. Give the path of a YAML file.") from None
+    try:
+        data = yaml.load(text, Loader=_StrictLoader)
+    except yaml.YAMLError as error:
+        raise ApproxError(f"Recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    mistakes: list[str] = []
+    recipe = _make(Recipe, data, "recipe", mistakes)
+    if recipe is not None and not mistakes:
+        mistakes += _loose_ends(recipe)
+    if mistakes or recipe is None:
+        raise ApproxError("\n".join(f"{path}: {mistake}" for mistake in mistakes))
+    return dataclasses.replace(recipe, text=text)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML that refuses a key given twice: the later one would silently win."""
+
+
+def _unique(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]  # type: ignore[no-untyped-call]  # PyYAML has no types
+    twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+    if twice:
+        raise yaml.constructor.ConstructorError(None, None, f"'{twice[0]}' is given twice", node.start_mark)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique)
+
+
+def _make(kind: type, data: Any, where: str, mistakes: list[str]) -> Any:
+    """An instance of a dataclass from plain data; what is wrong is added to `mistakes`."""
+    if not isinstance(data, dict):
+        mistakes.append(f"{where}: a mapping of keys and values is needed, found {data!r}.")
+        return None
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.name != "text"}
+    hints = typing.get_type_hints(kind)
+    for key in data:
+        if key not in fields:
+            close = difflib.get_close_matches(str(key), list(fields), n=1)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            mistakes.append(f"{where}: unknown key '{key}'.{hint} Known: {', '.join(fields)}.")
+    values = {}
+    for name, f in fields.items():
+        if name in data:
+            values[name] = _value(hints[name], data[name], f"{where}.{name}", mistakes)
+        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            mistakes.append(f"{where}: the key '{name}' is missing.")
+    return None if mistakes else kind(**values)
+
+
+def _value(hint: Any, value: Any, where: str, mistakes: list[str]) -> Any:
+    if isinstance(hint, types.UnionType):
+        kinds = typing.get_args(hint)
+        if value is None and type(None) in kinds:
+            return None
+        hint = next(kind for kind in kinds if kind is not type(None))
+    if typing.get_origin(hint) is list:
+        (inner,) = typing.get_args(hint)
+        items = value if isinstance(value, list) else [value]
+        return [
+            _value(inner, item, f"{where}[{i}]" if len(items) > 1 else where, mistakes) for i, item in enumerate(items)
+        ]
+    if typing.get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            mistakes.append(f"{where}: a mapping of names is needed, found {value!r}.")
+        return value
+    if dataclasses.is_dataclass(hint):
+        return _make(typing.cast(type, hint), value, where, mistakes)
+    name = where.rpartition(".")[2].partition("[")[0]
+    fits = isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        fits, value = True, float(value)
+    if not fits:
+        mistakes.append(f"{where}: {_words(hint)} is needed, found {value!r}.")
+    elif name in _POSITIVE and value <= 0:
+        mistakes.append(f"{where}: must be above 0, found {value!r}.")
+    elif choices := _CHOICES.get((where.split(".")[-2].partition("[")[0] if "." in where else "", name)):
+        if value not in choices:
+            mistakes.append(f"{where}: one of {', '.join(choices)} is needed, found {value!r}.")
+    return value
+
+
+def _words(hint: type) -> str:
+    return {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[hint]
+
+
+def _loose_ends(recipe: Recipe) -> list[str]:
+    mistakes = []
+    if not recipe.variants:
+        mistakes.append("recipe.variants: at least one variant is needed, e.g. {linear: {mechanism: linear}}.")
+    slugs: dict[str, str] = {}
+    for name in recipe.variants:
+        if not isinstance(name, str):
+            mistakes.append(f"recipe.variants: names are texts, found {name!r}. Put it in quotes.")
+        elif name in ("exact", "ceiling"):
+            mistakes.append(f"recipe.variants: '{name}' is the name of a line of every report. Choose another name.")
+        elif slug(name) in slugs:
+            mistakes.append(f"recipe.variants: '{name}' and '{slugs[slug(name)]}' would share a folder. Rename one.")
+        else:
+            slugs[slug(name)] = name
+    if not recipe.evaluate and not recipe.bench:
+        mistakes.append("recipe: nothing is measured. Add 'evaluate', 'bench' or both.")
+    if any(stage.inputs == "real" for stage in recipe.bench) and not recipe.evaluate:
+        mistakes.append("recipe.bench: real inputs are texts of a task. Add 'evaluate', or set 'inputs: synthetic'.")
+    return mistakes
+
+
+def slug(name: str) -> str:
+    """Name of a variant as a folder name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "variant"

@@ -5,8 +5,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, true_or_false, whole_number
-from approx_kernels.clustered import clustered_attention, default_clusters
+from approx_kernels.clustered import MOST_DEFAULT_CLUSTERS, clustered_attention, default_clusters
 from approx_kernels.clustering import draw_planes
+
+# What a torch.Generator takes.
+_LARGEST_SEED = 2**63 - 1
 
 
 class ImprovedClusteredAttention(Mechanism):
@@ -67,15 +70,20 @@ class ImprovedClusteredAttention(Mechanism):
         self.bits = whole_number("bits", bits, 1, 63)
         self.iterations = whole_number("iterations", iterations, 1)
         self.hash_bias = true_or_false("hash_bias", hash_bias)
-        self.redraw(seed)
+        self.seed = whole_number("seed", seed, 0, _LARGEST_SEED)
+        planes, draws = self._draw()
+        self.register_buffer("planes", planes)
+        self.register_buffer("draws", draws)
 
     def redraw(self, seed: int) -> None:
         """Draw other hash planes; nothing else ever does."""
-        self.seed = whole_number("seed", seed, 0, 2**63 - 1)
-        most = self.clusters or default_clusters(10**9)
-        planes, draws = draw_planes(self.head_dim, bits=self.bits, bias=self.hash_bias, clusters=most, seed=self.seed)
-        self.register_buffer("planes", planes)
-        self.register_buffer("draws", draws)
+        self.seed = whole_number("seed", seed, 0, _LARGEST_SEED)
+        for buffer, drawn in zip((self.planes, self.draws), self._draw(), strict=True):
+            buffer.copy_(drawn)
+
+    def _draw(self) -> tuple[Tensor, Tensor]:
+        most = self.clusters or MOST_DEFAULT_CLUSTERS
+        return draw_planes(self.head_dim, bits=self.bits, bias=self.hash_bias, clusters=most, seed=self.seed)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0

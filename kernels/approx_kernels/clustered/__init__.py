@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from approx_kernels.clustered.reference import clustered_samples, default_clusters
+from approx_kernels.clustered.reference import MOST_DEFAULT_CLUSTERS, clustered_samples, default_clusters
 from approx_kernels.shapes import check_shapes
 
-__all__ = ["clustered_attention", "default_clusters"]
+__all__ = ["MOST_DEFAULT_CLUSTERS", "clustered_attention", "default_clusters"]
 
 
 def clustered_attention(

@@ -8,10 +8,12 @@ from approx_kernels.clustered.plain import plain_heads
 from approx_kernels.clustering import cluster_queries
 from approx_kernels.exact import exact_attention
 
+MOST_DEFAULT_CLUSTERS = 100
+
 
 def default_clusters(queries: int) -> int:
-    """Clusters for a sample of so many real queries, as published: 25 up to 512, 100 beyond."""
-    return 25 if queries <= 512 else 100
+    """Clusters for a sample of so many real queries: 25 up to 512, 100 beyond."""
+    return 25 if queries <= 512 else MOST_DEFAULT_CLUSTERS
 
 
 def clustered_samples(

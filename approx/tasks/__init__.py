@@ -9,12 +9,14 @@ from typing import Any
 
 from approx.errors import ApproxError
 from approx.tasks.glue import GLUE, Glue
+from approx.tasks.needle import Needle
 from approx.tasks.task import Example, SequenceClassification, Split, Task
 
 __all__ = ["TASKS", "Example", "SequenceClassification", "Split", "Task", "open_task"]
 
 TASKS: dict[str, Callable[..., Task]] = {
     **{f"glue/{subset}": partial(Glue, subset) for subset in GLUE},
+    Needle.name: Needle,
 }
 """Names as on the command line and in recipes; calling an entry, with the task's settings, makes the task."""
 
@@ -24,7 +26,7 @@ def open_task(name: str, **settings: Any) -> Task:
 
     Args:
         name: A key of `TASKS`.
-        settings: The task's own settings, such as the length of generated documents; GLUE has none.
+        settings: The task's own settings, such as the length of generated documents (`needle`); GLUE has none.
 
     Raises:
         ApproxError: if there is no such task, or no such setting.

@@ -1,0 +1,217 @@
+"""GLUE from ten-line files in the official layouts, from a hub dataset laid out on disk, and from damaged files."""
+
+import datasets
+import pytest
+
+from approx.errors import ApproxError, Exit
+from approx.tasks import TASKS, glue, hub, open_task
+
+SST2 = "sentence\tlabel\n" + "".join(f"the film number {row} is fine \t{row % 2}\n" for row in range(10))
+FILES = {
+    "cola": ("CoLA/dev.tsv", "gj04\t1\t\tThe sailors rode.\ngj04\t0\t*\tSailors the rode.\n"),
+    "sst2": ("SST-2/dev.tsv", SST2),
+    "mrpc": (
+        "MRPC/dev.tsv",
+        '\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\t"Yes , " he said .\tHe said " yes .\n',
+    ),
+    "stsb": (
+        "STS-B/dev.tsv",
+        "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+        "0\tmain\tMSR\t2012\t0\tnone\tnone\tA man dances.\tA man sings.\t2.750\n",
+    ),
+    "qqp": ("QQP/dev.tsv", "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t2\t3\tWhy?\tWhy not?\t0\n"),
+    "mnli": (
+        "MNLI/dev_matched.tsv",
+        "index\tsentence1\tsentence2\tlabel1\tgold_label\n0\tIt rains.\tIt is dry.\tneutral\tcontradiction\n",
+    ),
+    "mnli-mm": (
+        "MNLI/dev_mismatched.tsv",
+        "index\tsentence1\tsentence2\tgold_label\n0\tIt rains.\tIt is wet.\tentailment\n",
+    ),
+    "qnli": ("QNLI/dev.tsv", "index\tquestion\tsentence\tlabel\n0\tWho?\tHe did.\tnot_entailment\n"),
+    "rte": ("RTE/dev.tsv", "index\tsentence1\tsentence2\tlabel\n0\tShe died.\tShe lived.\tnot_entailment\n"),
+    "wnli": ("WNLI/dev.tsv", "index\tsentence1\tsentence2\tlabel\n0\tIt broke.\tThe cup broke.\t1\n"),
+}
+FIRST = {
+    "cola": ({"text": "The sailors rode."}, 1),
+    "sst2": ({"text": "the film number 0 is fine "}, 0),
+    "mrpc": ({"text": '"Yes , " he said .', "text_pair": 'He said " yes .'}, 1),
+    "stsb": ({"text": "A man dances.", "text_pair": "A man sings."}, 2.75),
+    "qqp": ({"text": "Why?", "text_pair": "Why not?"}, 0),
+    "mnli": ({"text": "It rains.", "text_pair": "It is dry."}, 2),
+    "mnli-mm": ({"text": "It rains.", "text_pair": "It is wet."}, 0),
+    "qnli": ({"text": "Who?", "text_pair": "He did."}, 1),
+    "rte": ({"text": "She died.", "text_pair": "She lived."}, 1),
+    "wnli": ({"text": "It broke.", "text_pair": "The cup broke."}, 1),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for path, text in FILES.values():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(text.encode())
+    return tmp_path
+
+
+@pytest.mark.parametrize("subset", glue.GLUE)
+def test_the_official_layout_is_read_from_the_file_its_folder_and_the_folder_above(subset, folder):
+    task, file = open_task(f"glue/{subset}"), folder / FILES[subset][0]
+    for data in (folder, file.parent, file):
+        loaded = task.load(data)
+        first = loaded.examples[0]
+        assert (first.inputs, first.label) == FIRST[subset]
+        assert loaded.name == file.stem
+        assert first.id == f"{file.stem}-0"
+        assert loaded.subset, "a handful of rows is not the official split"
+
+
+def test_a_limit_keeps_the_first_rows_and_their_ids(folder):
+    task = open_task("glue/sst2")
+    assert task.load(folder, limit=3).examples == task.load(folder).examples[:3]
+    with pytest.raises(ApproxError, match="--limit 0 leaves no rows"):
+        task.load(folder, limit=0)
+
+
+def test_an_excerpt_keeps_its_own_name(folder):
+    (folder / "MNLI/dev_matched.tsv").rename(folder / "MNLI/dev_matched_1k.tsv")
+    loaded = open_task("glue/mnli").load(folder)
+    assert (loaded.name, loaded.subset) == ("dev_matched_1k", True)
+
+
+def test_another_files_rows_are_not_called_a_subset(folder):
+    (folder / "mine.tsv").write_text(SST2)
+    assert not open_task("glue/sst2").load(folder / "mine.tsv").subset
+    assert open_task("glue/sst2").load(folder / "mine.tsv", limit=10).subset
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sentence\tlabel\nfine\t1\nno label here\ngood\t1\n", r"dev.tsv, line 3: 1 columns where 2 are expected"),
+        ("sentence\tlabel\nfine\t1\ttoo many\n", r"dev.tsv, line 2: 3 columns"),
+        (
+            "sentence\tlabel\nfine\t2\n",
+            r"dev.tsv, line 2: unknown label '2'; glue/sst2 has negative or 0, positive or 1",
+        ),
+        ("sentence\tlabel\nfine\t-1\n", r"line 2: unknown label '-1'"),
+        ("sentence\tlabel\n", r"glue/sst2: 0 rows in .*dev.tsv"),
+        ("", r"glue/sst2: 0 rows in .*dev.tsv"),
+        ("index\tsentence\n0\tfine\n", r"no column label in its first line \(index, sentence\).*test files have none"),
+    ],
+)
+def test_damaged_files_are_named_with_the_line(text, message, tmp_path):
+    (tmp_path / "dev.tsv").write_text(text)
+    with pytest.raises(ApproxError, match=message) as caught:
+        open_task("glue/sst2").load(tmp_path)
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
+@pytest.mark.parametrize("score", ["nan", "", "high"])
+def test_a_score_that_is_no_number_is_refused(score, tmp_path):
+    (tmp_path / "dev.tsv").write_text(f"sentence1\tsentence2\tscore\na\tb\t{score}\n")
+    with pytest.raises(ApproxError, match=r"dev.tsv, line 2: "):
+        open_task("glue/stsb").load(tmp_path)
+
+
+def test_bytes_that_are_not_text_are_refused(tmp_path):
+    (tmp_path / "dev.tsv").write_bytes(b"sentence\tlabel\n\xff\xfe\t1\n")
+    with pytest.raises(ApproxError, match=r"dev\.tsv is not UTF-8 text"):
+        open_task("glue/sst2").load(tmp_path)
+
+
+def test_missing_files_name_what_was_looked_for_and_found(folder):
+    with pytest.raises(ApproxError, match=r"looked for SST-2/train.tsv and train.tsv in .*found dev.tsv") as caught:
+        open_task("glue/sst2").load(folder, split="train")
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+    with pytest.raises(ApproxError, match="there is no file or folder"):
+        open_task("glue/sst2").load(folder / "nowhere")
+    with pytest.raises(ApproxError, match="Leave --split out"):
+        open_task("glue/sst2").load(folder / "SST-2/dev.tsv", split="train")
+    (folder / "MNLI/dev_matched.tsv").rename(folder / "MNLI/dev_matched_a.tsv")
+    (folder / "MNLI/dev_matched_b.tsv").write_text("")
+    with pytest.raises(ApproxError, match=r"found dev_matched_a.tsv, dev_matched_b.tsv"):
+        open_task("glue/mnli").load(folder)
+
+
+@pytest.fixture
+def hub_on_disk(tmp_path, monkeypatch):
+    """The hub dataset's layout in a folder, which `datasets` loads as it loads the hub's."""
+    rows = {
+        "sst2": {"sentence": ["the film is fine ", "dull "], "label": [1, 0], "idx": [0, 1]},
+        "mnli": {"premise": ["It rains."], "hypothesis": ["It is dry."], "label": [2], "idx": [0]},
+    }
+    configs = []
+    for subset, split in (("sst2", "validation"), ("mnli", "validation_matched"), ("mnli", "validation_mismatched")):
+        datasets.Dataset.from_dict(rows[subset]).to_parquet(tmp_path / subset / f"{split}.parquet")
+    datasets.Dataset.from_dict({"sentence": ["?"], "label": [-1], "idx": [0]}).to_parquet(
+        tmp_path / "sst2/test.parquet"
+    )
+    for subset in rows:
+        files = "".join(
+            f"  - split: {file.stem}\n    path: {subset}/{file.name}\n" for file in (tmp_path / subset).iterdir()
+        )
+        configs.append(f"- config_name: {subset}\n  data_files:\n{files}")
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
+    monkeypatch.setattr(glue, "HUB_DATASET", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("hub_on_disk")
+def test_the_hub_layout_gives_the_same_examples_as_the_files(folder):
+    assert open_task("glue/mnli").load() == open_task("glue/mnli").load(folder)
+    assert open_task("glue/mnli-mm").load().name == "dev_mismatched"
+    loaded = open_task("glue/sst2").load(split="validation")
+    assert (loaded.name, [example.id for example in loaded.examples]) == ("dev", ["dev-0", "dev-1"])
+    assert [example.label for example in loaded.examples] == [1, 0]
+
+
+@pytest.mark.usefixtures("hub_on_disk")
+def test_a_split_without_labels_is_refused():
+    with pytest.raises(ApproxError, match=r"the split 'test' of .* has no labels; use dev or train") as caught:
+        open_task("glue/sst2").load(split="test")
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
+def test_without_a_network_the_remedy_is_local_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ApproxError, match=r"offline mode is on.*--data DIR") as caught:
+        open_task("glue/sst2").load()
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+    # A closed port refuses at once, as a machine without a network does.
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ApproxError, match=r"127.0.0.1:9 cannot be reached"):
+        hub.load_rows("nyu-mll/glue", "sst2", "validation")
+    assert datasets.config.HF_HUB_OFFLINE is False
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("subset", ["sst2", "mnli-mm", "stsb"])
+def test_the_hub_dataset_has_the_official_rows(subset):
+    assert not open_task(f"glue/{subset}").load().subset
+
+
+@pytest.mark.parametrize(
+    ("subset", "split", "rows"),
+    [
+        ("cola", "dev", 1043), ("cola", "train", 8551), ("sst2", "dev", 872), ("sst2", "train", 67349),
+        ("mrpc", "dev", 408), ("mrpc", "train", 3668), ("stsb", "dev", 1500), ("stsb", "train", 5749),
+        ("rte", "dev", 277), ("rte", "train", 2490),
+    ],
+)  # fmt: skip
+def test_real_files_have_the_official_rows(subset, split, rows, shared_data):
+    loaded = open_task(f"glue/{subset}").load(shared_data / "glue", split)
+    assert (loaded.name, len(loaded.examples), loaded.subset) == (split, rows, False)
+
+
+def test_real_excerpts_are_called_so(shared_data):
+    matched = open_task("glue/mnli").load(shared_data / "glue")
+    assert (matched.name, len(matched.examples), matched.subset) == ("dev_matched_1k", 1000, True)
+    questions = open_task("glue/qqp").load(shared_data / "glue" / "QQP" / "train_subset_a.tsv")
+    assert (questions.name, len(questions.examples), questions.subset) == ("train_subset_a", 18000, True)
+
+
+def test_all_ten_are_registered():
+    assert {f"glue/{subset}" for subset in FILES} <= TASKS.keys()

@@ -1,0 +1,62 @@
+"""Every metric equals scikit-learn's or scipy's, and works through `evaluate` without a network."""
+
+import numpy as np
+import pytest
+import sklearn.metrics
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from approx.tasks.metrics import F1, METRICS, Accuracy, Matthews, Pearson, Spearman
+
+OFFICIAL = {
+    "accuracy": lambda labels, predictions: sklearn.metrics.accuracy_score(labels, predictions),
+    "f1": lambda labels, predictions: sklearn.metrics.f1_score(labels, predictions, zero_division=0),
+    "matthews": lambda labels, predictions: sklearn.metrics.matthews_corrcoef(labels, predictions),
+    "pearson": lambda labels, predictions: stats.pearsonr(labels, predictions)[0],
+    "spearman": lambda labels, predictions: stats.spearmanr(labels, predictions)[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:A single label was found")
+@pytest.mark.parametrize("name", ["accuracy", "f1", "matthews"])
+@given(pairs=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=40))
+def test_class_metrics_equal_scikit_learn(name, pairs):
+    predictions, labels = zip(*pairs, strict=True)
+    assert METRICS[name].value(predictions, labels) == pytest.approx(OFFICIAL[name](labels, predictions), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["pearson", "spearman"])
+@pytest.mark.parametrize("decimals", [0, 6])
+def test_correlations_equal_scipy(name, decimals):
+    generator = np.random.default_rng(0)
+    labels = generator.uniform(0, 5, 200).round(decimals)
+    predictions = (labels + generator.normal(size=200)).round(decimals)
+    assert METRICS[name].value(predictions, labels) == pytest.approx(OFFICIAL[name](labels, predictions), abs=1e-12)
+
+
+@pytest.mark.parametrize("metric", [Matthews, Pearson, Spearman])
+def test_constant_predictions_score_zero_and_not_nan(metric):
+    assert metric.value([1, 1, 1], [0, 1, 1]) == 0.0
+    assert metric.value([1], [1]) == 0.0
+
+
+@pytest.mark.parametrize("metric", [Accuracy, F1, Matthews, Pearson, Spearman])
+def test_compute_of_evaluate_gives_the_same_number(metric, tmp_path):
+    predictions, labels = [0, 1, 1, 0, 1], [0, 1, 0, 0, 1]
+    handle = metric(cache_dir=str(tmp_path))
+    for prediction, label in zip(predictions, labels, strict=True):
+        handle.add(prediction=prediction, reference=label)
+    assert handle.compute() == {metric.key: pytest.approx(metric.value(predictions, labels))}
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(("subset", "name"), [("cola", "matthews"), ("mrpc", "f1"), ("stsb", "pearson")])
+def test_metrics_equal_the_official_glue_metric(subset, name):
+    import evaluate
+
+    predictions, labels = [0, 1, 1, 0, 1, 1], [0, 1, 0, 0, 1, 0]
+    official = evaluate.load("glue", subset).compute(predictions=predictions, references=labels)
+    assert official is not None
+    key = {"matthews": "matthews_correlation"}.get(name, name)
+    assert METRICS[name].value(predictions, labels) == pytest.approx(official[key], abs=1e-9)

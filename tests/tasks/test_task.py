@@ -1,0 +1,105 @@
+"""What every classification of texts shares: the registry, the label order, padding, predictions."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_classifier import tiny_model, tiny_tokenizer
+from transformers import BertForMaskedLM, BertForQuestionAnswering
+
+from approx.errors import ApproxError, Exit
+from approx.tasks import TASKS, Example, Task, open_task
+
+
+def test_every_entry_of_the_registry_makes_the_task_of_its_name():
+    for name in TASKS:
+        task = open_task(name)
+        assert isinstance(task, Task)
+        assert task.name == name
+        assert task.metrics
+
+
+@pytest.mark.parametrize(("asked", "meant"), [("sst2", "glue/sst2"), ("glue/sst-2", "glue/sst2"), ("needel", "needle")])
+def test_an_unknown_task_gets_a_suggestion(asked, meant):
+    with pytest.raises(ApproxError, match=f"Unknown task '{asked}'. Did you mean '{meant}'") as caught:
+        open_task(asked)
+    assert caught.value.exit_code == Exit.USAGE
+
+
+def test_an_unknown_setting_is_named():
+    with pytest.raises(ApproxError, match=r"settings of task 'glue/sst2' do not fit: .*'words'"):
+        open_task("glue/sst2", words=3)
+
+
+@pytest.mark.parametrize("other", [BertForMaskedLM, BertForQuestionAnswering])
+def test_another_head_is_refused(other):
+    model = other(tiny_model(2).config)
+    with pytest.raises(
+        ApproxError, match=f"needs a sequence-classification head, but the model is a {other.__name__}"
+    ) as e:
+        open_task("glue/sst2").check(model)
+    assert e.value.exit_code == Exit.UNSUPPORTED
+
+
+@pytest.mark.parametrize(("name", "outputs"), [("glue/mnli", 2), ("glue/stsb", 2), ("glue/sst2", 1)])
+def test_another_number_of_outputs_is_refused(name, outputs):
+    with pytest.raises(ApproxError, match=f"but the model has {outputs} "):
+        open_task(name).check(tiny_model(outputs))
+
+
+def test_other_labels_are_refused_with_both_lists():
+    model = tiny_model(2, labels=["toxic", "clean"])
+    with pytest.raises(ApproxError, match="has the labels negative, positive, but the model's are toxic, clean"):
+        open_task("glue/sst2").check(model)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (None, [0, 1, 2]),
+        (["0", "1", "2"], [0, 1, 2]),
+        (["CONTRADICTION", "NEUTRAL", "ENTAILMENT"], [2, 1, 0]),
+        (["neutral", "Entailment", "contradiction"], [1, 0, 2]),
+    ],
+)
+def test_outputs_are_read_by_the_models_own_label_names(labels, expected):
+    task, model = open_task("glue/mnli"), tiny_model(3, labels=labels)
+    task.check(model)
+    outputs = SimpleNamespace(logits=torch.eye(3))
+    assert task.predict(outputs, {}, model.config) == expected
+
+
+def test_regression_predicts_numbers():
+    task, model = open_task("glue/stsb"), tiny_model(1)
+    task.check(model)
+    assert task.predict(SimpleNamespace(logits=torch.tensor([[1.5], [4.0]])), {}, model.config) == [1.5, 4.0]
+    assert task.correct([1.5], [1.5]) is None
+
+
+def test_logits_that_are_not_finite_are_no_prediction():
+    with pytest.raises(ApproxError, match="not finite") as caught:
+        open_task("glue/sst2").predict(
+            SimpleNamespace(logits=torch.tensor([[0.0, float("nan")]])), {}, tiny_model(2).config
+        )
+    assert caught.value.exit_code == Exit.VERIFICATION
+
+
+def test_pairs_are_encoded_as_pairs_and_padded_by_the_tokenizer():
+    task, tokenizer = open_task("glue/rte"), tiny_tokenizer()
+    pair = task.encode(Example("a", {"text": "the film", "text_pair": "is good"}, 0), tokenizer)
+    single = task.encode(Example("b", {"text": "the"}, 0), tokenizer)
+    assert pair["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1]
+    batch = task.collate([pair, single], tokenizer)
+    assert batch["attention_mask"].tolist() == [[1] * 7, [1] * 3 + [0] * 4]
+    assert (batch["input_ids"][1, 3:] == tokenizer.pad_token_id).all()
+    assert (
+        len(task.encode(Example("a", {"text": "the film", "text_pair": "is good"}, 0), tokenizer, 5)["input_ids"]) == 5
+    )
+
+
+def test_a_tokenizer_without_padding_needs_inputs_of_one_length():
+    task, tokenizer = open_task("glue/sst2"), tiny_tokenizer()
+    tokenizer.pad_token = None
+    short, long = ({"input_ids": [1] * length} for length in (3, 4))
+    with pytest.raises(ApproxError, match=r"no padding token.*--batch-size 1"):
+        task.collate([short, long], tokenizer)

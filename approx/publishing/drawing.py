@@ -1,0 +1,75 @@
+"""Turns a painted pair of axes into SVG that sits in the page and is the same, byte for byte, every time.
+
+Text is drawn as outlines of the font that comes with matplotlib, ids are salted, nothing is dated. Ink takes the
+colour of the page's text, so that one drawing serves light and dark.
+"""
+
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib
+from markupsafe import Markup, escape
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+# Stand-ins that matplotlib can draw with, exchanged for the page's own colours afterwards.
+INK, FAINT = "#010203", "#040506"
+_PAGE_COLOURS = {INK: "currentColor", FAINT: "var(--faint)"}
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "path",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    # Dollar signs in a name are dollar signs.
+    "text.parse_math": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.edgecolor": INK,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+}
+
+
+def draw(identity: str, description: str, paint: Callable[[Axes], None], inches: tuple[float, float]) -> Markup:
+    """Draw one pair of axes with its legend below.
+
+    Args:
+        identity: Unique in the page; all ids in the drawing begin with it.
+        description: What the drawing shows, for those who cannot see it.
+        paint: Fills the axes.
+        inches: Width and height; a smaller drawing has larger text for its place in the page.
+    """
+    with matplotlib.rc_context():
+        # A user's own matplotlibrc must not change the report.
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({**_SETTINGS, "svg.hashsalt": identity})
+        figure = Figure(figsize=inches, layout="constrained")
+        FigureCanvasSVG(figure)
+        figure.patch.set_visible(False)
+        axes = figure.add_subplot()
+        axes.patch.set_visible(False)
+        paint(axes)
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8.5)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return _for_the_page(buffer.getvalue(), identity, description)
+
+
+def _for_the_page(text: str, identity: str, description: str) -> Markup:
+    """Cut the drawing down to what a page needs: no prologue, no comments, ids of its own, the page's colours."""
+    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
+    text = text[text.index("<svg") :].replace("xlink:href", "href")
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{identity}-", text)
+    for stand_in, colour in _PAGE_COLOURS.items():
+        text = text.replace(stand_in, colour)
+    view = re.search(r'viewBox="[^"]*"', text)
+    assert view is not None
+    head = f'<svg {view[0]} role="img" aria-label="{escape(description)}">'
+    # Numbers, ids and outlines are all that is left: names were drawn, and the comments that repeat them are gone.
+    return Markup(head + text[text.index(">") + 1 :].strip())

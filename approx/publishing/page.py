@@ -1,0 +1,128 @@
+"""The page and the Markdown: what they show is put together here, how it looks stands in the templates."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from approx.publishing import wording
+from approx.publishing.answers import answers, speed_groups
+from approx.publishing.plots import colours, quality_figure, speed_figure
+from approx.publishing.tables import plan_lines, quality_table, speed_table
+
+_ENVIRONMENT_LABELS = {
+    "approx": "approx",
+    "git_commit": "git commit",
+    "torch": "PyTorch",
+    "transformers": "Transformers",
+    "triton": "Triton",
+    "python": "Python",
+    "platform": "platform",
+    "processor": "processor",
+    "cores": "cores",
+    "threads": "threads",
+    "gpu": "GPU",
+}
+
+
+def html(records: list[dict[str, Any]]) -> str:
+    """Make the one offline page of some records."""
+    return _render("page.html.j2", records, autoescape=True)
+
+
+def markdown(records: list[dict[str, Any]]) -> str:
+    """Make the Markdown of some records: the same words and tables, without the figures."""
+    return _render("report.md.j2", records, autoescape=False)
+
+
+def _render(template: str, records: list[dict[str, Any]], autoescape: bool) -> str:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=autoescape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["cell"] = _cell
+    titles = [record["title"] for record in records]
+    title = titles[0] if len(titles) == 1 else f"{len(titles)} reports"
+    sections = [_section(record, f"r{number}") for number, record in enumerate(records, start=1)]
+    return environment.get_template(template).render(title=title, sections=sections)
+
+
+def _section(record: dict[str, Any], identity: str) -> dict[str, Any]:
+    """Put together all that is shown of one record; `identity` begins every id of it."""
+    groups = speed_groups(record)
+    tasks = record.get("quality") or []
+    return {
+        "id": identity,
+        "title": record["title"],
+        "notice": record["notice"],
+        "checkpoint": _checkpoint(record["checkpoint"]),
+        "colours": colours(record),
+        "answers": answers(record),
+        "quality": [quality_table(task) for task in tasks],
+        "speed": [
+            speed_table(rows, record["crossover"])
+            | {"figure": speed_figure(rows, record, f"{identity}-speed-{number}")}
+            for number, rows in enumerate(groups)
+        ],
+        "both": _both(record, groups, tasks, identity),
+        "plans": [
+            {
+                "name": variant["name"],
+                "verified": variant["verified"],
+                "lines": plan_lines(variant),
+                "receipt": _pretty(variant["receipt"]),
+            }
+            for variant in record["variants"]
+        ],
+        "environment": [
+            (_ENVIRONMENT_LABELS.get(key, key), wording.NOTHING if value is None else str(value))
+            for key, value in record["environment"].items()
+        ],
+        "recipe": record["recipe"],
+        "command": record["command"],
+        "seed": record["seed"],
+    }
+
+
+def _both(
+    record: dict[str, Any], groups: list[list[dict[str, Any]]], tasks: list[dict[str, Any]], identity: str
+) -> list[dict[str, Any]]:
+    """Draw quality against speed, for each task and setting that some variant has both of."""
+    figures = []
+    for number, task in enumerate(tasks):
+        for place, rows in enumerate(groups):
+            drawn = quality_figure(task, rows, record, f"{identity}-both-{number}-{place}")
+            if drawn:
+                figures.append({"figure": drawn[0], "caption": drawn[1]})
+    return figures
+
+
+def _checkpoint(checkpoint: dict[str, Any]) -> list[tuple[str, str]]:
+    parameters = checkpoint["parameters"]
+    size = f"{parameters / 1e6:,.1f} million" if parameters is not None else wording.NOTHING
+    return [
+        ("checkpoint", str(checkpoint["name"])),
+        ("revision", str(checkpoint["revision"] or wording.NOTHING)),
+        ("family", str(checkpoint["family"])),
+        ("parameters", size),
+        ("layers", wording.count(checkpoint["layers"])),
+        ("positions", wording.count(checkpoint["positions"])),
+        ("weights (sha256)", str(checkpoint["weights_sha256"] or wording.NOTHING)),
+    ]
+
+
+def _pretty(receipt: dict[str, Any] | None) -> str | None:
+    return None if receipt is None else json.dumps(receipt, indent=2, ensure_ascii=False)
+
+
+def _cell(text: object) -> str:
+    """Make any text safe within a line or a table of Markdown: no markup, no line breaks, no new columns."""
+    plain = " ".join(str(text).split())
+    for character in "\\`*_[]<>|#":
+        plain = plain.replace(character, "\\" + character)
+    return plain

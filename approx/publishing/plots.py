@@ -1,0 +1,226 @@
+"""The figures of the report: speed against length with its ceiling, quality against speed."""
+
+import zlib
+from collections import Counter
+from typing import Any
+
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from approx.publishing import wording
+from approx.publishing.answers import longest_input, standing, variant_of
+from approx.publishing.drawing import INK, draw
+
+# One colour a mechanism wherever it appears; each is legible on white and on near-black.
+COLOURS = {
+    "full": "#8a8f98",
+    "sdpa": "#8a8f98",
+    "improved-clustered": "#2f7fd6",
+    "clustered": "#22a08b",
+    "linear": "#d9742b",
+    "local": "#a466d0",
+}
+_OTHER_COLOURS = ("#c8518f", "#8a9a2b", "#b5813a", "#4aa0c8", "#d05a5a", "#6f7bd8")
+_EXACT = ("full", "sdpa")
+_MARKERS = "osD^vPX*"
+_RATIOS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+_LINEAR_POINTS = 2
+_POINTS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100)
+_LEGEND_CHARACTERS = 40
+
+
+def colours(record: dict[str, Any]) -> dict[str, str]:
+    """Give every variant the colour of the mechanism that most of its converted layers have."""
+    chosen = {}
+    for variant in record["variants"]:
+        counts = Counter(layer["mechanism"] for layer in variant["layers"])
+        approximate = {name: number for name, number in counts.items() if name not in _EXACT} or counts
+        mechanism = min(approximate, key=lambda name: (-approximate[name], name)) if approximate else "full"
+        # A checksum, since Python's own hash of a string differs between processes.
+        other = _OTHER_COLOURS[zlib.crc32(mechanism.encode()) % len(_OTHER_COLOURS)]
+        chosen[variant["name"]] = COLOURS.get(mechanism, other)
+    return chosen
+
+
+def speed_figure(rows: list[dict[str, Any]], record: dict[str, Any], identity: str) -> Markup:
+    """Draw speed relative to exact attention against length, with the ceiling; one machine, one setting.
+
+    Args:
+        rows: Entries of "speed" that differ in their length alone, shortest first.
+        record: The record they are of.
+        identity: Unique in the page; all ids in the drawing begin with it.
+    """
+    measured = [row["length"] for row in rows]
+
+    def paint(axes: Axes) -> None:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        noise = [row for row in rows if row.get("spread") and row["spread"]["interval"]]
+        if noise:
+            low, high = zip(*(row["spread"]["interval"] for row in noise), strict=True)
+            lengths = [row["length"] for row in noise]
+            axes.fill_between(lengths, low, high, color=INK, alpha=0.12, linewidth=0, label="exact against itself")
+        axes.axhline(1, color=INK, linewidth=1)
+        ceiling = [row for row in rows if row.get("ceiling") and row["ceiling"]["ratio"]]
+        axes.plot(
+            [row["length"] for row in ceiling],
+            [row["ceiling"]["ratio"] for row in ceiling],
+            color=INK,
+            linestyle=(0, (5, 3)),
+            linewidth=1.2,
+            label="ceiling: attention removed" if ceiling else None,
+        )
+        for variant, (colour, marker) in _styles(record).items():
+            _speed_line(axes, rows, variant, colour, marker)
+        for row in rows:
+            if row["base"]["status"] != "ok":
+                axes.axvline(row["length"], color=INK, linewidth=0.8, linestyle=":")
+                axes.annotate(
+                    "exact: out of memory",
+                    (row["length"], 0.98),
+                    xycoords=("data", "axes fraction"),
+                    rotation=90,
+                    va="top",
+                    ha="right",
+                    fontsize=7.5,
+                )
+        axes.xaxis.set_major_locator(FixedLocator(measured))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: wording.count(value)))
+        axes.set_xlim(measured[0] / 1.25, measured[-1] * 1.25)
+        low, high = axes.get_ylim()
+        _ratio_axis(axes, "y", min(low, 0.7), max(high, 1.5))
+        axes.set_xlabel("length (tokens)")
+        axes.set_ylabel("speed relative to exact attention")
+
+    title = f"Speed relative to exact attention against length, on {wording.setting(rows[0])}."
+    return draw(identity, f"{title} The figures are in the table beside it.", paint, (5.4, 4.2))
+
+
+def quality_figure(
+    task: dict[str, Any], rows: list[dict[str, Any]], record: dict[str, Any], identity: str
+) -> tuple[Markup, str] | None:
+    """Draw the difference in quality against the speed at one length.
+
+    Args:
+        task: An entry of "quality".
+        rows: Entries of "speed" that differ in their length alone, shortest first.
+        record: The record they are of.
+        identity: Unique in the page.
+
+    Returns:
+        The drawing and its caption; None where no variant has both a quality and a speed.
+    """
+    row = _fullest(task, rows)
+    if row is None:
+        return None
+
+    def paint(axes: Axes) -> None:
+        axes.set_xscale("log", base=2)
+        margin = max((entry["margin"] for entry in task["variants"]), default=0) * 100
+        axes.axhspan(-margin, margin, color=INK, alpha=0.1, linewidth=0, label="within the margin")
+        axes.axhline(0, color=INK, linewidth=0.8)
+        axes.axvline(1, color=INK, linewidth=0.8)
+        axes.plot([1], [0], marker="o", color=INK, linestyle="", markersize=6, label="exact")
+        for name, (colour, marker) in _styles(record).items():
+            quality, speed = variant_of(task["variants"], name), variant_of(row["variants"], name)
+            if not quality or not speed or speed["ratio"] is None:
+                continue
+            x, y = speed["ratio"], quality["difference"] * 100
+            low, high = (end * 100 for end in quality["interval"])
+            axes.errorbar(
+                [x],
+                [y],
+                xerr=[[max(x - speed["interval"][0], 0)], [max(speed["interval"][1] - x, 0)]],
+                yerr=[[max(y - low, 0)], [max(high - y, 0)]],
+                fmt=marker,
+                color=colour,
+                label=_short(name),
+                markersize=6,
+                elinewidth=1.4,
+            )
+        low, high = axes.get_xlim()
+        _ratio_axis(axes, "x", min(low, 0.7), max(high, 1.5))
+        _points_axis(axes)
+        axes.set_xlabel(f"speed relative to exact attention at {wording.count(row['length'])} tokens")
+        axes.set_ylabel(f"change in {task['metric']} (points)")
+
+    caption = (
+        f"{task['task']} ({task['split']}) against speed at {wording.count(row['length'])} tokens on "
+        f"{wording.setting(row)}."
+    )
+    end = longest_input(task)
+    if end is not None and row["length"] >= end:
+        caption += f" The task's own inputs have fewer than {wording.count(end)} tokens."
+    description = f"{caption} Further right is faster, further up is better."
+    return draw(identity, description, paint, (4.9, 4.2)), caption
+
+
+def _speed_line(axes: Axes, rows: list[dict[str, Any]], name: str, colour: str, marker: str) -> None:
+    entries = [(row, entry) for row in rows if (entry := variant_of(row["variants"], name))]
+    seen = [(row["length"], entry["ratio"], *entry["interval"]) for row, entry in entries if entry["ratio"]]
+    if seen:
+        lengths, ratios, low, high = zip(*seen, strict=True)
+        axes.fill_between(lengths, low, high, color=colour, alpha=0.2, linewidth=0)
+        axes.plot(lengths, ratios, color=colour, marker=marker, markersize=5, linewidth=1.8, label=_short(name))
+    lost = [row["length"] for row, entry in entries if standing(row, entry) == "out of memory"]
+    if lost:
+        axes.plot(
+            lost,
+            [0.04] * len(lost),
+            transform=axes.get_xaxis_transform(),
+            color=colour,
+            marker="x",
+            markersize=7,
+            markeredgewidth=2,
+            linestyle="",
+            label=f"{_short(name)}: out of memory",
+        )
+
+
+def _fullest(task: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the longest of the lengths at which the most variants have both a speed and a quality."""
+    names = {entry["name"] for entry in task["variants"]}
+    counts = {
+        row["length"]: sum(entry["ratio"] is not None and entry["name"] in names for entry in row["variants"])
+        for row in rows
+    }
+    best = max(rows, key=lambda row: (counts[row["length"]], row["length"]))
+    return best if counts[best["length"]] else None
+
+
+def _styles(record: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Give every variant its colour, and a marker that tells it from others of the same mechanism."""
+    used: Counter[str] = Counter()
+    styles = {}
+    for name, colour in colours(record).items():
+        styles[name] = colour, _MARKERS[used[colour] % len(_MARKERS)]
+        used[colour] += 1
+    return styles
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LEGEND_CHARACTERS else name[: _LEGEND_CHARACTERS - 1] + "…"
+
+
+def _points_axis(axes: Axes) -> None:
+    """Keep small differences apart beside large ones: beyond ±2 points the axis becomes logarithmic."""
+    digits = 1
+    if max(map(abs, axes.get_ylim())) > _LINEAR_POINTS * 5:
+        low, high = axes.get_ylim()
+        axes.set_yscale("symlog", linthresh=_LINEAR_POINTS, linscale=1.5)
+        axes.set_ylim(min(low * 1.3, -1), max(high, 1))
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(FixedLocator([tick for tick in _POINTS if low <= tick <= high]))
+        axes.yaxis.set_minor_locator(NullLocator())
+        digits = 0
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: wording.signed(value, digits)))
+
+
+def _ratio_axis(axes: Axes, which: str, low: float, high: float) -> None:
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    (axes.set_xlim if which == "x" else axes.set_ylim)(low, high)
+    axis.set_major_locator(FixedLocator([ratio for ratio in _RATIOS if low <= ratio <= high]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}×"))

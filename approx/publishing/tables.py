@@ -1,0 +1,176 @@
+"""The tables of the report: rows of ready words, made once for both the page and the Markdown."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from approx.publishing import wording
+from approx.publishing.answers import standing, variant_of, worthwhile_from
+
+_TONES = {
+    "no loss": "good",
+    "loss within margin": "even",
+    "loss beyond margin": "bad",
+    "inconclusive": "even",
+    "faster": "good",
+    "alone": "good",
+    "slower": "bad",
+    "out of memory": "bad",
+    "even": "even",
+    "missing": "even",
+}
+_STANDINGS = {
+    "faster": "faster",
+    "slower": "slower",
+    "even": "exact is better here",
+    "alone": "only this runs",
+    "out of memory": "out of memory",
+    "missing": "not measured",
+}
+
+
+def quality_table(task: dict[str, Any]) -> dict[str, Any]:
+    """Lay out one task: a row for exact attention and one for each variant."""
+    metric = task["metric"]
+    others = [name for name in task["base"]["scores"] if name != metric]
+    rows = [
+        {
+            "name": entry["name"],
+            "score": wording.percent(entry["scores"].get(metric), 2),
+            "others": [wording.percent(entry["scores"].get(name), 2) for name in others],
+            "difference": wording.signed(entry["difference"] * 100),
+            "interval": wording.between(entry["interval"], scale=100),
+            "test": entry["test"],
+            "p_value": _p_value(entry["p_value"]),
+            "margin": wording.decimal(entry["margin"] * 100, 1),
+            "verdict": entry["verdict"],
+            "needed": wording.count(entry["needed_examples"]) if entry.get("needed_examples") else None,
+            "tone": _TONES[entry["verdict"]],
+        }
+        for entry in task["variants"]
+    ]
+    confidences = {wording.percent(entry["confidence"]) for entry in task["variants"]}
+    return {
+        "task": task["task"],
+        "split": task["split"],
+        "metric": metric,
+        "others": others,
+        "examples": wording.share_of_examples(task),
+        "confidence": ", ".join(sorted(confidences)) or wording.percent(0.95),
+        "base": {
+            "score": wording.percent(task["base"]["scores"].get(metric), 2),
+            "others": [wording.percent(task["base"]["scores"].get(name), 2) for name in others],
+            "interval": wording.between(task["base"].get("interval"), scale=100),
+        },
+        "rows": rows,
+        "slices": _slices(task),
+    }
+
+
+def speed_table(rows: list[dict[str, Any]], crossovers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Lay out one setting: a row a length with every variant's ratio, and all times below.
+
+    Args:
+        rows: Entries of "speed" that differ in their length alone, shortest first.
+        crossovers: The record's "crossover".
+    """
+    names = list(dict.fromkeys(entry["name"] for row in rows for entry in row["variants"]))
+    about = {key: rows[0][key] for key in ("batch", "dtype", "device")}
+    crossed = {entry["name"]: entry["length"] for entry in crossovers if about.items() <= entry.items()}
+    pays = [worthwhile_from(rows, name) for name in names]
+    return {
+        "setting": wording.setting(rows[0]),
+        "inputs": rows[0]["inputs"],
+        "names": names,
+        "summary": [_summary(row, names) for row in rows],
+        "crossover": [_from(crossed.get(name)) for name in names],
+        "pays_from": [_from(length) for length in pays],
+        "times": [line for row in rows for line in _times(row)],
+        "crowded": any(row.get("crowded") for row in rows),
+    }
+
+
+def plan_lines(variant: dict[str, Any]) -> list[dict[str, str]]:
+    """Put layers with the same mechanism and settings together."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for layer in variant["layers"]:
+        settings = ", ".join(f"{key} = {value}" for key, value in layer["settings"].items())
+        groups.setdefault((layer["mechanism"], settings), []).append(layer["layer"])
+    return [
+        {"layers": wording.layer_ranges(layers), "mechanism": mechanism, "settings": settings or wording.NOTHING}
+        for (mechanism, settings), layers in groups.items()
+    ]
+
+
+def _summary(row: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    base, ceiling = row["base"], row.get("ceiling")
+    return {
+        "length": wording.count(row["length"]),
+        "base": f"{wording.milliseconds(base['median_ms'])} ms" if base["status"] == "ok" else base["status"],
+        "ceiling": wording.times(ceiling["ratio"]) if ceiling else wording.NOTHING,
+        "cells": [_cell(row, variant_of(row["variants"], name) or {}) for name in names],
+    }
+
+
+def _cell(row: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    kind = standing(row, entry or None)
+    share = entry.get("share_of_ceiling")
+    return {
+        "ratio": wording.times(entry.get("ratio")),
+        "interval": wording.between(entry["interval"]) if entry.get("interval") else None,
+        "share": wording.percent(share) if share is not None else None,
+        "verdict": _STANDINGS[kind],
+        "tone": _TONES[kind],
+    }
+
+
+def _from(length: int | None) -> str:
+    return f"{wording.count(length)} tokens" if length else "none"
+
+
+def _times(row: dict[str, Any]) -> list[dict[str, str]]:
+    entries = [{"name": f"exact ({row['baseline']})", **row["base"]}]
+    if row.get("ceiling"):
+        entries.append({"name": "ceiling: attention removed", **row["ceiling"]})
+    return [
+        {
+            "length": wording.count(row["length"]),
+            "name": entry["name"],
+            "median": wording.milliseconds(entry.get("median_ms")),
+            "quantiles": f"{wording.milliseconds(entry['p10_ms'])} to {wording.milliseconds(entry['p90_ms'])}"
+            if entry.get("p10_ms") is not None
+            else wording.NOTHING,
+            "ratio": wording.times(entry.get("ratio")),
+            "interval": wording.between(entry.get("interval")),
+            "peak": wording.milliseconds(entry.get("peak_mb")),
+            "samples": _samples(entry),
+            "status": entry["status"],
+        }
+        for entry in [*entries, *row["variants"]]
+    ]
+
+
+def _samples(entry: dict[str, Any]) -> str:
+    if entry.get("samples") is None:
+        return wording.NOTHING
+    rejected = entry.get("rejected")
+    return f"{entry['samples']} ({rejected} rejected)" if rejected else str(entry["samples"])
+
+
+def _slices(task: dict[str, Any]) -> list[dict[str, str]]:
+    return [
+        {
+            "name": entry["name"],
+            "range": f"{wording.count(part['from'])} to {wording.count(part['to'] - 1)}",
+            "examples": wording.count(part["examples"]),
+            "base": wording.percent(part["base"], 2),
+            "converted": wording.percent(part["converted"], 2),
+        }
+        for entry in task["variants"]
+        for part in entry.get("slices") or []
+    ]
+
+
+def _p_value(value: float | None) -> str:
+    if value is None:
+        return wording.NOTHING
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"

@@ -1,0 +1,128 @@
+"""Numbers and measured facts in plain words, the same in every table, sentence and figure."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+MINUS = "−"
+NOTHING = "–"
+
+
+def count(value: float | None) -> str:
+    """Write a whole number with its thousands apart: 1,024."""
+    return NOTHING if value is None else f"{value:,.0f}"
+
+
+def decimal(value: float | None, digits: int = 2) -> str:
+    """Write a number with a true minus sign, and never a minus zero."""
+    if value is None:
+        return NOTHING
+    text = f"{abs(value):,.{digits}f}"
+    return MINUS + text if value < 0 and float(text.replace(",", "")) else text
+
+
+def signed(value: float | None, digits: int = 2) -> str:
+    """Write a difference: +0.12, −0.12, 0.00."""
+    text = decimal(value, digits)
+    return "+" + text if value is not None and value > 0 and text != decimal(0.0, digits) else text
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """Write a fraction as a percentage."""
+    return NOTHING if value is None else f"{decimal(value * 100, digits)} %"
+
+
+def milliseconds(value: float | None) -> str:
+    """Write a time with three significant digits, or whole milliseconds when it is long."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def times(value: float | None) -> str:
+    """Write a ratio of speeds: 1.83×."""
+    return NOTHING if value is None else f"{decimal(value, 2 if value < 10 else 1)}×"
+
+
+def between(interval: Sequence[float] | None, digits: int = 2, scale: float = 1.0) -> str:
+    """Write an interval: 0.95 to 1.20."""
+    if interval is None:
+        return NOTHING
+    return " to ".join(decimal(end * scale, digits) for end in interval)
+
+
+def share_of_examples(entry: dict[str, Any]) -> str:
+    """Say how many examples a score stands on, and what must be known about them."""
+    text = f"{count(entry['examples'])} examples"
+    if entry.get("subset"):
+        text += ", a subset"
+    if entry.get("truncated"):
+        text += f", {count(entry['truncated'])} of them truncated"
+    return text
+
+
+def lengths(chosen: Iterable[int], measured: Sequence[int]) -> str:
+    """Write lengths as runs of those that were measured: 128–512 and 2,048 tokens."""
+    places = sorted(measured.index(length) for length in chosen)
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and runs[-1][-1] == place - 1:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    parts = [count(measured[run[0]]) + (f"–{count(measured[run[-1]])}" if len(run) > 1 else "") for run in runs]
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts) + " tokens"
+
+
+def span(values: Sequence[float]) -> str:
+    """Write the range of some ratios: 1.20–1.83×."""
+    low, high = times(min(values)), times(max(values))
+    return low if low == high else f"{low.removesuffix('×')}–{high}"
+
+
+def layer_ranges(layers: Sequence[int]) -> str:
+    """Write layers as runs: 0–5, 8."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def setting(row: dict[str, Any]) -> str:
+    """Say on what and how a speed was measured: CPU, float32, 2 threads, batch 1."""
+    parts = [str(row["device"]).upper(), str(row["dtype"])]
+    if row["device"] == "cpu":
+        parts.append("1 thread" if row["threads"] == 1 else f"{row['threads']} threads")
+    parts.append(f"batch {row['batch']}")
+    if row["mode"] != "forward":
+        parts.append(str(row["mode"]))
+    return ", ".join(parts)
+
+
+def loss(entry: dict[str, Any], metric: str) -> str:
+    """Say what a difference of scores means: loses 0.3 ± 0.7 points of accuracy."""
+    difference, (low, high) = entry["difference"] * 100, (end * 100 for end in entry["interval"])
+    half = max(high - difference, difference - low)
+    digits = 1 if half >= 0.05 else 2
+    amount = decimal(abs(difference), digits)
+    if amount == decimal(0.0, digits):
+        return f"scores the same ± {decimal(half, digits)} points of {metric}"
+    verb = "loses" if difference < 0 else "gains"
+    return f"{verb} {amount} ± {decimal(half, digits)} points of {metric}"
+
+
+def verdict(entry: dict[str, Any]) -> str:
+    """Say what the verdict on a difference means against its margin."""
+    margin = f"{decimal(entry['margin'] * 100, 1)} points"
+    if entry["verdict"] == "inconclusive":
+        needed = entry.get("needed_examples")
+        more = f"; about {count(needed)} examples would settle it" if needed else ""
+        return f"inconclusive at a margin of {margin}{more}"
+    meaning = {
+        "no loss": f"no loss, at a margin of {margin}",
+        "loss within margin": f"a loss, within the margin of {margin}",
+        "loss beyond margin": f"a loss beyond the margin of {margin}",
+    }
+    return meaning[entry["verdict"]]

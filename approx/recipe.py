@@ -98,9 +98,9 @@ class Recipe:
 
 
 _CHOICES = {
-    ("recipe", "device"): ("auto", "cpu", "cuda"),
-    ("recipe", "dtype"): ("auto", "float32", "bfloat16", "float16"),
-    ("bench", "inputs"): ("real", "synthetic"),
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "inputs": ("real", "synthetic"),
 }
 _POSITIVE = {"limit", "batch_size", "lengths", "batches", "max_length", "rounds", "seconds"}
 
@@ -131,6 +131,26 @@ def read(path: Path) -> Recipe:
     if mistakes or recipe is None:
         raise ApproxError("\n".join(f"{path}: {mistake}" for mistake in mistakes))
     return dataclasses.replace(recipe, text=text)
+
+
+def find(name: str) -> Path:
+    """The file of a recipe: a path, or the name of one that comes with the package.
+
+    Raises:
+        ApproxError: if there is no such file and no such recipe.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    # Installed, recipes lie inside the package; in a checkout they lie beside it.
+    folders = [Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes"]
+    known = {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        raise ApproxError(
+            f"Recipe {name} does not exist.{hint} Give a YAML file, or one of: {', '.join(sorted(known))}."
+        )
+    return known[name]
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -195,9 +215,8 @@ def _value(hint: Any, value: Any, where: str, mistakes: list[str]) -> Any:
         mistakes.append(f"{where}: {_words(hint)} is needed, found {value!r}.")
     elif name in _POSITIVE and value <= 0:
         mistakes.append(f"{where}: must be above 0, found {value!r}.")
-    elif choices := _CHOICES.get((where.split(".")[-2].partition("[")[0] if "." in where else "", name)):
-        if value not in choices:
-            mistakes.append(f"{where}: one of {', '.join(choices)} is needed, found {value!r}.")
+    elif name in _CHOICES and value not in _CHOICES[name]:
+        mistakes.append(f"{where}: one of {', '.join(_CHOICES[name])} is needed, found {value!r}.")
     return value
 
 

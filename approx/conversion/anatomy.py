@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import difflib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from approx.conversion import positions
 from approx.conversion.inputs import example_inputs
@@ -192,6 +194,22 @@ def anatomy(config: Any, model_class: type) -> Anatomy:
         flops_per_position=per_position,
         flops_fixed=flops[0] - per_position * _PROBE_LENGTHS[0],
     )
+
+
+def attends_causally(family: str) -> bool:
+    """Whether any self-attention of a family is causal, seen on its default config.
+
+    Raises:
+        ApproxError: if the family is not known or cannot be converted.
+    """
+    if family not in CONFIG_MAPPING:
+        known = difflib.get_close_matches(family, CONFIG_MAPPING.keys(), n=1)
+        hint = f" Did you mean '{known[0]}'?" if known else ""
+        raise ApproxError(
+            f"Unknown family '{family}'.{hint} Families are named as in config.json: bert, gpt2, whisper."
+        )
+    config = CONFIG_MAPPING[family]()
+    return any(site.causal for site in anatomy(config, AutoModel._model_mapping[type(config)]).sites)
 
 
 def _sites(model: Any, observer: _Observer) -> tuple[tuple[Site, ...], int]:

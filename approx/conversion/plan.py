@@ -133,6 +133,11 @@ class Plan:
         chosen: dict[int, Rule] = {}
         for number, rule in enumerate(self.rules):
             where = f"rule {number + 1}" if len(self.rules) > 1 else "the plan"
+            try:
+                layers = parse_layers(rule.layers, len(anatomy.sites))
+            except ApproxError as error:
+                mistakes.append(f"In {where}: {error}")
+                layers = []
             if rule.mechanism not in MECHANISMS:
                 known = f"Known: {', '.join(sorted(MECHANISMS))}."
                 mistakes.append(
@@ -141,11 +146,6 @@ class Plan:
                 continue
             settings, wrong = _complete(rule)
             mistakes += [f"In {where}: {text}" for text in wrong]
-            try:
-                layers = parse_layers(rule.layers, len(anatomy.sites))
-            except ApproxError as error:
-                mistakes.append(f"In {where}: {error}")
-                continue
             for layer in layers:
                 chosen[layer] = Rule(rule.mechanism, str(layer), settings, rule.exact_below)
             if not wrong:

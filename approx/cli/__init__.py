@@ -1,0 +1,51 @@
+"""The command line: a short function a command, grouped as `approx --help` shows them."""
+
+import os
+
+import typer
+
+from approx.cli import conversion, environment, measurement
+from approx.version import __version__
+
+# transformers and the hub client draw bars and print warnings of their own; what matters of it is said by the commands.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+app = typer.Typer(
+    name="approx",
+    help="Exchange the attention of a pretrained transformer, and learn what it cost and what it gained.",
+    epilog="Start with: approx run quickstart    Then: approx inspect MODEL, approx plan MODEL --mechanism NAME",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    add_completion=True,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    verbose: bool = typer.Option(False, "--verbose", help="With --version: also what is usable here, and why not."),
+) -> None:
+    if version:
+        if verbose:
+            environment.print_versions()
+        else:
+            typer.echo(f"approx {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+
+
+conversion.add_to(app)
+measurement.add_to(app)
+environment.add_to(app)
+
+
+def main() -> None:
+    """Entry point of the `approx` command."""
+    app()

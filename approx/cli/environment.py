@@ -1,0 +1,36 @@
+"""Commands about this machine: doctor, and the versions that `approx --version --verbose` prints."""
+
+import typer
+
+from approx.cli import options
+from approx.cli.terminal import Terminal, command, table
+from approx.errors import ApproxError, Exit
+from approx.version import __version__
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands of this file to the app."""
+    command(app, "Machine", "approx doctor --offline --json")(doctor)
+
+
+def doctor(terminal: Terminal, offline: options.Offline = False) -> None:
+    """Check versions, kernels, GPU, hub and data, and say how to mend what is wrong."""
+    from approx.pipeline import health
+
+    findings = health.examine(offline=offline)
+    rows = table("what", "", "found")
+    for finding in findings:
+        rows.add_row(finding.what, finding.state, finding.found)
+    terminal.result([vars(finding) for finding in findings], rows)
+    broken = [finding.what for finding in findings if finding.state == "broken"]
+    if broken:
+        raise ApproxError(f"Not usable as it is: {', '.join(broken)}. The table says how to mend it.", Exit.MISSING)
+
+
+def print_versions() -> None:
+    """Print the version and what is usable here."""
+    from approx.pipeline import health
+
+    typer.echo(f"approx {__version__}")
+    for finding in health.examine(offline=True):
+        typer.echo(f"{finding.what}: {finding.found}")

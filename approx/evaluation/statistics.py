@@ -7,12 +7,12 @@ two-sided interval. Everything drawn at random is drawn from the seed that is gi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.stats import binomtest
 
 Interval = tuple[float, float]
@@ -34,9 +34,7 @@ class Comparison:
     p_value: float
 
 
-def compare_correct(
-    base: Sequence[bool], converted: Sequence[bool], confidence: float = CONFIDENCE
-) -> Comparison:
+def compare_correct(base: ArrayLike, converted: ArrayLike, confidence: float = CONFIDENCE) -> Comparison:
     """Compare two accuracies by the examples on which only one of the models is right.
 
     The p-value is the exact McNemar test's. The interval is the adjusted Wald interval, which keeps its
@@ -96,7 +94,7 @@ def compare_scores(
     return Comparison(observed, interval, confidence, "paired bootstrap", p_value)
 
 
-def accuracy_interval(correct: Sequence[bool], confidence: float = CONFIDENCE) -> Interval:
+def accuracy_interval(correct: ArrayLike, confidence: float = CONFIDENCE) -> Interval:
     """Return the Wilson score interval of one accuracy."""
     flags = np.asarray(correct, bool)
     found = binomtest(int(flags.sum()), flags.size).proportion_ci(confidence, method="wilson")
@@ -139,15 +137,13 @@ def verdict(interval: Interval, margin: float, examples: int) -> tuple[str, int 
         return ("loss within margin" if low > 0 else "no loss"), None
     half, distance = (high - low) / 2, abs(margin - (high + low) / 2)
     # Intervals shrink with the root of the number of examples; the second term buys the power.
-    shrink = (
-        half * (1 + _quantile(2 * POWER - 1) / _quantile(CONFIDENCE)) / distance if distance else math.inf
-    )
+    shrink = half * (1 + _quantile(2 * POWER - 1) / _quantile(CONFIDENCE)) / distance if distance else math.inf
     return "inconclusive", None if shrink > 1e3 else math.ceil(examples * shrink**2)
 
 
 def ratio_interval(
-    base_samples: Sequence[float],
-    other_samples: Sequence[float],
+    base_samples: ArrayLike,
+    other_samples: ArrayLike,
     seed: int = 0,
     confidence: float = CONFIDENCE,
     resamples: int = RESAMPLES,
@@ -186,7 +182,5 @@ def _quantile(confidence: float) -> float:
 
 def _paired(first: NDArray[np.generic], second: NDArray[np.generic]) -> int:
     if first.shape != second.shape or not first.size:
-        raise ValueError(
-            f"paired samples must be equally many, at least one; got {first.size} and {second.size}"
-        )
+        raise ValueError(f"paired samples must be equally many, at least one; got {first.size} and {second.size}")
     return first.size

@@ -2,6 +2,7 @@
 
 import datasets
 import pytest
+from datasets import config as settings
 
 from approx.errors import ApproxError, Exit
 from approx.tasks import TASKS, glue, hub, open_task
@@ -154,7 +155,7 @@ def hub_on_disk(tmp_path, monkeypatch):
         configs.append(f"- config_name: {subset}\n  data_files:\n{files}")
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
     monkeypatch.setattr(glue, "HUB_DATASET", str(tmp_path))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(settings, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.mark.usefixtures("hub_on_disk")
@@ -174,17 +175,17 @@ def test_a_split_without_labels_is_refused():
 
 
 def test_without_a_network_the_remedy_is_local_files(monkeypatch, tmp_path):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(settings, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(settings, "HF_HUB_OFFLINE", True)
     with pytest.raises(ApproxError, match=r"offline mode is on.*--data DIR") as caught:
         open_task("glue/sst2").load()
     assert caught.value.exit_code == Exit.UNAVAILABLE
     # A closed port refuses at once, as a machine without a network does.
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(settings, "HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ApproxError, match=r"127.0.0.1:9 cannot be reached"):
         hub.load_rows("nyu-mll/glue", "sst2", "validation")
-    assert datasets.config.HF_HUB_OFFLINE is False
+    assert settings.HF_HUB_OFFLINE is False
 
 
 @pytest.mark.network

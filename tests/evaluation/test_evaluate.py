@@ -1,0 +1,235 @@
+"""Base and converted on the same tokens in the same batches, and every input that would crash or mislead."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from approx.errors import ApproxError, Exit
+from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
+from approx.evaluation.quality import compare
+from approx.tasks import Example, Split, open_task
+
+SST2 = open_task("glue/sst2")
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """Sixty short reviews of 1 to 20 words, in no order of length."""
+    generator = np.random.default_rng(0)
+    rows = [f"{' '.join(generator.choice(WORDS[4:], size=generator.integers(1, 21)))}\t{row % 2}" for row in range(60)]
+    (tmp_path / "dev.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
+    return tmp_path
+
+
+def subjects(*models: torch.nn.Module) -> dict[str, Subject]:
+    names = ["exact", "noisy", "noisier"]
+    return {name: Subject(name, model, tiny_tokenizer()) for name, model in zip(names, models, strict=False)}
+
+
+def noisy(model: torch.nn.Module, amount: float) -> torch.nn.Module:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(amount * torch.randn_like(parameter))
+    return other
+
+
+def refused(message: str, exit_code: Exit, call: Callable[[], object]) -> None:
+    with pytest.raises(ApproxError, match=message) as caught:
+        call()
+    assert caught.value.exit_code == exit_code
+
+
+def test_an_entry_says_all_that_the_record_wants(data, tmp_path):
+    base, seen = tiny_model(2), []
+    models = subjects(base, noisy(base, 0.1), copy.deepcopy(base))
+    path = tmp_path / "outputs.parquet"
+    entry = evaluate(
+        models, SST2, data=data, batch_size=8, progress=lambda *counts: seen.append(counts), outputs=path, margin=0.01
+    )
+    assert (entry["task"], entry["split"], entry["metric"], entry["examples"]) == ("glue/sst2", "dev", "accuracy", 60)
+    assert (entry["subset"], entry["truncated"], entry["outputs"]) == (True, 0, "outputs.parquet")
+    assert seen[0] == (8, 180)
+    assert seen[-1] == (180, 180)
+    assert seen == sorted(seen)
+
+    outputs = pyarrow.parquet.read_table(path).to_pydict()
+    assert outputs["id"] == [f"dev-{row}" for row in range(60)]
+    right = {name: np.equal(outputs[f"prediction/{name}"], outputs["label"]) for name in ("exact", "noisy", "noisier")}
+    assert entry["base"]["scores"] == {"accuracy": pytest.approx(right["exact"].mean())}
+    changed, same = entry["variants"]
+    assert changed["difference"] == pytest.approx(right["noisy"].mean() - right["exact"].mean())
+    assert changed["test"] == "exact McNemar"
+    assert (same["name"], same["difference"], same["p_value"], same["verdict"]) == ("noisier", 0.0, 1.0, "inconclusive")
+    assert same["needed_examples"] > 60
+    assert [(part["from"], part["to"]) for part in changed["slices"]] == [(0, 16), (16, 32)]
+    assert sum(part["examples"] for part in changed["slices"]) == 60
+    whole = sum(part["examples"] * part["converted"] for part in changed["slices"]) / 60
+    assert whole == pytest.approx(changed["scores"]["accuracy"])
+
+
+def test_batches_change_neither_predictions_nor_their_order(data):
+    model, tokenizer = tiny_model(1), tiny_tokenizer()
+    task = open_task("glue/stsb")
+    texts = (data / "dev.tsv").read_text().splitlines()[1:]
+    split = Split("dev", [Example(str(row), {"text": text}, 0.0) for row, text in enumerate(texts)], False)
+    subject = Subject("exact", model, tokenizer)
+    one, eight = (predict(subject, task, prepare([subject], task, split, batch_size=size)) for size in (1, 8))
+    with torch.inference_mode():
+        directly = [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
+    assert one == pytest.approx(directly, abs=1e-5)
+    assert eight == pytest.approx(directly, abs=1e-5)
+
+
+def test_inputs_of_like_length_share_a_batch_and_the_longest_come_first(data):
+    split = SST2.load(data)
+    prepared = prepare(list(subjects(tiny_model(2)).values()), SST2, split, batch_size=7)
+    lengths = [prepared.lengths[row] for batch in prepared.batches for row in batch]
+    assert lengths == sorted(lengths, reverse=True)
+    assert sorted(row for batch in prepared.batches for row in batch) == list(range(60))
+    assert [len(batch) for batch in prepared.batches] == [7] * 8 + [4]
+
+
+def test_the_same_seed_gives_the_same_entry_and_models_keep_their_mode(data):
+    base = tiny_model(2).train()
+    models = subjects(base, noisy(base, 0.2))
+    entries = [evaluate(models, SST2, data=data, seed=1) for _ in range(2)]
+    assert entries[0] == entries[1]
+    assert base.training
+
+
+def test_metrics_that_are_no_mean_are_compared_by_bootstrap():
+    generator = np.random.default_rng(0)
+    labels = generator.integers(2, size=400).tolist()
+    base = [int(label) if generator.random() < 0.9 else 1 - label for label in labels]
+    lost = [prediction if generator.random() < 0.7 else 1 - prediction for prediction in base]
+    found = compare(
+        open_task("glue/mrpc"), labels, [20] * 400, {"exact": base, "same": base, "lost": lost}, margin=0.02, seed=0
+    )
+    assert found["metric"] == "f1"
+    assert set(found["base"]["scores"]) == {"f1", "accuracy"}
+    assert found["base"]["interval"][0] < found["base"]["scores"]["f1"] < found["base"]["interval"][1]
+    same, worse = found["variants"]
+    assert (same["test"], same["difference"], same["verdict"]) == ("paired bootstrap", 0.0, "no loss")
+    assert worse["verdict"] == "loss beyond margin"
+    assert worse["p_value"] < 0.01
+
+
+def test_regression_is_compared_by_correlation():
+    labels = np.linspace(0, 5, 300)
+    base = (labels + np.random.default_rng(0).normal(0, 0.5, 300)).tolist()
+    constant = [2.5] * 300
+    found = compare(
+        open_task("glue/stsb"), labels.tolist(), [20] * 300, {"exact": base, "constant": constant}, margin=0.01, seed=0
+    )
+    assert found["variants"][0]["scores"] == {"pearson": 0.0, "spearman": 0.0}
+    assert found["variants"][0]["verdict"] == "loss beyond margin"
+
+
+def test_inputs_longer_than_the_positions_are_refused_or_cut_and_counted(data):
+    models = subjects(tiny_model(2, positions=32), tiny_model(2, positions=16))
+    refused(
+        r"of 60 examples of glue/sst2 are too long: dev-\d+ has 22 tokens, the limit is 16 \(the positions of noisy\)"
+        r".*--max-length 22.*--truncate",
+        Exit.USAGE,
+        lambda: evaluate(models, SST2, data=data),
+    )
+    entry = evaluate(models, SST2, data=data, truncate=True)
+    assert entry["tokens"]["longest"] == 16
+    assert 0 < entry["truncated"] < 60
+    refused(r"the limit is 8 \(--max-length\)", Exit.USAGE, lambda: evaluate(models, SST2, data=data, max_length=8))
+
+
+def test_robertas_positions_start_behind_the_padding_token():
+    config = RobertaConfig(
+        vocab_size=len(WORDS), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=18, pad_token_id=0, type_vocab_size=2,
+    )  # fmt: skip
+    model = RobertaForSequenceClassification(config).eval()
+    subject = Subject("exact", model, tiny_tokenizer())
+
+    def run(words: int) -> list[int]:
+        split = Split("dev", [Example("a", {"text": " ".join(["film"] * words)}, 0)], False)
+        return predict(subject, SST2, prepare([subject], SST2, split, batch_size=1))
+
+    assert len(run(15)) == 1
+    refused("has 18 tokens, the limit is 17", Exit.USAGE, lambda: run(16))
+
+
+def test_tokens_that_a_model_does_not_know_are_refused(data):
+    models = subjects(tiny_model(2, vocabulary=10))
+    refused(
+        r"has token 13, but exact knows the tokens 0-9: the tokenizer beside it",
+        Exit.UNAVAILABLE,
+        lambda: evaluate(models, SST2, data=data),
+    )
+
+
+def test_two_tokenizers_are_not_compared(data):
+    other = tiny_tokenizer()
+    other.add_tokens(["film is", "very good"])
+    models = {**subjects(tiny_model(2)), "converted": Subject("converted", tiny_model(2, vocabulary=20), other)}
+    refused("converted and exact read different tokens", Exit.USAGE, lambda: evaluate(models, SST2, data=data))
+
+
+def test_what_does_not_fit_the_task_is_refused_by_name(data):
+    refused("^exact: glue/mnli has 3 outputs", Exit.UNSUPPORTED, lambda: evaluate(
+        subjects(tiny_model(2)), open_task("glue/mnli"), data=data))  # fmt: skip
+    without = {"exact": Subject("exact", tiny_model(2), None)}
+    refused("exact has no tokenizer", Exit.UNAVAILABLE, lambda: evaluate(without, SST2, data=data))
+    refused("--batch-size 0", Exit.USAGE, lambda: evaluate(subjects(tiny_model(2)), SST2, data=data, batch_size=0))
+
+
+def test_nothing_to_evaluate_is_an_error(data):
+    models = list(subjects(tiny_model(2)).values())
+    refused("0 rows", Exit.UNAVAILABLE, lambda: prepare(models, SST2, Split("dev", [], False), batch_size=1))
+    empty = Split("dev", [Example("dev-0", {"text": ""}, 0)], False)
+    models[0].processor._tokenizer.post_processor = None
+    refused("dev-0 has no tokens", Exit.UNAVAILABLE, lambda: prepare(models, SST2, empty, batch_size=1))
+
+
+def test_a_model_that_gives_nan_has_no_score(data):
+    broken = tiny_model(2)
+    with torch.no_grad():
+        broken.classifier.bias.fill_(float("nan"))
+    models = subjects(tiny_model(2), broken)
+    refused("^noisy: its logits are not finite", Exit.VERIFICATION, lambda: evaluate(models, SST2, data=data))
+
+
+def test_memory_that_ends_names_the_remedy(data, monkeypatch):
+    model = tiny_model(2)
+
+    def exhausted(**_batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(model, "forward", exhausted)
+    refused("exact: the memory of cpu.*--batch-size", Exit.MISSING, lambda: evaluate(subjects(model), SST2, data=data))
+
+
+@pytest.mark.gpu
+def test_a_gpu_predicts_what_the_cpu_predicts(data):
+    models = subjects(tiny_model(2))
+    on_cpu = evaluate(models, SST2, data=data)
+    assert evaluate(models, SST2, data=data, device="cuda")["base"] == on_cpu["base"]
+
+
+@pytest.mark.slow
+def test_the_real_checkpoint_scores_what_its_readme_says(shared_data, shared_checkpoints):
+    folder = shared_checkpoints / "minilm-sst2"
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    subject = Subject("exact", model, AutoTokenizer.from_pretrained(folder))
+    entry = evaluate({"exact": subject}, SST2, data=shared_data / "glue")
+    assert (entry["examples"], entry["subset"]) == (872, False)
+    assert entry["base"]["scores"]["accuracy"] == 781 / 872

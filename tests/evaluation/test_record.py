@@ -1,0 +1,140 @@
+"""Records are written whole or not at all, read strictly, and imported without torch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from approx.errors import ApproxError, Exit
+from approx.evaluation import record as records
+
+RECORD = {
+    "schema": 1, "title": "A small run", "notice": None, "command": "approx run", "seed": 0, "recipe": None,
+    "checkpoint": {"name": "tiny", "revision": None, "weights_sha256": "0" * 64, "family": "bert",
+                   "parameters": 10, "layers": 2, "positions": 32},
+    "variants": [{"name": "linear", "layers": [], "verified": True, "receipt": None}],
+    "quality": [{"task": "glue/sst2", "split": "dev", "metric": "accuracy", "examples": 1, "subset": True,
+                 "truncated": 0, "base": {"scores": {"accuracy": 1.0}, "interval": [0.2, 1.0]}, "variants": [],
+                 "outputs": None}],
+    "speed": [], "crossover": [], "environment": {},
+}  # fmt: skip
+
+
+def test_a_record_comes_back_as_it_was(tmp_path):
+    path = tmp_path / "new" / "record.json"
+    records.save(path, RECORD)
+    assert records.load(path) == RECORD
+    assert [file.name for file in path.parent.iterdir()] == ["record.json"]
+
+
+def test_the_same_record_is_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        records.save(tmp_path / name, json.loads(json.dumps(RECORD)))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"schema": 1, "title": ', "is damaged: .*line 1.*Make it again"),
+        ("[]", "is not a record"),
+        ('{"title": "x"}', "has no key 'schema'"),
+        (json.dumps({**RECORD, "schema": 2}), "has schema 2, but this version of approx reads schema 1"),
+        (json.dumps({"schema": 1, "title": "x"}), "is incomplete: checkpoint is missing; command is missing"),
+        (json.dumps({**RECORD, "quality": [{"task": "glue/sst2"}]}), r"quality\[0\].base is missing"),
+        (json.dumps({**RECORD, "speed": {}}), "speed is not a list"),
+        (json.dumps({**RECORD, "checkpoint": None}), "checkpoint is not an object"),
+    ],
+)
+def test_a_record_that_cannot_be_read_says_why(text, message, tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text(text)
+    with pytest.raises(ApproxError, match=message) as caught:
+        records.load(path)
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_record_is_named(tmp_path):
+    with pytest.raises(ApproxError, match=r"nowhere\.json cannot be read: No such file"):
+        records.load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("change", [{"seed": float("nan")}, {"schema": 3}, {"speed": [{}]}])
+def test_a_record_that_nobody_could_read_is_not_written(change, tmp_path):
+    with pytest.raises(ApproxError) as caught:
+        records.save(tmp_path / "record.json", {**RECORD, **change})
+    assert caught.value.exit_code == Exit.INTERNAL
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_an_old_record_survives_a_full_disk(call, tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    records.save(path, RECORD)
+
+    def full(*_arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(ApproxError, match=r"record\.json cannot be written: No space left on device"):
+        records.save(path, {**RECORD, "title": "Another"})
+    monkeypatch.undo()
+    assert records.load(path) == RECORD
+    assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_a_place_that_is_no_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ApproxError, match="cannot be written"):
+        records.save(tmp_path / "file" / "record.json", RECORD)
+
+
+def test_outputs_are_a_parquet_of_equal_columns(tmp_path):
+    path = tmp_path / "outputs.parquet"
+    records.write_outputs(path, {"id": ["dev-0", "dev-1"], "prediction/exact": [1, 0]})
+    assert pyarrow.parquet.read_table(path).to_pydict() == {"id": ["dev-0", "dev-1"], "prediction/exact": [1, 0]}
+
+
+def test_the_environment_names_what_a_measurement_depends_on():
+    found = records.environment(threads=2, gpu="a card")
+    assert list(found) == [
+        *("approx", "torch", "transformers", "triton", "python", "platform", "processor", "cores", "threads"),
+        *("gpu", "git_commit"),
+    ]
+    assert (found["threads"], found["gpu"]) == (2, "a card")
+    assert found["torch"]
+    assert found["processor"]
+    json.dumps(found)
+
+
+def test_a_commit_of_somebody_elses_repository_is_not_ours(tmp_path):
+    """As when approx is installed into an environment inside a repository."""
+    package = tmp_path / "site-packages" / "approx"
+    source = Path(records.__file__).parent.parent
+    for name in ("errors.py", "evaluation/record.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_bytes((source / name).read_bytes())
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
+    code = "from approx.evaluation.record import environment; print(environment()['git_commit'])"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=package.parent, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stdout.strip() == "None"
+
+
+def test_records_and_statistics_need_no_torch():
+    code = (
+        "import sys, approx.evaluation.record, approx.evaluation.statistics\n"
+        "approx.evaluation.record.environment()\n"
+        "print(sorted({'torch', 'transformers', 'datasets'} & sys.modules.keys()))"
+    )
+    root = Path(records.__file__).parent.parent.parent
+    found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == "[]", found.stderr

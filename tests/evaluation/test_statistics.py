@@ -1,0 +1,190 @@
+"""Tests, intervals and verdicts, held to scipy where it has them and to simulation where it has not."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from approx.evaluation import statistics
+from approx.evaluation.statistics import (
+    accuracy_interval,
+    compare_correct,
+    compare_scores,
+    ratio_interval,
+    score_interval,
+    verdict,
+)
+from approx.tasks.metrics import METRICS
+
+
+def flags(both: int, lost: int, won: int, neither: int) -> tuple[list[bool], list[bool]]:
+    base = [True] * (both + lost) + [False] * (won + neither)
+    converted = [True] * both + [False] * lost + [True] * won + [False] * neither
+    return base, converted
+
+
+@pytest.mark.parametrize(("lost", "won"), [(0, 0), (1, 0), (7, 2), (2, 7), (40, 30), (500, 400)])
+def test_the_p_value_is_the_exact_binomial_of_the_discordant_examples(lost, won):
+    found = compare_correct(*flags(700, lost, won, 100))
+    assert found.p_value == (stats.binomtest(lost, lost + won, 0.5).pvalue if lost + won else 1.0)
+    assert found.difference == pytest.approx((won - lost) / (800 + lost + won))
+    assert found.interval[0] <= found.difference <= found.interval[1]
+
+
+def test_the_interval_of_a_difference_of_accuracies_is_that_of_the_paper():
+    # Bonett and Price 2012, by hand: p12 = 21/874, p21 = 11/874.
+    low, high = compare_correct(*flags(700, 20, 10, 142)).interval
+    centre, half = -10 / 874, 1.959964 * math.sqrt((32 / 874 - (10 / 874) ** 2) / 874)
+    assert (low, high) == pytest.approx((centre - half, centre + half), abs=1e-6)
+
+
+def test_the_interval_of_an_accuracy_is_wilsons():
+    assert accuracy_interval([True] * 781 + [False] * 91) == pytest.approx((0.87359, 0.91423), abs=1e-5)
+
+
+def test_identical_predictions_on_few_examples_settle_nothing():
+    few, many = compare_correct(*flags(9, 0, 0, 1)), compare_correct(*flags(1500, 0, 0, 500))
+    assert verdict(few.interval, 0.005, 10)[0] == "inconclusive"
+    assert verdict(many.interval, 0.005, 2000)[0] == "no loss"
+    same = [compare_scores(lambda rows: 0.0, count, seed=0, resamples=50).interval for count in (10, 2000)]
+    assert [verdict(interval, 0.005, 10)[0] for interval in same] == ["inconclusive", "no loss"]
+
+
+def test_the_bootstrap_agrees_with_theory_on_a_mean():
+    values = np.random.default_rng(1).normal(0.3, 1.0, 400)
+    found = compare_scores(lambda rows: float(values[rows].mean()), 400, seed=0)
+    half = 1.96 * values.std() / 20
+    assert found.interval == pytest.approx((values.mean() - half, values.mean() + half), abs=0.012)
+    assert found.p_value == pytest.approx(0.001, abs=0.001)
+    assert score_interval(lambda rows: float(values[rows].mean()), 400, seed=0) == found.interval
+
+
+def test_what_is_drawn_depends_on_the_seed_alone():
+    values = np.random.default_rng(1).normal(size=50)
+    draws = [
+        compare_scores(lambda rows: float(values[rows].mean()), 50, seed=seed, resamples=100) for seed in (3, 3, 4)
+    ]
+    assert draws[0] == draws[1] != draws[2]
+    assert ratio_interval(values + 9, values + 8, seed=3) == ratio_interval(values + 9, values + 8, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ((-0.004, 0.004), "no loss"),
+        ((-0.02, -0.01), "no loss"),
+        ((0.0, 0.005), "no loss"),
+        ((0.001, 0.005), "loss within margin"),
+        ((0.006, 0.02), "loss beyond margin"),
+        ((0.005, 0.02), "inconclusive"),
+        ((-0.01, 0.01), "inconclusive"),
+    ],
+)
+def test_verdicts_follow_from_the_interval_of_the_loss(loss, expected):
+    found, needed = verdict((-loss[1], -loss[0]), 0.005, 872)
+    assert found == expected
+    assert (needed is None) == (expected != "inconclusive")
+    if needed is not None:
+        assert needed > 872
+
+
+@given(
+    low=st.floats(-0.5, 0.5),
+    width=st.floats(1e-4, 0.5),
+    margin=st.floats(0, 0.1),
+)
+def test_a_larger_margin_never_worsens_a_verdict(low, width, margin):
+    order = ["loss beyond margin", "inconclusive", "loss within margin", "no loss"]
+    interval = (-low - width, -low)
+    strict, lenient = (verdict(interval, value, 100)[0] for value in (margin, margin + 0.01))
+    assert order.index(lenient) >= order.index(strict)
+
+
+def test_no_number_of_examples_settles_a_loss_that_is_the_margin():
+    assert verdict((-0.5, -0.25), 0.375, 100) == ("inconclusive", None)
+
+
+def test_the_number_of_examples_settles_with_the_chance_that_is_stated():
+    generator = np.random.default_rng(5)
+    loss, changed = 0.03, 0.09
+
+    def judge(count: int) -> tuple[str, int | None]:
+        kind = generator.choice(3, size=count, p=[1 - changed, (changed + loss) / 2, (changed - loss) / 2])
+        return verdict(compare_correct(kind != 2, kind != 1).interval, 0.01, count)
+
+    # The size that the planted loss itself asks for, by the same formula.
+    sigma = math.sqrt(changed - loss**2)
+    half = 1.96 * sigma / math.sqrt(300)
+    _, needed = verdict((-loss - half, -loss + half), 0.01, 300)
+    assert needed is not None
+    settled = np.mean([judge(needed)[0] == "loss beyond margin" for _ in range(600)])
+    assert settled == pytest.approx(statistics.POWER, abs=0.06)
+
+
+def simulate(metric: str, count: int, changed: float, repetitions: int) -> tuple[float, float]:
+    """A/A: two models that err independently and alike. Rates of a loss verdict, and of p <= 0.05."""
+    generator = np.random.default_rng(11)
+    alarms = significant = 0
+    for repetition in range(repetitions):
+        labels = (generator.random(count) < 0.6).astype(int)
+        shared = np.where(generator.random(count) < 0.85, labels, 1 - labels)
+        base, other = (np.where(generator.random(count) < changed, 1 - shared, shared) for _ in range(2))
+        if metric == "accuracy":
+            found = compare_correct(base == labels, other == labels)
+        else:
+            score = METRICS[metric].value
+
+            def difference(rows, labels=labels, base=base, other=other, score=score):
+                return score(other[rows], labels[rows]) - score(base[rows], labels[rows])
+
+            found = compare_scores(difference, count, seed=repetition, resamples=200)
+        alarms += verdict(found.interval, 0.0, count)[0].startswith("loss")
+        significant += found.p_value <= 0.05
+    return alarms / repetitions, significant / repetitions
+
+
+@pytest.mark.parametrize(("count", "changed"), [(71, 0.02), (71, 0.1), (277, 0.01), (277, 0.05), (872, 0.02)])
+def test_equal_models_are_rarely_called_different_by_accuracy(count, changed):
+    alarms, significant = simulate("accuracy", count, changed, 2000)
+    # Both tests are conservative; the allowance is two standard errors of 2,000 repetitions.
+    assert alarms <= 0.05
+    assert significant <= 0.05 + 0.01
+
+
+@pytest.mark.parametrize("metric", ["f1", "matthews"])
+@pytest.mark.parametrize(("count", "changed"), [(71, 0.1), (277, 0.01), (277, 0.05)])
+def test_equal_models_are_rarely_called_different_by_bootstrap(metric, count, changed):
+    alarms, significant = simulate(metric, count, changed, 300)
+    # The percentile interval is a little narrow at these sizes; the allowance is two standard errors.
+    assert alarms <= 0.05 + 0.025
+    assert significant <= 0.07 + 0.025
+
+
+def test_the_ratio_of_medians_keeps_its_coverage():
+    generator = np.random.default_rng(2)
+    covered = 0
+    for seed in range(300):
+        weather = generator.lognormal(0, 0.3, 40)
+        base = 1.5 * weather * generator.lognormal(0, 0.05, 40)
+        other = weather * generator.lognormal(0, 0.05, 40)
+        low, high = ratio_interval(base, other, seed, resamples=300)
+        covered += low <= 1.5 <= high
+    assert covered / 300 >= 0.92
+
+
+def test_drawing_rounds_cancels_what_slows_a_whole_round_down():
+    weather = np.random.default_rng(3).lognormal(0, 0.5, 60)
+    low, high = ratio_interval(2 * weather, weather)
+    assert (low, high) == pytest.approx((2.0, 2.0))
+    shuffled = ratio_interval(2 * weather, weather[::-1])
+    assert shuffled[1] - shuffled[0] > 0.2
+
+
+def test_unpaired_samples_are_refused():
+    with pytest.raises(ValueError, match="equally many"):
+        ratio_interval([1.0, 2.0], [1.0])
+    with pytest.raises(ValueError, match="at least one"):
+        compare_correct([], [])

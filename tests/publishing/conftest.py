@@ -4,6 +4,8 @@ import copy
 
 import pytest
 
+from approx.publishing.report import write_report
+
 
 def _timing(median: float | None, **more) -> dict:
     if median is None:
@@ -182,4 +184,12 @@ RECORD = {
 
 @pytest.fixture
 def record() -> dict:
+    """The record, to be changed at will."""
     return copy.deepcopy(RECORD)
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory) -> dict[str, str]:
+    """The report of the record as it stands: name and text of every file."""
+    written = write_report([copy.deepcopy(RECORD)], tmp_path_factory.mktemp("report"))
+    return {path.name: path.read_text("utf-8") for path in written}

@@ -1,0 +1,254 @@
+"""The report as a whole: what is written, that it is the same every time, and that it stands alone."""
+
+import csv
+import itertools
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from approx.errors import ApproxError, Exit
+from approx.evaluation import record as records
+from approx.publishing.report import write_report
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+FILES = ("report.json", "report.md", "quality.csv", "speed.csv", "index.html")
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Page(HTMLParser):
+    """Reads a page: its tags with attributes, its text, and whether everything opened is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def report(record: dict, folder: Path) -> dict[str, str]:
+    write_report([record], folder)
+    return {name: (folder / name).read_text("utf-8") for name in FILES}
+
+
+@pytest.fixture
+def page(files) -> Page:
+    return Page(files["index.html"])
+
+
+def test_the_files_are_those_that_are_named(record, tmp_path):
+    (tmp_path / "deep" / "report").mkdir(parents=True)
+    (tmp_path / "deep" / "report" / "index.html").write_text("older")
+    written = write_report([record | {"speed": []}], tmp_path / "deep" / "report")
+    assert [path.name for path in written] == list(FILES)
+    assert "older" not in written[-1].read_text("utf-8")
+    assert sorted(path.name for path in (tmp_path / "deep" / "report").iterdir()) == sorted(FILES)
+
+
+def test_the_record_beside_the_page_is_the_record(record, tmp_path, files):
+    (tmp_path / "report.json").write_text(files["report.json"], "utf-8")
+    assert records.load(tmp_path / "report.json") == record
+
+
+def test_the_same_record_gives_the_same_bytes_in_another_process(record, tmp_path, files):
+    path = tmp_path / "record.json"
+    records.save(path, record)
+    program = (
+        "import sys; from pathlib import Path; from approx.evaluation import record;"
+        "from approx.publishing.report import write_report;"
+        "write_report([record.load(Path(sys.argv[1]))], Path(sys.argv[2]));"
+        "assert 'torch' not in sys.modules"
+    )
+    roots = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    for seed in ("1", "2"):
+        again = tmp_path / seed
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": roots, "TZ": "Asia/Tokyo", "LC_ALL": "C"}
+        subprocess.run([sys.executable, "-c", program, path, again], check=True, env=environment, cwd=tmp_path)
+        assert {name: (again / name).read_text("utf-8") for name in FILES} == files
+
+
+def test_a_users_own_matplotlib_settings_change_nothing(record, tmp_path, files):
+    import matplotlib
+
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.hashsalt": "other"}):
+        assert report(record, tmp_path / "again") == files
+
+
+def test_the_page_needs_nothing_else(page, files):
+    assert "script" not in [tag for tag, _ in page.tags]
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "iframe", "object", "embed", "base", "form"), tag
+        for name, value in attributes.items():
+            assert not name.startswith("on"), (tag, name)
+            if name in ("href", "src", "action", "srcset", "data"):
+                assert (value or "").startswith("#"), (tag, name, value)
+    for word in ("http:", "https:", "url(http", "@import", "//cdn"):
+        assert word not in files["index.html"]
+
+
+def test_the_page_is_well_formed_and_its_ids_are_unique(page):
+    assert page.open == []
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    known = set(ids)
+    for _, attributes in page.tags:
+        for name in ("href", "aria-labelledby"):
+            if name in attributes:
+                assert (attributes[name] or "").removeprefix("#") in known
+
+
+def test_figures_say_what_they_show(page):
+    drawings = [attributes for tag, attributes in page.tags if tag == "svg"]
+    assert len(drawings) == 3
+    assert all(attributes["role"] == "img" and len(attributes["aria-label"] or "") > 40 for attributes in drawings)
+
+
+def test_names_are_text_and_never_markup(page, files):
+    assert "MiniLM on SST-2 <script>alert('title')</script> & “quotes”" in page.text
+    assert "local <128> $x$" in page.text
+    assert "<improved-clustered> & others" in page.text
+    assert "<script>" not in files["index.html"]
+    assert "<script>" not in files["report.md"]
+    assert "\\<script\\>" in files["report.md"]
+
+
+def test_the_notice_is_shown(page, files, record, tmp_path):
+    assert record["notice"] in page.text
+    assert record["notice"] in files["report.md"]
+    plain = report(record | {"notice": None}, tmp_path / "plain")
+    assert "Note." not in plain["index.html"] + plain["report.md"]
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        "1.53× faster at 2,048 tokens",
+        "slower at 128–512 tokens (0.55–0.68× the speed of exact attention)",
+        "Below 2,048 tokens keep exact attention.",
+        "runs at 4,096 tokens, where exact attention is out of memory",
+        "out of memory at 2,048–4,096 tokens",
+        "It loses 38.6 ± 3.9 points of accuracy on glue/sst2 (dev): a loss beyond the margin of 0.5 points.",
+        "It scores the same ± 0.4 points of accuracy on glue/sst2 (dev): no loss, at a margin of 0.5 points.",
+        "inconclusive at a margin of 0.5 points; about 2,950 examples would settle it",
+        "It gains 1.2 ± 2.2 points of f1 on glue/mrpc (dev)",
+        "100 examples, a subset, 3 of them truncated",
+        "Quality was measured on inputs of fewer than 67 tokens, speed at up to 4,096",
+        "Its speed was not measured. What it costs in quality was not measured.",
+        "not verified",
+        "default SDPA",
+        "A Processor With a Name",
+        "approx run recipes/sample.yaml --title '<b>'",
+    ],
+)
+def test_the_page_says_what_was_measured(page, fact):
+    assert fact in page.text
+
+
+def test_the_markdown_is_the_golden_one(files):
+    # Where a change of the report is meant, read the new text and put it in the golden file's place.
+    assert files["report.md"] == (HERE / "report.golden.md").read_text("utf-8")
+
+
+def test_tables_of_the_markdown_have_as_many_cells_in_every_row(files):
+    def cells(line: str) -> int:
+        return line.replace("\\|", "").count("|")
+
+    lines = files["report.md"].splitlines()
+    tables = 0
+    for above, line in itertools.pairwise(lines):
+        if above.startswith("|") and line.startswith("|"):
+            assert cells(above) == cells(line), line
+        tables += line.startswith("|--")
+    assert tables == 5
+
+
+def test_the_tables_hold_every_figure(record, files):
+    quality = list(csv.DictReader(files["quality.csv"].splitlines()))
+    assert [row["variant"] for row in quality] == [
+        *(entry["name"] for entry in record["quality"][0]["variants"]),
+        "clustered 25",
+    ]
+    assert float(quality[2]["difference"]) == -0.3864
+    assert quality[3]["needed_examples"] == "2950"
+    speed = list(csv.DictReader(files["speed.csv"].splitlines()))
+    assert len(speed) == 5 * 6
+    lost = [row for row in speed if row["length"] == "2048" and row["name"].startswith("local")]
+    assert lost[0]["status"] == "out of memory"
+    assert lost[0]["median_ms"] == lost[0]["ratio"] == lost[0]["low"] == ""
+    assert {row["role"] for row in speed} == {"base", "ceiling", "variant"}
+    assert all(row["processor"] == "A Processor With a Name" for row in speed)
+
+
+def test_what_was_not_measured_is_said(record, tmp_path):
+    bare = report(record | {"quality": [], "speed": [], "crossover": [], "recipe": None}, tmp_path / "bare")
+    for text in (Page(bare["index.html"]).text, bare["report.md"]):
+        assert "Quality was not measured." in text
+        assert "Speed was not measured." in text
+    assert "<svg" not in bare["index.html"]
+
+
+def test_a_row_without_ceiling_and_one_length_still_make_a_figure(record, tmp_path):
+    row = record["speed"][1] | {"ceiling": None, "spread": None}
+    shown = report(record | {"speed": [row]}, tmp_path / "one")["index.html"]
+    assert shown.count("<svg") == 3
+    assert "ceiling: attention removed" not in shown
+
+
+def test_a_crowded_machine_is_confessed(record, tmp_path):
+    record["speed"][0]["crowded"] = True
+    assert "Other programs used this machine's cores" in report(record, tmp_path / "c")["index.html"]
+
+
+def test_records_of_different_machines_have_figures_of_their_own(record, tmp_path):
+    other = json.loads(json.dumps(record))
+    other |= {"title": "Another machine", "speed": record["speed"][:2]}
+    other["environment"]["processor"] = "Another Processor"
+    write_report([record, other], tmp_path)
+    page = Page((tmp_path / "index.html").read_text("utf-8"))
+    assert len([tag for tag, _ in page.tags if tag == "article"]) == 2
+    assert len([tag for tag, _ in page.tags if tag == "svg"]) == 6
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert json.loads((tmp_path / "report.json").read_text("utf-8")) == [record, other]
+    assert len(list(csv.DictReader((tmp_path / "speed.csv").open()))) == 5 * 6 + 2 * 6
+
+
+def test_different_settings_of_one_machine_have_figures_of_their_own(record, tmp_path):
+    record["speed"] += [row | {"batch": 8} for row in record["speed"]]
+    shown = report(record, tmp_path / "b")["index.html"]
+    assert shown.count("Speed relative to exact attention against length") == 2
+    assert "batch 8" in Page(shown).text
+
+
+def test_no_records_and_no_folder_are_refused(record, tmp_path):
+    with pytest.raises(ApproxError, match="at least one"):
+        write_report([], tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ApproxError, match="cannot be written") as caught:
+        write_report([record], tmp_path / "file")
+    assert caught.value.exit_code == Exit.UNAVAILABLE

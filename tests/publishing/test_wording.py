@@ -1,0 +1,111 @@
+"""Numbers and facts in words."""
+
+import pytest
+
+from approx.publishing import wording
+from approx.publishing.answers import speed_groups, standing, worthwhile_from
+from approx.publishing.plots import COLOURS, colours
+from approx.publishing.tables import plan_lines
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (wording.count(12345), "12,345"),
+        (wording.count(None), "–"),
+        (wording.decimal(-0.004), "0.00"),
+        (wording.decimal(-1234.5, 1), "−1,234.5"),
+        (wording.signed(0.004), "0.00"),
+        (wording.signed(0.5), "+0.50"),
+        (wording.signed(-0.5), "−0.50"),
+        (wording.percent(0.8956, 2), "89.56 %"),
+        (wording.milliseconds(1234.4), "1,234"),
+        (wording.milliseconds(0.01234), "0.0123"),
+        (wording.milliseconds(99.96), "100"),
+        (wording.times(0.551), "0.55×"),
+        (wording.times(12.34), "12.3×"),
+        (wording.between([-0.01, 0.02], scale=100), "−1.00 to 2.00"),
+        (wording.span([1.5, 1.2]), "1.20–1.50×"),
+        (wording.span([1.5]), "1.50×"),
+        (wording.lengths([128], [128, 512]), "128 tokens"),
+        (wording.lengths([512, 128, 2048], [128, 512, 1024, 2048]), "128–512 and 2,048 tokens"),
+        (wording.layer_ranges([3, 0, 1, 2, 8]), "0–3, 8"),
+    ],
+)
+def test_numbers(text: str, expected: str):
+    assert text == expected
+
+
+@pytest.mark.parametrize(
+    ("difference", "interval", "expected"),
+    [
+        (-0.003, [-0.007, 0.001], "loses 0.3 ± 0.4 points of accuracy"),
+        (0.01, [-0.01, 0.02], "gains 1.0 ± 2.0 points of accuracy"),
+        (-0.0002, [-0.004, 0.004], "scores the same ± 0.4 points of accuracy"),
+        (0.0, [-0.0001, 0.0001], "scores the same ± 0.01 points of accuracy"),
+    ],
+)
+def test_a_difference_in_words(difference: float, interval: list[float], expected: str):
+    assert wording.loss({"difference": difference, "interval": interval}, "accuracy") == expected
+
+
+def test_the_setting_names_what_matters():
+    row = {"device": "cuda", "dtype": "bfloat16", "threads": 8, "batch": 4, "mode": "train"}
+    assert wording.setting(row) == "CUDA, bfloat16, batch 4, train"
+    row |= {"device": "cpu", "threads": 1, "mode": "forward"}
+    assert wording.setting(row) == "CPU, bfloat16, 1 thread, batch 4"
+
+
+def row(length: int = 128, base: str = "ok", **entry) -> dict:
+    variant = {"name": "v", "status": "ok", "ratio": 1.5, "interval": [1.4, 1.6], "verdict": "faster"} | entry
+    return {"length": length, "base": {"status": base}, "variants": [variant]}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (row(), "faster"),
+        (row(verdict="exact is better here"), "even"),
+        (row(ratio=1.0, interval=[0.9, 1.1], verdict="exact is better here"), "even"),
+        (row(ratio=0.5, interval=[0.4, 0.6], verdict="exact is better here"), "slower"),
+        (row(status="out of memory", ratio=None, interval=None), "out of memory"),
+        (row(base="out of memory", ratio=None, interval=None), "alone"),
+        (row(base="out of memory", status="out of memory", ratio=None, interval=None), "out of memory"),
+        (row(ratio=None, interval=None), "missing"),
+    ],
+)
+def test_standing(given: dict, expected: str):
+    assert standing(given, given["variants"][0]) == expected
+
+
+def test_it_pays_from_where_it_stays_better():
+    slow = {"ratio": 0.9, "interval": [0.8, 0.95], "verdict": "exact is better here"}
+    assert worthwhile_from([row(128), row(256, **slow), row(512), row(1024)], "v") == 512
+    assert worthwhile_from([row(128), row(256, **slow)], "v") is None
+    assert worthwhile_from([row(128)], "missing") is None
+
+
+def test_groups_hold_what_differs_in_length_alone(record):
+    mixed = [record["speed"][1], record["speed"][0], record["speed"][0] | {"threads": 1}]
+    groups = speed_groups(record | {"speed": mixed})
+    assert [[(row["threads"], row["length"]) for row in rows] for rows in groups] == [[(2, 128), (2, 512)], [(1, 128)]]
+
+
+def test_a_mechanism_keeps_its_colour(record):
+    chosen = colours(record)
+    assert chosen["improved-clustered 25"] == COLOURS["improved-clustered"]
+    assert chosen["clustered 25"] == COLOURS["clustered"]
+    # An unknown mechanism has a colour too, and it does not depend on who else is there.
+    assert colours(record | {"variants": record["variants"][-1:]}) == {"reservoir": chosen["reservoir"]}
+    exact = {"name": "same", "layers": [{"layer": 0, "mechanism": "sdpa", "settings": {}}]}
+    assert colours({"variants": [exact, {"name": "none", "layers": []}]}) == {
+        "same": COLOURS["sdpa"],
+        "none": COLOURS["full"],
+    }
+
+
+def test_layers_of_a_plan_are_put_together(record):
+    assert plan_lines(record["variants"][0]) == [
+        {"layers": "0–4", "mechanism": "improved-clustered", "settings": "clusters = 25, topk = 32"},
+        {"layers": "5", "mechanism": "sdpa", "settings": "–"},
+    ]

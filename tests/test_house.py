@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "approx_kernels": "",
     "approx.errors": "",
     "approx.version": "",
+    "approx.registration": "",
     "approx.mechanisms": "approx.errors approx_kernels",
     "approx.tasks": "approx.errors",
     "approx.conversion": "approx.errors approx.version approx.mechanisms",

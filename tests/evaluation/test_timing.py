@@ -1,0 +1,136 @@
+"""How contenders are run side by side, timed and weighed; nothing here asserts how fast this machine is."""
+
+import math
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+import torch
+
+from approx.evaluation import baseline as baselines
+from approx.evaluation.memory import is_out_of_memory, memory_limit, peak_mb
+from approx.evaluation.race import Runner, _order, race
+from approx.evaluation.timing import Neighbours, Sample, repeats_for, timed, undisturbed, warm_up
+
+CPU = torch.device("cpu")
+
+
+def test_turns_are_interleaved_and_rotate_and_the_base_has_two(monkeypatch: pytest.MonkeyPatch):
+    runners = [Runner(lambda: None) for _ in "ABC"]
+    runners[0].turns = 2
+    names = {runner.call: name for runner, name in zip(runners, "ABC", strict=True)}
+    order = ""
+
+    def note(call: Callable[[], object], repeats: int, device: torch.device) -> Sample:
+        nonlocal order
+        order += names[call]
+        return timed(call, repeats, device)
+
+    monkeypatch.setattr("approx.evaluation.race.timed", note)
+    race(runners, CPU, rounds=4, seconds=0.0, warm_up_seconds=0.0)
+    assert order.startswith("ABAC" + "BACA" + "ACAB" + "CABA")
+    for runner in runners:
+        assert all(len(turns) == runner.turns for turns in runner.rounds)
+
+
+def test_the_second_turn_of_the_base_is_half_a_round_away():
+    runners = [Runner(lambda: None) for _ in range(4)]
+    runners[0].turns = 2
+    names = ["ABCD"[runners.index(runner)] for runner in _order(runners)]
+    assert "".join(names) == "ABCAD"
+
+
+def test_disturbed_repetitions_are_rejected_but_never_all():
+    assert undisturbed([Sample(1, 0.99), Sample(1, 0.97), Sample(2, 0.5)]).tolist() == [True, True, False]
+    # A call that uses one of two threads by its nature is held against itself.
+    assert undisturbed([Sample(1, 0.5), Sample(1, 0.49)]).all()
+    assert undisturbed([Sample(1, 0.0)]).all()
+    assert len(undisturbed([])) == 0
+
+
+def test_a_believable_turn_stands_for_its_round():
+    runner = Runner(lambda: None, turns=2)
+    runner.rounds = [[Sample(1, 1.0), Sample(3, 1.0)], [Sample(1, 1.0), Sample(9, 0.2)]]
+    ms, good = runner.by_round()
+    assert ms.tolist() == [2.0, 1.0]
+    assert good.all()
+    assert runner.by_turn()[0].tolist() == [[1.0, 1.0], [3.0, 9.0]]
+
+
+def test_timing_counts_calls():
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+
+    assert timed(call, 7, CPU).ms >= 0
+    assert calls == 7
+    warm_up(call, CPU, 0.0)
+    assert calls > 8
+    assert repeats_for(50.0) == 1
+    assert repeats_for(0.0) == repeats_for(1e-3) == 10_000
+    assert repeats_for(3.0) == 4
+
+
+def test_neighbours_watch_the_whole_machine(monkeypatch: pytest.MonkeyPatch):
+    # Ten seconds of wall clock: this process used 10 core-seconds, the others what is given.
+    for others, crowded in ((0.0, False), (10.0 * (psutil.cpu_count() or 1), True)):
+        neighbours = Neighbours()
+        wall, busy, own = neighbours._begun
+        monkeypatch.setattr(Neighbours, "_now", lambda _, t=(wall + 10, busy + 10 + others, own + 10): t)
+        assert neighbours.crowded() is crowded
+        monkeypatch.undo()
+
+
+def test_peak_memory_counts_temporaries_and_not_what_was_there():
+    q = torch.randn(64, 1024)
+
+    def call() -> torch.Tensor:
+        return (q + 1) * (q + 2)
+
+    assert math.isclose(peak_mb(call, CPU), 3 * 64 * 1024 * 4 / 1e6, rel_tol=0.01)
+    assert peak_mb(call, CPU) == peak_mb(call, CPU)
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="Linux alone hands out memory that it does not have")
+def test_memory_that_is_not_there_is_refused_and_the_limit_lifted_again():
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with memory_limit(CPU):
+        with pytest.raises(RuntimeError) as caught:
+            torch.empty(int(psutil.virtual_memory().available * 1.5), dtype=torch.uint8)
+        torch.empty(2**20)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("shape '[2]' is invalid"))
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_a_faster_back_end_becomes_the_baseline(monkeypatch: pytest.MonkeyPatch):
+    state = {"inside": False}
+
+    def through(back_end: object, call: object) -> object:
+        def run() -> None:
+            state["inside"] = True
+            slow()
+            state["inside"] = False
+
+        return run
+
+    def slow() -> None:
+        time.sleep(0.001 if state["inside"] else 0.02)
+
+    monkeypatch.setattr(baselines, "_through", through)
+    assert baselines.best_exact(slow, CPU)[0] == "math SDPA"
+
+
+def test_a_back_end_that_refuses_the_inputs_is_passed_over(monkeypatch: pytest.MonkeyPatch):
+    def through(back_end: object, call: object) -> object:
+        def run() -> None:
+            raise RuntimeError("No available kernel. Aborting execution.")
+
+        return run
+
+    monkeypatch.setattr(baselines, "_through", through)
+    assert baselines.best_exact(lambda: None, CPU)[0] == "default SDPA"

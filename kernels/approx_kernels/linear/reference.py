@@ -68,7 +68,8 @@ def _chunked(queries: Tensor, keys: Tensor, values: Tensor, eps: float) -> Tenso
         F.pad(x, end).unflatten(-2, (chunks, _CHUNK)) for x in (queries, keys[..., before:, :], values[..., before:, :])
     )
     added = keys.transpose(-2, -1) @ values
-    state = added.cumsum(-3) - added + first.unsqueeze(-3)
+    # Shifted, not summed and taken back: the difference would lose digits, above all in the gradient.
+    state = torch.cat([first.unsqueeze(-3), added[..., :-1, :, :]], -3).cumsum(-3)
     out = (queries @ keys.transpose(-2, -1)).tril() @ values + queries @ state
     out = out.flatten(-3, -2)[..., :length, :]
     return out[..., :size] / (out[..., size:] + eps)

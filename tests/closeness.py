@@ -1,0 +1,28 @@
+"""Closeness to an exact result, with a tolerance that a reference sets and nobody chooses."""
+
+import torch
+from torch import Tensor
+
+
+def assert_close(name: str, actual: Tensor, reference: Tensor, exact64: Tensor, factor: float = 2.0) -> None:
+    """Assert that a result is about as close to the exact one as a plain computation in its dtype is.
+
+    Errors are root mean squares relative to the exact result. The budget is `factor` times the reference's own
+    error, and at least `factor` roundings of the dtype, so that a lucky reference asks for nothing impossible.
+
+    Args:
+        name: What is compared, for the message.
+        actual: The result under test.
+        reference: The same computed plainly, in the dtype of `actual`.
+        exact64: The same computed in float64.
+        factor: How many times the reference's error is allowed.
+    """
+    assert actual.dtype == reference.dtype, f"{name}: {actual.dtype}, the reference is {reference.dtype}"
+    assert actual.shape == reference.shape == exact64.shape, f"{name}: shapes differ"
+    assert exact64.dtype == torch.float64, f"{name}: the exact result is {exact64.dtype}"
+    assert torch.isfinite(actual).all(), f"{name}: not finite"
+    size = exact64.square().mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+    error = ((actual.double() - exact64).square().mean().sqrt() / size).item()
+    own = ((reference.double() - exact64).square().mean().sqrt() / size).item()
+    budget = factor * max(own, torch.finfo(actual.dtype).eps)
+    assert error <= budget, f"{name}: error {error:.2e} exceeds its budget {budget:.2e}"

@@ -1,0 +1,97 @@
+"""Hamming k-means against loops that say what it is."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from approx_kernels.clustering import cluster_queries, draw_planes, reference
+
+
+def clusters_by_loops(q, planes, draws, clusters, iterations):
+    """The definition, for the queries [n, D] of one head."""
+    n = len(q)
+    bits = [[bool(row @ plane[:-1] > plane[-1]) for plane in planes] for row in q]
+    edges = [c * n // clusters for c in range(clusters + 1)]
+    centroids = [bits[low + int(draws[c]) % (high - low)] for c, (low, high) in enumerate(pairwise(edges))]
+    nearest = []
+    for iteration in range(iterations):
+        if iteration:
+            for c in range(clusters):
+                members = [bits[i] for i in range(n) if nearest[i] == c]
+                if not members:
+                    centroids[c] = bits[(int(draws[c]) + iteration * (2**31 - 1)) % n]
+                    continue
+                ones = [sum(column) for column in zip(*members, strict=True)]
+                centroids[c] = [
+                    old if 2 * count == len(members) else 2 * count > len(members)
+                    for count, old in zip(ones, centroids[c], strict=True)
+                ]
+        nearest = []
+        for row in bits:
+            distances = [sum(a != b for a, b in zip(row, centroid, strict=True)) for centroid in centroids]
+            nearest.append(distances.index(min(distances)))
+    return nearest
+
+
+CASES = [(20, 4, 3, 5, 1), (60, 9, 8, 9, 4), (90, 7, 5, 63, 3), (150, 130, 4, 30, 3), (40, 39, 3, 2, 5)]
+
+
+@pytest.mark.parametrize(("n", "clusters", "size", "bits", "iterations"), CASES)
+@pytest.mark.parametrize("bias", [False, True], ids=["angle", "bias"])
+def test_it_is_its_definition(n, clusters, size, bits, iterations, bias):
+    q = torch.randn(3, n, size, dtype=torch.float64)
+    # Equal queries make ties and empty clusters.
+    q[:, n // 2 : n // 2 + 8] = q[:, :1]
+    planes, draws = draw_planes(size, bits=bits, bias=bias, clusters=clusters, seed=1)
+    found = cluster_queries(q, planes, draws, clusters=clusters, iterations=iterations)
+    assert found.tolist() == [clusters_by_loops(head, planes.double(), draws, clusters, iterations) for head in q]
+
+
+def test_products_of_int8_and_of_float32_agree(monkeypatch):
+    q = torch.randn(5, 700, 16)
+    planes, draws = draw_planes(16, bits=63, bias=True, clusters=127, seed=0)
+    found = [cluster_queries(q, planes, draws, clusters=c, iterations=10) for c in (2, 100, 127)]
+    monkeypatch.setattr(reference, "_int8_is_exact_and_fast", lambda *_: False)
+    for clusters, first in zip((2, 100, 127), found, strict=True):
+        assert torch.equal(cluster_queries(q, planes, draws, clusters=clusters, iterations=10), first)
+
+
+def test_heads_are_clustered_each_by_itself():
+    q = torch.randn(4, 1500, 8)
+    planes, draws = draw_planes(8, bits=20, bias=True, clusters=10, seed=0)
+    together = cluster_queries(q, planes, draws, clusters=10, iterations=4)
+    for head in range(4):
+        alone = cluster_queries(q[head : head + 1], planes, draws, clusters=10, iterations=4)
+        assert torch.equal(alone[0], together[head])
+
+
+def test_far_groups_are_found():
+    centres = torch.randn(6, 16) * 10
+    label = torch.randint(6, (200,))
+    q = (centres[label] + 0.01 * torch.randn(200, 16))[None]
+    planes, draws = draw_planes(16, bits=63, bias=True, clusters=25, seed=0)
+    found = cluster_queries(q, planes, draws, clusters=25, iterations=10)[0]
+    for cluster in found.unique():
+        assert label[found == cluster].unique().numel() == 1
+
+
+def test_draws_come_from_the_seed_alone():
+    torch.manual_seed(1)
+    first = draw_planes(8, bits=63, bias=True, clusters=5, seed=3)
+    torch.manual_seed(2)
+    again, other = (draw_planes(8, bits=63, bias=True, clusters=5, seed=seed) for seed in (3, 4))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+    assert draw_planes(8, bits=63, bias=False, clusters=5, seed=3)[0][:, -1].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("planes", "draws", "clusters", "words"),
+    [((63, 8), 10, 4, "planes"), ((63, 9), 3, 4, "draws"), ((63, 9), 30, 20, "fewer clusters")],
+)
+def test_what_does_not_fit_is_refused(planes, draws, clusters, words):
+    with pytest.raises(ValueError, match=words):
+        cluster_queries(
+            torch.randn(1, 20, 8), torch.randn(planes), torch.zeros(draws).long(), clusters=clusters, iterations=1
+        )

@@ -1,0 +1,99 @@
+"""Clustered attention: what its members share, and what decides the number of clusters."""
+
+import pytest
+import torch
+
+from approx.mechanisms.clustered import ClusteredAttention
+from approx.mechanisms.full import FullAttention
+from approx.mechanisms.improved_clustered import ImprovedClusteredAttention
+from approx_kernels.clustered import default_clusters
+from approx_kernels.clustering import cluster_queries
+
+both = pytest.mark.parametrize("kind", [ClusteredAttention, ImprovedClusteredAttention])
+
+
+def make(kind=ClusteredAttention, **settings):
+    return kind(2, 8, causal=False, scale=0.35, **settings)
+
+
+def groups_of(mechanism, q, clusters):
+    found = cluster_queries(q, mechanism.planes, mechanism.draws, clusters=clusters, iterations=mechanism.iterations)
+    assert found.shape == q.shape[:2]
+    return found
+
+
+def test_members_share_what_their_mean_query_attends_to():
+    q, k, v = torch.randn(3, 1, 2, 60, 8, dtype=torch.float64).unbind()
+    mechanism = make(clusters=7)
+    out = mechanism(q, k, v)
+    for head, groups in enumerate(groups_of(mechanism, q[0], 7)):
+        for cluster in groups.unique():
+            members = groups == cluster
+            mean = q[0, head, members].mean(0)
+            expected = (0.35 * k[0, head] @ mean).softmax(0) @ v[0, head]
+            torch.testing.assert_close(out[0, head, members], expected.expand(int(members.sum()), -1))
+
+
+def test_the_gradient_of_a_query_is_its_share_of_the_mean_querys():
+    q, k, v, grad = torch.randn(4, 1, 2, 60, 8, dtype=torch.float64).unbind()
+    mechanism = make(clusters=7)
+    q.requires_grad_()
+    (found,) = torch.autograd.grad(mechanism(q, k, v), q, grad)
+    for head, groups in enumerate(groups_of(mechanism, q[0].detach(), 7)):
+        for cluster in groups.unique():
+            members = groups == cluster
+            mean = q[0, head, members].detach().mean(0).requires_grad_()
+            out = (0.35 * k[0, head] @ mean).softmax(0) @ v[0, head]
+            (expected,) = torch.autograd.grad(out, mean, grad[0, head, members].sum(0))
+            torch.testing.assert_close(found[0, head, members], (expected / members.sum()).expand(members.sum(), -1))
+
+
+@both
+def test_default_clusters_follow_the_real_length_of_each_sample(kind):
+    assert [default_clusters(n) for n in (1, 512, 513, 4096)] == [25, 25, 100, 100]
+    q, k, v = torch.randn(3, 1, 2, 540, 8).unbind()
+    mask = torch.arange(540)[None] < 500
+    out = make(kind)(q, k, v, mask)[:, :, :500]
+    torch.testing.assert_close(out, make(kind, clusters=25)(q, k, v, mask)[:, :, :500])
+    assert not torch.allclose(out, make(kind, clusters=100)(q, k, v, mask)[:, :, :500])
+    torch.testing.assert_close(make(kind)(q, k, v), make(kind, clusters=100)(q, k, v))
+
+
+@both
+def test_a_short_sample_is_exact_beside_a_long_one(kind):
+    q, k, v = torch.randn(3, 2, 2, 60, 8).unbind()
+    mask = torch.arange(60)[None] < torch.tensor([[60], [9]])
+    exact = FullAttention(2, 8, causal=False, scale=0.35)(q, k, v, mask)
+    out = make(kind, clusters=9, **({"topk": 3} if kind is ImprovedClusteredAttention else {}))(q, k, v, mask)
+    torch.testing.assert_close(out[1, :, :9], exact[1, :, :9], atol=1e-6, rtol=1e-5)
+    assert out[1, :, 9:].eq(0).all(), "padded queries receive nothing"
+    assert not torch.allclose(out[0], exact[0], atol=1e-2)
+
+
+@both
+def test_redraw_is_explicit_and_changes_the_clusters(kind):
+    q, k, v = torch.randn(3, 1, 2, 60, 8).unbind()
+    mechanism, other = make(kind, clusters=4), make(kind, clusters=4, seed=1)
+    first = mechanism(q, k, v)
+    mechanism.redraw(1)
+    assert mechanism.settings["seed"] == 1
+    assert not torch.equal(mechanism(q, k, v), first)
+    assert torch.equal(mechanism(q, k, v), other(q, k, v))
+
+
+@both
+def test_a_16_bit_model_keeps_its_clusters_through_a_state_dict(kind):
+    q, k, v = torch.randn(3, 1, 2, 60, 8).bfloat16().unbind()
+    mechanism, other = make(kind, clusters=4).bfloat16(), make(kind, clusters=4, seed=9).bfloat16()
+    other.load_state_dict(mechanism.state_dict())
+    assert mechanism.draws.dtype == torch.int64
+    assert torch.equal(other(q, k, v), mechanism(q, k, v))
+
+
+@both
+def test_autocast_changes_no_cluster(kind):
+    q, k, v = torch.randn(3, 1, 2, 300, 8).unbind()
+    mechanism = make(kind)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = mechanism(q, k, v)
+    torch.testing.assert_close(inside, mechanism(q, k, v))

@@ -1,0 +1,284 @@
+"""The ten rules that hold for every mechanism, in every form it has."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from approx.mechanisms import MECHANISMS
+from closeness import assert_close
+
+# Small enough that every mechanism really approximates on a few dozen tokens.
+SMALL = {
+    "clustered": {"clusters": 4, "iterations": 3},
+    "improved-clustered": {"clusters": 4, "topk": 5, "iterations": 3},
+    "local": {"left": 4, "right": 2},
+}
+FORMS = [
+    (name, causal)
+    for name, mechanism in MECHANISMS.items()
+    for causal in (False, True)
+    if (mechanism.supports_causal if causal else mechanism.supports_bidirectional)
+]
+CAUSAL = [name for name, causal in FORMS if causal]
+MASKS = ["none", "right", "left", "arbitrary", "one row empty"]
+
+over_forms = pytest.mark.parametrize(
+    ("name", "causal"), FORMS, ids=[f"{name}-{'causal' if causal else 'bidirectional'}" for name, causal in FORMS]
+)
+few = settings(max_examples=12, deadline=None)
+shapes = st.fixed_dictionaries(
+    {
+        "batch": st.integers(1, 3),
+        "heads": st.integers(1, 3),
+        "length": st.sampled_from([1, 2, 5, 17, 40, 67]),
+        "size": st.sampled_from([1, 4, 24]),
+        "values": st.sampled_from([1, 4, 24]),
+        "seed": st.integers(0, 2**16),
+    }
+)
+
+
+def make(name, causal, *, heads, size, **changed):
+    return MECHANISMS[name](heads, size, causal=causal, scale=size**-0.5, **(SMALL.get(name, {}) | changed))
+
+
+def draw(*, batch, heads, length, size, values, seed, keys=None):
+    generator = torch.Generator().manual_seed(seed)
+    keys = length if keys is None else keys
+    # Laid out as a model lays them out: heads beside each other in memory.
+    return (
+        torch.randn(batch, n, heads, d, generator=generator).transpose(1, 2)
+        for n, d in ((length, size), (keys, size), (keys, values))
+    )
+
+
+def draw_mask(kind, *, batch, length, seed, **_):
+    """[B, S] bool; a row is empty only where the kind says so."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    real = torch.randint(1, length + 1, (batch, 1), generator=generator)
+    position = torch.arange(length)
+    if kind == "none":
+        return torch.ones(batch, length, dtype=torch.bool)
+    if kind == "right":
+        return position < real
+    if kind == "left":
+        return position >= length - real
+    mask = torch.rand(batch, length, generator=generator) < 0.7
+    mask[:, seed % length] = True
+    if kind == "one row empty":
+        mask[seed % batch] = False
+    return mask
+
+
+def real_rows(out, mask):
+    """The outputs of real queries, [tokens, H, E]."""
+    return out.transpose(1, 2)[mask]
+
+
+@over_forms
+@pytest.mark.parametrize("kind", MASKS)
+@given(shape=shapes)
+@few
+def test_shapes_dtypes_and_gradients_are_right_and_empty_rows_are_zero(name, causal, kind, shape):
+    q, k, v = (x.requires_grad_() for x in draw(**shape))
+    mask = draw_mask(kind, **shape)
+    mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
+    out = mechanism(q, k, v, None if kind == "none" else mask)
+    assert out.shape == (*q.shape[:3], shape["values"])
+    assert out.dtype == q.dtype
+    assert torch.isfinite(out).all()
+    gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert all(torch.isfinite(g).all() for g in gradients)
+    assert out[~mask.any(1)].eq(0).all()
+    for gradient in gradients[1:]:
+        assert gradient.transpose(1, 2)[~mask].eq(0).all(), "a masked key or value has a gradient"
+
+
+@over_forms
+@pytest.mark.parametrize("kind", MASKS[1:])
+@given(shape=shapes)
+@few
+def test_what_stands_in_padding_cannot_matter(name, causal, kind, shape):
+    mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
+    mask = draw_mask(kind, **shape)
+    q, k, v = draw(**shape)
+    out = mechanism(q, k, v, mask)
+    padded = ~mask[:, None, :, None]
+    other = mechanism(*(x.masked_fill(padded, 1e3) for x in (q, k, v)), mask)
+    torch.testing.assert_close(real_rows(other, mask), real_rows(out, mask))
+
+
+@over_forms
+@pytest.mark.parametrize("side", ["right", "left"])
+@given(shape=shapes, extra=st.integers(1, 70))
+@few
+def test_amount_of_padding_and_batch_neighbours_cannot_matter(name, causal, side, shape, extra):
+    mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
+    q, k, v = draw(**shape)
+    mask = draw_mask(side, **shape)
+    ends = (0, extra) if side == "right" else (extra, 0)
+    longer = mechanism(*(F.pad(x, (0, 0, *ends), value=7.0) for x in (q, k, v)), F.pad(mask, ends))
+    longer = longer[:, :, : shape["length"]] if side == "right" else longer[:, :, extra:]
+    for sample, real in enumerate(mask):
+        alone = mechanism(*(x[sample : sample + 1, :, real] for x in (q, k, v)))[0]
+        torch.testing.assert_close(longer[sample, :, real], alone)
+
+
+@over_forms
+@given(shape=shapes)
+@few
+def test_a_mask_of_real_keys_alone_changes_nothing(name, causal, shape):
+    mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
+    q, k, v = draw(**shape)
+    everything = torch.ones(shape["batch"], shape["length"], dtype=torch.bool)
+    torch.testing.assert_close(mechanism(q, k, v, everything), mechanism(q, k, v))
+
+
+@over_forms
+@given(shape=shapes, keys=st.sampled_from([3, 30, 90]))  # none of them a length of `shapes`
+@few
+def test_other_numbers_of_keys_than_queries(name, causal, shape, keys):
+    mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
+    q, k, v = (x.requires_grad_() for x in draw(**shape, keys=keys))
+    mask = torch.rand(shape["batch"], keys, generator=torch.Generator().manual_seed(shape["seed"])) < 0.7
+    mask[0] = False
+    out = mechanism(q, k, v, mask)
+    assert torch.isfinite(out).all()
+    assert out[0].eq(0).all()
+    assert all(torch.isfinite(g).all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+    other = mechanism(q, *(x.masked_fill(~mask[:, None, :, None], 1e3) for x in (k, v)), mask)
+    torch.testing.assert_close(other, out)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("kind", ["none", "right", "arbitrary"])
+@given(shape=shapes, cut=st.integers(0, 66))
+@few
+def test_causal_never_sees_the_future(name, kind, shape, cut):
+    cut = cut % shape["length"]
+    mechanism = make(name, True, heads=shape["heads"], size=shape["size"])
+    mask = draw_mask(kind, **shape)
+    q, k, v = past = tuple(draw(**shape))
+    future = tuple(torch.cat([x[:, :, : cut + 1], x[:, :, cut + 1 :] * -3 + 5], 2) for x in past)
+    torch.testing.assert_close(mechanism(*future, mask)[:, :, : cut + 1], mechanism(q, k, v, mask)[:, :, : cut + 1])
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSAL if MECHANISMS[name].supports_decode])
+@given(shape=shapes, new=st.integers(1, 66))
+@few
+def test_new_queries_on_top_of_a_cache_give_what_the_whole_gives(name, shape, new):
+    new = (new - 1) % shape["length"] + 1
+    mechanism = make(name, True, heads=shape["heads"], size=shape["size"])
+    mask = draw_mask("left", **shape)
+    q, k, v = draw(**shape)
+    torch.testing.assert_close(mechanism(q[:, :, -new:], k, v, mask), mechanism(q, k, v, mask)[:, :, -new:])
+
+
+@over_forms
+def test_forward_draws_nothing_and_repeats_itself(name, causal):
+    shape = {"batch": 2, "heads": 2, "length": 40, "size": 8, "values": 8, "seed": 3}
+    q, k, v = draw(**shape)
+    mechanism, twin = (make(name, causal, heads=2, size=8) for _ in range(2))
+    before = torch.random.get_rng_state()
+    first = mechanism(q, k, v)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(mechanism(q, k, v), first)
+    assert torch.equal(twin(q, k, v), first)
+    stranger = make(name, causal, heads=2, size=8, **({"seed": 5} if "seed" in mechanism.settings else {}))
+    stranger.load_state_dict(mechanism.state_dict())
+    assert torch.equal(stranger(q, k, v), first), "state is missing from the state dict"
+
+
+@over_forms
+@pytest.mark.parametrize("kind", ["none", "arbitrary"])
+def test_gradients_are_right(name, causal, kind):
+    shape = {"batch": 2, "heads": 1, "length": 9, "size": 3, "values": 2, "seed": 1}
+    mask = None if kind == "none" else draw_mask(kind, **shape)
+    mechanism = make(name, causal, heads=1, size=3)
+    q, k, v = (x.double().requires_grad_() for x in draw(**shape))
+    assert torch.autograd.gradcheck(lambda q, k, v: mechanism(q, k, v, mask), (q, k, v))
+
+
+@over_forms
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@given(shape=shapes.filter(lambda shape: shape["length"] > 1))
+@few
+def test_precision_is_that_of_the_dtype(name, causal, dtype, shape):
+    q, k, v = (x.to(dtype) for x in draw(**shape))
+    mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
+    exact = mechanism(q.double(), k.double(), v.double())
+    # Nothing in this dtype is closer than the exact result, rounded. 16-bit inputs are computed in float32 and
+    # round at the end; in float32 the score, the weight, the normaliser and the sum round as well.
+    factor = 5.0 if dtype == torch.float32 else 2.0
+    assert_close(f"{name} in {dtype}", mechanism(q, k, v), exact.to(dtype), exact, factor)
+
+
+@over_forms
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_scores_of_ten_thousand_stay_finite(name, causal, dtype):
+    shape = {"batch": 2, "heads": 2, "length": 40, "size": 16, "values": 16, "seed": 3}
+    q, k, v = draw(**shape)
+    q, k = (x * (1e4 / (q @ k.transpose(-2, -1) / 4).abs().max()) ** 0.5 for x in (q, k))
+    q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
+    out = make(name, causal, heads=2, size=16)(q, k, v, draw_mask("arbitrary", **shape))
+    assert torch.isfinite(out).all()
+    assert all(torch.isfinite(g).all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@over_forms
+def test_dropout_is_unbiased_and_only_there_when_asked_for(name, causal):
+    samples = 1500
+    shape = {"batch": 1, "heads": 1, "length": 7, "size": 4, "values": 3, "seed": 11}
+    q, k, v = draw(**shape)
+    mechanism = make(name, causal, heads=1, size=4)
+    kept = mechanism(q, k, v)
+    torch.manual_seed(0)
+    dropped = mechanism(*(x.expand(samples, -1, -1, -1) for x in (q, k, v)), dropout=0.25)
+    assert not torch.equal(dropped[0], dropped[1])
+    spread = dropped.std(0) / samples**0.5
+    assert ((dropped.mean(0) - kept[0]).abs() <= 5 * spread + 1e-6).all()
+
+
+@over_forms
+@pytest.mark.parametrize("kind", MASKS)
+def test_weights_give_the_output_back(name, causal, kind):
+    shape = {"batch": 3, "heads": 2, "length": 40, "size": 8, "values": 8, "seed": 4}
+    mask = draw_mask(kind, **shape)
+    q, k, v = draw(**shape)
+    mechanism = make(name, causal, heads=2, size=8)
+    weights = mechanism.weights(q, k, mask)
+    assert weights.shape == (3, 2, 40, 40)
+    torch.testing.assert_close(weights @ v, mechanism(q, k, v, mask))
+    assert (weights >= 0).all()
+    sums = weights.sum(-1)
+    assert ((sums - 1).abs().le(1e-4) | sums.eq(0)).all()
+
+
+@over_forms
+@given(shape=shapes)
+@few
+def test_layout_in_memory_cannot_matter(name, causal, shape):
+    mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
+    q, k, v = draw(**shape)
+    torch.testing.assert_close(mechanism(q.contiguous(), k.contiguous(), v.contiguous()), mechanism(q, k, v))
+
+
+@over_forms
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"q": torch.zeros(2, 3, 5)}, "q has shape"),
+        ({"k": torch.zeros(2, 1, 5, 4)}, "k has shape"),
+        ({"v": torch.zeros(2, 3, 6, 4)}, "v has shape"),
+        ({"v": torch.zeros(2, 3, 5, 4, dtype=torch.float16)}, "dtypes"),
+        ({"key_mask": torch.ones(2, 5)}, "key_mask is torch.float32"),
+        ({"key_mask": torch.ones(2, 4, dtype=torch.bool)}, "key_mask"),
+    ],
+    ids=["q", "grouped keys", "values", "dtype", "float mask", "short mask"],
+)
+def test_tensors_that_do_not_fit_are_refused(name, causal, changed, words):
+    tensors = dict.fromkeys("qkv", torch.zeros(2, 3, 5, 4)) | changed
+    with pytest.raises(ValueError, match=words):
+        make(name, causal, heads=3, size=4)(**tensors)

@@ -1,0 +1,47 @@
+"""Each mechanism at its exact limit equals exact attention."""
+
+import pytest
+import torch
+
+from approx.mechanisms import MECHANISMS
+
+FORMS = [
+    pytest.param(name, causal, id=f"{name}-{'causal' if causal else 'bidirectional'}")
+    for name, mechanism in MECHANISMS.items()
+    for causal in (False, True)
+    if mechanism.exact_settings(1) is not None and (mechanism.supports_causal or not causal)
+]
+
+
+@pytest.mark.parametrize(("name", "causal"), FORMS)
+@pytest.mark.parametrize("length", [1, 7, 64, 130, 530])
+@pytest.mark.parametrize("masked", [False, True], ids=["all real", "masked"])
+def test_the_exact_limit_is_exact_forward_and_backward(name, causal, length, masked):
+    q, k, v, grad = torch.randn(4, 2, 3, length, 16).unbind()
+    mask = torch.rand(2, length) < 0.8 if masked else torch.ones(2, length, dtype=torch.bool)
+    mask[:, 0] = True
+    settings = MECHANISMS[name].exact_settings(length)
+    assert settings is not None
+    exact = MECHANISMS["full"](3, 16, causal=causal, scale=0.25)
+    limit = MECHANISMS[name](3, 16, causal=causal, scale=0.25, **settings)
+    real = mask[:, None, :, None]
+    results = []
+    for mechanism in (exact, limit):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = mechanism(*inputs, mask if masked else None) * real
+        results.append([out, *torch.autograd.grad(out, inputs, grad)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_linear_never_is_exact():
+    assert MECHANISMS["linear"].exact_settings(10) is None
+
+
+def test_shorter_inputs_are_exact_under_the_settings_of_longer_ones():
+    q, k, v = torch.randn(3, 1, 2, 20, 8).unbind()
+    for name, mechanism in MECHANISMS.items():
+        if (settings := mechanism.exact_settings(50)) is not None:
+            out = mechanism(2, 8, causal=False, scale=0.3, **settings)(q, k, v)
+            exact = MECHANISMS["full"](2, 8, causal=False, scale=0.3)(q, k, v)
+            torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")

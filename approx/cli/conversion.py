@@ -28,9 +28,9 @@ def mechanisms(
     family: Annotated[str | None, typer.Option(help="Say what fits this family, e.g. bert or gpt2.")] = None,
 ) -> None:
     """List the mechanisms: what each can do, where it is exact, and its paper."""
-    from approx.pipeline import stages
+    from approx.conversion.support import support
 
-    rows = stages.mechanisms(family)
+    rows = support(family)
     abilities = ("bidirectional", "causal", "decode", "trainable")
     matrix = table("mechanism", *abilities, *([f"fits {family}"] if family else []), "settings")
     papers = table("mechanism", "exact when", "source")

@@ -6,7 +6,6 @@ from typing import Any
 from approx.conversion import anatomy, checkpoint, cost, families
 from approx.conversion.plan import Plan, Rule
 from approx.errors import ApproxError, Exit
-from approx.mechanisms import MECHANISMS
 from approx.pipeline.measure import (
     BASE,
     Progress,
@@ -17,32 +16,6 @@ from approx.pipeline.measure import (
     silent,
 )
 from approx.recipe import BenchStage, EvaluateStage
-
-
-def mechanisms(family: str | None = None) -> list[dict[str, Any]]:
-    """The support matrix, read from the mechanisms themselves.
-
-    Args:
-        family: Also say which of them fit this family (`bert`, `gpt2`, …).
-
-    Raises:
-        ApproxError: if the family is not known.
-    """
-    causal = None if family is None else anatomy.attends_causally(family)
-    return [
-        {
-            "name": name,
-            "bidirectional": kind.supports_bidirectional,
-            "causal": kind.supports_causal,
-            "decode": kind.supports_decode,
-            "trainable": kind.trainable,
-            "settings": kind.defaults(),
-            "exact_when": kind.exact_when,
-            "source": kind.source,
-            **({} if causal is None else {"fits": kind.supports_causal if causal else kind.supports_bidirectional}),
-        }
-        for name, kind in MECHANISMS.items()
-    ]
 
 
 def inspect(name: str, *, revision: str | None = None, offline: bool = False) -> dict[str, Any]:

@@ -22,20 +22,22 @@ KEYS = (
 # fmt: on
 _SYLLABLES = [consonant + vowel for consonant, vowel in product("dklmprtv", "ao")]
 FILLERS = tuple(first + second for first, second in product(_SYLLABLES, repeat=2))
-WORDS = (QUESTION, *VALUES, *KEYS, *FILLERS)
+NEEDLES = tuple(f"{key}:{value}" for key, value in product(KEYS, VALUES))
+WORDS = (QUESTION, *KEYS, *NEEDLES, *FILLERS)
 """Every word that an example may hold; a tokenizer that knows them reads one token a word."""
 
 _SPLITS = ("train", "dev")
 _SPECIAL_TOKENS = 2
+_QUESTION_WORDS = 2
 
 
 class Needle(SequenceClassification):
-    """Documents of made-up words that hide `needles` pairs of a key and its value, anywhere and in any order.
+    """Documents of made-up words that hide `needles` pairs `key:value`, anywhere and in any order.
 
-    A text is the question (`find` and a key) and then the document; the label is the value that stands behind
-    that key. All the other pairs are distractors, so neither counting values nor reading around the question
-    gives more than a guess: a model has to bind each value to the word before it, and to find one of them by
-    content at any distance. A demonstration of what a mechanism keeps, and no benchmark of language.
+    A text is the question (`find` and a key) and then the document; the label is the value of that key. All
+    the other pairs are distractors, so neither counting values nor reading around the question gives more than
+    a guess: one of thousands of words has to be found by its content, at any distance. A demonstration of
+    what a mechanism keeps, and no benchmark of language.
 
     Args:
         length: Tokens of every example, with the two special tokens that a BERT tokenizer puts around the text.
@@ -53,8 +55,7 @@ class Needle(SequenceClassification):
 
     def __init__(self, length: int = 2048, examples: int = 200, needles: int = 8, seed: int = 0) -> None:
         _require("needles", needles, 1, len(KEYS))
-        # The question takes as much room as a pair.
-        _require("length", length, _SPECIAL_TOKENS + 2 * (needles + 1))
+        _require("length", length, _SPECIAL_TOKENS + _QUESTION_WORDS + needles)
         _require("examples", examples, 1)
         _require("seed", seed, 0)
         self.length, self.size, self.needles, self.seed = length, examples, needles, seed
@@ -83,12 +84,10 @@ class Needle(SequenceClassification):
         keys = random.permutation(len(KEYS))[: self.needles]
         values = random.integers(len(VALUES), size=self.needles)
         values[0] = row % len(VALUES)
-        words = self.length - _SPECIAL_TOKENS - 2
-        # Each pair takes one place here and two words in the text.
-        document = [FILLERS[index] for index in random.integers(len(FILLERS), size=words - self.needles)]
-        places = random.choice(len(document), self.needles, replace=False)
-        for place, key, value in zip(places, keys, values, strict=True):
-            document[place] = f"{KEYS[key]} {VALUES[value]}"
+        words = self.length - _SPECIAL_TOKENS - _QUESTION_WORDS
+        document = [FILLERS[index] for index in random.integers(len(FILLERS), size=words)]
+        for place, key, value in zip(random.permutation(words), keys, values, strict=False):
+            document[place] = f"{KEYS[key]}:{VALUES[value]}"
         text = " ".join([QUESTION, KEYS[keys[0]], *document])
         name = f"needle/{split}/{self.length}-{self.needles}-{self.seed}/{row}"
         return Example(name, {"text": text}, int(values[0]))

@@ -1,0 +1,91 @@
+"""Make every page again from its record, and the table of results in README.md: `python reports/refresh.py [--check]`.
+
+Nothing is measured here: the records under reports/records hold what was measured, `approx run` makes them.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT), str(ROOT / "kernels")]
+
+from approx.evaluation import record
+from approx.publishing.report import write_report
+
+README = ROOT / "README.md"
+SHOWN = "minilm-sst2"
+BEGIN, END = "<!-- results: made by reports/refresh.py -->", "<!-- end of results -->"
+
+
+def results(made: dict[str, Any]) -> str:
+    """The README's table: quality and speed of one record side by side, a row a variant."""
+    quality = made["quality"][0]
+    lengths = [row["length"] for row in made["speed"]]
+    head = ["attention", f"{quality['task']} {quality['metric']}", "difference (95 %)", "verdict"]
+    lines = [head + [f"×, {length} tokens" for length in lengths]]
+    base = quality["base"]["scores"][quality["metric"]]
+    ceilings = ["–" if row["ceiling"] is None else f"{row['ceiling']['ratio']:.2f}" for row in made["speed"]]
+    lines.append(["exact (SDPA)", f"{100 * base:.1f}", "", ""] + ["1"] * len(lengths))
+    lines.append(["*no attention at all: the ceiling*", "", "", "", *ceilings])
+    for variant in quality["variants"]:
+        low, high = (100 * end for end in variant["interval"])
+        lines.append(
+            [
+                variant["name"],
+                f"{100 * variant['scores'][quality['metric']]:.1f}",
+                f"{100 * variant['difference']:+.1f} ({low:+.1f} … {high:+.1f})",
+                variant["verdict"],
+                *(_ratio(row, variant["name"]) for row in made["speed"]),
+            ]
+        )
+    rows = [f"| {' | '.join(line)} |" for line in lines]
+    rule = "|" + "---|" * len(head) + "--:|" * len(lengths)
+    examples = f"{quality['examples']} examples" + (", a subset" if quality["subset"] else "")
+    machine = made["environment"]
+    caption = (
+        f"{made['checkpoint']['parameters'] / 1e6:.0f} M parameters, {made['checkpoint']['layers']} layers, {examples}; forward "
+        f"time relative to exact attention, {made['speed'][0]['dtype']}, batch {made['speed'][0]['batch']}, "
+        f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}. Above 1 is faster."
+    )
+    return "\n".join([rows[0], rule, *rows[1:], "", caption])
+
+
+def _ratio(row: dict[str, Any], name: str) -> str:
+    variant = next(variant for variant in row["variants"] if variant["name"] == name)
+    if variant["ratio"] is None:
+        return variant["status"]
+    text = f"{variant['ratio']:.2f}"
+    return f"**{text}**" if variant["interval"][0] > 1 else text
+
+
+def refresh(readme: str, out: Path) -> str:
+    """Write every report into `out` and return the README with its table made again."""
+    for path in sorted((ROOT / "reports" / "records").glob("*.json")):
+        write_report([record.load(path)], out / path.stem)
+    table = results(record.load(ROOT / "reports" / "records" / f"{SHOWN}.json"))
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def main() -> int:
+    """Refresh, or with --check say what is not fresh; 1 if anything is not."""
+    readme = README.read_text(encoding="utf-8")
+    if "--check" not in sys.argv:
+        README.write_text(refresh(readme, ROOT / "reports"), encoding="utf-8")
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        stale = [] if refresh(readme, Path(scratch)) == readme else ["README.md"]
+        for path in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
+            kept = ROOT / "reports" / path.relative_to(scratch)
+            if not kept.is_file() or kept.read_bytes() != path.read_bytes():
+                stale.append(str(kept.relative_to(ROOT)))
+    for name in stale:
+        sys.stderr.write(f"{name} is not what its record says; run python reports/refresh.py\n")
+    return bool(stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

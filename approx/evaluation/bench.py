@@ -22,6 +22,8 @@ from approx.evaluation.timing import Neighbours
 
 # Below this gain nobody should give up exactness for speed.
 WORTHWHILE = 1.03
+# With so many undisturbed rounds of both, the disturbed ones are left out of their ratio.
+ENOUGH_PAIRS = 5
 
 
 @dataclass(frozen=True)
@@ -230,8 +232,8 @@ def _spread(base: Runner, seed: int) -> dict[str, Any]:
 
 
 def _paired(base: np.ndarray, other: np.ndarray, good: np.ndarray, seed: int) -> dict[str, Any]:
-    # Where few rounds are undisturbed for both, the disturbed ones still say more than those few.
-    kept = good if good.sum() * 2 >= good.size else np.ones_like(good)
+    # Where too few rounds are undisturbed for both, the disturbed ones still say more than those few.
+    kept = good if good.sum() >= min(ENOUGH_PAIRS, good.size / 2) else np.ones_like(good)
     ratio = float(np.median(base[kept]) / np.median(other[kept]))
     return {"ratio": ratio, "interval": list(ratio_interval(base[kept].tolist(), other[kept].tolist(), seed))}
 

@@ -56,7 +56,7 @@ def standing(row: dict[str, Any], entry: dict[str, Any] | None) -> str:
     """Class one variant at one length.
 
     Returns:
-        "faster", "slower", "even" (no gain worth having), "out of memory", "alone" (exact attention is out of
+        "faster", "slower", "even" (no sure gain worth having), "out of memory", "alone" (exact attention is out of
         memory and this is not) or "missing".
     """
     if entry is None:
@@ -134,7 +134,7 @@ def _speed(rows: list[dict[str, Any]], name: str) -> str:
     if "slower" in by_standing:
         parts.append(f"slower at {at('slower')} ({ratios('slower')} the speed of exact attention)")
     if "even" in by_standing:
-        parts.append(f"no gain worth having at {at('even')} ({ratios('even')})")
+        parts.append(f"no sure gain worth having at {at('even')} ({ratios('even')})")
     if "alone" in by_standing:
         parts.append(f"runs at {at('alone')}, where exact attention is out of memory")
     if "out of memory" in by_standing:

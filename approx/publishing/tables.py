@@ -43,7 +43,7 @@ def quality_table(task: dict[str, Any]) -> dict[str, Any]:
             "p_value": _p_value(entry["p_value"]),
             "margin": wording.decimal(entry["margin"] * 100, 1),
             "verdict": entry["verdict"],
-            "needed": wording.count(entry["needed_examples"]) if entry.get("needed_examples") else None,
+            "needed": wording.roughly(entry["needed_examples"]) if entry.get("needed_examples") else None,
             "tone": _TONES[entry["verdict"]],
         }
         for entry in task["variants"]

@@ -12,6 +12,12 @@ def count(value: float | None) -> str:
     return NOTHING if value is None else f"{value:,.0f}"
 
 
+def roughly(value: int) -> str:
+    """Write an estimate of a number with two significant digits, rounded up: 1,509 is 1,600."""
+    step = 10 ** max(len(str(value)) - 2, 0)
+    return count(-(-value // step) * step)
+
+
 def decimal(value: float | None, digits: int = 2) -> str:
     """Write a number with a true minus sign, and never a minus zero."""
     if value is None:
@@ -118,7 +124,7 @@ def verdict(entry: dict[str, Any]) -> str:
     margin = f"{decimal(entry['margin'] * 100, 1)} points"
     if entry["verdict"] == "inconclusive":
         needed = entry.get("needed_examples")
-        more = f"; about {count(needed)} examples would settle it" if needed else ""
+        more = f"; about {roughly(needed)} examples would settle it" if needed else ""
         return f"inconclusive at a margin of {margin}{more}"
     meaning = {
         "no loss": f"no loss, at a margin of {margin}",

@@ -154,7 +154,7 @@ def test_the_notice_is_shown(page, files, record, tmp_path):
         "out of memory at 2,048–4,096 tokens",
         "It loses 38.6 ± 3.9 points of accuracy on glue/sst2 (dev): a loss beyond the margin of 0.5 points.",
         "It scores the same ± 0.4 points of accuracy on glue/sst2 (dev): no loss, at a margin of 0.5 points.",
-        "inconclusive at a margin of 0.5 points; about 2,950 examples would settle it",
+        "inconclusive at a margin of 0.5 points; about 3,000 examples would settle it",
         "It gains 1.2 ± 2.2 points of f1 on glue/mrpc (dev)",
         "100 examples, a subset, 3 of them truncated",
         "Quality was measured on inputs of fewer than 67 tokens, speed at up to 4,096",

@@ -13,6 +13,8 @@ from approx.publishing.tables import plan_lines
     [
         (wording.count(12345), "12,345"),
         (wording.count(None), "–"),
+        (wording.roughly(1509), "1,600"),
+        (wording.roughly(7), "7"),
         (wording.decimal(-0.004), "0.00"),
         (wording.decimal(-1234.5, 1), "−1,234.5"),
         (wording.signed(0.004), "0.00"),

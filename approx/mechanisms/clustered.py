@@ -30,7 +30,7 @@ class ClusteredAttention(Mechanism):
         clusters: Groups of queries, C; more is closer to exact. None takes 25 for samples of up to 512 real
             tokens and 100 beyond.
         bits: Sign bits of a hash, 1 to 63.
-        iterations: Assignments of the k-means.
+        iterations: Assignments of the k-means, at most; it ends when nothing moves.
         hash_bias: Whether the hash planes miss the origin; Hamming distance then follows the Euclidean distance
             rather than the angle.
         seed: Seed of the hash planes and draws, which are buffers and saved with the checkpoint.
@@ -104,7 +104,7 @@ class ClusteredAttention(Mechanism):
         return {"clusters": max(length, 1)}
 
     def flops(self, length: int) -> int:
-        """Hashes, distances of every iteration, attention of the mean queries."""
+        """Hashes, distances of all iterations, attention of the mean queries."""
         clusters = self.clusters or default_clusters(length)
         if length <= clusters:
             return 4 * self.heads * length * length * self.head_dim

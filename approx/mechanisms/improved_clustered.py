@@ -31,7 +31,7 @@ class ImprovedClusteredAttention(Mechanism):
             tokens and 100 beyond.
         topk: Keys that each query weighs itself, K; more is closer to exact.
         bits: Sign bits of a hash, 1 to 63.
-        iterations: Assignments of the k-means.
+        iterations: Assignments of the k-means, at most; it ends when nothing moves.
         hash_bias: Whether the hash planes miss the origin; Hamming distance then follows the Euclidean distance
             rather than the angle.
         seed: Seed of the hash planes and draws, which are buffers and saved with the checkpoint.
@@ -109,7 +109,7 @@ class ImprovedClusteredAttention(Mechanism):
         return {"topk": max(length, 1)}
 
     def flops(self, length: int) -> int:
-        """Hashes, distances of every iteration, attention of the mean queries, own weights of each query."""
+        """Hashes, distances of all iterations, attention of the mean queries, own weights of each query."""
         clusters = self.clusters or default_clusters(length)
         if length <= clusters:
             return 4 * self.heads * length * length * self.head_dim

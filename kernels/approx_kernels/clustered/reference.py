@@ -46,6 +46,8 @@ def clustered_samples(
         real = mask.nonzero().squeeze(1)
         if not real.numel():
             return exact_attention(q[None], k[None], v[None], mask[None], causal=False, scale=scale)[0]
+        if real.numel() == mask.numel():
+            return attend(q, k, v)
         padded_queries = q.shape[1] == k.shape[1]
         inner = q.index_select(1, real) if padded_queries else q
         out = attend(inner, k.index_select(1, real), v.index_select(1, real))

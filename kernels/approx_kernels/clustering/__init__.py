@@ -22,7 +22,7 @@ def cluster_queries(q: Tensor, planes: Tensor, draws: Tensor, *, clusters: int, 
         planes: Normals of the hash planes with their biases in the last column, [bits, D + 1].
         draws: Non-negative random int64 numbers, at least C of them: what a "random" query is.
         clusters: Number of clusters, C.
-        iterations: Assignments; between two of them the centroids move.
+        iterations: Assignments; between two of them the centroids move, and once none does the rest is left out.
 
     Returns:
         Cluster of each query, [G, n], int64.

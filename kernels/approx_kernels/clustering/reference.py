@@ -62,6 +62,9 @@ def hamming_kmeans(bits: Tensor, draws: Tensor, clusters: int, iterations: int) 
         # Sums are integers, so adding the old bit once to the doubled sum decides exactly the ties.
         empty = sums[..., -1:] == 0
         moved = sums.mul_(2).add_(centroids).sign_()
+        # Real queries settle well before the last iteration; from here on every one would repeat this one.
+        if torch.equal(moved, centroids) and not empty.any():
+            break
         centroids = torch.where(empty, bits[:, (draws + iteration * _STRIDE) % n], moved)
         assignment = _nearest(products, centroids)
     return assignment

@@ -2,11 +2,11 @@
 
 from typing import Any, ClassVar
 
-from approx_kernels.clustered import MOST_DEFAULT_CLUSTERS, clustered_attention, default_clusters
-from approx_kernels.clustering import draw_planes
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, true_or_false, whole_number
+from approx_kernels.clustered import MOST_DEFAULT_CLUSTERS, clustered_attention, default_clusters
+from approx_kernels.clustering import draw_planes
 
 # What a torch.Generator takes.
 _LARGEST_SEED = 2**63 - 1

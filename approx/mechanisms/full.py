@@ -2,10 +2,10 @@
 
 from typing import Any, ClassVar
 
-from approx_kernels.exact import exact_attention
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism
+from approx_kernels.exact import exact_attention
 
 
 class FullAttention(Mechanism):

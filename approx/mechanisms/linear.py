@@ -2,10 +2,10 @@
 
 from typing import ClassVar
 
-from approx_kernels.linear import linear_attention
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, one_of, positive_number, true_or_false
+from approx_kernels.linear import linear_attention
 
 
 class LinearAttention(Mechanism):

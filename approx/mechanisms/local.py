@@ -2,10 +2,10 @@
 
 from typing import Any, ClassVar
 
-from approx_kernels.local import local_attention
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, whole_number
+from approx_kernels.local import local_attention
 
 
 class LocalAttention(Mechanism):

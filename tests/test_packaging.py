@@ -65,7 +65,7 @@ def shipped_files() -> set[str]:
     found = set()
     for home, folder in HOMES.items():
         for file in (ROOT / folder).rglob("*"):
-            if file.is_file() and "__pycache__" not in file.parts and file.name != "README.md":
+            if file.is_file() and "__pycache__" not in file.parts and file != ROOT / "recipes" / "README.md":
                 found.add(f"{home}/{file.relative_to(ROOT / folder).as_posix()}")
     return found
 

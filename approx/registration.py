@@ -12,5 +12,6 @@ def register_when_imported() -> None:
 
 
 def _register(module: ModuleType) -> None:
-    # Looked up by name, so that importing the package stays free of torch until somebody needs it.
-    importlib.import_module("approx.conversion.families").register()
+    # Looked up by name, so that importing the package stays free of torch until somebody needs it. It registers as it is
+    # imported; where it is itself what imports transformers, it is not complete yet and must not be called.
+    importlib.import_module("approx.conversion.families")

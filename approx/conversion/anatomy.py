@@ -20,7 +20,7 @@ from approx.conversion.inputs import example_inputs
 from approx.errors import ApproxError, Exit
 
 _FREE = "approx_attention_free"
-_PROBE_LENGTHS = (24, 48)
+_PROBE_LENGTH = 48
 # What families pass to their attention besides q, k and v that does not change what attention computes.
 _HARMLESS = {
     "cache_position", "encoder_hidden_states", "is_causal", "num_items_in_batch", "output_attentions",
@@ -40,6 +40,8 @@ class Site:
         head_dim: Size of a head.
         causal: Whether a query may only see its past.
         scale: Factor of the scores.
+        fixed_length: Positions it attends over whatever the input, as in images and 30 s of speech; None if they are as
+            many as the input has.
     """
 
     layer: int
@@ -49,6 +51,7 @@ class Site:
     head_dim: int
     causal: bool
     scale: float
+    fixed_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Anatomy:
         cross_attention: How many cross-attention modules there are; they always stay exact.
         parameters: Number of parameters.
         positions: Longest input the position table allows; None if there is no limit.
-        flops_per_position: Floating-point operations outside attention for each position.
+        flops_per_position: Floating-point operations outside self-attention for each position.
         flops_fixed: The same, independent of the length.
     """
 
@@ -76,15 +79,18 @@ class Anatomy:
     flops_fixed: float
 
     def flops_outside(self, length: int) -> float:
-        """Floating-point operations of one forward pass of `length` positions, attention left out."""
+        """Floating-point operations of one forward pass of `length` positions, self-attention left out."""
         return self.flops_fixed + self.flops_per_position * length
+
+
+_Call = tuple[nn.Module, Tensor, Tensor, float | None, dict[str, Any]]
 
 
 class _Observer:
     """Stands in for attention: gives back the values, and takes down how each module calls it."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[nn.Module, Tensor, Tensor, float | None, dict[str, Any]]] = []
+        self.calls: list[_Call] = []
         self.plain_masks = True
 
     def attention(
@@ -164,35 +170,47 @@ def anatomy(config: Any, model_class: type) -> Anatomy:
             warnings.simplefilter("ignore")
             model = model_class(config).eval()
         model.set_attn_implementation(name)
-        flops = []
-        for length in _PROBE_LENGTHS:
-            observer.calls.clear()
+        longest = min(_PROBE_LENGTH, positions.limit(config) or _PROBE_LENGTH)
+        lengths, flops, calls = (longest // 2, longest), [], []
+        for length in lengths:
+            inputs = example_inputs(model, length, device="meta")
+            if "input_ids" in inputs:
+                # Without a mask some families look for padding in the ids, which have no content here.
+                inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            observer.calls = []
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                model(**example_inputs(model, length, device="meta"))
+                model(**inputs)
             flops.append(counter.get_total_flops())
+            calls.append(observer.calls)
     except ApproxError:
         raise
     except Exception as error:
         raise ApproxError(
             f"{model_class.__name__} (family '{config.model_type}') could not be run on example inputs to find its attention: "
-            f"{type(error).__name__}: {error}. This family is not supported.",
+            f"{type(error).__name__}: {error}. Its config is damaged, or the family is not supported.",
             Exit.UNSUPPORTED,
         ) from error
     finally:
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
 
-    per_position = (flops[1] - flops[0]) / (_PROBE_LENGTHS[1] - _PROBE_LENGTHS[0])
-    sites, cross = _sites(model, observer)
+    # Each module as it was called with the shorter and the longer input; one of the two tells cross-attention.
+    pairs = list(zip(*calls, strict=True))
+    cross = [pair for pair in pairs if _is_cross(*pair)]
+    for pair in cross:
+        for number, (_, query, key, *_) in enumerate(pair):
+            flops[number] += 4 * query.numel() * key.shape[-2]
+    per_position = (flops[1] - flops[0]) / (lengths[1] - lengths[0])
+    sites = _sites(model, observer.plain_masks, [pair for pair in pairs if not _is_cross(*pair)])
     return Anatomy(
         family=config.model_type,
         architecture=model_class.__name__,
         sites=sites,
-        cross_attention=cross,
+        cross_attention=len(cross),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         positions=positions.limit(config),
         flops_per_position=per_position,
-        flops_fixed=flops[0] - per_position * _PROBE_LENGTHS[0],
+        flops_fixed=flops[0] - per_position * lengths[0],
     )
 
 
@@ -212,17 +230,21 @@ def attends_causally(family: str) -> bool:
     return any(site.causal for site in anatomy(config, AutoModel._model_mapping[type(config)]).sites)
 
 
-def _sites(model: Any, observer: _Observer) -> tuple[tuple[Site, ...], int]:
+def _is_cross(*calls: _Call) -> bool:
+    return any(query.shape[-2] != key.shape[-2] for _, query, key, *_ in calls)
+
+
+def _sites(model: Any, plain_masks: bool, pairs: list[tuple[_Call, _Call]]) -> tuple[Site, ...]:
     name = type(model).__name__
-    if not observer.plain_masks:
+    if not plain_masks:
         raise ApproxError(
             f"{name} restricts its attention with a mask of its own (a sliding window or chunks), which the mechanisms would "
             "not honour. Models with plain causal or bidirectional attention can be converted.",
             Exit.UNSUPPORTED,
         )
     paths = {module: path for path, module in model.base_model.named_modules()}
-    sites, cross = [], 0
-    for module, query, key, scaling, kwargs in observer.calls:
+    sites = []
+    for (_, shorter, *_), (module, query, key, scaling, kwargs) in pairs:
         extras = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None)
         if extras:
             raise ApproxError(
@@ -230,9 +252,12 @@ def _sites(model: Any, observer: _Observer) -> tuple[tuple[Site, ...], int]:
                 "plain softmax attention can be converted.",
                 Exit.UNSUPPORTED,
             )
-        if query.shape[-2] != key.shape[-2]:
-            cross += 1
-            continue
+        if any(site.path == paths[module] for site in sites):
+            raise ApproxError(
+                f"{name} runs one attention module, {paths[module]}, in several layers, so no layer can be chosen by itself. "
+                "Models with an attention module for each layer can be converted.",
+                Exit.UNSUPPORTED,
+            )
         causal = kwargs.get("is_causal")
         sites.append(
             Site(
@@ -243,8 +268,9 @@ def _sites(model: Any, observer: _Observer) -> tuple[tuple[Site, ...], int]:
                 head_dim=query.shape[-1],
                 causal=bool(getattr(module, "is_causal", False) if causal is None else causal),
                 scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+                fixed_length=query.shape[-2] if query.shape[-2] == shorter.shape[-2] else None,
             )
         )
     if not sites:
         raise ApproxError(f"{name} has no self-attention that could be exchanged.", Exit.UNSUPPORTED)
-    return tuple(sites), cross
+    return tuple(sites)

@@ -11,7 +11,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from approx.conversion import families, integrity
-from approx.conversion.folder import check_seal, sha256
+from approx.conversion.manifest import check_seal, sha256
 from approx.errors import ApproxError, Exit
 
 EMBEDDED = "quickstart"
@@ -125,16 +125,16 @@ def load(
     model_class = families.model_class(source.stock_class) if source.converted else source.stock_class
     try:
         model, info = model_class.from_pretrained(  # type: ignore[attr-defined]  # every PreTrainedModel has it
-            source.folder, dtype=dtype, output_loading_info=True, use_safetensors=not allow_pickle
+            source.folder, dtype=dtype, output_loading_info=True, use_safetensors=files[0].suffix == ".safetensors"
         )
     except ApproxError:
         raise
     except pickle.UnpicklingError as error:
         raise ApproxError(
-            f"{files[0]} is a pickle that asks for more than tensors and was not loaded: {str(error).splitlines()[0]} "
-            "Get the checkpoint as safetensors.",
+            f"{files[0]} is a pickle that asks for more than tensors, or is damaged; it was not loaded. Get the checkpoint as "
+            "safetensors.",
             Exit.UNAVAILABLE,
-        ) from None
+        ) from error
     except Exception as error:
         raise ApproxError(
             f"{source.folder} could not be loaded as {source.stock_class.__name__}: {_short(error)}", Exit.UNAVAILABLE
@@ -218,8 +218,8 @@ def _download(name: str, revision: str | None, offline: bool, allow_pickle: bool
 
 
 def _stock_class(name: str, raw: dict[str, Any], config: Any, converted: bool) -> type:
-    architectures = raw.get("architectures") or []
-    architecture = str(architectures[0]).removeprefix("Approx" if converted else "") if architectures else None
+    named = raw.get("architectures")
+    architecture = str(named[0]).removeprefix("Approx" if converted else "") if named and type(named) is list else None
     if architecture is None:
         base = transformers.AutoModel._model_mapping.get(families.stock_class(type(config)), None)
         if base is None:
@@ -228,6 +228,13 @@ def _stock_class(name: str, raw: dict[str, Any], config: Any, converted: bool) -
             )
         return base
     stock = getattr(transformers, architecture, None)
+    expected = families.stock_class(type(config))
+    if getattr(stock, "config_class", expected) is not expected:
+        raise ApproxError(
+            f"The config of {name} contradicts itself: model_type '{raw['model_type']}' and architecture '{architecture}' are "
+            "of different families. Download it again.",
+            Exit.UNAVAILABLE,
+        )
     if not isinstance(stock, type) or not hasattr(stock, "main_input_name"):
         raise ApproxError(
             f"The architecture '{architecture}' of {name} is not part of transformers {transformers.__version__}. "
@@ -257,11 +264,15 @@ def _check_keys(source: Source, model: Any, info: dict[str, Any]) -> list[str]:
             "are of another family than its config, or incomplete; transformers would have filled in random numbers.",
             Exit.UNAVAILABLE,
         )
-    if not missing:
-        return []
-    return [
-        f"{', '.join(missing[:4])} not in the checkpoint: newly initialised; train this head before you trust its output."
-    ]
+    notes = []
+    if missing:
+        notes.append(
+            f"{', '.join(missing[:4])} not in the checkpoint: newly initialised; train this head before you trust its output."
+        )
+    surplus = sorted(key for key in info["unexpected_keys"] if key.startswith(prefix) and "pooler" not in key)
+    if surplus:
+        notes.append(f"{len(surplus)} tensors have no place in this model and were left out, e.g. {surplus[0]}.")
+    return notes
 
 
 def _digest(files: list[Path]) -> str:

@@ -14,8 +14,8 @@ class Cost:
     """What one forward pass of one sequence costs, before and after a plan.
 
     Attributes:
-        length: Positions of the sequence.
-        flops_outside: Floating-point operations outside attention.
+        length: Positions of the sequence; layers of fixed length are counted at theirs.
+        flops_outside: Floating-point operations outside self-attention.
         flops_exact: Operations of exact attention in all self-attention layers.
         flops_planned: The same under the plan.
         memory_exact: Bytes of the largest temporaries of an exact layer, in float32.
@@ -49,25 +49,25 @@ def predict(anatomy: Anatomy, assignment: Mapping[Site, Rule], lengths: Sequence
         lengths: Positions of the sequences.
     """
     exact = {site: _build("sdpa", site, {}) for site in anatomy.sites}
-    planned = dict(exact)
-    for site, rule in assignment.items():
-        planned[site] = _build(rule.mechanism, site, rule.settings)
+    planned = {**exact, **{site: _build(rule.mechanism, site, rule.settings) for site, rule in assignment.items()}}
 
-    def at(site: Site, length: int) -> Mechanism:
-        rule = assignment.get(site)
-        return exact[site] if rule is not None and length < rule.exact_below else planned[site]
-
-    return [
-        Cost(
+    def cost(length: int) -> Cost:
+        before, after = [], []
+        for site in anatomy.sites:
+            seen = site.fixed_length or length
+            below = site in assignment and seen < assignment[site].exact_below
+            for costs, mechanism in ((before, exact[site]), (after, exact[site] if below else planned[site])):
+                costs.append((mechanism.flops(seen), mechanism.memory(seen)))
+        return Cost(
             length=length,
             flops_outside=anatomy.flops_outside(length),
-            flops_exact=sum(exact[site].flops(length) for site in anatomy.sites),
-            flops_planned=sum(at(site, length).flops(length) for site in anatomy.sites),
-            memory_exact=max(exact[site].memory(length) for site in anatomy.sites),
-            memory_planned=max(at(site, length).memory(length) for site in anatomy.sites),
+            flops_exact=sum(flops for flops, _ in before),
+            flops_planned=sum(flops for flops, _ in after),
+            memory_exact=max(memory for _, memory in before),
+            memory_planned=max(memory for _, memory in after),
         )
-        for length in lengths
-    ]
+
+    return [cost(length) for length in lengths]
 
 
 def _build(name: str, site: Site, settings: dict) -> Mechanism:

@@ -8,7 +8,7 @@ from typing import Any
 
 from approx.conversion import families, travel, verify
 from approx.conversion.checkpoint import Checkpoint
-from approx.conversion.folder import MANIFEST
+from approx.conversion.manifest import MANIFEST
 from approx.conversion.surgery import Receipt
 from approx.version import __version__
 

@@ -20,14 +20,14 @@ FAMILIES = (
 class _LocalModel(ApproxModel):
     """Converted models of this process: transformers copies the code of remote classes only, so these bring their own."""
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save as transformers does, and write the code that travels beside the weights."""
-        config, stock = self.config, stock_class(type(self))
-        config.auto_map = travel.auto_map(stock_class(type(config)), stock)
-        saved = super().save_pretrained(save_directory, *args, **kwargs)
-        used = {site["mechanism"] for site in config.approx["sites"].values()}
-        travel.write_code(Path(save_directory), stock_class(type(config)), stock, used)
-        return saved
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
+        """Save as transformers does, with the code that travels beside the weights."""
+        self.config.auto_map = travel.auto_map(stock_class(type(self.config)), stock_class(type(self)))
+        super().save_pretrained(save_directory, is_main_process, **kwargs)
+
+    def _write_code(self, folder: Path) -> None:
+        used = {site["mechanism"] for site in self.config.approx["sites"].values()}
+        travel.write_code(folder, stock_class(type(self.config)), stock_class(type(self)), used)
 
 
 @functools.cache
@@ -100,3 +100,7 @@ def register_family(stock_config: type) -> None:
     transformers.AutoConfig.register(f"approx_{family}", converted, exist_ok=True)
     for auto, stock in travel.heads(family).items():
         getattr(modeling_auto, auto).register(converted, model_class(getattr(transformers, stock)), exist_ok=True)
+
+
+# Importing this module registers: it is what `import approx` arranges for, and what unpickling a converted model imports.
+register()

@@ -1,49 +1,51 @@
 """Folders that are either whole or not there: written beside their place, sealed with a manifest, renamed last."""
 
 import contextlib
-import hashlib
-import json
+import glob
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from approx.errors import ApproxError, Exit
+from safetensors import SafetensorError
 
-MANIFEST = "approx_manifest.json"
+from approx.conversion.manifest import flush, seal
+from approx.errors import ApproxError, Exit
 
 
 @contextlib.contextmanager
 def atomic_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
     """Give a temporary folder to write into; on success it is sealed and takes the place of `out`.
 
-    Whatever goes wrong, `out` is untouched and the temporary folder is removed. Leftovers of killed runs are removed at
-    the start.
+    Whatever goes wrong, `out` is untouched and the temporary folder is removed. What killed runs left is tidied up at the
+    start.
 
     Args:
         out: The folder to make.
         force: Whether an existing `out` may be replaced; it goes only after the new one is complete.
 
     Raises:
-        ApproxError: if `out` exists without `force`, or the disk does not take the files.
+        ApproxError: if `out` may not be replaced, or the disk does not take the files.
     """
-    out = Path(out)
+    out = Path(out).resolve()
+    temporary, old = (out.with_name(f"{out.name}.{what}-{os.getpid()}") for what in ("tmp", "old"))
     refuse_existing(out, force=force)
-    temporary = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(out)
+        _tidy_up(out)
         temporary.mkdir()
     except OSError as error:
         raise ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.") from None
+    # Somebody else may have been faster, or a killed run's original was just put back in its place.
     try:
+        refuse_existing(out, force=force)
         yield temporary
         seal(temporary)
-        _replace(temporary, out)
-    except OSError as error:
-        if error.errno is None:
+        _replace(temporary, out, old)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno is None:
             raise
-        reason = error.strerror or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         raise ApproxError(
             f"Writing {out} failed: {reason}. Nothing was left half-written; free some space or choose another folder.",
             Exit.UNAVAILABLE,
@@ -56,83 +58,59 @@ def refuse_existing(out: Path, *, force: bool) -> None:
     """Check that `out` may be written, before the long work starts.
 
     Raises:
-        ApproxError: if it exists and `force` is not given, or it is a file.
+        ApproxError: if it exists and `force` is not given, or it is something else than the folder of a checkpoint.
     """
-    if out.exists() and not out.is_dir():
+    out = Path(out)
+    try:
+        names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+        is_file = out.exists() and not out.is_dir()
+    except OSError as error:
+        raise ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.") from None
+    if is_file:
         raise ApproxError(f"{out} is a file, a folder is to be written there. Choose another output.", Exit.REFUSED)
-    if out.exists() and not force and any(out.iterdir()):
+    if names and not force:
         raise ApproxError(
             f"{out} exists already. Choose another output folder, or replace it with --force.", Exit.REFUSED
         )
-
-
-def seal(folder: Path) -> None:
-    """Write the manifest with the sha256 of every file, last, and flush everything to the disk."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    for path in files:
-        _flush(path)
-    hashes = {str(path.relative_to(folder)): sha256(path) for path in files}
-    manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"files": hashes}, indent=1) + "\n", encoding="utf-8")
-    _flush(manifest)
-    _flush(folder)
-
-
-def check_seal(folder: Path) -> None:
-    """Check that a converted folder is whole.
-
-    Raises:
-        ApproxError: if the manifest is missing or a file differs from it.
-    """
-    manifest = folder / MANIFEST
-    if not manifest.is_file():
+    if names and "config.json" not in names:
         raise ApproxError(
-            f"{folder} has no {MANIFEST}: it was not written completely. Convert the base checkpoint again.",
-            Exit.UNAVAILABLE,
-        )
-    try:
-        hashes = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        wrong = [
-            name for name, found in hashes.items() if not (folder / name).is_file() or sha256(folder / name) != found
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        wrong = [MANIFEST]
-    if wrong:
-        raise ApproxError(
-            f"{folder} is damaged: {', '.join(wrong[:3])} missing or different from {MANIFEST}. "
-            "Copy it again, or convert the base checkpoint again.",
-            Exit.UNAVAILABLE,
+            f"{out} is not the folder of a checkpoint (it has no config.json), and --force replaces only those. "
+            "Choose another output folder.",
+            Exit.REFUSED,
         )
 
 
-def sha256(path: Path) -> str:
-    """Hexadecimal sha256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _replace(temporary: Path, out: Path) -> None:
-    old = out.with_name(f"{out.name}.old-{os.getpid()}")
-    if out.exists():
-        os.replace(out, old)
+def _replace(temporary: Path, out: Path, old: Path) -> None:
     try:
+        if out.exists():
+            os.replace(out, old)
         os.replace(temporary, out)
-    except OSError:
+        flush(out.parent)
+    except BaseException:
+        if not temporary.exists():
+            os.replace(out, temporary)
         if old.exists():
             os.replace(old, out)
         raise
-    _flush(out.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _remove_stale(out: Path) -> None:
-    for path in out.parent.glob(f"{out.name}.tmp-*"):
-        pid = path.name.rpartition("-")[2]
-        if pid.isdigit() and not _alive(int(pid)):
+def _tidy_up(out: Path) -> None:
+    """Remove what killed runs left; an original that one of them had set aside and not replaced goes back."""
+    for path in sorted(out.parent.glob(f"{glob.escape(out.name)}.*-*")):
+        what, _, pid = path.name[len(out.name) + 1 :].partition("-")
+        if what not in ("tmp", "old") or not pid.isdigit() or _alive(int(pid)):
+            continue
+        if what == "old" and not out.exists():
+            os.replace(path, out)
+        else:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _alive(pid: int) -> bool:
+    # Numbers return: a container's first process always has the same one.
+    if pid == os.getpid():
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -140,11 +118,3 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

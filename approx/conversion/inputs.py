@@ -17,7 +17,8 @@ def example_inputs(
         model: A transformers model; only its config and `main_input_name` are read.
         length: Positions of each row: tokens, or frames of speech. Images and spectrograms have the size the config says.
         batch: Rows.
-        padded: Positions of padding at the right end of the last row; the result then has an `attention_mask`.
+        padded: Positions of padding at the right end of the last row; the result then has an `attention_mask`, and the
+            padding is what a tokenizer would write there.
         seed: Of the random content.
         device: Where the tensors live; "meta" for shapes alone.
 
@@ -29,14 +30,18 @@ def example_inputs(
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     config, kind = model.config, model.main_input_name
+    shapes_alone = torch.device(device).type == "meta"
 
     def tokens(size: int) -> Tensor:
+        if shapes_alone:
+            return torch.empty(batch, size, dtype=torch.long, device=device)
         # Low ids are special tokens in most vocabularies; RoBERTa derives positions from the padding id.
         low = min(5, config.vocab_size - 1)
         return torch.randint(low, config.vocab_size, (batch, size), generator=generator)
 
     def real(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        # The sizes come from a config that nobody has checked yet, so no memory is asked for where shapes will do.
+        return torch.empty(shape, device=device) if shapes_alone else torch.randn(*shape, generator=generator)
 
     if kind == "input_ids":
         inputs, positions_per_step = {"input_ids": tokens(length)}, 1
@@ -61,7 +66,8 @@ def example_inputs(
             Exit.UNSUPPORTED,
         )
     if padded and positions_per_step:
-        mask = torch.ones(inputs[kind].shape, dtype=torch.long)
-        mask[-1, inputs[kind].shape[1] - padded * positions_per_step :] = 0
-        inputs["attention_mask"] = mask
+        start = inputs[kind].shape[1] - padded * positions_per_step
+        inputs["attention_mask"] = torch.ones(inputs[kind].shape, dtype=torch.long)
+        inputs["attention_mask"][-1, start:] = 0
+        inputs[kind][-1, start:] = (getattr(config, "pad_token_id", None) or 0) if kind == "input_ids" else 0
     return {name: tensor.to(device) for name, tensor in inputs.items()}

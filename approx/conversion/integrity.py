@@ -32,7 +32,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("it is not an object")
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise ApproxError(f"{path} is not a valid config: {error}. Download it again.", Exit.UNAVAILABLE) from None
     if not isinstance(config.get("model_type"), str):
         raise ApproxError(
@@ -62,10 +62,12 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
     if (folder / _INDEX).is_file():
         _refuse_lfs(folder / _INDEX)
         try:
-            names = sorted(set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ApproxError(f"{folder / _INDEX} is not a valid index. Download it again.", Exit.UNAVAILABLE) from None
-        files = [folder / name for name in names]
+            names = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+            files = sorted(folder / name for name in names)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            files = []
+        if not files:
+            raise ApproxError(f"{folder / _INDEX} is not a valid index. Download it again.", Exit.UNAVAILABLE)
     elif (folder / _SINGLE).is_file():
         files = [folder / _SINGLE]
     else:
@@ -108,7 +110,7 @@ def _check_safetensors(path: Path) -> None:
         with safe_open(path, framework="pt") as file:
             if not list(file.keys()):
                 raise ApproxError(f"{path} holds no tensors. Download it again.", Exit.UNAVAILABLE)
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ApproxError(
             f"{path} ({path.stat().st_size:,} bytes) is damaged or cut short: {error}. Download it again.",
             Exit.UNAVAILABLE,

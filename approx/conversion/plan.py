@@ -96,14 +96,15 @@ class Plan:
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ApproxError(
-                f"Plan {path} cannot be read: {error.strerror}. Give the path of a YAML or JSON file."
-            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise ApproxError(f"Plan {path} cannot be read: {reason}. Give the path of a YAML or JSON file.") from None
         try:
-            return cls.parse(yaml.safe_load(text), str(path))
-        except yaml.YAMLError as error:
+            data = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            # Dates and numbers that are none are ValueErrors in YAML.
             raise ApproxError(f"Plan {path} is not valid YAML or JSON: {' '.join(str(error).split())}") from None
+        return cls.parse(data, str(path))
 
     def to_data(self) -> list[dict[str, Any]]:
         """The rules as plain data; `Plan.parse` makes the same plan of it."""
@@ -234,8 +235,8 @@ def _trial(rule: Rule, settings: dict[str, Any], sites: list[Site], anatomy: Ana
             mechanism(shape[0], shape[1], causal=False, scale=shape[2], **settings)
         except ApproxError as error:
             usage.append(str(error))
-        except TypeError as error:
-            usage.append(f"settings of '{rule.mechanism}' have a wrong type: {error}")
+        except (TypeError, OverflowError, RuntimeError, MemoryError) as error:
+            usage.append(f"'{rule.mechanism}' cannot be made with these settings: {str(error).splitlines()[0]}")
     return usage, support
 
 
@@ -255,8 +256,9 @@ def _form_mistakes(item: Any, where: str) -> list[str]:
         mistakes.append(
             f"{where}: 'layers' must be 'all', a number or ranges such as '0-5,8', found {_shown(item['layers'])}."
         )
-    if not isinstance(item.get("settings") or {}, dict):
-        mistakes.append(f"{where}: 'settings' must be a mapping, found {_shown(item['settings'])}.")
+    settings = item.get("settings")
+    if settings is not None and (not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings)):
+        mistakes.append(f"{where}: 'settings' must be a mapping of names to values, found {_shown(settings)}.")
     below = item.get("exact_below", 0)
     if not isinstance(below, int) or isinstance(below, bool) or below < 0:
         mistakes.append(f"{where}: 'exact_below' must be a number of tokens, 0 or more, found {_shown(below)}.")

@@ -6,6 +6,7 @@ exact attention. This file travels with converted checkpoints, so it knows nothi
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.output_capturing import _active_collector
 
+from approx.conversion.manifest import seal_model
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 
@@ -204,8 +206,6 @@ def switch(model: Any, implementation: str) -> None:
 class ApproxModel:
     """What every converted model adds to its stock class: mechanisms from the config, loud failure where they are lost."""
 
-    # Random features and learned maps lose their meaning in 16 bits; the mechanisms cast their output instead.
-    _keep_in_fp32_modules_strict = ("mechanism",)
     config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -217,6 +217,11 @@ class ApproxModel:
                 Exit.UNAVAILABLE,
             )
         attach(self, config.approx["sites"])
+        # Random features and learned maps lose their meaning in 16 bits; the mechanisms cast their output instead. Each tensor
+        # is named, for transformers would turn integers among them into float32 as well.
+        self._keep_in_fp32_modules_strict = {
+            name for name, t in self.state_dict().items() if ".mechanism." in name and t.is_floating_point()
+        }
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -236,10 +241,25 @@ class ApproxModel:
             )
         return (model, info) if wants_info else model
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as transformers does, in the layout that converted classes load."""
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
+        """Save as transformers does, in the layout that converted classes load, with the code and the manifest.
+
+        Raises:
+            ApproxError: if asked to push in the same breath: only a complete folder is pushed.
+        """
+        if kwargs.pop("push_to_hub", False):
+            raise ApproxError(
+                "push_to_hub=True was asked for, which would upload this folder before it is complete. Save it, then call "
+                "push_to_hub on the model."
+            )
         kwargs["save_original_format"] = False
-        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
+        super().save_pretrained(save_directory, is_main_process, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
+        if is_main_process:
+            self._write_code(Path(save_directory))
+            seal_model(Path(save_directory))
+
+    def _write_code(self, folder: Path) -> None:
+        """Transformers has copied the code of remote classes already."""
 
     def _set_implementation_unguarded(self, implementation: str) -> None:
         super().set_attn_implementation(implementation)  # type: ignore[misc]  # the stock class follows in the MRO

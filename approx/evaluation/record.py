@@ -20,11 +20,14 @@ never 0 or NaN. Its keys:
                                needed_examples: int or null,
                                slices: [{from, to: tokens, `to` excluded; examples, base, converted}]}],
                    outputs: name of the parquet of per-example outputs, beside the record, or null}]
-    speed        [{device, dtype, threads, batch, length, mode, inputs: "real" or "synthetic", baseline,
-                   base: {median_ms, p10_ms, p90_ms, samples, peak_mb, status: "ok" or "out of memory"},
-                   ceiling: {median_ms, ratio, interval, status}, spread: {ratio, interval} of base against itself,
-                   variants: [{name, median_ms, p10_ms, p90_ms, samples, peak_mb, ratio, interval,
-                               share_of_ceiling, status}]}]
+    speed        [{device, dtype, threads, batch, length, mode, inputs: "real" or "synthetic", baseline: the SDPA back end,
+                   crowded: whether other programs used the cores all the while,
+                   base: {median_ms, p10_ms, p90_ms, first_ms, samples, rejected, peak_mb,
+                          status: "ok" or "out of memory"},
+                   ceiling: the same of the model without attention, with ratio and interval, or null,
+                   spread: {ratio, interval} of base against itself,
+                   variants: [the same as base with name, ratio, interval, share_of_ceiling,
+                              verdict: "faster" or "exact is better here", null without a ratio]}]
     crossover    [{name, batch, dtype, device, length: int or null}]: first length with a ratio interval above 1
     environment  what `environment` returns
 

@@ -10,6 +10,7 @@ from approx.conversion.folder import MANIFEST
 from approx.conversion.plan import Plan
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
+from approx.evaluation.bench import crossover
 from approx.pipeline.journal import Journal
 from approx.pipeline.measure import BASE, Progress, make_record, measure_quality, measure_speed, open_all, silent
 from approx.publishing.report import write_report
@@ -85,6 +86,7 @@ def run(
         )
         for number, stage in enumerate(recipe.bench)
     ]
+    speed = [row for one in races for row in one["speed"]]
     made = make_record(
         opened,
         title=recipe.title,
@@ -93,8 +95,8 @@ def run(
         command=command,
         recipe={"text": recipe.text, "sha256": recipe.sha256},
         quality=quality,
-        speed=[row for one in races for row in one["speed"]],
-        crossover=[row for one in races for row in one["crossover"]],
+        speed=speed,
+        crossover=crossover(speed),
     )
     record.save(out / "record.json", made)
     write_report([made], out / "report")

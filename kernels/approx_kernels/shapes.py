@@ -28,7 +28,14 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> No
         raise ValueError(
             f"v has shape {list(v.shape)}; expected [{batch}, {heads}, {k.shape[2]}, value size] to fit k."
         )
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+    if not (q.numel() and k.numel() and v.numel()):
+        raise ValueError(
+            f"q, k, v have shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}: one is empty; "
+            "expected at least one sample, query and key."
+        )
+    # Under autocast rotary embeddings leave q and k in float32 beside values of 16 bits.
+    one_dtype = q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)
+    if not (one_dtype and q.is_floating_point()):
         raise ValueError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one floating dtype.")
     if key_mask is None:
         return

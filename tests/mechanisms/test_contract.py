@@ -228,6 +228,16 @@ def test_scores_of_ten_thousand_stay_finite(name, causal, dtype):
 
 
 @over_forms
+def test_autocast_takes_the_dtypes_that_a_model_has_under_it(name, causal):
+    shape = {"batch": 2, "heads": 2, "length": 40, "size": 16, "values": 16, "seed": 3}
+    q, k, v = draw(**shape)
+    mechanism, mask = make(name, causal, heads=2, size=16), draw_mask("right", **shape)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = mechanism(q, k, v.bfloat16(), mask)
+    torch.testing.assert_close(out.float(), mechanism(q, k, v, mask), atol=0.05, rtol=0.05)
+
+
+@over_forms
 def test_dropout_is_unbiased_and_only_there_when_asked_for(name, causal):
     samples = 1500
     shape = {"batch": 1, "heads": 1, "length": 7, "size": 4, "values": 3, "seed": 11}
@@ -273,10 +283,12 @@ def test_layout_in_memory_cannot_matter(name, causal, shape):
         ({"k": torch.zeros(2, 1, 5, 4)}, "k has shape"),
         ({"v": torch.zeros(2, 3, 6, 4)}, "v has shape"),
         ({"v": torch.zeros(2, 3, 5, 4, dtype=torch.float16)}, "dtypes"),
+        (dict.fromkeys("qkv", torch.zeros(2, 3, 0, 4)), "empty"),
+        (dict.fromkeys("qkv", torch.zeros(0, 3, 5, 4)), "empty"),
         ({"key_mask": torch.ones(2, 5)}, "key_mask is torch.float32"),
         ({"key_mask": torch.ones(2, 4, dtype=torch.bool)}, "key_mask"),
     ],
-    ids=["q", "grouped keys", "values", "dtype", "float mask", "short mask"],
+    ids=["q", "grouped keys", "values", "dtype", "no tokens", "no samples", "float mask", "short mask"],
 )
 def test_tensors_that_do_not_fit_are_refused(name, causal, changed, words):
     tensors = dict.fromkeys("qkv", torch.zeros(2, 3, 5, 4)) | changed

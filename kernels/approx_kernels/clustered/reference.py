@@ -53,6 +53,7 @@ def clustered_samples(
         out = attend(inner, k.index_select(1, real), v.index_select(1, real))
         return out.new_zeros(*q.shape[:2], v.shape[2]).index_copy(1, real, out) if padded_queries else out
 
+    k, v = k.to(q.dtype), v.to(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
         if key_mask is None:
             return torch.stack([attend(*sample) for sample in zip(q, k, v, strict=True)])

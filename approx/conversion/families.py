@@ -74,16 +74,18 @@ def stock_config(config: Any) -> Any:
 
 
 def change_class(config: Any, kind: type) -> None:
-    """Make a config one of another class, in place: all submodules of a model share the object."""
+    """Make a config one of another class, in place: all submodules of a model share the object.
+
+    Its own `model_type` stays the stock one, which transformers asks for in places; saving asks the class.
+    """
     config.__class__ = kind
-    # A config read from a file carries its model_type as its own attribute, which would hide the class's.
-    vars(config).pop("model_type", None)
+    config.model_type = stock_class(kind).model_type  # type: ignore[attr-defined]  # every config class has it
 
 
 def is_converted(model_or_config: Any) -> bool:
     """Whether a model or config is a converted one, of this process or of code that travelled."""
     config = getattr(model_or_config, "config", model_or_config)
-    return config.model_type.startswith("approx_")
+    return type(config).model_type.startswith("approx_")
 
 
 def register() -> None:

@@ -209,7 +209,17 @@ class ApproxModel:
     config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        # Some heads make their backbone with AutoModel.from_config, which must give the stock one.
+        converted = type(config)
+        stock = next(kind for kind in converted.__mro__ if kind.__module__.startswith("transformers."))
+        config.__class__ = stock
+        # In places transformers asks the object for its family by name: Whisper's generation, pipelines. Saving asks its
+        # class, which keeps a name of its own, so that nobody loads it as exact attention.
+        config.model_type = stock.model_type
+        try:
+            super().__init__(config, *args, **kwargs)
+        finally:
+            config.__class__ = converted
         if not config.approx or config.approx.get("format") != FORMAT:
             raise ApproxError(
                 f"{type(self).__name__} needs a config whose field 'approx' has format {FORMAT}, found: {config.approx}. "

@@ -1,0 +1,127 @@
+"""What cannot be converted is refused with its reason, and what a converted model cannot do is refused when it is asked."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import StaticCache
+
+from approx.conversion import surgery
+from approx.conversion.anatomy import anatomy, attends_causally
+from approx.conversion.inputs import example_inputs
+from approx.conversion.plan import Plan
+from approx.errors import ApproxError, Exit
+from conversion.zoo import tiny
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 101,
+}
+
+
+def refused(code, *words):
+    """The context of an ApproxError with this exit code whose message has all these words."""
+    return pytest.raises(ApproxError, check=lambda e: e.exit_code == code and all(word in str(e) for word in words))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "words"),
+    [
+        ("WavLMModel", {"num_hidden_layers": 2}, ["wavlm", "dispatch"]),
+        ("MPNetModel", {}, ["mpnet", "dispatch"]),
+        ("DebertaV2Model", {}, ["deberta-v2", "dispatch"]),
+        ("MistralModel", {"num_key_value_heads": 2, "sliding_window": 8}, ["sliding"]),
+        ("AlbertModel", {"embedding_size": 16}, ["one attention module"]),
+        ("T5Model", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}, ["t5"]),
+    ],
+)
+def test_families_that_cannot_be_converted_are_refused_with_the_reason(architecture, changes, words):
+    config = getattr(transformers, architecture.replace("Model", "Config"))(**{**_SMALL, **changes})
+    with refused(Exit.UNSUPPORTED, architecture, *words):
+        anatomy(config, getattr(transformers, architecture))
+
+
+def test_a_family_outside_the_list_that_dispatches_plainly_converts():
+    config = transformers.MistralConfig(**_SMALL, num_key_value_heads=2, sliding_window=None)
+    model = transformers.MistralModel(config).eval()
+    inputs = example_inputs(model, 12)
+    with torch.no_grad():
+        before = model(**inputs)[0]
+        surgery.convert(model, Plan.of("full"))
+        torch.testing.assert_close(model(**inputs)[0], before)
+
+
+def test_a_converted_model_is_not_converted_again_and_a_stock_one_is_not_reverted():
+    model = tiny("BertModel")
+    with refused(Exit.REFUSED, "not converted"):
+        surgery.revert(model)
+    surgery.convert(model, Plan.of("local"))
+    with refused(Exit.REFUSED, "converted already"):
+        surgery.convert(model, Plan.of("local"))
+
+
+@pytest.mark.parametrize("mechanism", ["clustered", "improved-clustered"])
+def test_a_mechanism_without_a_causal_form_is_refused_on_causal_layers(mechanism):
+    with refused(Exit.UNSUPPORTED, mechanism, "causal", "linear", "local"):
+        surgery.convert(tiny("GPT2Model"), Plan.of(mechanism))
+    with refused(Exit.UNSUPPORTED, "layers 2-3", "0-1"):
+        surgery.convert(tiny("WhisperForConditionalGeneration"), Plan.of(mechanism))
+
+
+def test_exact_below_is_refused_where_a_cache_would_mix_both():
+    with refused(Exit.UNSUPPORTED, "exact_below", "cache"):
+        surgery.convert(tiny("GPT2Model"), Plan.of("local", exact_below=16))
+
+
+def test_no_other_attention_can_be_switched_on_behind_the_conversion():
+    model = tiny("BertModel")
+    surgery.convert(model, Plan.of("local"))
+    with refused(Exit.REFUSED, "sdpa", "revert"):
+        model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("approx_v1")
+
+
+def test_masks_of_other_forms_are_refused_in_converted_layers_and_kept_in_stock_ones():
+    model = tiny("BertModel")
+    inputs = example_inputs(model, 8)
+    four = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    with torch.no_grad():
+        before = model(**inputs, attention_mask=four)[0]
+        surgery.convert(model, Plan.of("local", layers="2"))
+        with refused(Exit.UNSUPPORTED, "4-D"):
+            model(**inputs, attention_mask=four)
+        surgery.revert(model)
+        assert torch.equal(model(**inputs, attention_mask=four)[0], before)
+
+
+def test_packed_sequences_are_refused():
+    model = tiny("LlamaForCausalLM")
+    inputs = example_inputs(model, 8)
+    surgery.convert(model, Plan.of("local"))
+    with refused(Exit.UNSUPPORTED, "packed"), torch.no_grad():
+        model(**inputs, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False)
+
+
+@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_a_static_cache_is_refused(architecture):
+    model = tiny(architecture)
+    inputs = example_inputs(model, 8)
+    surgery.convert(model, Plan.of("local"))
+    with refused(Exit.UNSUPPORTED, "dynamic cache"), torch.no_grad():
+        model(**inputs, past_key_values=StaticCache(config=model.config, max_cache_len=32))
+    with refused(Exit.UNSUPPORTED, "dynamic cache"):
+        model.generate(**inputs, max_new_tokens=4, cache_implementation="static")
+
+
+def test_families_are_told_apart_by_whether_they_attend_causally():
+    assert attends_causally("gpt2")
+    assert attends_causally("whisper")
+    assert not attends_causally("roberta")
+    with refused(Exit.USAGE, "Did you mean 'bert'"):
+        attends_causally("bertt")
+    with refused(Exit.UNSUPPORTED, "wavlm"):
+        attends_causally("wavlm")

@@ -1,0 +1,251 @@
+"""Surgery on every family: what is exact stays equal, what was there stays there, and what was done can be undone."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from approx.conversion import families, surgery
+from approx.conversion.anatomy import anatomy
+from approx.conversion.inputs import example_inputs
+from approx.conversion.plan import Plan, Rule
+from approx.errors import ApproxError, Exit
+from approx.mechanisms import MECHANISMS
+from conversion.zoo import FAMILIES, OTHER_HEADS, difference, exact_plan, outputs, tiny
+
+TOKEN_FAMILIES = [name for name in FAMILIES if not name.startswith(("Wav2Vec2", "Hubert", "ViT", "Whisper"))]
+
+
+def real_outputs(model, inputs):
+    """Outputs with the positions of padding set to 0: what a mechanism gives there has no meaning."""
+    mask = inputs.get("attention_mask")
+    found = outputs(model, inputs)
+    if mask is None:
+        return found
+    if "input_values" in inputs:
+        return [tensor if tensor.dim() < 3 else tensor * frames_mask(model, mask, tensor) for tensor in found]
+    return [
+        tensor * mask.view(*mask.shape, *[1] * (tensor.dim() - 2)) if tensor.shape[:2] == mask.shape else tensor
+        for tensor in found
+    ]
+
+
+def frames_mask(model, mask, tensor):
+    if tensor.shape[-1] in model.config.conv_dim and tensor.shape[-1] != model.config.hidden_size:
+        return 1
+    return model._get_feature_vector_attention_mask(tensor.shape[1], mask)[..., None]
+
+
+@pytest.mark.parametrize("architecture", [*FAMILIES, *OTHER_HEADS])
+def test_an_exact_mechanism_in_all_layers_changes_nothing(architecture):
+    model = tiny(architecture)
+    inputs = example_inputs(model, 24, batch=2, padded=7)
+    before, keys = real_outputs(model, inputs), set(model.state_dict())
+    tried = 0
+    for mechanism in MECHANISMS:
+        plan = exact_plan(model, mechanism)
+        if plan is None:
+            continue
+        receipt = surgery.convert(model, plan)
+        assert difference(real_outputs(model, inputs), before) < 1e-5, mechanism
+        assert set(model.state_dict()) - keys == set(receipt.added)
+        assert keys <= set(model.state_dict())
+        assert all(".mechanism." in name for name in receipt.added)
+        assert receipt.left == []
+        surgery.revert(model)
+        tried += 1
+    assert tried >= 3
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_an_exact_mechanism_in_any_subset_of_layers_changes_nothing(data):
+    architecture = data.draw(st.sampled_from(FAMILIES))
+    model = tiny(architecture)
+    layers = range(len(anatomy(model.config, type(model)).sites))
+    rules = []
+    for layer in data.draw(st.sets(st.sampled_from(layers), min_size=1)):
+        mechanism = data.draw(st.sampled_from(sorted(MECHANISMS)))
+        plan = exact_plan(model, mechanism, str(layer))
+        rules += plan.rules if plan else [Rule("sdpa", str(layer))]
+    length, padded = data.draw(st.integers(8, 24)), data.draw(st.integers(0, 5))
+    inputs = example_inputs(model, length, batch=2, padded=padded, seed=length)
+    before = real_outputs(model, inputs)
+    receipt = surgery.convert(model, Plan(tuple(rules)))
+    assert sorted([site["layer"] for site in receipt.swapped] + receipt.left) == list(layers)
+    assert difference(real_outputs(model, inputs), before) < 1e-5
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_every_form_of_padding_is_honoured(data):
+    architecture = data.draw(st.sampled_from(TOKEN_FAMILIES))
+    model = tiny(architecture)
+    mechanism = data.draw(st.sampled_from(sorted(MECHANISMS)))
+    plan = exact_plan(model, mechanism, data.draw(st.sampled_from(["all", "0", "-1", "1-2"])))
+    inputs = example_inputs(model, 16, batch=3, padded=0)
+    rows = [
+        [True] * 16,
+        data.draw(st.integers(1, 16).map(lambda n: [False] * (16 - n) + [True] * n), label="left"),
+        data.draw(st.lists(st.booleans(), min_size=16, max_size=16).filter(any), label="any"),
+    ]
+    mask = torch.tensor(rows)
+    if anatomy(model.config, type(model)).sites[0].causal:
+        # Positions count from the first real token, as generate() does.
+        inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
+    inputs["attention_mask"] = mask.long()
+    before = real_outputs(model, inputs)
+    surgery.convert(model, plan or Plan.of("sdpa"))
+    assert difference(real_outputs(model, inputs), before) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_revert_gives_the_base_back_to_the_last_bit(architecture):
+    model = tiny(architecture)
+    mechanism = "linear"
+    kind, config, implementation = type(model), model.config.to_dict(), model.config._attn_implementation
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = outputs(model)
+    surgery.convert(model, Plan.of(mechanism))
+    assert difference(outputs(model), before) > 0
+    assert families.is_converted(model)
+    surgery.revert(model)
+    assert type(model) is kind
+    assert type(model.config) is kind.config_class
+    assert model.config.to_dict() == config
+    assert model.config._attn_implementation == implementation
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}.keys() == tensors.keys()
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in tensors.items())
+    assert difference(outputs(model), before) == 0.0
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_attention_weights_are_given_for_all_layers(architecture):
+    model = tiny(architecture)
+    inputs = example_inputs(model, 12)
+    eager = tiny(architecture, attn_implementation="eager")
+    with torch.no_grad():
+        expected = eager(**inputs, output_attentions=True)
+    layers = len(anatomy(model.config, type(model)).sites)
+    surgery.convert(model, exact_plan(model, "local", f"0,{layers - 1}"))
+    with torch.no_grad():
+        found = model(**inputs, output_attentions=True)
+    for name in ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions"):
+        if not expected.get(name):
+            continue
+        assert len(found[name]) == len(expected[name]) > 0
+        assert difference(list(found[name]), list(expected[name])) < 1e-5
+
+
+def gradients(model, inputs):
+    # Dropout, layer drop and the masking of speech draw the same numbers in each run.
+    torch.manual_seed(0)
+    np.random.seed(0)
+    model.zero_grad()
+    sum(tensor.square().sum() for tensor in model(**inputs).to_tuple() if isinstance(tensor, torch.Tensor)).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_gradients_flow_and_checkpointing_gives_the_same_ones(architecture):
+    model = tiny(architecture)
+    inputs = example_inputs(model, 12)
+    surgery.convert(model, Plan((Rule("local", "all", {"left": 3, "right": 3}), Rule("linear", "0"))))
+    model.train()
+    plain = gradients(model, inputs)
+    assert all(bool(torch.isfinite(grad).all()) for grad in plain.values())
+    for path in model.config.approx["sites"]:
+        assert any(bool(p.grad.any()) for p in model.base_model.get_submodule(path).parameters() if p.grad is not None)
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        again = gradients(model, inputs)
+        assert plain.keys() == again.keys()
+        for name, grad in plain.items():
+            torch.testing.assert_close(again[name], grad)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_copies_and_pickles_are_converted_models_of_their_own(architecture):
+    model = tiny(architecture)
+    surgery.convert(model, Plan.of("local", left=2, right=2))
+    before = outputs(model)
+    twins = [copy.deepcopy(model)]
+    if not architecture.startswith(("Wav2Vec2", "Hubert")):
+        # PyTorch does not pickle parametrised modules, and theirs are, converted or not.
+        twins.append(pickle.loads(pickle.dumps(model)))
+    for twin in twins:
+        assert type(twin) is type(model)
+        assert difference(outputs(twin), before) == 0.0
+        surgery.revert(twin)
+        assert families.is_converted(model)
+        assert difference(outputs(model), before) == 0.0
+
+
+def test_projections_keep_the_names_that_adapters_look_for():
+    names = {"BertModel": ("query", "value"), "GPT2Model": ("c_attn",), "LlamaForCausalLM": ("q_proj", "v_proj")}
+    for architecture, targets in names.items():
+        model = tiny(architecture)
+        linear = {name for name, module in model.named_modules() if name.endswith(targets)}
+        surgery.convert(model, Plan.of("local"))
+        assert linear == {name for name, module in model.named_modules() if name.endswith(targets)} != set()
+
+
+@pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "GPT2LMHeadModel"])
+def test_compiled_models_give_the_same(architecture):
+    model = tiny(architecture)
+    inputs = example_inputs(model, 24, batch=2, padded=7)
+    surgery.convert(model, Plan.of("local", left=3, right=3))
+    before = outputs(model, inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    assert difference(outputs(compiled, inputs), before) < 1e-6
+
+
+def test_a_site_checkpointed_by_hand_works():
+    model = tiny("BertModel")
+    surgery.convert(model, Plan.of("improved-clustered", clusters=3))
+    mechanism = model.encoder.layer[0].attention.self.mechanism
+    q = torch.randn(1, 4, 10, 8, requires_grad=True)
+    out = checkpoint(mechanism, q, q, q, None, use_reentrant=False)
+    assert torch.equal(out, mechanism(q, q, q, None))
+
+
+def test_half_precision_models_run_and_keep_the_mechanism_in_single():
+    model = tiny("BertForSequenceClassification").to(torch.bfloat16)
+    surgery.convert(model, Plan.of("improved-clustered", clusters=3))
+    assert all(t.dtype == torch.float32 for n, t in model.state_dict().items() if n.endswith(".planes"))
+    assert outputs(model)[0].dtype == torch.bfloat16
+
+
+def test_exact_below_is_decided_for_each_call():
+    model = tiny("BertModel")
+    short, long = example_inputs(model, 15), example_inputs(model, 16)
+    before = outputs(model, short), outputs(model, long)
+    surgery.convert(model, Plan.of("linear", exact_below=16))
+    assert difference(outputs(model, short), before[0]) < 1e-6
+    assert difference(outputs(model, long), before[1]) > 1e-4
+
+
+def test_the_receipt_says_what_was_done():
+    model = tiny("WhisperForConditionalGeneration")
+    receipt = surgery.convert(model, Plan((Rule("clustered", "0", {"clusters": 4}), Rule("local", "2"))))
+    assert [(site["layer"], site["mechanism"]) for site in receipt.swapped] == [(0, "clustered"), (2, "local")]
+    assert receipt.swapped[0]["settings"]["clusters"] == 4
+    assert receipt.left == [1, 3]
+    assert receipt.cross_attention == 2
+    assert len(receipt.added) == 2
+
+
+def test_a_plan_that_does_not_fit_leaves_the_model_as_it_was():
+    model = tiny("GPT2LMHeadModel")
+    keys, kind = set(model.state_dict()), type(model)
+    with pytest.raises(ApproxError) as caught:
+        surgery.convert(model, Plan.of("clustered"))
+    assert caught.value.exit_code == Exit.UNSUPPORTED
+    assert (set(model.state_dict()), type(model)) == (keys, kind)
+    assert model.config._attn_implementation == "sdpa"

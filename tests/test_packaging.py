@@ -215,3 +215,10 @@ def test_records_become_reports_without_torch(tmp_path):
     names = sorted({*names, "approx.evaluation.record", "approx.evaluation.statistics"} - {"approx.publishing.push"})
     code = f"import sys, {', '.join(names)}; print(*({{'torch', 'transformers'}} & set(sys.modules)))"
     assert run("-c", code, cwd=tmp_path, path=(ROOT, ROOT / "kernels")).strip() == ""
+
+
+@pytest.mark.parametrize("name", ["AutoModel", "BertModel", "GPT2LMHeadModel"])
+def test_transformers_stays_whole_after_importing_approx(name, tmp_path):
+    # Registration happens while transformers is being imported, in whatever order the user's first name brings about.
+    code = f"import approx; from transformers import {name}; print({name}.__name__)"
+    assert run("-c", code, cwd=tmp_path, path=(ROOT, ROOT / "kernels")).split() == [name]

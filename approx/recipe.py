@@ -77,6 +77,8 @@ class Recipe:
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` (what the checkpoint says), `float32`, `bfloat16` or `float16`.
         text: The file as it was read.
+        mistakes: What is wrong with the file, a sentence each. `run` refuses such a recipe, and tells them together with
+            what only shows when the recipe meets the checkpoint.
     """
 
     title: str
@@ -90,6 +92,7 @@ class Recipe:
     device: str = "auto"
     dtype: str = "auto"
     text: str = ""
+    mistakes: tuple[str, ...] = ()
 
     @property
     def sha256(self) -> str:
@@ -97,12 +100,19 @@ class Recipe:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
-_CHOICES = {
+BASE, CEILING = "exact", "attention-free"
+"""Names of the two lines that every report has: the base itself, and the base with its attention replaced by its values."""
+
+CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "inputs": ("real", "synthetic"),
 }
-_POSITIVE = {"limit", "batch_size", "lengths", "batches", "max_length", "rounds", "seconds"}
+_LEAST = {"limit": 1, "batch_size": 1, "lengths": 1, "batches": 1, "max_length": 1}
+_LEAST |= {"rounds": 3, "seconds": 0, "margin": 0, "seed": 0}
+_NOT_IN_THE_FILE = ("text", "mistakes")
+# Stands for a value that was refused, so that its key keeps its default while the rest is looked at.
+_WRONG = object()
 
 
 def read(path: Path) -> Recipe:
@@ -111,8 +121,11 @@ def read(path: Path) -> Recipe:
     Args:
         path: Of the YAML file; paths inside it are meant from the folder that the command runs in.
 
+    Returns:
+        What could be read; what could not is among its `mistakes`, each with the nearest known name.
+
     Raises:
-        ApproxError: with every mistake in the file, each with the nearest known name.
+        ApproxError: if there is no such file, or it is no YAML mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -120,17 +133,16 @@ def read(path: Path) -> Recipe:
         raise ApproxError(f"Recipe {path} cannot be read: {error.strerror}. Give the path of a YAML file.") from None
     except UnicodeDecodeError:
         raise ApproxError(f"Recipe {path} is not UTF-8 text. Give the path of a YAML file.") from None
+    mistakes: list[str] = []
     try:
-        data = yaml.load(text, Loader=_StrictLoader)
+        data = _load(text, mistakes)
     except yaml.YAMLError as error:
         raise ApproxError(f"Recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
-    mistakes: list[str] = []
+    if not isinstance(data, dict):
+        raise ApproxError(f"Recipe {path} holds no mapping of keys and values, but {_shown(data)}. See the recipes/.")
     recipe = _make(Recipe, data, "recipe", mistakes)
-    if recipe is not None and not mistakes:
-        mistakes += _loose_ends(recipe)
-    if mistakes or recipe is None:
-        raise ApproxError("\n".join(f"{path}: {mistake}" for mistake in mistakes))
-    return dataclasses.replace(recipe, text=text)
+    mistakes += _loose_ends(recipe, data)
+    return dataclasses.replace(recipe, text=text, mistakes=tuple(f"{path}: {mistake}" for mistake in mistakes))
 
 
 def find(name: str) -> Path:
@@ -153,40 +165,46 @@ def find(name: str) -> Path:
     return known[name]
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML that refuses a key given twice: the later one would silently win."""
+def _load(text: str, mistakes: list[str]) -> Any:
+    """YAML in which a key given twice is a mistake: the later one would silently win."""
 
+    class Loader(yaml.SafeLoader):
+        pass
 
-def _unique(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key) for key, _ in node.value]  # type: ignore[no-untyped-call]  # PyYAML has no types
-    twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-    if twice:
-        raise yaml.constructor.ConstructorError(None, None, f"'{twice[0]}' is given twice", node.start_mark)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+    def unique(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+        keys = [str(key.value) for key, _ in node.value]
+        for key in sorted({key for key in keys if keys.count(key) > 1}):
+            mistakes.append(f"line {node.start_mark.line + 1}: the key '{key}' is given twice. Keep one of them.")
+        return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
-
-_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique)
+    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, unique)
+    return yaml.load(text, Loader=Loader)
 
 
 def _make(kind: type, data: Any, where: str, mistakes: list[str]) -> Any:
-    """An instance of a dataclass from plain data; what is wrong is added to `mistakes`."""
+    """An instance of a dataclass from plain data; what is wrong is added to `mistakes` and left out."""
     if not isinstance(data, dict):
-        mistakes.append(f"{where}: a mapping of keys and values is needed, found {data!r}.")
-        return None
-    fields = {f.name: f for f in dataclasses.fields(kind) if f.name != "text"}
+        mistakes.append(f"{where}: a mapping of keys and values is needed, found {_shown(data)}.")
+        return _WRONG
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.name not in _NOT_IN_THE_FILE}
     hints = typing.get_type_hints(kind)
     for key in data:
         if key not in fields:
             close = difflib.get_close_matches(str(key), list(fields), n=1)
             hint = f" Did you mean '{close[0]}'?" if close else ""
             mistakes.append(f"{where}: unknown key '{key}'.{hint} Known: {', '.join(fields)}.")
-    values = {}
+    values, needed = {}, set()
     for name, f in fields.items():
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            needed.add(name)
+            if name not in data:
+                mistakes.append(f"{where}: the key '{name}' is missing.")
         if name in data:
             values[name] = _value(hints[name], data[name], f"{where}.{name}", mistakes)
-        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            mistakes.append(f"{where}: the key '{name}' is missing.")
-    return None if mistakes else kind(**values)
+    values = {name: value for name, value in values.items() if value is not _WRONG}
+    if kind is Recipe:
+        values = {"title": "", "checkpoint": "", "variants": {}, **values}
+    return kind(**values) if needed <= values.keys() else _WRONG
 
 
 def _value(hint: Any, value: Any, where: str, mistakes: list[str]) -> Any:
@@ -198,49 +216,63 @@ def _value(hint: Any, value: Any, where: str, mistakes: list[str]) -> Any:
     if typing.get_origin(hint) is list:
         (inner,) = typing.get_args(hint)
         items = value if isinstance(value, list) else [value]
-        return [
-            _value(inner, item, f"{where}[{i}]" if len(items) > 1 else where, mistakes) for i, item in enumerate(items)
-        ]
+        if not items:
+            mistakes.append(f"{where}: at least one is needed, found an empty list.")
+        places = [f"{where}[{i}]" if len(items) > 1 else where for i in range(len(items))]
+        made = [_value(inner, item, place, mistakes) for item, place in zip(items, places, strict=True)]
+        return [item for item in made if item is not _WRONG] or _WRONG
     if typing.get_origin(hint) is dict:
         if not isinstance(value, dict):
-            mistakes.append(f"{where}: a mapping of names is needed, found {value!r}.")
+            mistakes.append(f"{where}: a mapping of names is needed, found {_shown(value)}.")
+            return _WRONG
         return value
     if dataclasses.is_dataclass(hint):
         return _make(typing.cast(type, hint), value, where, mistakes)
+    return _scalar(hint, value, where, mistakes)
+
+
+def _scalar(hint: type, value: Any, where: str, mistakes: list[str]) -> Any:
     name = where.rpartition(".")[2].partition("[")[0]
-    fits = isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        fits, value = True, float(value)
-    if not fits:
-        mistakes.append(f"{where}: {_words(hint)} is needed, found {value!r}.")
-    elif name in _POSITIVE and value <= 0:
-        mistakes.append(f"{where}: must be above 0, found {value!r}.")
-    elif name in _CHOICES and value not in _CHOICES[name]:
-        mistakes.append(f"{where}: one of {', '.join(_CHOICES[name])} is needed, found {value!r}.")
-    return value
+        value = float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        mistakes.append(f"{where}: {_words(hint)} is needed, found {_shown(value)}.")
+    elif name in _LEAST and not _LEAST[name] <= value < float("inf"):
+        mistakes.append(f"{where}: a finite number of at least {_LEAST[name]} is needed, found {_shown(value)}.")
+    elif name in CHOICES and value not in CHOICES[name]:
+        mistakes.append(f"{where}: one of {', '.join(CHOICES[name])} is needed, found {_shown(value)}.")
+    else:
+        return value
+    return _WRONG
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _words(hint: type) -> str:
     return {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[hint]
 
 
-def _loose_ends(recipe: Recipe) -> list[str]:
+def _loose_ends(recipe: Recipe, data: dict[str, Any]) -> list[str]:
     mistakes = []
-    if not recipe.variants:
+    if not data.get("variants", True):
         mistakes.append("recipe.variants: at least one variant is needed, e.g. {linear: {mechanism: linear}}.")
     slugs: dict[str, str] = {}
     for name in recipe.variants:
         if not isinstance(name, str):
             mistakes.append(f"recipe.variants: names are texts, found {name!r}. Put it in quotes.")
-        elif name in ("exact", "ceiling"):
+        elif name in (BASE, CEILING):
             mistakes.append(f"recipe.variants: '{name}' is the name of a line of every report. Choose another name.")
         elif slug(name) in slugs:
             mistakes.append(f"recipe.variants: '{name}' and '{slugs[slug(name)]}' would share a folder. Rename one.")
         else:
             slugs[slug(name)] = name
-    if not recipe.evaluate and not recipe.bench:
+    # Of the file, not of what could be read of it: a mistake is told once.
+    if not data.get("evaluate") and not data.get("bench"):
         mistakes.append("recipe: nothing is measured. Add 'evaluate', 'bench' or both.")
-    if any(stage.inputs == "real" for stage in recipe.bench) and not recipe.evaluate:
+    if any(stage.inputs == "real" for stage in recipe.bench) and not data.get("evaluate"):
         mistakes.append("recipe.bench: real inputs are texts of a task. Add 'evaluate', or set 'inputs: synthetic'.")
     return mistakes
 

@@ -5,6 +5,7 @@ import os
 import typer
 
 from approx.cli import conversion, environment, measurement
+from approx.cli.command import Group
 from approx.version import __version__
 
 # transformers and the hub client draw bars and print warnings of their own; what matters of it is said by the commands.
@@ -15,12 +16,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 app = typer.Typer(
     name="approx",
+    cls=Group,
     help="Exchange the attention of a pretrained transformer, and learn what it cost and what it gained.",
-    epilog="Start with: approx run quickstart    Then: approx inspect MODEL, approx plan MODEL --mechanism NAME",
-    no_args_is_help=True,
+    epilog="Start with: approx run quickstart\n\nThen: approx inspect MODEL, approx plan MODEL --mechanism NAME",
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    add_completion=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
@@ -28,7 +29,9 @@ app = typer.Typer(
 def _root(
     context: typer.Context,
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
-    verbose: bool = typer.Option(False, "--verbose", help="With --version: also what is usable here, and why not."),
+    verbose: bool = typer.Option(
+        False, "--verbose", "-v", help="With --version: also what is usable here, and why not."
+    ),
 ) -> None:
     if version:
         if verbose:

@@ -6,20 +6,30 @@ from typing import Annotated, Any
 import typer
 
 from approx.cli import options
-from approx.cli.terminal import Terminal, command, table
-from approx.errors import ApproxError, Exit
+from approx.cli.command import command
+from approx.cli.layers import layer_table, settings_text
+from approx.cli.terminal import Terminal, table
 
 _PANEL = "Convert"
+_STEPS = 8
 
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands of this file to the app."""
-    command(app, _PANEL, "approx mechanisms --family gpt2")(mechanisms)
-    command(app, _PANEL, "approx inspect quickstart")(inspect)
+    command(app, _PANEL, "approx mechanisms", "approx mechanisms --family gpt2")(mechanisms)
+    command(app, _PANEL, "approx inspect quickstart", "approx inspect bert-base-uncased --json")(inspect)
     command(
-        app, _PANEL, "approx plan quickstart -m improved-clustered --set clusters=25 --lengths 512,2048 -o plan.yaml"
+        app,
+        _PANEL,
+        "approx plan quickstart -m improved-clustered --set clusters=25 --lengths 512,2048",
+        "approx plan quickstart -m local --layers 0 -o plan.yaml",
     )(plan)
-    command(app, _PANEL, "approx convert quickstart -m local --set left=64 --layers 0 -o converted")(convert)
+    command(
+        app,
+        _PANEL,
+        "approx convert quickstart -m local --set left=64 --set right=64 -o converted",
+        "approx convert quickstart --plan plan.yaml --max-length 4096 -o longer",
+    )(convert)
     command(app, _PANEL, "approx revert converted -o base")(revert)
 
 
@@ -30,16 +40,21 @@ def mechanisms(
     """List the mechanisms: what each can do, where it is exact, and its paper."""
     from approx.conversion.support import support
 
-    rows = support(family)
+    found = support(family)
     abilities = ("bidirectional", "causal", "decode", "trainable")
-    matrix = table("mechanism", *abilities, *([f"fits {family}"] if family else []), "settings")
-    papers = table("mechanism", "exact when", "source")
-    for row in rows:
-        marks = ["yes" if row[key] else "–" for key in abilities]
-        marks += ["yes" if row["fits"] else "no"] if family else []
-        matrix.add_row(row["name"], *marks, _settings(row["settings"]))
-        papers.add_row(row["name"], row["exact_when"], row["source"])
-    terminal.result(rows, matrix, papers)
+    marks = [*abilities, *([] if family is None else ["fits"])]
+    headings = [*abilities, *([] if family is None else [f"fits {family}"])]
+    matrix = table(
+        ["mechanism", *headings, "settings"],
+        [
+            [row["name"], *("yes" if row[mark] else "–" for mark in marks), settings_text(row["settings"])]
+            for row in found
+        ],
+    )
+    papers = table(
+        ["mechanism", "exact when", "source"], [[row["name"], row["exact_when"], row["source"]] for row in found]
+    )
+    terminal.result(found, matrix, papers)
 
 
 def inspect(
@@ -50,21 +65,22 @@ def inspect(
 
     found = stages.inspect(model, revision=revision, offline=offline)
     state = "converted" if found["converted"] else "stock"
-    limit = found["positions"] or "no limit"
     head = (
         f"{found['name']}: {found['architecture']} ({found['family']}, {state}), {found['parameters']:,} parameters, "
-        f"positions: {limit}"
+        f"positions: {found['positions'] or 'no limit'}"
     )
-    sites = table("layer", "module", "heads", "head size", "kind", "mechanism", "settings")
-    for site in found["layers"]:
-        shared = "" if site["heads"] == site["key_heads"] else f" ({site['key_heads']} for keys)"
-        sites.add_row(
-            str(site["layer"]), site["path"], f"{site['heads']}{shared}", str(site["head_dim"]), "causal" if site["causal"] else "bidirectional",
-            site["mechanism"] or "exact", _settings(site["settings"]),
-        )  # fmt: skip
-    notes = (
-        [f"{found['cross_attention']} cross-attention modules always stay exact."] if found["cross_attention"] else []
+    sites = layer_table(
+        found["layers"],
+        {
+            "heads": lambda line: _heads(line[0]),
+            "head size": lambda line: str(line[0]["head_dim"]),
+            "kind": lambda line: "causal" if line[0]["causal"] else "bidirectional",
+        },
+        verbose=terminal.verbose,
     )
+    notes = [f"Made by: {_entry(entry)}" for entry in found["recipe_chain"]]
+    if found["cross_attention"]:
+        notes.append(f"{found['cross_attention']} cross-attention modules always stay exact.")
     terminal.result(found, head, sites, *notes)
 
 
@@ -88,26 +104,27 @@ def plan(
     from approx.pipeline import stages
 
     chosen = options.read_plan(mechanism, set_, layers, plan_file, exact_below)
-    found = stages.plan(model, chosen, options.read_numbers(lengths, "--lengths"), revision=revision, offline=offline)
-    layers_planned = table("layer", "module", "mechanism", "settings")
-    for row in found["layers"]:
-        layers_planned.add_row(str(row["layer"]), row["path"], row["mechanism"] or "exact", _settings(row["settings"]))
+    counted = options.read_numbers(lengths, "--lengths")
+    options.check_output(output, force)
+    found = stages.plan(model, chosen, counted, revision=revision, offline=offline)
     costs = table(
-        "tokens", "GFLOP outside", "GFLOP exact", "GFLOP planned", "MB exact", "MB planned", "predicted", "ceiling",
+        ["tokens", "GFLOP outside", "GFLOP exact", "GFLOP planned", "MB exact", "MB planned", "predicted", "ceiling"],
+        [
+            [
+                str(cost["length"]),
+                *(f"{cost[key] / 1e9:.2f}" for key in ("flops_outside", "flops_exact", "flops_planned")),
+                *(f"{cost[key] / 1e6:.2f}" for key in ("memory_exact", "memory_planned")),
+                *(f"{cost[key]:.2f}×" for key in ("speedup", "ceiling")),
+            ]
+            for cost in found["costs"]
+        ],
         title="One forward pass of one sequence, counted; `approx bench` measures it",
-    )  # fmt: skip
-    for c in found["costs"]:
-        giga = [f"{c[key] / 1e9:.2f}" for key in ("flops_outside", "flops_exact", "flops_planned")]
-        mega = [f"{c[key] / 1e6:.2f}" for key in ("memory_exact", "memory_planned")]
-        costs.add_row(str(c["length"]), *giga, *mega, f"{c['speedup']:.2f}×", f"{c['ceiling']:.2f}×")
-    terminal.result(found, layers_planned, costs, *found["warnings"])
+    )
     if output is not None:
-        if output.exists() and not force:
-            raise ApproxError(
-                f"{output} exists already. Choose another file, or replace it with --force.", Exit.REFUSED
-            )
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(chosen.to_json() if output.suffix == ".json" else chosen.to_yaml(), encoding="utf-8")
         terminal.note(f"Plan written to {output}")
+    terminal.result(found, layer_table(found["layers"], {}, verbose=terminal.verbose), costs, *found["warnings"])
 
 
 def convert(
@@ -123,38 +140,26 @@ def convert(
     force: options.Force = False,
     revision: options.Revision = None,
     offline: options.Offline = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Accept pickled weights; they can run code.")
-    ] = False,
+    allow_pickle: options.AllowPickle = False,
 ) -> None:
     """Exchange the attention of a checkpoint and write a folder that stock transformers loads, verified."""
     from approx.conversion import make
 
     chosen = options.read_plan(mechanism, set_, layers, plan_file, exact_below)
-    steps = 8
     with terminal.progress() as bar:
-        done = iter(range(steps))
+        done = iter(range(_STEPS))
         receipt = make.convert(
             model, output, chosen, max_length=max_length, force=force, revision=revision, offline=offline,
-            allow_pickle=allow_pickle, progress=lambda step: bar(f"convert: {step}", next(done, steps), steps),
+            allow_pickle=allow_pickle, progress=lambda step: bar(f"convert: {step}", next(done, _STEPS - 1), _STEPS),
         )  # fmt: skip
-    swapped = table("layer", "mechanism", "settings", "relative output error")
-    for site in receipt["swapped"]:
-        swapped.add_row(
-            str(site["layer"]),
-            site["mechanism"],
-            _settings(site["settings"]),
-            f"{receipt['errors'][site['layer']]:.3f}",
-        )
-    checks = table("check", "", "found")
-    for check in receipt["checks"]:
-        checks.add_row(
-            check["name"], {True: "passed", False: "FAILED", None: "does not apply"}[check["passed"]], check["detail"]
-        )
-    left = (
-        f"Left exact: layers {', '.join(map(str, receipt['left']))}." if receipt["left"] else "No layer was left exact."
+    checks = table(
+        ["check", "result", "found"],
+        [[check["name"], _PASSED[check["passed"]], check["detail"]] for check in receipt["checks"]],
     )
-    terminal.result({"output": str(output), **receipt}, swapped, checks, left, f"Written to {output}")
+    left = [f"Left exact: layers {', '.join(map(str, receipt['left']))}"] if receipt["left"] else []
+    terminal.result(
+        {"output": str(output), **receipt}, _swapped(terminal, receipt), checks, *left, f"Written to {output}"
+    )
     for note in receipt["notes"]:
         terminal.note(note)
 
@@ -167,5 +172,26 @@ def revert(terminal: Terminal, folder: options.Model, output: options.Out, force
     terminal.result({"output": str(output)}, f"The base checkpoint of {folder} is written to {output}")
 
 
-def _settings(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in settings.items()) or "–"
+_PASSED = {True: "passed", False: "FAILED", None: "does not apply"}
+
+
+def _swapped(terminal: Terminal, receipt: dict[str, Any]) -> Any:
+    def error(line: list[dict[str, Any]]) -> str:
+        found = [f"{receipt['errors'][site['layer']]:.3f}" for site in line]
+        return found[0] if len(found) == 1 else f"{min(found)} … {max(found)}"
+
+    return layer_table(receipt["swapped"], {"relative output error": error}, verbose=terminal.verbose)
+
+
+def _heads(site: dict[str, Any]) -> str:
+    shared = "" if site["heads"] == site["key_heads"] else f" ({site['key_heads']} for keys)"
+    return f"{site['heads']}{shared}"
+
+
+def _entry(entry: dict[str, Any]) -> str:
+    rules = "; ".join(
+        f"{rule['mechanism']} on layers {rule['layers']} {settings_text(rule.get('settings') or {})}".strip()
+        for rule in entry["plan"]
+    )
+    longer = f", positions extended to {entry['max_length']}" if entry.get("max_length") else ""
+    return f"{entry['action']} from {entry['base']['name']}: {rules}{longer} (approx {entry['approx']})"

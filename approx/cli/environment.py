@@ -3,14 +3,15 @@
 import typer
 
 from approx.cli import options
-from approx.cli.terminal import Terminal, command, table
+from approx.cli.command import command
+from approx.cli.terminal import Terminal, table
 from approx.errors import ApproxError, Exit
 from approx.version import __version__
 
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands of this file to the app."""
-    command(app, "Machine", "approx doctor --offline --json")(doctor)
+    command(app, "Machine", "approx doctor", "approx doctor --offline --json")(doctor)
 
 
 def doctor(terminal: Terminal, offline: options.Offline = False) -> None:
@@ -18,10 +19,8 @@ def doctor(terminal: Terminal, offline: options.Offline = False) -> None:
     from approx.pipeline import health
 
     findings = health.examine(offline=offline)
-    rows = table("what", "", "found")
-    for finding in findings:
-        rows.add_row(finding.what, finding.state, finding.found)
-    terminal.result([vars(finding) for finding in findings], rows)
+    rows = [[finding.what, finding.state, finding.found] for finding in findings]
+    terminal.result([vars(finding) for finding in findings], table(["what", "state", "found"], rows))
     broken = [finding.what for finding in findings if finding.state == "broken"]
     if broken:
         raise ApproxError(f"Not usable as it is: {', '.join(broken)}. The table says how to mend it.", Exit.MISSING)

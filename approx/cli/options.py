@@ -1,38 +1,78 @@
 """Arguments and options that several commands share, and how their values are read."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
 
-from approx.errors import ApproxError
+from approx.errors import ApproxError, Exit
 
 if TYPE_CHECKING:
     from approx.conversion.plan import Plan
 
+_CHECKPOINT, _PLAN, _TASK, _MACHINE = "Checkpoint", "Plan", "Task", "Machine"
+
 Model = Annotated[str, typer.Argument(help="A folder, a model id of the hub, or 'quickstart'.", show_default=False)]
 Out = Annotated[Path, typer.Option("--output", "-o", help="Folder to write.", show_default=False)]
 Force = Annotated[bool, typer.Option("--force", help="Replace what is there, once the new one is complete.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub.")]
-Offline = Annotated[bool, typer.Option("--offline", help="Use local files and the hub's cache only.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Dtype = Annotated[str, typer.Option(help="auto (what the checkpoint says), float32, bfloat16 or float16.")]
-Seed = Annotated[int, typer.Option(help="Of everything random.")]
+Record = Annotated[Path | None, typer.Option("--output", "-o", help="Write the record to this JSON file.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub.", rich_help_panel=_CHECKPOINT)]
+Offline = Annotated[
+    bool,
+    typer.Option("--offline", help="Use local files and the hub's cache only.", rich_help_panel=_CHECKPOINT),
+]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Accept pickled weights; they can run code.", rich_help_panel=_CHECKPOINT)
+]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        help="The exact base to compare with; without it a converted checkpoint meets its own weights under exact attention.",
+        rich_help_panel=_CHECKPOINT,
+    ),
+]
 Mechanism = Annotated[
-    str | None, typer.Option("--mechanism", "-m", help="See `approx mechanisms`.", show_default=False)
+    str | None,
+    typer.Option("--mechanism", "-m", help="One of `approx mechanisms`.", show_default=False, rich_help_panel=_PLAN),
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="A setting of the mechanism, e.g. --set clusters=25; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", help="A setting of the mechanism, e.g. clusters=25; may be repeated.", rich_help_panel=_PLAN),
 ]
-Layers = Annotated[str, typer.Option(help="all, or numbers and ranges such as 0-5,8; -1 is the last layer.")]
-PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan in YAML or JSON, instead of --mechanism.")]
-MaxLength = Annotated[int | None, typer.Option(help="Extend the position table to so many tokens.", show_default=False)]
-ExactBelow = Annotated[int, typer.Option(help="Inputs shorter than this many tokens keep exact attention.")]
-Task = Annotated[str | None, typer.Option(help="A task, e.g. glue/sst2.", show_default=False)]
-Data = Annotated[str | None, typer.Option(help="The task's files in their official layout: a folder or a file.")]
-Against = Annotated[str | None, typer.Option(help="The exact base to compare with.", show_default=False)]
-Record = Annotated[Path | None, typer.Option("--output", "-o", help="Write the record to this JSON file.")]
+Layers = Annotated[
+    str,
+    typer.Option(help="all, or numbers and ranges such as 0-5,8; -1 is the last layer.", rich_help_panel=_PLAN),
+]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option("--plan", help="A plan in YAML or JSON, instead of --mechanism.", rich_help_panel=_PLAN),
+]
+ExactBelow = Annotated[
+    int, typer.Option(min=0, help="Inputs shorter than this many tokens keep exact attention.", rich_help_panel=_PLAN)
+]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(min=1, help="Extend the position table to so many tokens.", show_default=False, rich_help_panel=_PLAN),
+]
+Task = Annotated[str | None, typer.Option(help="A task, e.g. glue/sst2.", show_default=False, rich_help_panel=_TASK)]
+Data = Annotated[
+    str | None,
+    typer.Option(help="The task's files in their official layout: a folder or a file.", rich_help_panel=_TASK),
+]
+TaskSettings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="A setting of the task, e.g. length=1024 of needle; may be repeated.", rich_help_panel=_TASK
+    ),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_MACHINE)]
+Dtype = Annotated[
+    str,
+    typer.Option(help="auto (what the checkpoint says), float32, bfloat16 or float16.", rich_help_panel=_MACHINE),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of everything random.", rich_help_panel=_MACHINE)]
 
 
 def read_plan(
@@ -64,12 +104,13 @@ def read_settings(settings: list[str] | None) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ApproxError(f"'--set {text}' was given; the form is --set name=value, e.g. --set clusters=25.")
-        if name in read:
+        setting = name.strip().replace("-", "_")
+        if setting in read:
             raise ApproxError(f"'--set {name}=…' was given twice. Give it once.")
         try:
-            read[name.strip().replace("-", "_")] = yaml.safe_load(value)
+            read[setting] = yaml.safe_load(value)
         except yaml.YAMLError:
-            read[name.strip().replace("-", "_")] = value
+            read[setting] = value
     return read
 
 
@@ -88,3 +129,20 @@ def read_numbers(text: str, option: str) -> list[int]:
             f"'{option} {text}' was given; the form is whole numbers from 1, separated by commas: {option} 512,2048."
         )
     return numbers
+
+
+def check_output(file: Path | None, force: bool) -> None:
+    """Check that a file may be written, before the long work starts.
+
+    Raises:
+        ApproxError: if it exists and `force` is not given, it is a folder, or its folder cannot be written.
+    """
+    if file is None:
+        return
+    if file.is_dir():
+        raise ApproxError(f"{file} is a folder, a file is to be written there. Choose another output.", Exit.REFUSED)
+    if file.exists() and not force:
+        raise ApproxError(f"{file} exists already. Choose another file, or replace it with --force.", Exit.REFUSED)
+    folder = next(parent for parent in file.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ApproxError(f"{file} cannot be written: {folder} is no folder to write into.", Exit.UNAVAILABLE)

@@ -12,8 +12,9 @@ from typing import Literal
 import torch
 from packaging.specifiers import SpecifierSet
 
+from approx.tasks.hub import reachable
+
 _RANGES = {"torch": ">=2.10", "transformers": ">=5.17,<6"}
-_HUB_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ def examine(*, offline: bool) -> list[Finding]:
 
 
 def _package(name: str, allowed: str) -> Finding:
-    version = importlib.metadata.version(name)
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "broken", f"not installed: pip install '{name}{allowed}'")
     fits = SpecifierSet(allowed).contains(version.partition("+")[0], prereleases=True)
     mend = "" if fits else f"; {allowed} is needed: pip install '{name}{allowed}'"
     return Finding(name, "ok" if fits else "broken", version + mend)
@@ -98,19 +102,12 @@ def _data() -> Finding:
 
 
 def _hub() -> Finding:
-    import httpx
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
         return Finding("hub", "missing", "HF_HUB_OFFLINE is set: local files and the cache only")
-    try:
-        httpx.head(constants.ENDPOINT, timeout=_HUB_SECONDS, follow_redirects=True)
-    except httpx.HTTPError as error:
-        return Finding(
-            "hub",
-            "missing",
-            f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}): use local folders and --data",
-        )
+    if not reachable(constants.ENDPOINT):
+        return Finding("hub", "missing", f"{constants.ENDPOINT} cannot be reached: use local folders and --data")
     return Finding(
         "hub", "ok", f"{constants.ENDPOINT}, {'a token is set' if get_token() else 'no token (hf auth login)'}"
     )

@@ -22,16 +22,17 @@ class Journal:
         self.folder = folder
         self.key = hashlib.sha256(key.encode()).hexdigest()
 
-    def once(self, name: str, make: Callable[[], T]) -> T:
+    def once(self, name: str, make: Callable[[], T], product: Path | None = None) -> T:
         """The result of a stage: read if it is there, made and written otherwise.
 
         Args:
             name: Of the stage; also of its file.
             make: Makes the result, which must be plain data.
+            product: What the stage also leaves on the disk; without it the stage is not finished.
         """
         path = self.folder / f"{name}.json"
         kept = self._read(path)
-        if kept is not None and kept.get("key") == self.key:
+        if kept is not None and kept.get("key") == self.key and (product is None or product.exists()):
             return kept["result"]
         result = make()
         self.folder.mkdir(parents=True, exist_ok=True)

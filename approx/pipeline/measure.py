@@ -1,24 +1,24 @@
 """What the stages measure: checkpoints opened side by side, their quality, their speed, and the record of both."""
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from approx.conversion import anatomy, checkpoint, families, positions
+from approx.conversion import anatomy, checkpoint, families, positions, surgery
 from approx.conversion.export import read_receipt
 from approx.conversion.inputs import example_inputs
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import Contender, bench
-from approx.evaluation.evaluate import Subject, evaluate
+from approx.evaluation.evaluate import Subject, evaluate, prepare
 from approx.evaluation.stream import text_inputs
-from approx.recipe import BenchStage, EvaluateStage
+from approx.recipe import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
 from approx.tasks import open_task
 
-BASE, CEILING = "exact", "attention-free"
 Progress = Callable[[str, int, int], None]
 
 
@@ -26,18 +26,55 @@ def silent(stage: str, done: int, total: int) -> None:
     """Progress that nobody watches."""
 
 
+def choose_device(device: str) -> str:
+    """The device that `auto`, `cpu` or `cuda` means on this machine; `auto` is a GPU where there is one.
+
+    Raises:
+        ApproxError: if it is none of these, or there is no GPU.
+    """
+    _check_choice("device", device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ApproxError("Device 'cuda' was asked for, but torch sees no GPU. Use the device 'cpu'.", Exit.MISSING)
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
 def open_all(
     names: Mapping[str, str], device: str, dtype: str, *, revision: str | None = None, offline: bool = False
 ) -> dict[str, checkpoint.Checkpoint]:
-    """Load several checkpoints onto one device; `auto` is a GPU where there is one."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ApproxError("Device 'cuda' was asked for, but torch sees no GPU. Use --device cpu.", Exit.MISSING)
+    """Load several checkpoints onto one device.
+
+    Raises:
+        ApproxError: if the device or the dtype is not usable, or a checkpoint cannot be loaded.
+    """
+    device = choose_device(device)
+    _check_choice("dtype", dtype)
     return {
         label: checkpoint.load(name, dtype=dtype, device=device, revision=revision, offline=offline)
         for label, name in names.items()
     }
+
+
+def under_exact_attention(converted: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
+    """Turn a converted checkpoint into its own base, in place: the same weights and positions, exact attention."""
+    source, model = converted.source, converted.model
+    # Positions that were extended stay so: what is compared is attention alone.
+    model.config.approx["base"]["positions"] = None
+    surgery.revert(model)
+    stock = dataclasses.replace(source, name=f"{source.name}, reverted", config=model.config, converted=False)
+    return dataclasses.replace(converted, source=stock)
+
+
+def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> None:
+    """Check that a checkpoint can do a task on its data, without running it.
+
+    Raises:
+        ApproxError: if head, labels, data, tokenizer or lengths do not fit.
+    """
+    task = open_task(stage.task, **stage.settings)
+    task.check(base.model)
+    split = task.load(_path(stage.data), stage.split, stage.limit)
+    subject = Subject(BASE, base.model, checkpoint.processor(base.source))
+    prepare([subject], task, split, batch_size=stage.batch_size, truncate=stage.truncate)
 
 
 def measure_quality(
@@ -53,7 +90,7 @@ def measure_quality(
     return evaluate(
         subjects,
         open_task(stage.task, **stage.settings),
-        data=None if stage.data is None else Path(stage.data),
+        data=_path(stage.data),
         split=stage.split,
         limit=stage.limit,
         batch_size=stage.batch_size,
@@ -75,17 +112,15 @@ def measure_speed(
     progress: Progress,
 ) -> dict[str, Any]:
     """The `speed` and `crossover` entries of a record: the first checkpoint is the exact base of all others."""
-    models = {label: one.model for label, one in opened.items()}
+    models = {label: _long_enough(one.model, stage.max_length) for label, one in opened.items()}
     base, source = models[BASE], opened[BASE].source
-    if stage.max_length is not None:
-        models = {label: _extended(model, stage.max_length) for label, model in models.items()}
-        base = models[BASE]
-    limit = positions.limit(base.config)
-    if limit is not None and max(stage.lengths) > limit:
-        raise ApproxError(
-            f"Length {max(stage.lengths)} was asked for, but {source.name} takes {limit} positions. "
-            "Ask for shorter ones, or extend the positions for the timing with --max-length."
-        )
+    for label, model in models.items():
+        limit = positions.limit(model.config)
+        if limit is not None and max(stage.lengths) > limit:
+            raise ApproxError(
+                f"Length {max(stage.lengths)} was asked for, but {opened[label].source.name} takes {limit} positions. "
+                f"Ask for shorter ones, or extend the positions for the timing with --max-length {max(stage.lengths)}."
+            )
 
     def attention_free(inputs: Any) -> Any:
         with anatomy.attention_free(base):
@@ -172,8 +207,11 @@ def _variant(label: str, one: checkpoint.Checkpoint) -> dict[str, Any]:
     }
 
 
-def _extended(model: Any, length: int) -> Any:
-    """A copy with longer positions: what was evaluated must stay what it was."""
+def _long_enough(model: Any, length: int | None) -> Any:
+    """The model, or a copy with longer positions: what was evaluated must stay what it was."""
+    limit = positions.limit(model.config)
+    if length is None or limit is None or length <= limit:
+        return model
     copied = copy.deepcopy(model)
     positions.resize(copied, length)
     return copied
@@ -185,5 +223,14 @@ def _input_maker(
     if texts is None:
         return lambda batch, length: example_inputs(base, length, batch=batch, seed=seed, device=base.device)
     task = open_task(texts.task, **texts.settings)
-    examples = task.examples(None if texts.data is None else Path(texts.data), texts.split, texts.limit)
+    examples = task.examples(_path(texts.data), texts.split, texts.limit)
     return text_inputs(task, examples, checkpoint.processor(source), base.device)
+
+
+def _path(data: str | None) -> Path | None:
+    return None if data is None else Path(data)
+
+
+def _check_choice(what: str, given: str) -> None:
+    if given not in CHOICES[what]:
+        raise ApproxError(f"The {what} '{given}' was asked for; allowed are {', '.join(CHOICES[what])}.")

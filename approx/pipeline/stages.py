@@ -7,15 +7,19 @@ from approx.conversion import anatomy, checkpoint, cost, families
 from approx.conversion.plan import Plan, Rule
 from approx.errors import ApproxError, Exit
 from approx.pipeline.measure import (
-    BASE,
     Progress,
     make_record,
     measure_quality,
     measure_speed,
     open_all,
     silent,
+    under_exact_attention,
 )
-from approx.recipe import BenchStage, EvaluateStage
+from approx.recipe import BASE, CEILING, BenchStage, EvaluateStage
+from approx.tasks import open_task
+
+# A ceiling below this is worth a warning.
+_HARDLY = 1.1
 
 
 def inspect(name: str, *, revision: str | None = None, offline: bool = False) -> dict[str, Any]:
@@ -91,9 +95,16 @@ def plan(
 
 def evaluate(
     name: str,
-    stage: EvaluateStage,
+    task: str,
     *,
     against: str | None = None,
+    data: str | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    settings: dict[str, Any] | None = None,
+    truncate: bool = False,
+    margin: float = 1.0,
+    batch_size: int = 32,
     outputs: Path | None = None,
     seed: int = 0,
     device: str = "auto",
@@ -102,12 +113,20 @@ def evaluate(
     command: str = "",
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Score a checkpoint on a task, against another one on the same examples if given.
+    """Score a checkpoint on a task, against its exact base on the same examples in the same order.
 
     Args:
         name: The checkpoint; a folder, a model id of the hub, or `quickstart`.
-        stage: Task, data and how to judge.
-        against: The base to compare with.
+        task: Name of the task, e.g. `glue/sst2`.
+        against: The base to compare with. Without it a converted checkpoint is compared with its own weights under exact
+            attention, and a stock one with nothing.
+        data: The task's files in their official layout; its own source without them.
+        split: The task's own default without it.
+        limit: Use the first so many examples.
+        settings: Of the task itself.
+        truncate: Whether inputs longer than the positions are cut instead of refused.
+        margin: Loss in points that would be acceptable.
+        batch_size: Examples per batch.
         outputs: Where the outputs of each example go, as parquet.
         seed: Of the bootstrap.
         device: `auto`, `cpu` or `cuda`.
@@ -122,17 +141,26 @@ def evaluate(
     Raises:
         ApproxError: if checkpoint, task and data do not go together.
     """
-    opened = open_all(_labelled(name, against), device, dtype, offline=offline)
+    stage = EvaluateStage(task, data, split, limit, batch_size, margin, truncate, settings or {})
+    # A mistyped task is told before any weight is loaded.
+    open_task(task, **stage.settings)
+    opened = _opened(name, against, device, dtype, offline)
     quality = measure_quality(opened, stage, seed=seed, outputs=outputs, progress=progress)
-    return make_record(opened, title=f"{name} on {stage.task}", seed=seed, command=command, quality=[quality])
+    return make_record(opened, title=f"{_label(name)} on {task}", seed=seed, command=command, quality=[quality])
 
 
 def bench(
     name: str,
-    stage: BenchStage,
+    lengths: list[int],
     *,
+    batches: list[int] | None = None,
     against: str | None = None,
-    texts: EvaluateStage | None = None,
+    max_length: int | None = None,
+    rounds: int = 12,
+    seconds: float = 1.0,
+    task: str | None = None,
+    data: str | None = None,
+    settings: dict[str, Any] | None = None,
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
@@ -144,9 +172,15 @@ def bench(
 
     Args:
         name: The checkpoint; a folder, a model id of the hub, or `quickstart`.
-        stage: Lengths, batches and how long to measure.
-        against: The exact base, if `name` is converted.
-        texts: Task whose texts are the inputs; random tokens without it.
+        lengths: Tokens per sequence.
+        batches: Sequences per call; one without it.
+        against: The exact base, if `name` is converted; its own weights under exact attention without it.
+        max_length: Extend the positions to so many tokens, for the timing only.
+        rounds: Rounds at least.
+        seconds: Seconds of rounds at least, for each length and batch size.
+        task: Task whose texts are the inputs; random tokens without it.
+        data: The task's files in their official layout.
+        settings: Of the task itself.
         seed: Of the inputs and the bootstrap.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or a torch dtype's name.
@@ -160,21 +194,33 @@ def bench(
     Raises:
         ApproxError: if the lengths do not fit the positions, or the base is not exact.
     """
-    opened = open_all(_labelled(name, against), device, dtype, offline=offline)
-    if opened[BASE].source.converted:
-        raise ApproxError(
-            f"{opened[BASE].source.name} is converted, and a speed is told against exact attention. "
-            "Name its base checkpoint with --against."
-        )
+    texts = None if task is None else EvaluateStage(task, data, settings=settings or {})
+    inputs = "synthetic" if texts is None else "real"
+    stage = BenchStage(lengths, batches or [1], max_length, inputs, rounds, seconds)
+    if texts is not None:
+        open_task(texts.task, **texts.settings)
+    opened = _opened(name, against, device, dtype, offline)
     speed = measure_speed(opened, stage, texts, seed=seed, progress=progress)
-    return make_record(opened, title=f"Speed of {name}", seed=seed, command=command, **speed)
+    return make_record(opened, title=f"Speed of {_label(name)}", seed=seed, command=command, **speed)
 
 
-def _labelled(name: str, against: str | None) -> dict[str, str]:
-    if against is None:
-        return {BASE: name}
+def _opened(name: str, against: str | None, device: str, dtype: str, offline: bool) -> dict[str, checkpoint.Checkpoint]:
+    """The base, and what is compared with it."""
+    opened = open_all({BASE: name if against is None else against}, device, dtype, offline=offline)
+    label = _label(name)
+    if opened[BASE].source.converted:
+        if against is not None:
+            raise ApproxError(f"--against {against} is converted itself. Name the exact checkpoint it was made from.")
+        opened[BASE] = under_exact_attention(opened[BASE])
+    elif against is None:
+        return opened
+    return opened | open_all({label: name}, device, dtype, offline=offline)
+
+
+def _label(name: str) -> str:
+    """Name of a checkpoint in tables and records, where the path to it says nothing."""
     label = Path(name).resolve().name
-    return {BASE: against, label if label != BASE else "converted": name}
+    return label if label not in (BASE, CEILING) else f"{label} (converted)"
 
 
 def _rule(rule: Rule | None) -> dict[str, Any]:
@@ -185,16 +231,24 @@ def _rule(rule: Rule | None) -> dict[str, Any]:
 
 def _warnings(facts: anatomy.Anatomy, costs: list[cost.Cost]) -> list[str]:
     said = []
-    for c in costs:
-        if c.flops_planned >= c.flops_exact:
-            said.append(f"At {c.length} tokens the plan needs more operations than exact attention: nothing to gain.")
-        elif c.ceiling < 1.1:
-            said.append(
-                f"At {c.length} tokens attention is {1 - 1 / c.ceiling:.0%} of all operations: no mechanism can gain more than "
-                f"{c.ceiling:.2f}×."
-            )
-        if facts.positions is not None and c.length > facts.positions:
-            said.append(
-                f"{c.length} tokens are more than the {facts.positions} positions: convert with --max-length {c.length}."
-            )
+    worse = [c.length for c in costs if c.flops_planned >= c.flops_exact]
+    if worse:
+        said.append(
+            f"At {_listed(worse)} tokens the plan needs as many operations as exact attention or more: nothing to gain."
+        )
+    said += [
+        f"At {c.length} tokens attention is {1 - 1 / c.ceiling:.0%} of all operations: no mechanism can gain more than "
+        f"{c.ceiling:.2f}×."
+        for c in costs
+        if c.ceiling < _HARDLY and c.length not in worse
+    ]
+    long = [c.length for c in costs if facts.positions is not None and c.length > facts.positions]
+    if long:
+        said.append(
+            f"The model takes {facts.positions} positions: for {_listed(long)} tokens convert with --max-length {max(long)}."
+        )
     return said
+
+
+def _listed(numbers: list[int]) -> str:
+    return " and ".join(part for part in (", ".join(map(str, numbers[:-1])), str(numbers[-1])) if part)

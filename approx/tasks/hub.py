@@ -33,15 +33,15 @@ def load_rows(dataset: str, config: str, split: str) -> Any:
 
     asked = f"{dataset} ({config}, {split})"
     offline = settings.HF_HUB_OFFLINE
-    reachable = not offline and _reachable(settings.HF_ENDPOINT)
+    online = not offline and reachable(settings.HF_ENDPOINT)
     # Otherwise every file would be tried several times before the cache is looked at: half a minute.
-    settings.HF_HUB_OFFLINE = not reachable
+    settings.HF_HUB_OFFLINE = not online
     try:
         return load_dataset(dataset, config, split=split)
     except (OSError, ValueError, HfHubHTTPError, DatasetsError) as error:
         if offline:
             reason = "offline mode is on, and it is not in the local cache"
-        elif not reachable:
+        elif not online:
             reason = f"{settings.HF_ENDPOINT} cannot be reached, and it is not in the local cache"
         else:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -54,7 +54,8 @@ def load_rows(dataset: str, config: str, split: str) -> Any:
         settings.HF_HUB_OFFLINE = offline
 
 
-def _reachable(endpoint: str) -> bool:
+def reachable(endpoint: str) -> bool:
+    """Whether a hub answers at all, within seconds."""
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_PATIENCE_SECONDS).close()
     except urllib.error.HTTPError:

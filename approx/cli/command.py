@@ -1,0 +1,152 @@
+"""What makes a function a command: the options all share, and errors told in one line with the right exit code."""
+
+import contextlib
+import functools
+import inspect
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from approx.cli.terminal import Terminal
+from approx.errors import ApproxError, Exit
+
+_EVERYWHERE = "Every command"
+_SHARED = {
+    "json_output": Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print one JSON object on stdout, and nothing else there.", rich_help_panel=_EVERYWHERE
+        ),
+    ],
+    "quiet": Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress and no notes.", rich_help_panel=_EVERYWHERE)
+    ],
+    "verbose": Annotated[
+        bool, typer.Option("--verbose", "-v", help="Every layer instead of a summary.", rich_help_panel=_EVERYWHERE)
+    ],
+    "debug": Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_EVERYWHERE)
+    ],
+}
+_INTERRUPTED = "Interrupted. Nothing was left half-written; give the command again."
+_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
+def command(
+    app: typer.Typer, panel: str, *examples: str, interrupted: str = _INTERRUPTED
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a command: its first argument is the terminal, the shared options are added, errors are told.
+
+    Args:
+        app: Where it goes.
+        panel: Group in `approx --help`.
+        examples: Shown below the command's own help, a line each.
+        interrupted: What is said after Ctrl-C.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(function).parameters.values()
+        shared = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+            for name, kind in _SHARED.items()
+        ]
+
+        @functools.wraps(function)
+        def wrapper(**given: Any) -> None:
+            terminal = Terminal(**{name: given.pop(name) for name in _SHARED})
+            with _errors_told(terminal, interrupted):
+                function(terminal, **given)
+
+        wrapper.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]  # what Typer reads
+        wrapper.__annotations__ = {p.name: p.annotation for p in [*own, *shared]}
+        # An empty line between the paragraphs of an epilog is what Typer makes a line break of.
+        app.command(rich_help_panel=panel, epilog="\n\n".join(["Examples:", *(f"  {line}" for line in examples)]))(
+            wrapper
+        )
+        return function
+
+    return decorate
+
+
+class Group(TyperGroup):
+    """The commands; mistakes in how they were typed are told like all others: in one line, as JSON if asked for."""
+
+    def main(self, args: Any = None, prog_name: str | None = None, *more: Any, **extra: Any) -> Any:
+        """Run a command and exit with its code."""
+        typed = sys.argv[1:] if args is None else list(args)
+        standalone = extra.pop("standalone_mode", True)
+        try:
+            code = super().main(typed, "approx", *more, standalone_mode=False, **extra)
+        except Exception as error:
+            # Typer's parser has a class of its own in some versions and click's in others.
+            if not hasattr(error, "format_message"):
+                raise
+            code = _tell(Terminal(json_output="--json" in typed), _usage(error), Exit.USAGE)
+        if standalone:
+            sys.exit(code)
+        return code
+
+
+def typed_command() -> str:
+    """The command as it was typed, to be kept in a record."""
+    return scrubbed(shlex.join(["approx", *sys.argv[1:]]))
+
+
+def scrubbed(text: str) -> str:
+    """The text without the tokens of this environment."""
+    for name in _TOKENS:
+        if os.environ.get(name):
+            text = text.replace(os.environ[name], f"${name}")
+    return text
+
+
+@contextlib.contextmanager
+def _errors_told(terminal: Terminal, interrupted: str) -> Iterator[None]:
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except BrokenPipeError:
+        # The reader has what it wanted. Python would complain at its end about the rest that nobody reads.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(Exit.OK) from None
+    except (Exception, KeyboardInterrupt) as error:
+        raise typer.Exit(_tell(terminal, *_explained(error, interrupted))) from None
+
+
+def _explained(error: BaseException, interrupted: str) -> tuple[str, Exit]:
+    """What to say about an error, and what to exit with."""
+    if isinstance(error, ApproxError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return interrupted, Exit.INTERRUPTED
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, ImportError):
+        return f"{text}. A package is missing or broken; install approx-attention again.", Exit.MISSING
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}. Mend the path, its permissions or the disk.", Exit.UNAVAILABLE
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{os.path.basename(where.filename)}, line {where.lineno}"
+    return f"Internal error: {text} ({place}). Run it again with --debug and report the traceback.", Exit.INTERNAL
+
+
+def _usage(error: Any) -> str:
+    message = " ".join(error.format_message().split())
+    context = getattr(error, "ctx", None)
+    return f"{message if message.endswith(('.', '?')) else message + '.'} See `{context.command_path if context else 'approx'} --help`."
+
+
+def _tell(terminal: Terminal, message: str, code: Exit) -> int:
+    message = scrubbed(message)
+    if terminal.debug:
+        terminal.err.print(scrubbed(traceback.format_exc()))
+    terminal.error(message)
+    if terminal.json_output:
+        terminal.result({"error": message, "exit_code": int(code)})
+    return int(code)

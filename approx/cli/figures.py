@@ -1,0 +1,78 @@
+"""Measured figures as tables: quality against the base, speed against exact attention."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+
+from approx.cli.terminal import table
+
+_SPEED = ("batch", "tokens", "", "median ms", "ratio", "95 % interval", "of the ceiling", "peak MB", "verdict")
+
+
+def quality_table(entry: dict[str, Any]) -> Table:
+    """One task: the score of the base, and what each variant differs from it."""
+    subset = ", a subset" if entry["subset"] else ""
+    cut = f", {entry['truncated']} of them cut" if entry["truncated"] else ""
+    metric = entry["metric"]
+    rows = [["exact", _points(entry["base"]["scores"][metric]), "", _interval(entry["base"]["interval"], 100), ""]]
+    for row in entry["variants"]:
+        needed = f" (needs about {row['needed_examples']:,} examples)" if row["needed_examples"] else ""
+        rows.append(
+            [
+                row["name"],
+                _points(row["scores"][metric]),
+                f"{100 * row['difference']:+.1f}",
+                _interval(row["interval"], 100),
+                row["verdict"] + needed,
+            ]
+        )
+    return table(
+        ["", f"{metric} %", "difference", "95 % interval", "verdict"],
+        rows,
+        title=f"{entry['task']}, {entry['split']}: {entry['examples']} examples{subset}{cut}",
+    )
+
+
+def speed_tables(speed: list[dict[str, Any]]) -> list[Table]:
+    """All lengths and batch sizes: exact attention, none at all, and the variants."""
+    if not speed:
+        return []
+    first = speed[0]
+    title = f"Speed of one forward pass: {first['inputs']} inputs, {first['dtype']} on {first['device']}"
+    if first["device"] == "cpu":
+        title += f", {first['threads']} threads"
+    return [table(_SPEED, [row for entry in speed for row in _speed_rows(entry)], title=title)]
+
+
+def _speed_rows(entry: dict[str, Any]) -> Iterator[list[str] | None]:
+    timed = [("exact", entry["base"])]
+    if entry["ceiling"]:
+        timed.append(("attention-free (ceiling)", entry["ceiling"]))
+    timed += [(row["name"], row) for row in entry["variants"]]
+    for number, (name, row) in enumerate(timed):
+        share = row.get("share_of_ceiling")
+        yield [
+            "" if number else str(entry["batch"]),
+            "" if number else str(entry["length"]),
+            name,
+            _number(row["median_ms"], 2),
+            _number(row.get("ratio"), 2, "×"),
+            _interval(row.get("interval"), 1),
+            "" if share is None else f"{share:.0%}",
+            _number(row.get("peak_mb"), 0),
+            row["status"] if row["status"] != "ok" else row.get("verdict") or "",
+        ]
+    yield None
+
+
+def _points(score: float) -> str:
+    return f"{100 * score:.1f}"
+
+
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def _interval(interval: list[float] | None, factor: float) -> str:
+    return "" if interval is None else f"{factor * interval[0]:.2f} … {factor * interval[1]:.2f}"

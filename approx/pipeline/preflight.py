@@ -1,0 +1,93 @@
+"""Find in seconds what would otherwise be found after minutes: every mistake of a recipe, before any work."""
+
+from pathlib import Path
+
+from approx.conversion import checkpoint
+from approx.conversion.anatomy import Anatomy, anatomy
+from approx.conversion.plan import Plan
+from approx.errors import ApproxError, Exit
+from approx.pipeline.measure import choose_device
+from approx.recipe import BenchStage, EvaluateStage, Recipe
+from approx.tasks import open_task
+
+
+def check(recipe: Recipe, *, offline: bool) -> dict[str, Plan]:
+    """Check a recipe against its checkpoint; no weight is read.
+
+    Args:
+        recipe: With the mistakes that showed when it was read.
+        offline: Whether only local files and the hub's cache may be used.
+
+    Returns:
+        Name of each variant -> its plan.
+
+    Raises:
+        ApproxError: with all mistakes at once, a line each; the exit code is the lowest that any of them asks for.
+    """
+    found = [ApproxError(mistake) for mistake in recipe.mistakes]
+    facts: Anatomy | None = None
+    plans: dict[str, Plan] = {}
+    try:
+        # Empty where the file names none, which is among its mistakes.
+        facts = _facts(recipe, offline) if recipe.checkpoint else None
+    except ApproxError as error:
+        found.append(error)
+    for name, data in recipe.variants.items():
+        try:
+            plans[name] = Plan.parse(data, "the plan")
+            if facts is not None:
+                plans[name].resolve(facts)
+        except ApproxError as error:
+            found += [ApproxError(f"Variant '{name}': {line}", error.exit_code) for line in str(error).splitlines()]
+    try:
+        choose_device(recipe.device)
+    except ApproxError as error:
+        found.append(error)
+    for stage in recipe.evaluate:
+        found += _task_mistakes(stage)
+    for stage in recipe.bench:
+        found += _length_mistakes(stage, facts)
+    if found:
+        raise ApproxError("\n".join(map(str, found)), min(error.exit_code for error in found))
+    return plans
+
+
+def _facts(recipe: Recipe, offline: bool) -> Anatomy:
+    try:
+        source = checkpoint.locate(recipe.checkpoint, revision=recipe.revision, offline=offline)
+    except ApproxError as error:
+        hint = _from_where(recipe.checkpoint) if recipe.checkpoint.startswith(".") else ""
+        raise ApproxError(f"Checkpoint: {error}{hint}", error.exit_code) from None
+    if source.converted:
+        raise ApproxError(
+            f"Checkpoint: {recipe.checkpoint} is converted already. A recipe starts from a base checkpoint.",
+            Exit.REFUSED,
+        )
+    return anatomy(source.config, source.stock_class)
+
+
+def _task_mistakes(stage: EvaluateStage) -> list[ApproxError]:
+    found = []
+    try:
+        open_task(stage.task, **stage.settings)
+    except ApproxError as error:
+        found.append(error)
+    if stage.data is not None and not Path(stage.data).exists():
+        text = f"Data {stage.data} of task {stage.task} does not exist. Mend the path in the recipe."
+        found.append(ApproxError(text + _from_where(stage.data), Exit.UNAVAILABLE))
+    return found
+
+
+def _length_mistakes(stage: BenchStage, facts: Anatomy | None) -> list[ApproxError]:
+    if facts is None or facts.positions is None or max(stage.lengths) <= max(facts.positions, stage.max_length or 0):
+        return []
+    return [
+        ApproxError(
+            f"Bench: length {max(stage.lengths)} was asked for, but {facts.architecture} takes {facts.positions} positions. "
+            f"Ask for shorter ones, or add 'max_length: {max(stage.lengths)}' to extend them for the timing."
+        )
+    ]
+
+
+def _from_where(path: str) -> str:
+    return "" if Path(path).is_absolute() else f" Paths in a recipe are meant from the current folder, {Path.cwd()}."

@@ -66,6 +66,11 @@ def refuse_existing(out: Path, *, force: bool) -> None:
         is_file = out.exists() and not out.is_dir()
     except OSError as error:
         raise ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.") from None
+    if out.resolve() == Path.cwd():
+        raise ApproxError(
+            f"{out} is the current folder, which cannot be replaced while you are in it. Name a folder inside it.",
+            Exit.REFUSED,
+        )
     if is_file:
         raise ApproxError(f"{out} is a file, a folder is to be written there. Choose another output.", Exit.REFUSED)
     if names and not force:

@@ -47,7 +47,9 @@ def main(folder: Path) -> None:
         facts[name]["dtypes"] = {n: str(t.dtype) for n, t in half.state_dict().items()}
         if model.can_generate():
             torch.manual_seed(0)
-            tensors[f"{name}/generated"] = model.generate(**arguments, max_new_tokens=5, min_new_tokens=5, pad_token_id=0)
+            tensors[f"{name}/generated"] = model.generate(
+                **arguments, max_new_tokens=5, min_new_tokens=5, pad_token_id=0
+            )
         try:
             getattr(transformers, auto).from_pretrained(place)
             facts[name]["untrusted"] = "loaded"

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from approx import yaml_text
 from approx.errors import ApproxError
 
 
@@ -133,9 +134,8 @@ def read(path: Path) -> Recipe:
         raise ApproxError(f"Recipe {path} cannot be read: {error.strerror}. Give the path of a YAML file.") from None
     except UnicodeDecodeError:
         raise ApproxError(f"Recipe {path} is not UTF-8 text. Give the path of a YAML file.") from None
-    mistakes: list[str] = []
     try:
-        data = _load(text, mistakes)
+        data, mistakes = yaml_text.load(text)
     except yaml.YAMLError as error:
         raise ApproxError(f"Recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
@@ -163,22 +163,6 @@ def find(name: str) -> Path:
             f"Recipe {name} does not exist.{hint} Give a YAML file, or one of: {', '.join(sorted(known))}."
         )
     return known[name]
-
-
-def _load(text: str, mistakes: list[str]) -> Any:
-    """YAML in which a key given twice is a mistake: the later one would silently win."""
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    def unique(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-        keys = [str(key.value) for key, _ in node.value]
-        for key in sorted({key for key in keys if keys.count(key) > 1}):
-            mistakes.append(f"line {node.start_mark.line + 1}: the key '{key}' is given twice. Keep one of them.")
-        return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
-
-    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, unique)
-    return yaml.load(text, Loader=Loader)
 
 
 def _make(kind: type, data: Any, where: str, mistakes: list[str]) -> Any:

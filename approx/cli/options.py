@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
+from approx import yaml_text
 from approx.errors import ApproxError, Exit
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def read_settings(settings: list[str] | None) -> dict[str, Any]:
         if setting in read:
             raise ApproxError(f"'--set {name}=…' was given twice. Give it once.")
         try:
-            read[setting] = yaml.safe_load(value)
+            read[setting], _ = yaml_text.load(value)
         except yaml.YAMLError:
             read[setting] = value
     return read

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from approx import yaml_text
 from approx.conversion.anatomy import Anatomy, Site
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
@@ -100,10 +101,12 @@ class Plan:
             reason = getattr(error, "strerror", None) or "it is not text"
             raise ApproxError(f"Plan {path} cannot be read: {reason}. Give the path of a YAML or JSON file.") from None
         try:
-            data = yaml.safe_load(text)
+            data, repeated = yaml_text.load(text)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             # Dates and numbers that are none are ValueErrors in YAML.
             raise ApproxError(f"Plan {path} is not valid YAML or JSON: {' '.join(str(error).split())}") from None
+        if repeated:
+            raise ApproxError("\n".join(f"{path}: {mistake}" for mistake in repeated))
         return cls.parse(data, str(path))
 
     def to_data(self) -> list[dict[str, Any]]:

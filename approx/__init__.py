@@ -11,28 +11,29 @@ trust flag. It imports neither torch nor transformers itself.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from approx.errors import ApproxError
 from approx.registration import register_when_imported
 from approx.version import __version__
 
-_FACE = {
-    "Plan": "approx.conversion.plan",
-    "bench": "approx.pipeline.stages",
-    "convert": "approx.conversion.surgery",
-    "evaluate": "approx.pipeline.stages",
-    "inspect": "approx.pipeline.stages",
-    "load": "approx.conversion.checkpoint",
-    "report": "approx.publishing.report",
-    "revert": "approx.conversion.surgery",
-}
-__all__ = ["ApproxError", "__version__", *_FACE]  # the names below are made on demand
+if TYPE_CHECKING:
+    from approx.conversion.checkpoint import load
+    from approx.conversion.plan import Plan
+    from approx.conversion.surgery import convert, revert
+    from approx.pipeline.stages import bench, evaluate, inspect
+    from approx.publishing.report import write_report as report
 
+_ROOMS = {"Plan": "conversion.plan", "load": "conversion.checkpoint", "report": "publishing.report"}
+_ROOMS |= dict.fromkeys(("convert", "revert"), "conversion.surgery")
+_ROOMS |= dict.fromkeys(("bench", "evaluate", "inspect"), "pipeline.stages")
+__all__ = ["ApproxError", "Plan", "__version__", "bench", "convert", "evaluate", "inspect", "load", "report", "revert"]
+__dir__ = __all__.copy  # what an interactive session offers, made or not
 register_when_imported()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FACE:
+    # Made on demand, so that the import stays light.
+    if name not in _ROOMS:
         raise AttributeError(f"module 'approx' has no attribute '{name}'")
-    return getattr(importlib.import_module(_FACE[name]), name)
+    return getattr(importlib.import_module(f"approx.{_ROOMS[name]}"), "write_report" if name == "report" else name)

@@ -11,7 +11,7 @@ from approx.cli.layers import layer_table, settings_text
 from approx.cli.terminal import Terminal, table
 
 _PANEL = "Convert"
-_STEPS = 8
+_STEPS = 7
 
 
 def add_to(app: typer.Typer) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT), str(ROOT / "kernels")]
+sys.path.extend([str(ROOT), str(ROOT / "kernels")])
 
 from approx.evaluation import record
 from approx.publishing.report import write_report

@@ -8,12 +8,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.extend([str(ROOT), str(ROOT / "kernels")])
+# In a checkout that is not installed, both packages lie beside this folder.
+sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (".", "kernels"))
 
 from approx.evaluation import record
 from approx.publishing.report import write_report
 
+ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 SHOWN = "minilm-sst2"
 BEGIN, END = "<!-- results: made by reports/refresh.py -->", "<!-- end of results -->"

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from approx.conversion import make
+from approx.conversion.plan import Plan
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.pipeline.journal import Journal
@@ -60,42 +62,17 @@ def run(
 
     environment = record.environment(torch.get_num_threads())
     journal = Journal(out / "journal", f"{recipe.sha256} {opened[BASE].weights_sha256} {json.dumps(environment)}")
-    folders = {name: out / "converted" / slug(name) for name in plans}
-    for number, (name, folder) in enumerate(folders.items()):
-        progress(f"convert to {name}", number, len(plans))
-        journal.once(
-            f"convert-{slug(name)}",
-            lambda name=name, folder=folder: make.convert(
-                recipe.checkpoint, folder, plans[name], force=True, revision=recipe.revision, offline=offline
-            ),
-            folder,
-        )
-    progress("convert", len(plans), len(plans))
-    opened |= open_all({name: str(folder) for name, folder in folders.items()}, recipe.device, recipe.dtype)
-
-    quality = []
+    folders = _convert(recipe, plans, out / "converted", journal, offline, progress)
+    opened |= open_all(folders, recipe.device, recipe.dtype)
+    quality, races = [], []
     for number, stage in enumerate(recipe.evaluate):
         outputs = out / f"outputs-{number}.parquet"
-        quality.append(
-            journal.once(
-                f"evaluate-{number}",
-                lambda stage=stage, outputs=outputs: measure_quality(
-                    opened, stage, seed=recipe.seed, outputs=outputs, progress=progress
-                ),
-                outputs,
-            )
-        )
-    races = []
+        measure = partial(measure_quality, opened, stage, seed=recipe.seed, outputs=outputs, progress=progress)
+        quality.append(journal.once(f"evaluate-{number}", measure, outputs))
     for number, stage in enumerate(recipe.bench):
         texts = recipe.evaluate[0] if stage.inputs == "real" else None
-        races.append(
-            journal.once(
-                f"bench-{number}",
-                lambda stage=stage, texts=texts: measure_speed(
-                    opened, stage, texts, seed=recipe.seed, progress=progress
-                ),
-            )
-        )
+        time = partial(measure_speed, opened, stage, texts, seed=recipe.seed, progress=progress)
+        races.append(journal.once(f"bench-{number}", time))
     made = make_record(
         opened,
         title=recipe.title,
@@ -110,6 +87,25 @@ def run(
     record.save(out / "record.json", made)
     write_report([made], out / "report")
     return made
+
+
+def _convert(
+    recipe: Recipe, plans: dict[str, Plan], out: Path, journal: Journal, offline: bool, progress: Progress
+) -> dict[str, str]:
+    """Convert the base into every variant that is not there yet; name -> folder."""
+    folders = {name: out / slug(name) for name in plans}
+    for number, (name, folder) in enumerate(folders.items()):
+
+        def make_folder(number: int = number, name: str = name, folder: Path = folder) -> dict[str, Any]:
+            progress(f"convert to {name}", number, len(plans))
+            # What is there was not finished, or was made under another key.
+            return make.convert(
+                recipe.checkpoint, folder, plans[name], force=True, revision=recipe.revision, offline=offline
+            )
+
+        journal.once(f"convert-{slug(name)}", make_folder, folder)
+    progress("convert", len(plans), len(plans))
+    return {name: str(folder) for name, folder in folders.items()}
 
 
 def _refuse(recipe: Recipe, out: Path, *, resume: bool, force: bool) -> None:

@@ -125,7 +125,11 @@ def load(
     model_class = families.model_class(source.stock_class) if source.converted else source.stock_class
     try:
         model, info = model_class.from_pretrained(  # type: ignore[attr-defined]  # every PreTrainedModel has it
-            source.folder, dtype=dtype, output_loading_info=True, use_safetensors=files[0].suffix == ".safetensors"
+            source.folder,
+            dtype=dtype,
+            output_loading_info=True,
+            use_safetensors=files[0].suffix == ".safetensors",
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except ApproxError:
         raise
@@ -167,9 +171,13 @@ def processor(source: Source) -> Any:
 
 def _folder(name: str, revision: str | None, offline: bool, allow_pickle: bool) -> tuple[Path, str | None]:
     path = Path(name).expanduser()
-    if path.is_dir():
-        return path, None
-    if path.is_file():
+    try:
+        if path.is_dir():
+            return path, None
+        is_file = path.is_file()
+    except OSError as error:
+        raise ApproxError(f"{name} cannot be opened: {error.strerror}.", Exit.UNAVAILABLE) from None
+    if is_file:
         raise ApproxError(f"{name} is a file; give the folder of the checkpoint.", Exit.UNAVAILABLE)
     if name == EMBEDDED:
         return Path(str(resources.files("approx") / EMBEDDED)), None
@@ -246,12 +254,12 @@ def _stock_class(name: str, raw: dict[str, Any], config: Any, converted: bool) -
 
 def _check_keys(source: Source, model: Any, info: dict[str, Any]) -> list[str]:
     """transformers fills missing tensors with random numbers and goes on; only a new task head may be missing."""
-    mismatched = sorted(
-        str(entry[0] if isinstance(entry, tuple) else entry) for entry in info.get("mismatched_keys") or ()
-    )
+    mismatched = [f"{key} is {tuple(found)}, not {tuple(due)}" for key, found, due in sorted(info["mismatched_keys"])]
     if mismatched:
+        more = f" and {len(mismatched) - 3} more" if len(mismatched) > 3 else ""
         raise ApproxError(
-            f"{source.folder}: tensors with a shape that the config does not allow: {', '.join(mismatched[:3])}.",
+            f"{source.folder}: its weights do not have the shapes of its config: {', '.join(mismatched[:3])}{more}. Download "
+            "both again.",
             Exit.UNAVAILABLE,
         )
     missing, prefix = sorted(info["missing_keys"]), f"{model.base_model_prefix}."

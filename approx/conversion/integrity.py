@@ -13,13 +13,16 @@ from approx.errors import ApproxError, Exit
 _LFS = b"version https://git-lfs"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+# Models are built from these numbers before any weight is read, so a wrong digit would keep the machine busy for hours.
+_MOST = {"layer": 5_000, "labels": 1_000_000}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The raw `config.json` of a checkpoint.
 
     Raises:
-        ApproxError: if it is missing, is not JSON, is a git-lfs pointer, or asks for relative positions.
+        ApproxError: if it is missing, is not JSON, is a git-lfs pointer, counts beyond reason, or asks for relative
+            positions.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -38,6 +41,16 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ApproxError(
             f"{path} has no 'model_type', so the family of the model is unknown. Save the model with a current transformers.",
             Exit.UNAVAILABLE,
+        )
+    beyond = [
+        f"{key} = {value:.3g}"
+        for key, value in config.items()
+        for word, most in _MOST.items()
+        if word in key and isinstance(value, int) and value > most
+    ]
+    if beyond:
+        raise ApproxError(
+            f"{path} says {', '.join(beyond)}, which no model has. It is damaged; download it again.", Exit.UNAVAILABLE
         )
     relative = config.get("position_embedding_type", "absolute")
     if relative not in ("absolute", None, "rotary"):

@@ -1,11 +1,16 @@
 """The generated documents: repeatable, balanced, of exactly the asked length, and solvable only by looking."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from approx.errors import ApproxError
 from approx.tasks.needle import NEEDLES, QUESTION, VALUES, WORDS, Needle
+
+QUICKSTART = Path(__file__).parents[2] / "approx" / "quickstart"
 
 
 def test_the_same_row_whatever_the_number_of_rows():
@@ -85,3 +90,23 @@ def test_loading_what_is_not_there_is_refused(tmp_path):
         task.load(split="test")
     with pytest.raises(ApproxError, match="'limit'"):
         task.load(limit=0)
+
+
+def test_the_embedded_model_is_small():
+    assert sum(file.stat().st_size for file in QUICKSTART.iterdir()) <= 4 * 2**20
+
+
+def test_the_embedded_model_finds_the_needle():
+    model = AutoModelForSequenceClassification.from_pretrained(QUICKSTART).eval()
+    tokenizer = AutoTokenizer.from_pretrained(QUICKSTART)
+    # Another seed than the one it was trained and measured with.
+    task = Needle(length=2048, examples=40, seed=1)
+    task.check(model)
+    predictions = []
+    for example in task.examples():
+        batch = task.collate([task.encode(example, tokenizer)], tokenizer)
+        assert batch["input_ids"].shape == (1, 2048)
+        assert tokenizer.unk_token_id not in batch["input_ids"]
+        with torch.inference_mode():
+            predictions += task.predict(model(**batch), batch, model.config)
+    assert task.score(predictions, [example.label for example in task.examples()])["accuracy"] >= 0.95

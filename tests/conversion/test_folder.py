@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from approx.conversion.folder import atomic_folder, refuse_existing
 from approx.conversion.manifest import MANIFEST, check_seal
 from approx.errors import ApproxError, Exit
+from conversion.zoo import error_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,17 +106,14 @@ def test_whichever_call_fails_nothing_is_half_written(name, force, tmp_path, mon
         call += 1
         failing = Failing(function, call)
         monkeypatch.setattr(os, name, failing)
-        try:
-            write(out, "new", force=force)
-        except ApproxError as error:
-            assert error.exit_code == Exit.UNAVAILABLE
-            assert "No space left" in str(error)
-            assert contents(tmp_path) == before
-            assert not list(tmp_path.glob("out.*"))
-        else:
+        error = error_of(lambda: write(out, "new", force=force))
+        monkeypatch.setattr(os, name, function)
+        if error is None:
             break
-        finally:
-            monkeypatch.setattr(os, name, function)
+        assert error.exit_code == Exit.UNAVAILABLE
+        assert "No space left" in str(error)
+        assert contents(tmp_path) == before
+        assert not list(tmp_path.glob("out.*"))
     assert call > (1 if name == "replace" else 3)
     assert (out / "config.json").read_text() == "new"
 
@@ -123,9 +121,14 @@ def test_whichever_call_fails_nothing_is_half_written(name, force, tmp_path, mon
 def test_an_interruption_leaves_the_old_folder(tmp_path):
     write(tmp_path / "out", "old")
     before = contents(tmp_path)
-    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "out", force=True) as folder:
-        (folder / "config.json").write_text("new")
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with atomic_folder(tmp_path / "out", force=True) as folder:
+            (folder / "config.json").write_text("new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert contents(tmp_path) == before
 
 
@@ -134,19 +137,22 @@ def test_a_full_disk_is_told_in_one_line(by, tmp_path):
     write(tmp_path / "out", "old")
     before = contents(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        with (
-            pytest.raises(ApproxError, match="Writing .* failed: ") as caught,
-            atomic_folder(tmp_path / "out", force=True) as folder,
-        ):
+
+    def fill() -> None:
+        with atomic_folder(tmp_path / "out", force=True) as folder:
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
             if by == "python":
                 (folder / "model.safetensors").write_bytes(b"0" * 100_000)
             else:
                 save_file({"weight": torch.zeros(100_000)}, folder / "model.safetensors")
+
+    try:
+        error = error_of(fill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.exit_code == Exit.UNAVAILABLE
+    assert error is not None
+    assert f"Writing {tmp_path / 'out'} failed: " in str(error)
+    assert error.exit_code == Exit.UNAVAILABLE
     assert contents(tmp_path) == before
 
 
@@ -217,8 +223,6 @@ def test_a_folder_that_is_not_whole_is_refused(damage, tmp_path):
         manifest.unlink()
     else:
         manifest.write_text('{"files": 3}')
-    with pytest.raises(
-        ApproxError, match="Convert the base checkpoint again|convert the base checkpoint again"
-    ) as caught:
+    with pytest.raises(ApproxError, match=r"[Cc]onvert the base checkpoint again") as caught:
         check_seal(tmp_path)
     assert caught.value.exit_code == Exit.UNAVAILABLE

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_classifier import tiny_model, tiny_tokenizer
 
 from approx.conversion import checkpoint, families, surgery, travel
 from approx.conversion.inputs import example_inputs
@@ -20,6 +19,7 @@ from approx.conversion.plan import Plan, Rule
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from conversion.zoo import FAMILIES, OTHER_HEADS, difference, outputs, tiny
+from tiny_classifier import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 

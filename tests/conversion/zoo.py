@@ -1,5 +1,6 @@
 """One tiny model with random weights for each family and task head that must be convertible."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from approx.conversion.anatomy import anatomy
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan, Rule
+from approx.errors import ApproxError
 from approx.mechanisms import MECHANISMS
 
 _TEXT: dict[str, Any] = {
@@ -138,6 +140,15 @@ def difference(first: list[Tensor], second: list[Tensor]) -> float:
     """Largest difference between two lists of outputs."""
     assert len(first) == len(second) > 0
     return max(float((a.float() - b.float()).abs().max()) for a, b in zip(first, second, strict=True))
+
+
+def error_of(action: Callable[[], Any]) -> ApproxError | None:
+    """What the action refuses with; None if it succeeds. Any other exception is a failure of the test."""
+    try:
+        action()
+    except ApproxError as error:
+        return error
+    return None
 
 
 def exact_plan(model: Any, mechanism: str, layers: str = "all") -> Plan | None:

@@ -131,6 +131,18 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     return _checked(name, value, value in allowed, f"one of {', '.join(allowed)}")
 
 
+def chosen_steps(mode: Any, step: Any, count: int) -> tuple[int | None, ...]:
+    """The steps of a sparse pattern that the heads use in turn; None is all of them merged.
+
+    `mode` is `merged`, or `heads`: one step a head in turn. `step`, from 1, is one step for all heads.
+    """
+    one_of("mode", mode, ("merged", "heads"))
+    if step is None:
+        return tuple(range(1, count + 1)) if mode == "heads" else (None,)
+    _checked("mode", mode, mode == "merged", "'merged' beside a step, which all heads then use")
+    return (whole_number("step", step, 1, count),)
+
+
 def _checked(name: str, value: Any, inside: bool, allowed: str) -> Any:
     if not inside:
         raise ApproxError(f"Setting '{name}' is {value!r}; allowed is {allowed}. Change it or leave it out.")

@@ -1,0 +1,88 @@
+"""BigBird attention: neighbouring, global and random blocks."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from approx.mechanisms.mechanism import Mechanism, whole_number
+from approx_kernels.blocks import bigbird_attention, draw_blocks
+
+# What a torch.Generator takes.
+_LARGEST_SEED = 2**63 - 1
+
+
+class BigBirdAttention(Mechanism):
+    """Softmax attention to the blocks beside the own one, the first, the last and random ones, in O(n (5 + r) block D).
+
+    The first and the last block see all. The random blocks are drawn once, from the seed, and are the same in
+    training and evaluation and for all heads of a layer: give layers seeds of their own for other ones. Blocks
+    count the real tokens of a sample; the last one may be partial.
+
+    Source: Zaheer et al., 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062; departs from it in
+    the same random blocks for all heads.
+
+    Args:
+        heads: Number of heads, H.
+        head_dim: Size of a head, D.
+        causal: Must be false: the last block is seen by all.
+        scale: Factor of the scores.
+        block: Tokens of a block, 1 or more.
+        random: Random blocks of each block, r, 0 or more.
+        seed: Seed of the random blocks, which are a buffer and saved with the checkpoint.
+
+    Raises:
+        ApproxError: if `causal` is asked for or a setting is wrong.
+    """
+
+    supports_causal: ClassVar[bool] = False
+    supports_decode: ClassVar[bool] = False
+    source: ClassVar[str] = "Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062"
+    exact_when: ClassVar[str] = "3 blocks hold the real tokens of the sample, or there are as many random blocks."
+
+    draws: Tensor
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        *,
+        causal: bool,
+        scale: float,
+        block: int = 64,
+        random: int = 3,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(heads, head_dim, causal=causal, scale=scale)
+        self.block = whole_number("block", block, 1)
+        self.random = whole_number("random", random, 0)
+        self.seed = whole_number("seed", seed, 0, _LARGEST_SEED)
+        self.register_buffer("draws", draw_blocks(self.random, self.seed))
+
+    def redraw(self, seed: int) -> None:
+        """Draw other random blocks; nothing else ever does."""
+        self.seed = whole_number("seed", seed, 0, _LARGEST_SEED)
+        self.draws.copy_(draw_blocks(self.random, self.seed))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
+    ) -> Tensor:
+        """Attend; dropout acts on the attention weights. Padded queries receive 0."""
+        return bigbird_attention(
+            q, k, v, key_mask, block=self.block, draws=self.draws, scale=self.scale, dropout=dropout
+        )
+
+    @classmethod
+    def exact_settings(cls, length: int) -> dict[str, Any]:
+        """One block for all."""
+        return {"block": max(length, 1)}
+
+    def flops(self, length: int) -> int:
+        """Two products over the pairs of the listed blocks, and over all keys for the first and the last block."""
+        listed = length * min((5 + self.random) * self.block, length)
+        ends = 2 * self.block * max(length - (5 + self.random) * self.block, 0)
+        return 4 * self.heads * (listed + ends) * self.head_dim
+
+    def memory(self, length: int) -> int:
+        """The outputs of the blocks before they are joined, and the keys and values of one block."""
+        keys = min((5 + self.random) * self.block, length)
+        return 4 * self.heads * (length + 2 * keys) * self.head_dim

@@ -1,0 +1,97 @@
+"""Fixed attention: the own block, and columns that summarise the other blocks."""
+
+import math
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from approx.mechanisms.mechanism import Mechanism, chosen_steps, whole_number
+from approx_kernels.summaries import summary_attention
+
+
+class FixedAttention(Mechanism):
+    """Softmax attention inside blocks of l tokens and to the last c columns of every block, in O(n (l + c n / l) D).
+
+    Step 1 is the own block, step 2 the summaries and the own key. With a stride that does not grow with the length
+    the cost is a fraction c / l of the exact one. Positions count the real tokens of a sample; its last, partial
+    block has a summary too unless the layer is causal, where the block may still grow.
+
+    Source: Child, Gray, Radford, Sutskever, 2019, Generating Long Sequences with Sparse Transformers,
+    arXiv 1904.10509; departs from it in the bidirectional form.
+
+    Args:
+        heads: Number of heads, H.
+        head_dim: Size of a head, D.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        stride: Tokens of a block, l, 1 or more.
+        summary: Columns of a summary, c, from 1 to l.
+        mode: `merged`, where every head sees the union of the steps, or `heads`, where heads take the steps in turn.
+        step: 1 or 2, the only step that this layer uses; None uses both. Rules that give odd and even layers their
+            steps interleave the pattern.
+
+    Raises:
+        ApproxError: if a setting is wrong, or `step` meets `mode: heads`.
+    """
+
+    supports_decode: ClassVar[bool] = True
+    source: ClassVar[str] = "Child et al. 2019, Generating Long Sequences with Sparse Transformers, arXiv 1904.10509"
+    exact_when: ClassVar[str] = "stride >= the number of real tokens of the sample, with both steps merged."
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        *,
+        causal: bool,
+        scale: float,
+        stride: int = 128,
+        summary: int = 8,
+        mode: Literal["merged", "heads"] = "merged",
+        step: int | None = None,
+    ) -> None:
+        super().__init__(heads, head_dim, causal=causal, scale=scale)
+        self.stride = whole_number("stride", stride, 1)
+        self.summary = whole_number("summary", summary, 1, self.stride)
+        self._steps = chosen_steps(mode, step, 2)
+        self.mode = mode
+        self.step = step
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
+    ) -> Tensor:
+        """Attend; dropout acts on the attention weights. Padded queries receive 0."""
+        return summary_attention(
+            q,
+            k,
+            v,
+            key_mask,
+            stride=self.stride,
+            summary=self.summary,
+            inside="past" if self.causal else "all",
+            causal=self.causal,
+            steps=self._steps,
+            scale=self.scale,
+            dropout=dropout,
+        )
+
+    @classmethod
+    def exact_settings(cls, length: int) -> dict[str, Any]:
+        """One block for all."""
+        return {"stride": max(length, 1), "summary": 1, "mode": "merged", "step": None}
+
+    def flops(self, length: int) -> int:
+        """Two products over the pairs of whole blocks and summaries."""
+        return 4 * self.heads * length * math.ceil(self._keys(length)) * self.head_dim
+
+    def memory(self, length: int) -> int:
+        """The outputs of the blocks before they are joined, and the keys, values and mask of one block."""
+        keys = math.ceil(self._keys(length))
+        return 4 * self.heads * (length + 2 * keys) * self.head_dim + min(self.stride, length) * keys
+
+    def _keys(self, length: int) -> float:
+        """Keys that meet a query, as a mean over the steps that the heads use."""
+        blocks = math.ceil(length / self.stride)
+        others = self.summary * (blocks - 1) / (2 if self.causal else 1)
+        keys = {1: self.stride, 2: self.stride + others, None: self.stride + others}
+        return min(sum(keys[step] for step in self._steps) / len(self._steps), length)

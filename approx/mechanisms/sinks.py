@@ -1,0 +1,79 @@
+"""Attention sinks: the first tokens and the last ones."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from approx.mechanisms.mechanism import Mechanism, whole_number
+from approx_kernels.global_tokens import global_token_attention
+
+
+class SinksAttention(Mechanism):
+    """Softmax attention to the first s tokens and the last w, the own one among them, in O(n (s + w) D).
+
+    A model that was trained with exact attention parks its spare weight on the first tokens, which a plain window
+    would take away. Positions count the real tokens of a sample, so left padding moves no sink.
+
+    Source: Xiao, Tian, Chen, Han, Lewis, 2023, Efficient Streaming Language Models with Attention Sinks,
+    arXiv 2309.17453; departs from it in keeping the positions that the model gave to the keys.
+
+    Args:
+        heads: Number of heads, H.
+        head_dim: Size of a head, D.
+        causal: Must be true.
+        scale: Factor of the scores.
+        sinks: First tokens that every query sees, s, 0 or more.
+        window: Last tokens that a query sees, w, 1 or more; the query's own is one of them.
+
+    Raises:
+        ApproxError: if the bidirectional form is asked for or a setting is wrong.
+    """
+
+    supports_bidirectional: ClassVar[bool] = False
+    supports_decode: ClassVar[bool] = True
+    source: ClassVar[str] = (
+        "Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"
+    )
+    exact_when: ClassVar[str] = "sinks + window >= the number of real tokens of the sample."
+
+    def __init__(
+        self, heads: int, head_dim: int, *, causal: bool, scale: float, sinks: int = 4, window: int = 1020
+    ) -> None:
+        super().__init__(heads, head_dim, causal=causal, scale=scale)
+        self.sinks = whole_number("sinks", sinks, 0)
+        self.window = whole_number("window", window, 1)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
+    ) -> Tensor:
+        """Attend; dropout acts on the attention weights. Padded queries receive 0."""
+        return global_token_attention(
+            q,
+            k,
+            v,
+            key_mask,
+            left=self.window - 1,
+            right=0,
+            tokens=range(self.sinks),
+            see_all=False,
+            causal=True,
+            scale=self.scale,
+            dropout=dropout,
+        )
+
+    @classmethod
+    def exact_settings(cls, length: int) -> dict[str, Any]:
+        """A window as wide as the sequence."""
+        return {"window": max(length, 1)}
+
+    def flops(self, length: int) -> int:
+        """Two products over the pairs of each block of 64 queries with its window and the sinks."""
+        return 4 * self.heads * length * self._keys(length) * self.head_dim
+
+    def memory(self, length: int) -> int:
+        """The outputs of the blocks before they are joined, and the keys, values and mask of one block."""
+        keys = self._keys(length)
+        return 4 * self.heads * (length + 2 * keys) * self.head_dim + 64 * keys
+
+    def _keys(self, length: int) -> int:
+        return min(63 + self.window + self.sinks, length)

@@ -1,0 +1,96 @@
+"""Strided attention: a window and every l-th token."""
+
+import math
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from approx.mechanisms.mechanism import Mechanism, chosen_steps, whole_number
+from approx_kernels.strided import root_above, strided_attention
+
+# The root of GPT-2's 1,024 positions.
+_CAUSAL_STRIDE = 32
+
+
+class StridedAttention(Mechanism):
+    """Softmax attention to the keys nearer than l and to every l-th key, in O(n (l + n / l) D).
+
+    Step 1 is |i - j| < l, step 2 is (i - j) mod l = 0. Two layers, step 1 in the lower, let every token reach
+    every other; positions count the real tokens of a sample.
+
+    Source: Child, Gray, Radford, Sutskever, 2019, Generating Long Sequences with Sparse Transformers,
+    arXiv 1904.10509; departs from it in the bidirectional form.
+
+    Args:
+        heads: Number of heads, H.
+        head_dim: Size of a head, D.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        stride: l, 1 or more. None takes the root of the number of real tokens of each sample, rounded up; in a
+            causal layer it takes 32, because a stride that follows the length would change, while a sequence grows,
+            what its first tokens have seen already.
+        mode: `merged`, where every head sees the union of the steps, or `heads`, where heads take the steps in turn.
+        step: 1 or 2, the only step that this layer uses; None uses both. Rules that give odd and even layers their
+            steps interleave the pattern.
+
+    Raises:
+        ApproxError: if a setting is wrong, or `step` meets `mode: heads`.
+    """
+
+    supports_decode: ClassVar[bool] = True
+    source: ClassVar[str] = "Child et al. 2019, Generating Long Sequences with Sparse Transformers, arXiv 1904.10509"
+    exact_when: ClassVar[str] = "stride >= the number of real tokens of the sample, with both steps merged."
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        *,
+        causal: bool,
+        scale: float,
+        stride: int | None = None,
+        mode: Literal["merged", "heads"] = "merged",
+        step: int | None = None,
+    ) -> None:
+        super().__init__(heads, head_dim, causal=causal, scale=scale)
+        self.stride = None if stride is None else whole_number("stride", stride, 1)
+        self._steps = chosen_steps(mode, step, 2)
+        self.mode = mode
+        self.step = step
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
+    ) -> Tensor:
+        """Attend; dropout acts on the attention weights. Padded queries receive 0."""
+        return strided_attention(
+            q,
+            k,
+            v,
+            key_mask,
+            stride=_CAUSAL_STRIDE if self.causal and self.stride is None else self.stride,
+            causal=self.causal,
+            steps=self._steps,
+            scale=self.scale,
+            dropout=dropout,
+        )
+
+    @classmethod
+    def exact_settings(cls, length: int) -> dict[str, Any]:
+        """A window as wide as the sequence."""
+        return {"stride": max(length, 1), "mode": "merged", "step": None}
+
+    def flops(self, length: int) -> int:
+        """Two products over the pairs that are computed: whole rows of l tokens around each query, and columns."""
+        return 4 * self.heads * length * math.ceil(self._keys(length)) * self.head_dim
+
+    def memory(self, length: int) -> int:
+        """Scores and weights of one head at a time, the rows around its queries, and the outputs of all."""
+        scores = 2 * length * math.ceil(self._keys(length)) + 6 * length * self.head_dim
+        return 4 * (self.heads * length * self.head_dim + (scores if None in self._steps else 0))
+
+    def _keys(self, length: int) -> float:
+        """Keys that meet a query, as a mean over the steps that the heads use."""
+        stride = self.stride or (_CAUSAL_STRIDE if self.causal else root_above(length))
+        near, far = (2 if self.causal else 3) * stride, math.ceil(length / stride)
+        keys = {1: near, 2: far, None: near + far}
+        return min(sum(keys[step] for step in self._steps) / len(self._steps), length)

@@ -1,0 +1,102 @@
+"""Attention between whole blocks: neighbours (block attention) and lists of blocks (BigBird)."""
+
+from torch import Tensor
+
+from approx_kernels.blocks.reference import bigbird_lists, draw_blocks, listed_blocks, neighbour_blocks
+from approx_kernels.shapes import check_shapes
+from approx_kernels.tokens import without_padding
+
+__all__ = ["bigbird_attention", "bigbird_lists", "block_attention", "draw_blocks"]
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    size: int,
+    neighbours: int,
+    shift: int,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention inside blocks and to neighbouring blocks, in O(L (2 neighbours + 1) size D).
+
+    The token at position p of a sample is in block (p + shift) // size; positions count real tokens, and query i
+    is the token of key S - L + i. A query that is padding or stands before all keys gives 0.
+
+    Source: Qiu et al., 2019, Blockwise Self-Attention for Long Document Understanding, arXiv 1911.02972; departs
+    from it in the same blocks for all heads.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, H, S, D].
+        v: Values, [B, H, S, E].
+        key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
+        size: Tokens of a block.
+        neighbours: Blocks seen to each side of the own one.
+        shift: Tokens by which the first block is shorter.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        dropout: Probability with which an attention weight is dropped.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together.
+    """
+    check_shapes(q, k, v, key_mask)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return neighbour_blocks(
+            q, k, v, size=size, neighbours=neighbours, shift=shift, causal=causal, scale=scale, dropout=dropout
+        )
+
+    return without_padding(attend, q, k, v, key_mask)
+
+
+def bigbird_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    block: int,
+    draws: Tensor,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention of each block to its neighbours, the first, the last and random blocks, in O(L (5 + r) block D).
+
+    The first and the last block see all and are seen by all; every pair counts once. Positions count real tokens,
+    and query i is the token of key S - L + i. A query that is padding or stands before all keys gives 0.
+
+    Source: Zaheer et al., 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062; departs from it in
+    the same random blocks for all heads.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, H, S, D].
+        v: Values, [B, H, S, E].
+        key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
+        block: Tokens of a block.
+        draws: What `draw_blocks` returned; its second size is the number of random blocks.
+        scale: Factor of the scores.
+        dropout: Probability with which an attention weight is dropped.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together.
+    """
+    check_shapes(q, k, v, key_mask)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        lists = bigbird_lists(-(-k.shape[2] // block), draws)
+        return listed_blocks(q, k, v, size=block, lists=lists, scale=scale, dropout=dropout)
+
+    return without_padding(attend, q, k, v, key_mask)

@@ -1,0 +1,64 @@
+"""A window and global tokens: Longformer, attention sinks."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from approx_kernels.global_tokens.reference import seeing_rows, window_blocks
+from approx_kernels.shapes import check_shapes
+from approx_kernels.tokens import without_padding
+
+
+def global_token_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    left: int,
+    right: int,
+    tokens: Sequence[int],
+    see_all: bool,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention of each query to the keys around it and to chosen tokens, in O(L (left + right + g) D).
+
+    The query at position p sees the keys from p - left to p + right, both inclusive, and the g chosen tokens;
+    with `see_all` a chosen token itself sees all keys. Positions count real tokens, and query i is the token of
+    key S - L + i. A query that is padding or stands before all keys gives 0.
+
+    Source: Beltagy, Peters, Cohan, 2020, Longformer, arXiv 2004.05150, and Xiao, Tian, Chen, Han, Lewis, 2023,
+    Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453; departs from the first in having no
+    projections of their own for global tokens, from the second in keeping the positions of the model.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, H, S, D].
+        v: Values, [B, H, S, E].
+        key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
+        left: Keys seen before the own position.
+        right: Keys seen after the own position.
+        tokens: Ascending positions of the chosen tokens; a sample without them has none there.
+        see_all: Whether the chosen tokens see every key.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        dropout: Probability with which an attention weight is dropped.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together.
+    """
+    check_shapes(q, k, v, key_mask)
+    right = 0 if causal else right
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = window_blocks(q, k, v, left=left, right=right, tokens=tokens, causal=causal, scale=scale, dropout=dropout)
+        if not see_all:
+            return out
+        return seeing_rows(out, q, k, v, tokens=tokens, causal=causal, scale=scale, dropout=dropout)
+
+    return without_padding(attend, q, k, v, key_mask)

@@ -1,0 +1,60 @@
+"""Strided attention: a window and every l-th token."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from approx_kernels.shapes import check_shapes
+from approx_kernels.strided.reference import root_above, strided_heads
+from approx_kernels.tokens import by_step, without_padding
+
+__all__ = ["root_above", "strided_attention"]
+
+
+def strided_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    stride: int | None,
+    causal: bool,
+    steps: Sequence[int | None] = (None,),
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention to the keys nearer than l and to every l-th key, in O(L (l + S / l) D).
+
+    Step 1 is |i - j| < l; step 2 is (i - j) mod l = 0, dense attention in each of l columns once the sequence is
+    laid out in rows of l. Positions count real tokens, and query i is the token of key S - L + i. A query that is
+    padding or stands before all keys gives 0.
+
+    Source: Child, Gray, Radford, Sutskever, 2019, Generating Long Sequences with Sparse Transformers,
+    arXiv 1904.10509; departs from it in the bidirectional form.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, H, S, D].
+        v: Values, [B, H, S, E].
+        key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
+        stride: l; None takes the root of each sample's number of real tokens, rounded up.
+        causal: Whether a query sees only keys at or before its own position.
+        steps: 1, 2 or None (both merged): what each head uses, repeated over the heads.
+        scale: Factor of the scores.
+        dropout: Probability with which an attention weight is dropped.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together, or a causal pattern would move as it grows.
+    """
+    check_shapes(q, k, v, key_mask)
+    if causal and stride is None:
+        raise ValueError("A causal pattern with stride=None; expected a number that does not follow the length.")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
+        own = stride or root_above(k.shape[2])
+        return strided_heads(q, k, v, stride=own, causal=causal, step=step, scale=scale, dropout=dropout)
+
+    return without_padding(lambda q, k, v: by_step(attend, q, k, v, steps), q, k, v, key_mask)

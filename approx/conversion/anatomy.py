@@ -227,7 +227,8 @@ def attends_causally(family: str) -> bool:
             f"Unknown family '{family}'.{hint} Families are named as in config.json: bert, gpt2, whisper."
         )
     config = CONFIG_MAPPING[family]()
-    return any(site.causal for site in anatomy(config, AutoModel._model_mapping[type(config)]).sites)
+    backbone: Any = AutoModel._model_mapping[type(config)]
+    return any(site.causal for site in anatomy(config, backbone).sites)
 
 
 def _is_cross(*calls: _Call) -> bool:

@@ -229,7 +229,7 @@ def _stock_class(name: str, raw: dict[str, Any], config: Any, converted: bool) -
     named = raw.get("architectures")
     architecture = str(named[0]).removeprefix("Approx" if converted else "") if named and type(named) is list else None
     if architecture is None:
-        base = transformers.AutoModel._model_mapping.get(families.stock_class(type(config)), None)
+        base: Any = transformers.AutoModel._model_mapping.get(families.stock_class(type(config)), None)
         if base is None:
             raise ApproxError(
                 f"{name} names no architecture in its config, and its family has no default.", Exit.UNSUPPORTED

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
-from transformers.utils import is_torchdynamo_compiling
+from transformers.utils.import_utils import is_torchdynamo_compiling
 from transformers.utils.output_capturing import _active_collector
 
 from approx.conversion.manifest import seal_model
@@ -207,6 +207,7 @@ class ApproxModel:
     """What every converted model adds to its stock class: mechanisms from the config, loud failure where they are lost."""
 
     config: Any
+    state_dict: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         # Some heads make their backbone with AutoModel.from_config, which must give the stock one.
@@ -217,7 +218,7 @@ class ApproxModel:
         # class, which keeps a name of its own, so that nobody loads it as exact attention.
         config.model_type = stock.model_type
         try:
-            super().__init__(config, *args, **kwargs)
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # the stock class follows in the MRO
         finally:
             config.__class__ = converted
         if not config.approx or config.approx.get("format") != FORMAT:

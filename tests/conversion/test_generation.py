@@ -1,5 +1,7 @@
 """generate() on converted decoders gives the same tokens with and without a cache."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from approx.conversion.plan import Plan
 from conversion.zoo import CAUSAL, tiny
 
 DECODERS = ("GPT2LMHeadModel", "LlamaForCausalLM", "WhisperForConditionalGeneration")
-SETTINGS = {"local": {"left": 4}}
+SETTINGS: dict[str, dict[str, Any]] = {"local": {"left": 4}}
 WAYS = {
     "greedy": {},
     "beams": {"num_beams": 3},

@@ -4,13 +4,19 @@ Letters of the shapes, here and in `approx_kernels`: B batch, H heads, L queries
 E value size, C clusters, K kept keys, G any number of heads, n sequence length where L = S.
 """
 
+from approx.mechanisms.bigbird import BigBirdAttention
+from approx.mechanisms.block import BlockAttention
 from approx.mechanisms.clustered import ClusteredAttention
+from approx.mechanisms.fixed import FixedAttention
 from approx.mechanisms.full import FullAttention
+from approx.mechanisms.full_information import LtrAttention, RtlAttention
 from approx.mechanisms.improved_clustered import ImprovedClusteredAttention
 from approx.mechanisms.linear import LinearAttention
 from approx.mechanisms.local import LocalAttention
+from approx.mechanisms.longformer import LongformerAttention
 from approx.mechanisms.mechanism import Mechanism
 from approx.mechanisms.sdpa import SdpaAttention
+from approx.mechanisms.strided import StridedAttention
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     "full": FullAttention,
@@ -19,4 +25,11 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "improved-clustered": ImprovedClusteredAttention,
     "linear": LinearAttention,
     "local": LocalAttention,
+    "block": BlockAttention,
+    "strided": StridedAttention,
+    "fixed": FixedAttention,
+    "ltr": LtrAttention,
+    "rtl": RtlAttention,
+    "longformer": LongformerAttention,
+    "bigbird": BigBirdAttention,
 }

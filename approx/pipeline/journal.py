@@ -32,7 +32,7 @@ class Journal:
         """
         path = self.folder / f"{name}.json"
         kept = self._read(path)
-        if kept is not None and kept.get("key") == self.key and (product is None or product.exists()):
+        if kept is not None and (product is None or product.exists()):
             return kept["result"]
         result = make()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -44,10 +44,11 @@ class Journal:
         temporary.replace(path)
         return result
 
-    @staticmethod
-    def _read(path: Path) -> dict[str, Any] | None:
+    def _read(self, path: Path) -> dict[str, Any] | None:
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            kept = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             # A damaged entry is an unfinished stage.
             return None
+        fits = isinstance(kept, dict) and kept.get("key") == self.key and "result" in kept
+        return kept if fits else None

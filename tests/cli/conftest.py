@@ -1,0 +1,56 @@
+"""A converted checkpoint and a way to call the command line inside this process."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from approx.cli import app
+from tiny_study import tiny_checkpoint, tiny_data
+
+
+@dataclass
+class Answer:
+    """What a command gave back."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def call(*words: str | Path) -> Answer:
+    """Run a command as typed and give its exit code and both outputs."""
+    found = CliRunner().invoke(app, [str(word) for word in words])
+    return Answer(found.exit_code, found.stdout, found.stderr)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("with spaces") / "the base")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    return tiny_data(tmp_path_factory.mktemp("glue"))
+
+
+@pytest.fixture(scope="session")
+def converted(base, tmp_path_factory) -> Path:
+    """The base with local attention in its first layer, made by the command."""
+    folder = tmp_path_factory.mktemp("out put") / "con verted"
+    answer = call("convert", base, "-o", folder, "-m", "local", "--set", "left=2", "--set", "right=2", "--layers", "0")
+    assert answer.code == 0, answer.err
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Commands are run from an empty folder, as by somebody new."""
+    monkeypatch.chdir(tmp_path)

@@ -1,0 +1,93 @@
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from approx.mechanisms import MECHANISMS
+
+from .conftest import call
+
+
+def test_mechanisms_are_all_listed_with_their_papers():
+    answer = call("mechanisms")
+    assert answer.code == 0
+    assert all(name in answer.out for name in MECHANISMS)
+    assert "arXiv 2007.04825" in answer.out
+    rows = {row["name"]: row for row in call("mechanisms", "--family", "gpt2", "--json").json}
+    assert rows["linear"]["fits"]
+    assert not rows["clustered"]["fits"]
+
+
+def test_inspect_tells_stock_from_converted(base, converted):
+    assert "(bert, stock)" in call("inspect", base).out
+    answer = call("inspect", converted)
+    assert "(bert, converted)" in answer.out
+    assert "Made by: convert from the base: local on layers 0 left=2, right=2" in answer.out
+    layers = call("inspect", converted, "--json").json["layers"]
+    assert [layer["mechanism"] for layer in layers] == ["local", None]
+    # A summary, and with -v every layer with its module.
+    assert "encoder.layer.1.attention.self" not in answer.out
+    assert "encoder.layer.1.attention.self" in call("inspect", converted, "-v").out
+
+
+def test_a_plan_is_shown_written_and_read_again(base, tmp_path):
+    plan = ("plan", base, "--lengths", "16,64")
+    answer = call(
+        *plan, "-m", "improved-clustered", "--set", "clusters=4", "--set", "hash-bias=false", "-o", "a b/p.yaml"
+    )
+    assert answer.code == 0, answer.err
+    assert "clusters=4, hash_bias=False" in answer.out
+    assert "takes 32 positions: for 64 tokens convert with --max-length 64" in answer.out
+    again = call(*plan, "--plan", tmp_path / "a b" / "p.yaml", "--json").json
+    assert again["layers"][0]["settings"]["clusters"] == 4
+    assert again["layers"][0]["settings"]["hash_bias"] is False
+    assert [cost["length"] for cost in again["costs"]] == [16, 64]
+    assert call(*plan, "-m", "linear", "-o", "p.json").code == 0
+    assert json.loads((tmp_path / "p.json").read_text("utf-8"))["rules"][0]["mechanism"] == "linear"
+    assert call(*plan, "-m", "linear", "-o", "p.json").code == 8
+    assert call(*plan, "-m", "linear", "-o", "p.json", "--force").code == 0
+
+
+def test_layers_that_are_alike_share_a_line(base):
+    lines = call("plan", base, "-m", "linear").out.splitlines()
+    assert any(line.split()[:2] == ["0-1", "linear"] for line in lines)
+
+
+def test_nothing_ends_in_spaces(base):
+    for line in call("plan", base, "-m", "linear").out.splitlines():
+        assert line == line.rstrip()
+
+
+def test_convert_says_what_it_checked_and_revert_gives_the_base_back(base, converted, tmp_path):
+    answer = call("revert", converted, "-o", "the base again", "--json")
+    assert (answer.code, answer.json) == (0, {"output": "the base again"})
+    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "the base again" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(before[name].equal(after[name]) for name in before)
+
+
+def test_convert_gives_its_receipt(base, tmp_path):
+    answer = call("convert", base, "-o", "out", "-m", "linear", "--json", "--max-length", "64")
+    assert answer.code == 0, answer.err
+    assert answer.json["output"] == "out"
+    assert all(check["passed"] is not False for check in answer.json["checks"])
+    assert "convert: loading the weights" in answer.err
+    assert call("inspect", "out", "--json").json["positions"] == 64
+    # What is there is kept until somebody says otherwise, and found before any work.
+    again = call("convert", base, "-o", "out", "-m", "linear", "--quiet")
+    assert (again.code, again.out) == (8, "")
+    assert again.err == "error: out exists already. Choose another output folder, or replace it with --force.\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("command", ["mechanisms", "inspect", "plan", "convert", "revert", "evaluate", "bench", "report", "run", "doctor"])  # fmt: skip
+def test_help_shows_examples_and_defaults(command):
+    answer = call(command, "--help")
+    assert answer.code == 0
+    assert f"Usage: approx {command}" in answer.out
+    assert f"approx {command}" in answer.out.partition("Examples:")[2]
+    assert "--json" in answer.out
+    if command == "evaluate":
+        for group in ("Task", "Checkpoint", "Machine", "Every command"):
+            assert f"─ {group} ─" in answer.out
+        assert "[default: 32]" in answer.out

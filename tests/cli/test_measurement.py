@@ -1,0 +1,127 @@
+import json
+
+import pyarrow.parquet
+import pytest
+
+from approx.evaluation import record
+from tiny_study import tiny_checkpoint
+
+from .conftest import call
+
+QUICK = ("--rounds", "3", "--seconds", "0")
+
+
+def test_evaluate_compares_with_the_base_and_keeps_every_output(base, converted, data, tmp_path):
+    scored = ("evaluate", converted, "--against", base, "--task", "glue/sst2")
+    answer = call(*scored, "--data", data, "-o", "my records/r.json", "--margin", "0.5")
+    assert answer.code == 0, answer.err
+    assert "con verted" in answer.out
+    assert "24 examples, a subset" in answer.out
+    made = record.load(tmp_path / "my records" / "r.json")
+    (entry,) = made["quality"]
+    assert entry["variants"][0]["margin"] == 0.005
+    assert made["variants"][0]["verified"]
+    table = pyarrow.parquet.read_table(tmp_path / "my records" / entry["outputs"])
+    assert table.num_rows == 24
+    # The folder above the task's own is as good, and nothing is replaced unasked.
+    assert call(*scored, "--data", data.parent, "--limit", "4", "--json").json["quality"][0]["examples"] == 4
+    assert call(*scored, "--data", data, "-o", "my records/r.json").code == 8
+
+
+def test_without_a_base_a_converted_checkpoint_meets_itself_and_a_stock_one_nobody(base, converted, data):
+    task = ("--task", "glue/sst2", "--data", data, "--json")
+    alone, itself = call("evaluate", base, *task).json, call("evaluate", converted, *task).json
+    assert alone["quality"][0]["variants"] == []
+    assert itself["checkpoint"]["name"].endswith("con verted, reverted")
+    assert [row["name"] for row in itself["quality"][0]["variants"]] == ["con verted"]
+    # The base is in there, to the last bit.
+    assert itself["quality"][0]["base"] == alone["quality"][0]["base"]
+
+
+def test_fail_over_is_for_losses_beyond_the_margin(base, converted, data):
+    task = ("--task", "glue/sst2", "--data", data, "--fail-over")
+    assert call("evaluate", converted, *task, "--margin", "100").code == 0
+    alone = call("evaluate", base, *task)
+    assert alone.code == 2
+    assert "--against" in alone.err
+
+
+def test_a_loss_beyond_the_margin_exits_with_7(base, data, tmp_path):
+    """The worst variant there is: a head that was turned around gets every example wrong that the base gets right."""
+    import torch
+    import transformers
+
+    right = transformers.AutoModelForSequenceClassification.from_pretrained(base)
+    with torch.no_grad():
+        right.classifier.weight.zero_()
+        right.classifier.bias.copy_(torch.tensor([1.0, 0.0]))
+    wrong = transformers.AutoModelForSequenceClassification.from_pretrained(base)
+    wrong.load_state_dict({**right.state_dict(), "classifier.bias": -right.classifier.bias})
+    for name, model in (("right", right), ("wrong", wrong)):
+        model.save_pretrained(tmp_path / name)
+        transformers.AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / name)
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\n" + "the film\t0\n" * 30, encoding="utf-8")
+    words = ("evaluate", "wrong", "--against", "right", "--task", "glue/sst2", "--data", "dev.tsv", "--margin", "5")
+    assert call(*words).code == 0
+    answer = call(*words, "--fail-over", "--json")
+    assert answer.code == 7
+    assert answer.err.splitlines()[-1] == "error: The loss on glue/sst2 is beyond the margin of 5.0 points."
+
+
+def test_a_base_with_another_tokenizer_is_refused(converted, data, tmp_path):
+    other = tiny_checkpoint(tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text("utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["film"], vocabulary["good"] = vocabulary["good"], vocabulary["film"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    answer = call("evaluate", converted, "--against", other, "--task", "glue/sst2", "--data", data)
+    assert answer.code == 2
+    assert "their tokenizers differ" in answer.err
+
+
+def test_inputs_beyond_the_positions_are_refused_or_cut_and_counted(base, tmp_path):
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\n" + "good " * 60 + "\t1\nbad\t0\n", encoding="utf-8")
+    words = ("evaluate", base, "--task", "glue/sst2", "--data", "dev.tsv")
+    answer = call(*words)
+    assert answer.code == 2
+    assert "62 tokens, the limit is 32" in answer.err
+    assert "1 of them cut" in call(*words, "--truncate").out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits(converted, data, dtype):
+    answer = call("evaluate", converted, "--task", "glue/sst2", "--data", data, "--dtype", dtype)
+    assert answer.code == 0, answer.err
+
+
+def test_bench_times_a_stock_checkpoint_against_no_attention(base):
+    answer = call("bench", base, "--lengths", "8", *QUICK)
+    assert answer.code == 0, answer.err
+    assert "attention-free (ceiling)" in answer.out
+    assert "synthetic inputs, float32 on cpu" in answer.out
+
+
+def test_bench_times_a_converted_checkpoint_on_texts_and_beyond_its_positions(converted, data, tmp_path):
+    words = ("bench", converted, "--lengths", "8,48", "--batch", "2", "--task", "glue/sst2", "--data", data, *QUICK)
+    refused = call(*words)
+    assert refused.code == 2
+    assert "--max-length 48" in refused.err
+    assert call(*words, "--max-length", "48", "-o", "s.json").code == 0
+    made = record.load(tmp_path / "s.json")
+    assert [(row["batch"], row["length"], row["inputs"]) for row in made["speed"]] == [(2, 8, "real"), (2, 48, "real")]
+    assert [row["name"] for row in made["speed"][0]["variants"]] == ["con verted"]
+
+
+def test_records_become_one_report(base, converted, data, tmp_path):
+    assert call("evaluate", converted, "--task", "glue/sst2", "--data", data, "-o", "q.json").code == 0
+    assert call("bench", converted, "--lengths", "8", *QUICK, "-o", "s.json").code == 0
+    answer = call("report", "q.json", "s.json", "-o", "the report", "--json")
+    assert answer.code == 0, answer.err
+    assert "the report/index.html" in answer.json["files"]
+    page = (tmp_path / "the report" / "index.html").read_text("utf-8")
+    assert "Speed of con verted" in page
+    assert "con verted on glue/sst2" in page
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text("{", encoding="utf-8")
+    assert call("report", "q.json", damaged, "-o", "another").code == 5
+    assert not (tmp_path / "another").exists()

@@ -1,0 +1,140 @@
+"""Wrong input of every kind: one line on stderr that says how to mend it, and the documented exit code."""
+
+import json
+import shutil
+
+import pytest
+
+from approx.errors import Exit
+
+from .conftest import call
+
+TASK = ("--task", "glue/sst2", "--data", "{data}")
+MISTAKES = [
+    # What was typed.
+    (("frobnicate",), Exit.USAGE, "No such command 'frobnicate'"),
+    (("plam", "x"), Exit.USAGE, "Did you mean 'plan'?"),
+    (("inspect",), Exit.USAGE, "Missing argument 'model'"),
+    (("inspect", "{base}", "--jsn"), Exit.USAGE, "--json"),
+    (("convert", "{base}", "-m", "linear"), Exit.USAGE, "Missing option '--output'"),
+    (("evaluate", "{base}", *TASK, "--limit", "0"), Exit.USAGE, "--limit"),
+    (("evaluate", "{base}", *TASK, "--limit", "x"), Exit.USAGE, "--limit"),
+    (("evaluate", "{base}"), Exit.USAGE, "--task glue/sst2"),
+    (("plan", "{base}"), Exit.USAGE, "neither was given"),
+    (("plan", "{base}", "-m", "local", "--plan", "p.yaml"), Exit.USAGE, "both were given"),
+    (("plan", "{base}", "--plan", "p.yaml", "--layers", "0"), Exit.USAGE, "belong to --mechanism"),
+    (("plan", "{base}", "--plan", "none.yaml"), Exit.USAGE, "none.yaml cannot be read: No such file"),
+    (("plan", "{base}", "-m", "local", "--set", "left"), Exit.USAGE, "--set name=value"),
+    (("plan", "{base}", "-m", "improved-clustered", "--set", "hash-bias=true", "--set", "hash_bias=true"), Exit.USAGE, "given twice"),
+    (("plan", "{base}", "-m", "local", "--lengths", "8,x"), Exit.USAGE, "--lengths 512,2048"),
+    (("bench", "{base}", "--batch", "0"), Exit.USAGE, "--batch 512,2048"),
+    # Plans.
+    (("plan", "{base}", "-m", "clusterd"), Exit.USAGE, "Did you mean 'clustered'?"),
+    (("plan", "{base}", "-m", "local", "--set", "lft=3"), Exit.USAGE, "Did you mean 'left'?"),
+    (("plan", "{base}", "-m", "local", "--set", "left=-3"), Exit.USAGE, "'left' is -3"),
+    (("plan", "{base}", "-m", "local", "--layers", "14"), Exit.USAGE, "the model has layers 0-1"),
+    (("convert", "{base}", "-o", "out", "-m", "local", "--max-length", "8"), Exit.USAGE, "takes 32 positions already"),
+    # Families and tasks.
+    (("mechanisms", "--family", "brt"), Exit.USAGE, "Did you mean 'bert'?"),
+    (("mechanisms", "--family", "wavlm"), Exit.UNSUPPORTED, "can be converted"),
+    (("evaluate", "{base}", "--task", "glue/sst"), Exit.USAGE, "Did you mean 'glue/sst2'?"),
+    (("evaluate", "{base}", "--task", "glue/rte", "--data", "{data}"), Exit.UNSUPPORTED, "not_entailment"),
+    (("evaluate", "{base}", "--task", "needle", "--set", "lenth=4"), Exit.USAGE, "lenth"),
+    # What is not there, or is there already.
+    (("inspect", "./nowhere"), Exit.UNAVAILABLE, "./nowhere does not exist"),
+    (("inspect", "owner/name", "--offline"), Exit.UNAVAILABLE, "local cache (--offline)"),
+    (("inspect", "{data}"), Exit.UNAVAILABLE, "config.json is missing"),
+    (("evaluate", "{base}", "--task", "glue/sst2", "--data", "nowhere"), Exit.UNAVAILABLE, "no file or folder nowhere"),
+    (("report", "nowhere.json", "-o", "out"), Exit.UNAVAILABLE, "nowhere.json cannot be read"),
+    (("revert", "{base}", "-o", "out"), Exit.REFUSED, "nothing to revert"),
+    (("convert", "{converted}", "-o", "out", "-m", "linear"), Exit.REFUSED, "converted already"),
+    (("plan", "{converted}", "-m", "linear"), Exit.REFUSED, "Plan for its base"),
+    (("bench", "{converted}", "--against", "{converted}"), Exit.USAGE, "Name the exact checkpoint"),
+    (("plan", "{base}", "-m", "linear", "-o", "{data}"), Exit.REFUSED, "is a folder"),
+    (("evaluate", "{base}", *TASK, "-o", "{data}/dev.tsv/r.json"), Exit.UNAVAILABLE, "cannot be written"),
+    # Machines.
+    (("evaluate", "{base}", *TASK, "--device", "tpu"), Exit.USAGE, "allowed are auto, cpu, cuda"),
+    (("evaluate", "{base}", *TASK, "--dtype", "int8"), Exit.USAGE, "allowed are auto, float32"),
+    # Recipes.
+    (("run", "quikstart"), Exit.USAGE, "Give a YAML file, or one of:"),
+    (("run", "{data}/dev.tsv"), Exit.USAGE, "dev.tsv"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "code", "fragment"), MISTAKES, ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else None)  # fmt: skip
+def test_a_mistake_is_told_in_one_line(words, code, fragment, base, converted, data, tmp_path):
+    (tmp_path / "p.yaml").write_text("{mechanism: linear}", encoding="utf-8")
+    typed = [word.format(base=base, converted=converted, data=data) for word in words]
+    answer = call(*typed)
+    errors = [line for line in answer.err.splitlines() if not line.startswith("[")]
+    assert (answer.code, len(errors), answer.out) == (code, 1, ""), answer
+    assert errors[0].startswith("error: ")
+    assert fragment in errors[0]
+    # The same, for programs.
+    told = call(*typed, "--json")
+    assert told.json == {"error": errors[0].removeprefix("error: "), "exit_code": code}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.yaml"], "something was left behind"
+
+
+@pytest.mark.parametrize("words", [("evaluate", *TASK), ("bench", "--lengths", "8")])
+def test_a_missing_gpu_exits_with_4(words, base, data):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    typed = [word.format(data=data) for word in words]
+    answer = call(typed[0], base, *typed[1:], "--device", "cuda")
+    assert (answer.code, answer.err) == (
+        Exit.MISSING, "error: Device 'cuda' was asked for, but torch sees no GPU. Use the device 'cpu'.\n"
+    )  # fmt: skip
+
+
+def test_several_mistakes_have_a_line_each(base):
+    answer = call("plan", base, "-m", "local", "--layers", "14", "--set", "lft=3")
+    lines = answer.err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("error: ") for line in lines)
+
+
+def test_a_converted_folder_that_was_cut_or_changed_is_refused(converted, data, tmp_path):
+    folder = shutil.copytree(converted, tmp_path / "cut")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["approx"]["sites"]["encoder.layer.0.attention.self"]["settings"]["left"] = 7
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    answer = call("evaluate", folder, "--task", "glue/sst2", "--data", data)
+    assert (answer.code, "is damaged: config.json" in answer.err) == (Exit.UNAVAILABLE, True), answer
+    (folder / "approx_manifest.json").unlink()
+    assert call("evaluate", folder, "--task", "glue/sst2", "--data", data).code == Exit.UNAVAILABLE
+
+
+def test_what_nobody_foresaw_is_an_internal_error_in_one_line(base, monkeypatch):
+    from approx.pipeline import stages
+
+    def broken(*_, **__):
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr(stages, "inspect", broken)
+    answer = call("inspect", base)
+    assert answer.code == Exit.INTERNAL
+    assert answer.err.startswith("error: Internal error: RuntimeError: two lines (test_mistakes.py, line")
+    assert answer.err.count("\n") == 1
+    assert "Traceback" in call("inspect", base, "--debug").err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (PermissionError(13, "Permission denied", "x/y"), Exit.UNAVAILABLE, "x/y: Permission denied."),
+        (ModuleNotFoundError("No module named 'scipy'"), Exit.MISSING, "No module named 'scipy'"),
+        (KeyboardInterrupt(), Exit.INTERRUPTED, "Interrupted."),
+    ],
+)
+def test_what_the_machine_does_is_not_called_internal(error, code, text, base, monkeypatch):
+    from approx.pipeline import stages
+
+    def broken(*_, **__):
+        raise error
+
+    monkeypatch.setattr(stages, "inspect", broken)
+    answer = call("inspect", base)
+    assert (answer.code, text in answer.err) == (code, True), answer

@@ -1,0 +1,214 @@
+import copy
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from approx import recipe
+from approx.errors import ApproxError, Exit
+from approx.evaluation import record
+from approx.pipeline.run import run
+from tiny_study import small_recipe, tiny_checkpoint, tiny_data, tiny_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = ("convert-local-2", "convert-linear", "evaluate-0", "bench-0", "bench-1")
+TIMES = {"median_ms", "p10_ms", "p90_ms", "first_ms", "ratio", "interval", "share_of_ceiling", "verdict", "samples"}
+TIMES |= {"rejected", "peak_mb", "baseline", "crowded", "status"}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> Path:
+    """The recipe of a study, its checkpoint and data."""
+    folder = tmp_path_factory.mktemp("study")
+    return small_recipe(folder / "small.yaml", tiny_checkpoint(folder / "base"), tiny_data(folder))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_repository(tmp_path_factory):
+    """The commit is part of what a stage depends on, and somebody may edit the checkout meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GIT_DIR", str(tmp_path_factory.mktemp("no repository")))
+        yield
+
+
+def without_times(made: dict) -> dict:
+    """A record without what differs between two runs on the same machine."""
+    made = copy.deepcopy(made)
+    for row in made["speed"]:
+        for entry in (row, row["base"], row["ceiling"], row["spread"], *row["variants"]):
+            for key in TIMES & entry.keys():
+                del entry[key]
+    for row in made["crossover"]:
+        del row["length"]
+    return made
+
+
+def check(made: dict, study: Path, out: Path) -> None:
+    assert record.load(out / "record.json") == made
+    assert made["recipe"]["text"] == study.read_text("utf-8")
+    assert made["command"] == "approx run small"
+    assert [variant["name"] for variant in made["variants"]] == ["local 2", "linear"]
+    assert all(variant["verified"] for variant in made["variants"])
+    assert [layer["layer"] for layer in made["variants"][1]["layers"]] == [1]
+    assert [row["length"] for row in made["speed"]] == [8, 16, 64]
+    assert [row["inputs"] for row in made["speed"]] == ["real", "real", "synthetic"]
+    assert (out / made["quality"][0]["outputs"]).is_file()
+    assert (out / "report" / "index.html").is_file()
+    assert {path.stem for path in (out / "journal").iterdir()} == set(STAGES)
+
+
+@pytest.mark.slow
+def test_killed_at_any_stage_it_goes_on_and_ends_with_the_same_record(study, tmp_path):
+    """SIGKILL as soon as a stage is finished, three times; what was finished is never made again."""
+    whole = run(recipe.read(study), tmp_path / "whole", command="approx run small")
+    check(whole, study, tmp_path / "whole")
+    out, seen = tmp_path / "run", {}
+    for stage in ("convert-local-2", "evaluate-0", "bench-0"):
+        words = ["run", str(study), "-o", str(out), "--resume"]
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "cli.py"), *words],
+            env={**os.environ, "PYTHONPATH": ""},
+            stderr=subprocess.DEVNULL,
+        )
+        entry = out / "journal" / f"{stage}.json"
+        while not entry.exists() and process.poll() is None:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+        assert not (out / "record.json").exists()
+        kept = {path.name: path.stat().st_mtime_ns for path in (out / "journal").glob("*.json")}
+        assert seen.items() <= kept.items()
+        seen = kept
+    told = []
+    made = run(
+        recipe.read(study),
+        out,
+        resume=True,
+        command="approx run small",
+        progress=lambda stage, done, total: told.append(stage),
+    )
+    assert seen.items() <= {path.name: path.stat().st_mtime_ns for path in (out / "journal").iterdir()}.items()
+    assert not [stage for stage in told if stage.startswith(("evaluate", "convert to"))]
+    check(made, study, out)
+    assert without_times(made) == without_times(whole)
+
+
+def test_stopped_where_any_stage_begins_it_goes_on(study, tmp_path):
+    read = recipe.read(tiny_recipe(tmp_path / "tiny.yaml", study.parent / "base", study.parent / "SST-2"))
+    out, seen = tmp_path / "run", []
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage not in seen:
+            seen.append(stage)
+            raise KeyboardInterrupt
+
+    for _ in range(10):
+        try:
+            run(read, out, resume=out.exists(), progress=stop)
+        except KeyboardInterrupt:
+            assert not (out / "record.json").exists()
+            continue
+        break
+    assert (out / "record.json").is_file()
+    assert {stage.split(" ")[0] for stage in seen} == {"open", "convert", "evaluate", "bench"}
+
+
+def test_a_folder_with_something_else_is_never_touched(study, tmp_path):
+    def refused(text: str, out: Path, **more) -> str:
+        before = {path: path.stat().st_mtime_ns for path in out.rglob("*")} if out.is_dir() else None
+        (tmp_path / "this.yaml").write_text(text, encoding="utf-8")
+        with pytest.raises(ApproxError) as caught:
+            run(recipe.read(tmp_path / "this.yaml"), out, **more)
+        assert caught.value.exit_code == Exit.REFUSED
+        if before is not None:
+            assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+        return str(caught.value)
+
+    text = study.read_text("utf-8")
+    (tmp_path / "earlier" / "journal").mkdir(parents=True)
+    (tmp_path / "earlier" / "recipe.yaml").write_text(text, encoding="utf-8")
+    assert "Go on with it by --resume" in refused(text, tmp_path / "earlier")
+    assert "a run of another recipe" in refused(text + "seed: 1\n", tmp_path / "earlier", resume=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    for more in ({}, {"resume": True}, {"force": True}):
+        assert "no run of approx" in refused(text, tmp_path / "mine", **more)
+    assert "is a file" in refused(text, tmp_path / "mine" / "thesis.tex", force=True)
+
+
+def test_force_removes_what_a_run_made_and_nothing_else(study, tmp_path):
+    out = tmp_path / "run"
+    text = study.read_text("utf-8").partition("variants:")[0] + "variants: {linear: {mechanism: linear}}\n"
+    text += "bench: {lengths: 8, inputs: synthetic, rounds: 3, seconds: 0}\n"
+    (tmp_path / "short.yaml").write_text(text, encoding="utf-8")
+    (out / "journal").mkdir(parents=True)
+    for name in ("recipe.yaml", "outputs-0.parquet", "journal/evaluate-0.json", "notes.txt"):
+        (out / name).write_text("earlier", encoding="utf-8")
+    made = run(recipe.read(tmp_path / "short.yaml"), out, force=True)
+    assert made["quality"] == []
+    assert not (out / "outputs-0.parquet").exists()
+    assert (out / "notes.txt").read_text("utf-8") == "earlier"
+
+
+MISTAKES = {
+    "sed: 1\n": "unknown key 'sed'. Did you mean 'seed'?",
+    "  far: {mechanism: local, layers: 14}\n": "Variant 'far': In the plan: Layer 14 asked for, but the model has layers 0-1",
+    "  odd: {mechanism: clusterd}\n": "Variant 'odd': Unknown mechanism 'clusterd' in the plan. Did you mean 'clustered'?",
+    "  two: [{mechanism: local, settings: {lft: 1}}, 3]\n": "Variant 'two': the plan, rule 2: a rule is a mapping",
+    "  - {task: glue/sst, data: nowhere}\n": "Unknown task 'glue/sst'. Did you mean 'glue/sst2'?",
+    "  - {task: glue/sst2, data: nowhere}\n": "Data nowhere of task glue/sst2 does not exist",
+    "  - {lengths: 99}\n": "length 99 was asked for, but BertForSequenceClassification takes 32 positions",
+}
+
+
+def test_all_mistakes_are_told_before_any_work(study, tmp_path):
+    variants, tasks, grids = (
+        "".join(line for line in MISTAKES if line.startswith(start)) for start in ("  ", "  - {task", "  - {lengths")
+    )
+    variants = "".join(line for line in variants.splitlines(keepends=True) if not line.startswith("  - "))
+    text = study.read_text("utf-8").replace("evaluate:\n", variants + "evaluate:\n" + tasks)
+    text = text.replace("bench:\n", "bench:\n" + grids) + "sed: 1\n"
+    (tmp_path / "wrong.yaml").write_text(text, encoding="utf-8")
+    told = []
+    with pytest.raises(ApproxError) as caught:
+        run(recipe.read(tmp_path / "wrong.yaml"), tmp_path / "out", progress=lambda *what: told.append(what))
+    lines = str(caught.value).splitlines()
+    assert [text for text in MISTAKES.values() if not any(text in line for line in lines)] == []
+    assert caught.value.exit_code == Exit.USAGE
+    assert told == []
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "text"),
+    [
+        (("checkpoint: /", "checkpoint: ./nowhere/"), Exit.UNAVAILABLE, "meant from the current folder"),
+        (("task: glue/sst2", "task: glue/cola"), Exit.UNSUPPORTED, "has the labels unacceptable, acceptable"),
+        (("margin: 0.5", "split: test"), Exit.UNAVAILABLE, "looked for SST-2/test.tsv"),
+        (("device: cpu", "device: cuda"), Exit.MISSING, "torch sees no GPU"),
+    ],
+)
+def test_what_does_not_fit_is_found_before_any_conversion(study, tmp_path, change, code, text):
+    import torch
+
+    if code == Exit.MISSING and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert change[0] in study.read_text("utf-8")
+    (tmp_path / "wrong.yaml").write_text(study.read_text("utf-8").replace(*change), encoding="utf-8")
+    with pytest.raises(ApproxError, match=text) as caught:
+        run(recipe.read(tmp_path / "wrong.yaml"), tmp_path / "out")
+    assert caught.value.exit_code == code
+    assert not (tmp_path / "out").exists()
+
+
+def test_inputs_that_are_too_long_are_found_before_any_conversion(study, tmp_path):
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\n" + "good " * 40 + "\t1\n", encoding="utf-8")
+    text = study.read_text("utf-8").replace(str(study.parent / "SST-2"), str(tmp_path / "dev.tsv"))
+    (tmp_path / "long.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ApproxError, match="42 tokens, the limit is 32"):
+        run(recipe.read(tmp_path / "long.yaml"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -15,10 +15,8 @@ SMALL = {
     "improved-clustered": {"clusters": 4, "topk": 5, "iterations": 3},
     "local": {"left": 4, "right": 2},
     "block": {"size": 5, "shift": 2},
-    "strided": {"stride": 3},
     "fixed": {"stride": 6, "summary": 2},
     "bigbird": {"block": 3, "random": 1},
-    "sinks": {"sinks": 2, "window": 4},
     "longformer": {"window": 4, "global_tokens": [0, 3]},
 }
 FORMS = [

@@ -1,12 +1,13 @@
 """The attention mechanisms, each in a file of its own.
 
 Letters of the shapes, here and in `approx_kernels`: B batch, H heads, L queries, S keys, D head size,
-E value size, C clusters, K kept keys, G any number of heads, n sequence length where L = S.
+E value size, C clusters, K kept keys, M random features, G any number of heads, n sequence length where L = S.
 """
 
 from approx.mechanisms.bigbird import BigBirdAttention
 from approx.mechanisms.block import BlockAttention
 from approx.mechanisms.clustered import ClusteredAttention
+from approx.mechanisms.exact_topk import ExactTopkAttention
 from approx.mechanisms.fixed import FixedAttention
 from approx.mechanisms.full import FullAttention
 from approx.mechanisms.full_information import LtrAttention, RtlAttention
@@ -15,15 +16,18 @@ from approx.mechanisms.linear import LinearAttention
 from approx.mechanisms.local import LocalAttention
 from approx.mechanisms.longformer import LongformerAttention
 from approx.mechanisms.mechanism import Mechanism
+from approx.mechanisms.performer import PerformerAttention
 from approx.mechanisms.sdpa import SdpaAttention
 from approx.mechanisms.strided import StridedAttention
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     "full": FullAttention,
     "sdpa": SdpaAttention,
+    "exact-topk": ExactTopkAttention,
     "clustered": ClusteredAttention,
     "improved-clustered": ImprovedClusteredAttention,
     "linear": LinearAttention,
+    "performer": PerformerAttention,
     "local": LocalAttention,
     "block": BlockAttention,
     "strided": StridedAttention,

@@ -1,37 +1,52 @@
 """Linear attention: a feature map in place of the softmax."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from approx.mechanisms.mechanism import Mechanism, one_of, positive_number, true_or_false
-from approx_kernels.linear import linear_attention
+from approx.mechanisms.mechanism import Mechanism, one_of, positive_number, true_or_false, whole_number
+from approx_kernels.linear import FEATURE_MAPS, linear_attention
+
+# The logarithm of the odds of 0.1, where the softmax part of a window starts in LoLCATs.
+_FIRST_MIX = -2.1972246
 
 
 class LinearAttention(Mechanism):
     """Sum keys and values once and read the sums with each query, in O(n D E).
 
-    There is no softmax to approximate: a pretrained model is nearly broken until it is fine-tuned.
+    There is no softmax to approximate: without a window a pretrained model is nearly broken until it is fine-tuned.
+    With one, the nearest keys are weighed by a softmax and the others by features, under one normaliser.
 
-    Source: Katharopoulos, Vyas, Pappas, Fleuret, 2020, Transformers are RNNs, arXiv 2006.16236; departs from
-    it in nothing.
+    Source: Katharopoulos, Vyas, Pappas, Fleuret, 2020, Transformers are RNNs, arXiv 2006.16236; `t2r` is that of
+    Kasai et al., 2021, arXiv 2103.13076, `hedgehog` that of Zhang et al., 2024, arXiv 2402.04347, the window that of
+    Zhang et al., 2024, LoLCATs, arXiv 2410.10254. Departs from them in starting `t2r` at the identity.
 
     Args:
         heads: Number of heads, H.
         head_dim: Size of a head, D.
         causal: Whether a query sees only keys at or before its own position.
-        scale: Factor of the scores; used only with `scale_inputs`.
-        feature_map: `elu`, which is elu(x) + 1.
-        eps: Added to the normaliser, above 0.
+        scale: Factor of the scores; used only with `scale_inputs` and inside the window.
+        feature_map: `elu`, which is elu(x) + 1; `relu`; `softmax`, over the numbers of a head; or one with matrices
+            to be learned, for queries and for keys of each head, which start as the identity: `t2r`, relu(x W + b),
+            and `hedgehog`, softmax(x W) beside softmax(-x W).
+        eps: Added to the normaliser, above 0; with a window its least value.
         scale_inputs: Whether q and k are multiplied by the root of `scale` first; published without.
+        window: Nearest keys that are weighed by a softmax, w: with `causal` the last w up to the own, otherwise w to
+            either side and the own. 0 for none. Brings a factor of the softmax part to be learned for each head.
 
     Raises:
         ApproxError: if a setting is wrong.
     """
 
     supports_decode: ClassVar[bool] = True
+    trainable: ClassVar[bool] = True
     source: ClassVar[str] = "Katharopoulos et al. 2020, Transformers are RNNs, arXiv 2006.16236"
-    exact_when: ClassVar[str] = "Never: no setting gives softmax attention back."
+    exact_when: ClassVar[str] = "window >= the length of the sequence."
+
+    query_map: nn.Parameter | None
+    key_map: nn.Parameter | None
+    mix: nn.Parameter | None
 
     def __init__(
         self,
@@ -43,31 +58,69 @@ class LinearAttention(Mechanism):
         feature_map: str = "elu",
         eps: float = 1e-6,
         scale_inputs: bool = False,
+        window: int = 0,
     ) -> None:
         super().__init__(heads, head_dim, causal=causal, scale=scale)
-        self.feature_map = one_of("feature_map", feature_map, ("elu",))
+        self.feature_map = one_of("feature_map", feature_map, FEATURE_MAPS)
         self.eps = positive_number("eps", eps)
         self.scale_inputs = true_or_false("scale_inputs", scale_inputs)
+        self.window = whole_number("window", window, 0)
+        self.query_map, self.key_map = self._first_map(), self._first_map()
+        self.mix = nn.Parameter(torch.full((heads,), _FIRST_MIX, device="cpu")) if window else None
+
+    def _first_map(self) -> nn.Parameter | None:
+        """The identity for each head; the bias of `t2r` is a last row."""
+        if self.feature_map not in ("t2r", "hedgehog"):
+            return None
+        rows = self.head_dim + (self.feature_map == "t2r")
+        return nn.Parameter(torch.eye(rows, self.head_dim, device="cpu").repeat(self.heads, 1, 1))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
     ) -> Tensor:
         """Attend; dropout acts on whole keys in the numerator, since no weights of single pairs exist."""
-        input_scale = self.scale**0.5 if self.scale_inputs else 1.0
         return linear_attention(
-            q, k, v, key_mask, causal=self.causal, eps=self.eps, input_scale=input_scale, dropout=dropout
+            q,
+            k,
+            v,
+            key_mask,
+            causal=self.causal,
+            feature_map=self.feature_map,
+            maps=None if self.query_map is None or self.key_map is None else (self.query_map, self.key_map),
+            window=self.window,
+            mix=None if self.mix is None else self.mix.sigmoid(),
+            scale=self.scale,
+            input_scale=self.scale**0.5 if self.scale_inputs else 1.0,
+            eps=self.eps,
+            dropout=dropout,
         )
 
     @classmethod
-    def exact_settings(cls, length: int) -> None:
-        """None: it never equals softmax attention."""
+    def exact_settings(cls, length: int) -> dict[str, Any]:
+        """A window as wide as the sequence, beside which no key is left to the features."""
+        return {"window": max(length, 1)}
 
     def flops(self, length: int) -> int:
-        """Sums and readings of them, and in the causal form the pairs inside chunks of 64."""
-        pairs = min(length, 64) if self.causal else 0
-        return 4 * self.heads * length * self.head_dim * (self.head_dim + pairs)
+        """Learned maps, sums and readings of them, and pairs: in causal chunks or around windows, rounded up to 64."""
+        features = self._features()
+        learned = 4 * length * self.head_dim * self.head_dim if self.query_map is not None else 0
+        sums = 4 * length * features * self.head_dim
+        if self.window:
+            pairs = 2 * length * self._stretch(length) * (2 * self.head_dim + features)
+        else:
+            pairs = 2 * length * (min(length, 64) if self.causal else 0) * (self.head_dim + features)
+        return self.heads * (learned + sums + pairs)
 
     def memory(self, length: int) -> int:
-        """Features of queries and keys, and the states: one, or one for each causal chunk of 64."""
-        states = -(-length // 64) if self.causal else 1
-        return 4 * self.heads * self.head_dim * (2 * length + states * self.head_dim)
+        """Features of queries and keys, the states (one, or one a block of 64), the pairs of a block at a window."""
+        features = self._features()
+        states = -(-length // 64) * (1 if self.causal else 2) if self.causal or self.window else 1
+        pairs = 2 * 64 * self._stretch(length) if self.window else 0
+        return 4 * self.heads * (features * (2 * length + states * self.head_dim) + pairs)
+
+    def _features(self) -> int:
+        return self.head_dim * (2 if self.feature_map == "hedgehog" else 1)
+
+    def _stretch(self, length: int) -> int:
+        """Keys that a block of 64 queries is paired with."""
+        return min(128 + self.window * (1 if self.causal else 2), length)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from approx_kernels.linear import linear_attention, reference
+from approx_kernels.linear import FEATURE_MAPS, linear_attention, reference, sums, window
 from closeness import assert_close
 
 
@@ -14,7 +14,8 @@ def test_chunks_and_blocks_of_heads_change_nothing(monkeypatch, causal, queries,
     grad, mask = torch.randn(2, 3, queries, 16), torch.rand(2, keys) < 0.7
     results = {}
     for cut, dtype in (((64, 2**17), torch.float64), ((8, 1), torch.float32), ((64, 2**17), torch.float32)):
-        monkeypatch.setattr(reference, "_CHUNK", cut[0])
+        monkeypatch.setattr(sums, "_CHUNK", cut[0])
+        monkeypatch.setattr(window, "_BLOCK", cut[0])
         monkeypatch.setattr(reference, "_CACHED", cut[1])
         q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
         out = linear_attention(q, k, v, mask, causal=causal, eps=1e-6)
@@ -30,3 +31,75 @@ def test_numbers_of_a_long_sequence_stay_small_in_float16():
     for causal in (False, True):
         out = linear_attention(q, k, v, causal=causal, eps=1e-6)
         torch.testing.assert_close(out, torch.ones_like(out))
+
+
+def parts_of(feature_map, window, heads, size, dtype):
+    """Learned matrices away from where they start, and the factor of a window."""
+    rows = size + (feature_map == "t2r")
+    learned = feature_map in ("t2r", "hedgehog")
+    query_map, key_map = torch.randn(2, heads, rows, size).to(dtype).requires_grad_().unbind()
+    return (query_map, key_map) if learned else None, torch.rand(heads).to(dtype).requires_grad_() if window else None
+
+
+def one_by_one(x, feature_map, weight):
+    if feature_map == "elu":
+        return torch.where(x > 0, x + 1, x.exp())
+    if feature_map == "relu":
+        return x.clamp(min=0)
+    if feature_map == "softmax":
+        return x.exp() / x.exp().sum(-1, keepdim=True)
+    if feature_map == "t2r":
+        ones = torch.ones_like(x[..., :1])
+        return (torch.cat([x, ones], -1) @ weight).clamp(min=0)
+    both = torch.stack([x @ weight, -x @ weight])
+    return torch.cat(tuple(both.exp() / both.exp().sum(-1, keepdim=True)), -1)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+@pytest.mark.parametrize("width", [0, 1, 5, 70])
+@pytest.mark.parametrize(("queries", "keys"), [(65, 65), (130, 200), (90, 70)])
+def test_every_map_and_window_is_its_formula_over_all_pairs(causal, feature_map, width, queries, keys):
+    q, k, v = (torch.randn(2, 3, n, 8).double().requires_grad_() for n in (queries, keys, keys))
+    mask, grad = torch.rand(2, keys) < 0.8, torch.randn(2, 3, queries, 8).double()
+    maps, mix = parts_of(feature_map, width, 3, 8, torch.float64)
+    own = torch.arange(queries)[:, None] + keys - queries
+    distance = torch.arange(keys) - own
+    near = (distance > -width) & (distance <= 0) if causal else (distance.abs() <= width) & (width > 0)
+    far = ~near & (distance <= 0) if causal else ~near
+    near, far = (each & mask[:, None, None] for each in (near, far))
+
+    f, g = (one_by_one(x, feature_map, None if maps is None else maps[i]) for i, x in enumerate((q, k)))
+    expected = f @ g.transpose(-2, -1) * far
+    if mix is not None:
+        scores = (0.3 * q @ k.transpose(-2, -1)).masked_fill(~near, -1e9)
+        expected = expected + mix[:, None, None] * (scores - scores.amax(-1, keepdim=True)).exp() * near
+    sums = expected.sum(-1, keepdim=True)
+    expected = expected @ v / (sums.clamp(min=1e-9) if width else sums + 1e-9)
+
+    found = linear_attention(
+        q, k, v, mask, causal=causal, feature_map=feature_map, maps=maps, window=width, mix=mix, scale=0.3, eps=1e-9
+    )
+    torch.testing.assert_close(found, expected)
+    inputs = [q, k, v, *(maps or ()), *(() if mix is None else (mix,))]
+    for ours, theirs in zip(
+        torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"feature_map": "gelu"}, "feature_map is 'gelu'; expected one of elu"),
+        ({"feature_map": "hedgehog"}, "maps has shapes None; expected"),
+        ({"maps": (torch.zeros(2, 4, 4), torch.zeros(2, 4, 4))}, "expected None for elu"),
+        ({"feature_map": "t2r", "maps": (torch.zeros(2, 4, 4), torch.zeros(2, 4, 4))}, "5, 4"),
+        ({"window": 3}, "mix has shape None"),
+        ({"window": 3, "mix": torch.ones(3)}, "mix has shape"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changed, words):
+    q = torch.zeros(1, 2, 5, 4)
+    with pytest.raises(ValueError, match=words):
+        linear_attention(q, q, q, causal=False, eps=1e-6, **changed)

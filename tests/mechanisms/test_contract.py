@@ -2,78 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from approx.mechanisms import MECHANISMS
 from closeness import assert_close
-
-# Small enough that every mechanism really approximates on a few dozen tokens.
-SMALL = {
-    "clustered": {"clusters": 4, "iterations": 3},
-    "improved-clustered": {"clusters": 4, "topk": 5, "iterations": 3},
-    "local": {"left": 4, "right": 2},
-    "block": {"size": 5, "shift": 2},
-    "fixed": {"stride": 6, "summary": 2},
-    "bigbird": {"block": 3, "random": 1},
-    "longformer": {"window": 4, "global_tokens": [0, 3]},
-}
-FORMS = [
-    (name, causal)
-    for name, mechanism in MECHANISMS.items()
-    for causal in (False, True)
-    if (mechanism.supports_causal if causal else mechanism.supports_bidirectional)
-]
-CAUSAL = [name for name, causal in FORMS if causal]
-MASKS = ["none", "right", "left", "arbitrary", "one row empty"]
-
-over_forms = pytest.mark.parametrize(
-    ("name", "causal"), FORMS, ids=[f"{name}-{'causal' if causal else 'bidirectional'}" for name, causal in FORMS]
-)
-few = settings(max_examples=12, deadline=None)
-shapes = st.fixed_dictionaries(
-    {
-        "batch": st.integers(1, 3),
-        "heads": st.integers(1, 3),
-        "length": st.sampled_from([1, 2, 5, 17, 40, 67]),
-        "size": st.sampled_from([1, 4, 24]),
-        "values": st.sampled_from([1, 4, 24]),
-        "seed": st.integers(0, 2**16),
-    }
-)
-
-
-def make(name, causal, *, heads, size, **changed):
-    return MECHANISMS[name](heads, size, causal=causal, scale=size**-0.5, **(SMALL.get(name, {}) | changed))
-
-
-def draw(*, batch, heads, length, size, values, seed, keys=None):
-    generator = torch.Generator().manual_seed(seed)
-    keys = length if keys is None else keys
-    # Laid out as a model lays them out: heads beside each other in memory.
-    return (
-        torch.randn(batch, n, heads, d, generator=generator).transpose(1, 2)
-        for n, d in ((length, size), (keys, size), (keys, values))
-    )
-
-
-def draw_mask(kind, *, batch, length, seed, **_):
-    """[B, S] bool; a row is empty only where the kind says so."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    real = torch.randint(1, length + 1, (batch, 1), generator=generator)
-    position = torch.arange(length)
-    if kind == "none":
-        return torch.ones(batch, length, dtype=torch.bool)
-    if kind == "right":
-        return position < real
-    if kind == "left":
-        return position >= length - real
-    mask = torch.rand(batch, length, generator=generator) < 0.7
-    mask[:, seed % length] = True
-    if kind == "one row empty":
-        mask[seed % batch] = False
-    return mask
+from forms import CAUSAL, KINDS, MASKS, draw, draw_mask, few, make, over_forms, shapes
 
 
 def real_rows(out, mask):
@@ -169,7 +103,7 @@ def test_causal_never_sees_the_future(name, kind, shape, cut):
     torch.testing.assert_close(mechanism(*future, mask)[:, :, : cut + 1], mechanism(q, k, v, mask)[:, :, : cut + 1])
 
 
-@pytest.mark.parametrize("name", [name for name in CAUSAL if MECHANISMS[name].supports_decode])
+@pytest.mark.parametrize("name", [name for name in CAUSAL if KINDS[name].supports_decode])
 @given(shape=shapes, new=st.integers(1, 66))
 @few
 def test_new_queries_on_top_of_a_cache_give_what_the_whole_gives(name, shape, new):
@@ -210,7 +144,9 @@ def test_gradients_are_right(name, causal, kind):
 @given(shape=shapes.filter(lambda shape: shape["length"] > 1))
 @few
 def test_precision_is_that_of_the_dtype(name, causal, dtype, shape):
+    # Values of one sign: where outputs cancel, their relative error says nothing of the mechanism.
     q, k, v = (x.to(dtype) for x in draw(**shape))
+    v = v.abs()
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     exact = mechanism(q.double(), k.double(), v.double())
     # Nothing in this dtype is closer than the exact result, rounded. 16-bit inputs are computed in float32 and

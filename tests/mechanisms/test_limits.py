@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from approx.mechanisms import MECHANISMS
+from approx.mechanisms.linear import LinearAttention
 
 FORMS = [
     pytest.param(name, causal, id=f"{name}-{'causal' if causal else 'bidirectional'}")
@@ -35,8 +36,17 @@ def test_the_exact_limit_is_exact_forward_and_backward(name, causal, length, mas
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_linear_never_is_exact():
-    assert MECHANISMS["linear"].exact_settings(10) is None
+def test_performer_never_is_exact():
+    assert MECHANISMS["performer"].exact_settings(10) is None
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "relu", "softmax", "t2r", "hedgehog"])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_a_window_over_everything_leaves_nothing_to_any_feature_map(feature_map, causal):
+    q, k, v = torch.randn(3, 2, 3, 130, 16).unbind()
+    linear = LinearAttention(3, 16, causal=causal, scale=0.25, feature_map=feature_map, window=130)
+    exact = MECHANISMS["full"](3, 16, causal=causal, scale=0.25)
+    torch.testing.assert_close(linear(q, k, v), exact(q, k, v), atol=1e-5, rtol=1e-5)
 
 
 def test_shorter_inputs_are_exact_under_the_settings_of_longer_ones():

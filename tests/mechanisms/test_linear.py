@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from approx.mechanisms import MECHANISMS
+from approx.mechanisms.linear import LinearAttention
 
 
 def make(*, causal, **settings):
-    return MECHANISMS["linear"](2, 8, causal=causal, scale=0.25, **settings)
+    return LinearAttention(2, 8, causal=causal, scale=0.25, **settings)
 
 
 def recurrent(q, k, v, eps=1e-6):
@@ -57,3 +58,86 @@ def test_dropout_takes_whole_keys_out_of_the_numerator_only(causal):
     factor = torch.where(weights > 0, dropped / weights, 0.0).amax(2, keepdim=True)
     assert set(factor.round(decimals=3).flatten().tolist()) == {0.0, 2.0}
     torch.testing.assert_close(dropped, weights * factor.round())
+
+
+@pytest.mark.parametrize(
+    ("settings", "learned"),
+    [
+        ({}, {}),
+        ({"feature_map": "relu"}, {}),
+        ({"feature_map": "softmax"}, {}),
+        ({"feature_map": "t2r"}, {"query_map": (2, 9, 8), "key_map": (2, 9, 8)}),
+        ({"feature_map": "hedgehog"}, {"query_map": (2, 8, 8), "key_map": (2, 8, 8)}),
+        ({"window": 3}, {"mix": (2,)}),
+    ],
+    ids=str,
+)
+def test_settings_say_what_can_be_learned(settings, learned):
+    mechanism = make(causal=True, **settings)
+    assert {name: tuple(p.shape) for name, p in mechanism.named_parameters()} == learned
+    assert set(mechanism.state_dict()) == set(learned)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_learned_maps_start_as_the_identity_and_the_mix_at_a_tenth(causal):
+    q, k, v = torch.randn(3, 1, 2, 30, 8).unbind()
+    plain = make(causal=causal, feature_map="relu")(q, k, v)
+    torch.testing.assert_close(make(causal=causal, feature_map="t2r")(q, k, v), plain)
+    weights = make(causal=causal, feature_map="hedgehog", eps=1e-12).weights(q, k)
+    both = [torch.cat([x.softmax(-1), (-x).softmax(-1)], -1) for x in (q, k)]
+    expected = both[0] @ both[1].transpose(-2, -1)
+    expected = expected.tril() if causal else expected
+    torch.testing.assert_close(weights, expected / expected.sum(-1, keepdim=True))
+    (mix,) = make(causal=causal, window=2).parameters()
+    torch.testing.assert_close(mix.sigmoid(), torch.full((2,), 0.1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("feature_map", ["elu", "t2r", "hedgehog"])
+def test_gradients_of_what_is_learned_are_right(causal, feature_map):
+    q, k, v = torch.randn(3, 2, 2, 9, 8).double().unbind()
+    mask = torch.rand(2, 9) < 0.8
+    mechanism = make(causal=causal, feature_map=feature_map, window=3).double()
+    names, values = zip(*mechanism.named_parameters(), strict=True)
+    drawn = [(value + 0.3 * torch.randn_like(value)).detach().requires_grad_() for value in values]
+
+    def attend(*parameters):
+        return torch.func.functional_call(mechanism, dict(zip(names, parameters, strict=True)), (q, k, v, mask))
+
+    assert torch.autograd.gradcheck(attend, drawn)
+
+
+def test_heads_learn_apart():
+    q, k, v = torch.randn(3, 1, 2, 30, 8).unbind()
+    mechanism = make(causal=False, feature_map="hedgehog", window=4)
+    for gradient in torch.autograd.grad(mechanism(q, k, v)[:, 1].sum(), list(mechanism.parameters())):
+        assert gradient[0].eq(0).all()
+        assert gradient[1].ne(0).any()
+
+
+def test_a_16_bit_model_computes_its_maps_in_float32():
+    q, k, v = torch.randn(3, 1, 2, 30, 8).bfloat16().unbind()
+    narrow = make(causal=True, feature_map="hedgehog", window=4).bfloat16()
+    wide = make(causal=True, feature_map="hedgehog", window=4)
+    wide.load_state_dict(narrow.state_dict())
+    torch.testing.assert_close(narrow(q, k, v), wide(q, k, v), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("settings", [{"feature_map": "hedgehog"}, {"feature_map": "hedgehog", "window": 64}], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_is_as_large_as_all_pairs(causal, settings):
+    length, largest = 2048, 0
+    q, k, v = torch.randn(3, 1, 1, length, 4).unbind()
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple) else (out,):
+                largest = max(largest, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
+            return out
+
+    mechanism = LinearAttention(1, 4, causal=causal, scale=0.5, **settings)
+    with Sizes():
+        mechanism(q, k, v)
+    assert largest < length * length / 16

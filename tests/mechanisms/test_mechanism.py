@@ -20,7 +20,9 @@ DEFAULTS = {
         "hash_bias": True,
         "seed": 0,
     },
-    "linear": {"feature_map": "elu", "eps": 1e-6, "scale_inputs": False},
+    "linear": {"feature_map": "elu", "eps": 1e-6, "scale_inputs": False, "window": 0},
+    "performer": {"features": 256, "orthogonal": True, "kernel": "softmax", "seed": 0},
+    "exact-topk": {"topk": 32},
     "local": {"left": 128, "right": 128},
     "block": {"size": 128, "neighbours": 0, "shift": 0},
     "strided": {"stride": None, "mode": "merged", "step": None},
@@ -44,11 +46,21 @@ WRONG = [
     ("improved-clustered", "topk", 0),
     ("improved-clustered", "topk", "32"),
     ("improved-clustered", "clusters", -1),
-    ("linear", "feature_map", "softmax"),
+    ("linear", "feature_map", "gelu"),
+    ("linear", "feature_map", ["elu"]),
+    ("linear", "window", -1),
+    ("linear", "window", 64.0),
     ("linear", "eps", 0.0),
     ("linear", "eps", float("nan")),
     ("linear", "eps", "1e-6"),
     ("linear", "scale_inputs", None),
+    ("performer", "features", 0),
+    ("performer", "features", 256.0),
+    ("performer", "orthogonal", "yes"),
+    ("performer", "kernel", "exp"),
+    ("performer", "seed", 1.5),
+    ("performer", "seed", 2**63),
+    ("exact-topk", "topk", 0),
     ("local", "left", -1),
     ("local", "right", 1.5),
     ("block", "size", 0),
@@ -128,7 +140,8 @@ def test_every_mechanism_says_what_it_is(name):
     mechanism = MECHANISMS[name]
     assert "arXiv" in mechanism.source
     assert mechanism.exact_when.endswith(".")
-    assert mechanism.trainable == any(True for _ in make(name).parameters())
+    # Whether any settings bring parameters; test_linear says which.
+    assert mechanism.trainable or not list(make(name).parameters())
     assert mechanism.supports_causal or not mechanism.supports_decode
 
 
@@ -136,7 +149,7 @@ def test_every_mechanism_says_what_it_is(name):
 def test_costs_grow_with_length_and_only_exact_ones_quadruple(name):
     mechanism = make(name, 12, 64)
     growth = mechanism.flops(16384) / mechanism.flops(8192) / MORE_KEYS.get(name, 1)
-    assert growth == pytest.approx(4 if name in ("full", "sdpa") else 2, rel=1e-3)
+    assert growth == pytest.approx(4 if name in ("full", "sdpa", "exact-topk") else 2, rel=1e-3)
     assert mechanism.flops(16384) <= MECHANISMS["full"](12, 64, causal=False, scale=0.125).flops(16384)
     assert 0 < mechanism.memory(8192) < mechanism.memory(16384)
 

@@ -2,8 +2,11 @@
 
 from torch import Tensor
 
+from approx_kernels.linear.features import FEATURE_MAPS
 from approx_kernels.linear.reference import linear_heads
 from approx_kernels.shapes import check_shapes
+
+__all__ = ["FEATURE_MAPS", "linear_attention"]
 
 
 def linear_attention(
@@ -13,17 +16,26 @@ def linear_attention(
     key_mask: Tensor | None = None,
     *,
     causal: bool,
-    eps: float,
+    feature_map: str = "elu",
+    maps: tuple[Tensor, Tensor] | None = None,
+    window: int = 0,
+    mix: Tensor | None = None,
+    scale: float = 1.0,
     input_scale: float = 1.0,
+    eps: float = 1e-6,
     dropout: float = 0.0,
 ) -> Tensor:
-    """`o_i = f(q_i) sum_j f(k_j) v_j / (f(q_i) sum_j f(k_j) + eps)` with f(x) = elu(x) + 1, in O(n D E).
+    """`o_i = f(q_i) sum_j f(k_j) v_j / (f(q_i) sum_j f(k_j) + eps)` for a feature map f, in O(n D E).
 
     With `causal`, query i stands at position S - L + i and the sums run up to there; they are computed in
     chunks, between which a running state is carried. A query without any allowed key gives 0.
 
-    Source: Katharopoulos, Vyas, Pappas, Fleuret, 2020, Transformers are RNNs, arXiv 2006.16236; departs from
-    it in nothing.
+    With `window`, the pairs of keys near the query weigh `mix exp(scale q_i.k_j - m_i)` instead, m_i being the
+    largest of these scores, in O(n window D) more; both parts share one normaliser, which is then at least `eps`
+    and otherwise free of it, so that a window over everything is softmax attention.
+
+    Source: Katharopoulos, Vyas, Pappas, Fleuret, 2020, Transformers are RNNs, arXiv 2006.16236; the window is
+    that of Zhang et al., 2024, LoLCATs, arXiv 2410.10254. Departs from them in nothing.
 
     Args:
         q: Queries, [B, H, L, D], float.
@@ -31,8 +43,16 @@ def linear_attention(
         v: Values, [B, H, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         causal: Whether a query sees only keys at or before its own position.
-        eps: Added to the normaliser.
+        feature_map: One of `FEATURE_MAPS`: `elu` is elu(x) + 1, `relu` relu(x), `softmax` the softmax over the D
+            numbers of x, `t2r` relu(x W + b), `hedgehog` the softmax of x W beside that of -x W.
+        maps: W of queries and of keys, [H, D, D]; for `t2r` with b below it, [H, D + 1, D]. None where nothing is
+            learned.
+        window: Keys of the softmax part: with `causal` the last ones up to the own, otherwise so many to either
+            side and the own; 0 for none.
+        mix: Factor of the softmax part for each head, [H]; needed with a window.
+        scale: Factor of the scores of the softmax part.
         input_scale: Factor of q and of k before the feature map.
+        eps: Added to the normaliser.
         dropout: Probability with which a key is dropped from the numerator, for all queries of a head at once:
             there are no weights of single pairs to drop.
 
@@ -43,4 +63,35 @@ def linear_attention(
         ValueError: if the shapes or dtypes do not fit together.
     """
     check_shapes(q, k, v, key_mask)
-    return linear_heads(q, k, v, key_mask, causal=causal, eps=eps, input_scale=input_scale, dropout=dropout)
+    _check_parts(q, feature_map, maps, window, mix)
+    return linear_heads(
+        q,
+        k,
+        v,
+        key_mask,
+        causal=causal,
+        feature_map=feature_map,
+        maps=maps,
+        window=window,
+        mix=mix if window else None,
+        scale=scale,
+        input_scale=input_scale,
+        eps=eps,
+        dropout=dropout,
+    )
+
+
+def _check_parts(
+    q: Tensor, feature_map: str, maps: tuple[Tensor, Tensor] | None, window: int, mix: Tensor | None
+) -> None:
+    heads, size = q.shape[1], q.shape[3]
+    if feature_map not in FEATURE_MAPS:
+        raise ValueError(f"feature_map is {feature_map!r}; expected one of {', '.join(FEATURE_MAPS)}.")
+    learned = {"t2r": [heads, size + 1, size], "hedgehog": [heads, size, size]}.get(feature_map)
+    found = None if maps is None else [list(each.shape) for each in maps]
+    if found != (None if learned is None else [learned, learned]):
+        raise ValueError(
+            f"maps has shapes {found}; expected {'None' if learned is None else [learned] * 2} for {feature_map}."
+        )
+    if window and (mix is None or mix.shape != (heads,)):
+        raise ValueError(f"mix has shape {None if mix is None else list(mix.shape)}; expected [{heads}] for a window.")

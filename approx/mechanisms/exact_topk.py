@@ -1,0 +1,55 @@
+"""Exact top-k attention: softmax over the largest scores of each query."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from approx.mechanisms.mechanism import Mechanism, whole_number
+from approx_kernels.topk import topk_attention
+
+
+class ExactTopkAttention(Mechanism):
+    """Softmax attention of each query over the K keys of its largest scores, in O(L S D).
+
+    All scores are computed: a reference for the quality that choosing keys can give, not a way to save anything.
+
+    Source: Gupta, Dar, Goodman, Ciprut, Berant, 2021, Memory-efficient Transformers via Top-k Attention,
+    arXiv 2106.06899; departs from it in nothing.
+
+    Args:
+        heads: Number of heads, H.
+        head_dim: Size of a head, D.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        topk: Keys that each query keeps, K; more is closer to exact.
+
+    Raises:
+        ApproxError: if a setting is wrong.
+    """
+
+    supports_decode: ClassVar[bool] = True
+    source: ClassVar[str] = "Gupta et al. 2021, Memory-efficient Transformers via Top-k Attention, arXiv 2106.06899"
+    exact_when: ClassVar[str] = "topk >= the number of real keys."
+
+    def __init__(self, heads: int, head_dim: int, *, causal: bool, scale: float, topk: int = 32) -> None:
+        super().__init__(heads, head_dim, causal=causal, scale=scale)
+        self.topk = whole_number("topk", topk, 1)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
+    ) -> Tensor:
+        """Attend; dropout acts on the attention weights."""
+        return topk_attention(q, k, v, key_mask, topk=self.topk, causal=self.causal, scale=self.scale, dropout=dropout)
+
+    @classmethod
+    def exact_settings(cls, length: int) -> dict[str, Any]:
+        """Every query keeps every key."""
+        return {"topk": max(length, 1)}
+
+    def flops(self, length: int) -> int:
+        """Two dense products over all pairs, computed even where the causal mask or the choice hides them."""
+        return 4 * self.heads * length * length * self.head_dim
+
+    def memory(self, length: int) -> int:
+        """Scores and weights of a block of 64 queries."""
+        return 2 * 4 * self.heads * min(length, 64) * length

@@ -1,0 +1,101 @@
+"""Performer attention: random features whose products are softmax weights on average."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from approx.mechanisms.mechanism import Mechanism, one_of, true_or_false, whole_number
+from approx_kernels.performer import KERNELS, draw_projection, performer_attention
+
+# What a torch.Generator takes.
+_LARGEST_SEED = 2**63 - 1
+
+
+class PerformerAttention(Mechanism):
+    """Estimate softmax attention from M positive random features, in O(n M D).
+
+    The relative error falls as the root of M and grows exponentially with the norms of queries and keys, so a
+    pretrained model loses much until it is fine-tuned.
+
+    Source: Choromanski et al., 2021, Rethinking Attention with Performers, arXiv 2009.14794; departs from it in
+    drawing only when told to, and in a stabiliser that cancels exactly and knows nothing of the future.
+
+    Args:
+        heads: Number of heads, H.
+        head_dim: Size of a head, D.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores; q and k are multiplied by its root.
+        features: Random features, M; more is closer to exact.
+        orthogonal: Whether the random rows are orthogonal in blocks of D, which lowers the error.
+        kernel: `softmax`, or `relu`, the generalised attention that approximates no softmax.
+        seed: Seed of the random rows, which are a buffer and saved with the checkpoint.
+
+    Raises:
+        ApproxError: if a setting is wrong.
+    """
+
+    supports_decode: ClassVar[bool] = True
+    source: ClassVar[str] = "Choromanski et al. 2021, Rethinking Attention with Performers, arXiv 2009.14794"
+    exact_when: ClassVar[str] = "Never: with kernel = softmax the error falls as 1 / root of features."
+
+    projection: Tensor
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        *,
+        causal: bool,
+        scale: float,
+        features: int = 256,
+        orthogonal: bool = True,
+        kernel: str = "softmax",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(heads, head_dim, causal=causal, scale=scale)
+        self.features = whole_number("features", features, 1)
+        self.orthogonal = true_or_false("orthogonal", orthogonal)
+        self.kernel = one_of("kernel", kernel, KERNELS)
+        self.seed = whole_number("seed", seed, 0, _LARGEST_SEED)
+        self.register_buffer("projection", self._draw())
+
+    @torch.no_grad()
+    def redraw(self, seed: int) -> None:
+        """Draw other random rows; nothing else ever does."""
+        self.seed = whole_number("seed", seed, 0, _LARGEST_SEED)
+        self.projection.copy_(self._draw())
+
+    def _draw(self) -> Tensor:
+        return draw_projection(self.head_dim, features=self.features, orthogonal=self.orthogonal, seed=self.seed)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
+    ) -> Tensor:
+        """Attend; dropout acts on whole keys in the numerator, since no weights of single pairs exist."""
+        return performer_attention(
+            q,
+            k,
+            v,
+            key_mask,
+            projection=self.projection,
+            kernel=self.kernel,
+            causal=self.causal,
+            scale=self.scale,
+            dropout=dropout,
+        )
+
+    @classmethod
+    def exact_settings(cls, length: int) -> None:
+        """None: it equals softmax attention only on average."""
+
+    def flops(self, length: int) -> int:
+        """Features of queries and keys, sums and readings of them, and the pairs inside causal chunks of 64."""
+        pairs = min(length, 64) if self.causal else 0
+        features = 4 * length * self.head_dim * self.features
+        return self.heads * (features + 4 * length * (self.features * self.head_dim + pairs * self.features))
+
+    def memory(self, length: int) -> int:
+        """Outputs before they are joined, and the features of a chunk and the state, if all heads come at once."""
+        chunk = 2 * min(length, 64) * self.features + self.features * self.head_dim
+        return 4 * self.heads * (length * self.head_dim + chunk)

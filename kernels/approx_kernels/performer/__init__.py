@@ -1,0 +1,67 @@
+"""Performer attention (FAVOR+): positive random features whose products are softmax weights on average."""
+
+from torch import Tensor
+
+from approx_kernels.performer.projection import draw_projection
+from approx_kernels.performer.reference import performer_heads
+from approx_kernels.shapes import check_shapes
+
+__all__ = ["KERNELS", "draw_projection", "performer_attention"]
+
+KERNELS = ("softmax", "relu")
+
+
+def performer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    projection: Tensor,
+    kernel: str = "softmax",
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """`o_i = f(q_i) sum_j f(k_j) v_j / (f(q_i) sum_j f(k_j))` for M random features f, in O(n M E).
+
+    `softmax`: f(x) = exp(w.x - |x|^2 / 2) for every row w of the projection, x being scaled by the root of `scale`;
+    f(q).f(k) / M is exp(scale q.k) on average, with a relative error that falls as 1 / root M and grows exponentially
+    with the norms. `relu`: f(x) = relu(w.x) + 1e-3, which approximates no softmax.
+
+    Nothing over- or underflows: features of keys are divided by the largest of that feature among the real keys (in
+    the causal form among those already seen), which the queries are multiplied by before their own largest feature
+    is taken out. Both cancel exactly, since no eps is added.
+
+    With `causal`, query i stands at position S - L + i and the sums run up to there; they are computed in chunks,
+    between which a running state is carried. A query without any allowed key gives 0.
+
+    Source: Choromanski et al., 2021, Rethinking Attention with Performers, arXiv 2009.14794; departs from it in the
+    stabiliser, which there is one number for all features and leaks the future through an added eps.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, H, S, D].
+        v: Values, [B, H, S, E].
+        key_mask: [B, S] bool, True at real keys; None when all are real.
+        projection: Rows w, [M, D], as `draw_projection` draws them; all heads share them.
+        kernel: One of `KERNELS`.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        dropout: Probability with which a key is dropped from the numerator, for all queries of a head at once:
+            there are no weights of single pairs to drop.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together.
+    """
+    check_shapes(q, k, v, key_mask)
+    if projection.ndim != 2 or projection.shape[1] != q.shape[3]:
+        raise ValueError(f"projection has shape {list(projection.shape)}; expected [features, {q.shape[3]}] to fit q.")
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel is {kernel!r}; expected one of {', '.join(KERNELS)}.")
+    return performer_heads(
+        q, k, v, key_mask, projection=projection, kernel=kernel, causal=causal, scale=scale, dropout=dropout
+    )

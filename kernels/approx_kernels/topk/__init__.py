@@ -1,0 +1,46 @@
+"""Exact top-k attention: softmax over the largest scores of each query."""
+
+from torch import Tensor
+
+from approx_kernels.shapes import check_shapes
+from approx_kernels.topk.reference import topk_blocks
+
+
+def topk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    topk: int,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention of each query over the K keys of its largest scores, in O(L S D).
+
+    All scores are computed, a block of queries at a time, so this is what choosing keys can give at best and not a
+    way to save anything. Scores are differentiated, the choice is not. With `causal`, query i stands at position
+    S - L + i and chooses among the keys up to there. A query without any allowed key gives 0.
+
+    Source: Gupta, Dar, Goodman, Ciprut, Berant, 2021, Memory-efficient Transformers via Top-k Attention,
+    arXiv 2106.06899; departs from it in nothing.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, H, S, D].
+        v: Values, [B, H, S, E].
+        key_mask: [B, S] bool, True at real keys; None when all are real.
+        topk: Keys that a query keeps, K; with fewer allowed it keeps them all.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        dropout: Probability with which an attention weight is dropped.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together.
+    """
+    check_shapes(q, k, v, key_mask)
+    return topk_blocks(q, k, v, key_mask, topk=topk, causal=causal, scale=scale, dropout=dropout)

@@ -1,0 +1,87 @@
+"""Every mechanism in every form it has, small enough to approximate, and inputs of any shape for it."""
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from approx.mechanisms import MECHANISMS
+
+# Small enough that every mechanism really approximates on a few dozen tokens.
+SMALL = {
+    "clustered": {"clusters": 4, "iterations": 3},
+    "improved-clustered": {"clusters": 4, "topk": 5, "iterations": 3},
+    "local": {"left": 4, "right": 2},
+    "block": {"size": 5, "shift": 2},
+    "strided": {"stride": 3},
+    "fixed": {"stride": 6, "summary": 2},
+    "bigbird": {"block": 3, "random": 1},
+    "sinks": {"sinks": 2, "window": 4},
+    "longformer": {"window": 4, "global_tokens": [0, 3]},
+    "exact-topk": {"topk": 5},
+    "performer": {"features": 16},
+}
+# Settings that change what is computed, each under the name of its mechanism and words of its own.
+VARIANTS = {
+    # Its features can all be 0, where any eps shows in the sum of the weights.
+    "linear t2r": {"feature_map": "t2r", "eps": 1e-12},
+    "linear hedgehog window": {"feature_map": "hedgehog", "window": 4},
+    "performer relu": {"features": 16, "kernel": "relu"},
+}
+SMALL |= VARIANTS
+KINDS = MECHANISMS | {name: MECHANISMS[name.split()[0]] for name in VARIANTS}
+FORMS = [
+    (name, causal)
+    for name, mechanism in KINDS.items()
+    for causal in (False, True)
+    if (mechanism.supports_causal if causal else mechanism.supports_bidirectional)
+]
+CAUSAL = [name for name, causal in FORMS if causal]
+MASKS = ["none", "right", "left", "arbitrary", "one row empty"]
+
+over_forms = pytest.mark.parametrize(
+    ("name", "causal"), FORMS, ids=[f"{name}-{'causal' if causal else 'bidirectional'}" for name, causal in FORMS]
+)
+few = settings(max_examples=12, deadline=None)
+shapes = st.fixed_dictionaries(
+    {
+        "batch": st.integers(1, 3),
+        "heads": st.integers(1, 3),
+        "length": st.sampled_from([1, 2, 5, 17, 40, 67]),
+        "size": st.sampled_from([1, 4, 24]),
+        "values": st.sampled_from([1, 4, 24]),
+        "seed": st.integers(0, 2**16),
+    }
+)
+
+
+def make(name, causal, *, heads, size, **changed):
+    return KINDS[name](heads, size, causal=causal, scale=size**-0.5, **(SMALL.get(name, {}) | changed))
+
+
+def draw(*, batch, heads, length, size, values, seed, keys=None):
+    generator = torch.Generator().manual_seed(seed)
+    keys = length if keys is None else keys
+    # Laid out as a model lays them out: heads beside each other in memory.
+    return (
+        torch.randn(batch, n, heads, d, generator=generator).transpose(1, 2)
+        for n, d in ((length, size), (keys, size), (keys, values))
+    )
+
+
+def draw_mask(kind, *, batch, length, seed, **_):
+    """[B, S] bool; a row is empty only where the kind says so."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    real = torch.randint(1, length + 1, (batch, 1), generator=generator)
+    position = torch.arange(length)
+    if kind == "none":
+        return torch.ones(batch, length, dtype=torch.bool)
+    if kind == "right":
+        return position < real
+    if kind == "left":
+        return position >= length - real
+    mask = torch.rand(batch, length, generator=generator) < 0.7
+    mask[:, seed % length] = True
+    if kind == "one row empty":
+        mask[seed % batch] = False
+    return mask

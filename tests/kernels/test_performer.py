@@ -1,0 +1,113 @@
+"""Performer attention: the formula over all pairs, whatever is cut, and however large the features are."""
+
+import pytest
+import torch
+
+from approx_kernels.performer import causal as causal_form
+from approx_kernels.performer import draw_projection, performer_attention, reference
+
+
+def dense(q, k, v, mask, rows, *, kernel, causal, scale):
+    """All pairs, from logarithms of features in float64."""
+    q, k = q * scale**0.5, k * scale**0.5
+    queries, keys = q @ rows.T.double(), k @ rows.T.double()
+    if kernel == "relu":
+        logs = ((queries.relu() + 1e-3) @ (keys.relu() + 1e-3).transpose(-2, -1)).log()
+    else:
+        keys = keys - k.square().sum(-1, keepdim=True) / 2
+        logs = (queries[..., :, None, :] + keys[..., None, :, :]).logsumexp(-1)
+    allowed = mask[:, None, None].expand_as(logs)
+    allowed = allowed.tril(k.shape[2] - q.shape[2]) if causal else allowed
+    return (logs.masked_fill(~allowed, -1e30).softmax(-1) * allowed) @ v
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "relu"])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("large", [1.0, 20.0], ids=["usual", "large"])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 63), (65, 65), (40, 130), (129, 63)])
+def test_it_is_its_formula_over_all_pairs_forward_and_backward(kernel, causal, large, queries, keys):
+    q, k, v = (torch.randn(2, 2, n, 8).double() for n in (queries, keys, keys))
+    # With large ones, some keys are e^1000 away from others in every feature.
+    q, k, v = (x.requires_grad_() for x in (q * large, k * large * torch.rand(2, 2, keys, 1), v))
+    mask, grad = torch.rand(2, keys) < 0.8, torch.randn(2, 2, queries, 8).double()
+    rows = draw_projection(8, features=24, orthogonal=True, seed=0)
+    settings = {"kernel": kernel, "causal": causal, "scale": 0.35}
+    found = performer_attention(q, k, v, mask, projection=rows, **settings)
+    expected = dense(q, k, v, mask, rows, **settings)
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("large", [1.0, 20.0], ids=["usual", "large"])
+def test_chunks_and_blocks_of_heads_change_nothing(monkeypatch, causal, large):
+    q, k, v = (torch.randn(2, 3, 130, 8).double() * size for size in (large, large, 1.0))
+    mask, rows = torch.rand(2, 130) < 0.7, draw_projection(8, features=16, orthogonal=True, seed=0)
+    results = []
+    for chunk, cached in ((64, 2**17), (7, 1), (1, 1)):
+        monkeypatch.setattr(reference, "_CHUNK", chunk)
+        monkeypatch.setattr(causal_form, "_CHUNK", chunk)
+        monkeypatch.setattr(reference, "_CACHED", cached)
+        results.append(performer_attention(q, k, v, mask, projection=rows, causal=causal, scale=0.35))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "relu"])
+@pytest.mark.parametrize(("past", "future"), [(1.0, 3.0), (1.0, 100.0), (30.0, 0.01)])
+@pytest.mark.parametrize("cut", [0, 20, 63, 64, 100])
+def test_a_query_cannot_tell_even_by_a_bit_how_large_later_keys_are(kernel, past, future, cut):
+    q, k, v = torch.randn(3, 2, 3, 130, 16).unbind()
+    mask = torch.rand(2, 130) < 0.8
+    rows = draw_projection(16, features=32, orthogonal=True, seed=0)
+    later = (torch.arange(130) > cut)[:, None]
+    q, k, v = (x * past for x in (q, k, v))
+    # Features of small keys rise e^1000 above those of large ones, and the queries between must not know.
+    changed = [torch.where(later, x / past * -future + future, x) for x in (q, k, v)]
+    before, after = (
+        performer_attention(q, k, v, mask, projection=rows, kernel=kernel, causal=True, scale=0.25)
+        for q, k, v in ((q, k, v), changed)
+    )
+    assert torch.equal(before[:, :, : cut + 1], after[:, :, : cut + 1])
+
+
+def test_a_first_key_far_below_all_others_is_no_measure_for_them():
+    q, k, v = torch.randn(3, 1, 2, 130, 16).unbind()
+    k[:, :, 0] *= 40
+    rows = draw_projection(16, features=64, orthogonal=True, seed=0)
+    everything = torch.ones(1, 130, dtype=torch.bool)
+    exact = dense(q.double(), k.double(), v.double(), everything, rows, kernel="softmax", causal=True, scale=0.25)
+    out = performer_attention(q, k, v, projection=rows, causal=True, scale=0.25)
+    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 8, 24])
+@pytest.mark.parametrize("features", [1, 16, 100])
+def test_orthogonal_rows_come_in_blocks_and_have_lengths_of_their_own(size, features):
+    rows = draw_projection(size, features=features, orthogonal=True, seed=3)
+    assert rows.shape == (features, size)
+    for block in rows.split(size):
+        products = block @ block.T
+        torch.testing.assert_close(products, products.diagonal().diag(), atol=1e-5, rtol=0)
+    again = draw_projection(size, features=features, orthogonal=True, seed=3)
+    assert torch.equal(rows, again)
+    assert not torch.equal(rows, draw_projection(size, features=features, orthogonal=True, seed=4))
+
+
+@pytest.mark.parametrize("orthogonal", [False, True])
+def test_every_coordinate_is_a_standard_normal(orthogonal):
+    rows = draw_projection(8, features=80_000, orthogonal=orthogonal, seed=0)
+    moments = [rows.mean(0), rows.square().mean(0), rows.pow(4).mean(0)]
+    for found, expected, spread in zip(moments, (0.0, 1.0, 3.0), (1.0, 2**0.5, 96**0.5), strict=True):
+        assert ((found - expected).abs() < 5 * spread / 80_000**0.5).all()
+
+
+def test_what_does_not_fit_is_refused():
+    q = torch.zeros(1, 2, 5, 4)
+    with pytest.raises(ValueError, match="projection has shape"):
+        performer_attention(q, q, q, projection=torch.zeros(16, 5), causal=False, scale=0.5)
+    with pytest.raises(ValueError, match="kernel is 'exp'; expected one of softmax, relu"):
+        performer_attention(q, q, q, projection=torch.zeros(16, 4), kernel="exp", causal=False, scale=0.5)

@@ -1,0 +1,102 @@
+"""Performer attention: how its error falls, what orthogonal rows are for, recurrent = chunked = parallel."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from approx.mechanisms.full import FullAttention
+from approx.mechanisms.performer import PerformerAttention
+
+SIZE = 32
+FEATURES = [64, 128, 256, 512, 1024, 2048, 4096]
+
+
+def make(*, causal=False, **settings):
+    return PerformerAttention(2, SIZE, causal=causal, scale=SIZE**-0.5, **settings)
+
+
+def drawn(norm, *, length=64):
+    """Queries and keys whose scaled squared norm is the one given, and values."""
+    q, k, v = torch.randn(3, 1, 2, length, SIZE).unbind()
+    q, k = (F.normalize(x, dim=-1) * norm**0.5 * SIZE**0.25 for x in (q, k))
+    return q, k, v
+
+
+def errors(q, k, v, seeds, **settings):
+    """Relative error for each number of features, root mean square over seeds."""
+    exact = FullAttention(2, SIZE, causal=False, scale=SIZE**-0.5)(q, k, v)
+    found = [
+        [((make(features=features, seed=seed, **settings)(q, k, v) - exact).norm() / exact.norm()) for seed in seeds]
+        for features in FEATURES
+    ]
+    return torch.tensor(found).square().mean(1).sqrt()
+
+
+def slope(values):
+    return np.polyfit(np.log(FEATURES), values.log().numpy(), 1)[0]
+
+
+# Real heads have scaled squared norms from about 1 upwards; the variance grows with their exponential, so that the
+# larger ones would need more features than anybody has to come to where the law begins.
+@pytest.mark.parametrize("norm", [0.5, 1.0, 1.4])
+def test_the_error_falls_as_the_root_of_the_number_of_features(norm):
+    found = errors(*drawn(norm), seeds=range(6))
+    assert slope(found) == pytest.approx(-0.5, abs=0.1), found
+
+
+@pytest.mark.parametrize("norm", [1.0, 4.0])
+def test_orthogonal_rows_have_less_error(norm):
+    tensors = drawn(norm)
+    orthogonal = errors(*tensors, seeds=range(4))
+    independent = errors(*tensors, seeds=range(4), orthogonal=False)
+    assert (orthogonal < independent).float().mean() > 0.8
+    assert orthogonal.log().mean() < independent.log().mean()
+
+
+def recurrent(q, k, v, rows):
+    """One token after another with the state (S, z), as a decoder would, in float64."""
+    q, k = (x.double() * SIZE**-0.25 for x in (q, k))
+    state, norm, out = 0.0, 0.0, []
+    for i in range(q.shape[2]):
+        query = (q[:, :, i] @ rows.T).exp()
+        key = (k[:, :, i] @ rows.T - k[:, :, i].square().sum(-1, keepdim=True) / 2).exp()
+        state, norm = state + key[..., :, None] * v[:, :, i, None, :].double(), norm + key
+        out.append((query[..., None, :] @ state).squeeze(2) / (query * norm).sum(-1, keepdim=True))
+    return torch.stack(out, 2).float()
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+def test_recurrent_chunked_and_parallel_are_the_same(length):
+    q, k, v = drawn(4.0, length=length)
+    mechanism = make(causal=True, features=64)
+    chunked = mechanism(q, k, v)
+    rows = mechanism.projection.double()
+    torch.testing.assert_close(chunked, recurrent(q, k, v, rows), atol=1e-5, rtol=1e-5)
+    alone = make(features=64)
+    parallel = [alone(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1]) for i in range(length)]
+    torch.testing.assert_close(chunked, torch.cat(parallel, 2), atol=1e-5, rtol=1e-5)
+
+
+def test_redraw_is_explicit_and_a_checkpoint_keeps_what_was_drawn():
+    q, k, v = drawn(4.0)
+    mechanism, other = make(features=64), make(features=64, seed=1)
+    first = mechanism(q, k, v)
+    mechanism.redraw(1)
+    assert mechanism.settings["seed"] == 1
+    assert not torch.equal(mechanism(q, k, v), first)
+    assert torch.equal(mechanism(q, k, v), other(q, k, v))
+    again = make(features=64, seed=9)
+    again.load_state_dict(mechanism.state_dict())
+    assert torch.equal(again(q, k, v), mechanism(q, k, v))
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "relu"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_takes_whole_keys_out_of_the_numerator_only(kernel, causal):
+    q, k, _ = drawn(1.0, length=20)
+    mechanism, keys = make(causal=causal, features=64, kernel=kernel), torch.eye(20).expand(1, 2, 20, 20)
+    weights, dropped = mechanism(q, k, keys), mechanism(q, k, keys, dropout=0.5)
+    factor = torch.where(weights > 1e-6, dropped / weights, 0.0).amax(2, keepdim=True)
+    assert set(factor.round(decimals=3).flatten().tolist()) == {0.0, 2.0}
+    torch.testing.assert_close(dropped, weights * factor.round())

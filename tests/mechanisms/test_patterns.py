@@ -1,0 +1,155 @@
+"""Every sparse pattern equals dense attention under its own mask, however its steps meet the model."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from approx.errors import ApproxError
+from approx.mechanisms.bigbird import BigBirdAttention
+from approx.mechanisms.block import BlockAttention
+from approx.mechanisms.fixed import FixedAttention
+from approx.mechanisms.full_information import LtrAttention, RtlAttention
+from approx.mechanisms.longformer import LongformerAttention
+from approx.mechanisms.sinks import SinksAttention
+from approx.mechanisms.strided import StridedAttention
+from approx_kernels.patterns import pattern_mask
+
+KINDS = {
+    "block": BlockAttention,
+    "strided": StridedAttention,
+    "fixed": FixedAttention,
+    "ltr": LtrAttention,
+    "rtl": RtlAttention,
+    "bigbird": BigBirdAttention,
+    "sinks": SinksAttention,
+    "longformer": LongformerAttention,
+}
+SETTINGS = [
+    ("block", {"size": 5}),
+    ("block", {"size": 6, "neighbours": 1, "shift": 3}),
+    ("strided", {}),
+    ("strided", {"stride": 4, "step": 1}),
+    ("strided", {"stride": 4, "step": 2}),
+    ("strided", {"stride": 7, "mode": "heads"}),
+    ("fixed", {"stride": 6, "summary": 2}),
+    ("fixed", {"stride": 6, "summary": 2, "step": 1}),
+    ("fixed", {"stride": 6, "summary": 2, "step": 2}),
+    ("fixed", {"stride": 6, "summary": 6, "mode": "heads"}),
+    ("ltr", {}),
+    ("ltr", {"stride": 5, "summary": 3, "step": 2}),
+    ("ltr", {"mode": "heads"}),
+    ("rtl", {}),
+    ("rtl", {"stride": 5, "summary": 3, "step": 2}),
+    ("rtl", {"step": 1}),
+    ("bigbird", {"block": 3, "random": 1}),
+    ("bigbird", {"block": 4, "random": 0}),
+    ("bigbird", {"block": 3, "random": 40}),
+    ("sinks", {"sinks": 2, "window": 4}),
+    ("sinks", {"sinks": 100, "window": 1}),
+    ("longformer", {"window": 4}),
+    ("longformer", {"window": 5, "global_tokens": [9, 3, 100]}),
+]
+FORMS = [
+    pytest.param(name, settings, causal, id=f"{name}-{number}-{'causal' if causal else 'bidirectional'}")
+    for number, (name, settings) in enumerate(SETTINGS)
+    for causal in (False, True)
+    if (KINDS[name].supports_causal if causal else KINDS[name].supports_bidirectional)
+]
+over_forms = pytest.mark.parametrize(("name", "settings", "causal"), FORMS)
+
+
+def make(name, settings, causal):
+    return KINDS[name](3, 8, causal=causal, scale=0.35, **settings)
+
+
+def allowed_pairs(name, mechanism, length):
+    """What each of the 3 heads may see, [3, n, n]."""
+    settings = mechanism.settings
+    if name == "strided" and mechanism.causal and settings["stride"] is None:
+        settings["stride"] = 32
+    steps = pattern_mask(name, length, mechanism.causal, settings)
+    if settings.get("mode") == "heads":
+        return steps[torch.arange(3) % len(steps)]
+    step = settings.get("step")
+    return (steps.any(0) if step is None else steps[step - 1]).expand(3, length, length)
+
+
+def dense(q, k, v, allowed):
+    return (0.35 * q @ k.transpose(-2, -1)).masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+
+
+@over_forms
+@pytest.mark.parametrize("length", [1, 2, 36, 67, 130])
+def test_it_equals_dense_attention_under_its_mask_forward_and_backward(name, settings, causal, length):
+    q, k, v, grad = torch.randn(4, 2, 3, length, 8, dtype=torch.float64).unbind()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    mechanism = make(name, settings, causal)
+    found, expected = mechanism(*inputs), dense(*inputs, allowed_pairs(name, mechanism, length))
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@over_forms
+def test_positions_count_the_real_tokens_of_each_sample(name, settings, causal):
+    q, k, v = torch.randn(3, 4, 3, 60, 8, dtype=torch.float64).unbind()
+    place = torch.arange(60)
+    mask = torch.stack([place < 41, place >= 19, torch.rand(60) < 0.6, place >= 0])
+    mechanism = make(name, settings, causal)
+    out = mechanism(q, k, v, mask)
+    for sample, real in enumerate(mask):
+        alone = [x[sample : sample + 1, :, real] for x in (q, k, v)]
+        expected = dense(*alone, allowed_pairs(name, mechanism, int(real.sum())))
+        torch.testing.assert_close(out[sample : sample + 1, :, real], expected)
+        assert out[sample][:, ~real].eq(0).all(), "padded queries receive nothing"
+
+
+@pytest.mark.parametrize(("name", "settings", "causal"), [form for form in FORMS if form.values[2]])
+def test_tokens_one_after_another_see_what_all_at_once_see(name, settings, causal):
+    q, k, v = torch.randn(3, 2, 3, 70, 8, dtype=torch.float64).unbind()
+    mechanism = make(name, settings, causal)
+    mask = torch.arange(70) >= torch.tensor([[0], [23]])
+    whole = mechanism(q, k, v, mask)
+    for seen in (1, 24, 35, 36, 64, 65, 70):
+        for new in (1, 3):
+            new = min(new, seen)
+            step = mechanism(q[:, :, seen - new : seen], k[:, :, :seen], v[:, :, :seen], mask[:, :seen])
+            torch.testing.assert_close(step, whole[:, :, seen - new : seen])
+
+
+@pytest.mark.parametrize("name", ["strided", "fixed", "ltr", "rtl"])
+def test_one_step_and_heads_in_turn_exclude_each_other(name):
+    with pytest.raises(ApproxError, match="'mode' is 'heads'; allowed is 'merged' beside a step"):
+        make(name, {"mode": "heads", "step": 1}, False)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_never_makes_all_pairs_forward_or_backward(name):
+    length, largest = 2048, 0
+    small = {"block": {"size": 32}, "sinks": {"window": 64}, "longformer": {"window": 64}, "bigbird": {"block": 16}}
+    mechanism = KINDS[name](1, 4, causal=name == "sinks", scale=0.5, **small.get(name, {}))
+    inputs = [x.requires_grad_() for x in torch.randn(3, 1, 1, length, 4).unbind()]
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple) else (out,):
+                largest = max(largest, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
+            return out
+
+    with Sizes():
+        torch.autograd.grad(mechanism(*inputs).sum(), inputs)
+    assert largest <= length * length / 8
+
+
+def test_random_blocks_are_drawn_again_only_when_asked_for():
+    q, k, v = torch.randn(3, 1, 3, 90, 8).unbind()
+    mechanism = make("bigbird", {"block": 3, "random": 2}, False)
+    first = mechanism(q, k, v)
+    mechanism.redraw(1)
+    assert mechanism.settings["seed"] == 1
+    assert not torch.equal(mechanism(q, k, v), first)
+    assert torch.equal(mechanism(q, k, v), make("bigbird", {"block": 3, "random": 2, "seed": 1}, False)(q, k, v))

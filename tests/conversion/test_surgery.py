@@ -99,9 +99,10 @@ def test_every_form_of_padding_is_honoured(data):
         # Positions count from the first real token, as generate() does.
         inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
     inputs["attention_mask"] = mask.long()
-    before = real_outputs(model, inputs)
+    # Heads that pool read the first position, which may be padding here.
+    before = real_outputs(model.base_model, inputs)[0]
     surgery.convert(model, plan or Plan.of("sdpa"))
-    assert difference(real_outputs(model, inputs), before) < 1e-5
+    assert difference([real_outputs(model.base_model, inputs)[0]], [before]) < 1e-5
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

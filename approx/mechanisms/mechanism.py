@@ -15,7 +15,8 @@ class Mechanism(nn.Module):
 
     A subclass names its settings as keyword arguments of its constructor (there is no second list), keeps
     each under its own name as an attribute, and holds all state as parameters or persistent buffers. The
-    letters of the shapes are explained in the package.
+    letters of the shapes are explained in the package. `trainable` says whether any settings bring parameters; what
+    one instance can learn is its `parameters()`.
 
     Args:
         heads: Number of heads, H.

@@ -74,7 +74,8 @@ def allowed_pairs(name, mechanism, length):
     return (steps.any(0) if step is None else steps[step - 1]).expand(3, length, length)
 
 
-def dense(q, k, v, allowed):
+def dense(inputs, allowed):
+    q, k, v = inputs
     return (0.35 * q @ k.transpose(-2, -1)).masked_fill(~allowed, -torch.inf).softmax(-1) @ v
 
 
@@ -84,7 +85,7 @@ def test_it_equals_dense_attention_under_its_mask_forward_and_backward(name, set
     q, k, v, grad = torch.randn(4, 2, 3, length, 8, dtype=torch.float64).unbind()
     inputs = [x.requires_grad_() for x in (q, k, v)]
     mechanism = make(name, settings, causal)
-    found, expected = mechanism(*inputs), dense(*inputs, allowed_pairs(name, mechanism, length))
+    found, expected = mechanism(*inputs), dense(inputs, allowed_pairs(name, mechanism, length))
     torch.testing.assert_close(found, expected)
     for ours, theirs in zip(
         torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
@@ -101,7 +102,7 @@ def test_positions_count_the_real_tokens_of_each_sample(name, settings, causal):
     out = mechanism(q, k, v, mask)
     for sample, real in enumerate(mask):
         alone = [x[sample : sample + 1, :, real] for x in (q, k, v)]
-        expected = dense(*alone, allowed_pairs(name, mechanism, int(real.sum())))
+        expected = dense(alone, allowed_pairs(name, mechanism, int(real.sum())))
         torch.testing.assert_close(out[sample : sample + 1, :, real], expected)
         assert out[sample][:, ~real].eq(0).all(), "padded queries receive nothing"
 

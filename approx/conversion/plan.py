@@ -219,15 +219,17 @@ def _trial(rule: Rule, settings: dict[str, Any], sites: list[Site], anatomy: Ana
     """Mistakes that only show when the mechanism meets the layers: its constructor is the one judge of settings."""
     mechanism = MECHANISMS[rule.mechanism]
     usage, support = [], []
+    for form in ("causal", "bidirectional"):
+        layers = [site.layer for site in sites if site.causal == (form == "causal")]
+        if layers and not getattr(mechanism, f"supports_{form}"):
+            able = ", ".join(name for name, kind in sorted(MECHANISMS.items()) if getattr(kind, f"supports_{form}"))
+            free = [site.layer for site in anatomy.sites if site.causal != (form == "causal")]
+            hint = f" or choose among the layers that are not: {free[0]}-{free[-1]}" if free else ""
+            support.append(
+                f"'{rule.mechanism}' has no {form} form, but layers {_ranges(layers)} of {anatomy.architecture} are "
+                f"{form}. Use one of {able}{hint}."
+            )
     causal = [site.layer for site in sites if site.causal]
-    if causal and not mechanism.supports_causal:
-        able = ", ".join(name for name, kind in sorted(MECHANISMS.items()) if kind.supports_causal)
-        free = [site.layer for site in anatomy.sites if not site.causal]
-        hint = f" or choose among the layers that are not: {free[0]}-{free[-1]}" if free else ""
-        support.append(
-            f"'{rule.mechanism}' has no causal form, but layers {_ranges(causal)} of {anatomy.architecture} are causal. "
-            f"Use one of {able}{hint}."
-        )
     if causal and rule.exact_below:
         support.append(
             f"'exact_below' cannot be used on causal layers ({_ranges(causal)}): a growing cache would mix both kinds of "
@@ -235,7 +237,8 @@ def _trial(rule: Rule, settings: dict[str, Any], sites: list[Site], anatomy: Ana
         )
     for shape in {(site.heads, site.head_dim, site.scale) for site in sites}:
         try:
-            mechanism(shape[0], shape[1], causal=False, scale=shape[2], **settings)
+            causal_only = not mechanism.supports_bidirectional
+            mechanism(shape[0], shape[1], causal=causal_only, scale=shape[2], **settings)
         except ApproxError as error:
             usage.append(str(error))
         except (TypeError, OverflowError, RuntimeError, MemoryError) as error:

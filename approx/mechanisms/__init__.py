@@ -18,6 +18,7 @@ from approx.mechanisms.longformer import LongformerAttention
 from approx.mechanisms.mechanism import Mechanism
 from approx.mechanisms.performer import PerformerAttention
 from approx.mechanisms.sdpa import SdpaAttention
+from approx.mechanisms.sinks import SinksAttention
 from approx.mechanisms.strided import StridedAttention
 
 MECHANISMS: dict[str, type[Mechanism]] = {
@@ -36,4 +37,5 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "rtl": RtlAttention,
     "longformer": LongformerAttention,
     "bigbird": BigBirdAttention,
+    "sinks": SinksAttention,
 }

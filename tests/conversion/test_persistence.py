@@ -28,7 +28,9 @@ def mixed(architecture):
     """A converted model that uses every mechanism its layers allow, one a layer."""
     model = tiny(architecture)
     names = ("GPT2", "Llama", "Whisper")
-    able = [name for name, kind in MECHANISMS.items() if kind.supports_causal or not architecture.startswith(names)]
+    causal = architecture.startswith(names)
+    kinds = {name: kind for name, kind in MECHANISMS.items() if kind.supports_bidirectional}
+    able = [name for name, kind in kinds.items() if kind.supports_causal or not causal]
     layers = 4 if architecture.startswith("Whisper") else 3
     chosen = [able[(len(architecture) + layer) % len(able)] for layer in range(layers)]
     surgery.convert(model, Plan(tuple(Rule(name, str(layer)) for layer, name in enumerate(chosen))))

@@ -154,7 +154,8 @@ def error_of(action: Callable[[], Any]) -> ApproxError | None:
 def exact_plan(model: Any, mechanism: str, layers: str = "all") -> Plan | None:
     """The plan that gives a mechanism its exact settings; None if it has none or has no form for these layers."""
     limit = MECHANISMS[mechanism].exact_settings(64)
-    causal = any(site.causal for site in anatomy(model.config, type(model)).sites)
-    if limit is None or (causal and not MECHANISMS[mechanism].supports_causal):
+    sites = anatomy(model.config, type(model)).sites
+    able = {True: MECHANISMS[mechanism].supports_causal, False: MECHANISMS[mechanism].supports_bidirectional}
+    if limit is None or not all(able[site.causal] for site in sites):
         return None
     return Plan((Rule(mechanism, layers, limit),))

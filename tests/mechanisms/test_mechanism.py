@@ -80,6 +80,8 @@ WRONG = [
     ("bigbird", "block", 0),
     ("bigbird", "random", -1),
     ("bigbird", "seed", 0.5),
+    ("sinks", "sinks", -1),
+    ("sinks", "window", 0),
     ("longformer", "window", 0),
     ("longformer", "global_tokens", "separator"),
     ("longformer", "global_tokens", []),

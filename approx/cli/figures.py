@@ -6,8 +6,11 @@ from typing import Any
 from rich.table import Table
 
 from approx.cli.terminal import table
+from approx.recipe import BASE, CEILING
 
-_SPEED = ("batch", "tokens", "", "median ms", "ratio", "95 % interval", "of the ceiling", "peak MB", "verdict")
+_SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "verdict")
+# Short enough for a terminal of 80 columns; the record has the whole words.
+_VERDICTS = {"exact is better here": "stay exact"}
 
 
 def quality_table(entry: dict[str, Any]) -> Table:
@@ -15,7 +18,7 @@ def quality_table(entry: dict[str, Any]) -> Table:
     subset = ", a subset" if entry["subset"] else ""
     cut = f", {entry['truncated']} of them cut" if entry["truncated"] else ""
     metric = entry["metric"]
-    rows = [["exact", _points(entry["base"]["scores"][metric]), "", _interval(entry["base"]["interval"], 100), ""]]
+    rows = [[BASE, _points(entry["base"]["scores"][metric]), "", _interval(entry["base"]["interval"], 100), ""]]
     for row in entry["variants"]:
         needed = f" (needs about {row['needed_examples']:,} examples)" if row["needed_examples"] else ""
         rows.append(
@@ -28,7 +31,7 @@ def quality_table(entry: dict[str, Any]) -> Table:
             ]
         )
     return table(
-        ["", f"{metric} %", "difference", "95 % interval", "verdict"],
+        ["", f"{metric} %", "difference", "95 %", "verdict"],
         rows,
         title=f"{entry['task']}, {entry['split']}: {entry['examples']} examples{subset}{cut}",
     )
@@ -39,21 +42,22 @@ def speed_tables(speed: list[dict[str, Any]]) -> list[Table]:
     if not speed:
         return []
     first = speed[0]
-    title = f"Speed of one forward pass: {first['inputs']} inputs, {first['dtype']} on {first['device']}"
+    inputs = " and ".join(dict.fromkeys(entry["inputs"] for entry in speed))
+    title = f"Median time of one forward pass: {inputs} inputs, {first['dtype']} on {first['device']}"
     if first["device"] == "cpu":
-        title += f", {first['threads']} threads"
+        title += f", {first['threads']} thread{'s'[: first['threads'] > 1]}"
     return [table(_SPEED, [row for entry in speed for row in _speed_rows(entry)], title=title)]
 
 
 def _speed_rows(entry: dict[str, Any]) -> Iterator[list[str] | None]:
-    timed = [("exact", entry["base"])]
+    timed = [(BASE, entry["base"])]
     if entry["ceiling"]:
-        timed.append(("attention-free (ceiling)", entry["ceiling"]))
+        timed.append((CEILING, entry["ceiling"]))
     timed += [(row["name"], row) for row in entry["variants"]]
     for number, (name, row) in enumerate(timed):
-        share = row.get("share_of_ceiling")
+        share, verdict = row.get("share_of_ceiling"), row.get("verdict") or ""
         yield [
-            "" if number else str(entry["batch"]),
+            "" if number or entry["batch"] == 1 else str(entry["batch"]),
             "" if number else str(entry["length"]),
             name,
             _number(row["median_ms"], 2),
@@ -61,7 +65,7 @@ def _speed_rows(entry: dict[str, Any]) -> Iterator[list[str] | None]:
             _interval(row.get("interval"), 1),
             "" if share is None else f"{share:.0%}",
             _number(row.get("peak_mb"), 0),
-            row["status"] if row["status"] != "ok" else row.get("verdict") or "",
+            row["status"] if row["status"] != "ok" else _VERDICTS.get(verdict, verdict),
         ]
     yield None
 

@@ -99,6 +99,8 @@ def _console(*, stderr: bool) -> Console:
 def table(columns: Sequence[str], rows: Iterable[Sequence[str] | None], title: str | None = None) -> Table:
     """A table whose cells break instead of losing their end; columns in which no row says anything are left out.
 
+    Names, in a column without a heading, stay in one piece.
+
     Args:
         columns: Headings.
         rows: Cells; None draws a line.
@@ -106,9 +108,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str] | None], title: s
     """
     rows = list(rows)
     kept = [index for index in range(len(columns)) if any(row and row[index] for row in rows)]
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index in kept:
-        made.add_column(columns[index], overflow="fold")
+        made.add_column(columns[index], overflow="fold", no_wrap=not columns[index])
     for row in rows:
         if row is None:
             made.add_section()

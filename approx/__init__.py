@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from approx.errors import ApproxError
-from approx.registration import register_when_imported
+from approx.registration import register_when_asked
 from approx.version import __version__
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _ROOMS |= dict.fromkeys(("convert", "revert"), "conversion.surgery")
 _ROOMS |= dict.fromkeys(("bench", "evaluate", "inspect"), "pipeline.stages")
 __all__ = ["ApproxError", "Plan", "__version__", "bench", "convert", "evaluate", "inspect", "load", "report", "revert"]
 __dir__ = __all__.copy  # what an interactive session offers, made or not
-register_when_imported()
+register_when_asked()
 
 
 def __getattr__(name: str) -> Any:

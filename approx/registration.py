@@ -1,17 +1,28 @@
-"""Register the converted families with transformers as soon as, and only if, its auto classes are imported."""
+"""Register the converted families with transformers when somebody first asks its auto classes for a checkpoint."""
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import wrapt
 
 
-def register_when_imported() -> None:
-    """Register now if transformers' auto classes are there already, else right after their import."""
-    wrapt.register_post_import_hook(_register, "transformers.models.auto.modeling_auto")
+def register_when_asked() -> None:
+    """Make the first `AutoConfig.from_pretrained` register the converted families; every auto class goes through it.
+
+    Not sooner: transformers imports its auto classes in the middle of importing a model family, which is no time to import
+    other families.
+    """
+    wrapt.register_post_import_hook(_watch, "transformers.models.auto.configuration_auto")
 
 
-def _register(module: ModuleType) -> None:
-    # Looked up by name, so that importing the package stays free of torch until somebody needs it. It registers as it is
-    # imported; where it is itself what imports transformers, it is not complete yet and must not be called.
+def _watch(module: ModuleType) -> None:
+    wrapt.wrap_function_wrapper(module, "AutoConfig.from_pretrained", _register_first)
+
+
+def _register_first(wrapped: Callable[..., Any], instance: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Looked up by name, so that importing the package stays free of torch until somebody needs it; it registers as it is
+    # imported, and importing it again costs nothing.
     importlib.import_module("approx.conversion.families")
+    return wrapped(*args, **kwargs)

@@ -139,7 +139,9 @@ def read(path: Path) -> Recipe:
     except yaml.YAMLError as error:
         raise ApproxError(f"Recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
-        raise ApproxError(f"Recipe {path} holds no mapping of keys and values, but {_shown(data)}. Its keys are title, checkpoint, variants, …")
+        raise ApproxError(
+            f"Recipe {path} holds no mapping of keys and values, but {_shown(data)}. Its keys are title, checkpoint, variants, …"
+        )
     recipe = _make(Recipe, data, "recipe", mistakes)
     mistakes += _loose_ends(recipe, data)
     return dataclasses.replace(recipe, text=text, mistakes=tuple(f"{path}: {mistake}" for mistake in mistakes))

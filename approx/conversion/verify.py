@@ -145,6 +145,7 @@ def fresh_process(folder: Path, model: Any) -> Check:
                 str(torch.get_num_threads()),
             ],
             env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": f"{scratch}/modules"},
+            stdin=subprocess.DEVNULL,  # transformers may ask whether to trust code; here nobody answers
             capture_output=True,
             text=True,
             check=False,

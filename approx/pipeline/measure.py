@@ -13,7 +13,7 @@ from approx.conversion.export import read_receipt
 from approx.conversion.inputs import example_inputs
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
-from approx.evaluation.bench import Contender, bench
+from approx.evaluation.bench import Contender, bench, crossover
 from approx.evaluation.evaluate import Subject, evaluate, prepare
 from approx.evaluation.stream import text_inputs
 from approx.recipe import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
@@ -110,8 +110,8 @@ def measure_speed(
     *,
     seed: int,
     progress: Progress,
-) -> dict[str, Any]:
-    """The `speed` and `crossover` entries of a record: the first checkpoint is the exact base of all others."""
+) -> list[dict[str, Any]]:
+    """The `speed` entries of a record: the first checkpoint is the exact base of all others."""
     models = {label: _long_enough(one.model, stage.max_length) for label, one in opened.items()}
     base, source = models[BASE], opened[BASE].source
     for label, model in models.items():
@@ -134,7 +134,7 @@ def measure_speed(
         Contender(CEILING, attention_free, "ceiling"),
         *(Contender(label, forward(model)) for label, model in models.items() if label != BASE),
     ]
-    return bench(
+    raced = bench(
         contenders,
         make_inputs=_input_maker(base, source, texts, seed),
         lengths=stage.lengths,
@@ -147,6 +147,7 @@ def measure_speed(
         seed=seed,
         progress=lambda done, total, what: progress(f"bench {what}".strip(), done, total),
     )
+    return raced["speed"]
 
 
 def make_record(
@@ -157,7 +158,6 @@ def make_record(
     command: str,
     quality: list[dict[str, Any]] | None = None,
     speed: list[dict[str, Any]] | None = None,
-    crossover: list[dict[str, Any]] | None = None,
     notice: str | None = None,
     recipe: dict[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def make_record(
         "variants": [_variant(label, one) for label, one in variants],
         "quality": quality or [],
         "speed": speed or [],
-        "crossover": crossover or [],
+        "crossover": crossover(speed or []),
         "environment": record.environment(
             threads=torch.get_num_threads(),
             gpu=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None,

@@ -64,7 +64,7 @@ def run(
     journal = Journal(out / "journal", f"{recipe.sha256} {opened[BASE].weights_sha256} {json.dumps(environment)}")
     folders = _convert(recipe, plans, out / "converted", journal, offline, progress)
     opened |= open_all(folders, recipe.device, recipe.dtype)
-    quality, races = [], []
+    quality, speed = [], []
     for number, stage in enumerate(recipe.evaluate):
         outputs = out / f"outputs-{number}.parquet"
         measure = partial(measure_quality, opened, stage, seed=recipe.seed, outputs=outputs, progress=progress)
@@ -72,7 +72,7 @@ def run(
     for number, stage in enumerate(recipe.bench):
         texts = recipe.evaluate[0] if stage.inputs == "real" else None
         time = partial(measure_speed, opened, stage, texts, seed=recipe.seed, progress=progress)
-        races.append(journal.once(f"bench-{number}", time))
+        speed += journal.once(f"bench-{number}", time)
     made = make_record(
         opened,
         title=recipe.title,
@@ -81,8 +81,7 @@ def run(
         command=command,
         recipe={"text": recipe.text, "sha256": recipe.sha256},
         quality=quality,
-        speed=[row for one in races for row in one["speed"]],
-        crossover=[row for one in races for row in one["crossover"]],
+        speed=speed,
     )
     record.save(out / "record.json", made)
     write_report([made], out / "report")

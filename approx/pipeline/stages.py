@@ -201,7 +201,7 @@ def bench(
         open_task(texts.task, **texts.settings)
     opened = _opened(name, against, device, dtype, offline)
     speed = measure_speed(opened, stage, texts, seed=seed, progress=progress)
-    return make_record(opened, title=f"Speed of {_label(name)}", seed=seed, command=command, **speed)
+    return make_record(opened, title=f"Speed of {_label(name)}", seed=seed, command=command, speed=speed)
 
 
 def _opened(name: str, against: str | None, device: str, dtype: str, offline: bool) -> dict[str, checkpoint.Checkpoint]:

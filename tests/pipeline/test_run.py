@@ -56,6 +56,8 @@ def check(made: dict, study: Path, out: Path) -> None:
     assert [layer["layer"] for layer in made["variants"][1]["layers"]] == [1]
     assert [row["length"] for row in made["speed"]] == [8, 16, 64]
     assert [row["inputs"] for row in made["speed"]] == ["real", "real", "synthetic"]
+    # One crossover a variant, over all the grids together.
+    assert [row["name"] for row in made["crossover"]] == ["local 2", "linear"]
     assert (out / made["quality"][0]["outputs"]).is_file()
     assert (out / "report" / "index.html").is_file()
     assert {path.stem for path in (out / "journal").iterdir()} == set(STAGES)

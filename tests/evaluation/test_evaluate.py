@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -20,6 +19,7 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
 from approx.evaluation.quality import compare
 from approx.tasks import Example, Split, open_task
+from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
 
 SST2 = open_task("glue/sst2")
 

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_classifier import tiny_model, tiny_tokenizer
 from transformers import BertForMaskedLM, BertForQuestionAnswering
 
 from approx.errors import ApproxError, Exit
 from approx.tasks import TASKS, Example, Task, open_task
+from tiny_classifier import tiny_model, tiny_tokenizer
 
 
 def test_every_entry_of_the_registry_makes_the_task_of_its_name():

@@ -235,7 +235,8 @@ def _trial(rule: Rule, settings: dict[str, Any], sites: list[Site], anatomy: Ana
             f"'exact_below' cannot be used on causal layers ({_ranges(causal)}): a growing cache would mix both kinds of "
             "attention. Leave it out."
         )
-    for shape in {(site.heads, site.head_dim, site.scale) for site in sites}:
+    # Layers that do not exist leave no site; the settings are told wrong all the same.
+    for shape in {(site.heads, site.head_dim, site.scale) for site in sites or anatomy.sites[:1]}:
         try:
             causal_only = not mechanism.supports_bidirectional
             mechanism(shape[0], shape[1], causal=causal_only, scale=shape[2], **settings)

@@ -133,6 +133,13 @@ def test_all_mistakes_of_form_are_told_at_once():
     assert all(line.startswith("plan.yaml, rule ") for line in lines)
 
 
+def test_wrong_layers_hide_no_wrong_setting(bert):
+    error = error_of(lambda: Plan.of("local", layers="14", left=-1).resolve(bert))
+    assert error is not None
+    assert "Layer 14" in str(error)
+    assert "'left' is -1" in str(error)
+
+
 def test_all_mistakes_of_content_are_told_at_once(bert):
     plan = Plan(
         (

@@ -10,12 +10,11 @@ from typing import Any
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from approx.conversion import families, integrity
+from approx.conversion import families, hub, integrity
 from approx.conversion.manifest import check_seal, sha256
 from approx.errors import ApproxError, Exit
 
 EMBEDDED = "quickstart"
-_HUB_PATTERNS = ["*.json", "*.txt", "*.model", "*.safetensors", "*.py", "*.md", "*.jinja"]
 
 
 @dataclass
@@ -185,44 +184,7 @@ def _folder(name: str, revision: str | None, offline: bool, allow_pickle: bool) 
         raise ApproxError(
             f"{name} does not exist. Give the folder of a checkpoint, or a model id of the hub.", Exit.UNAVAILABLE
         )
-    return _download(name, revision, offline, allow_pickle)
-
-
-def _download(name: str, revision: str | None, offline: bool, allow_pickle: bool) -> tuple[Path, str | None]:
-    from huggingface_hub import errors, snapshot_download
-
-    patterns = [*_HUB_PATTERNS, "pytorch_model*.bin"] if allow_pickle else _HUB_PATTERNS
-    try:
-        folder = Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=patterns, local_files_only=offline, etag_timeout=5
-            )
-        )
-    except errors.RepositoryNotFoundError:
-        raise ApproxError(
-            f"'{name}' was not found, or you have no access: it is no local folder, and the hub does not show it. "
-            "Check the name; for a private model run `hf auth login` or set HF_TOKEN.",
-            Exit.UNAVAILABLE,
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ApproxError(
-            f"'{name}' has no revision '{revision}'. Leave --revision out, or name one.", Exit.UNAVAILABLE
-        ) from None
-    except errors.HFValidationError:
-        raise ApproxError(
-            f"'{name}' is neither a folder nor a valid model id of the hub (owner/name).", Exit.UNAVAILABLE
-        ) from None
-    except (errors.LocalEntryNotFoundError, OSError):
-        where = (
-            "in the hub's local cache (--offline)"
-            if offline
-            else "in the hub's local cache, and the hub cannot be reached"
-        )
-        raise ApproxError(
-            f"'{name}' is no local folder and is not {where}. Give the path of a folder, or connect to the network.",
-            Exit.UNAVAILABLE,
-        ) from None
-    return folder, folder.name
+    return hub.download(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
 
 
 def _stock_class(name: str, raw: dict[str, Any], config: Any, converted: bool) -> type:

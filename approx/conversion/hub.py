@@ -1,0 +1,78 @@
+"""Checkpoints of the hub: found quickly, or said quickly why not."""
+
+from pathlib import Path
+
+from huggingface_hub import HfApi, errors, snapshot_download
+
+from approx.errors import ApproxError, Exit
+
+_PATTERNS = ["*.json", "*.txt", "*.model", "*.safetensors", "*.py", "*.md", "*.jinja"]
+# A network that swallows packets answers nothing at all; the client by itself would wait for minutes.
+_SECONDS = 10
+
+
+def download(name: str, *, revision: str | None, offline: bool, allow_pickle: bool) -> tuple[Path, str]:
+    """Bring a model of the hub into the local cache.
+
+    Args:
+        name: Model id.
+        revision: Branch, tag or commit; None is the main branch.
+        offline: Whether only the cache may be used.
+        allow_pickle: Whether pickled weights are wanted too.
+
+    Returns:
+        The local folder, and the commit.
+
+    Raises:
+        ApproxError: if it is not there, may not be read, or the hub does not answer.
+    """
+    asked, reachable = revision, True
+    try:
+        if not offline:
+            revision, reachable = _commit(name, revision)
+        patterns = [*_PATTERNS, "pytorch_model*.bin"] if allow_pickle else _PATTERNS
+        folder = Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=patterns, local_files_only=offline or not reachable
+            )
+        )
+    except errors.RepositoryNotFoundError:
+        raise ApproxError(
+            f"'{name}' was not found, or you have no access: it is no local folder, and the hub does not show it. "
+            "Check the name; for a private model run `hf auth login` or set HF_TOKEN.",
+            Exit.UNAVAILABLE,
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ApproxError(
+            f"'{name}' has no revision '{asked}'. Leave --revision out, or name one.", Exit.UNAVAILABLE
+        ) from None
+    except errors.HFValidationError:
+        raise ApproxError(
+            f"'{name}' is neither a folder nor a valid model id of the hub (owner/name).", Exit.UNAVAILABLE
+        ) from None
+    except errors.LocalEntryNotFoundError:
+        why = "(--offline)" if offline else "either, and the hub cannot be reached"
+        raise ApproxError(
+            f"'{name}' is no local folder, and it is not in the hub's local cache {why}. Give the path of a folder, or "
+            "connect to the network.",
+            Exit.UNAVAILABLE,
+        ) from None
+    except Exception as error:
+        # Which HTTP library raises here depends on the version of the client.
+        raise ApproxError(
+            f"'{name}' could not be downloaded: {type(error).__name__}: {' '.join(str(error).split())[:200]} Try again; what is "
+            "complete stays in the cache.",
+            Exit.UNAVAILABLE,
+        ) from error
+    return folder, folder.name
+
+
+def _commit(name: str, revision: str | None) -> tuple[str | None, bool]:
+    """The commit behind a revision, and whether the hub answered; without it the cache may still know."""
+    try:
+        return HfApi().model_info(name, revision=revision, timeout=_SECONDS).sha, True
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
+        raise
+    except Exception:
+        # Refused, timed out, turned off, or a server at fault; the cache decides, and its error names the network.
+        return revision, False

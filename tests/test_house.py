@@ -240,8 +240,8 @@ def test_nothing_names_a_path_of_one_machine():
     ("text", "paths"),
     [
         ('open("/home/ada/model")', ["/home/ada"]),
-        ("saved to /tmp/x.json", ["/tmp/x.json"]),
-        ("https://example.org/home/ada and ../tmp/x and OUT.tmp/x and {folder}/tmp/x", []),
+        ("saved to /mnt/x.json", ["/mnt/x.json"]),
+        ("https://example.org/home/ada and ../mnt/x and OUT.mnt/x and {folder}/mnt/x", []),
     ],
 )
 def test_a_path_of_one_machine_is_found(text, paths):

@@ -9,7 +9,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from approx.conversion import travel
-from approx.conversion.seam import ApproxModel
+from approx.conversion.converted import ApproxModel
 
 # Families that load without a trust flag once `approx` is imported; others load through `approx.load` or with trust.
 FAMILIES = (

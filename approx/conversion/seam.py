@@ -1,4 +1,4 @@
-"""The one meeting point with transformers: attention dispatcher, mask function, and the class of converted models.
+"""The one meeting point with transformers: attention dispatcher, mask function, and what hangs mechanisms on modules.
 
 Families that call `attention_interface(module, q, k, v, mask, …)` after their projections need no code of their own:
 each converted attention module carries a child named `mechanism`; the dispatcher calls it, and modules without one run
@@ -6,7 +6,6 @@ exact attention. This file travels with converted checkpoints, so it knows nothi
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_torchdynamo_compiling
 from transformers.utils.output_capturing import _active_collector
 
-from approx.conversion.manifest import seal_model
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 
@@ -201,90 +199,3 @@ def switch(model: Any, implementation: str) -> None:
             f"{type(model).__name__} computes its attention itself instead of dispatching it, so it cannot be exchanged.",
             Exit.UNSUPPORTED,
         )
-
-
-class ApproxModel:
-    """What every converted model adds to its stock class: mechanisms from the config, loud failure where they are lost."""
-
-    config: Any
-    state_dict: Any
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        # Some heads make their backbone with AutoModel.from_config, which must give the stock one.
-        converted = type(config)
-        stock = next(kind for kind in converted.__mro__ if kind.__module__.startswith("transformers."))
-        config.__class__ = stock
-        # In places transformers asks the object for its family by name: Whisper's generation, pipelines. Saving asks its
-        # class, which keeps a name of its own, so that nobody loads it as exact attention.
-        config.model_type = stock.model_type
-        try:
-            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # the stock class follows in the MRO
-        finally:
-            config.__class__ = converted
-        if not config.approx or config.approx.get("format") != FORMAT:
-            raise ApproxError(
-                f"{type(self).__name__} needs a config whose field 'approx' has format {FORMAT}, found: {config.approx}. "
-                "Load a folder that `approx convert` wrote, or convert the base checkpoint again.",
-                Exit.UNAVAILABLE,
-            )
-        attach(self, config.approx["sites"])
-        # Random features and learned maps lose their meaning in 16 bits; the mechanisms cast their output instead. Each tensor
-        # is named, for transformers would turn integers among them into float32 as well.
-        self._keep_in_fp32_modules_strict = {
-            name for name, t in self.state_dict().items() if ".mechanism." in name and t.is_floating_point()
-        }
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does, and refuse a checkpoint that lacks any tensor of a mechanism.
-
-        Raises:
-            ApproxError: if tensors of a mechanism are missing; transformers would fill them with uninitialised memory.
-        """
-        wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
-        lost = sorted(name for name in info["missing_keys"] if ".mechanism." in name)
-        if lost:
-            raise ApproxError(
-                f"The checkpoint lacks {len(lost)} tensors of its attention mechanisms, e.g. {lost[0]}. "
-                "It was saved incompletely; convert the base checkpoint again.",
-                Exit.UNAVAILABLE,
-            )
-        return (model, info) if wants_info else model
-
-    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
-        """Save as transformers does, in the layout that converted classes load, with the code and the manifest.
-
-        Raises:
-            ApproxError: if asked to push in the same breath: only a complete folder is pushed.
-        """
-        if kwargs.pop("push_to_hub", False):
-            raise ApproxError(
-                "push_to_hub=True was asked for, which would upload this folder before it is complete. Save it, then call "
-                "push_to_hub on the model."
-            )
-        kwargs["save_original_format"] = False
-        super().save_pretrained(save_directory, is_main_process, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
-        if is_main_process:
-            self._write_code(Path(save_directory))
-            seal_model(Path(save_directory))
-
-    def _write_code(self, folder: Path) -> None:
-        """Transformers has copied the code of remote classes already."""
-
-    def _set_implementation_unguarded(self, implementation: str) -> None:
-        super().set_attn_implementation(implementation)  # type: ignore[misc]  # the stock class follows in the MRO
-
-    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        """Refuse any other attention: it would silently turn the conversion off.
-
-        Raises:
-            ApproxError: unless the implementation asked for is the seam's own.
-        """
-        if attn_implementation != IMPLEMENTATION:
-            raise ApproxError(
-                f"Attention implementation '{attn_implementation}' was asked for, but this model is converted: the switch "
-                "would silently remove its mechanisms. Use `approx revert` to get the base checkpoint back.",
-                Exit.REFUSED,
-            )
-        self._set_implementation_unguarded(attn_implementation)

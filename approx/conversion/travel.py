@@ -11,7 +11,7 @@ from approx.mechanisms import MECHANISMS
 
 _OURS = ("approx", "approx_kernels")
 _REGISTRY = "approx.mechanisms"
-_START = "approx.conversion.seam"
+_START = "approx.conversion.converted"
 _NOTE = (
     "# Travels with a checkpoint converted by approx (Apache-2.0); it needs torch and transformers, and nothing else."
 )

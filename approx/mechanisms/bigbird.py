@@ -4,11 +4,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, whole_number
+from approx.mechanisms.mechanism import Mechanism, seed_number, whole_number
 from approx_kernels.blocks import bigbird_attention, draw_blocks
-
-# What a torch.Generator takes.
-_LARGEST_SEED = 2**63 - 1
 
 
 class BigBirdAttention(Mechanism):
@@ -36,6 +33,7 @@ class BigBirdAttention(Mechanism):
 
     supports_causal: ClassVar[bool] = False
     supports_decode: ClassVar[bool] = False
+    sparse: ClassVar[bool] = True
     source: ClassVar[str] = "Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062"
     exact_when: ClassVar[str] = "3 blocks hold the real tokens of the sample, or there are as many random blocks."
 
@@ -55,12 +53,12 @@ class BigBirdAttention(Mechanism):
         super().__init__(heads, head_dim, causal=causal, scale=scale)
         self.block = whole_number("block", block, 1)
         self.random = whole_number("random", random, 0)
-        self.seed = whole_number("seed", seed, 0, _LARGEST_SEED)
+        self.seed = seed_number(seed)
         self.register_buffer("draws", draw_blocks(self.random, self.seed))
 
     def redraw(self, seed: int) -> None:
         """Draw other random blocks; nothing else ever does."""
-        self.seed = whole_number("seed", seed, 0, _LARGEST_SEED)
+        self.seed = seed_number(seed)
         self.draws.copy_(draw_blocks(self.random, self.seed))
 
     def forward(

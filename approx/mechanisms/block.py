@@ -32,6 +32,7 @@ class BlockAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
+    sparse: ClassVar[bool] = True
     source: ClassVar[str] = (
         "Qiu et al. 2019, Blockwise Self-Attention for Long Document Understanding, arXiv 1911.02972"
     )

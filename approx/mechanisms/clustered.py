@@ -4,12 +4,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, true_or_false, whole_number
+from approx.mechanisms.mechanism import Mechanism, seed_number, true_or_false, whole_number
 from approx_kernels.clustered import MOST_DEFAULT_CLUSTERS, clustered_attention, default_clusters
 from approx_kernels.clustering import draw_planes
-
-# What a torch.Generator takes.
-_LARGEST_SEED = 2**63 - 1
 
 
 class ClusteredAttention(Mechanism):
@@ -65,14 +62,14 @@ class ClusteredAttention(Mechanism):
         self.bits = whole_number("bits", bits, 1, 63)
         self.iterations = whole_number("iterations", iterations, 1)
         self.hash_bias = true_or_false("hash_bias", hash_bias)
-        self.seed = whole_number("seed", seed, 0, _LARGEST_SEED)
+        self.seed = seed_number(seed)
         planes, draws = self._draw()
         self.register_buffer("planes", planes)
         self.register_buffer("draws", draws)
 
     def redraw(self, seed: int) -> None:
         """Draw other hash planes; nothing else ever does."""
-        self.seed = whole_number("seed", seed, 0, _LARGEST_SEED)
+        self.seed = seed_number(seed)
         for buffer, drawn in zip((self.planes, self.draws), self._draw(), strict=True):
             buffer.copy_(drawn)
 

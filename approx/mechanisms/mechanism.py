@@ -16,7 +16,8 @@ class Mechanism(nn.Module):
     A subclass names its settings as keyword arguments of its constructor (there is no second list), keeps
     each under its own name as an attribute, and holds all state as parameters or persistent buffers. The
     letters of the shapes are explained in the package. `trainable` says whether any settings bring parameters; what
-    one instance can learn is its `parameters()`.
+    one instance can learn is its `parameters()`. `sparse` says whether a query leaves keys out, so that the weight
+    that exact attention gives to the others, the captured mass, foretells its damage.
 
     Args:
         heads: Number of heads, H.
@@ -33,6 +34,7 @@ class Mechanism(nn.Module):
     supports_bidirectional: ClassVar[bool] = True
     supports_decode: ClassVar[bool]
     trainable: ClassVar[bool] = False
+    sparse: ClassVar[bool] = False
     source: ClassVar[str]
     exact_when: ClassVar[str]
 
@@ -55,6 +57,14 @@ class Mechanism(nn.Module):
         """The names of the settings with their defaults, read from the constructor."""
         parameters = inspect.signature(cls.__init__).parameters.values()
         return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+
+    @classmethod
+    def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
+        """The settings of one layer among those that a plan gives this mechanism; `rank` counts them from 0, upwards.
+
+        Settings that mean something only across layers, such as steps in turn, are written out here.
+        """
+        return settings
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -79,6 +89,18 @@ class Mechanism(nn.Module):
 
         Raises:
             ValueError: if the shapes or dtypes do not fit together.
+        """
+        raise NotImplementedError
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether the state must be fitted to inputs, by `calibrate`, before it means anything."""
+        return False
+
+    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
+        """Fit the state to a calibration batch; conversion calls it once, without gradients.
+
+        Args: as for `forward`.
         """
         raise NotImplementedError
 
@@ -120,6 +142,11 @@ def positive_number(name: str, value: Any) -> float:
     """The value as a float, if it is a finite number above 0."""
     inside = type(value) in (int, float) and math.isfinite(value) and value > 0
     return float(_checked(name, value, inside, "a finite number above 0"))
+
+
+def seed_number(value: Any) -> int:
+    """The value, if a `torch.Generator` takes it as a seed."""
+    return whole_number("seed", value, 0, 2**63 - 1)
 
 
 def true_or_false(name: str, value: Any) -> bool:

@@ -5,11 +5,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, one_of, true_or_false, whole_number
+from approx.mechanisms.mechanism import Mechanism, one_of, seed_number, true_or_false, whole_number
 from approx_kernels.performer import KERNELS, draw_projection, performer_attention
-
-# What a torch.Generator takes.
-_LARGEST_SEED = 2**63 - 1
 
 
 class PerformerAttention(Mechanism):
@@ -57,13 +54,13 @@ class PerformerAttention(Mechanism):
         self.features = whole_number("features", features, 1)
         self.orthogonal = true_or_false("orthogonal", orthogonal)
         self.kernel = one_of("kernel", kernel, KERNELS)
-        self.seed = whole_number("seed", seed, 0, _LARGEST_SEED)
+        self.seed = seed_number(seed)
         self.register_buffer("projection", self._draw())
 
     @torch.no_grad()
     def redraw(self, seed: int) -> None:
         """Draw other random rows; nothing else ever does."""
-        self.seed = whole_number("seed", seed, 0, _LARGEST_SEED)
+        self.seed = seed_number(seed)
         self.projection.copy_(self._draw())
 
     def _draw(self) -> Tensor:

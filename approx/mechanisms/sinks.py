@@ -31,6 +31,7 @@ class SinksAttention(Mechanism):
 
     supports_bidirectional: ClassVar[bool] = False
     supports_decode: ClassVar[bool] = True
+    sparse: ClassVar[bool] = True
     source: ClassVar[str] = (
         "Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"
     )

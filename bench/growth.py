@@ -1,0 +1,223 @@
+"""How the cost of every mechanism grows with the length: time and peak memory of a forward, and their exponents.
+
+    python bench/growth.py -o reports/growth
+
+One layer's attention, batch 1, on random inputs: random queries are what k-means settles on last, so clustering pays
+all its iterations. The exponent is the slope of a straight line through the logarithms of length and cost; 1 is
+linear, 2 quadratic. Written are `record.json` and, made from it, `report.md` and `growth.svg`; `--redraw` makes only
+these two anew.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+# In a checkout that is not installed, both packages lie beside this folder.
+sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (".", "kernels"))
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+
+from approx.evaluation.memory import is_out_of_memory, memory_limit, peak_mb
+from approx.evaluation.record import environment
+from approx.evaluation.timing import Neighbours, timed
+from approx.mechanisms import MECHANISMS
+
+HEADS, SIZE = 4, 64
+LENGTHS = tuple(2**power for power in range(10, 16))
+LONGEST_EXACT = 2**13
+SECONDS, LEAST, MOST = 4.0, 5, 25
+
+
+class Case(NamedTuple):
+    """A mechanism with the settings it is measured at, and the exponent that it must not exceed; None asks nothing."""
+
+    mechanism: str
+    bound: float | None
+    settings: Mapping[str, Any] = MappingProxyType({})
+    causal: bool = False
+
+    @property
+    def name(self) -> str:
+        """The mechanism with what is not at its default."""
+        words = [f"{key}={value}" for key, value in self.settings.items()]
+        return " ".join([self.mechanism, *words, *(["causal"] if self.causal else [])])
+
+
+CASES = (
+    Case("full", None),
+    Case("sdpa", None),
+    Case("exact-topk", None),
+    Case("linear", 1.1),
+    Case("linear", 1.1, causal=True),
+    Case("linear", 1.1, {"window": 64}, causal=True),
+    Case("performer", 1.1),
+    Case("performer", 1.1, causal=True),
+    Case("clustered", 1.1),
+    Case("improved-clustered", 1.1),
+    Case("improved-clustered", 1.1, causal=True),
+    Case("lsh", 1.1),
+    Case("lsh", 1.1, causal=True),
+    Case("local", 1.1),
+    Case("local", 1.1, {"right": 0}, causal=True),
+    Case("block", 1.1),
+    Case("longformer", 1.1),
+    Case("bigbird", 1.1),
+    Case("sinks", 1.1, {"window": 252}, causal=True),
+    Case("adaptive-span", 1.1, {"max_span": 256}),
+    Case("strided", 1.6),
+    Case("fixed", 1.6, {"stride": None}),
+    Case("ltr", 1.6),
+    Case("rtl", 1.6),
+)
+
+
+def measure(case: Case, length: int) -> dict[str, Any]:
+    """Median and spread of the milliseconds of a forward, and its peak memory, at one length."""
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = torch.randn(3, 1, HEADS, length, SIZE, generator=generator)
+    mechanism = MECHANISMS[case.mechanism](HEADS, SIZE, causal=case.causal, scale=SIZE**-0.5, **case.settings).eval()
+    device = torch.device("cpu")
+
+    def call() -> torch.Tensor:
+        with torch.inference_mode():
+            return mechanism(q, k, v)
+
+    try:
+        with memory_limit(device):
+            call()
+            times = [timed(call, 1, device).ms]
+            while len(times) < LEAST or (sum(times) < 1e3 * SECONDS and len(times) < MOST):
+                times.append(timed(call, 1, device).ms)
+            peak = peak_mb(call, device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return {"length": length, "status": "out of memory"}
+    low, middle, high = statistics.quantiles(times, n=4)
+    return {"length": length, "status": "ok", "ms": middle, "quartiles": [low, high], "peak_mb": peak}
+
+
+def exponent(points: list[dict[str, Any]], cost: str) -> dict[str, float]:
+    """Slope of log cost over log length, with its standard error."""
+    lengths, costs = (np.log2([point[key] for point in points]) for key in ("length", cost))
+    (slope, _), covariance = np.polyfit(lengths, costs, 1, cov=True)
+    return {"slope": float(slope), "error": float(covariance[0, 0] ** 0.5)}
+
+
+def record() -> dict[str, Any]:
+    """Measure all cases."""
+    neighbours = Neighbours()
+    cases = []
+    for case in track(CASES, "measuring", console=Console(stderr=True)):
+        exact = MECHANISMS[case.mechanism].exact_settings(1) == {} or case.mechanism == "exact-topk"
+        points = [measure(case, length) for length in LENGTHS if not exact or length <= LONGEST_EXACT]
+        fitted = [point for point in points if point["status"] == "ok"]
+        cases.append(
+            {
+                **case._asdict(),
+                "settings": dict(case.settings),
+                "name": case.name,
+                "points": points,
+                "time": exponent(fitted, "ms"),
+                "memory": exponent(fitted, "peak_mb"),
+            }
+        )
+    return {
+        "command": "python bench/growth.py",
+        "shape": {"batch": 1, "heads": HEADS, "head_dim": SIZE, "dtype": "float32"},
+        "crowded": neighbours.crowded(),
+        "cases": cases,
+        "environment": environment(torch.get_num_threads()),
+    }
+
+
+def exceeds(case: dict[str, Any]) -> bool:
+    """Whether time or memory grows faster than the case allows."""
+    return case["bound"] is not None and max(case["time"]["slope"], case["memory"]["slope"]) > case["bound"]
+
+
+def report(made: dict[str, Any]) -> str:
+    """The record as a table in Markdown."""
+    lengths = sorted({point["length"] for case in made["cases"] for point in case["points"]})
+    lines = [
+        ["mechanism", "time grows as", "memory grows as", "bound", *(f"ms at {length:,}" for length in lengths)],
+        ["---", *["--:"] * (3 + len(lengths))],
+    ]
+    for case in made["cases"]:
+        found = {point["length"]: point for point in case["points"]}
+        figures = [f"{found[n]['ms']:.3g}" if found.get(n, {}).get("status") == "ok" else "–" for n in lengths]
+        slopes = [f"n^{case[cost]['slope']:.2f} ± {case[cost]['error']:.2f}" for cost in ("time", "memory")]
+        bound = (
+            "–" if case["bound"] is None else f"**{case['bound']}, exceeded**" if exceeds(case) else f"{case['bound']}"
+        )
+        lines.append([f"`{case['name']}`", *slopes, bound, *figures])
+    machine, shape = made["environment"], made["shape"]
+    note = "Other programs were using the cores.\n\n" if made["crowded"] else ""
+    return (
+        "# How cost grows with the length\n\n"
+        f"One forward of one layer's attention: batch {shape['batch']}, {shape['heads']} heads of {shape['head_dim']}, "
+        f"{shape['dtype']}, random inputs; median milliseconds on {machine['processor']}, {machine['threads']} threads, torch "
+        f"{machine['torch']}. Exponents are fitted to all lengths shown, with their standard error; memory is the peak beyond "
+        f"the inputs. Made by `{made['command']}`.\n\n{note}![time against length](growth.svg)\n\n"
+        + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        + "\n"
+    )
+
+
+def draw(made: dict[str, Any], path: Path) -> None:
+    """Time against length, both logarithmic, a line a case."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({"svg.hashsalt": "growth", "svg.fonttype": "path", "font.size": 9})
+        figure = Figure(figsize=(8, 5.5), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_prop_cycle(color=matplotlib.colormaps["tab10"].colors)  # pyright: ignore[reportAttributeAccessIssue]  # a listed colormap
+        for number, case in enumerate(made["cases"]):
+            points = [point for point in case["points"] if point["status"] == "ok"]
+            style = {"linestyle": ("-", "--", ":")[number // 10], "marker": "osD"[number // 10], "markersize": 3}
+            axes.plot([p["length"] for p in points], [p["ms"] for p in points], label=case["name"], **style)
+        axes.set_xlabel("tokens")
+        axes.set_ylabel("milliseconds of a forward")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside right center", fontsize=7.5, frameon=False)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def main() -> int:
+    """Measure, write and print; 1 if a bound is exceeded."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, help="folder for the record and what is made from it"
+    )
+    parser.add_argument(
+        "--redraw", action="store_true", help="measure nothing; make report and drawing from the record"
+    )
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "record.json"
+    if not options.redraw:
+        path.write_text(json.dumps(record(), indent=1) + "\n", encoding="utf-8")
+    made = json.loads(path.read_text(encoding="utf-8"))
+    (options.output / "report.md").write_text(report(made), encoding="utf-8")
+    draw(made, options.output / "growth.svg")
+    sys.stdout.write(report(made))
+    return int(any(exceeds(case) for case in made["cases"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

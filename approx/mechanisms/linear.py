@@ -1,6 +1,6 @@
 """Linear attention: a feature map in place of the softmax."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class LinearAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
+    decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "recurrent"
     trainable: ClassVar[bool] = True
     source: ClassVar[str] = "Katharopoulos et al. 2020, Transformers are RNNs, arXiv 2006.16236"
     exact_when: ClassVar[str] = "window >= the length of the sequence."

@@ -1,6 +1,6 @@
 """Local attention: exact softmax attention within a window."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ class LocalAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
+    decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "ring"
     sparse: ClassVar[bool] = True
     source: ClassVar[str] = "Beltagy et al. 2020, Longformer, arXiv 2004.05150"
     exact_when: ClassVar[str] = "left and right >= the length of the sequence - 1."

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ class Mechanism(nn.Module):
     each under its own name as an attribute, and holds all state as parameters or persistent buffers. The
     letters of the shapes are explained in the package. `trainable` says whether any settings bring parameters; what
     one instance can learn is its `parameters()`. `sparse` says whether a query leaves keys out, so that the weight
-    that exact attention gives to the others, the captured mass, foretells its damage.
+    that exact attention gives to the others, the captured mass, foretells its damage. `decode_state` says what the
+    causal form keeps while tokens are decoded one by one: a `cache` of all keys and values, which grows and is read by
+    `forward`; a `ring` of the ones in reach; or a `recurrent` state. The latter two are bounded and read by `decode`.
 
     Args:
         heads: Number of heads, H.
@@ -35,6 +37,7 @@ class Mechanism(nn.Module):
     supports_decode: ClassVar[bool]
     trainable: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
+    decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "cache"
     source: ClassVar[str]
     exact_when: ClassVar[str]
 
@@ -89,6 +92,27 @@ class Mechanism(nn.Module):
 
         Raises:
             ValueError: if the shapes or dtypes do not fit together.
+        """
+        raise NotImplementedError
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Attend from tokens that follow those in a state; what `forward` gives for the last of all tokens.
+
+        Only where the mechanism is causal and its `decode_state` is not `cache`.
+
+        Args:
+            q: Queries of the last tokens, [B, H, L, D], float.
+            k: Keys that are not in the state yet, [B, H, S, D], L <= S; the last L belong to the queries.
+            v: Their values, [B, H, S, E].
+            key_mask: [B, S] bool, True where these are real; None when all are.
+            state: What the last call returned, its samples reordered, repeated or chosen at will along the first
+                dimension of every tensor; None before the first token.
+
+        Returns:
+            [B, H, L, E] in the dtype of q, and the state with these tokens in it: tensors of first dimension B,
+            whose sizes have a bound that does not depend on the number of tokens.
         """
         raise NotImplementedError
 

@@ -1,6 +1,6 @@
 """Performer attention: random features whose products are softmax weights on average."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class PerformerAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
+    decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "recurrent"
     source: ClassVar[str] = "Choromanski et al. 2021, Rethinking Attention with Performers, arXiv 2009.14794"
     exact_when: ClassVar[str] = "Never: with kernel = softmax the error falls as 1 / root of features."
 

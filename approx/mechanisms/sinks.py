@@ -1,6 +1,6 @@
 """Attention sinks: the first tokens and the last ones."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -31,6 +31,7 @@ class SinksAttention(Mechanism):
 
     supports_bidirectional: ClassVar[bool] = False
     supports_decode: ClassVar[bool] = True
+    decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "ring"
     sparse: ClassVar[bool] = True
     source: ClassVar[str] = (
         "Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"

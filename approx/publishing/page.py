@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from approx.publishing import wording
 from approx.publishing.answers import answers, speed_groups
 from approx.publishing.plots import colours, quality_figure, speed_figure
-from approx.publishing.tables import plan_lines, quality_table, speed_table
+from approx.publishing.tables import damage_table, plan_lines, quality_table, speed_table
 
 _ENVIRONMENT_LABELS = {
     "approx": "approx",
@@ -79,6 +79,7 @@ def _section(record: dict[str, Any], identity: str) -> dict[str, Any]:
             }
             for variant in record["variants"]
         ],
+        "damage": damage_table(record["variants"]),
         "environment": [
             (_ENVIRONMENT_LABELS.get(key, key), wording.NOTHING if value is None else str(value))
             for key, value in record["environment"].items()

@@ -101,6 +101,31 @@ def plan_lines(variant: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
+def damage_table(variants: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Lay out what each converted layer loses by itself: a row a variant, a column a layer; None if nobody measured it.
+
+    The figures come from the receipts: the relative error of a layer's attention output, and where a mechanism leaves
+    keys out the attention weight that it kept.
+    """
+    measured = [variant for variant in variants if (variant["receipt"] or {}).get("errors")]
+    if not measured:
+        return None
+    layers = sorted({int(layer) for variant in measured for layer in variant["receipt"]["errors"]})
+    rows = []
+    for variant in measured:
+        receipt = variant["receipt"]
+        kept = receipt.get("captured_mass") or {}
+        cells = [
+            {
+                "error": wording.percent(receipt["errors"].get(str(layer))),
+                "kept": wording.percent(kept[str(layer)], 1) if kept.get(str(layer)) is not None else None,
+            }
+            for layer in layers
+        ]
+        rows.append({"name": variant["name"], "cells": cells})
+    return {"layers": layers, "rows": rows, "masses": any(cell["kept"] for row in rows for cell in row["cells"])}
+
+
 def _summary(row: dict[str, Any], names: list[str]) -> dict[str, Any]:
     base, ceiling = row["base"], row.get("ceiling")
     return {

@@ -64,10 +64,19 @@ def _quality(name: str, score: float, difference: float, low: float, high: float
     }
 
 
+_ERRORS = {str(layer): 0.03 * (layer + 1) for layer in range(5)}
+
+
 def _plan(name: str, mechanism: str, settings: dict, **more) -> dict:
     layers = [{"layer": layer, "mechanism": mechanism, "settings": settings} for layer in range(5)]
     layers.append({"layer": 5, "mechanism": "sdpa", "settings": {}})
-    return {"name": name, "layers": layers, "verified": True, "receipt": {"swapped": [0, 1, 2, 3, 4]}, **more}
+    return {
+        "name": name,
+        "layers": layers,
+        "verified": True,
+        "receipt": {"swapped": [0, 1, 2, 3, 4], "errors": _ERRORS},
+        **more,
+    }
 
 
 RECORD = {
@@ -90,7 +99,7 @@ RECORD = {
         _plan("improved-clustered 25", "improved-clustered", {"clusters": 25, "topk": 32}),
         _plan("clustered 25", "clustered", {"clusters": 25}),
         _plan("linear", "linear", {}, verified=False, receipt=None),
-        _plan("local <128> $x$", "local", {"window": 128}),
+        _plan("local <128> $x$", "local", {"window": 128}, receipt={"errors": _ERRORS, "captured_mass": {"0": 0.987}}),
         _plan("reservoir", "reservoir", {"size": 64}),
     ],
     "quality": [

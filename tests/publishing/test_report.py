@@ -184,7 +184,7 @@ def test_tables_of_the_markdown_have_as_many_cells_in_every_row(files):
         if above.startswith("|") and line.startswith("|"):
             assert cells(above) == cells(line), line
         tables += line.startswith("|--")
-    assert tables == 5
+    assert tables == 6
 
 
 def test_the_tables_hold_every_figure(record, files):

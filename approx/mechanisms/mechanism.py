@@ -117,6 +117,11 @@ class Mechanism(nn.Module):
         raise NotImplementedError
 
     @property
+    def warning(self) -> str | None:
+        """A sentence that whoever converts with these settings must read, such as that fine-tuning has to follow."""
+        return None
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether the state must be fitted to inputs, by `calibrate`, before it means anything."""
         return False
@@ -128,11 +133,20 @@ class Mechanism(nn.Module):
         """
         raise NotImplementedError
 
-    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def penalty(self) -> Tensor | None:
+        """What training adds to its loss, times a weight that the trainer chooses, as a scalar; None for nothing."""
+        return None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether `forward` and `weights` need the token ids of the keys, [B, S], as the keyword `tokens`."""
+        return False
+
+    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, **tokens: Tensor) -> Tensor:
         """Dense attention weights, [B, H, L, S], for plots: what the mechanism does to identity values."""
         batch, heads, keys, _ = k.shape
         identity = torch.eye(keys, dtype=k.dtype, device=k.device)
-        return self(q, k, identity.expand(batch, heads, keys, keys), key_mask)
+        return self(q, k, identity.expand(batch, heads, keys, keys), key_mask, **tokens)
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any] | None:
@@ -166,6 +180,12 @@ def positive_number(name: str, value: Any) -> float:
     """The value as a float, if it is a finite number above 0."""
     inside = type(value) in (int, float) and math.isfinite(value) and value > 0
     return float(_checked(name, value, inside, "a finite number above 0"))
+
+
+def number_up_to_one(name: str, value: Any) -> float:
+    """The value as a float, if it is a number above 0 and at most 1."""
+    inside = type(value) in (int, float) and 0 < value <= 1
+    return float(_checked(name, value, inside, "a number above 0 and at most 1"))
 
 
 def seed_number(value: Any) -> int:

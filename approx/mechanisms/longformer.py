@@ -4,31 +4,39 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.errors import ApproxError
+from approx.errors import ApproxError, Exit
 from approx.mechanisms.mechanism import Mechanism, whole_number
 from approx_kernels.global_tokens import global_token_attention
+
+# Global tokens that stand elsewhere in each sample, and are found by its token ids.
+BY_CONTENT = ("separator", "question")
 
 
 class LongformerAttention(Mechanism):
     """Softmax attention within a window and to and from g global tokens, in O(n (window + g) D).
 
-    Global tokens are chosen by position, counted among the real tokens of a sample: the first token is what a
-    classifier reads. Separators and questions stand elsewhere in each sample and cannot be chosen. Global tokens use
-    the projections of all others.
+    Global tokens are chosen by position, counted among the real tokens of a sample, or by content: all separators,
+    or the question, which ends with the first of them. A sample without a separator has no such token. The first
+    token is what a classifier reads.
 
-    Source: Beltagy, Peters, Cohan, 2020, Longformer, arXiv 2004.05150; departs from it in having no projections of
-    their own for global tokens.
+    Source: Beltagy, Peters, Cohan, 2020, Longformer, arXiv 2004.05150; departs from it in that global tokens use the
+    projections of all others. A Longformer made from a checkpoint by copying its projections, as the authors' are
+    before training, gives the same outputs.
 
     Args:
         heads: Number of heads, H.
         head_dim: Size of a head, D.
-        causal: Whether a query sees only keys at or before its own position, global ones included.
+        causal: Whether a query sees only keys at or before its own position, global ones included; must be false
+            where global tokens are chosen by content, of which decoding sees only the newest.
         scale: Factor of the scores.
         window: w, 1 or more: a query sees the keys with |i - j| <= w / 2.
-        global_tokens: `first`, or a list of positions; a sample too short for one goes without it.
+        global_tokens: `first`, a list of positions (a sample too short for one goes without it), `separator` or
+            `question`.
+        separator: Id of the separator token, read where global tokens are chosen by content; conversion takes None
+            from the tokenizer or the config of the checkpoint.
 
     Raises:
-        ApproxError: if a setting is wrong.
+        ApproxError: if a setting is wrong, or a causal layer is to choose by content.
     """
 
     supports_decode: ClassVar[bool] = True
@@ -44,17 +52,40 @@ class LongformerAttention(Mechanism):
         causal: bool,
         scale: float,
         window: int = 512,
-        global_tokens: Literal["first"] | list[int] = "first",
+        global_tokens: Literal["first", "separator", "question"] | list[int] = "first",
+        separator: int | None = None,
     ) -> None:
         super().__init__(heads, head_dim, causal=causal, scale=scale)
         self.window = whole_number("window", window, 1)
-        self._tokens = _positions(global_tokens)
+        self._positions = _positions(global_tokens)
         self.global_tokens = global_tokens
+        self.separator = None if separator is None else whole_number("separator", separator, 0)
+        if causal and self.reads_tokens:
+            raise ApproxError(
+                f"Setting 'global_tokens' is {global_tokens!r}, but this layer is causal: it decodes on top of a cache, which "
+                "keeps no token ids to find separators by. Use 'first' or a list of positions.",
+                Exit.UNSUPPORTED,
+            )
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether `forward` needs the token ids."""
+        return self.global_tokens in BY_CONTENT
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        *,
+        dropout: float = 0.0,
+        tokens: Tensor | None = None,
     ) -> Tensor:
-        """Attend; dropout acts on the attention weights. Padded queries receive 0."""
+        """Attend; dropout acts on the attention weights. Padded queries receive 0.
+
+        `tokens` are the token ids of the keys, [B, S], read where global tokens are chosen by content.
+        """
         return global_token_attention(
             q,
             k,
@@ -62,7 +93,7 @@ class LongformerAttention(Mechanism):
             key_mask,
             left=self.window // 2,
             right=self.window // 2,
-            tokens=self._tokens,
+            tokens=self._chosen(tokens, key_mask) if self.reads_tokens else self._positions,
             see_all=True,
             causal=self.causal,
             scale=self.scale,
@@ -75,8 +106,11 @@ class LongformerAttention(Mechanism):
         return {"window": max(2 * length, 1)}
 
     def flops(self, length: int) -> int:
-        """Two products over the pairs of each block of 64 queries with its window and the global tokens, both ways."""
-        pairs = self._keys(length) + min(len(self._tokens), length)
+        """Two products over the pairs of each block of 64 queries with its window and the global tokens, both ways.
+
+        Global tokens chosen by content are left out: their number is that of the input.
+        """
+        pairs = self._keys(length) + min(len(self._positions), length)
         return 4 * self.heads * length * pairs * self.head_dim
 
     def memory(self, length: int) -> int:
@@ -86,17 +120,33 @@ class LongformerAttention(Mechanism):
 
     def _keys(self, length: int) -> int:
         sides = 1 if self.causal else 2
-        return min(64 + sides * (self.window // 2) + len(self._tokens), length)
+        return min(64 + sides * (self.window // 2) + len(self._positions), length)
+
+    def _chosen(self, tokens: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        """The tokens chosen by content, [B, S] bool."""
+        if tokens is None or self.separator is None:
+            missing = "the token ids, 'tokens'" if tokens is None else "the setting 'separator', the id of that token"
+            raise ApproxError(f"Setting 'global_tokens' is {self.global_tokens!r}, which needs {missing}: give it.")
+        separators = tokens == self.separator
+        if key_mask is not None:
+            # Some tokenizers pad with the separator.
+            separators = separators & key_mask
+        if self.global_tokens == "separator":
+            return separators
+        ends = separators.cumsum(1)
+        return ((ends == 0) | separators & (ends == 1)) & separators.any(1, keepdim=True)
 
 
 def _positions(global_tokens: Any) -> list[int]:
-    """The positions of the global tokens, in order."""
+    """The positions of the global tokens, in order; none where they are chosen by content."""
     if global_tokens == "first":
         return [0]
+    if global_tokens in BY_CONTENT:
+        return []
     whole = isinstance(global_tokens, list) and all(type(token) is int and token >= 0 for token in global_tokens)
     if not whole or not global_tokens or len(set(global_tokens)) < len(global_tokens):
         raise ApproxError(
-            f"Setting 'global_tokens' is {global_tokens!r}; allowed is 'first' or a list of different whole numbers of "
-            "at least 0. Change it or leave it out."
+            f"Setting 'global_tokens' is {global_tokens!r}; allowed is 'first', 'separator', 'question' or a list of "
+            "different whole numbers of at least 0. Change it or leave it out."
         )
     return sorted(global_tokens)

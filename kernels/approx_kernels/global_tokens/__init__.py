@@ -1,10 +1,13 @@
 """A window and global tokens: Longformer, attention sinks."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from approx_kernels.global_tokens.reference import seeing_rows, window_blocks
+from approx_kernels.global_tokens.reference import places, seeing_rows, window_blocks
 from approx_kernels.shapes import check_shapes
 from approx_kernels.tokens import without_padding
 
@@ -17,7 +20,7 @@ def global_token_attention(
     *,
     left: int,
     right: int,
-    tokens: Sequence[int],
+    tokens: Sequence[int] | Tensor,
     see_all: bool,
     causal: bool,
     scale: float,
@@ -40,7 +43,8 @@ def global_token_attention(
         key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
         left: Keys seen before the own position.
         right: Keys seen after the own position.
-        tokens: Ascending positions of the chosen tokens; a sample without them has none there.
+        tokens: Positions of the chosen tokens, the same for all samples; one too short for them goes without. Or
+            [B, S] bool, True at the keys that a sample chooses.
         see_all: Whether the chosen tokens see every key.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
@@ -55,10 +59,22 @@ def global_token_attention(
     check_shapes(q, k, v, key_mask)
     right = 0 if causal else right
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = window_blocks(q, k, v, left=left, right=right, tokens=tokens, causal=causal, scale=scale, dropout=dropout)
-        if not see_all:
-            return out
-        return seeing_rows(out, q, k, v, tokens=tokens, causal=causal, scale=scale, dropout=dropout)
+    def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[int] | Tensor) -> Tensor:
+        chosen = places(tokens, k.shape[2], k.device)
+        how: dict[str, Any] = {"chosen": chosen, "causal": causal, "scale": scale, "dropout": dropout}
+        out = window_blocks(q, k, v, left=left, right=right, **how)
+        return seeing_rows(out, q, k, v, **how) if see_all else out
 
-    return without_padding(attend, q, k, v, key_mask)
+    if not isinstance(tokens, Tensor):
+        return without_padding(partial(attend, tokens=tokens), q, k, v, key_mask)
+    if tokens.dtype != torch.bool or tokens.shape != (k.shape[0], k.shape[2]):
+        raise ValueError(
+            f"tokens is {tokens.dtype} of shape {list(tokens.shape)}; "
+            f"expected torch.bool of shape [{k.shape[0]}, {k.shape[2]}], True at the chosen keys."
+        )
+    if key_mask is None:
+        return without_padding(partial(attend, tokens=tokens), q, k, v, None)
+    out = []
+    for *qkv, real, own in zip(q.split(1), k.split(1), v.split(1), key_mask, tokens, strict=True):
+        out.append(without_padding(partial(attend, tokens=own[real][None]), *qkv, key_mask=real[None]))
+    return torch.cat(out)

@@ -20,6 +20,7 @@ SMALL = {
     "longformer": {"window": 4, "global_tokens": [0, 3]},
     "exact-topk": {"topk": 5},
     "performer": {"features": 16},
+    "adaptive-span": {"max_span": 3, "ramp": 2},
 }
 # Settings that change what is computed, each under the name of its mechanism and words of its own.
 VARIANTS = {
@@ -27,6 +28,7 @@ VARIANTS = {
     "linear t2r": {"feature_map": "t2r", "eps": 1e-12},
     "linear hedgehog window": {"feature_map": "hedgehog", "window": 4},
     "performer relu": {"features": 16, "kernel": "relu"},
+    "adaptive-span calibrated": {"max_span": 50, "ramp": 3, "start": "calibrated", "keep": 0.5},
 }
 SMALL |= VARIANTS
 KINDS = MECHANISMS | {name: MECHANISMS[name.split()[0]] for name in VARIANTS}

@@ -4,6 +4,7 @@ Letters of the shapes, here and in `approx_kernels`: B batch, H heads, L queries
 E value size, C clusters, K kept keys, M random features, G any number of heads, n sequence length where L = S.
 """
 
+from approx.mechanisms.adaptive_span import AdaptiveSpanAttention
 from approx.mechanisms.bigbird import BigBirdAttention
 from approx.mechanisms.block import BlockAttention
 from approx.mechanisms.clustered import ClusteredAttention
@@ -38,4 +39,5 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "longformer": LongformerAttention,
     "bigbird": BigBirdAttention,
     "sinks": SinksAttention,
+    "adaptive-span": AdaptiveSpanAttention,
 }

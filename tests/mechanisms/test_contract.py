@@ -151,7 +151,8 @@ def test_gradients_of_what_is_learned_are_right(name, causal, kind):
     mechanism = make(name, causal, heads=2, size=3)
     inputs = [x.double() for x in draw(**shape)]
     names, learned = zip(*mechanism.named_parameters(), strict=True)
-    learned = [torch.nn.Parameter(x.detach().double()) for x in learned]
+    # Not where it starts: a clip may have its kink there.
+    learned = [torch.nn.Parameter(x.detach().double() * 0.93) for x in learned]
 
     def attend(*learned):
         return functional_call(mechanism, dict(zip(names, learned, strict=True)), (*inputs, mask))

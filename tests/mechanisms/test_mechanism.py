@@ -32,6 +32,7 @@ DEFAULTS = {
     "bigbird": {"block": 64, "random": 3, "seed": 0},
     "sinks": {"sinks": 4, "window": 1020},
     "longformer": {"window": 512, "global_tokens": "first"},
+    "adaptive-span": {"max_span": 1024, "ramp": 32, "start": "longest", "keep": 0.99},
 }
 
 WRONG = [
@@ -87,6 +88,12 @@ WRONG = [
     ("longformer", "global_tokens", []),
     ("longformer", "global_tokens", [0, -1]),
     ("longformer", "global_tokens", [3, 3]),
+    ("adaptive-span", "max_span", 0),
+    ("adaptive-span", "ramp", 0),
+    ("adaptive-span", "start", "shortest"),
+    ("adaptive-span", "keep", 0.0),
+    ("adaptive-span", "keep", 1.01),
+    ("adaptive-span", "keep", float("nan")),
 ]
 # Keys that a query meets among 16,384 tokens, and among 8,192: some patterns have more of them in longer sequences.
 MORE_KEYS = {"strided": 512 / 364, "fixed": 1144 / 632, "ltr": 255 / 181, "rtl": 255 / 181, "bigbird": 636 / 632}

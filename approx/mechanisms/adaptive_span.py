@@ -1,0 +1,180 @@
+"""Adaptive span: exact softmax attention within a soft window whose length every head learns."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from approx.mechanisms.mechanism import Mechanism, number_up_to_one, one_of, whole_number
+from approx_kernels.adaptive_span import adaptive_span_attention, mass_by_distance, window_sizes
+
+
+class AdaptiveSpanAttention(Mechanism):
+    """Softmax attention under a mask that falls off beyond the head's own span, in O(n (z + R) D) for each head.
+
+    A weight at distance x is multiplied by m(x) = clip((R + z - x) / R, 0, 1) before the weights are made to sum to 1;
+    the distance counts to both sides unless causal. Training learns z, held as a fraction of the longest span so that
+    learning rates of other parameters fit it: add `penalty`, times a weight, to the loss, or nothing makes a span short.
+    Training and inference compute the same, each head within its own window, heads of about the same span together;
+    heads whose span covers every distance of the input run exact attention, to the bit.
+
+    Source: Sukhbaatar, Grave, Bojanowski, Joulin, 2019, Adaptive Attention Span in Transformers, arXiv 1905.07799;
+    departs from it in keeping the positions of the model instead of relative ones, in the bidirectional form, in windows
+    for groups of heads instead of one as long as the layer's longest, in a penalty that is not divided by the
+    number of heads, and in spans fitted to inputs instead of learned (`start`).
+
+    Args:
+        heads: Number of heads, H.
+        head_dim: Size of a head, D.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        max_span: Longest span, in tokens, 1 or more; longer inputs are seen through a window of it.
+        ramp: R, the tokens over which the mask falls from 1 to 0, 1 or more.
+        start: Spans to begin with: `longest`, or `calibrated`, for each head the shortest with which it keeps the share
+            `keep` of its attention on a calibration batch.
+        keep: That share, 1 - ε, above 0 and at most 1.
+
+    Raises:
+        ApproxError: if a setting is wrong.
+    """
+
+    supports_decode: ClassVar[bool] = True
+    trainable: ClassVar[bool] = True
+    sparse: ClassVar[bool] = True
+    source: ClassVar[str] = "Sukhbaatar et al. 2019, Adaptive Attention Span in Transformers, arXiv 1905.07799"
+    exact_when: ClassVar[str] = "The span of every head >= the length of the sequence - 1."
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        *,
+        causal: bool,
+        scale: float,
+        max_span: int = 1024,
+        ramp: int = 32,
+        start: str = "longest",
+        keep: float = 0.99,
+    ) -> None:
+        super().__init__(heads, head_dim, causal=causal, scale=scale)
+        self.max_span = whole_number("max_span", max_span, 1)
+        self.ramp = whole_number("ramp", ramp, 1)
+        self.start = one_of("start", start, ("longest", "calibrated"))
+        self.keep = number_up_to_one("keep", keep)
+        self.fraction = nn.Parameter(torch.ones(heads))
+        self._read: tuple[Tensor, int, list[float]] | None = None
+
+    @property
+    def spans(self) -> Tensor:
+        """z, the span of each head in tokens, [H], from 0 to `max_span`, differentiable."""
+        fraction = self.fraction.to(torch.promote_types(self.fraction.dtype, torch.float32))
+        return self.max_span * _Within.apply(fraction)  # pyright: ignore[reportOperatorIssue]  # what forward returns
+
+    def penalty(self) -> Tensor:
+        """Sum of the spans, in tokens."""
+        return self.spans.sum()
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
+    ) -> Tensor:
+        """Attend; dropout acts on the attention weights."""
+        return adaptive_span_attention(
+            q,
+            k,
+            v,
+            key_mask,
+            spans=self.spans,
+            known=self._known(),
+            ramp=self.ramp,
+            causal=self.causal,
+            scale=self.scale,
+            dropout=dropout,
+        )
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether the spans begin where a calibration batch puts them."""
+        return self.start == "calibrated"
+
+    @torch.no_grad()
+    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
+        """Set each head's span to the shortest whole number that keeps its attention, as the mean over the real queries.
+
+        A head stays at the longest where none does, and where its window would reach as far as the batch: nothing then
+        tells it from a head that looks farther. So the batch should hold inputs of the length that is to be run.
+
+        Args: as for `forward`.
+        """
+        mass = mass_by_distance(q, k, key_mask, causal=self.causal, scale=self.scale)
+        within = mass.cumsum(1)
+        # Mass under the mask of span z: m is the mean of R steps, the last ones at z, …, z + R - 1.
+        longest = mass.shape[1] - 1
+        kept = nn.functional.pad(within[:, None], (0, self.ramp), "replicate").unfold(2, self.ramp, 1).mean(3)[:, 0]
+        # The sums round: a share of 1 is reached to within what float32 weights sum up to.
+        enough = kept >= self.keep * within[:, -1:] - 1e-6
+        shortest = enough.int().argmax(1)
+        known = (within[:, -1] > 0) & enough.any(1) & (shortest + self.ramp <= longest) & (shortest < self.max_span)
+        self.fraction.copy_(torch.where(known, shortest / self.max_span, 1.0))
+
+    @classmethod
+    def exact_settings(cls, length: int) -> dict[str, Any]:
+        """Spans as long as the sequence."""
+        return {"max_span": max(length, 1), "start": "longest"}
+
+    def flops(self, length: int) -> int:
+        """Two products over the pairs of each block of 64 queries and the keys within the head's window."""
+        whole = length * (length + 1) // 2 if self.causal else length * length
+        pairs = sum(whole if keys is None else length * keys for keys in self._keys(length))
+        return 4 * pairs * self.head_dim
+
+    def memory(self, length: int) -> int:
+        """The outputs of the heads before they are joined, and the mask of one block."""
+        return 4 * (self.heads * length * self.head_dim + 64 * sum(keys or 0 for keys in self._keys(length)))
+
+    def _keys(self, length: int) -> list[int | None]:
+        """Keys that a block of 64 queries meets, for each head; None for heads that run exact attention."""
+        sides = 1 if self.causal else 2
+        windows = window_sizes(self._known(), self.ramp, length - 1)
+        return [None if window is None else min(64 + sides * window, length) for window in windows]
+
+    def _known(self) -> list[float]:
+        """The spans as Python numbers.
+
+        Reading them waits for an accelerator, so in evaluation they are read once for each value of the parameter. What
+        is written to `parameter.data` in place, which bypasses PyTorch's count of changes, is seen on a processor only.
+        """
+        if self.training or self._reads_at_once() or self.fraction.is_inference():
+            return self.spans.tolist()
+        held = self.fraction.detach()
+        if self._read is not None:
+            read, version, known = self._read
+            # Holding what was read keeps its address from serving anything else.
+            if (read.data_ptr(), read.dtype, version) == (held.data_ptr(), held.dtype, held._version):
+                return known
+        self._read = held, held._version, self.spans.tolist()
+        return self._read[2]
+
+    def _reads_at_once(self) -> bool:
+        return self.fraction.is_cpu
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy counts its changes anew, so what was read of the original says nothing about it.
+        return self.__dict__ | {"_read": None}
+
+
+class _Within(torch.autograd.Function):
+    """Clip to [0, 1], with the gradient of the identity wherever a step against it leads inwards.
+
+    The gradient of a plain clip is 0 outside, where an optimizer's step may have left the parameter for ever.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(0.0, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # named arguments there
+        (x,) = ctx.saved_tensors
+        outwards = ((x < 0) & (grad > 0)) | ((x > 1) & (grad < 0))
+        return grad.masked_fill(outwards, 0.0)

@@ -1,0 +1,61 @@
+"""Attention within a soft window whose length each head has for itself."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from approx_kernels.adaptive_span.mass import mass_by_distance
+from approx_kernels.adaptive_span.reference import grouped_heads, window_sizes
+from approx_kernels.shapes import check_shapes
+
+__all__ = ["adaptive_span_attention", "mass_by_distance", "window_sizes"]
+
+
+def adaptive_span_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    spans: Tensor,
+    known: Sequence[float] | None = None,
+    ramp: int,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention whose weights fall off with the distance x as m(x) = clip((R + z - x) / R, 0, 1), then sum to 1.
+
+    Query i stands at position S - L + i; x is the distance of the positions. Nothing is computed beyond z + R, where m
+    is 0: heads of about the same span share one window, in O(L (z + R) D) for each, and heads whose span covers
+    every distance run exact attention. A query without any allowed key gives 0. Differentiable in q, k, v and z.
+
+    Source: Sukhbaatar, Grave, Bojanowski, Joulin, 2019, Adaptive Attention Span in Transformers, arXiv 1905.07799;
+    departs from it in windows for each group of heads instead of one as long as the longest span, in keeping positions as
+    the model has them, and in the bidirectional form, which looks equally far to both sides.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, H, S, D].
+        v: Values, [B, H, S, E].
+        key_mask: [B, S] bool, True at real keys; None when all are real.
+        spans: z, [H], float, 0 or more, in tokens.
+        known: `spans` as Python numbers, if they were read before; reading them waits for an accelerator.
+        ramp: R, in tokens, 1 or more.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        dropout: Probability with which an attention weight is dropped.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together.
+    """
+    check_shapes(q, k, v, key_mask)
+    if spans.shape != q.shape[1:2]:
+        raise ValueError(f"spans has shape {list(spans.shape)}; expected [{q.shape[1]}], one for each head.")
+    known = spans.tolist() if known is None else known
+    return grouped_heads(
+        q, k, v, key_mask, spans=spans, known=known, ramp=ramp, causal=causal, scale=scale, dropout=dropout
+    )

@@ -5,7 +5,8 @@ each converted attention module carries a child named `mechanism`; the dispatche
 exact attention. This file travels with converted checkpoints, so it knows nothing of plans or of the tool.
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from approx.mechanisms import MECHANISMS
 
 IMPLEMENTATION = "approx_v1"
 FORMAT = 1
+# Keyword under which token ids travel from the model's forward to its attention, for mechanisms that read them.
+_TOKENS = "approx_tokens"
 
 
 def key_mask(
@@ -145,9 +148,17 @@ def attention(
             f"The model scales its scores by {scale}, the converted layer was made for {mechanism.scale}. Convert it again.",
             Exit.VERIFICATION,
         )
+    tokens = {}
+    if mechanism.reads_tokens:
+        if kwargs.get(_TOKENS) is None:
+            raise ApproxError(
+                "A converted layer chooses its global tokens by content, but this forward was given embeddings and no token "
+                "ids to find them by. Pass 'input_ids', or convert with global tokens chosen by position."
+            )
+        tokens["tokens"] = kwargs[_TOKENS]
     key, value = _per_query_head(key, query), _per_query_head(value, query)
-    out = mechanism(query, key, value, attention_mask, dropout=dropout).transpose(1, 2)
-    return out, mechanism.weights(query, key, attention_mask) if wants_weights else None
+    out = mechanism(query, key, value, attention_mask, dropout=dropout, **tokens).transpose(1, 2)
+    return out, mechanism.weights(query, key, attention_mask, **tokens) if wants_weights else None
 
 
 def _per_query_head(shared: Tensor, query: Tensor) -> Tensor:
@@ -182,8 +193,40 @@ def attach(model: Any, sites: Mapping[str, Mapping[str, Any]]) -> None:
             site["heads"], site["head_dim"], causal=site["causal"], scale=site["scale"], **site["settings"]
         )
         mechanism.exact_below = site.get("exact_below", 0)
+        if mechanism.reads_tokens:
+            _hand_tokens_to(path, model)
         module.mechanism = mechanism.to(next(module.parameters()).device).train(module.training)
     switch(model, IMPLEMENTATION)
+
+
+def detach(model: Any, paths: Iterable[str]) -> None:
+    """Take from the named attention modules of `model` what `attach` hung on them; its dispatch stays as it is."""
+    for path in paths:
+        del model.base_model.get_submodule(path).mechanism
+    for module in model.base_model.modules():
+        if "token_hook" in vars(module):
+            vars(module).pop("token_hook").remove()
+
+
+def _hand_tokens_to(path: str, model: Any) -> None:
+    """Let the module around `path` that is given the token ids hand them down to its attention."""
+    while path:
+        path = path.rpartition(".")[0]
+        reader = model.base_model.get_submodule(path)
+        if next(iter(inspect.signature(reader.forward).parameters), None) == "input_ids":
+            if "token_hook" not in vars(reader):
+                reader.token_hook = reader.register_forward_pre_hook(_with_tokens, with_kwargs=True)
+            return
+    raise ApproxError(
+        f"{type(model).__name__} reads no token ids, so no global tokens can be chosen by content. Choose them by position.",
+        Exit.UNSUPPORTED,
+    )
+
+
+def _with_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # They travel with the call, and nothing keeps them: a layer that is recomputed in the backward gets its own again.
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    return None if ids is None else (args, {**kwargs, _TOKENS: ids})
 
 
 def switch(model: Any, implementation: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from approx.conversion import families, positions
 from approx.conversion.anatomy import Anatomy, anatomy
 from approx.conversion.plan import Plan
-from approx.conversion.seam import FORMAT, attach, switch
+from approx.conversion.seam import FORMAT, attach, detach, switch
 from approx.errors import ApproxError, Exit
 
 
@@ -124,8 +124,7 @@ def revert(model: Any) -> None:
     if not families.is_converted(model):
         raise ApproxError(f"{type(model).__name__} is not converted, so there is nothing to revert.", Exit.REFUSED)
     record = model.config.approx
-    for path in record["sites"]:
-        del model.base_model.get_submodule(path).mechanism
+    detach(model, record["sites"])
     model.__class__ = families.stock_class(type(model))
     families.change_class(model.config, families.stock_class(type(model.config)))
     for name in ("approx", "auto_map"):

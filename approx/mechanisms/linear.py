@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from approx.mechanisms.mechanism import Mechanism, one_of, positive_number, true_or_false, whole_number
-from approx_kernels.linear import FEATURE_MAPS, linear_attention
+from approx_kernels.linear import FEATURE_MAPS, linear_attention, linear_decode
 
 # The logarithm of the odds of 0.1, where the softmax part of a window starts in LoLCATs.
 _FIRST_MIX = -2.1972246
@@ -80,21 +80,24 @@ class LinearAttention(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
     ) -> Tensor:
         """Attend; dropout acts on whole keys in the numerator, since no weights of single pairs exist."""
-        return linear_attention(
-            q,
-            k,
-            v,
-            key_mask,
-            causal=self.causal,
-            feature_map=self.feature_map,
-            maps=None if self.query_map is None or self.key_map is None else (self.query_map, self.key_map),
-            window=self.window,
-            mix=None if self.mix is None else self.mix.sigmoid(),
-            scale=self.scale,
-            input_scale=self.scale**0.5 if self.scale_inputs else 1.0,
-            eps=self.eps,
-            dropout=dropout,
-        )
+        return linear_attention(q, k, v, key_mask, causal=self.causal, dropout=dropout, **self._ways())
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Attend from tokens that follow those in a state: sums over their features, and the keys in the window."""
+        return linear_decode(q, k, v, key_mask, state, **self._ways())
+
+    def _ways(self) -> dict[str, Any]:
+        return {
+            "feature_map": self.feature_map,
+            "maps": None if self.query_map is None or self.key_map is None else (self.query_map, self.key_map),
+            "window": self.window,
+            "mix": None if self.mix is None else self.mix.sigmoid(),
+            "scale": self.scale,
+            "input_scale": self.scale**0.5 if self.scale_inputs else 1.0,
+            "eps": self.eps,
+        }
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, whole_number
+from approx_kernels.exact import exact_attention
 from approx_kernels.local import local_attention
+from approx_kernels.ring import joined, newest
 
 
 class LocalAttention(Mechanism):
@@ -45,6 +47,17 @@ class LocalAttention(Mechanism):
         """Attend; dropout acts on the attention weights."""
         right = 0 if self.causal else self.right
         return local_attention(q, k, v, key_mask, left=self.left, right=right, scale=self.scale, dropout=dropout)
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Attend from tokens that follow those in a state: a ring of the last `left` keys."""
+        k, v, key_mask = joined(state, k, v, key_mask)
+        if q.shape[2] == 1 and k.shape[2] <= self.left + 1:
+            out = exact_attention(q, k, v, key_mask, causal=False, scale=self.scale)
+        else:
+            out = self(q, k, v, key_mask)
+        return out, newest(k, v, key_mask, self.left)
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, one_of, seed_number, true_or_false, whole_number
-from approx_kernels.performer import KERNELS, draw_projection, performer_attention
+from approx_kernels.performer import KERNELS, draw_projection, performer_attention, performer_decode
 
 
 class PerformerAttention(Mechanism):
@@ -82,6 +82,13 @@ class PerformerAttention(Mechanism):
             scale=self.scale,
             dropout=dropout,
         )
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Attend from tokens that follow those in a state: sums over their features."""
+        ways = {"projection": self.projection, "kernel": self.kernel, "scale": self.scale}
+        return performer_decode(q, k, v, key_mask, state, **ways)
 
     @classmethod
     def exact_settings(cls, length: int) -> None:

@@ -5,7 +5,9 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, whole_number
+from approx_kernels.exact import exact_attention
 from approx_kernels.global_tokens import global_token_attention
+from approx_kernels.ring import first_and_newest, joined
 
 
 class SinksAttention(Mechanism):
@@ -62,6 +64,20 @@ class SinksAttention(Mechanism):
             scale=self.scale,
             dropout=dropout,
         )
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Attend from tokens that follow those in a state: the first s real keys and a ring of the last w - 1.
+
+        With what lies between them gone, distances are what they were, or the key is a sink.
+        """
+        k, v, key_mask = joined(state, k, v, key_mask)
+        if q.shape[2] == 1 and k.shape[2] <= self.sinks + self.window:
+            out = exact_attention(q, k, v, key_mask, causal=False, scale=self.scale)
+        else:
+            out = self(q, k, v, key_mask)
+        return out, first_and_newest(k, v, key_mask, self.sinks, self.window - 1)
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:

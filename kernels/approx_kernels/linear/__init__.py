@@ -2,11 +2,13 @@
 
 from torch import Tensor
 
+from approx_kernels.linear.decode import continue_heads
 from approx_kernels.linear.features import FEATURE_MAPS
 from approx_kernels.linear.reference import linear_heads
+from approx_kernels.ring import State
 from approx_kernels.shapes import check_shapes
 
-__all__ = ["FEATURE_MAPS", "linear_attention"]
+__all__ = ["FEATURE_MAPS", "linear_attention", "linear_decode"]
 
 
 def linear_attention(
@@ -64,7 +66,7 @@ def linear_attention(
     """
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
-    return linear_heads(
+    out, _ = linear_heads(
         q,
         k,
         v,
@@ -78,6 +80,53 @@ def linear_attention(
         input_scale=input_scale,
         eps=eps,
         dropout=dropout,
+    )
+    return out
+
+
+def linear_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    state: State | None = None,
+    *,
+    feature_map: str = "elu",
+    maps: tuple[Tensor, Tensor] | None = None,
+    window: int = 0,
+    mix: Tensor | None = None,
+    scale: float = 1.0,
+    input_scale: float = 1.0,
+    eps: float = 1e-6,
+) -> tuple[Tensor, State]:
+    """Causal `linear_attention` of tokens that follow others, of which a state of constant size is kept.
+
+    Args: as for `linear_attention`, where not named here.
+        k: Keys that are not in the state yet, [B, H, S, D], L <= S; the last L stand at the queries' positions.
+        state: What the last call returned; None before the first key.
+
+    Returns:
+        [B, H, L, E] in the dtype of q, and the state: `sums`, [B, H, F, E + 1] for F features, in float32 at least;
+        with a window of the keys before it, beside its last w - 1 keys as a ring.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together.
+    """
+    check_shapes(q, k, v, key_mask)
+    _check_parts(q, feature_map, maps, window, mix)
+    return continue_heads(
+        q,
+        k,
+        v,
+        key_mask,
+        state,
+        feature_map=feature_map,
+        maps=maps,
+        window=window,
+        mix=mix if window else None,
+        scale=scale,
+        input_scale=input_scale,
+        eps=eps,
     )
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.linear.features import features
-from approx_kernels.linear.sums import attend_features
+from approx_kernels.linear.sums import attend_features, continue_features
 from approx_kernels.linear.window import attend_windowed
 
 # Numbers in a working set: half a MiB of float32, which a core's own cache holds.
@@ -26,32 +26,42 @@ def linear_heads(
     scale: float,
     input_scale: float,
     eps: float,
-    dropout: float,
-) -> Tensor:
-    """Linear attention; on a CPU a few heads at a time, whose features then stay in its cache."""
+    dropout: float = 0.0,
+    sums: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention; on a CPU a few heads at a time, whose features then stay in its cache.
+
+    Causal, it goes on from the sums of earlier keys, [B, H, F, E + 1], and returns the sums for later queries.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     keep = None if key_mask is None else key_mask[:, None, :, None]
     heads = max(1, _CACHED // (q.shape[0] * k.shape[2] * k.shape[3])) if q.device.type == "cpu" else q.shape[1]
-    out = []
+    out, reached = [], []
     with torch.autocast(q.device.type, enabled=False):
         for first in range(0, q.shape[1], heads):
             block = slice(first, first + heads)
             query_map, key_map = (None, None) if maps is None else (maps[0][block], maps[1][block])
             q_block, k_block, values = (x[:, block].to(wide) for x in (q, k, v))
-            queries = features(_scaled(q_block, input_scale), feature_map, query_map)
-            keys = features(_scaled(k_block, input_scale), feature_map, key_map)
+            queries = features(scaled(q_block, input_scale), feature_map, query_map)
+            keys = features(scaled(k_block, input_scale), feature_map, key_map)
             # Features of padding are not 0: it would enter the normaliser.
             keys = keys if keep is None else keys * keep
             if dropout:
                 values = values * F.dropout(values.new_ones(values.shape[:-1]), dropout)[..., None]
-            if mix is None:
-                joined = attend_features(queries, keys, values, causal=causal, eps=eps)
-            else:
+            earlier = None if sums is None else sums[:, block]
+            if mix is not None:
                 parts = q_block, k_block, queries, keys, values, keep, mix[block]
-                joined = attend_windowed(*parts, window=window, causal=causal, scale=scale, eps=eps)
+                ways = {"window": window, "causal": causal, "scale": scale, "eps": eps}
+                joined, later = attend_windowed(*parts, **ways, sums=earlier)
+            elif causal:
+                joined, later = continue_features(queries, keys, values, earlier, eps)
+            else:
+                joined, later = attend_features(queries, keys, values, eps), None
             out.append(joined.to(q.dtype))
-    return torch.cat(out, 1)
+            reached.append(later)
+    return torch.cat(out, 1), torch.cat(reached, 1) if causal else None
 
 
-def _scaled(x: Tensor, factor: float) -> Tensor:
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """x times the factor; x itself where that changes nothing."""
     return x if factor == 1.0 else x * factor

@@ -8,28 +8,36 @@ from torch.nn import functional as F
 _CHUNK = 64
 
 
-def attend_features(queries: Tensor, keys: Tensor, values: Tensor, *, causal: bool, eps: float) -> Tensor:
-    """`sum_j (f_i.g_j) v_j / (sum_j f_i.g_j + eps)` for features f [B, H, L, F] and g [B, H, S, F] of any map."""
-    return (_chunked if causal else _parallel)(queries, keys, values, eps)
-
-
-def _parallel(queries: Tensor, keys: Tensor, values: Tensor, eps: float) -> Tensor:
+def attend_features(queries: Tensor, keys: Tensor, values: Tensor, eps: float) -> Tensor:
+    """`sum_j (f_i.g_j) v_j / (sum_j f_i.g_j + eps)` for features f [..., L, F] and g [..., S, F] of any map."""
     state = keys.transpose(-2, -1) @ values
     norm = queries @ keys.sum(-2).unsqueeze(-1)
     return (queries @ state) / (norm + eps)
 
 
-def _chunked(queries: Tensor, keys: Tensor, values: Tensor, eps: float) -> Tensor:
-    """Causal form: exact products inside a chunk, the sum of all earlier chunks as a state before it."""
+def continue_features(
+    queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The causal form after keys that are known by their sums alone, and the sums with the new keys.
+
+    The sums are those of features times values and a one, [..., F, E + 1]; None before the first key. Inside a chunk
+    the products are exact, the sum of all earlier chunks stands as a state before it.
+    """
     length, size = queries.shape[-2], values.shape[-1]
     # Bottom-right: the first S - L keys are seen by every query; with L > S the first L - S queries see none.
     before = keys.shape[-2] - length
     if before < 0:
         keys, values = F.pad(keys, (0, 0, -before, 0)), F.pad(values, (0, 0, -before, 0))
         before = 0
+    # A single query sees every key.
+    seen = before if length > 1 else keys.shape[-2]
     # A last column of ones makes the normaliser one more value.
     values = F.pad(values, (0, 1), value=1.0)
-    first = keys[..., :before, :].transpose(-2, -1) @ values[..., :before, :]
+    first = keys[..., :seen, :].transpose(-2, -1) @ values[..., :seen, :]
+    first = first if sums is None else sums + first
+    if length == 1:
+        out = queries @ first
+        return out[..., :size] / (out[..., size:] + eps), first
     chunks = -(-length // _CHUNK)
     end = (0, 0, 0, chunks * _CHUNK - length)
     queries, keys, values = (
@@ -37,7 +45,7 @@ def _chunked(queries: Tensor, keys: Tensor, values: Tensor, eps: float) -> Tenso
     )
     added = keys.transpose(-2, -1) @ values
     # Shifted, not summed and taken back: the difference would lose digits, above all in the gradient.
-    state = torch.cat([first.unsqueeze(-3), added[..., :-1, :, :]], -3).cumsum(-3)
-    out = (queries @ keys.transpose(-2, -1)).tril() @ values + queries @ state
+    states = torch.cat([first.unsqueeze(-3), added], -3).cumsum(-3)
+    out = (queries @ keys.transpose(-2, -1)).tril() @ values + queries @ states[..., :-1, :, :]
     out = out.flatten(-3, -2)[..., :length, :]
-    return out[..., :size] / (out[..., size:] + eps)
+    return out[..., :size] / (out[..., size:] + eps), states[..., -1, :, :]

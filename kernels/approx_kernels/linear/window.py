@@ -21,11 +21,14 @@ def attend_windowed(
     causal: bool,
     scale: float,
     eps: float,
-) -> Tensor:
+    sums: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Softmax weights for keys in the window, feature products for the others, each pair in one of the two.
 
     Args: q [B, H, L, D], k [B, H, S, D], their features queries and keys (0 where padded), values [B, H, S, E],
-    keep [B, 1, S, 1] the real keys, mix [H] the factor of the softmax part. Returns [B, H, L, E].
+    keep [B, 1, S, 1] the real keys, mix [H] the factor of the softmax part, sums [B, H, F, E + 1] of the features of
+    earlier keys, which no window reaches, times values and a one; None without any. Returns [B, H, L, E], and these
+    sums with the keys of which the next query's causal window has none.
     """
     length, total = q.shape[2], k.shape[2]
     offset = total - length
@@ -33,8 +36,8 @@ def attend_windowed(
     # A last column of ones makes the normaliser one more value.
     values = F.pad(values, (0, 1), value=1.0)
     before, after = _outer_sums(keys, values, causal)
-    mix = mix.to(q.dtype).log()[:, None, None]
-    q, lowest = q * scale, torch.finfo(q.dtype).min
+    before = before if sums is None else before + sums.unsqueeze(2)
+    q = q * scale
     out = []
     for first in range(0, length, _BLOCK):
         last = min(first + _BLOCK, length)
@@ -48,18 +51,31 @@ def attend_windowed(
         far = ~near & (distance < 0) if causal else ~near
         if keep is not None:
             near = near & keep[:, :, stretch, 0].unsqueeze(2)
-        scores = (q[:, :, first:last] @ k[:, :, stretch].transpose(-2, -1)).masked_fill_(~near, lowest)
-        # The largest score is part of the definition here: it sets the softmax part against the linear one. Where no
-        # key is near, 0 in its place lets every exponential vanish.
-        largest = scores.amax(-1, keepdim=True)
-        weights = (scores - (largest.masked_fill(largest == lowest, 0.0) - mix)).exp_()
+        weights = near_weights(q[:, :, first:last] @ k[:, :, stretch].transpose(-2, -1), near, mix)
         query = queries[:, :, first:last]
         weights = weights + (query @ keys[:, :, stretch].transpose(-2, -1)).masked_fill_(~far, 0.0)
         outer = before[:, :, begin] if after is None else before[:, :, begin] + after[:, :, end]
         out.append(weights @ values[:, :, stretch] + query @ outer)
-    joined = torch.cat(out, 2)
+    beyond = max(total - left, 0)
+    tail = slice(beyond // _BLOCK * _BLOCK, beyond)
+    sums = before[:, :, beyond // _BLOCK] + keys[:, :, tail].transpose(-2, -1) @ values[:, :, tail]
+    return divided(torch.cat(out, 2), eps), sums
+
+
+def near_weights(scores: Tensor, near: Tensor | None, mix: Tensor) -> Tensor:
+    """`mix exp(score - largest)` of the keys that are near, 0 elsewhere; scores [B, H, L, S] are overwritten."""
+    mix, lowest = mix.to(scores.dtype).log()[:, None, None], torch.finfo(scores.dtype).min
+    scores = scores if near is None else scores.masked_fill_(~near, lowest)
+    # The largest score is part of the definition here: it sets the softmax part against the linear one. Where no
+    # key is near, 0 in its place lets every exponential vanish.
+    largest = scores.amax(-1, keepdim=True)
+    return (scores - (largest.masked_fill(largest == lowest, 0.0) - mix)).exp_()
+
+
+def divided(sums: Tensor, eps: float) -> Tensor:
+    """Outputs from sums of weighted values and, in the last column, of weights."""
     # Added, eps would keep the widest window from being exact.
-    return joined[..., :-1] / joined[..., -1:].clamp(min=eps)
+    return sums[..., :-1] / sums[..., -1:].clamp(min=eps)
 
 
 def _outer_sums(keys: Tensor, values: Tensor, causal: bool) -> tuple[Tensor, Tensor | None]:

@@ -4,9 +4,10 @@ from torch import Tensor
 
 from approx_kernels.performer.projection import draw_projection
 from approx_kernels.performer.reference import performer_heads
+from approx_kernels.ring import State
 from approx_kernels.shapes import check_shapes
 
-__all__ = ["KERNELS", "draw_projection", "performer_attention"]
+__all__ = ["KERNELS", "draw_projection", "performer_attention", "performer_decode"]
 
 KERNELS = ("softmax", "relu")
 
@@ -57,11 +58,46 @@ def performer_attention(
     Raises:
         ValueError: if the shapes or dtypes do not fit together.
     """
+    _check_parts(q, k, v, key_mask, projection, kernel)
+    out, _ = performer_heads(
+        q, k, v, key_mask, projection=projection, kernel=kernel, causal=causal, scale=scale, dropout=dropout
+    )
+    return out
+
+
+def performer_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    state: State | None = None,
+    *,
+    projection: Tensor,
+    kernel: str = "softmax",
+    scale: float,
+) -> tuple[Tensor, State]:
+    """Causal `performer_attention` of tokens that follow others, of which a state of constant size is kept.
+
+    Args: as for `performer_attention`, where not named here.
+        k: Keys that are not in the state yet, [B, H, S, D], L <= S; the last L stand at the queries' positions.
+        state: What the last call returned; None before the first key.
+
+    Returns:
+        [B, H, L, E] in the dtype of q, and the state, in float32 at least: `sums` of features times values and a
+        one, [B, H, M, E + 1]; for the softmax kernel beside the `top` that they are relative to, [B, H, 1, M].
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together.
+    """
+    _check_parts(q, k, v, key_mask, projection, kernel)
+    return performer_heads(
+        q, k, v, key_mask, projection=projection, kernel=kernel, causal=True, scale=scale, state=state
+    )
+
+
+def _check_parts(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, projection: Tensor, kernel: str) -> None:
     check_shapes(q, k, v, key_mask)
     if projection.ndim != 2 or projection.shape[1] != q.shape[3]:
         raise ValueError(f"projection has shape {list(projection.shape)}; expected [features, {q.shape[3]}] to fit q.")
     if kernel not in KERNELS:
         raise ValueError(f"kernel is {kernel!r}; expected one of {', '.join(KERNELS)}.")
-    return performer_heads(
-        q, k, v, key_mask, projection=projection, kernel=kernel, causal=causal, scale=scale, dropout=dropout
-    )

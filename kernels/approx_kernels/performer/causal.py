@@ -12,8 +12,10 @@ _CHUNK = 64
 _RISE = 60.0
 
 
-def causal_sums(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tensor, sums: KeySums) -> Tensor:
-    """Outputs of queries that stand beside their keys, all of which follow those in `sums`.
+def causal_sums(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tensor, sums: KeySums
+) -> tuple[Tensor, KeySums]:
+    """Outputs of queries that stand beside their keys, all of which follow those in `sums`, and the sums with these.
 
     Args: q and k [G, n, D], v [G, n, E + 1] with its column of ones, keep [G, n, 1]. Returns [G, n, E].
 
@@ -37,7 +39,7 @@ def causal_sums(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tens
             joined = _mended(joined, earlier, heights, logs, values, real, top)
         out.append(divided(joined))
         sums = sums.add(logs, values, real)
-    return torch.cat(out, 1)
+    return torch.cat(out, 1), sums
 
 
 def _first_real(logs: Tensor, keep: Tensor | None) -> Tensor:

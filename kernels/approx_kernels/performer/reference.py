@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.linear.sums import attend_features
+from approx_kernels.linear.sums import attend_features, continue_features
 from approx_kernels.performer.causal import causal_sums
 from approx_kernels.performer.sums import KeySums, divided, heights_of, logs_of
+from approx_kernels.ring import State
 
 # Numbers in a working set: half a MiB of float32, which a core's own cache holds.
 _CACHED = 2**17
@@ -28,44 +29,61 @@ def performer_heads(
     kernel: str,
     causal: bool,
     scale: float,
-    dropout: float,
-) -> Tensor:
-    """Performer attention; on a CPU a few heads at a time, whose features then stay in its cache."""
+    dropout: float = 0.0,
+    state: State | None = None,
+) -> tuple[Tensor, State]:
+    """Performer attention; on a CPU a few heads at a time, whose features then stay in its cache.
+
+    Causal, it goes on from the state that earlier keys left, and returns the state for later queries.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
-    heads = max(1, _CACHED // (q.shape[0] * _CHUNK * projection.shape[0])) if q.device.type == "cpu" else q.shape[1]
+    numbers = q.shape[0] * min(k.shape[2], _CHUNK) * projection.shape[0]
+    heads = max(1, _CACHED // numbers) if q.device.type == "cpu" else q.shape[1]
     attend = _relu if kernel == "relu" else _softmax
-    out = []
+    out, reached = [], []
     with torch.autocast(q.device.type, enabled=False):
         rows = projection.to(wide)
-        for parts in zip(q.split(heads, 1), k.split(heads, 1), v.split(heads, 1), strict=True):
+        for first, *parts in zip(range(0, q.shape[1], heads), *(x.split(heads, 1) for x in (q, k, v)), strict=True):
             shape = parts[0].shape[:2]
             queries, keys, values = (x.to(wide).flatten(0, 1) for x in parts)
             keep = None if key_mask is None else key_mask[:, None].expand(*shape, -1).flatten(0, 1)[..., None]
             if dropout:
                 values = values * F.dropout(values.new_ones(values.shape[:-1]), dropout)[..., None]
-            joined = attend(queries * scale**0.5, keys * scale**0.5, values, keep, rows, causal)
+            block = slice(first, first + heads)
+            earlier = None if state is None else {name: x[:, block].flatten(0, 1) for name, x in state.items()}
+            joined, later = attend(queries * scale**0.5, keys * scale**0.5, values, keep, rows, causal, earlier)
             out.append(joined.unflatten(0, shape).to(q.dtype))
-    return torch.cat(out, 1)
+            reached.append({name: x.unflatten(0, shape) for name, x in later.items()})
+    return torch.cat(out, 1), {name: torch.cat([each[name] for each in reached], 1) for name in reached[0]}
 
 
-def _relu(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tensor, causal: bool) -> Tensor:
+def _relu(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tensor, causal: bool, state: State | None
+) -> tuple[Tensor, State]:
     queries, keys = (F.relu(x @ rows.T) + _FLOOR for x in (q, k))
     keys = keys if keep is None else keys * keep
-    return attend_features(queries, keys, v, causal=causal, eps=_EPS)
-
-
-def _softmax(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tensor, causal: bool) -> Tensor:
-    v = F.pad(v, (0, 1), value=1.0)
     if not causal:
-        sums = _sum_keys(KeySums.of_nothing(k, v, rows), k, v, keep, rows)
-        return torch.cat([divided(sums.read(heights_of(each, rows))) for each in q.split(_CHUNK, 1)], 1)
+        return attend_features(queries, keys, v, _EPS), {}
+    out, sums = continue_features(queries, keys, v, None if state is None else state["sums"], _EPS)
+    return out, {"sums": sums}
+
+
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tensor, causal: bool, state: State | None
+) -> tuple[Tensor, State]:
+    v = F.pad(v, (0, 1), value=1.0)
+    sums = KeySums.of_nothing(k, v, rows) if state is None else KeySums(state["top"], state["sums"])
     # Bottom-right: the first S - L keys are seen by every query; with L > S the first L - S queries see none.
     before = k.shape[1] - q.shape[1]
-    seen, blind = max(before, 0), max(-before, 0)
+    # A single query sees every key, and has no chunk.
+    seen, blind = max(before, 0) if causal and q.shape[1] > 1 else k.shape[1], max(-before, 0) if causal else 0
     early, late = (None, None) if keep is None else (keep[:, :seen], keep[:, seen:])
-    sums = _sum_keys(KeySums.of_nothing(k, v, rows), k[:, :seen], v[:, :seen], early, rows)
-    out = causal_sums(q[:, blind:], k[:, seen:], v[:, seen:], late, rows, sums)
-    return F.pad(out, (0, 0, blind, 0))
+    sums = _sum_keys(sums, k[:, :seen], v[:, :seen], early, rows)
+    if seen == k.shape[1]:
+        out = torch.cat([divided(sums.read(heights_of(each, rows))) for each in q[:, blind:].split(_CHUNK, 1)], 1)
+    else:
+        out, sums = causal_sums(q[:, blind:], k[:, seen:], v[:, seen:], late, rows, sums)
+    return F.pad(out, (0, 0, blind, 0)), {"top": sums.top, "sums": sums.state}
 
 
 def _sum_keys(sums: KeySums, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tensor) -> KeySums:

@@ -1,0 +1,71 @@
+"""Linear attention of tokens that follow others, of which only sums and the keys of the window are kept."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from approx_kernels.linear.features import features
+from approx_kernels.linear.reference import linear_heads, scaled
+from approx_kernels.linear.window import divided, near_weights
+from approx_kernels.ring import State, joined, newest
+
+
+def continue_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    state: State | None,
+    *,
+    window: int,
+    mix: Tensor | None,
+    **ways: Any,
+) -> tuple[Tensor, State]:
+    """Causal linear attention after the keys of a state, and the state with the new ones.
+
+    The state holds `sums` of features times values and a one, [B, H, F, E + 1]; with a window only of keys that it
+    no longer reaches, and the others as a ring.
+    """
+    sums = None if state is None else state["sums"]
+    ways = {"window": window, "mix": mix, **ways}
+    if window:
+        k, v, key_mask = joined(state, k, v, key_mask)
+    if window and sums is not None and q.shape[2] == 1 and k.shape[2] <= window:
+        out, sums = _newest_query(q, k, v, key_mask, sums, **ways)
+    else:
+        out, sums = linear_heads(q, k, v, key_mask, causal=True, sums=sums, **ways)
+    assert sums is not None, "causal sums always are"
+    return out, {"sums": sums, **(newest(k, v, key_mask, window - 1) if window else {})}
+
+
+def _newest_query(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    sums: Tensor,
+    *,
+    feature_map: str,
+    maps: tuple[Tensor, Tensor] | None,
+    window: int,
+    mix: Tensor,
+    scale: float,
+    input_scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The one query whose window holds all keys that are kept: pairs with these, and the sums of all others."""
+    query_map, key_map = maps or (None, None)
+    near = None if key_mask is None else key_mask[:, None, None]
+    with torch.autocast(q.device.type, enabled=False):
+        query, keys, values = (x.to(sums.dtype) for x in (q, k, v))
+        values = F.pad(values, (0, 1), value=1.0)
+        weights = near_weights(query @ keys.transpose(2, 3) * scale, near, mix)
+        read = features(scaled(query, input_scale), feature_map, query_map) @ sums
+        out = divided(weights @ values + read, eps)
+        if k.shape[2] == window:
+            oldest = features(scaled(keys[:, :, :1], input_scale), feature_map, key_map)
+            oldest = oldest if key_mask is None else oldest * key_mask[:, None, :1, None]
+            sums = sums + oldest.transpose(2, 3) @ values[:, :, :1]
+    return out.to(q.dtype), sums

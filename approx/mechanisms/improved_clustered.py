@@ -39,6 +39,7 @@ class ImprovedClusteredAttention(Mechanism):
 
     supports_causal: ClassVar[bool] = False
     supports_decode: ClassVar[bool] = False
+    gradient: ClassVar[str] = "through weights, not choices"
     source: ClassVar[str] = "Vyas et al. 2020, Fast Transformers with Clustered Attention, arXiv 2007.04825"
     exact_when: ClassVar[str] = (
         "topk >= the number of real keys, or clusters >= the number of real tokens of the sample."

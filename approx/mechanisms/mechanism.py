@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from approx.errors import ApproxError, Exit
 
@@ -20,6 +21,10 @@ class Mechanism(nn.Module):
     that exact attention gives to the others, the captured mass, foretells its damage. `decode_state` says what the
     causal form keeps while tokens are decoded one by one: a `cache` of all keys and values, which grows and is read by
     `forward`; a `ring` of the ones in reach; or a `recurrent` state. The latter two are bounded and read by `decode`.
+    `padding` says which key masks are honoured, `any` being those of every form, and `gradient` whether the gradient is
+    that of all that was computed, `exact`, or leaves out how keys or clusters were chosen, `through weights, not choices`.
+    A plan sets `exact_below`, the number of keys below which exact attention takes the place of this, and `checkpoint`,
+    whether training computes this again in the backward pass instead of keeping what it needs.
 
     Args:
         heads: Number of heads, H.
@@ -38,8 +43,13 @@ class Mechanism(nn.Module):
     trainable: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "cache"
+    padding: ClassVar[str] = "any"
+    gradient: ClassVar[str] = "exact"
     source: ClassVar[str]
     exact_when: ClassVar[str]
+
+    exact_below: int = 0
+    checkpoint: bool = False
 
     def __init__(self, heads: int, head_dim: int, *, causal: bool, scale: float) -> None:
         super().__init__()
@@ -68,6 +78,12 @@ class Mechanism(nn.Module):
         Settings that mean something only across layers, such as steps in turn, are written out here.
         """
         return settings
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward` with its hooks; where a plan says so, training keeps its inputs alone and runs it again."""
+        if self.checkpoint and self.training and torch.is_grad_enabled():
+            return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+        return super().__call__(*args, **kwargs)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from approx.tasks.task import Task
 __all__ = ["Progress", "Subject", "evaluate", "predict", "prepare"]
 
 Progress = Callable[[int, int], None]
-"""Called with the number of examples that are done and the number there are, over all models."""
+"""Called with the number of inputs that are done and the number there are, over all models."""
 
 
 def evaluate(
@@ -71,10 +71,11 @@ def evaluate(
             task.check(subject.model)
     loaded = task.load(data, split, limit)
     prepared = prepare(models, task, loaded, batch_size=batch_size, max_length=max_length, truncate=truncate)
-    examples, total = loaded.examples, len(loaded.examples) * len(models)
+    examples, rows = loaded.examples, len(prepared.encodings)
+    total = rows * len(models)
     predictions: dict[str, list[Any]] = {}
     for index, subject in enumerate(models):
-        done = index * len(examples)
+        done = index * rows
         advance = (lambda count, done=done: progress(done + count, total)) if progress else None
         predictions[subject.name] = predict(subject, task, prepared, device=device, advance=advance)
     labels = [example.label for example in examples]
@@ -89,7 +90,7 @@ def evaluate(
         "subset": loaded.subset,
         "truncated": prepared.truncated,
         "tokens": {"median": median_low(prepared.lengths), "longest": max(prepared.lengths)},
-        **compare(task, labels, prepared.lengths, predictions, margin=margin, seed=seed),
+        **compare(task, examples, prepared.lengths, predictions, margin=margin, seed=seed),
         "outputs": outputs.name if outputs is not None else None,
     }
 
@@ -110,7 +111,7 @@ def predict(
         task: Reads the predictions off its outputs.
         prepared: The same for every model that is compared.
         device: Where to run.
-        advance: Told how many examples are done, after every batch.
+        advance: Told how many inputs are done, after every batch.
 
     Returns:
         One prediction an example, in the order of the split.
@@ -123,14 +124,14 @@ def predict(
     model.eval()
     try:
         for rows in prepared.batches:
-            batch = task.collate([prepared.encodings[row] for row in rows], subject.processor)
-            batch = {key: value.to(device) for key, value in batch.items()}
+            encodings = [prepared.encodings[row] for row in rows]
+            batch = {key: value.to(device) for key, value in task.collate(encodings, subject.processor).items()}
             with _named(subject):
-                found |= zip(rows, task.predict(model(**batch), batch, model.config), strict=True)
+                found |= zip(rows, task.predict(model(**batch), encodings, model.config), strict=True)
             if advance:
                 advance(len(found))
     except torch.OutOfMemoryError:
-        longest = max(prepared.lengths)
+        longest = max(map(task.tokens, prepared.encodings))
         raise ApproxError(
             f"{subject.name}: the memory of {device} does not suffice for batches of {len(prepared.batches[0])} "
             f"examples of up to {longest} tokens. Use a smaller --batch-size or another --device.",
@@ -138,7 +139,10 @@ def predict(
         ) from None
     finally:
         model.train(was_training)
-    return [found[row] for row in range(len(found))]
+    parts: list[list[Any]] = [[] for _ in prepared.split.examples]
+    for row, owner in enumerate(prepared.owners):
+        parts[owner].append(found[row])
+    return [task.combine(example, said) for example, said in zip(prepared.split.examples, parts, strict=True)]
 
 
 @contextmanager

@@ -9,9 +9,7 @@ from typing import Any
 from torch import nn
 
 from approx.errors import ApproxError, Exit
-from approx.tasks.task import Example, Split, Task
-
-Encoding = dict[str, list[int]]
+from approx.tasks.task import Encoding, Example, Split, Task
 
 # So many examples show whether two tokenizers are the same; a different one hardly survives the first.
 _TOKENIZER_PROBES = 16
@@ -38,20 +36,19 @@ class Prepared:
 
     Args:
         split: The examples.
-        encodings: One an example, without padding, in the order of the examples.
+        encodings: One an example, or several where it is read in windows, without padding, in the order of the examples.
+        owners: Example of each encoding.
+        lengths: Tokens of each example, over all of its windows.
         truncated: How many examples were cut.
-        batches: Rows of each batch; inputs of like length stand together, the longest first.
+        batches: Encodings of each batch; those of like length stand together, the longest first.
     """
 
     split: Split
     encodings: list[Encoding]
+    owners: list[int]
+    lengths: list[int]
     truncated: int
     batches: list[list[int]]
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each example."""
-        return [_length(encoding) for encoding in self.encodings]
 
 
 def prepare(
@@ -80,24 +77,31 @@ def prepare(
             Exit.UNAVAILABLE,
         )
     _check_tokenizers(subjects, task, split.examples[:_TOKENIZER_PROBES])
-    encodings = [task.encode(example, processor) for example in split.examples]
     limit, remedy = _limit(subjects, max_length)
-    long = [row for row, encoding in enumerate(encodings) if limit and _length(encoding) > limit]
+    encoded = [task.encode(example, processor, limit if task.windowed else None) for example in split.examples]
+    longest = [max(map(task.tokens, windows), default=0) for windows in encoded]
+    long = [row for row, length in enumerate(longest) if limit and length > limit]
     if long and not truncate:
-        worst = max(long, key=lambda row: _length(encodings[row]))
-        length = _length(encodings[worst])
+        worst = max(long, key=longest.__getitem__)
+        length = longest[worst]
         raise ApproxError(
-            f"{len(long)} of {len(encodings)} examples of {task.name} are too long: {split.examples[worst].id} has "
+            f"{len(long)} of {len(encoded)} examples of {task.name} are too long: {split.examples[worst].id} has "
             f"{length} tokens, the limit is {limit} {remedy.format(length=length)}, "
             "or give --truncate to cut and count such examples."
         )
     for row in long:
-        encodings[row] = task.encode(split.examples[row], processor, limit)
-    _check_tokens(subjects, split.examples, encodings)
+        encoded[row] = task.encode(split.examples[row], processor, limit)
+    lengths = [sum(map(task.tokens, windows)) for windows in encoded]
+    for example, length in zip(split.examples, lengths, strict=True):
+        if not length:
+            raise ApproxError(f"{example.id} has no tokens: its text is empty.", Exit.UNAVAILABLE)
+    owners = [row for row, windows in enumerate(encoded) for _ in windows]
+    encodings = [window for windows in encoded for window in windows]
+    _check_tokens(subjects, split.examples, encodings, owners)
     # The longest first, so that memory ends in the first batch or not at all.
-    rows = sorted(range(len(encodings)), key=lambda row: (-_length(encodings[row]), row))
+    rows = sorted(range(len(encodings)), key=lambda row: (-task.tokens(encodings[row]), row))
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    return Prepared(split, encodings, len(long), batches)
+    return Prepared(split, encodings, owners, lengths, len(long), batches)
 
 
 def _check_tokenizers(subjects: Sequence[Subject], task: Task, probes: Sequence[Example]) -> None:
@@ -113,16 +117,15 @@ def _check_tokenizers(subjects: Sequence[Subject], task: Task, probes: Sequence[
                 )
 
 
-def _check_tokens(subjects: Sequence[Subject], examples: Sequence[Example], encodings: Sequence[Encoding]) -> None:
-    for example, encoding in zip(examples, encodings, strict=True):
-        if not _length(encoding):
-            raise ApproxError(f"{example.id} has no tokens: its text is empty.", Exit.UNAVAILABLE)
+def _check_tokens(
+    subjects: Sequence[Subject], examples: Sequence[Example], encodings: Sequence[Encoding], owners: Sequence[int]
+) -> None:
     highest, row = max((max(encoding.get("input_ids", [-1])), row) for row, encoding in enumerate(encodings))
     for subject in subjects:
         vocabulary = getattr(subject.model.config, "vocab_size", None)
         if vocabulary is not None and highest >= vocabulary:
             raise ApproxError(
-                f"{examples[row].id} has token {highest}, but {subject.name} knows the tokens 0-{vocabulary - 1}: "
+                f"{examples[owners[row]].id} has token {highest}, but {subject.name} knows the tokens 0-{vocabulary - 1}: "
                 "the tokenizer beside it belongs to another model. Put the model's own tokenizer there.",
                 Exit.UNAVAILABLE,
             )
@@ -150,7 +153,3 @@ def _positions(model: Any) -> int | None:
             # RoBERTa counts positions from the row after the padding token's.
             return positions - module.padding_idx - 1
     return positions
-
-
-def _length(encoding: Encoding) -> int:
-    return len(next(iter(encoding.values()), ()))

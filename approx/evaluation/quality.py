@@ -17,14 +17,15 @@ from approx.evaluation.statistics import (
     score_interval,
     verdict,
 )
-from approx.tasks.task import Task
+from approx.tasks.metrics import METRICS, TaskMetric
+from approx.tasks.task import Example, Task
 
 _SHORTEST_SLICE = 16
 
 
 def compare(
     task: Task,
-    labels: Sequence[Any],
+    examples: Sequence[Example],
     lengths: Sequence[int],
     predictions: dict[str, list[Any]],
     *,
@@ -37,86 +38,107 @@ def compare(
 
     Args:
         task: Whose first metric is compared; the others are only scored.
-        labels: One an example.
+        examples: In the order of the predictions.
         lengths: Tokens of each example, for the slices.
-        predictions: Name of a model -> its predictions, in the order of `labels`; the base comes first.
+        predictions: Name of a model -> its predictions; the base comes first.
         margin: The loss that is acceptable, in the units of the score.
         seed: Of the bootstrap.
 
     Returns:
-        `metric`, `base` and `variants` of a quality entry (see `approx.evaluation.record`).
+        `metric`, `fraction`, `lower_is_better`, `base` and `variants` of a quality entry (see
+        `approx.evaluation.record`).
     """
-    (_, base), *others = predictions.items()
+    labels, groups = [example.label for example in examples], _groups(examples)
+    metric = METRICS[task.metrics[0]]
+    evidence = {name: metric.evidence(found, labels) for name, found in predictions.items()}
+    correct = {
+        # Right and wrong make the score only where it is nothing but the share of the right ones.
+        name: task.correct(found, labels) if metric.key == "accuracy" and groups is None else None
+        for name, found in predictions.items()
+    }
+    base, *others = predictions
     variants = []
-    for name, converted in others:
-        found = _compare(task, labels, base, converted, seed)
-        judged, needed = verdict(found.interval, margin, len(labels))
+    for name in others:
+        found = _compare(metric, (evidence[base], evidence[name]), (correct[base], correct[name]), groups, seed)
+        low, high = found.interval
+        gain = (-high, -low) if metric.lower_is_better else (low, high)
+        judged, needed = verdict(gain, margin, len(labels))
         variants.append(
             {
                 "name": name,
-                "scores": task.score(converted, labels),
+                "scores": task.score(predictions[name], labels),
                 "difference": found.difference,
-                "interval": list(found.interval),
+                "interval": [low, high],
                 "confidence": found.confidence,
                 "test": found.test,
                 "p_value": found.p_value,
                 "margin": margin,
                 "verdict": judged,
                 "needed_examples": needed,
-                "slices": _slices(task, labels, lengths, base, converted),
+                "slices": _slices(metric, lengths, evidence[base], evidence[name]),
             }
         )
-    interval = list(_interval(task, labels, base, seed))
+    interval = _interval(metric, evidence[base], correct[base], groups, seed)
     return {
-        "metric": task.metrics[0],
-        "base": {"scores": task.score(base, labels), "interval": interval},
+        "metric": metric.key,
+        "fraction": metric.fraction,
+        "lower_is_better": metric.lower_is_better,
+        "base": {"scores": task.score(predictions[base], labels), "interval": list(interval)},
         "variants": variants,
     }
 
 
-def _compare(task: Task, labels: Sequence[Any], base: list[Any], converted: list[Any], seed: int) -> Comparison:
-    right, right_too = _correct(task, base, labels), _correct(task, converted, labels)
-    if right is not None and right_too is not None:
-        return compare_correct(right, right_too)
-    score, score_too = _Resampled(task, base, labels), _Resampled(task, converted, labels)
-    return compare_scores(lambda rows: score_too(rows) - score(rows), len(labels), seed=seed)
+Evidence = NDArray[np.float64]
 
 
-def _interval(task: Task, labels: Sequence[Any], predictions: list[Any], seed: int) -> Interval:
-    right = _correct(task, predictions, labels)
-    if right is not None:
-        return accuracy_interval(right)
-    return score_interval(_Resampled(task, predictions, labels), len(labels), seed=seed)
+def _compare(
+    metric: type[TaskMetric],
+    evidence: tuple[Evidence, Evidence],
+    correct: tuple[list[bool] | None, list[bool] | None],
+    groups: NDArray[np.intp] | None,
+    seed: int,
+) -> Comparison:
+    if correct[0] is not None and correct[1] is not None:
+        return compare_correct(correct[0], correct[1])
+    base, converted = evidence
+    return compare_scores(
+        lambda rows: metric.total(converted[rows]) - metric.total(base[rows]),
+        len(base),
+        seed=seed,
+        groups=groups,
+        bounded=metric.fraction,
+    )
 
 
-def _correct(task: Task, predictions: list[Any], labels: Sequence[Any]) -> list[bool] | None:
-    """Say which predictions are right, where the score is nothing but the share of these."""
-    return task.correct(predictions, labels) if task.metrics[0] == "accuracy" else None
+def _interval(
+    metric: type[TaskMetric],
+    evidence: Evidence,
+    correct: list[bool] | None,
+    groups: NDArray[np.intp] | None,
+    seed: int,
+) -> Interval:
+    if correct is not None:
+        return accuracy_interval(correct)
+    return score_interval(lambda rows: metric.total(evidence[rows]), len(evidence), seed=seed, groups=groups)
 
 
-class _Resampled:
-    """The compared metric of one model as a function of the rows it is computed on."""
-
-    def __init__(self, task: Task, predictions: Sequence[Any], labels: Sequence[Any]) -> None:
-        self._task, self._metric = task, task.metrics[0]
-        self._predictions, self._labels = np.asarray(predictions), np.asarray(labels)
-
-    def __call__(self, rows: NDArray[np.intp]) -> float:
-        picked = self._predictions[rows], self._labels[rows]
-        return self._task.score(*picked, metrics=[self._metric])[self._metric]
+def _groups(examples: Sequence[Example]) -> NDArray[np.intp] | None:
+    """Number of each example's group; None where examples are independent."""
+    if all(example.group is None for example in examples):
+        return None
+    return np.unique([example.group or example.id for example in examples], return_inverse=True)[1]
 
 
 def _slices(
-    task: Task, labels: Sequence[Any], lengths: Sequence[int], base: list[Any], converted: list[Any]
+    metric: type[TaskMetric], lengths: Sequence[int], base: Evidence, converted: Evidence
 ) -> list[dict[str, Any]]:
     """Score both by input length: up to 16 tokens, and then each slice reaches to twice the length."""
-    score, score_too = _Resampled(task, base, labels), _Resampled(task, converted, labels)
     counts = np.asarray(lengths)
     found, start, end = [], 0, _SHORTEST_SLICE
     while start <= counts.max():
         rows = np.flatnonzero((counts >= start) & (counts < end))
         if rows.size:
-            scores = {"base": score(rows), "converted": score_too(rows)}
+            scores = {"base": metric.total(base[rows]), "converted": metric.total(converted[rows])}
             found.append({"from": start, "to": end, "examples": int(rows.size), **scores})
         start, end = end, 2 * end
     return found

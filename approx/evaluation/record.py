@@ -13,7 +13,7 @@ never 0 or NaN. Its keys:
     recipe       {text, sha256} or null
     checkpoint   {name, revision, weights_sha256, family, parameters, layers, positions (int or null)}
     variants     [{name, layers: [{layer, mechanism, settings}], verified: bool, receipt: dict or null}]
-    quality      [{task, split, metric, examples, subset: bool, truncated: examples that were cut,
+    quality      [{task, split, metric, fraction: bool (told in percent and points), lower_is_better: bool, examples, subset: bool, truncated: examples that were cut,
                    tokens: {median, longest: int},
                    base: {scores: {metric: score}, interval},
                    variants: [{name, scores, difference, interval, confidence, test, p_value, margin, verdict,

@@ -64,15 +64,19 @@ def compare_scores(
     examples: int,
     *,
     seed: int,
+    groups: NDArray[np.intp] | None = None,
+    bounded: bool = True,
     confidence: float = CONFIDENCE,
     resamples: int = RESAMPLES,
 ) -> Comparison:
     """Compare two scores that are no mean over examples (F1, Matthews, correlations) by paired bootstrap.
 
-    Examples are drawn with replacement, both models on the same ones, and the metric is computed again.
+    Examples are drawn with replacement, both models on the same ones, and the metric is computed again. Examples of
+    one group are alike, so whole groups are drawn.
 
     The percentile interval shrinks to a point where hardly a prediction changed, as if examples not seen
-    could not change either; it is kept at least as wide as the rule of three allows (3 / examples each way).
+    could not change either; for a score between 0 and 1 it is kept at least as wide as the rule of three allows
+    (3 / examples each way, or 3 / groups).
 
     Source: Efron and Tibshirani, 1993, "An Introduction to the Bootstrap", chapters 13 and 16; Hanley and
     Lippman-Hand, 1983, "If nothing goes wrong, is everything all right?".
@@ -81,17 +85,21 @@ def compare_scores(
         difference: Rows of examples -> the metric of the converted model minus the base's on these rows.
         examples: How many there are.
         seed: Of the resampling.
+        groups: Number of each example's group, from 0; None where examples are independent.
+        bounded: Whether the score lies between 0 and 1.
         confidence: Of the interval.
         resamples: How many times the metric is computed again.
     """
     observed = difference(np.arange(examples))
-    drawn = _resample(difference, examples, seed, resamples)
+    drawn = _resample(difference, examples, seed, resamples, groups)
     beyond = min(int(np.sum(drawn <= 0)), int(np.sum(drawn >= 0)))
     p_value = min(1.0, 2 * (beyond + 1) / (resamples + 1))
     low, high = _percentiles(drawn, confidence)
-    unseen = -math.log(1 - confidence) / examples
+    independent = examples if groups is None else int(groups.max()) + 1
+    unseen = -math.log(1 - confidence) / independent if bounded else 0.0
     interval = (min(low, observed - unseen), max(high, observed + unseen))
-    return Comparison(observed, interval, confidence, "paired bootstrap", p_value)
+    test = "paired bootstrap" if groups is None else f"paired bootstrap over {independent} groups"
+    return Comparison(observed, interval, confidence, test, p_value)
 
 
 def accuracy_interval(correct: ArrayLike, confidence: float = CONFIDENCE) -> Interval:
@@ -106,11 +114,12 @@ def score_interval(
     examples: int,
     *,
     seed: int,
+    groups: NDArray[np.intp] | None = None,
     confidence: float = CONFIDENCE,
     resamples: int = RESAMPLES,
 ) -> Interval:
     """Return the bootstrap interval of one score; `score` takes the rows it is computed on."""
-    return _percentiles(_resample(score, examples, seed, resamples), confidence)
+    return _percentiles(_resample(score, examples, seed, resamples, groups), confidence)
 
 
 def verdict(interval: Interval, margin: float, examples: int) -> tuple[str, int | None]:
@@ -165,10 +174,18 @@ def ratio_interval(
 
 
 def _resample(
-    statistic: Callable[[NDArray[np.intp]], float], examples: int, seed: int, resamples: int
+    statistic: Callable[[NDArray[np.intp]], float],
+    examples: int,
+    seed: int,
+    resamples: int,
+    groups: NDArray[np.intp] | None,
 ) -> NDArray[np.float64]:
     generator = np.random.default_rng(seed)
-    return np.array([statistic(generator.integers(examples, size=examples)) for _ in range(resamples)])
+    if groups is None:
+        return np.array([statistic(generator.integers(examples, size=examples)) for _ in range(resamples)])
+    members = [np.flatnonzero(groups == group) for group in range(int(groups.max()) + 1)]
+    drawn = (generator.integers(len(members), size=len(members)) for _ in range(resamples))
+    return np.array([statistic(np.concatenate([members[group] for group in picks])) for picks in drawn])
 
 
 def _percentiles(drawn: NDArray[np.float64], confidence: float) -> Interval:

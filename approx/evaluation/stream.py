@@ -31,7 +31,7 @@ def text_inputs(
     Raises:
         ApproxError: if the texts hold nothing but special tokens.
     """
-    rows = [task.encode(example, processor)["input_ids"] for example in examples]
+    rows = [window["input_ids"] for example in examples for window in task.encode(example, processor)]
     special = set(processor.all_special_ids)
     content = [token for token in chain.from_iterable(rows) if token not in special]
     if not content:

@@ -1,24 +1,26 @@
 """Metrics of Hugging Face's `evaluate` that need no network, unlike `evaluate.load`, which fetches scripts.
 
-Each is an `evaluate.Metric`, for Trainer and its kin, around a plain function `value`. The bootstrap calls that
-thousands of times, so it is a few array operations: scikit-learn's functions, which the tests hold it to, spend
-a hundred times as long on checking their input.
+Each is an `evaluate.Metric`, for Trainer and its kin. Its score is computed in two steps: the `evidence` of each
+example, once, and the `total` of some examples' evidence. The bootstrap takes thousands of totals, so that is a few
+array operations: scikit-learn's functions, which the tests hold them to, spend a hundred times as long on checking
+their input.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import datasets
 import evaluate
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 
 class TaskMetric(evaluate.Metric):
-    """A metric of one number, which is larger for better predictions.
+    """A metric of one number.
 
     Example: `F1().compute(predictions=[1, 0], references=[1, 1])` gives `{"f1": 0.667}`.
     """
@@ -26,11 +28,24 @@ class TaskMetric(evaluate.Metric):
     key: ClassVar[str]
     feature: ClassVar[str] = "int64"
     source: ClassVar[str]
+    lower_is_better: ClassVar[bool] = False
+    fraction: ClassVar[bool] = True
+    """Whether it is a fraction, told in percent and points; otherwise it is told in its own units."""
+
+    @staticmethod
+    def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
+        """What the score is computed from, a row an example, [n, k]; here the prediction beside the label."""
+        return np.stack([np.asarray(predictions, float), np.asarray(labels, float)], axis=1)
 
     @staticmethod
     @abstractmethod
-    def value(predictions: ArrayLike, labels: ArrayLike) -> float:
+    def total(evidence: NDArray[np.float64]) -> float:
+        """The score of the examples whose evidence this is, at least one."""
+
+    @classmethod
+    def value(cls, predictions: Sequence[Any], labels: Sequence[Any]) -> float:
         """Score predictions, paired with labels by position."""
+        return cls.total(cls.evidence(predictions, labels))
 
     def _info(self) -> evaluate.MetricInfo:
         column = datasets.Value(self.feature)
@@ -53,9 +68,9 @@ class Accuracy(TaskMetric):
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.accuracy_score.html"
 
     @staticmethod
-    def value(predictions: ArrayLike, labels: ArrayLike) -> float:
+    def total(evidence: NDArray[np.float64]) -> float:
         """Score predicted classes."""
-        return float(np.mean(np.asarray(predictions) == np.asarray(labels)))
+        return float(np.mean(evidence[:, 0] == evidence[:, 1]))
 
 
 class F1(TaskMetric):
@@ -65,9 +80,9 @@ class F1(TaskMetric):
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.f1_score.html"
 
     @staticmethod
-    def value(predictions: ArrayLike, labels: ArrayLike) -> float:
+    def total(evidence: NDArray[np.float64]) -> float:
         """Score predicted classes, 0 or 1."""
-        predicted, true = np.asarray(predictions) == 1, np.asarray(labels) == 1
+        predicted, true = evidence.T == 1
         return float(2 * np.sum(predicted & true) / max(1, predicted.sum() + true.sum()))
 
 
@@ -78,9 +93,9 @@ class Matthews(TaskMetric):
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.matthews_corrcoef.html"
 
     @staticmethod
-    def value(predictions: ArrayLike, labels: ArrayLike) -> float:
+    def total(evidence: NDArray[np.float64]) -> float:
         """Score predicted classes, 0 or 1."""
-        return _correlation(predictions, labels)
+        return _correlation(evidence)
 
 
 class Pearson(TaskMetric):
@@ -91,9 +106,9 @@ class Pearson(TaskMetric):
     source = "https://docs.scipy.org/doc/scipy/reference/generated/scipy.stats.pearsonr.html"
 
     @staticmethod
-    def value(predictions: ArrayLike, labels: ArrayLike) -> float:
+    def total(evidence: NDArray[np.float64]) -> float:
         """Score predicted numbers."""
-        return _correlation(predictions, labels)
+        return _correlation(evidence)
 
 
 class Spearman(TaskMetric):
@@ -104,18 +119,17 @@ class Spearman(TaskMetric):
     source = "https://docs.scipy.org/doc/scipy/reference/generated/scipy.stats.spearmanr.html"
 
     @staticmethod
-    def value(predictions: ArrayLike, labels: ArrayLike) -> float:
+    def total(evidence: NDArray[np.float64]) -> float:
         """Score predicted numbers."""
-        return _correlation(rankdata(predictions), rankdata(labels))
+        return _correlation(rankdata(evidence, axis=0))
 
 
 METRICS: dict[str, type[TaskMetric]] = {metric.key: metric for metric in (Accuracy, F1, Matthews, Pearson, Spearman)}
 """Names as in a task's `metrics` and in a record."""
 
 
-def _correlation(predictions: ArrayLike, labels: ArrayLike) -> float:
-    pair = np.asarray([predictions, labels], float)
+def _correlation(evidence: NDArray[np.float64]) -> float:
     # A collapsed model predicts a constant; its score must be one that can be compared and stored.
-    if not np.ptp(pair, axis=1).all():
+    if not np.ptp(evidence, axis=0).all():
         return 0.0
-    return float(np.corrcoef(pair)[0, 1])
+    return float(np.corrcoef(*evidence.T)[0, 1])

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from numpy.typing import ArrayLike
-
 from approx.errors import ApproxError, Exit
+
+Encoding = dict[str, Any]
+"""What a model reads of one example, or of one window of it, without padding, by the names of the model's inputs.
+
+A task may keep things for itself under further names; its `collate` leaves them out.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,14 @@ class Example:
         id: Stable name: the same row of the same source has the same id everywhere and under every limit.
         inputs: What the model reads, by name. Text tasks: `text`, and `text_pair` for the second of a pair.
         label: What a prediction is compared with: an index into `Task.labels`, or a float for regression.
+        group: Examples of one group (a speaker, a document) are alike, and are drawn together when scores are
+            resampled; None where examples are independent.
     """
 
     id: str
     inputs: dict[str, Any]
     label: Any
+    group: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,8 @@ class Task(ABC):
     """Names in `approx.tasks.metrics.METRICS`; the first is the one that is compared."""
     labels: tuple[str, ...] = ()
     """Names of the classes in the order of their indices; empty for regression."""
+    windowed: ClassVar[bool] = False
+    """Whether an example that is longer than a model's positions is read in several windows."""
 
     @abstractmethod
     def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
@@ -90,36 +99,45 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def encode(self, example: Example, processor: Any, max_length: int | None = None) -> dict[str, list[int]]:
-        """Turn one example into the model's inputs, without padding.
+    def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
+        """Turn one example into the model's inputs, without padding: one encoding, or several windows.
 
         Args:
             example: One of `load`.
-            processor: The tokenizer of the checkpoint.
-            max_length: Cut to so many tokens; None means never cut.
+            processor: The tokenizer or feature extractor of the checkpoint.
+            max_length: The most tokens of an encoding: longer examples are read in windows by a windowed task and cut
+                by others. None means no limit.
         """
 
+    def tokens(self, encoding: Encoding) -> int:
+        """Tokens of an encoding."""
+        return len(next(iter(encoding.values()), ()))
+
     @abstractmethod
-    def collate(self, encodings: Sequence[dict[str, list[int]]], processor: Any) -> dict[str, Any]:
+    def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
         """Pad encodings into one batch of tensors, [B, L]."""
 
     @abstractmethod
-    def predict(self, outputs: Any, batch: dict[str, Any], config: Any) -> list[Any]:
-        """Read one prediction per row off a model's outputs.
+    def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
+        """Read what each row says off a model's outputs.
 
         Args:
-            outputs: What the model returned for `batch`.
-            batch: What `collate` returned.
+            outputs: What the model returned for the batch.
+            encodings: The rows of the batch, as `encode` made them.
             config: The model's configuration; it says which output stands for which label.
 
         Returns:
-            B predictions that JSON can hold, comparable with `Example.label`.
+            B values that JSON can hold: predictions, or parts of one that `combine` puts together.
 
         Raises:
             ApproxError: if the outputs are not finite.
         """
 
-    def score(self, predictions: ArrayLike, labels: ArrayLike, metrics: Sequence[str] = ()) -> dict[str, float]:
+    def combine(self, example: Example, parts: list[Any]) -> Any:
+        """Make the prediction of an example, comparable with its label, of what its windows say."""
+        return parts[0]
+
+    def score(self, predictions: Sequence[Any], labels: Sequence[Any], metrics: Sequence[str] = ()) -> dict[str, float]:
         """Score predictions, paired with labels by position.
 
         Args:
@@ -158,7 +176,7 @@ class SequenceClassification(Task):
             )
         self._order(model.config)
 
-    def encode(self, example: Example, processor: Any, max_length: int | None = None) -> dict[str, list[int]]:
+    def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
         """Tokenise the text or the pair, with the tokenizer's own special tokens."""
         encoding = processor(
             example.inputs["text"],
@@ -168,9 +186,9 @@ class SequenceClassification(Task):
             # Lengths are checked against the model's positions, which say more than the tokenizer's warning.
             verbose=False,
         )
-        return dict(encoding)
+        return [dict(encoding)]
 
-    def collate(self, encodings: Sequence[dict[str, list[int]]], processor: Any) -> dict[str, Any]:
+    def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
         """Pad to the longest of the batch, on the side the tokenizer pads."""
         if processor.pad_token is None and len({len(one["input_ids"]) for one in encodings}) > 1:
             raise ApproxError(
@@ -180,7 +198,7 @@ class SequenceClassification(Task):
             )
         return dict(processor.pad(list(encodings), return_tensors="pt"))
 
-    def predict(self, outputs: Any, batch: dict[str, Any], config: Any) -> list[Any]:
+    def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
         """Take the likeliest class of each row, or the regressed number."""
         logits = outputs.logits.float()
         # An argmax over NaN is class 0, and would pass for a prediction.

@@ -33,6 +33,11 @@ def data(tmp_path) -> Path:
     return tmp_path
 
 
+def labelled(labels: list, groups: list[str] | None = None) -> list[Example]:
+    """Examples of nothing but labels, and of the groups that they belong to."""
+    return [Example(str(row), {}, label, groups[row] if groups else None) for row, label in enumerate(labels)]
+
+
 def subjects(*models: torch.nn.Module) -> dict[str, Subject]:
     names = ["exact", "noisy", "noisier"]
     return {name: Subject(name, model, tiny_tokenizer()) for name, model in zip(names, models, strict=False)}
@@ -116,7 +121,12 @@ def test_metrics_that_are_no_mean_are_compared_by_bootstrap():
     base = [int(label) if generator.random() < 0.9 else 1 - label for label in labels]
     lost = [prediction if generator.random() < 0.7 else 1 - prediction for prediction in base]
     found = compare(
-        open_task("glue/mrpc"), labels, [20] * 400, {"exact": base, "same": base, "lost": lost}, margin=0.02, seed=0
+        open_task("glue/mrpc"),
+        labelled(labels),
+        [20] * 400,
+        {"exact": base, "same": base, "lost": lost},
+        margin=0.02,
+        seed=0,
     )
     assert found["metric"] == "f1"
     assert set(found["base"]["scores"]) == {"f1", "accuracy"}
@@ -132,10 +142,36 @@ def test_regression_is_compared_by_correlation():
     base = (labels + np.random.default_rng(0).normal(0, 0.5, 300)).tolist()
     constant = [2.5] * 300
     found = compare(
-        open_task("glue/stsb"), labels.tolist(), [20] * 300, {"exact": base, "constant": constant}, margin=0.01, seed=0
+        open_task("glue/stsb"),
+        labelled(labels.tolist()),
+        [20] * 300,
+        {"exact": base, "constant": constant},
+        margin=0.01,
+        seed=0,
     )
     assert found["variants"][0]["scores"] == {"pearson": 0.0, "spearman": 0.0}
     assert found["variants"][0]["verdict"] == "loss beyond margin"
+
+
+def test_examples_of_a_group_are_drawn_together():
+    # Twenty copies of each of ten answers are worth ten examples, not two hundred.
+    labels, base = [1, 0] * 5, [1, 0, 1, 1, 1, 0, 1, 0, 0, 0]
+    lost = [1, 0, 1, 1, 1, 0, 0, 0, 0, 1]
+    repeated = [[value for value in values for _ in range(20)] for values in (labels, base, lost)]
+    speakers = [str(row // 20) for row in range(200)]
+    predictions = {"exact": repeated[1], "lost": repeated[2]}
+    task = open_task("glue/mrpc")
+    loose, grouped = (
+        compare(task, labelled(repeated[0], groups), [20] * 200, predictions, margin=0.01, seed=0)
+        for groups in (None, speakers)
+    )
+    single = compare(task, labelled(labels), [20] * 10, {"exact": base, "lost": lost}, margin=0.01, seed=0)
+    widths = [
+        entry["variants"][0]["interval"][1] - entry["variants"][0]["interval"][0] for entry in (loose, grouped, single)
+    ]
+    assert widths[0] < widths[1] / 2
+    assert widths[1] == pytest.approx(widths[2], rel=0.15)
+    assert grouped["variants"][0]["test"] == "paired bootstrap over 10 groups"
 
 
 def test_inputs_longer_than_the_positions_are_refused_or_cut_and_counted(data):

@@ -104,9 +104,9 @@ def test_the_embedded_model_finds_the_needle():
     task.check(model)
     predictions = []
     for example in task.examples():
-        batch = task.collate([task.encode(example, tokenizer)], tokenizer)
+        batch = task.collate(encodings := task.encode(example, tokenizer), tokenizer)
         assert batch["input_ids"].shape == (1, 2048)
         assert tokenizer.unk_token_id not in batch["input_ids"]
         with torch.inference_mode():
-            predictions += task.predict(model(**batch), batch, model.config)
+            predictions += task.predict(model(**batch), encodings, model.config)
     assert task.score(predictions, [example.label for example in task.examples()])["accuracy"] >= 0.95

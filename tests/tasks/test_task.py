@@ -66,13 +66,13 @@ def test_outputs_are_read_by_the_models_own_label_names(labels, expected):
     task, model = open_task("glue/mnli"), tiny_model(3, labels=labels)
     task.check(model)
     outputs = SimpleNamespace(logits=torch.eye(3))
-    assert task.predict(outputs, {}, model.config) == expected
+    assert task.predict(outputs, [], model.config) == expected
 
 
 def test_regression_predicts_numbers():
     task, model = open_task("glue/stsb"), tiny_model(1)
     task.check(model)
-    assert task.predict(SimpleNamespace(logits=torch.tensor([[1.5], [4.0]])), {}, model.config) == [1.5, 4.0]
+    assert task.predict(SimpleNamespace(logits=torch.tensor([[1.5], [4.0]])), [], model.config) == [1.5, 4.0]
     assert task.correct([1.5], [1.5]) is None
 
 
@@ -86,14 +86,15 @@ def test_logits_that_are_not_finite_are_no_prediction():
 
 def test_pairs_are_encoded_as_pairs_and_padded_by_the_tokenizer():
     task, tokenizer = open_task("glue/rte"), tiny_tokenizer()
-    pair = task.encode(Example("a", {"text": "the film", "text_pair": "is good"}, 0), tokenizer)
-    single = task.encode(Example("b", {"text": "the"}, 0), tokenizer)
+    pair = task.encode(Example("a", {"text": "the film", "text_pair": "is good"}, 0), tokenizer)[0]
+    single = task.encode(Example("b", {"text": "the"}, 0), tokenizer)[0]
     assert pair["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1]
     batch = task.collate([pair, single], tokenizer)
     assert batch["attention_mask"].tolist() == [[1] * 7, [1] * 3 + [0] * 4]
     assert (batch["input_ids"][1, 3:] == tokenizer.pad_token_id).all()
     assert (
-        len(task.encode(Example("a", {"text": "the film", "text_pair": "is good"}, 0), tokenizer, 5)["input_ids"]) == 5
+        len(task.encode(Example("a", {"text": "the film", "text_pair": "is good"}, 0), tokenizer, 5)[0]["input_ids"])
+        == 5
     )
 
 

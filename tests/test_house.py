@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "approx.yaml_text": "",
     "approx.registration": "",
     "approx.mechanisms": "approx.errors approx_kernels",
+    "approx.patterns": "approx.errors approx.mechanisms approx_kernels",
     "approx.tasks": "approx.errors",
     "approx.conversion": "approx.errors approx.version approx.yaml_text approx.mechanisms",
     "approx.evaluation": "approx.errors approx.version approx.tasks",
@@ -34,7 +35,7 @@ MAY_IMPORT = {
     "approx.recipe": "approx.errors approx.yaml_text",
     "approx.search": "approx.errors approx.conversion approx.evaluation",
     "approx.pipeline": "approx.errors approx.version approx.recipe approx.search approx.publishing approx.evaluation"
-    " approx.finetuning approx.conversion approx.tasks",
+    " approx.finetuning approx.conversion approx.patterns approx.tasks",
     "approx.cli": "approx",
     "approx": "approx",
 }

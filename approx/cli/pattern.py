@@ -1,0 +1,130 @@
+"""The command that tells and draws sparse patterns: pattern."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from approx.cli import options
+from approx.cli.command import command
+from approx.cli.figures import speed_tables
+from approx.cli.layers import settings_text
+from approx.cli.terminal import Terminal, table
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command of this file to the app."""
+    command(
+        app,
+        "Convert",
+        "approx pattern ltr --length 1024",
+        "approx pattern strided --length 4096 --set stride=64 --causal -o pictures",
+        "approx pattern bigbird --length 2048 --measure --no-draw --json",
+    )(pattern)
+
+
+def pattern(
+    terminal: Terminal,
+    name: Annotated[
+        str, typer.Argument(help="A mechanism that chooses keys by position, e.g. ltr or bigbird.", show_default=False)
+    ],
+    length: Annotated[int, typer.Option("--length", "-n", help="Tokens, n, up to 8192.", show_default=False)],
+    set_: options.Settings = None,
+    causal: Annotated[bool, typer.Option("--causal", help="The form in which a query sees no later key.")] = False,
+    block: Annotated[int, typer.Option(min=1, help="Side of the tiles of the block density.")] = 64,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Folder for the pictures; without it pattern-NAME-LENGTH here.", show_default=False
+        ),
+    ] = None,
+    no_draw: Annotated[bool, typer.Option("--no-draw", help="Write no pictures.")] = False,
+    draw_length: Annotated[
+        int,
+        typer.Option(help="Tokens at which pairs and paths are drawn one by one, where the pattern has more than 48."),
+    ] = 16,
+    node: Annotated[
+        int | None, typer.Option(help="Position whose paths are lit in the flow graph.", show_default=False)
+    ] = None,
+    force: options.Force = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also time it against exact attention: 12 heads of size 64.")
+    ] = False,
+    device: options.Device = "auto",
+) -> None:
+    """Count and draw a sparse pattern: edges, density, information flow.
+
+    The pictures are the pattern in its steps and its information-flow graph, each as SVG and PNG.
+    """
+    from approx.patterns import find_pattern
+    from approx.pipeline import patterns
+    from approx.pipeline.measure import choose_device
+
+    chosen = find_pattern(name, length, causal, options.read_settings(set_))
+    folder = output or Path(f"pattern-{name}-{length}{'-causal' if causal else ''}")
+    if not no_draw:
+        patterns.refuse_existing(folder, force)
+    timed_on = choose_device(device) if measure else None
+    files = [] if no_draw else patterns.draw(chosen, folder, length=draw_length, node=node)
+    with terminal.progress() as bar:
+        found = patterns.tell(chosen, block=block, device=timed_on, progress=bar)
+    found["files"] = [str(file) for file in files]
+    drawn = [f"Pictures: {', '.join(found['files'])}"] if files else []
+    terminal.result(found, _counts(found), _flow(found), *speed_tables(found.get("speed", [])), *drawn)
+
+
+def _counts(found: dict[str, Any]) -> Table:
+    several = len(found["steps"]) > 1
+    rows = [_row(f"step {number + 1}" if several else "", step) for number, step in enumerate(found["steps"])]
+    if several:
+        rows += [_row("merged", found["merged"]), ["sum of steps", f"{found['edges']:,}", "", "", "", "", ""]]
+    whole = found["length"] ** 2
+    form = "causal" if found["causal"] else "bidirectional"
+    rows.append([f"exact, {form}", f"{found['exact_edges']:,}", "", _share(found["exact_edges"] / whole), "", "", ""])
+    tiles = f"tiles of {found['block']}"
+    return table(
+        ["", "edges", "keys a query sees", "of all pairs", tiles, f"{tiles}, rewritten", ""],
+        rows,
+        title=f"{found['pattern']} over {found['length']:,} tokens, {form}: {settings_text(found['settings'])}",
+    )
+
+
+def _row(name: str, counts: dict[str, Any]) -> list[str]:
+    return [
+        name,
+        f"{counts['edges']:,}",
+        "{min} … {max}, mean {mean:.1f}".format(**counts["in_degree"]),
+        _share(counts["density"]),
+        _share(counts["block_density"]),
+        _share(counts["rewritten"]["block_density"]),
+        counts["rewritten"]["by"],
+    ]
+
+
+def _flow(found: dict[str, Any]) -> Table:
+    flow = found["flow"]
+    of = "earlier positions heard of" if found["causal"] else "positions heard of"
+    rows = [["the steps in their order" if len(found["steps"]) > 1 else "one layer", _share(flow["coverage"])]]
+    if flow["coverage_reversed"] is not None:
+        rows.append(["the steps reversed", _share(flow["coverage_reversed"])])
+        mode = found["settings"].get("mode", "merged")
+        rows += [
+            [f"{number} layer{'s'[: number > 1]}, mode {mode}", _share(share)]
+            for number, share in enumerate(flow["coverage_by_layer"], start=1)
+        ]
+    rows.append(["full information", "yes" if flow["full_information"] else "no"])
+    for load in found["load"]:
+        between = f"after step {load['after_step']}" if len(found["steps"]) > 1 else "between two layers"
+        rows.append(
+            [
+                f"load of a position {between}",
+                f"{_share(load['min'])} … {_share(load['max'])} (the most at {load['at']}), mean {_share(load['mean'])}",
+            ]
+        )
+        rows.append([f"paths of a pair {between}", f"{load['ways']:.3g} on average"])
+    return table(["information flow", of], rows)
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.3g} %" if value < 0.9995 or value == 1 else f"{100 * value:.6g} %"

@@ -1,0 +1,167 @@
+"""One sparse pattern at one length: its checked settings and its steps."""
+
+import difflib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from approx.errors import ApproxError, Exit
+from approx.mechanisms import MECHANISMS, Mechanism
+from approx_kernels.patterns import pattern_mask
+from approx_kernels.strided import root_above
+from approx_kernels.summaries import root_below
+
+# Every pair is looked at: 8,192 tokens take some seconds and about 2 GB, each doubling four times that.
+LONGEST = 8192
+# What a setting counts, which says how it shrinks with the length.
+_TOKENS = ("left", "right", "size", "shift", "window", "block", "sinks")
+_ROOTS = {"strided": root_above, "ltr": root_below, "rtl": root_below}
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Which query sees which key in each step of a mechanism.
+
+    Attributes:
+        name: The mechanism, e.g. `strided`.
+        length: Number of tokens, n.
+        causal: Whether a query sees only keys at or before its own position.
+        settings: All settings of the mechanism; a stride that follows the length is written out.
+        steps: [p, n, n] bool, rows are queries; what the settings leave of the steps.
+    """
+
+    name: str
+    length: int
+    causal: bool
+    settings: dict[str, Any]
+    steps: NDArray[np.bool_]
+
+    @property
+    def merged(self) -> NDArray[np.bool_]:
+        """The union of the steps, [n, n] bool."""
+        return self.steps[0] if len(self.steps) == 1 else self.steps.any(0)
+
+    @property
+    def layers(self) -> list[NDArray[np.bool_]]:
+        """What as many layers as there are steps compute in turn, the lowest first; each is [n, n] bool.
+
+        Heads are joined by the projection behind them, so heads that take the steps in turn pass on what merged steps
+        pass on.
+        """
+        return list(self.steps) if self.settings.get("mode") == "interleave" else [self.merged] * len(self.steps)
+
+    def mechanism(self, heads: int, head_dim: int) -> Mechanism:
+        """The mechanism that computes it."""
+        scale = 1 / math.sqrt(head_dim)
+        return MECHANISMS[self.name](heads, head_dim, causal=self.causal, scale=scale, **self.settings)
+
+    def shrunk(self, length: int) -> "Pattern":
+        """The same pattern over fewer tokens, to be drawn.
+
+        Windows and blocks keep their share of the sequence; a stride l keeps l / sqrt(n), and its summary the share
+        of the stride, so that both steps keep their looks.
+        """
+        if length >= self.length:
+            return self
+        settings, share = dict(self.settings), length / self.length
+        for name in _TOKENS:
+            if name in settings:
+                settings[name] = _times(settings[name], share)
+        if "shift" in settings:
+            settings["shift"] = min(settings["shift"], settings["size"] - 1)
+        if isinstance(settings.get("global_tokens"), list):
+            settings["global_tokens"] = sorted({int(token * share) for token in settings["global_tokens"]})
+        if "stride" in settings:
+            stride = settings["stride"]
+            settings["stride"] = _times(stride, math.sqrt(share))
+            if "summary" in settings:
+                settings["summary"] = _times(settings["summary"], settings["stride"] / stride)
+        return find_pattern(self.name, length, self.causal, settings)
+
+
+def pattern_names() -> list[str]:
+    """The mechanisms whose queries see keys chosen by position alone."""
+    return [name for name, kind in MECHANISMS.items() if kind.sparse and _has_pattern(name, kind)]
+
+
+def find_pattern(name: str, length: int, causal: bool, settings: dict[str, Any]) -> Pattern:
+    """Check what was asked for and make the pattern.
+
+    Args:
+        name: Name of a mechanism.
+        length: Number of tokens, from 1 to `LONGEST`.
+        causal: Whether a query sees only keys at or before its own position.
+        settings: Settings of the mechanism; what is left out has its default.
+
+    Raises:
+        ApproxError: with all mistakes in the settings at once; if the mechanism is unknown, has no pattern or not
+            this form, or the length is out of range.
+    """
+    kind = _kind(name)
+    defaults = kind.defaults()
+    unknown = [setting for setting in settings if setting not in defaults]
+    if unknown:
+        allowed = f"Settings of '{name}': {', '.join(defaults)}."
+        lines = [f"'{name}' has no setting '{one}'.{_nearest(one, list(defaults))} {allowed}" for one in unknown]
+        raise ApproxError("\n".join(lines))
+    form = "causal" if causal else "bidirectional"
+    if not getattr(kind, f"supports_{form}"):
+        mend = "Leave out --causal" if causal else "Add --causal"
+        able = [other for other in pattern_names() if getattr(MECHANISMS[other], f"supports_{form}")]
+        raise ApproxError(f"'{name}' has no {form} form. {mend}, or use one of {', '.join(able)}.", Exit.UNSUPPORTED)
+    if not 1 <= length <= LONGEST:
+        raise ApproxError(
+            f"A pattern over {length} tokens was asked for; allowed is 1 to {LONGEST}, because every pair is looked at. "
+            "Patterns repeat themselves: a shorter length shows the same."
+        )
+    complete = {**defaults, **settings}
+    try:
+        # The constructor is the one judge of settings.
+        made = kind(1, 1, causal=causal, scale=1.0, **complete)
+        if made.reads_tokens:
+            raise ApproxError(
+                f"With these settings '{name}' chooses keys by the words of each input, so it has no one pattern. Give "
+                "positions instead, e.g. --set global_tokens=[0,100]."
+            )
+        if complete.get("stride", 0) is None and name in _ROOTS:
+            complete["stride"] = _ROOTS[name](length)
+        steps = pattern_mask(name, length, causal, complete).numpy()
+    except ApproxError:
+        raise
+    except (ValueError, TypeError, OverflowError, RuntimeError, MemoryError) as error:
+        raise ApproxError(f"'{name}' cannot be made with these settings: {str(error).splitlines()[0]}") from None
+    step = complete.get("step")
+    return Pattern(name, length, causal, complete, steps if step is None else steps[step - 1 : step])
+
+
+def _kind(name: str) -> type[Mechanism]:
+    patterns = pattern_names()
+    if name in patterns:
+        return MECHANISMS[name]
+    listed = f"Patterns: {', '.join(patterns)}."
+    if name in MECHANISMS:
+        raise ApproxError(
+            f"'{name}' has no pattern: which keys its queries see is no matter of position. {listed}", Exit.UNSUPPORTED
+        )
+    raise ApproxError(f"Unknown pattern '{name}'.{_nearest(name, patterns)} {listed}")
+
+
+def _has_pattern(name: str, kind: type[Mechanism]) -> bool:
+    try:
+        pattern_mask(name, 1, not kind.supports_bidirectional, kind.defaults())
+    except ValueError:
+        return False
+    return True
+
+
+def _times(count: Any, share: float) -> Any:
+    """A count of tokens in proportion: what is there stays there."""
+    return max(1, round(count * share)) if count else count
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.tokens import stretches
+
 # Small enough that little outside of the window is computed, large enough to keep a fused kernel busy.
 _BLOCK = 64
 
@@ -20,21 +22,28 @@ def local_blocks(
     dropout: float,
 ) -> Tensor:
     """Fused exact attention between a block of queries and its stretch of keys, under the window's mask."""
+    before = k.shape[2] - q.shape[2]
+    if before < 0:
+        # Queries before all keys: with keys of nothing to stand on, they are like the others.
+        key_mask = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+        k, v, key_mask = F.pad(k, (0, 0, -before, 0)), F.pad(v, (0, 0, -before, 0)), F.pad(key_mask, (-before, 0))
     length, keys = q.shape[2], k.shape[2]
-    offset = keys - length
+    # Beyond the sequence there is nothing to reach.
+    left, right = min(left, keys), min(right, keys)
+    starts = range(keys - length, keys, _BLOCK)
+    bounds = [(max(first - left, 0), min(first + _BLOCK + right, keys)) for first in starts]
+    row = torch.arange(_BLOCK, device=q.device)[:, None]
+    column = torch.arange(_BLOCK + left + right, device=q.device)
+    # Every block sees its stretch alike, but for what the ends of the sequence cut off.
+    band = (column >= row) & (column <= row + left + right)
     out = []
-    for first in range(0, length, _BLOCK):
-        last = min(first + _BLOCK, length)
-        # At least one key, allowed or not: a query before all keys (L > S) has an empty stretch otherwise.
-        begin = min(max(first + offset - left, 0), keys - 1)
-        end = max(min(last + offset + right, keys), begin + 1)
-        own = torch.arange(first + offset, last + offset, device=q.device)[:, None]
-        seen = torch.arange(begin, end, device=q.device)
-        allowed = (seen >= own - left) & (seen <= own + right)
+    blocks = zip(starts, bounds, q.split(_BLOCK, 2), stretches(k, bounds), stretches(v, bounds), strict=True)
+    for first, (begin, end), queries, own, values in blocks:
+        cut = begin - (first - left)
+        allowed = band[: queries.shape[2], cut : cut + end - begin]
         if key_mask is not None:
             allowed = allowed & key_mask[:, None, None, begin:end]
-        block = q[:, :, first:last], k[:, :, begin:end], v[:, :, begin:end]
-        out.append(_masked_attention(*block, allowed, scale, dropout, offset < 0 or key_mask is not None))
+        out.append(_masked_attention(queries, own, values, allowed, scale, dropout, key_mask is not None))
     return torch.cat(out, 2)
 
 

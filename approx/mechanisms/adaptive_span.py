@@ -100,21 +100,21 @@ class AdaptiveSpanAttention(Mechanism):
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
         """Set each head's span to the shortest whole number that keeps its attention, as the mean over the real queries.
 
-        A head stays at the longest where none does, and where its window would reach as far as the batch: nothing then
-        tells it from a head that looks farther. So the batch should hold inputs of the length that is to be run.
+        A head stays at the longest where this is over half of the longest distance in the batch: it would save little,
+        and longer inputs may show that it looks farther. Heads that rest on the first token or on a separator are such;
+        in BERT's kind of model most of them are. The batch should hold inputs of the length that is to be run.
 
         Args: as for `forward`.
         """
         mass = mass_by_distance(q, k, key_mask, causal=self.causal, scale=self.scale)
         within = mass.cumsum(1)
-        # Mass under the mask of span z: m is the mean of R steps, the last ones at z, …, z + R - 1.
-        longest = mass.shape[1] - 1
-        kept = nn.functional.pad(within[:, None], (0, self.ramp), "replicate").unfold(2, self.ramp, 1).mean(3)[:, 0]
-        # The sums round: a share of 1 is reached to within what float32 weights sum up to.
-        enough = kept >= self.keep * within[:, -1:] - 1e-6
+        # Mass under the mask of each span z: the mask is the mean of R steps, the last ones at z, …, z + R - 1.
+        kept = nn.functional.pad(within[:, None], (0, self.ramp - 1), "replicate").unfold(2, self.ramp, 1).mean(3)[:, 0]
+        # All of the mass is all but what float32 weights round.
+        enough = kept >= self.keep - 1e-6
         shortest = enough.int().argmax(1)
-        known = (within[:, -1] > 0) & enough.any(1) & (shortest + self.ramp <= longest) & (shortest < self.max_span)
-        self.fraction.copy_(torch.where(known, shortest / self.max_span, 1.0))
+        near = enough.any(1) & (2 * shortest < mass.shape[1]) & (shortest < self.max_span)
+        self.fraction.copy_(torch.where(near, shortest / self.max_span, 1.0))
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:

@@ -10,12 +10,15 @@ from typing import Any
 from approx.errors import ApproxError
 from approx.tasks.glue import GLUE, Glue
 from approx.tasks.needle import Needle
+from approx.tasks.squad import Squad
 from approx.tasks.task import Example, SequenceClassification, Split, Task
 
 __all__ = ["TASKS", "Example", "SequenceClassification", "Split", "Task", "open_task"]
 
 TASKS: dict[str, Callable[..., Task]] = {
     **{f"glue/{subset}": partial(Glue, subset) for subset in GLUE},
+    "squad": partial(Squad, 1),
+    "squad_v2": partial(Squad, 2),
     Needle.name: Needle,
 }
 """Names as on the command line and in recipes; calling an entry, with the task's settings, makes the task."""

@@ -8,7 +8,10 @@ their input.
 
 from __future__ import annotations
 
+import re
+import string
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -47,13 +50,17 @@ class TaskMetric(evaluate.Metric):
         """Score predictions, paired with labels by position."""
         return cls.total(cls.evidence(predictions, labels))
 
+    @classmethod
+    def _features(cls) -> dict[str, Any]:
+        """Types of a prediction and of a label, as datasets name them."""
+        return dict.fromkeys(("predictions", "references"), datasets.Value(cls.feature))
+
     def _info(self) -> evaluate.MetricInfo:
-        column = datasets.Value(self.feature)
         return evaluate.MetricInfo(
             description=type(self).__doc__ or "",
             citation="",
-            inputs_description=f"predictions and references, {self.feature}",
-            features=datasets.Features({"predictions": column, "references": column}),
+            inputs_description="predictions and references, one of each an example",
+            features=datasets.Features(self._features()),
             reference_urls=[self.source],
         )
 
@@ -124,7 +131,62 @@ class Spearman(TaskMetric):
         return _correlation(rankdata(evidence, axis=0))
 
 
-METRICS: dict[str, type[TaskMetric]] = {metric.key: metric for metric in (Accuracy, F1, Matthews, Pearson, Spearman)}
+class ExactMatch(TaskMetric):
+    """The share of questions whose answer is one of the given ones, by SQuAD's normalisation.
+
+    A question's labels are its answers; none at all means that the right answer is none, the empty text.
+    """
+
+    key = "exact_match"
+    source = "https://rajpurkar.github.io/SQuAD-explorer/"
+
+    @classmethod
+    def _features(cls) -> dict[str, Any]:
+        text = datasets.Value("string")
+        return {"predictions": text, "references": datasets.List(text)}
+
+    @staticmethod
+    def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
+        """Whether each answer matches, [n, 1]."""
+        pairs = zip(predictions, labels, strict=True)
+        matches = [any(answer_words(said) == answer_words(one) for one in answers or [""]) for said, answers in pairs]
+        return np.asarray(matches, float)[:, None]
+
+    @staticmethod
+    def total(evidence: NDArray[np.float64]) -> float:
+        """The mean over questions."""
+        return float(evidence.mean())
+
+
+class AnswerF1(ExactMatch):
+    """The words that an answer shares with the given one that it is closest to, as F1; the mean over questions."""
+
+    key = "answer_f1"
+
+    @staticmethod
+    def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
+        """F1 of each answer, [n, 1]."""
+        pairs = zip(predictions, labels, strict=True)
+        return np.asarray([max(_overlap(said, one) for one in answers or [""]) for said, answers in pairs])[:, None]
+
+
+def answer_words(text: str) -> list[str]:
+    """The words of an answer as SQuAD compares them: lower case, without punctuation and articles."""
+    plain = "".join(character for character in text.lower() if character not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
+
+
+def _overlap(said: str, given: str) -> float:
+    first, second = answer_words(said), answer_words(given)
+    if not first or not second:
+        return float(first == second)
+    shared = sum((Counter(first) & Counter(second)).values())
+    return 2 * shared / (len(first) + len(second))
+
+
+METRICS: dict[str, type[TaskMetric]] = {
+    metric.key: metric for metric in (Accuracy, F1, Matthews, Pearson, Spearman, AnswerF1, ExactMatch)
+}
 """Names as in a task's `metrics` and in a record."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from approx.errors import ApproxError
-from approx.tasks.task import Example, SequenceClassification, Split
+from approx.tasks.task import Example, SequenceClassification, Split, whole_setting
 
 QUESTION = "find"
 VALUES = ("black", "blue", "brown", "green", "grey", "red", "white", "yellow")
@@ -54,10 +54,10 @@ class Needle(SequenceClassification):
     labels = VALUES
 
     def __init__(self, length: int = 2048, examples: int = 200, needles: int = 8, seed: int = 0) -> None:
-        _require("needles", needles, 1, len(KEYS))
-        _require("length", length, _SPECIAL_TOKENS + _QUESTION_WORDS + needles)
-        _require("examples", examples, 1)
-        _require("seed", seed, 0)
+        whole_setting(self.name, "needles", needles, 1, len(KEYS))
+        whole_setting(self.name, "length", length, _SPECIAL_TOKENS + _QUESTION_WORDS + needles)
+        whole_setting(self.name, "examples", examples, 1)
+        whole_setting(self.name, "seed", seed, 0)
         self.length, self.size, self.needles, self.seed = length, examples, needles, seed
 
     def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
@@ -74,7 +74,7 @@ class Needle(SequenceClassification):
         if split not in _SPLITS:
             raise ApproxError(f"Unknown split '{split}' of the task '{self.name}'. Known: {', '.join(_SPLITS)}.")
         if limit is not None:
-            _require("limit", limit, 1)
+            whole_setting(self.name, "limit", limit, 1)
         rows = range(min(self.size, limit or self.size))
         return Split(split, [self._example(split, row) for row in rows], subset=len(rows) < self.size)
 
@@ -91,13 +91,3 @@ class Needle(SequenceClassification):
         text = " ".join([QUESTION, KEYS[keys[0]], *document])
         name = f"needle/{split}/{self.length}-{self.needles}-{self.seed}/{row}"
         return Example(name, {"text": text}, int(values[0]))
-
-
-def _require(setting: str, value: int, least: int, most: int | None = None) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if whole and least <= value and (most is None or value <= most):
-        return
-    allowed = f"at least {least}" if most is None else f"from {least} to {most}"
-    raise ApproxError(
-        f"The setting '{setting}' of the task 'needle' is {value!r}; it has to be a whole number {allowed}."
-    )

@@ -1,0 +1,242 @@
+"""SQuAD: the answer to a question, as a span of the text it is about, or none.
+
+Read from the official JSON files or from the hub; questions, their order and their ids are the same either way.
+
+Source: Rajpurkar et al., 2016, "SQuAD: 100,000+ Questions for Machine Comprehension of Text", arXiv 1606.05250;
+Rajpurkar, Jia, Liang, 2018, "Know What You Don't Know", arXiv 1806.03822.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from approx.errors import ApproxError, Exit
+from approx.tasks.hub import load_rows
+from approx.tasks.task import Encoding, Example, Split, Task, whole_setting
+
+_SPLITS = ("dev", "train")
+_OURS = ("offsets",)
+
+
+class Squad(Task):
+    """Extractive question answering, of version 1.1 or, with questions that have no answer, 2.0.
+
+    A text longer than the window is read in windows that overlap; of all windows the likeliest span is the answer, by the
+    sum of its start and end logits, unless (2.0) the score of having none is higher by more than `no_answer_margin`.
+
+    Args:
+        version: 1 or 2.
+        window: Tokens of a window, question and special tokens included, at most; a model with fewer positions has
+            smaller ones.
+        stride: Tokens that neighbouring windows share.
+        best: Starts and ends of a window that are looked at, the likeliest ones.
+        longest_answer: Tokens of an answer, at most.
+        no_answer_margin: How far the score of no answer must exceed the best answer's.
+        articles: Titles of the articles to ask about; None asks about all.
+
+    Raises:
+        ApproxError: if a setting is out of range.
+    """
+
+    head: ClassVar[str] = "question-answering"
+    metrics = ("answer_f1", "exact_match")
+    windowed: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        version: int = 1,
+        *,
+        window: int = 384,
+        stride: int = 128,
+        best: int = 20,
+        longest_answer: int = 30,
+        no_answer_margin: float = 0.0,
+        articles: list[str] | None = None,
+    ) -> None:
+        self.name = "squad" if version == 1 else "squad_v2"
+        self._version = version
+        self._window = whole_setting(self.name, "window", window, 16)
+        self._stride = whole_setting(self.name, "stride", stride, 0, window - 1)
+        self._best = whole_setting(self.name, "best", best, 1)
+        self._longest = whole_setting(self.name, "longest_answer", longest_answer, 1)
+        self._margin = float(no_answer_margin)
+        self._articles = articles
+
+    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+        """Load a split, `dev` unless `train` is asked for.
+
+        Args:
+            data: The JSON file or its folder; None means the hub dataset, whose rows carry no articles' order.
+            split: `dev` or `train`.
+            limit: Keep the first `limit` questions.
+
+        Raises:
+            ApproxError: if there is no such file or dataset, it is damaged, or no question is left.
+        """
+        if limit is not None:
+            whole_setting(self.name, "limit", limit, 1)
+        wanted = (split or "dev").replace("validation", "dev")
+        if data is None:
+            name, rows = wanted, self._hub_rows(wanted)
+        else:
+            source = self._find(Path(data), wanted)
+            name, rows = source.stem, self._file_rows(source)
+        kept, titles, total = [], set(), 0
+        for title, example in rows:
+            titles.add(title)
+            total += 1
+            if (self._articles is None or title in self._articles) and (limit is None or len(kept) < limit):
+                kept.append(example)
+        unknown = [title for title in self._articles or () if title not in titles]
+        if unknown:
+            close = difflib.get_close_matches(unknown[0], titles, n=1)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            raise ApproxError(f"{self.name}: there is no article '{unknown[0]}' among {len(titles)}.{hint}")
+        if not kept:
+            raise ApproxError(f"{self.name}: 0 questions in {data or 'the hub dataset'}.", Exit.UNAVAILABLE)
+        official = name in ("dev", "train") or re.fullmatch(r"(dev|train)-v[\d.]+", name)
+        return Split(name, kept, subset=len(kept) < total or not official)
+
+    def _find(self, data: Path, wanted: str) -> Path:
+        if data.is_file():
+            return data
+        if not data.is_dir():
+            raise ApproxError(f"{self.name}: there is no file or folder {data}.", Exit.UNAVAILABLE)
+        official = f"{wanted}-v{'1.1' if self._version == 1 else '2.0'}"
+        found = [path for folder in (data / "squad", data) for path in sorted(folder.glob(f"{official}*.json"))]
+        if found:
+            return found[0]
+        there = ", ".join(path.name for path in sorted(data.glob("*.json"))) or "no json"
+        raise ApproxError(
+            f"{self.name}: looked for {official}.json in {data}, found {there}. Give the file itself with --data.",
+            Exit.UNAVAILABLE,
+        )
+
+    def _file_rows(self, path: Path) -> Iterator[tuple[str, Example]]:
+        try:
+            articles = json.loads(path.read_text(encoding="utf-8"))["data"]
+            for article in articles:
+                for paragraph in article["paragraphs"]:
+                    for asked in paragraph["qas"]:
+                        texts = [answer["text"] for answer in asked.get("answers", ())]
+                        impossible = bool(asked.get("is_impossible", False))
+                        yield article["title"], self._example(asked, paragraph["context"], texts, impossible, str(path))
+        except OSError as error:
+            raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
+        except UnicodeDecodeError:
+            raise ApproxError(f"{path} is not UTF-8 text. Download it again.", Exit.UNAVAILABLE) from None
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ApproxError):
+                raise
+            raise ApproxError(
+                f"{path} is not in the official layout of SQuAD ({type(error).__name__}: {error}). Download it again.",
+                Exit.UNAVAILABLE,
+            ) from None
+
+    def _hub_rows(self, split: str) -> Iterator[tuple[str, Example]]:
+        if split not in _SPLITS:
+            raise ApproxError(f"Unknown split '{split}' of the task '{self.name}'. Known: {', '.join(_SPLITS)}.")
+        dataset, config = ("squad", "plain_text") if self._version == 1 else ("squad_v2", "squad_v2")
+        for row in load_rows(f"rajpurkar/{dataset}", config, split.replace("dev", "validation")):
+            texts = row["answers"]["text"]
+            yield row["title"], self._example(row, row["context"], texts, self._version == 2 and not texts, dataset)
+
+    def _example(self, asked: dict[str, Any], context: str, texts: list[str], impossible: bool, place: str) -> Example:
+        if not texts and not impossible:
+            raise ApproxError(
+                f"{place}: question {asked['id']} has no answers, so it cannot be scored. Use a split with answers, or "
+                "squad_v2 where it is marked as impossible.",
+                Exit.UNAVAILABLE,
+            )
+        if impossible and self._version == 1:
+            raise ApproxError(f"{place}: question {asked['id']} is marked as impossible. Use the task squad_v2.")
+        answers = [] if impossible else list(texts)
+        return Example(str(asked["id"]), {"question": asked["question"].strip(), "context": context}, answers)
+
+    def check(self, model: Any) -> None:
+        """Refuse a model without a question-answering head."""
+        found = type(model).__name__
+        if not found.endswith("ForQuestionAnswering"):
+            raise ApproxError(
+                f"{self.name} needs a question-answering head, but the model is a {found}. "
+                "Fine-tune the checkpoint on the task, or choose a task for its head.",
+                Exit.UNSUPPORTED,
+            )
+
+    def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
+        """Tokenise question and text, in windows that overlap; the place of each token of the text is kept."""
+        if not getattr(processor, "is_fast", False):
+            raise ApproxError(
+                f"{self.name} needs to know where in the text a token stands, which {type(processor).__name__} cannot "
+                "tell. Put the tokenizer's tokenizer.json into the checkpoint's folder.",
+                Exit.UNSUPPORTED,
+            )
+        window = min(self._window, max_length or self._window)
+        asked = len(processor(example.inputs["question"])["input_ids"]) + processor.num_special_tokens_to_add(pair=True)
+        if asked + self._stride >= window:
+            raise ApproxError(
+                f"{example.id}: the question takes {asked} tokens, which leaves no room for a text in windows of {window} "
+                f"tokens that share {self._stride}. Set a larger window or a smaller stride.",
+            )
+        windows = processor(
+            example.inputs["question"],
+            example.inputs["context"],
+            truncation="only_second",
+            max_length=window,
+            stride=self._stride,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+        )
+        names = [name for name in processor.model_input_names if name in windows]
+        return [
+            {
+                **{name: windows[name][row] for name in names},
+                "offsets": [
+                    list(span) if part == 1 else None
+                    for span, part in zip(windows["offset_mapping"][row], windows.sequence_ids(row), strict=True)
+                ],
+            }
+            for row in range(len(windows["input_ids"]))
+        ]
+
+    def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
+        """Pad to the longest of the batch, on the right, where padding moves no token from the place that it had."""
+        read = [{name: value for name, value in one.items() if name not in _OURS} for one in encodings]
+        return dict(processor.pad(read, padding_side="right", return_tensors="pt"))
+
+    def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
+        """The likeliest spans of each window, `[score, first character, end]`, and the score of no answer."""
+        starts, ends = outputs.start_logits.float(), outputs.end_logits.float()
+        if not (starts.isfinite().all() and ends.isfinite().all()):
+            raise ApproxError("its logits are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
+        best = min(self._best, starts.shape[1])
+        first, last = starts.topk(best).indices.tolist(), ends.topk(best).indices.tolist()
+        starts, ends = starts.tolist(), ends.tolist()
+        said = []
+        for row, encoding in enumerate(encodings):
+            offsets = encoding["offsets"]
+            places = {index: span for index, span in enumerate(offsets) if span is not None}
+            spans = [
+                [starts[row][begin] + ends[row][end], places[begin][0], places[end][1]]
+                for begin in first[row]
+                for end in last[row]
+                if begin in places and end in places and begin <= end < begin + self._longest
+            ]
+            spans.sort(key=lambda span: -span[0])
+            said.append({"none": starts[row][0] + ends[row][0], "spans": spans[: self._best]})
+        return said
+
+    def combine(self, example: Example, parts: list[Any]) -> str:
+        """The text of the likeliest span of all windows; empty for no answer."""
+        spans = [span for part in parts for span in part["spans"]]
+        if not spans:
+            return ""
+        score, begin, end = max(spans, key=lambda span: span[0])
+        if self._version == 2 and min(part["none"] for part in parts) - score > self._margin:
+            return ""
+        return example.inputs["context"][begin:end]

@@ -1,0 +1,177 @@
+"""SQuAD: windows that lose no word, spans read back as text, no answer, the official layout and its mistakes."""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from approx.errors import ApproxError, Exit
+from approx.tasks import Example, open_task
+from approx.tasks.metrics import AnswerF1, ExactMatch, answer_words
+from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
+
+CONTEXT = "the film is good"
+QUESTION = {"id": "q1", "question": " what is good ", "answers": [{"text": "the film"}]}
+
+
+def written(tmp_path, *asked, version="1.1", name=None):
+    paragraph = {"context": CONTEXT, "qas": list(asked)}
+    text = json.dumps({"version": version, "data": [{"title": "Films", "paragraphs": [paragraph]}]})
+    (tmp_path / (name or f"dev-v{version}.json")).write_text(text)
+    return tmp_path
+
+
+def logits(width, *likely):
+    """Start and end logits of a row, high at the given (start, end)."""
+    start, end = torch.zeros(1, width), torch.zeros(1, width)
+    for first, last, height in likely:
+        start[0, first] = end[0, last] = height
+    return SimpleNamespace(start_logits=start, end_logits=end)
+
+
+def test_the_official_layout_is_read(tmp_path):
+    split = open_task("squad").load(written(tmp_path, QUESTION))
+    assert (split.name, split.subset) == ("dev-v1.1", False)
+    # Scoring needs no places of the answers.
+    assert split.examples == [Example("q1", {"question": "what is good", "context": CONTEXT}, ["the film"])]
+
+
+@given(words=st.integers(1, 60), window=st.integers(24, 40), stride=st.integers(0, 10))
+def test_windows_lose_no_word_and_overlap_by_the_stride(words, window, stride):
+    context = " ".join(WORDS[4 + index % (len(WORDS) - 4)] for index in range(words))
+    task, tokenizer = open_task("squad", window=window, stride=stride), tiny_tokenizer()
+    windows = task.encode(Example("a", {"question": WORDS[4], "context": context}, []), tokenizer)
+    spans = [[tuple(span) for span in one["offsets"] if span] for one in windows]
+    assert all(len(one["input_ids"]) == len(one["offsets"]) <= window for one in windows)
+    seen = sorted({span for part in spans for span in part})
+    assert [context[begin:end] for begin, end in seen] == context.split()
+    for before, after in itertools.pairwise(spans):
+        assert before[len(before) - stride :] == after[:stride]
+
+
+def test_the_likeliest_span_of_all_windows_is_the_answer():
+    task, tokenizer = open_task("squad", window=20, stride=2), tiny_tokenizer()
+    example = Example("a", {"question": "film", "context": " ".join(WORDS[4:] * 6)}, [])
+    windows = task.encode(example, tokenizer)
+    assert len(windows) > 2
+    heights = [1.0 + row for row in range(len(windows))]
+    parts = []
+    for height, one in zip(heights, windows, strict=True):
+        places = [index for index, span in enumerate(one["offsets"]) if span]
+        parts += task.predict(logits(len(one["input_ids"]), (places[1], places[2], height)), [one], None)
+    begin, end = windows[-1]["offsets"][places[1]][0], windows[-1]["offsets"][places[2]][1]
+    assert task.combine(example, parts) == example.inputs["context"][begin:end]
+    assert len(task.combine(example, parts).split()) == 2
+
+
+def test_no_answer_wins_only_in_version_2_and_only_by_its_margin():
+    tokenizer = tiny_tokenizer()
+    example = Example("a", {"question": "film", "context": CONTEXT}, [])
+    for version, margin, expected in (("squad", 0.0, "the"), ("squad_v2", 0.0, ""), ("squad_v2", 5.0, "the")):
+        task = open_task(version, **({"no_answer_margin": margin} if version == "squad_v2" else {}))
+        (one,) = task.encode(example, tokenizer)
+        first = next(index for index, span in enumerate(one["offsets"]) if span)
+        parts = task.predict(logits(len(one["input_ids"]), (first, first, 1.0), (0, 0, 3.0)), [one], None)
+        assert task.combine(example, parts) == expected
+
+
+def test_answers_lie_within_the_text_and_are_short_enough():
+    task, tokenizer = open_task("squad", longest_answer=2), tiny_tokenizer()
+    example = Example("a", {"question": "film is good", "context": CONTEXT}, [])
+    (one,) = task.encode(example, tokenizer)
+    first = next(index for index, span in enumerate(one["offsets"]) if span)
+    # Likeliest are a span of the question, one that runs backwards and one that is too long.
+    likely = [(1, 2, 9.0), (first + 3, first, 8.0), (first, first + 3, 7.0), (first + 1, first + 2, 1.0)]
+    (part,) = task.predict(logits(len(one["input_ids"]), *likely), [one], None)
+    assert all(len(CONTEXT[begin:end].split()) <= 2 and begin < end for _, begin, end in part["spans"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("The  Film!", ["film"]), ("a-b, an", ["ab"]), ("thesis", ["thesis"]), ("U.S.", ["us"])]
+)
+def test_answers_are_compared_without_case_punctuation_and_articles(text, words):
+    assert answer_words(text) == words
+
+
+def test_scores_take_the_closest_answer_and_know_that_there_is_none():
+    said = ["the good film", "", "film", ""]
+    given_answers = [["a film", "good old film"], [], [], ["film"]]
+    assert ExactMatch().compute(predictions=said, references=given_answers) == {"exact_match": 0.25}
+    assert AnswerF1.evidence(said, given_answers)[:, 0].tolist() == [pytest.approx(0.8), 1.0, 0.0, 0.0]
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("version", ["squad", "squad_v2"])
+def test_scores_equal_those_of_the_official_metric(version):
+    import evaluate
+
+    said, given_answers = ["the good film", "x y", ""], [["a film", "good old film"], ["y z"], ["film"]]
+    official = evaluate.load(version)
+    more = {"no_answer_probability": 0.0} if version == "squad_v2" else {}
+    theirs = official.compute(
+        predictions=[{"id": str(row), "prediction_text": text, **more} for row, text in enumerate(said)],
+        references=[
+            {"id": str(row), "answers": {"text": texts, "answer_start": [0] * len(texts)}}
+            for row, texts in enumerate(given_answers)
+        ],
+    )
+    assert AnswerF1.value(said, given_answers) * 100 == pytest.approx(theirs["f1"])
+    exact = theirs.get("exact_match", theirs.get("exact"))
+    assert ExactMatch.value(said, given_answers) * 100 == pytest.approx(exact)
+
+
+def test_the_trained_checkpoint_scores_what_it_is_known_to_score(shared_data, shared_checkpoints):
+    from approx.conversion import checkpoint
+    from approx.evaluation.evaluate import Subject, evaluate
+
+    opened = checkpoint.load(str(shared_checkpoints / "minilm-squad"))
+    subject = Subject("exact", opened.model, checkpoint.processor(opened.source))
+    entry = evaluate({"exact": subject}, open_task("squad", articles=["Oxygen"]), data=shared_data, limit=60)
+    assert entry["subset"]
+    # 59.5 on all six held-out articles; sixty questions may differ from that by chance.
+    assert entry["base"]["scores"]["answer_f1"] == pytest.approx(0.6, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"id": "q", "question": "what", "answers": []}, "question q has no answers"),
+        ({"id": "q", "question": "what", "is_impossible": True}, "Use the task squad_v2"),
+        ({"id": "q", "answers": [{"text": "film"}]}, "not in the official layout"),
+    ],
+    ids=["no answers", "impossible", "no question"],
+)
+def test_questions_that_cannot_be_scored_are_refused(tmp_path, asked, words):
+    with pytest.raises(ApproxError, match=words):
+        open_task("squad").load(written(tmp_path, asked))
+
+
+def test_impossible_questions_belong_to_version_2(tmp_path):
+    folder = written(tmp_path, {"id": "q", "question": "what", "answers": [], "is_impossible": True}, version="2.0")
+    assert open_task("squad_v2").load(folder).examples[0].label == []
+
+
+def test_damaged_and_missing_files_are_named(tmp_path):
+    with pytest.raises(ApproxError, match=r"looked for dev-v1.1.json .*, found no json") as caught:
+        open_task("squad").load(tmp_path)
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+    (tmp_path / "dev-v1.1.json").write_text('{"data": [')
+    with pytest.raises(ApproxError, match="not in the official layout"):
+        open_task("squad").load(tmp_path)
+    with pytest.raises(ApproxError, match=r"no article 'Film' among 1. Did you mean 'Films'"):
+        open_task("squad", articles=["Film"]).load(written(tmp_path, QUESTION))
+
+
+def test_a_question_without_room_for_its_text_is_refused():
+    example = Example("long", {"question": " ".join(["film"] * 30), "context": CONTEXT}, [])
+    with pytest.raises(ApproxError, match="leaves no room for a text in windows of 32"):
+        open_task("squad", window=32, stride=4).encode(example, tiny_tokenizer())
+
+
+def test_another_head_is_refused():
+    with pytest.raises(ApproxError, match="needs a question-answering head"):
+        open_task("squad").check(tiny_model(2))

@@ -3,15 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from approx.conversion.manifest import seal_model
 from approx.conversion.seam import FORMAT, IMPLEMENTATION, attach
 from approx.errors import ApproxError, Exit
+from approx.mechanisms.mechanism import Mechanism
 
 
 class ApproxModel:
     """What every converted model adds to its stock class: mechanisms from the config, loud failure where they are lost."""
 
     config: Any
+    modules: Any
     state_dict: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -56,6 +61,14 @@ class ApproxModel:
                 Exit.UNAVAILABLE,
             )
         return (model, info) if wants_info else model
+
+    def attention_penalty(self) -> Tensor:
+        """What the mechanisms want to be small, such as their spans, added up to a scalar; 0 if they want nothing.
+
+        Training adds it to its loss, times a weight of its own.
+        """
+        wanted = (module.penalty() for module in self.modules() if isinstance(module, Mechanism))
+        return sum((each for each in wanted if each is not None), torch.zeros(()))
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
         """Save as transformers does, in the layout that converted classes load, with the code and the manifest.

@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from approx.conversion import surgery
+from approx.conversion.inputs import example_inputs
+from approx.conversion.plan import Plan, Rule
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.adaptive_span import AdaptiveSpanAttention
+from conversion.zoo import tiny
 
 both = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 
@@ -79,6 +83,30 @@ def test_a_head_that_needs_its_keys_keeps_them_against_the_penalty():
         optimizer.step()
     far, near = mechanism.spans.tolist()
     assert near < 5 < 14 < far
+
+
+@pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "GPT2LMHeadModel"])
+def test_training_a_converted_model_with_its_penalty_shortens_every_span(architecture):
+    model = tiny(architecture)
+    surgery.convert(model, Plan((Rule("adaptive-span", "0,2", {"max_span": 40, "ramp": 4}),)))
+    inputs = example_inputs(model, 24, batch=2)
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=1e-3)
+    sums = [model.attention_penalty().item()]
+    for _ in range(5):
+        optimizer.zero_grad()
+        (model(**inputs).logits.square().mean() + 0.5 * model.attention_penalty()).backward()
+        optimizer.step()
+        sums.append(model.attention_penalty().item())
+    assert sums[0] == 2 * 4 * 40
+    assert sums == sorted(set(sums), reverse=True)
+    surgery.revert(model)
+    assert not hasattr(model, "attention_penalty")
+
+
+def test_models_whose_mechanisms_want_nothing_have_no_penalty():
+    model = tiny("BertModel")
+    surgery.convert(model, Plan((Rule("local", "all", {}),)))
+    assert model.attention_penalty().item() == 0
 
 
 def test_a_step_beyond_the_limits_comes_back():

@@ -15,8 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_torchdynamo_compiling
-from transformers.utils.output_capturing import _active_collector
 
+from approx.conversion.cache import drop_states, keep_states, take_layer, wants_weights
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 
@@ -126,14 +126,14 @@ def attention(
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     queries, keys = query.shape[-2], key.shape[-2]
-    wants_weights = kwargs.get("output_attentions") or "attentions" in (_active_collector.get() or {})
+    weighs, layer = wants_weights(kwargs), take_layer(module)
 
-    if mechanism is None or keys < getattr(mechanism, "exact_below", 0):
+    if mechanism is None or (layer is None and keys < mechanism.exact_below):
         mask = _dense_mask(attention_mask, causal, queries, keys, query.device)
         out, _ = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scale, is_causal=causal
         )
-        if not wants_weights:
+        if not weighs:
             return out, None
         return out, _exact_weights(query, _per_query_head(key, query), mask, causal, scale)
 
@@ -156,9 +156,17 @@ def attention(
                 "ids to find them by. Pass 'input_ids', or convert with global tokens chosen by position."
             )
         tokens["tokens"] = kwargs[_TOKENS]
+    if layer is not None and (weighs or dropout):
+        raise ApproxError(
+            "Attention weights, or dropout, were asked for in the middle of a generation whose cache keeps no single keys of a "
+            "converted layer. Ask for them from its first token on, or pass use_cache=False.",
+            Exit.UNSUPPORTED,
+        )
     key, value = _per_query_head(key, query), _per_query_head(value, query)
+    if layer is not None:
+        return layer.attend(mechanism, query, key, value, attention_mask).transpose(1, 2), None
     out = mechanism(query, key, value, attention_mask, dropout=dropout, **tokens).transpose(1, 2)
-    return out, mechanism.weights(query, key, attention_mask, **tokens) if wants_weights else None
+    return out, mechanism.weights(query, key, attention_mask, **tokens) if weighs else None
 
 
 def _per_query_head(shared: Tensor, query: Tensor) -> Tensor:
@@ -196,13 +204,16 @@ def attach(model: Any, sites: Mapping[str, Mapping[str, Any]]) -> None:
         if mechanism.reads_tokens:
             _hand_tokens_to(path, model)
         module.mechanism = mechanism.to(next(module.parameters()).device).train(module.training)
+        keep_states(module)
     switch(model, IMPLEMENTATION)
 
 
 def detach(model: Any, paths: Iterable[str]) -> None:
     """Take from the named attention modules of `model` what `attach` hung on them; its dispatch stays as it is."""
     for path in paths:
-        del model.base_model.get_submodule(path).mechanism
+        module = model.base_model.get_submodule(path)
+        del module.mechanism
+        drop_states(module)
     for module in model.base_model.modules():
         if "token_hook" in vars(module):
             vars(module).pop("token_hook").remove()

@@ -1,0 +1,178 @@
+"""Decoding in bounded memory: cache layers that keep the state of a mechanism. Travels with converted checkpoints.
+
+Transformers makes the cache and hands it to the attention modules, whose forward adds keys and values to the layer of
+their number. Before that, a hook puts a `StateLayer` there for mechanisms that keep a ring or a recurrent state; all
+others, and stock layers beside them, go on with the layer they have.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, EncoderDecoderCache
+from transformers.utils.output_capturing import _active_collector
+
+from approx.errors import ApproxError, Exit
+
+
+class StateLayer(CacheLayerMixin):
+    """What a mechanism needs of the tokens seen, in place of their keys and values.
+
+    Args:
+        keys: Keys of tokens that an ordinary layer has seen, [B, G, n, D]; None without any.
+        values: Their values, [B, G, n, E].
+    """
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.seen = 0 if keys is None else keys.shape[-2]
+        self.state: dict[str, Tensor] | None = None
+        # Number of real tokens of each sample, [B]; None while no mask was given.
+        self.real: Tensor | None = None
+
+    def attend(self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Attend with the newest tokens and take them into the state.
+
+        Args: q, k, v as for `Mechanism.decode`, key_mask [B, tokens seen] or None.
+
+        Raises:
+            ApproxError: if the mask does not fit the tokens seen, or says of earlier ones what it did not say then.
+        """
+        earlier = self.seen - k.shape[2]
+        if key_mask is not None or self.real is not None:
+            key_mask = k.new_ones(k.shape[0], self.seen, dtype=torch.bool) if key_mask is None else key_mask
+            known = torch.full_like(key_mask[:, 0], earlier, dtype=torch.long) if self.real is None else self.real
+            # Reading it synchronises a GPU, in padded batches; the state could not tell, and would be silently wrong.
+            if key_mask.shape[1] != self.seen or (self.state and not torch.equal(key_mask[:, :earlier].sum(1), known)):
+                raise ApproxError(
+                    f"After {earlier} tokens an attention mask of {key_mask.shape[1]} columns was given, or one that differs "
+                    "about earlier tokens; what a bounded cache keeps of them cannot be changed. Give the mask of all tokens "
+                    f"at every step, here {self.seen} columns, and change none."
+                )
+            self.real, key_mask = key_mask.sum(1), key_mask[:, earlier:]
+        out, self.state = mechanism.decode(q, k, v, key_mask, self.state)
+        return out
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the mechanism starts its state."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values that are not in the state yet: the ones given, after those of an ordinary layer."""
+        self.seen += key_states.shape[-2]
+        if self.keys is not None and self.values is not None:
+            key_states = torch.cat([self.keys, key_states], -2)
+            value_states = torch.cat([self.values, value_states], -2)
+            self.keys = self.values = None
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Number of tokens seen."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns of the mask and their offset: those of an ordinary layer, which may stand beside this one."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: there is no limit."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.__init__()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse.
+
+        Raises:
+            ApproxError: always.
+        """
+        raise ApproxError(
+            "The last tokens were to be taken back from a cache, as assisted and prompt-lookup decoding do, but a converted "
+            "layer keeps a ring or a recurrent state, which cannot go back. Generate without assistance, or convert with "
+            "mechanisms whose decode state is an ordinary cache.",
+            Exit.UNSUPPORTED,
+        )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take other samples, as beam search does."""
+        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sample."""
+        self._change(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these samples."""
+        self._change(lambda x: x[indices.to(x.device)])
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.keys, self.values, self.real = (
+            None if x is None else change(x) for x in (self.keys, self.values, self.real)
+        )
+        if self.state is not None:
+            self.state = {name: change(x) for name, x in self.state.items()}
+
+
+def wants_weights(kwargs: dict[str, Any]) -> bool:
+    """Whether attention weights are asked for, by keyword or, where a family passes none, by a collector of outputs."""
+    return bool(kwargs.get("output_attentions")) or "attentions" in (_active_collector.get() or {})
+
+
+def keep_states(module: Any) -> None:
+    """Let the mechanism of an attention module decode from its state, if it has one."""
+    if module.mechanism.causal and module.mechanism.decode_state != "cache":
+        module.decode_hook = module.register_forward_pre_hook(_find_layer, with_kwargs=True)
+
+
+def drop_states(module: Any) -> None:
+    """Undo `keep_states`."""
+    if "decode_hook" in vars(module):
+        vars(module).pop("decode_hook").remove()
+
+
+def take_layer(module: nn.Module) -> StateLayer | None:
+    """The layer that this call of an attention module decodes from; None if it has an ordinary one, or no cache.
+
+    It hangs on the attention module, for a mechanism may be wrapped by others, and only from the hook to here.
+    """
+    layer: Any = getattr(module, "state_layer", None)
+    if layer is not None:
+        module.state_layer = None  # type: ignore[assignment]  # no tensor or module
+    return layer
+
+
+def _find_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # One may be left of a call that was interrupted.
+    take_layer(module)
+    cache: Any = kwargs.get("past_key_values")
+    if cache is None:
+        return
+    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    # What `Cache.update` does where layers are made as they come.
+    while len(cache.layers) <= module.layer_idx:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[module.layer_idx]
+    if not isinstance(layer, StateLayer):
+        hidden = args[0] if args else kwargs["hidden_states"]
+        tokens = layer.get_seq_length() + hidden.shape[1]
+        # These need the mechanism's forward over all keys, and get it as long as nothing was decoded from a state.
+        watched = module.mechanism._forward_hooks or module.mechanism._forward_pre_hooks
+        if wants_weights(kwargs) or module.training or watched or tokens < module.mechanism.exact_below:
+            return
+        if type(layer) is not DynamicLayer:
+            raise ApproxError(
+                f"The cache has a {type(layer).__name__} for a converted layer that keeps a state of bounded size, which "
+                "only takes the place of a DynamicLayer. Use the default dynamic cache.",
+                Exit.UNSUPPORTED,
+            )
+        layer = StateLayer(layer.keys, layer.values) if layer.get_seq_length() else StateLayer()
+        cache.layers[module.layer_idx] = layer
+    module.state_layer = layer

@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, chosen_steps, whole_number
+from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, whole_number
+from approx_kernels.strides import CAUSAL_STRIDE, root_above
 from approx_kernels.summaries import summary_attention
 
 
@@ -24,11 +25,14 @@ class FixedAttention(Mechanism):
         head_dim: Size of a head, D.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
-        stride: Tokens of a block, l, 1 or more.
-        summary: Columns of a summary, c, from 1 to l.
-        mode: `merged`, where every head sees the union of the steps, or `heads`, where heads take the steps in turn.
-        step: 1 or 2, the only step that this layer uses; None uses both. Rules that give odd and even layers their
-            steps interleave the pattern.
+        stride: Tokens of a block, l, 1 or more. None takes the root of the number of real tokens of each sample, rounded
+            up; in a causal layer it takes 32, because a stride that follows the length would change, while a sequence
+            grows, what its first tokens have seen already.
+        summary: Columns of a summary, c, from 1 to l; all of the block where l follows the length and is smaller.
+        mode: `merged`, where every head sees the union of the steps; `heads`, where heads take the steps in turn; or
+            `interleave`, where layers do.
+        step: 1 or 2, the only step that this layer uses; None uses all. A plan writes it out for `interleave`, step 1 in
+            the lowest layer; outside of a plan it is 1 then.
 
     Raises:
         ApproxError: if a setting is wrong, or `step` meets `mode: heads`.
@@ -46,13 +50,13 @@ class FixedAttention(Mechanism):
         *,
         causal: bool,
         scale: float,
-        stride: int = 128,
+        stride: int | None = 128,
         summary: int = 8,
-        mode: Literal["merged", "heads"] = "merged",
+        mode: Literal["merged", "interleave", "heads"] = "merged",
         step: int | None = None,
     ) -> None:
         super().__init__(heads, head_dim, causal=causal, scale=scale)
-        self.stride = whole_number("stride", stride, 1)
+        self.stride = None if stride is None else whole_number("stride", stride, 1)
         self.summary = whole_number("summary", summary, 1, self.stride)
         self._steps = chosen_steps(mode, step, 2)
         self.mode = mode
@@ -67,7 +71,7 @@ class FixedAttention(Mechanism):
             k,
             v,
             key_mask,
-            stride=self.stride,
+            stride=self.stride_over,
             summary=self.summary,
             inside="past" if self.causal else "all",
             causal=self.causal,
@@ -75,6 +79,15 @@ class FixedAttention(Mechanism):
             scale=self.scale,
             dropout=dropout,
         )
+
+    def stride_over(self, length: int) -> int:
+        """The stride l of a sample of `length` real tokens."""
+        return self.stride or (CAUSAL_STRIDE if self.causal else root_above(length))
+
+    @classmethod
+    def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
+        """Step 1 in the lowest layer, step 2 in the next one, and so on, if steps interleave."""
+        return interleaved(settings, rank, 2)
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
@@ -88,11 +101,11 @@ class FixedAttention(Mechanism):
     def memory(self, length: int) -> int:
         """The outputs of the blocks before they are joined, and the keys, values and mask of one block."""
         keys = math.ceil(self._keys(length))
-        return 4 * self.heads * (length + 2 * keys) * self.head_dim + min(self.stride, length) * keys
+        return 4 * self.heads * (length + 2 * keys) * self.head_dim + min(self.stride_over(length), length) * keys
 
     def _keys(self, length: int) -> float:
         """Keys that meet a query, as a mean over the steps that the heads use."""
-        blocks = math.ceil(length / self.stride)
-        others = self.summary * (blocks - 1) / (2 if self.causal else 1)
-        keys = {1: self.stride, 2: self.stride + others, None: self.stride + others}
+        stride = self.stride_over(length)
+        others = min(self.summary, stride) * (math.ceil(length / stride) - 1) / (2 if self.causal else 1)
+        keys = {1: stride, 2: stride + others, None: stride + others}
         return min(sum(keys[step] for step in self._steps) / len(self._steps), length)

@@ -5,8 +5,9 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, chosen_steps, whole_number
-from approx_kernels.summaries import root_below, summary_attention
+from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, true_or_false, whole_number
+from approx_kernels.strides import root_below
+from approx_kernels.summaries import summary_attention
 
 
 class LtrAttention(Mechanism):
@@ -26,10 +27,13 @@ class LtrAttention(Mechanism):
         scale: Factor of the scores.
         stride: Tokens of a block, l, 1 or more; None takes the root of the number of real tokens of each sample,
             rounded down.
-        summary: Columns of a summary, c, from 1 to l.
-        mode: `merged`, where every head sees the union of the steps, or `heads`, where heads take the steps in turn.
-        step: 1 or 2, the only step that this layer uses; None uses both. Rules that give odd and even layers their
-            steps interleave the pattern, step 1 in the lower of two layers: the other way round little is reached.
+        summary: Columns of a summary, c, from 1 to l; all of the block where l follows the length and is smaller.
+        both_directions: Whether the two steps of the mirrored pattern follow as steps 3 and 4, e.g. four groups of heads
+            for an encoder with `mode: heads`.
+        mode: `merged`, where every head sees the union of the steps; `heads`, where heads take the steps in turn; or
+            `interleave`, where layers do.
+        step: From 1, the only step that this layer uses; None uses all. A plan writes it out for `interleave`, step 1 in
+            the lowest layer, since the other way round little is reached; outside of a plan it is 1 then.
 
     Raises:
         ApproxError: if `causal` is asked for, a setting is wrong, or `step` meets `mode: heads`.
@@ -39,7 +43,7 @@ class LtrAttention(Mechanism):
     supports_decode: ClassVar[bool] = False
     sparse: ClassVar[bool] = True
     source: ClassVar[str] = "Daras et al. 2019, Your Local GAN, arXiv 1911.12287"
-    exact_when: ClassVar[str] = "summary = stride, with both steps merged."
+    exact_when: ClassVar[str] = "summary = stride, with all steps merged."
 
     _inside: ClassVar[Literal["past", "future"]] = "past"
 
@@ -52,13 +56,15 @@ class LtrAttention(Mechanism):
         scale: float,
         stride: int | None = None,
         summary: int = 1,
-        mode: Literal["merged", "heads"] = "merged",
+        both_directions: bool = False,
+        mode: Literal["merged", "interleave", "heads"] = "merged",
         step: int | None = None,
     ) -> None:
         super().__init__(heads, head_dim, causal=causal, scale=scale)
         self.stride = None if stride is None else whole_number("stride", stride, 1)
         self.summary = whole_number("summary", summary, 1, self.stride)
-        self._steps = chosen_steps(mode, step, 2)
+        self.both_directions = true_or_false("both_directions", both_directions)
+        self._steps = chosen_steps(mode, step, 4 if both_directions else 2)
         self.mode = mode
         self.step = step
 
@@ -66,19 +72,30 @@ class LtrAttention(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
     ) -> Tensor:
         """Attend; dropout acts on the attention weights. Padded queries receive 0."""
+        # To the kernel the past comes first.
+        turn = 2 if self.both_directions and self._inside == "future" else 0
         return summary_attention(
             q,
             k,
             v,
             key_mask,
-            stride=self.stride,
+            stride=self.stride_over,
             summary=self.summary,
-            inside=self._inside,
+            inside="both" if self.both_directions else self._inside,
             causal=False,
-            steps=self._steps,
+            steps=[step and (step - 1 + turn) % 4 + 1 for step in self._steps],
             scale=self.scale,
             dropout=dropout,
         )
+
+    def stride_over(self, length: int) -> int:
+        """The stride l of a sample of `length` real tokens."""
+        return self.stride or root_below(length)
+
+    @classmethod
+    def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
+        """Step 1 in the lowest layer, step 2 in the next one, and so on, if steps interleave."""
+        return interleaved(settings, rank, 4 if settings.get("both_directions") else 2)
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
@@ -92,15 +109,16 @@ class LtrAttention(Mechanism):
     def memory(self, length: int) -> int:
         """The outputs of the blocks before they are joined, and the keys, values and mask of one block."""
         keys = math.ceil(self._keys(length))
-        stride = min(self.stride or root_below(length), length)
+        stride = min(self.stride_over(length), length)
         return 4 * self.heads * (length + 2 * keys) * self.head_dim + stride * keys
 
     def _keys(self, length: int) -> float:
         """Keys that meet a query, as a mean over the steps that the heads use."""
-        stride = self.stride or root_below(length)
-        merged = stride + self.summary * (math.ceil(length / stride) - 1)
-        keys = {1: stride, 2: merged, None: merged}
-        return min(sum(keys[step] for step in self._steps) / len(self._steps), length)
+        stride = self.stride_over(length)
+        blocks = math.ceil(length / stride) - 1
+        one, merged = (stride + min(self.summary * sides, stride) * blocks for sides in (1, 1 + self.both_directions))
+        keys = [merged if step is None else one if step % 2 == 0 else stride for step in self._steps]
+        return min(sum(keys) / len(keys), length)
 
 
 class RtlAttention(LtrAttention):

@@ -222,13 +222,20 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 def chosen_steps(mode: Any, step: Any, count: int) -> tuple[int | None, ...]:
     """The steps of a sparse pattern that the heads use in turn; None is all of them merged.
 
-    `mode` is `merged`, or `heads`: one step a head in turn. `step`, from 1, is one step for all heads.
+    `mode` is `merged`; `heads`, one step a head in turn; or `interleave`, one step a layer in turn, which by itself is
+    a lowest layer. `step`, from 1, is one step for all heads.
     """
-    one_of("mode", mode, ("merged", "heads"))
-    if step is None:
-        return tuple(range(1, count + 1)) if mode == "heads" else (None,)
-    _checked("mode", mode, mode == "merged", "'merged' beside a step, which all heads then use")
-    return (whole_number("step", step, 1, count),)
+    one_of("mode", mode, ("merged", "interleave", "heads"))
+    if step is not None:
+        _checked("mode", mode, mode != "heads", "'merged' or 'interleave' beside a step, which all heads then use")
+        return (whole_number("step", step, 1, count),)
+    return {"merged": (None,), "interleave": (1,), "heads": tuple(range(1, count + 1))}[mode]
+
+
+def interleaved(settings: dict[str, Any], rank: int, count: int) -> dict[str, Any]:
+    """The settings of a layer of that rank: with `mode: interleave` the step of `count` that is its turn."""
+    own = settings.get("mode") == "interleave" and settings.get("step") is None
+    return settings | {"step": rank % count + 1} if own else settings
 
 
 def _checked(name: str, value: Any, inside: bool, allowed: str) -> Any:

@@ -5,11 +5,9 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, chosen_steps, whole_number
-from approx_kernels.strided import root_above, strided_attention
-
-# The root of GPT-2's 1,024 positions.
-_CAUSAL_STRIDE = 32
+from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, whole_number
+from approx_kernels.strided import strided_attention
+from approx_kernels.strides import CAUSAL_STRIDE, root_above
 
 
 class StridedAttention(Mechanism):
@@ -29,9 +27,10 @@ class StridedAttention(Mechanism):
         stride: l, 1 or more. None takes the root of the number of real tokens of each sample, rounded up; in a
             causal layer it takes 32, because a stride that follows the length would change, while a sequence grows,
             what its first tokens have seen already.
-        mode: `merged`, where every head sees the union of the steps, or `heads`, where heads take the steps in turn.
-        step: 1 or 2, the only step that this layer uses; None uses both. Rules that give odd and even layers their
-            steps interleave the pattern.
+        mode: `merged`, where every head sees the union of the steps; `heads`, where heads take the steps in turn; or
+            `interleave`, where layers do.
+        step: 1 or 2, the only step that this layer uses; None uses all. A plan writes it out for `interleave`, step 1 in
+            the lowest layer; outside of a plan it is 1 then.
 
     Raises:
         ApproxError: if a setting is wrong, or `step` meets `mode: heads`.
@@ -50,7 +49,7 @@ class StridedAttention(Mechanism):
         causal: bool,
         scale: float,
         stride: int | None = None,
-        mode: Literal["merged", "heads"] = "merged",
+        mode: Literal["merged", "interleave", "heads"] = "merged",
         step: int | None = None,
     ) -> None:
         super().__init__(heads, head_dim, causal=causal, scale=scale)
@@ -68,12 +67,21 @@ class StridedAttention(Mechanism):
             k,
             v,
             key_mask,
-            stride=_CAUSAL_STRIDE if self.causal and self.stride is None else self.stride,
+            stride=self.stride_over,
             causal=self.causal,
             steps=self._steps,
             scale=self.scale,
             dropout=dropout,
         )
+
+    def stride_over(self, length: int) -> int:
+        """The stride l of a sample of `length` real tokens."""
+        return self.stride or (CAUSAL_STRIDE if self.causal else root_above(length))
+
+    @classmethod
+    def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
+        """Step 1 in the lowest layer, step 2 in the next one, and so on, if steps interleave."""
+        return interleaved(settings, rank, 2)
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
@@ -91,7 +99,7 @@ class StridedAttention(Mechanism):
 
     def _keys(self, length: int) -> float:
         """Keys that meet a query, as a mean over the steps that the heads use."""
-        stride = self.stride or (_CAUSAL_STRIDE if self.causal else root_above(length))
+        stride = self.stride_over(length)
         near, far = (2 if self.causal else 3) * stride, math.ceil(length / stride)
         keys = {1: near, 2: far, None: near + far}
         return min(sum(keys[step] for step in self._steps) / len(self._steps), length)

@@ -14,6 +14,8 @@ from approx.mechanisms.sinks import SinksAttention
 from approx.mechanisms.strided import StridedAttention
 from approx_kernels.patterns import pattern_mask
 
+# More than there are steps in any pattern.
+HEADS = 5
 KINDS = {
     "block": BlockAttention,
     "strided": StridedAttention,
@@ -31,6 +33,7 @@ SETTINGS = [
     ("strided", {"stride": 4, "step": 1}),
     ("strided", {"stride": 4, "step": 2}),
     ("strided", {"stride": 7, "mode": "heads"}),
+    ("fixed", {"stride": None, "summary": 2}),
     ("fixed", {"stride": 6, "summary": 2}),
     ("fixed", {"stride": 6, "summary": 2, "step": 1}),
     ("fixed", {"stride": 6, "summary": 2, "step": 2}),
@@ -41,6 +44,11 @@ SETTINGS = [
     ("rtl", {}),
     ("rtl", {"stride": 5, "summary": 3, "step": 2}),
     ("rtl", {"step": 1}),
+    ("ltr", {"both_directions": True, "summary": 2}),
+    ("ltr", {"both_directions": True, "stride": 5, "summary": 3}),
+    ("rtl", {"both_directions": True, "stride": 5, "summary": 2, "mode": "heads"}),
+    ("rtl", {"both_directions": True, "mode": "interleave", "step": 4}),
+    ("strided", {"mode": "interleave"}),
     ("bigbird", {"block": 3, "random": 1}),
     ("bigbird", {"block": 4, "random": 0}),
     ("bigbird", {"block": 3, "random": 40}),
@@ -59,19 +67,17 @@ over_forms = pytest.mark.parametrize(("name", "settings", "causal"), FORMS)
 
 
 def make(name, settings, causal):
-    return KINDS[name](3, 8, causal=causal, scale=0.35, **settings)
+    return KINDS[name](HEADS, 8, causal=causal, scale=0.35, **settings)
 
 
 def allowed_pairs(name, mechanism, length):
-    """What each of the 3 heads may see, [3, n, n]."""
+    """What each of the heads may see, [heads, n, n]."""
     settings = mechanism.settings
-    if name == "strided" and mechanism.causal and settings["stride"] is None:
-        settings["stride"] = 32
     steps = pattern_mask(name, length, mechanism.causal, settings)
     if settings.get("mode") == "heads":
-        return steps[torch.arange(3) % len(steps)]
-    step = settings.get("step")
-    return (steps.any(0) if step is None else steps[step - 1]).expand(3, length, length)
+        return steps[torch.arange(HEADS) % len(steps)]
+    step = 1 if settings.get("mode") == "interleave" and settings["step"] is None else settings.get("step")
+    return (steps.any(0) if step is None else steps[step - 1]).expand(HEADS, length, length)
 
 
 def dense(inputs, allowed):
@@ -82,7 +88,7 @@ def dense(inputs, allowed):
 @over_forms
 @pytest.mark.parametrize("length", [1, 2, 36, 67, 130])
 def test_it_equals_dense_attention_under_its_mask_forward_and_backward(name, settings, causal, length):
-    q, k, v, grad = torch.randn(4, 2, 3, length, 8, dtype=torch.float64).unbind()
+    q, k, v, grad = torch.randn(4, 2, HEADS, length, 8, dtype=torch.float64).unbind()
     inputs = [x.requires_grad_() for x in (q, k, v)]
     mechanism = make(name, settings, causal)
     found, expected = mechanism(*inputs), dense(inputs, allowed_pairs(name, mechanism, length))
@@ -95,7 +101,7 @@ def test_it_equals_dense_attention_under_its_mask_forward_and_backward(name, set
 
 @over_forms
 def test_positions_count_the_real_tokens_of_each_sample(name, settings, causal):
-    q, k, v = torch.randn(3, 4, 3, 60, 8, dtype=torch.float64).unbind()
+    q, k, v = torch.randn(3, 4, HEADS, 60, 8, dtype=torch.float64).unbind()
     place = torch.arange(60)
     mask = torch.stack([place < 41, place >= 19, torch.rand(60) < 0.6, place >= 0])
     mechanism = make(name, settings, causal)
@@ -109,7 +115,7 @@ def test_positions_count_the_real_tokens_of_each_sample(name, settings, causal):
 
 @pytest.mark.parametrize(("name", "settings", "causal"), [form for form in FORMS if form.values[2]])
 def test_tokens_one_after_another_see_what_all_at_once_see(name, settings, causal):
-    q, k, v = torch.randn(3, 2, 3, 70, 8, dtype=torch.float64).unbind()
+    q, k, v = torch.randn(3, 2, HEADS, 70, 8, dtype=torch.float64).unbind()
     mechanism = make(name, settings, causal)
     mask = torch.arange(70) >= torch.tensor([[0], [23]])
     whole = mechanism(q, k, v, mask)
@@ -122,8 +128,35 @@ def test_tokens_one_after_another_see_what_all_at_once_see(name, settings, causa
 
 @pytest.mark.parametrize("name", ["strided", "fixed", "ltr", "rtl"])
 def test_one_step_and_heads_in_turn_exclude_each_other(name):
-    with pytest.raises(ApproxError, match="'mode' is 'heads'; allowed is 'merged' beside a step"):
+    with pytest.raises(ApproxError, match="'mode' is 'heads'; allowed is 'merged' or 'interleave' beside a step"):
         make(name, {"mode": "heads", "step": 1}, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "both", "count"),
+    [("strided", {}, 2), ("fixed", {}, 2), ("ltr", {}, 2), ("rtl", {"both_directions": True}, 4)],
+)
+def test_interleaved_layers_take_the_steps_in_turn_and_keep_a_step_that_is_given(name, both, count):
+    kind = KINDS[name]
+    asked = {**kind.defaults(), **both, "mode": "interleave"}
+    turns = [kind.for_layer(asked, rank) for rank in range(5)]
+    assert [turn["step"] for turn in turns] == [rank % count + 1 for rank in range(5)]
+    assert all(kind.for_layer(turn, 1) == turn == make(name, turn, False).settings for turn in turns)
+    assert make(name, asked, False).settings == asked
+    merged = asked | {"mode": "merged"}
+    assert kind.for_layer(merged, 1) == merged
+
+
+@pytest.mark.parametrize("name", ["ltr", "rtl"])
+def test_two_interleaved_layers_reach_everything_only_with_the_first_step_below(name):
+    q, k, _ = torch.randn(3, 1, 1, 1024, 4).unbind()
+    kind = KINDS[name]
+    lower, upper = (
+        kind(1, 4, causal=False, scale=0.5, **kind.for_layer({"mode": "interleave"}, rank)).weights(q, k)[0, 0] > 0
+        for rank in range(2)
+    )
+    assert ((upper.float() @ lower.float()) > 0).all()
+    assert round(((lower.float() @ upper.float()) > 0).float().mean().item(), 3) == 0.047
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -147,7 +180,7 @@ def test_it_never_makes_all_pairs_forward_or_backward(name):
 
 
 def test_random_blocks_are_drawn_again_only_when_asked_for():
-    q, k, v = torch.randn(3, 1, 3, 90, 8).unbind()
+    q, k, v = torch.randn(3, 1, HEADS, 90, 8).unbind()
     mechanism = make("bigbird", {"block": 3, "random": 2}, False)
     first = mechanism(q, k, v)
     mechanism.redraw(1)

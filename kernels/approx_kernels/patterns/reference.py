@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from approx_kernels.blocks import bigbird_lists, draw_blocks
+from approx_kernels.strides import CAUSAL_STRIDE, root_above, root_below
 
 
 def pattern_mask(name: str, length: int, causal: bool, settings: Mapping[str, Any]) -> Tensor:
@@ -48,26 +49,31 @@ def _block(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, An
 
 
 def _strided(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
-    stride = settings["stride"] or math.ceil(math.sqrt(n))
+    stride = settings["stride"] or (CAUSAL_STRIDE if causal else root_above(n))
     return [(i - j).abs() < stride, (i - j) % stride == 0]
 
 
 def _fixed(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
-    stride = settings["stride"]
+    stride = settings["stride"] or (CAUSAL_STRIDE if causal else root_above(n))
     # A causal block may still grow, so what it is summarised by is counted from where it will end.
     end = (j // stride + 1) * stride if causal else ((j // stride + 1) * stride).clamp(max=n)
     return [i // stride == j // stride, (j >= end - settings["summary"]) | (i == j)]
 
 
 def _ltr(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
-    stride = settings["stride"] or math.isqrt(n)
-    end = ((j // stride + 1) * stride).clamp(max=n)
-    return [(i // stride == j // stride) & (j <= i), (j >= end - settings["summary"]) | (i == j)]
+    return _both_ways(i, j, n, settings)[: 4 if settings.get("both_directions") else 2]
 
 
 def _rtl(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
-    stride = settings["stride"] or math.isqrt(n)
-    return [(i // stride == j // stride) & (j >= i), (j % stride < settings["summary"]) | (i == j)]
+    steps = _both_ways(i, j, n, settings)
+    return steps[2:] + steps[:2] if settings.get("both_directions") else steps[2:]
+
+
+def _both_ways(i: Tensor, j: Tensor, n: int, settings: Mapping[str, Any]) -> list[Tensor]:
+    stride, summary = settings["stride"] or root_below(n), settings["summary"]
+    block, end = i // stride == j // stride, ((j // stride + 1) * stride).clamp(max=n)
+    first, last = j % stride < summary, j >= end - summary
+    return [block & (j <= i), last | (i == j), block & (j >= i), first | (i == j)]
 
 
 def _bigbird(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:

@@ -1,11 +1,12 @@
 """Strided attention: a window and every l-th token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from approx_kernels.shapes import check_shapes
-from approx_kernels.strided.reference import root_above, strided_heads
+from approx_kernels.strided.reference import strided_heads
+from approx_kernels.strides import root_above
 from approx_kernels.tokens import by_step, without_padding
 
 __all__ = ["root_above", "strided_attention"]
@@ -17,7 +18,7 @@ def strided_attention(
     v: Tensor,
     key_mask: Tensor | None = None,
     *,
-    stride: int | None,
+    stride: Callable[[int], int],
     causal: bool,
     steps: Sequence[int | None] = (None,),
     scale: float,
@@ -37,7 +38,7 @@ def strided_attention(
         k: Keys, [B, H, S, D].
         v: Values, [B, H, S, E].
         key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
-        stride: l; None takes the root of each sample's number of real tokens, rounded up.
+        stride: From the number of real tokens of a sample to l; always the same if causal.
         causal: Whether a query sees only keys at or before its own position.
         steps: 1, 2 or None (both merged): what each head uses, repeated over the heads.
         scale: Factor of the scores.
@@ -47,14 +48,12 @@ def strided_attention(
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or a causal pattern would move as it grows.
+        ValueError: if the shapes or dtypes do not fit together.
     """
     check_shapes(q, k, v, key_mask)
-    if causal and stride is None:
-        raise ValueError("A causal pattern with stride=None; expected a number that does not follow the length.")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
-        own = stride or root_above(k.shape[2])
+        own = stride(k.shape[2])
         return strided_heads(q, k, v, stride=own, causal=causal, step=step, scale=scale, dropout=dropout)
 
     return without_padding(lambda q, k, v: by_step(attend, q, k, v, steps), q, k, v, key_mask)

@@ -1,7 +1,5 @@
 """Strided attention: a window, and every l-th token by a transposition to l columns of S / l tokens."""
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -10,11 +8,6 @@ from approx_kernels.global_tokens.reference import window_blocks
 
 # Numbers in a working set: 1 MiB of float32, about what a core's own cache holds.
 _CACHED = 2**18
-
-
-def root_above(length: int) -> int:
-    """The default stride for so many tokens: the root of their number, rounded up."""
-    return math.isqrt(length - 1) + 1
 
 
 def strided_heads(

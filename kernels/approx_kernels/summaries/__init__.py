@@ -1,11 +1,12 @@
 """Attention inside blocks and to the summary columns of all blocks: fixed and full-information patterns."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from approx_kernels.shapes import check_shapes
-from approx_kernels.summaries.reference import Inside, root_below, summary_blocks
+from approx_kernels.strides import root_below
+from approx_kernels.summaries.reference import Inside, summary_blocks
 from approx_kernels.tokens import by_step, without_padding
 
 __all__ = ["root_below", "summary_attention"]
@@ -17,7 +18,7 @@ def summary_attention(
     v: Tensor,
     key_mask: Tensor | None = None,
     *,
-    stride: int | None,
+    stride: Callable[[int], int],
     summary: int,
     inside: Inside,
     causal: bool,
@@ -29,8 +30,8 @@ def summary_attention(
 
     Step 1 is the own block; step 2 is the summaries and the query's own key. A summary is the last c columns of a
     block, the first c with `inside="future"`; a partial block has one too, unless `causal`, where blocks may still
-    grow. Positions count real tokens, and query i is the token of key S - L + i. A query that is padding or stands
-    before all keys gives 0.
+    grow. With `inside="both"` steps 1 and 2 are those of the past, 3 and 4 those of the future. Positions count real
+    tokens, and query i is the token of key S - L + i. A query that is padding or stands before all keys gives 0.
 
     Source: Child, Gray, Radford, Sutskever, 2019, Generating Long Sequences with Sparse Transformers,
     arXiv 1904.10509, and Daras, Odena, Zhang, Dimakis, 2019, Your Local GAN, arXiv 1911.12287; departs from them in
@@ -41,11 +42,12 @@ def summary_attention(
         k: Keys, [B, H, S, D].
         v: Values, [B, H, S, E].
         key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
-        stride: Tokens of a block, l; None takes the root of each sample's number of real tokens, rounded down.
+        stride: From the number of real tokens of a sample to the tokens of a block, l; always the same if causal.
         summary: Columns of a summary, c.
-        inside: What a query sees of its own block in step 1: all, the past with itself, the future with itself.
+        inside: What a query sees of its own block in step 1: all, the past with itself, the future with itself, or
+            one after the other.
         causal: Whether a query sees only keys at or before its own position; only with `inside="past"`.
-        steps: 1, 2 or None (both merged): what each head uses, repeated over the heads.
+        steps: 1, 2, ... or None (all merged): what each head uses, repeated over the heads.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
 
@@ -53,22 +55,23 @@ def summary_attention(
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or a causal pattern would look ahead or move.
+        ValueError: if the shapes or dtypes do not fit together, or a causal pattern would look ahead.
     """
     check_shapes(q, k, v, key_mask)
-    if causal and (inside != "past" or stride is None):
-        raise ValueError(
-            f"A causal pattern with inside={inside!r} and stride={stride}; expected inside='past' and a stride."
-        )
+    if causal and inside != "past":
+        raise ValueError(f"A causal pattern with inside={inside!r}; expected inside='past'.")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
+        side: Inside = inside
+        if inside == "both" and step is not None:
+            side, step = ("past", step) if step < 3 else ("future", step - 2)
         return summary_blocks(
             q,
             k,
             v,
-            stride=stride or root_below(k.shape[2]),
+            stride=stride(k.shape[2]),
             summary=summary,
-            inside=inside,
+            inside=side,
             causal=causal,
             step=step,
             scale=scale,

@@ -1,19 +1,12 @@
 """Attention of each block of queries to its own keys and to the summary columns of the other blocks."""
 
-import math
-from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Inside = Literal["all", "past", "future"]
-
-
-def root_below(length: int) -> int:
-    """The default stride for so many tokens: the root of their number, rounded down."""
-    return math.isqrt(length)
+Inside = Literal["all", "past", "future", "both"]
 
 
 def summary_blocks(
@@ -31,53 +24,55 @@ def summary_blocks(
 ) -> Tensor:
     """One fused product a block: its keys beside the summaries, which are gathered once for all blocks."""
     keys, before = k.shape[2], k.shape[2] - q.shape[2]
-    key_blocks, value_blocks = k.split(stride, 2), v.split(stride, 2)
-    columns, ends = _columns(keys, stride, summary, last=inside != "future")
-    columns = torch.tensor(columns, device=q.device)
+    place = torch.arange(keys, device=q.device)
+    sizes = (keys - place // stride * stride).clamp(max=stride)
+    columns = _summary(place % stride, sizes, summary, inside).nonzero().squeeze(1)
     key_summaries, value_summaries = k.index_select(2, columns), v.index_select(2, columns)
-    first = before // stride
-    edges = [max(b * stride, before) for b in range(first, len(key_blocks))] + [keys]
+    # Columns of the summary of a complete block; only the last block may have fewer.
+    each = min((2 if inside == "both" else 1) * summary, stride)
+    key_blocks, value_blocks = k.split(stride, 2), v.split(stride, 2)
+    masks = {
+        size: _pairs(q, size, len(columns), stride if causal else size, summary, inside, causal, step)
+        for size in {block.shape[2] for block in key_blocks[before // stride :]}
+    }
+    numbers = range(before // stride, len(key_blocks))
+    counts = [min((block + 1) * stride, keys) - max(block * stride, before) for block in numbers]
     out = []
-    for block, queries in enumerate(q.split([b - a for a, b in pairwise(edges)], 2), first):
-        begin, size = block * stride, key_blocks[block].shape[2]
-        rows = torch.arange(edges[block - first], edges[block - first + 1], device=q.device)[:, None] - begin
-        # What one column summarises must not change as the sequence grows: causal blocks are taken as complete.
-        last = stride if causal else size
-        allowed = _own_pairs(rows, size, last, summary, inside, causal, step)
+    for block, queries in zip(numbers, q.split(counts, 2), strict=True):
         own = [key_blocks[block], value_blocks[block]]
+        mask = masks[own[0].shape[2]]
         if step != 1:
-            past, future = slice(0, ends[block]), slice(keys if causal else ends[block + 1], None)
+            past, future = slice(block * each), slice(keys if causal else (block + 1) * each, None)
             own = [
-                torch.cat([x[:, :, past], y, x[:, :, future]], 2)
-                for x, y in zip((key_summaries, value_summaries), own, strict=True)
+                torch.cat([x, others[:, :, past], others[:, :, future]], 2)
+                for x, others in zip(own, (key_summaries, value_summaries), strict=True)
             ]
-            if allowed is not None:
-                allowed = F.pad(allowed, (ends[block], own[0].shape[2] - ends[block] - size), value=True)
+        allowed = None if mask is None else mask[-queries.shape[2] :, : own[0].shape[2]]
         out.append(F.scaled_dot_product_attention(queries, *own, attn_mask=allowed, dropout_p=dropout, scale=scale))
     return torch.cat(out, 2)
 
 
-def _columns(keys: int, stride: int, summary: int, *, last: bool) -> tuple[list[int], list[int]]:
-    """Positions of the summaries of all blocks, a partial one too, and how many there are before each block."""
-    columns: list[int] = []
-    ends = [0]
-    for begin in range(0, keys, stride):
-        end = min(begin + stride, keys)
-        columns += range(max(end - summary, begin), end) if last else range(begin, min(begin + summary, end))
-        ends.append(len(columns))
-    return columns, ends
+def _summary(column: Tensor, size: Tensor | int, summary: int, inside: Inside) -> Tensor:
+    """Which columns of blocks of that size summarise them."""
+    first, last = column < summary, column >= size - summary
+    return first | last if inside == "both" else first if inside == "future" else last
 
 
-def _own_pairs(
-    rows: Tensor, size: int, last: int, summary: int, inside: Inside, causal: bool, step: int | None
+def _pairs(
+    q: Tensor, size: int, others: int, whole: int, summary: int, inside: Inside, causal: bool, step: int | None
 ) -> Tensor | None:
-    """Which query sees which key of its own block, both counted from the block's begin; None is all."""
-    if inside == "all" and step != 2:
+    """Which query sees which key of its own block, and all `others` beside them; None is all.
+
+    What one column summarises must not change as the sequence grows: `whole` is the size that the block will have.
+    """
+    if inside in ("all", "both") and step != 2:
         return None
-    columns = torch.arange(size, device=rows.device)
-    allowed = columns == rows
+    column = torch.arange(size, device=q.device)
+    row = column[:, None]
+    allowed = column == row
     if step != 2:
-        allowed = allowed | (columns <= rows if inside == "past" else columns >= rows)
+        allowed = allowed | (column >= row if inside == "future" else column <= row)
     if step != 1:
-        allowed = allowed | (columns < summary if inside == "future" else columns >= last - summary)
-    return allowed & (columns <= rows) if causal else allowed
+        allowed = allowed | _summary(column, whole, summary, inside)
+    allowed = allowed & (column <= row) if causal else allowed
+    return F.pad(allowed, (0, others), value=True)

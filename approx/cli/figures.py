@@ -17,21 +17,30 @@ def quality_table(entry: dict[str, Any]) -> Table:
     """One task: the score of the base, and what each variant differs from it."""
     subset = ", a subset" if entry["subset"] else ""
     cut = f", {entry['truncated']} of them cut" if entry["truncated"] else ""
-    metric = entry["metric"]
-    rows = [[BASE, _points(entry["base"]["scores"][metric]), "", _interval(entry["base"]["interval"], 100), ""]]
+    metric, fraction = entry["metric"], entry.get("fraction", True)
+    scale, digits = (100, 1) if fraction else (1, 3)
+    rows = [
+        [
+            BASE,
+            _score(entry["base"]["scores"][metric], scale),
+            "",
+            _interval(entry["base"]["interval"], scale, digits + 1),
+            "",
+        ]
+    ]
     for row in entry["variants"]:
         needed = f" (needs about {row['needed_examples']:,} examples)" if row["needed_examples"] else ""
         rows.append(
             [
                 row["name"],
-                _points(row["scores"][metric]),
-                f"{100 * row['difference']:+.1f}",
-                _interval(row["interval"], 100),
+                _score(row["scores"][metric], scale),
+                f"{scale * row['difference']:+.{digits}f}",
+                _interval(row["interval"], scale, digits + 1),
                 row["verdict"] + needed,
             ]
         )
     return table(
-        ["", f"{metric} %", "difference", "95 %", "verdict"],
+        ["", f"{metric} %" if fraction else metric, "difference", "95 %", "verdict"],
         rows,
         title=f"{entry['task']}, {entry['split']}: {entry['examples']} examples{subset}{cut}",
     )
@@ -62,7 +71,7 @@ def _speed_rows(entry: dict[str, Any]) -> Iterator[list[str] | None]:
             name,
             _number(row["median_ms"], 2),
             _number(row.get("ratio"), 2, "×"),
-            _interval(row.get("interval"), 1),
+            _interval(row.get("interval")),
             "" if share is None else f"{share:.0%}",
             _number(row.get("peak_mb"), 0),
             row["status"] if row["status"] != "ok" else _VERDICTS.get(verdict, verdict),
@@ -70,13 +79,13 @@ def _speed_rows(entry: dict[str, Any]) -> Iterator[list[str] | None]:
     yield None
 
 
-def _points(score: float) -> str:
-    return f"{100 * score:.1f}"
+def _score(score: float, scale: float) -> str:
+    return f"{scale * score:.{1 if scale > 1 else 3}f}"
 
 
 def _number(value: float | None, digits: int, unit: str = "") -> str:
     return "" if value is None else f"{value:.{digits}f}{unit}"
 
 
-def _interval(interval: list[float] | None, factor: float) -> str:
-    return "" if interval is None else f"{factor * interval[0]:.2f} … {factor * interval[1]:.2f}"
+def _interval(interval: list[float] | None, factor: float = 1, digits: int = 2) -> str:
+    return "" if interval is None else f"{factor * interval[0]:.{digits}f} … {factor * interval[1]:.{digits}f}"

@@ -11,6 +11,7 @@ import torch
 from approx.conversion import anatomy, checkpoint, families, positions, surgery
 from approx.conversion.export import read_receipt
 from approx.conversion.inputs import example_inputs
+from approx.conversion.resolution import described
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import Contender, bench, crossover
@@ -18,6 +19,7 @@ from approx.evaluation.evaluate import Subject, evaluate, prepare
 from approx.evaluation.stream import text_inputs
 from approx.recipe import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
 from approx.tasks import open_task
+from approx.tasks.metrics import METRICS
 
 Progress = Callable[[str, int, int], None]
 
@@ -87,14 +89,15 @@ def measure_quality(
 ) -> dict[str, Any]:
     """The `quality` entry of a record: the first checkpoint is the base of all others."""
     subjects = {label: Subject(label, one.model, checkpoint.processor(one.source)) for label, one in opened.items()}
+    task = open_task(stage.task, **stage.settings)
     return evaluate(
         subjects,
-        open_task(stage.task, **stage.settings),
+        task,
         data=_path(stage.data),
         split=stage.split,
         limit=stage.limit,
         batch_size=stage.batch_size,
-        margin=stage.margin / 100,
+        margin=stage.margin / (100 if METRICS[task.metrics[0]].fraction else 1),
         truncate=stage.truncate,
         seed=seed,
         device=opened[BASE].model.device,
@@ -198,10 +201,11 @@ def _variant(label: str, one: checkpoint.Checkpoint) -> dict[str, Any]:
     checks = [] if receipt is None else receipt["checks"]
     return {
         "name": label,
-        "layers": sorted(
-            ({key: site[key] for key in ("layer", "mechanism", "settings")} for site in sites.values()),
-            key=lambda layer: layer["layer"],
-        ),
+        "layers": [
+            {key: part[key] for key in ("layer", *(["heads"] if "groups" in site else []), "mechanism", "settings")}
+            for site in sorted(sites.values(), key=lambda site: site["layer"])
+            for part in described(site)
+        ],
         "verified": bool(checks) and all(check["passed"] is not False for check in checks),
         "receipt": receipt,
     }

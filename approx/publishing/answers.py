@@ -101,12 +101,12 @@ def _answer(variant: dict[str, Any], record: dict[str, Any]) -> Answer:
         tone = {"no loss": "good", "loss within margin": "even", "loss beyond margin": "bad"}
         figures.append(
             Figure(
-                wording.signed(entry["difference"] * 100, 1),
-                f"points of {task['metric']} on {task['task']}",
+                wording.change(entry, task),
+                f"{wording.units(task)} on {task['task']}",
                 tone.get(entry["verdict"], "even"),
             )
         )
-        loss, verdict = wording.loss(entry, task["metric"]), wording.verdict(entry)
+        loss, verdict = wording.loss(entry, task), wording.verdict(entry, task)
         sentences.append(f"It {loss} on {task['task']} ({task['split']}): {verdict}.")
     if not tasks:
         sentences.append("What it costs in quality was not measured.")

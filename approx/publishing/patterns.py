@@ -46,7 +46,9 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def steps_picture(title: str, note: str, views: Sequence[Mask], *, causal: bool) -> dict[str, bytes]:
+def steps_picture(
+    title: str, note: str, views: Sequence[Mask], *, causal: bool, suffixes: Sequence[str]
+) -> dict[str, bytes]:
     """Draw the steps of a pattern side by side, and merged: rows are queries, columns are keys.
 
     Source of the look: Child et al. 2019, arXiv 1904.10509, figure 3.
@@ -56,6 +58,7 @@ def steps_picture(title: str, note: str, views: Sequence[Mask], *, causal: bool)
         note: Below the title; may be empty.
         views: The pattern at one or more lengths, a row of panels each; [p, n, n] bool.
         causal: Whether the upper triangle is out of reach.
+        suffixes: What to make of it, of `.svg` and `.png`.
 
     Returns:
         Suffix (`.svg`, `.png`) -> the file.
@@ -76,10 +79,12 @@ def steps_picture(title: str, note: str, views: Sequence[Mask], *, causal: bool)
                 _panel(next(grid), steps, "merged", causal)
         _headline(figure, title, note)
         figure.legend(handles=_legend(views, causal), loc="outside lower center", ncols=6)
-        return _files(figure)
+        return _files(figure, suffixes)
 
 
-def flow_picture(title: str, note: str, steps: Mask, *, causal: bool, node: int | None = None) -> dict[str, bytes]:
+def flow_picture(
+    title: str, note: str, steps: Mask, *, causal: bool, node: int | None = None, suffixes: Sequence[str]
+) -> dict[str, bytes]:
     """Draw the information-flow graph: a row of positions before each step and after the last, an edge a pair.
 
     Everything that the chosen position hears of after the last step is lit, and the ways it came. A pattern of one
@@ -93,6 +98,7 @@ def flow_picture(title: str, note: str, steps: Mask, *, causal: bool, node: int 
         steps: [p, n, n] bool.
         causal: Whether the last position is chosen rather than the middle one, where `node` is None.
         node: The position whose paths are lit.
+        suffixes: What to make of it, of `.svg` and `.png`.
 
     Returns:
         Suffix (`.svg`, `.png`) -> the file.
@@ -122,16 +128,15 @@ def flow_picture(title: str, note: str, steps: Mask, *, causal: bool, node: int 
         axes.set_ylim(-0.25, len(layers) + 0.3)
         axes.axis("off")
         _headline(figure, title, note)
-        return _files(figure)
+        return _files(figure, suffixes)
 
 
-def write_pictures(pictures: dict[str, dict[str, bytes]], folder: Path, suffixes: Sequence[str]) -> list[Path]:
+def write_pictures(pictures: dict[str, dict[str, bytes]], folder: Path) -> list[Path]:
     """Write pictures into a folder, each file whole or not at all.
 
     Args:
         pictures: Name -> suffix -> the file.
         folder: Made where it is missing; older pictures of these names are replaced.
-        suffixes: What to write of each.
 
     Returns:
         The files written.
@@ -143,10 +148,10 @@ def write_pictures(pictures: dict[str, dict[str, bytes]], folder: Path, suffixes
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, files in pictures.items():
-            for suffix in suffixes:
+            for suffix, file in files.items():
                 temporary = folder / f".{name}.{os.getpid()}.tmp"
                 try:
-                    temporary.write_bytes(files[suffix])
+                    temporary.write_bytes(file)
                     os.replace(temporary, folder / f"{name}{suffix}")
                 finally:
                     temporary.unlink(missing_ok=True)
@@ -178,7 +183,7 @@ def _kinds(steps: Mask, causal: bool) -> NDArray[np.intp]:
     kinds[~steps.any(0)] = _NOTHING
     if causal:
         kinds[np.triu_indices(len(kinds), 1)] = _FUTURE
-    own = np.flatnonzero(steps.any(0).diagonal())
+    own = np.flatnonzero(np.diagonal(steps.any(0)))
     kinds[own, own] = _OWN
     return kinds
 
@@ -282,10 +287,10 @@ def _style() -> Iterator[None]:
         yield
 
 
-def _files(figure: Figure) -> dict[str, bytes]:
+def _files(figure: Figure, suffixes: Sequence[str]) -> dict[str, bytes]:
     files = {}
-    for canvas, suffix in ((FigureCanvasSVG, ".svg"), (FigureCanvasAgg, ".png")):
-        canvas(figure)
+    for suffix in suffixes:
+        (FigureCanvasSVG if suffix == ".svg" else FigureCanvasAgg)(figure)
         undated = {"Software": None} if suffix == ".png" else dict.fromkeys(("Creator", "Date", "Format", "Type"))
         buffer = io.BytesIO()
         figure.savefig(buffer, format=suffix[1:], dpi=_DPI, metadata=undated)

@@ -118,7 +118,8 @@ def quality_figure(
 
     def paint(axes: Axes) -> None:
         axes.set_xscale("log", base=2)
-        margin = max((entry["margin"] for entry in task["variants"]), default=0) * 100
+        scale = wording.scale(task)
+        margin = max((entry["margin"] for entry in task["variants"]), default=0) * scale
         axes.axhspan(-margin, margin, color=INK, alpha=0.1, linewidth=0, label="within the margin")
         axes.axhline(0, color=INK, linewidth=0.8)
         axes.axvline(1, color=INK, linewidth=0.8)
@@ -127,8 +128,8 @@ def quality_figure(
             quality, speed = variant_of(task["variants"], name), variant_of(row["variants"], name)
             if not quality or not speed or speed["ratio"] is None:
                 continue
-            x, y = speed["ratio"], quality["difference"] * 100
-            low, high = (end * 100 for end in quality["interval"])
+            x, y = speed["ratio"], quality["difference"] * scale
+            low, high = (end * scale for end in quality["interval"])
             axes.errorbar(
                 [x],
                 [y],
@@ -142,9 +143,13 @@ def quality_figure(
             )
         low, high = axes.get_xlim()
         _ratio_axis(axes, "x", min(low, 0.7), max(high, 1.5))
-        _points_axis(axes)
+        if task.get("fraction", True):
+            _points_axis(axes)
         axes.set_xlabel(f"speed relative to exact attention at {wording.count(row['length'])} tokens")
-        axes.set_ylabel(f"change in {task['metric']} (points)")
+        if task.get("lower_is_better"):
+            axes.invert_yaxis()
+        metric = str(task["metric"]).replace("_", " ")
+        axes.set_ylabel(f"change in {metric}" + (" (points)" if task.get("fraction", True) else ""))
 
     caption = (
         f"{task['task']} ({task['split']}) against speed at {wording.count(row['length'])} tokens on "

@@ -31,17 +31,18 @@ _STANDINGS = {
 def quality_table(task: dict[str, Any]) -> dict[str, Any]:
     """Lay out one task: a row for exact attention and one for each variant."""
     metric = task["metric"]
+    scale, digits = wording.scale(task), 2 if task.get("fraction", True) else 3
     others = [name for name in task["base"]["scores"] if name != metric]
     rows = [
         {
             "name": entry["name"],
-            "score": wording.percent(entry["scores"].get(metric), 2),
-            "others": [wording.percent(entry["scores"].get(name), 2) for name in others],
-            "difference": wording.signed(entry["difference"] * 100),
-            "interval": wording.between(entry["interval"], scale=100),
+            "score": wording.score(entry["scores"].get(metric), task),
+            "others": [wording.score(entry["scores"].get(name), task) for name in others],
+            "difference": wording.signed(entry["difference"] * scale, digits),
+            "interval": wording.between(entry["interval"], digits, scale),
             "test": entry["test"],
             "p_value": _p_value(entry["p_value"]),
-            "margin": wording.decimal(entry["margin"] * 100, 1),
+            "margin": wording.decimal(entry["margin"] * scale, digits - 1),
             "verdict": entry["verdict"],
             "needed": wording.roughly(entry["needed_examples"]) if entry.get("needed_examples") else None,
             "tone": _TONES[entry["verdict"]],
@@ -55,11 +56,13 @@ def quality_table(task: dict[str, Any]) -> dict[str, Any]:
         "metric": metric,
         "others": others,
         "examples": wording.share_of_examples(task),
+        "units": "points" if task.get("fraction", True) else wording.units(task),
+        "better": "lower is better" if task.get("lower_is_better") else "higher is better",
         "confidence": ", ".join(sorted(confidences)) or wording.percent(0.95),
         "base": {
-            "score": wording.percent(task["base"]["scores"].get(metric), 2),
-            "others": [wording.percent(task["base"]["scores"].get(name), 2) for name in others],
-            "interval": wording.between(task["base"].get("interval"), scale=100),
+            "score": wording.score(task["base"]["scores"].get(metric), task),
+            "others": [wording.score(task["base"]["scores"].get(name), task) for name in others],
+            "interval": wording.between(task["base"].get("interval"), digits, scale),
         },
         "rows": rows,
         "slices": _slices(task),
@@ -94,7 +97,8 @@ def plan_lines(variant: dict[str, Any]) -> list[dict[str, str]]:
     groups: dict[tuple[str, str], list[int]] = {}
     for layer in variant["layers"]:
         settings = ", ".join(f"{key} = {value}" for key, value in layer["settings"].items())
-        groups.setdefault((layer["mechanism"], settings), []).append(layer["layer"])
+        heads = f" (heads {layer['heads']})" if "heads" in layer else ""
+        groups.setdefault((layer["mechanism"] + heads, settings), []).append(layer["layer"])
     return [
         {"layers": wording.layer_ranges(layers), "mechanism": mechanism, "settings": settings or wording.NOTHING}
         for (mechanism, settings), layers in groups.items()
@@ -187,8 +191,8 @@ def _slices(task: dict[str, Any]) -> list[dict[str, str]]:
             "name": entry["name"],
             "range": f"{wording.count(part['from'])} to {wording.count(part['to'] - 1)}",
             "examples": wording.count(part["examples"]),
-            "base": wording.percent(part["base"], 2),
-            "converted": wording.percent(part["converted"], 2),
+            "base": wording.score(part["base"], task),
+            "converted": wording.score(part["converted"], task),
         }
         for entry in task["variants"]
         for part in entry.get("slices") or []

@@ -37,6 +37,27 @@ def percent(value: float | None, digits: int = 0) -> str:
     return NOTHING if value is None else f"{decimal(value * 100, digits)} %"
 
 
+def score(value: float | None, task: dict[str, Any], digits: int = 2) -> str:
+    """Write a score of a task: a fraction as a percentage, anything else in its own units."""
+    return percent(value, digits) if task.get("fraction", True) else decimal(value, digits + 1)
+
+
+def scale(task: dict[str, Any]) -> float:
+    """How many of the units that a task's differences are told in make up one of its score."""
+    return 100.0 if task.get("fraction", True) else 1.0
+
+
+def units(task: dict[str, Any]) -> str:
+    """The units of a task's differences: points of accuracy; bits per byte."""
+    metric = str(task["metric"]).replace("_", " ")
+    return f"points of {metric}" if task.get("fraction", True) else metric
+
+
+def change(entry: dict[str, Any], task: dict[str, Any]) -> str:
+    """Write a difference of scores with its sign, roughly."""
+    return signed(entry["difference"] * scale(task), 1 if task.get("fraction", True) else 3)
+
+
 def milliseconds(value: float | None) -> str:
     """Write a time with three significant digits, or whole milliseconds when it is long."""
     if value is None:
@@ -107,21 +128,23 @@ def setting(row: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def loss(entry: dict[str, Any], metric: str) -> str:
+def loss(entry: dict[str, Any], task: dict[str, Any]) -> str:
     """Say what a difference of scores means: loses 0.3 ± 0.7 points of accuracy."""
-    difference, (low, high) = entry["difference"] * 100, (end * 100 for end in entry["interval"])
+    difference, (low, high) = entry["difference"] * scale(task), (end * scale(task) for end in entry["interval"])
     half = max(high - difference, difference - low)
-    digits = 1 if half >= 0.05 else 2
+    digits = 1 if half >= 0.05 else 2 if task.get("fraction", True) else 3
     amount = decimal(abs(difference), digits)
     if amount == decimal(0.0, digits):
-        return f"scores the same ± {decimal(half, digits)} points of {metric}"
-    verb = "loses" if difference < 0 else "gains"
-    return f"{verb} {amount} ± {decimal(half, digits)} points of {metric}"
+        return f"scores the same ± {decimal(half, digits)} {units(task)}"
+    if task.get("lower_is_better"):
+        return f"has {amount} ± {decimal(half, digits)} {'more' if difference > 0 else 'fewer'} {units(task)}"
+    return f"{'loses' if difference < 0 else 'gains'} {amount} ± {decimal(half, digits)} {units(task)}"
 
 
-def verdict(entry: dict[str, Any]) -> str:
+def verdict(entry: dict[str, Any], task: dict[str, Any]) -> str:
     """Say what the verdict on a difference means against its margin."""
-    margin = f"{decimal(entry['margin'] * 100, 1)} points"
+    fraction = task.get("fraction", True)
+    margin = f"{decimal(entry['margin'] * scale(task), 1 if fraction else 3)} {'points' if fraction else units(task)}"
     if entry["verdict"] == "inconclusive":
         needed = entry.get("needed_examples")
         more = f"; about {roughly(needed)} examples would settle it" if needed else ""

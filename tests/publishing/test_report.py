@@ -252,3 +252,17 @@ def test_no_records_and_no_folder_are_refused(record, tmp_path):
     with pytest.raises(ApproxError, match="cannot be written") as caught:
         write_report([record], tmp_path / "file")
     assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
+def test_a_score_that_is_no_fraction_keeps_its_own_units(record, tmp_path):
+    task, (entry, *_) = record["quality"][0], record["quality"][0]["variants"]
+    entry |= {"scores": {"bits_per_byte": 1.584}, "difference": 0.35, "interval": [0.31, 0.39], "slices": []}
+    entry |= {"margin": 0.01, "verdict": "loss beyond margin"}
+    task |= {"metric": "bits_per_byte", "fraction": False, "lower_is_better": True, "variants": [entry]}
+    task["base"] = {"scores": {"bits_per_byte": 1.234}, "interval": [1.2, 1.27]}
+    write_report([record | {"quality": [task]}], tmp_path)
+    text = (tmp_path / "report.md").read_text("utf-8")
+    assert "872 examples; lower is better. Differences are converted minus exact, in bits per byte." in text
+    assert "| improved-clustered 25 | 1.584 | +0.350 | 0.310 to 0.390 | 0.01 | loss beyond margin |" in text
+    assert "It has 0.350 ± 0.040 more bits per byte on glue/sst2 (dev)" in text
+    assert "158" not in text.split("## Speed")[0]

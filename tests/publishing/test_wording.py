@@ -48,7 +48,16 @@ def test_numbers(text: str, expected: str):
     ],
 )
 def test_a_difference_in_words(difference: float, interval: list[float], expected: str):
-    assert wording.loss({"difference": difference, "interval": interval}, "accuracy") == expected
+    assert wording.loss({"difference": difference, "interval": interval}, {"metric": "accuracy"}) == expected
+
+
+def test_a_difference_of_a_score_that_is_no_fraction_is_told_in_its_own_units():
+    task = {"metric": "bits_per_byte", "fraction": False, "lower_is_better": True}
+    entry = {"difference": 0.0213, "interval": [0.0113, 0.0313], "margin": 0.01, "verdict": "loss beyond margin"}
+    assert wording.loss(entry, task) == "has 0.021 ± 0.010 more bits per byte"
+    assert wording.verdict(entry, task) == "a loss beyond the margin of 0.010 bits per byte"
+    assert wording.change(entry, task) == "+0.021"
+    assert wording.score(1.2345, task) == "1.234"
 
 
 def test_the_setting_names_what_matters():

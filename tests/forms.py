@@ -20,6 +20,7 @@ SMALL = {
     "longformer": {"window": 4, "global_tokens": [0, 3]},
     "exact-topk": {"topk": 5},
     "performer": {"features": 16},
+    "lsh": {"rounds": 3, "cluster": 4},
     "adaptive-span": {"max_span": 3, "ramp": 2},
 }
 # Settings that change what is computed, each under the name of its mechanism and words of its own.
@@ -27,6 +28,8 @@ VARIANTS = {
     # Its features can all be 0, where any eps shows in the sum of the weights.
     "linear t2r": {"feature_map": "t2r", "eps": 1e-12},
     "linear hedgehog window": {"feature_map": "hedgehog", "window": 4},
+    "lsh dedup": {"rounds": 3, "cluster": 4, "dedup": True},
+    "lsh shared": {"rounds": 3, "cluster": 4, "variant": "shared"},
     "performer relu": {"features": 16, "kernel": "relu"},
     "adaptive-span calibrated": {"max_span": 50, "ramp": 3, "start": "calibrated", "keep": 0.5},
 }
@@ -38,12 +41,19 @@ FORMS = [
     for causal in (False, True)
     if (mechanism.supports_causal if causal else mechanism.supports_bidirectional)
 ]
+# Their keys are made from the queries, so there are as many: nothing on top of a cache.
+SELF_ONLY = ("lsh shared",)
 CAUSAL = [name for name, causal in FORMS if causal]
 MASKS = ["none", "right", "left", "arbitrary", "one row empty"]
 
-over_forms = pytest.mark.parametrize(
-    ("name", "causal"), FORMS, ids=[f"{name}-{'causal' if causal else 'bidirectional'}" for name, causal in FORMS]
-)
+
+def over(forms):
+    ids = [f"{name}-{'causal' if causal else 'bidirectional'}" for name, causal in forms]
+    return pytest.mark.parametrize(("name", "causal"), forms, ids=ids)
+
+
+over_forms = over(FORMS)
+over_two_lengths = over([(name, causal) for name, causal in FORMS if name not in SELF_ONLY])
 few = settings(max_examples=15, deadline=None)
 # Half of them short: most edges lie there, and little time.
 lengths = st.integers(1, 20) | st.integers(1, 300)

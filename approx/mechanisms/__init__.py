@@ -16,6 +16,7 @@ from approx.mechanisms.improved_clustered import ImprovedClusteredAttention
 from approx.mechanisms.linear import LinearAttention
 from approx.mechanisms.local import LocalAttention
 from approx.mechanisms.longformer import LongformerAttention
+from approx.mechanisms.lsh import LshAttention
 from approx.mechanisms.mechanism import Mechanism
 from approx.mechanisms.performer import PerformerAttention
 from approx.mechanisms.sdpa import SdpaAttention
@@ -39,5 +40,6 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "longformer": LongformerAttention,
     "bigbird": BigBirdAttention,
     "sinks": SinksAttention,
+    "lsh": LshAttention,
     "adaptive-span": AdaptiveSpanAttention,
 }

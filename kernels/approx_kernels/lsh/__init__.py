@@ -1,0 +1,99 @@
+"""Attention among tokens that locality-sensitive hashing brings together."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from approx_kernels.exact import exact_attention
+from approx_kernels.lsh.buckets import bucket_plan
+from approx_kernels.lsh.clusters import cluster_plan
+from approx_kernels.lsh.hashing import draw_projections, unit_keys
+from approx_kernels.lsh.reference import dense_union
+from approx_kernels.lsh.union import tile_union
+from approx_kernels.shapes import check_shapes
+
+__all__ = ["VARIANTS", "draw_projections", "lsh_attention"]
+
+VARIANTS = ("asymmetric", "shared")
+
+
+def lsh_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    projections: Tensor,
+    variant: str,
+    cluster: int,
+    dedup: bool,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    impl: Literal["reference", "tiles"] = "tiles",
+) -> Tensor:
+    """Softmax attention of each query over the keys that hashing puts beside it, in O(rounds n cluster D) and sorting.
+
+    A pair that C of the rounds bring together counts C times, `softmax(s_ij + log C_ij) V`, or once with `dedup`.
+    Scores are differentiated, hashes are not.
+
+    `asymmetric` sorts queries by a projection of [q; 0; (m - |q|²)^½] and keys by that of [k; (m - |k|²)^½; 0] and cuts
+    both orders into equally many clusters. m and the order of all tokens know the future, so the causal form hashes
+    directions instead, of keys less the mean of the keys before them, into buckets whose number doubles with the
+    position (see `bucket_plan`), and adds the own key to every round. `shared` takes the queries, at length D^½, as
+    keys: k gets a gradient of 0. Its buckets are argmax [xR; -xR], of at most 128; it looks back one cluster and sees
+    itself only where it sees nothing else. Causal, it uses the causal buckets.
+
+    Query i is the token of key S - L + i where that matters: in the causal form and in the masks of L == S. Padded
+    queries, and queries without any key, give 0.
+
+    Source: Daras, Kitaev, Odena, Dimakis, 2020, SMYRF, arXiv 2010.05315 (asymmetric); Kitaev, Kaiser, Levskaya, 2020,
+    Reformer, arXiv 2001.04451 (shared); departs from them in clusters of unequal numbers of queries and keys, and in
+    the causal forms.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, H, S, D].
+        v: Values, [B, H, S, E].
+        key_mask: [B, S] bool, True at real keys; None when all are real.
+        projections: What `draw_projections` drew for this variant and form.
+        variant: `asymmetric` or `shared`.
+        cluster: Tokens of a cluster; the asymmetric variant is exact for samples of at most so many, and its causal
+            form for twice as many.
+        dedup: Whether a pair counts once however many rounds bring it together.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        dropout: Probability with which an attention weight is dropped, in each round.
+        impl: `tiles`, or `reference`, which materialises all pairs.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together, or the shared variant gets L != S.
+    """
+    check_shapes(q, k, v, key_mask)
+    (batch, heads, length, size), keys = q.shape, k.shape[2]
+    if variant == "shared" and length != keys:
+        raise ValueError(f"The shared variant makes its keys from the queries, but got {length} queries, {keys} keys.")
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        if variant == "asymmetric" and max(length, keys) <= (2 * cluster if causal else cluster):
+            return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out_dtype = q.dtype
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
+        k = unit_keys(q, k) if variant == "shared" else k
+        make = bucket_plan if causal else cluster_plan
+        with torch.no_grad():
+            plan = make(q, k, key_mask, projections=projections, variant=variant, cluster=cluster)
+        attend = dense_union if impl == "reference" else tile_union
+        own = "last resort" if variant == "shared" else "always" if causal else "as any other"
+        out = attend(q, k, v, plan, own=own, scale=scale, dedup=dedup, dropout=dropout)
+        if key_mask is not None and (causal or length == keys):
+            # A query without a position (L > S) sees nothing anyway.
+            real = key_mask[:, max(keys - length, 0) :]
+            out = out * F.pad(real, (length - real.shape[1], 0))[:, None, :, None]
+        return out.to(out_dtype)

@@ -1,0 +1,69 @@
+"""Causal plans: buckets that depend on nothing but the past, and in each of them the tokens in their own order."""
+
+import torch
+from torch import Tensor
+
+from approx_kernels.lsh.hashing import Buckets, level_of, past_centred
+from approx_kernels.lsh.plan import Plan, make_round
+
+_LAST = torch.iinfo(torch.int64).max
+
+
+def bucket_plan(
+    q: Tensor, k: Tensor, key_mask: Tensor | None, *, projections: Tensor, variant: str, cluster: int
+) -> Plan:
+    """Who sees whom when tokens come one after another.
+
+    Sorting and cutting the whole sequence would tell a token how many later ones lie below it. Here a token's bucket
+    is its own matter, and the chunks of a bucket, of `cluster` keys each, begin with the bucket's first key: a query
+    sees the chunk in which the newest key of its bucket lies, as far as it is filled, and the chunk before. The
+    number of buckets doubles with the position of the query, which so finds 1 to 2 clusters of keys in a bucket of
+    mean size; keys stand in the tables of all levels that can ask for them, 2 S entries in all and S at most for each
+    level. The own token is left out: whoever adds it counts it once.
+
+    Args: q [B, H, L, D] of the last L tokens, k [B, H, S, D], key_mask [B, S].
+    """
+    batch, heads, length, _ = q.shape
+    keys, device = k.shape[2], q.device
+    # Real tokens in their order, first, and the position of each query among them; below 0 it has none.
+    if key_mask is None:
+        real = torch.arange(keys, device=device).expand(batch, keys)
+        count = torch.full((batch, 1), keys, device=device)
+        position = torch.arange(keys - length, keys, device=device).expand(batch, length)
+    else:
+        real = (~key_mask).long().argsort(dim=-1, stable=True)
+        count = key_mask.sum(1, keepdim=True)
+        position = (key_mask.cumsum(1) - 1).masked_fill(~key_mask, -1)[:, max(keys - length, 0) :]
+        position = torch.cat([position.new_full((batch, length - position.shape[1]), -1), position], 1)
+    level = level_of(position.clamp(min=0), cluster, variant)
+    levels = range(int(level.min()), int(level.max()) + 1)
+    sizes = [min(keys, cluster << (each + 1)) if each < levels[-1] else keys for each in levels]
+    starts = dict(zip(levels, [sum(sizes[:i]) for i in range(len(sizes))], strict=True))
+    place = torch.cat([torch.arange(size, device=device) for size in sizes])  # position of the key of each entry
+    entries = place.numel()
+
+    hashed = q if variant == "shared" else past_centred(k, key_mask)
+    rounds = []
+    for directions in projections:
+        by_key = Buckets(hashed, directions, variant, levels[-1])
+        by_query = by_key if variant == "shared" else Buckets(q, directions, variant, levels[-1])
+        # Buckets of all levels are numbered as in a heap, 2^level - 1 first at each level.
+        table, asked = [], level.new_zeros(batch, heads, length)
+        for each, size in zip(levels, sizes, strict=True):
+            first = (1 << each) - 1
+            table.append(by_key.at(each).gather(-1, real[:, None, :size].expand(batch, heads, size)) + first)
+            asked = (by_query.at(each) + first).where(level[:, None] == each, asked)
+        numbers = torch.cat(table, -1) * keys + place
+        numbers = numbers.masked_fill((place >= count)[:, None], _LAST)
+        ordered, order = numbers.sort(-1)
+        begin = torch.searchsorted(ordered, asked * keys)
+        end = torch.searchsorted(ordered, asked * keys + position[:, None], right=True)
+        seen = (end - begin).masked_fill((position < 0)[:, None], 0)
+        low = begin + ((seen - 1) // cluster - 1).clamp(min=0) * cluster
+        room = (end - low).masked_fill(seen == 0, 0)
+        rounds.append(make_round(order, low, room, max(cluster // 2, 1)))
+    row = torch.arange(batch * heads, device=device).view(batch, heads, 1)
+    key_of_entry = real.gather(-1, place.expand(batch, entries))[:, None] + row * keys
+    offset = torch.tensor([starts[each] for each in levels], device=device)[level - levels[0]]
+    own = (offset + position.clamp(min=0))[:, None] + row * entries
+    return Plan(rounds, 2 * cluster, key_of_entry.flatten(), own.flatten())

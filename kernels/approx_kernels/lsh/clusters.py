@@ -1,0 +1,76 @@
+"""Bidirectional plans: queries and keys in sorted order, cut into equally many clusters of equal sizes."""
+
+import torch
+from torch import Tensor
+
+from approx_kernels.lsh.hashing import Buckets, level_of, sort_numbers
+from approx_kernels.lsh.plan import Plan, make_round
+
+
+def cluster_plan(
+    q: Tensor, k: Tensor, key_mask: Tensor | None, *, projections: Tensor, variant: str, cluster: int
+) -> Plan:
+    """Who sees whom when all tokens are known.
+
+    A sample of n real tokens makes ⌈n / cluster⌉ clusters whose sizes differ by at most one; with other numbers of
+    queries than of keys the larger counts, and no cluster is without keys. Asymmetric: queries and keys are sorted
+    each by their own numbers and a query sees its cluster. Shared: queries are sorted by bucket, then position, and a
+    query sees its cluster and the one before, without itself.
+
+    Args: q [B, H, L, D], k [B, H, S, D], key_mask [B, S]; when L == S it also says which queries are real.
+    """
+    batch, heads, length, _ = q.shape
+    keys = k.shape[2]
+    query_mask = key_mask if length == keys else None
+    queries_real = _count(query_mask, batch, length, q.device)
+    keys_real = _count(key_mask, batch, keys, q.device)
+    most = torch.maximum(queries_real, keys_real)
+    clusters = torch.minimum(-(-most // cluster), torch.minimum(queries_real, keys_real)).clamp(min=1)
+    tile = int((-(-queries_real // clusters)).max())
+
+    # The cluster of each query in sorted order, and the ranks of the keys that it sees.
+    place = torch.arange(length, device=q.device).expand(batch, length)
+    own = ((place + 1) * clusters - 1) // queries_real.clamp(min=1)
+    low, high = (((own + j) * keys_real) // clusters for j in ((-1 if variant == "shared" else 0), 1))
+    low = low.clamp(min=0)
+    room = (high - low).masked_fill((place >= queries_real) | (keys_real == 0), 0)
+    low, room = (x[:, None].expand(batch, heads, length) for x in (low, room))
+
+    rounds = []
+    for query_order, key_order in _orders(q, k, query_mask, key_mask, projections, variant, cluster):
+        by_query = [torch.empty_like(x).scatter(-1, query_order, x) for x in (low.contiguous(), room.contiguous())]
+        rounds.append(make_round(key_order, *by_query, max(tile, 1), query_order))
+    flat = torch.arange(batch * heads * keys, device=q.device)
+    return Plan(rounds, max(int(room.max()), 1), flat, flat if variant == "shared" else None)
+
+
+def _count(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+    """Real tokens of each sample, [B, 1]."""
+    return torch.full((batch, 1), length, device=device) if mask is None else mask.sum(1, keepdim=True)
+
+
+def _orders(
+    q: Tensor,
+    k: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    projections: Tensor,
+    variant: str,
+    cluster: int,
+) -> list[tuple[Tensor, Tensor]]:
+    """Queries and keys in sorted order, [B, H, L] and [B, H, S] for each round; padding comes last."""
+    if variant == "asymmetric":
+        numbers = sort_numbers(q, k, projections, query_mask, key_mask)
+        return list(zip(*(x.argsort(dim=-1, stable=True).unbind() for x in numbers), strict=True))
+    length = q.shape[2]
+    level = level_of(_count(key_mask, q.shape[0], length, q.device) - 1, cluster, variant)[:, None]
+    orders = []
+    for directions in projections:
+        buckets = Buckets(q, directions, variant, int(level.max()))
+        number = buckets.at(0)
+        for each in level.unique().tolist():
+            number = buckets.at(each).where(level == each, number)
+        number = number if key_mask is None else number.masked_fill(~key_mask[:, None], torch.iinfo(number.dtype).max)
+        order = number.argsort(dim=-1, stable=True)
+        orders.append((order, order))
+    return orders

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, seed_number, whole_number
+from approx.mechanisms.mechanism import Mechanism, seed_number, true_or_false, whole_number
 from approx_kernels.blocks import bigbird_attention, draw_blocks
 
 
@@ -14,6 +14,12 @@ class BigBirdAttention(Mechanism):
     The first and the last block see all. The random blocks are drawn once, from the seed, and are the same in
     training and evaluation and for all heads of a layer: give layers seeds of their own for other ones. Blocks
     count the real tokens of a sample; the last one may be partial.
+
+    Hugging Face's BigBird draws random blocks in training only; in evaluation mode all r of them are the first block
+    once more, which so counts 1 + r times for all queries but those of the first and the last block. Settle on
+    `compatible` for weights that are to give what they give there. Two differences remain: there, inputs of at most
+    5 + 2r blocks are exact (say so with `exact_below`), and the last block is that of the longest sample, padding
+    included.
 
     Source: Zaheer et al., 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062; departs from it in
     the same random blocks for all heads.
@@ -25,6 +31,7 @@ class BigBirdAttention(Mechanism):
         scale: Factor of the scores.
         block: Tokens of a block, 1 or more.
         random: Random blocks of each block, r, 0 or more.
+        compatible: Whether to attend as Hugging Face's BigBird does in evaluation mode.
         seed: Seed of the random blocks, which are a buffer and saved with the checkpoint.
 
     Raises:
@@ -35,7 +42,9 @@ class BigBirdAttention(Mechanism):
     supports_decode: ClassVar[bool] = False
     sparse: ClassVar[bool] = True
     source: ClassVar[str] = "Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062"
-    exact_when: ClassVar[str] = "3 blocks hold the real tokens of the sample, or there are as many random blocks."
+    exact_when: ClassVar[str] = (
+        "2 blocks hold the real tokens of the sample; without `compatible` also 3, or as many as there are random blocks."
+    )
 
     draws: Tensor
 
@@ -48,11 +57,13 @@ class BigBirdAttention(Mechanism):
         scale: float,
         block: int = 64,
         random: int = 3,
+        compatible: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(heads, head_dim, causal=causal, scale=scale)
         self.block = whole_number("block", block, 1)
         self.random = whole_number("random", random, 0)
+        self.compatible = true_or_false("compatible", compatible)
         self.seed = seed_number(seed)
         self.register_buffer("draws", draw_blocks(self.random, self.seed))
 
@@ -66,7 +77,15 @@ class BigBirdAttention(Mechanism):
     ) -> Tensor:
         """Attend; dropout acts on the attention weights. Padded queries receive 0."""
         return bigbird_attention(
-            q, k, v, key_mask, block=self.block, draws=self.draws, scale=self.scale, dropout=dropout
+            q,
+            k,
+            v,
+            key_mask,
+            block=self.block,
+            draws=self.draws,
+            compatible=self.compatible,
+            scale=self.scale,
+            dropout=dropout,
         )
 
     @classmethod

@@ -66,6 +66,7 @@ def bigbird_attention(
     *,
     block: int,
     draws: Tensor,
+    compatible: bool = False,
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -73,6 +74,10 @@ def bigbird_attention(
 
     The first and the last block see all and are seen by all; every pair counts once. Positions count real tokens,
     and query i is the token of key S - L + i. A query that is padding or stands before all keys gives 0.
+
+    With `compatible` every random block is the first block once more, for all queries but those of the first and the
+    last block: softmax(s + log C) where C is 1 + r on the first block, as Hugging Face's BigBird attends in evaluation
+    mode.
 
     Source: Zaheer et al., 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062; departs from it in
     the same random blocks for all heads.
@@ -83,7 +88,8 @@ def bigbird_attention(
         v: Values, [B, H, S, E].
         key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
         block: Tokens of a block.
-        draws: What `draw_blocks` returned; its second size is the number of random blocks.
+        draws: What `draw_blocks` returned; its second size is the number of random blocks, r.
+        compatible: Whether to attend as Hugging Face's BigBird does in evaluation mode.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
 
@@ -96,7 +102,7 @@ def bigbird_attention(
     check_shapes(q, k, v, key_mask)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        lists = bigbird_lists(-(-k.shape[2] // block), draws)
+        lists = bigbird_lists(-(-k.shape[2] // block), draws, compatible)
         return listed_blocks(q, k, v, size=block, lists=lists, scale=scale, dropout=dropout)
 
     return without_padding(attend, q, k, v, key_mask)

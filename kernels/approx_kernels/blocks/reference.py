@@ -1,13 +1,19 @@
 """Attention of each block of queries to whole blocks of keys."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from approx_kernels.tokens import stretches
 
 # Query blocks with draws of their own; beyond, the draws of the first ones serve again.
 _DRAWN_BLOCKS = 1024
+# Lists by the draws that they were made of, for at most so many numbers of blocks each.
+_LISTS = WeakTensorKeyDictionary()
+_KEPT = 64
 
 
 def neighbour_blocks(
@@ -44,7 +50,7 @@ def neighbour_blocks(
 
 
 def listed_blocks(
-    q: Tensor, k: Tensor, v: Tensor, *, size: int, lists: list[list[int]], scale: float, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, *, size: int, lists: Sequence[Sequence[int]], scale: float, dropout: float
 ) -> Tensor:
     """Fused attention of each block to the blocks of keys on its list, side by side; an empty list is all keys."""
     first = (k.shape[2] - q.shape[2]) // size
@@ -64,23 +70,42 @@ def draw_blocks(random: int, seed: int) -> Tensor:
     return torch.randint(2**31, (_DRAWN_BLOCKS, random), generator=generator, device="cpu")
 
 
-def bigbird_lists(blocks: int, draws: Tensor) -> list[list[int]]:
-    """Blocks of keys of each block of queries, sorted; empty for those that see all: the first and the last.
+def bigbird_lists(blocks: int, draws: Tensor, compatible: bool) -> Sequence[Sequence[int]]:
+    """Ascending blocks of keys of each block of queries; empty for those that see all: the first and the last.
+
+    They are kept for the next call, which is likely to ask for the same ones.
 
     Args:
         blocks: Number of blocks.
         draws: What `draw_blocks` returned.
+        compatible: Whether all random blocks are the first block, which is listed as many times more.
     """
-    drawn = draws[:blocks].tolist()
-    lists: list[list[int]] = []
-    for block in range(blocks):
-        seen = {0, max(block - 1, 0), block, min(block + 1, blocks - 1), blocks - 1}
-        for number in drawn[block % len(drawn)]:
-            if len(seen) < blocks:
-                # One of the blocks that are not seen yet, by its number among them.
-                other = number % (blocks - len(seen))
-                for known in sorted(seen):
-                    other += other >= known
-                seen.add(other)
-        lists.append([] if block in (0, blocks - 1) else sorted(seen))
+    if draws.is_inference():
+        # Nobody could tell whether it was changed since.
+        return _lists(blocks, draws, compatible)
+    known = _LISTS.get(draws)
+    if known is None:
+        known = _LISTS[draws] = {}
+    lists = known.get(key := (blocks, compatible, draws._version))
+    if lists is None:
+        if len(known) >= _KEPT:
+            known.clear()
+        lists = known[key] = _lists(blocks, draws, compatible)
     return lists
+
+
+def _lists(blocks: int, draws: Tensor, compatible: bool) -> list[list[int]]:
+    rows = torch.arange(1, max(blocks - 1, 1), device="cpu")
+    seen = torch.stack([0 * rows, rows - 1, rows, rows + 1, 0 * rows + blocks - 1], 1)
+    # What stands in a list twice, or finds no block that does not, goes beyond the end of all blocks.
+    beyond = 2**40
+    seen = seen.masked_fill(F.pad(seen.diff() == 0, (1, 0)), beyond).sort(1).values
+    for numbers in () if compatible else draws.cpu()[rows % len(draws)].unbind(1):
+        left = blocks - (seen < beyond).sum(1)
+        # One of the blocks that are not seen yet, by its number among them: it moves past those seen before it.
+        other = numbers % left.clamp(min=1)
+        other = other + (seen - torch.arange(seen.shape[1], device="cpu") <= other[:, None]).sum(1)
+        seen = torch.cat([seen, other.masked_fill(left == 0, beyond)[:, None]], 1).sort(1).values
+    again = [0] * draws.shape[1] if compatible else []
+    between = [again + [block for block in listed if block < beyond] for listed in seen.tolist()]
+    return [[], *between, []][:blocks]

@@ -80,7 +80,8 @@ def _bigbird(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, 
     blocks = math.ceil(n / settings["block"])
     own, other = i // settings["block"], j // settings["block"]
     seen = torch.zeros(blocks, blocks, dtype=torch.bool)
-    for row, listed in enumerate(bigbird_lists(blocks, draw_blocks(settings["random"], settings["seed"]))):
+    draws = draw_blocks(settings["random"], settings["seed"])
+    for row, listed in enumerate(bigbird_lists(blocks, draws, settings["compatible"])):
         seen[row, listed] = True
     ends = (own == 0) | (own == blocks - 1) | (other == 0) | (other == blocks - 1)
     return [ends | ((own - other).abs() <= 1) | seen[own, other]]

@@ -101,8 +101,8 @@ class AdaptiveSpanAttention(Mechanism):
         """Set each head's span to the shortest whole number that keeps its attention, as the mean over the real queries.
 
         A head stays at the longest where this is over half of the longest distance in the batch: it would save little,
-        and longer inputs may show that it looks farther. Heads that rest on the first token or on a separator are such;
-        in BERT's kind of model most of them are. The batch should hold inputs of the length that is to be run.
+        and longer inputs may show that it looks farther. Heads that rest on the first token or on a separator are such.
+        The batch should hold inputs of the length that is to be run.
 
         Args: as for `forward`.
         """

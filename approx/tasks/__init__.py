@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any
 
 from approx.errors import ApproxError
+from approx.tasks.documents import Documents
 from approx.tasks.glue import GLUE, Glue
+from approx.tasks.listops import ListOps
 from approx.tasks.needle import Needle
 from approx.tasks.squad import Squad
 from approx.tasks.task import Example, SequenceClassification, Split, Task
@@ -19,6 +21,8 @@ TASKS: dict[str, Callable[..., Task]] = {
     **{f"glue/{subset}": partial(Glue, subset) for subset in GLUE},
     "squad": partial(Squad, 1),
     "squad_v2": partial(Squad, 2),
+    Documents.name: Documents,
+    ListOps.name: ListOps,
     Needle.name: Needle,
 }
 """Names as on the command line and in recipes; calling an entry, with the task's settings, makes the task."""

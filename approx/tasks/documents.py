@@ -1,0 +1,189 @@
+"""Classification of long texts: IMDb, or any file of texts and labels.
+
+Source: Maas et al., 2011, "Learning Word Vectors for Sentiment Analysis", ACL.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from approx.errors import ApproxError, Exit
+from approx.tasks.hub import load_rows
+from approx.tasks.task import Example, SequenceClassification, Split, whole_setting
+
+_FORMATS = (".jsonl", ".csv", ".tsv")
+_HUB_DATASET = "stanfordnlp/imdb"
+_IMDB = ("negative", "positive")
+_IMDB_FOLDERS = {"neg": 0, "pos": 1}
+_IMDB_ROWS = 25_000
+
+
+class Documents(SequenceClassification):
+    """The class of a text, of any length; IMDb's reviews unless a file is given.
+
+    Inputs longer than the model's positions are refused, or with `truncate` cut and counted: compare a checkpoint whose
+    positions were extended with one whose were not to see what the rest of a text is worth.
+
+    Args:
+        labels: Names of the classes in the order of the model's outputs; a file may hold names or numbers.
+        text: Column of the text in a file.
+        label: Column of the class in a file.
+
+    Raises:
+        ApproxError: if there are fewer than two labels, or one twice.
+    """
+
+    name = "documents"
+    metrics = ("accuracy",)
+
+    def __init__(self, labels: Sequence[str] = _IMDB, text: str = "text", label: str = "label") -> None:
+        names = tuple(map(str, labels)) if not isinstance(labels, str) else tuple(labels.split(","))
+        if len(names) < 2 or len(set(names)) < len(names):
+            raise ApproxError(
+                f"The setting 'labels' of the task '{self.name}' is {labels!r}; it has to name two classes or more, each "
+                "once, in the order of the model's outputs."
+            )
+        self.labels = names
+        self._columns = text, label
+
+    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+        """Load a split, `test` unless another is asked for.
+
+        Args:
+            data: A file (.jsonl, .csv, .tsv, each also .gz) with a column for the text and one for the label, a folder
+                that holds one named after the split, or IMDb's own folder aclImdb; None means IMDb on the hub.
+            split: Its name.
+            limit: Keep the first `limit` texts; the classes take turns, since many sources are sorted by class.
+
+        Raises:
+            ApproxError: if nothing is found, a line is damaged or has an unknown label, or no text is left.
+        """
+        if limit is not None:
+            whole_setting(self.name, "limit", limit, 1)
+        wanted = split or "test"
+        if data is None:
+            name, source, rows = wanted, Path(_HUB_DATASET), self._hub_rows(wanted)
+        elif (folder := _imdb_folder(Path(data), wanted)) is not None:
+            name, source, rows = wanted, folder, self._folder_rows(folder)
+        else:
+            source = self._find(Path(data), wanted)
+            name, rows = source.name.partition(".")[0], self._file_rows(source)
+        examples = list(islice(_taking_turns(rows), limit))
+        if not examples:
+            raise ApproxError(f"{self.name}: 0 texts in {source}.", Exit.UNAVAILABLE)
+        whole = name in ("train", "test") and len(examples) >= _IMDB_ROWS
+        return Split(name, examples, subset=limit == len(examples) or (self.labels == _IMDB and not whole))
+
+    def _find(self, data: Path, wanted: str) -> Path:
+        if data.is_file():
+            if not data.name.removesuffix(".gz").endswith(_FORMATS):
+                raise ApproxError(
+                    f"{self.name}: {data} is none of {', '.join(_FORMATS)} (or these with .gz).", Exit.UNAVAILABLE
+                )
+            return data
+        if not data.is_dir():
+            raise ApproxError(f"{self.name}: there is no file or folder {data}.", Exit.UNAVAILABLE)
+        known = [path for path in sorted(data.iterdir()) if path.name.removesuffix(".gz").endswith(_FORMATS)]
+        found = [path for path in known if path.name.startswith(wanted)]
+        if len(found) == 1:
+            return found[0]
+        there = ", ".join(path.name for path in known) or f"no {', '.join(_FORMATS)}"
+        raise ApproxError(
+            f"{self.name}: looked for {wanted}.jsonl or the like, or {wanted}/pos and {wanted}/neg, in {data}; found {there}. "
+            "Give the file itself with --data, or another --split.",
+            Exit.UNAVAILABLE,
+        )
+
+    def _file_rows(self, path: Path) -> Iterator[Example]:
+        text_column, label_column = self._columns
+        stem = path.name.partition(".")[0]
+        for number, row in _rows(path):
+            missing = [column for column in self._columns if row.get(column) is None]
+            if missing:
+                raise ApproxError(
+                    f"{path}, line {number}: no {' and no '.join(missing)}; it has {', '.join(map(str, row))[:200]}. Name the "
+                    "columns with the task's settings text and label.",
+                    Exit.UNAVAILABLE,
+                )
+            label = self._label(row[label_column], f"{path}, line {number}")
+            yield Example(str(row.get("id") or f"{stem}-{number}"), {"text": str(row[text_column])}, label)
+
+    def _folder_rows(self, folder: Path) -> Iterator[Example]:
+        for name, label in _IMDB_FOLDERS.items():
+            for path in sorted((folder / name).glob("*.txt")):
+                yield Example(f"{folder.name}/{name}/{path.stem}", {"text": path.read_text(encoding="utf-8")}, label)
+
+    def _hub_rows(self, split: str) -> Iterator[Example]:
+        for number, row in enumerate(load_rows(_HUB_DATASET, "plain_text", split)):
+            yield Example(f"{split}-{number}", {"text": row["text"]}, int(row["label"]))
+
+    def _label(self, value: Any, place: str) -> int:
+        text = str(value).strip()
+        if text in self.labels:
+            return self.labels.index(text)
+        if text.isdecimal() and int(text) < len(self.labels):
+            return int(text)
+        known = ", ".join(f"{name} or {index}" for index, name in enumerate(self.labels))
+        raise ApproxError(
+            f"{place}: unknown label '{text[:60]}'; known are {known}. Name the classes with the task's setting labels.",
+            Exit.UNAVAILABLE,
+        )
+
+
+def _imdb_folder(data: Path, split: str) -> Path | None:
+    """The folder of the split in IMDb's own layout, if that is what `data` is."""
+    candidates = (data / "aclImdb" / split, data / split, data)
+    return next((path for path in candidates if all((path / name).is_dir() for name in _IMDB_FOLDERS)), None)
+
+
+def _taking_turns(rows: Iterator[Example]) -> Iterator[Example]:
+    """The classes in turn, so that the first rows are not all of one class."""
+    classes: dict[int, list[Example]] = {}
+    for row in rows:
+        classes.setdefault(row.label, []).append(row)
+    ordered = [classes[label] for label in sorted(classes)]
+    for index in range(max(map(len, ordered), default=0)):
+        yield from (members[index] for members in ordered if index < len(members))
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and rows of a file of one row a line (or, within quotes, several lines of a csv)."""
+    # Long documents are what this task is for; the reader's own limit is 128 KiB.
+    csv.field_size_limit(2**31 - 1)
+    try:
+        with (
+            gzip.open(path, "rt", encoding="utf-8-sig")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8-sig") as file
+        ):
+            if path.name.removesuffix(".gz").endswith(".jsonl"):
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        yield number, _object(line, f"{path}, line {number}")
+                return
+            reader = csv.DictReader(
+                io.StringIO(file.read(), newline=""), dialect="excel-tab" if ".tsv" in path.name else "excel"
+            )
+            for row in reader:
+                yield reader.line_num, row
+    except (UnicodeDecodeError, EOFError, csv.Error, gzip.BadGzipFile) as error:
+        raise ApproxError(f"{path} is damaged ({error}). Download it again.", Exit.UNAVAILABLE) from None
+    except OSError as error:
+        raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
+
+
+def _object(line: str, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ApproxError(f"{place} is no JSON: {error}. Mend or remove the line.", Exit.UNAVAILABLE) from None
+    if not isinstance(row, dict):
+        raise ApproxError(f"{place} holds no object. Mend or remove the line.", Exit.UNAVAILABLE)
+    return row

@@ -1,0 +1,204 @@
+"""ListOps: the value of a nested expression over digits, generated or read from the published files.
+
+Source: Nangia and Bowman, 2018, "ListOps: A Diagnostic Dataset for Latent Tree Learning", arXiv 1804.06028; the settings
+of long expressions are those of Tay et al., 2021, "Long Range Arena", arXiv 2011.04006.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from approx.errors import ApproxError, Exit
+from approx.tasks.task import Example, SequenceClassification, Split, whole_setting
+
+OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+DIGITS = tuple("0123456789")
+END = "]"
+WORDS = (*OPERATORS, *DIGITS, END, "(", ")")
+"""Every word of an expression; a tokenizer that knows them reads one token a word."""
+
+PRESETS = {
+    "original": {"depth": 20, "arguments": 5, "shortest": 3, "longest": 100_000},
+    "long-range-arena": {"depth": 10, "arguments": 10, "shortest": 500, "longest": 2000},
+}
+# The chance that an argument is an expression; otherwise it is a digit.
+_NESTED = 0.25
+_SPLITS = ("train", "val", "test")
+_COLUMNS = ("Source", "Target")
+_Tree = tuple[str, list["_Tree"]] | int
+
+
+class ListOps(SequenceClassification):
+    """Ten classes, the digits: the value of an expression of minima, maxima, medians and sums modulo 10.
+
+    Args:
+        preset: A key of `PRESETS`, for generated expressions.
+        examples: Rows of a generated split.
+        brackets: Whether the round brackets of the original notation, which carry no meaning, are kept.
+        seed: What every generated row is drawn from, together with its split and its own number.
+
+    Raises:
+        ApproxError: if there is no such preset, or a number is out of range.
+    """
+
+    name = "listops"
+    metrics = ("accuracy",)
+    labels = DIGITS
+
+    def __init__(
+        self, preset: str = "long-range-arena", examples: int = 2000, brackets: bool = False, seed: int = 0
+    ) -> None:
+        if preset not in PRESETS:
+            raise ApproxError(f"The task '{self.name}' has no preset {preset!r}. Known: {', '.join(PRESETS)}.")
+        self._preset = preset
+        self._size = whole_setting(self.name, "examples", examples, 1)
+        self._brackets = bool(brackets)
+        self._seed = whole_setting(self.name, "seed", seed, 0)
+
+    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+        """Generate a split (`test`, the default, `val` or `train`), or read one.
+
+        Args:
+            data: A published tsv, of either source, or its folder; None generates.
+            split: Its name.
+            limit: Keep the first `limit` expressions.
+
+        Raises:
+            ApproxError: if the split is unknown, nothing is found, or a line is no expression with its value.
+        """
+        wanted = split or "test"
+        if limit is not None:
+            whole_setting(self.name, "limit", limit, 1)
+        if data is not None:
+            path = self._find(Path(data), wanted)
+            examples = list(islice(self._file_rows(path), limit))
+            if not examples:
+                raise ApproxError(f"{self.name}: 0 expressions in {path}.", Exit.UNAVAILABLE)
+            return Split(path.stem, examples, subset=len(examples) == limit)
+        if wanted not in _SPLITS:
+            raise ApproxError(f"Unknown split '{wanted}' of the task '{self.name}'. Known: {', '.join(_SPLITS)}.")
+        count = min(self._size, limit or self._size)
+        seen: set[str] = set()
+        return Split(wanted, [self._generated(wanted, row, seen) for row in range(count)], subset=count < self._size)
+
+    def _find(self, data: Path, wanted: str) -> Path:
+        if data.is_file():
+            return data
+        known = sorted(data.glob("*.tsv")) if data.is_dir() else []
+        found = [path for path in known if path.stem.removeprefix("basic_").startswith(wanted)]
+        if len(found) == 1:
+            return found[0]
+        there = ", ".join(path.name for path in known) or "no tsv"
+        raise ApproxError(
+            f"{self.name}: looked for {wanted}*.tsv or basic_{wanted}.tsv in {data}, found {there}. Give the file itself with "
+            "--data, or another --split.",
+            Exit.UNAVAILABLE,
+        )
+
+    def _file_rows(self, path: Path) -> Iterator[Example]:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise ApproxError(f"{path} cannot be read: {reason}.", Exit.UNAVAILABLE) from None
+        titled = bool(lines) and tuple(lines[0].split("\t")) == _COLUMNS
+        for number, line in enumerate(lines[titled:], start=1 + titled):
+            if not line.strip():
+                continue
+            cells = line.split("\t")
+            # The older files name the value first.
+            expression, value = (
+                cells if titled and len(cells) == 2 else (cells[1], cells[0]) if len(cells) == 2 else ("", "")
+            )
+            words = expression.split()
+            if value not in DIGITS or not words or not set(words) <= set(WORDS):
+                raise ApproxError(
+                    f"{path}, line {number}: no expression with its value between 0 and 9: {line[:60]!r}. Mend or remove the "
+                    "line, or download the file again.",
+                    Exit.UNAVAILABLE,
+                )
+            yield self._example(f"{path.stem}-{number}", words, DIGITS.index(value))
+
+    def _generated(self, split: str, row: int, seen: set[str]) -> Example:
+        """A row that none before it repeats: short expressions would otherwise make up most of a split."""
+        limits = PRESETS[self._preset]
+        # A generator per row: a row is the same whatever the number of rows around it.
+        random = np.random.default_rng([self._seed, _SPLITS.index(split), row])
+        while True:
+            tree = _grow(random, 1, limits["depth"], limits["arguments"])
+            words = list(_words(tree))
+            text, length = " ".join(words), sum(word not in "()" for word in words)
+            if limits["shortest"] < length < limits["longest"] and text not in seen:
+                seen.add(text)
+                break
+        name = f"listops/{split}/{self._preset}-{self._seed}/{row}"
+        return self._example(name, words, evaluate(tree))
+
+    def _example(self, name: str, words: list[str], value: int) -> Example:
+        kept = words if self._brackets else [word for word in words if word not in "()"]
+        return Example(name, {"text": " ".join(kept)}, value)
+
+
+def evaluate(tree: _Tree) -> int:
+    """The value of an expression, a digit; medians are rounded down."""
+    if isinstance(tree, int):
+        return tree
+    operator, arguments = tree
+    values = [evaluate(argument) for argument in arguments]
+    if operator == "[SM":
+        return sum(values) % 10
+    return {"[MIN": min, "[MAX": max, "[MED": lambda v: int(statistics.median(v))}[operator](values)
+
+
+def parse(words: list[str]) -> _Tree:
+    """The expression that some words write, with or without round brackets.
+
+    Raises:
+        ValueError: if they write none.
+    """
+    stack: list[list[_Tree]] = [[]]
+    operators: list[str] = []
+    for word in words:
+        if word in OPERATORS:
+            operators.append(word)
+            stack.append([])
+        elif word == END:
+            if not operators or not stack[-1]:
+                raise ValueError("an expression ends that has not begun, or is empty")
+            arguments = stack.pop()
+            stack[-1].append((operators.pop(), arguments))
+        elif word in DIGITS:
+            stack[-1].append(int(word))
+        elif word not in "()":
+            raise ValueError(f"unknown word '{word}'")
+    if operators or len(stack[0]) != 1:
+        raise ValueError("not one whole expression")
+    return stack[0][0]
+
+
+def _grow(random: np.random.Generator, depth: int, deepest: int, most: int) -> _Tree:
+    if depth > 1 and (depth >= deepest or random.random() > _NESTED):
+        return int(random.integers(10))
+    count = int(random.integers(2, most + 1))
+    operator = OPERATORS[random.integers(len(OPERATORS))]
+    return operator, [_grow(random, depth + 1, deepest, most) for _ in range(count)]
+
+
+def _words(tree: _Tree) -> Iterator[str]:
+    if isinstance(tree, int):
+        yield DIGITS[tree]
+        return
+    operator, arguments = tree
+    # The original notation binds an operator to its arguments one by one.
+    yield from ["("] * (len(arguments) + 1)
+    yield operator
+    for argument in arguments:
+        yield from _words(argument)
+        yield ")"
+    yield END
+    yield ")"

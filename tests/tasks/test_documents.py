@@ -1,0 +1,107 @@
+"""Long texts with labels, from files of several kinds and from IMDb's own folder, and every damaged line by its number."""
+
+import csv
+import gzip
+import json
+
+import pytest
+
+from approx.errors import ApproxError, Exit
+from approx.tasks import open_task
+
+ROWS = [("fine film", "positive"), ("dull\nfilm", "negative"), ("very, very long " * 20_000, "1"), ("bad", "0")]
+
+
+def write(folder, kind):
+    path = folder / f"test.{kind}"
+    if kind.startswith("jsonl"):
+        text = "".join(json.dumps({"text": text, "label": label}) + "\n\n" for text, label in ROWS)
+        path.write_bytes(gzip.compress(text.encode()) if kind.endswith("gz") else text.encode())
+        return path
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, dialect="excel-tab" if kind == "tsv" else "excel")
+        writer.writerows([("text", "label"), *ROWS])
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv", "tsv"])
+def test_files_of_all_kinds_hold_the_same_examples(tmp_path, kind):
+    path = write(tmp_path, kind)
+    for data in (path, tmp_path):
+        split = open_task("documents").load(data)
+        assert [(example.inputs["text"], example.label) for example in split.examples] == [
+            # The classes take turns.
+            (ROWS[1][0], 0),
+            (ROWS[0][0], 1),
+            (ROWS[3][0], 0),
+            (ROWS[2][0], 1),
+        ]
+        assert split.name == "test"
+        assert split.subset
+        assert len({example.id for example in split.examples}) == 4
+
+
+def test_a_limit_keeps_every_class_and_the_same_ids(tmp_path):
+    path = write(tmp_path, "csv")
+    task = open_task("documents")
+    whole, part = task.load(path), task.load(path, limit=2)
+    assert part.examples == whole.examples[:2]
+    assert {example.label for example in part.examples} == {0, 1}
+
+
+def test_imdbs_own_folder_is_read(tmp_path):
+    for name in ("neg", "pos"):
+        folder = tmp_path / "aclImdb" / "test" / name
+        folder.mkdir(parents=True)
+        for number in (10, 2):
+            (folder / f"{number}_7.txt").write_text(f"{name} {number}")
+    split = open_task("documents").load(tmp_path)
+    assert [(e.id, e.label) for e in split.examples][:2] == [("test/neg/10_7", 0), ("test/pos/10_7", 1)]
+    assert len(split.examples) == 4
+
+
+def test_other_columns_and_classes_are_named_by_settings(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"body": "a", "genre": "news"}\n{"body": "b", "genre": "fiction"}\n')
+    task = open_task("documents", labels=["fiction", "news"], text="body", label="genre")
+    assert [(e.inputs["text"], e.label) for e in task.load(path).examples] == [("b", 0), ("a", 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"text": "a", "label": "positive"}\n{"text"', "line 2 is no JSON"),
+        ('{"text": "a", "label": "good"}\n', "line 1: unknown label 'good'; known are negative or 0, positive or 1"),
+        ('{"text": "a"}\n', "line 1: no label; it has text"),
+        ("[1]\n", "line 1 holds no object"),
+        ("\n", "0 texts in"),
+    ],
+    ids=["json", "label", "column", "object", "empty"],
+)
+def test_damaged_lines_are_named(tmp_path, text, words):
+    (tmp_path / "test.jsonl").write_text(text)
+    with pytest.raises(ApproxError, match=words) as caught:
+        open_task("documents").load(tmp_path)
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
+def test_a_damaged_archive_and_a_missing_file_are_named(tmp_path):
+    with pytest.raises(ApproxError, match=r"looked for test\.jsonl or the like.*found no \.jsonl"):
+        open_task("documents").load(tmp_path)
+    (tmp_path / "test.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(ApproxError, match="is damaged"):
+        open_task("documents").load(tmp_path)
+    with pytest.raises(ApproxError, match=r"is none of \.jsonl"):
+        open_task("documents").load(__file__)
+
+
+@pytest.mark.parametrize("labels", [["one"], ["same", "same"]])
+def test_labels_that_name_no_classes_are_refused(labels):
+    with pytest.raises(ApproxError, match="has to name two classes or more"):
+        open_task("documents", labels=labels)
+
+
+def test_imdb_is_read_whole(shared_data):
+    split = open_task("documents").load(shared_data / "imdb", limit=20)
+    assert sum(example.label for example in split.examples) == 10
+    assert split.subset

@@ -59,13 +59,17 @@ def pattern(
     """
     from approx.patterns import find_pattern
     from approx.pipeline import patterns
-    from approx.pipeline.measure import choose_device
 
     chosen = find_pattern(name, length, causal, options.read_settings(set_))
     folder = output or Path(f"pattern-{name}-{length}{'-causal' if causal else ''}")
     if not no_draw:
         patterns.refuse_existing(folder, force)
-    timed_on = choose_device(device) if measure else None
+    timed_on = None
+    if measure:
+        # Brings the libraries of whole models with it.
+        from approx.pipeline.measure import choose_device
+
+        timed_on = choose_device(device)
     files = [] if no_draw else patterns.draw(chosen, folder, length=draw_length, node=node)
     with terminal.progress() as bar:
         found = patterns.tell(chosen, block=block, device=timed_on, progress=bar)
@@ -82,11 +86,12 @@ def _counts(found: dict[str, Any]) -> Table:
     whole = found["length"] ** 2
     form = "causal" if found["causal"] else "bidirectional"
     rows.append([f"exact, {form}", f"{found['exact_edges']:,}", "", _share(found["exact_edges"] / whole), "", "", ""])
+    settings = found["settings"] | ({} if found["stride"] is None else {"stride": found["stride"]})
     tiles = f"tiles of {found['block']}"
     return table(
         ["", "edges", "keys a query sees", "of all pairs", tiles, f"{tiles}, rewritten", ""],
         rows,
-        title=f"{found['pattern']} over {found['length']:,} tokens, {form}: {settings_text(found['settings'])}",
+        title=f"{found['pattern']} over {found['length']:,} tokens, {form}: {settings_text(settings)}",
     )
 
 

@@ -31,9 +31,8 @@ def figures(pattern: Pattern, block: int = 64) -> dict[str, Any]:
     """
     steps = list(pattern.steps)
     allowed = pattern.length * (pattern.length + 1) // 2 if pattern.causal else pattern.length**2
-    stride = pattern.settings.get("stride")
-    counted = [_counts(step, block, stride) for step in steps]
-    merged = counted[0] if len(steps) == 1 else _counts(pattern.merged, block, stride)
+    counted = [_counts(step, block, pattern.stride) for step in steps]
+    merged = counted[0] if len(steps) == 1 else _counts(pattern.merged, block, pattern.stride)
     apart = sum(step["rewritten"]["block_density"] for step in counted)
     if apart < merged["rewritten"]["block_density"]:
         # Each step in its own layout, joined by the log-sum-exp of their scores.
@@ -45,6 +44,7 @@ def figures(pattern: Pattern, block: int = 64) -> dict[str, Any]:
         "length": pattern.length,
         "causal": pattern.causal,
         "settings": pattern.settings,
+        "stride": pattern.stride,
         "block": block,
         "edges": sum(step["edges"] for step in counted),
         "exact_edges": allowed,

@@ -11,14 +11,11 @@ from numpy.typing import NDArray
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS, Mechanism
 from approx_kernels.patterns import pattern_mask
-from approx_kernels.strided import root_above
-from approx_kernels.summaries import root_below
 
 # Every pair is looked at: 8,192 tokens take some seconds and about 2 GB, each doubling four times that.
 LONGEST = 8192
 # What a setting counts, which says how it shrinks with the length.
 _TOKENS = ("left", "right", "size", "shift", "window", "block", "sinks")
-_ROOTS = {"strided": root_above, "ltr": root_below, "rtl": root_below}
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +26,8 @@ class Pattern:
         name: The mechanism, e.g. `strided`.
         length: Number of tokens, n.
         causal: Whether a query sees only keys at or before its own position.
-        settings: All settings of the mechanism; a stride that follows the length is written out.
+        settings: All settings of the mechanism.
+        stride: The stride l of those that have one, also where the settings let it follow the length.
         steps: [p, n, n] bool, rows are queries; what the settings leave of the steps.
     """
 
@@ -37,12 +35,13 @@ class Pattern:
     length: int
     causal: bool
     settings: dict[str, Any]
+    stride: int | None
     steps: NDArray[np.bool_]
 
     @property
     def merged(self) -> NDArray[np.bool_]:
         """The union of the steps, [n, n] bool."""
-        return self.steps[0] if len(self.steps) == 1 else self.steps.any(0)
+        return np.logical_or.reduce(self.steps)
 
     @property
     def layers(self) -> list[NDArray[np.bool_]]:
@@ -53,16 +52,21 @@ class Pattern:
         """
         return list(self.steps) if self.settings.get("mode") == "interleave" else [self.merged] * len(self.steps)
 
-    def mechanism(self, heads: int, head_dim: int) -> Mechanism:
-        """The mechanism that computes it."""
-        scale = 1 / math.sqrt(head_dim)
-        return MECHANISMS[self.name](heads, head_dim, causal=self.causal, scale=scale, **self.settings)
+    def mechanisms(self, heads: int, head_dim: int) -> dict[str, Mechanism]:
+        """What computes it, by name: one mechanism, or where layers take the steps in turn, one of each layer."""
+        kind, scale = MECHANISMS[self.name], 1 / math.sqrt(head_dim)
+        layers = [kind.for_layer(self.settings, rank) for rank in range(len(self.steps))]
+        names = [f"{self.name}, layer {rank + 1}" for rank in range(len(layers))]
+        if all(settings == layers[0] for settings in layers):
+            layers, names = layers[:1], [self.name]
+        made = (kind(heads, head_dim, causal=self.causal, scale=scale, **settings) for settings in layers)
+        return dict(zip(names, made, strict=True))
 
     def shrunk(self, length: int) -> "Pattern":
         """The same pattern over fewer tokens, to be drawn.
 
-        Windows and blocks keep their share of the sequence; a stride l keeps l / sqrt(n), and its summary the share
-        of the stride, so that both steps keep their looks.
+        Windows and blocks keep their share of the sequence; a stride l keeps l / sqrt(n) where that leaves four of
+        them, and its summary the share of the stride, so that both steps keep their looks.
         """
         if length >= self.length:
             return self
@@ -74,11 +78,12 @@ class Pattern:
             settings["shift"] = min(settings["shift"], settings["size"] - 1)
         if isinstance(settings.get("global_tokens"), list):
             settings["global_tokens"] = sorted({int(token * share) for token in settings["global_tokens"]})
-        if "stride" in settings:
-            stride = settings["stride"]
-            settings["stride"] = _times(stride, math.sqrt(share))
+        if self.stride is not None:
+            most = length // min(4, math.ceil(self.length / self.stride))
+            settings["stride"] = max(1, min(_times(self.stride, math.sqrt(share)), most))
             if "summary" in settings:
-                settings["summary"] = _times(settings["summary"], settings["stride"] / stride)
+                summary = min(settings["summary"], self.stride)
+                settings["summary"] = _times(summary, settings["stride"] / self.stride)
         return find_pattern(self.name, length, self.causal, settings)
 
 
@@ -120,21 +125,19 @@ def find_pattern(name: str, length: int, causal: bool, settings: dict[str, Any])
     complete = {**defaults, **settings}
     try:
         # The constructor is the one judge of settings.
-        made = kind(1, 1, causal=causal, scale=1.0, **complete)
+        made: Any = kind(1, 1, causal=causal, scale=1.0, **complete)
         if made.reads_tokens:
             raise ApproxError(
                 f"With these settings '{name}' chooses keys by the words of each input, so it has no one pattern. Give "
                 "positions instead, e.g. --set global_tokens=[0,100]."
             )
-        if complete.get("stride", 0) is None and name in _ROOTS:
-            complete["stride"] = _ROOTS[name](length)
         steps = pattern_mask(name, length, causal, complete).numpy()
     except ApproxError:
         raise
     except (ValueError, TypeError, OverflowError, RuntimeError, MemoryError) as error:
         raise ApproxError(f"'{name}' cannot be made with these settings: {str(error).splitlines()[0]}") from None
-    step = complete.get("step")
-    return Pattern(name, length, causal, complete, steps if step is None else steps[step - 1 : step])
+    step, stride = complete.get("step"), made.stride_over(length) if "stride" in complete else None
+    return Pattern(name, length, causal, complete, stride, steps if step is None else steps[step - 1 : step])
 
 
 def _kind(name: str) -> type[Mechanism]:

@@ -1,6 +1,6 @@
 """One sparse pattern, told: its figures, its pictures and, if asked for, its speed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch
 from approx.errors import ApproxError, Exit
 from approx.evaluation.bench import Contender, bench
 from approx.patterns import Pattern, figures
-from approx.publishing.patterns import flow_picture, steps_picture, write_pictures
+from approx.publishing.patterns import flow_picture, steps_picture
+from approx.publishing.pictures import write_pictures
 
 # The attention of one layer of BERT base.
 HEADS, HEAD_DIM = 12, 64
@@ -17,7 +18,14 @@ HEADS, HEAD_DIM = 12, 64
 MOST_DRAWN = 48
 
 
-def draw(pattern: Pattern, folder: Path, *, length: int = 16, node: int | None = None, png: bool = True) -> list[Path]:
+def draw(
+    pattern: Pattern,
+    folder: Path,
+    *,
+    length: int = 16,
+    node: int | None = None,
+    suffixes: Sequence[str] = (".svg", ".png"),
+) -> list[Path]:
     """Draw the steps and the information-flow graph into `steps.svg`, `flow.svg` and the same as PNG.
 
     Args:
@@ -26,7 +34,7 @@ def draw(pattern: Pattern, folder: Path, *, length: int = 16, node: int | None =
         length: Tokens at which single pairs and paths are drawn, where the pattern has more than `MOST_DRAWN`; its
             settings shrink with it, and the pictures say so.
         node: The position whose paths are lit in the flow graph; the last or the middle one without it.
-        png: Whether PNG is written beside SVG.
+        suffixes: What to draw, of `.svg` and `.png`.
 
     Returns:
         The files written.
@@ -45,18 +53,19 @@ def draw(pattern: Pattern, folder: Path, *, length: int = 16, node: int | None =
     views, note = [pattern.steps], ""
     if small is not pattern:
         views.insert(0, small.steps)
-        note = f"drawn with {_counted(small)}, and as it is: a point stands for many pairs, paler where few are seen"
+        note = f"drawn with {_counted(small)}, and as it is: a point stands for many pairs, paler if few are seen"
     pictures = {
-        "steps": steps_picture(title, note, views, causal=pattern.causal),
+        "steps": steps_picture(title, note, views, causal=pattern.causal, suffixes=suffixes),
         "flow": flow_picture(
             f"{title}: information flow",
             "" if small is pattern else f"drawn with {_counted(small)}",
             small.steps,
             causal=pattern.causal,
             node=node,
+            suffixes=suffixes,
         ),
     }
-    return write_pictures(pictures, folder, (".svg", ".png") if png else (".svg",))
+    return write_pictures(pictures, folder)
 
 
 def tell(
@@ -98,7 +107,7 @@ def refuse_existing(folder: Path, force: bool) -> None:
 
 
 def _speed(pattern: Pattern, device: str, progress: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
-    ours = pattern.mechanism(HEADS, HEAD_DIM).to(device).eval()
+    ours = {name: made.to(device).eval() for name, made in pattern.mechanisms(HEADS, HEAD_DIM).items()}
 
     def make_inputs(batch: int, length: int) -> tuple[torch.Tensor, ...]:
         # Which pairs are computed depends on no value, so random ones are as good as real ones.
@@ -107,10 +116,14 @@ def _speed(pattern: Pattern, device: str, progress: Callable[[str, int, int], No
         return tuple(torch.randn(shape, generator=generator).to(device))
 
     def exact(inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=pattern.causal)
+        q, k, v = inputs
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=pattern.causal)
 
     return bench(
-        [Contender("exact (SDPA)", exact, "base"), Contender(pattern.name, lambda inputs: ours(*inputs))],
+        [
+            Contender("exact (SDPA)", exact, "base"),
+            *(Contender(name, lambda inputs, made=made: made(*inputs)) for name, made in ours.items()),
+        ],
         make_inputs=make_inputs,
         lengths=[pattern.length],
         batches=[1],
@@ -126,5 +139,7 @@ def _named(pattern: Pattern) -> str:
 
 
 def _counted(pattern: Pattern) -> str:
-    settings = {name: value for name, value in pattern.settings.items() if name != "mode" and value is not None}
-    return ", ".join([f"{pattern.length:,} tokens", *(f"{name} {value}" for name, value in settings.items())])
+    settings = pattern.settings | ({} if pattern.stride is None else {"stride": pattern.stride})
+    # What is neither set nor switched on leaves nothing to be seen; the mode changes no step.
+    told = [f"{name} {value}" for name, value in settings.items() if name != "mode" and value not in (None, False)]
+    return ", ".join([f"{pattern.length:,} token{'s'[: pattern.length > 1]}", *told])

@@ -6,9 +6,8 @@ The same pattern gives the same SVG, byte for byte: text is drawn as outlines, i
 import contextlib
 import io
 import math
-import os
+import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -22,8 +21,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
 from numpy.typing import NDArray
-
-from approx.errors import ApproxError, Exit
 
 Mask = NDArray[np.bool_]
 
@@ -110,7 +107,9 @@ def flow_picture(
     for mask in layers[::-1]:
         lit.insert(0, mask[lit[0]].any(0))
     with _style():
-        figure = Figure(figsize=(max(4.0, 1.6 + 0.42 * length), 1.1 + 1.75 * len(layers)), layout="constrained")
+        figure = Figure(
+            figsize=(min(max(4.0, 1.6 + 0.42 * length), 12), 1.1 + 1.75 * len(layers)), layout="constrained"
+        )
         axes = figure.add_subplot()
         for level, mask in enumerate(layers):
             colour = STEPS[level % len(STEPS)] if len(steps) > 1 else STEPS[0]
@@ -123,42 +122,13 @@ def flow_picture(
             axes.text(position, -0.12, str(position), ha="center", va="top", fontsize=7.5)
         axes.text(-0.7, 0, "tokens", ha="right", va="center", fontsize=8)
         heard = "all" if lit[0].all() else f"{int(lit[0].sum())} of the"
-        axes.text(chosen, len(layers) + 0.14, f"position {chosen} hears of {heard} {length}", ha="center", va="bottom")
+        side = "center" if abs(2 * chosen - length + 1) < length / 2 else "right" if 2 * chosen > length else "left"
+        axes.text(chosen, len(layers) + 0.14, f"position {chosen} hears of {heard} {length}", ha=side, va="bottom")
         axes.set_xlim(-0.9, length - 0.5)
         axes.set_ylim(-0.25, len(layers) + 0.3)
         axes.axis("off")
         _headline(figure, title, note)
         return _files(figure, suffixes)
-
-
-def write_pictures(pictures: dict[str, dict[str, bytes]], folder: Path) -> list[Path]:
-    """Write pictures into a folder, each file whole or not at all.
-
-    Args:
-        pictures: Name -> suffix -> the file.
-        folder: Made where it is missing; older pictures of these names are replaced.
-
-    Returns:
-        The files written.
-
-    Raises:
-        ApproxError: if the folder cannot be written.
-    """
-    written = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, files in pictures.items():
-            for suffix, file in files.items():
-                temporary = folder / f".{name}.{os.getpid()}.tmp"
-                try:
-                    temporary.write_bytes(file)
-                    os.replace(temporary, folder / f"{name}{suffix}")
-                finally:
-                    temporary.unlink(missing_ok=True)
-                written.append(folder / f"{name}{suffix}")
-    except OSError as error:
-        raise ApproxError(f"Pictures cannot be written to {folder}: {error.strerror}.", Exit.UNAVAILABLE) from None
-    return written
 
 
 def _panel(axes: Axes, steps: Mask, name: str, causal: bool) -> None:
@@ -270,12 +240,14 @@ def _legend(views: Sequence[Mask], causal: bool) -> list[Patch]:
 
 
 def _headline(figure: Figure, title: str, note: str) -> None:
-    """The title, and the note as a line of its own below it: constrained layout keeps room for one text only."""
-    heading = figure.suptitle(f"{title}\n" if note else title, fontsize=11, fontweight="bold", linespacing=1.5)
-    if note:
+    """The title, and the note in lines of their own below it: constrained layout keeps room for one text only."""
+    inches = figure.get_figwidth()
+    titles, notes = textwrap.wrap(title, int(10 * inches)), textwrap.wrap(note, int(14 * inches))
+    heading = figure.suptitle("\n".join(titles + [" "] * len(notes)), fontsize=11, fontweight="bold", linespacing=1.4)
+    if notes:
         figure.draw_without_rendering()
         box = heading.get_window_extent().transformed(figure.transFigure.inverted())
-        figure.text(0.5, box.y0, note, ha="center", va="bottom", fontsize=8.5, color="#5b6470")
+        figure.text(0.5, box.y0, "\n".join(notes), ha="center", va="bottom", fontsize=8.5, color="#5b6470")
 
 
 @contextlib.contextmanager

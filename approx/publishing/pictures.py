@@ -1,0 +1,36 @@
+"""Pictures on disk."""
+
+import os
+from pathlib import Path
+
+from approx.errors import ApproxError, Exit
+
+
+def write_pictures(pictures: dict[str, dict[str, bytes]], folder: Path) -> list[Path]:
+    """Write pictures into a folder, each file whole or not at all.
+
+    Args:
+        pictures: Name -> suffix -> the file.
+        folder: Made where it is missing; older pictures of these names are replaced.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ApproxError: if the folder cannot be written.
+    """
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, files in pictures.items():
+            for suffix, file in files.items():
+                temporary = folder / f".{name}.{os.getpid()}.tmp"
+                try:
+                    temporary.write_bytes(file)
+                    os.replace(temporary, folder / f"{name}{suffix}")
+                finally:
+                    temporary.unlink(missing_ok=True)
+                written.append(folder / f"{name}{suffix}")
+    except OSError as error:
+        raise ApproxError(f"Pictures cannot be written to {folder}: {error.strerror}.", Exit.UNAVAILABLE) from None
+    return written

@@ -9,8 +9,8 @@ from approx.mechanisms import MECHANISMS
 
 # Small enough that every mechanism really approximates on a few dozen tokens.
 SMALL = {
-    "clustered": {"clusters": 4, "iterations": 3},
-    "improved-clustered": {"clusters": 4, "topk": 5, "iterations": 3},
+    "clustered": {"clusters": 4, "iterations": 3, "chunk": 4},
+    "improved-clustered": {"clusters": 4, "topk": 5, "iterations": 3, "chunk": 4},
     "local": {"left": 4, "right": 2},
     "block": {"size": 5, "shift": 2},
     "strided": {"stride": 3},
@@ -25,6 +25,8 @@ SMALL = {
 }
 # Settings that change what is computed, each under the name of its mechanism and words of its own.
 VARIANTS = {
+    "clustered frozen": {"clusters": 4, "frozen": True},
+    "improved-clustered frozen": {"clusters": 4, "topk": 5, "frozen": True},
     # Its features can all be 0, where any eps shows in the sum of the weights.
     "linear t2r": {"feature_map": "t2r", "eps": 1e-12},
     "linear hedgehog window": {"feature_map": "hedgehog", "window": 4},

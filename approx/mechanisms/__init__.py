@@ -7,12 +7,11 @@ E value size, C clusters, K kept keys, M random features, G any number of heads,
 from approx.mechanisms.adaptive_span import AdaptiveSpanAttention
 from approx.mechanisms.bigbird import BigBirdAttention
 from approx.mechanisms.block import BlockAttention
-from approx.mechanisms.clustered import ClusteredAttention
+from approx.mechanisms.clustered import ClusteredAttention, ImprovedClusteredAttention
 from approx.mechanisms.exact_topk import ExactTopkAttention
 from approx.mechanisms.fixed import FixedAttention
 from approx.mechanisms.full import FullAttention
 from approx.mechanisms.full_information import LtrAttention, RtlAttention
-from approx.mechanisms.improved_clustered import ImprovedClusteredAttention
 from approx.mechanisms.linear import LinearAttention
 from approx.mechanisms.local import LocalAttention
 from approx.mechanisms.longformer import LongformerAttention

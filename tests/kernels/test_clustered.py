@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from approx_kernels.clustered import clustered_attention, improved
-from approx_kernels.clustering import draw_planes
+from approx_kernels.clustered import causal, causal_clustered_attention, clustered_attention, improved, own
+from approx_kernels.clustering import draw_centroids, draw_planes
 from closeness import assert_close
 
 PLANES, DRAWS = draw_planes(24, bits=63, bias=True, clusters=100, seed=0)
@@ -18,7 +18,8 @@ def test_blocks_of_heads_and_of_tiles_change_nothing(monkeypatch, n, topk):
     grad = torch.randn(2, 3, n, 24)
     results = []
     for numbers in (2**30, 1000):
-        monkeypatch.setattr(improved, "_CACHED", numbers)
+        for module in (causal, improved, own):
+            monkeypatch.setattr(module, "CACHED", numbers)
         out = clustered_attention(q, k, v, topk=topk, **TENSORS)
         results.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
     for one, other in zip(*results, strict=True):
@@ -47,3 +48,64 @@ def test_a_sample_is_computed_without_its_padding_bit_for_bit():
         for sample, real in enumerate(mask):
             alone = clustered_attention(*(x[sample : sample + 1, :, real] for x in (q, k, v)), topk=topk, **TENSORS)
             assert torch.equal(out[sample : sample + 1, :, real], alone)
+
+
+CENTROIDS, SELECTORS = draw_centroids(3, 24, clusters=12, seed=0)
+CAUSAL = {"centroids": CENTROIDS, "selectors": SELECTORS, "scale": 0.3}
+
+
+@pytest.mark.parametrize("n", [13, 129, 600])
+@pytest.mark.parametrize(("chunk", "topk"), [(40, None), (40, 8), (9, 8)])
+def test_causal_blocks_change_nothing(monkeypatch, n, chunk, topk):
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 3, n, 24).unbind())
+    grad = torch.randn(2, 3, n, 24)
+    results = []
+    for numbers in (2**30, 1000):
+        for module in (causal, own):
+            monkeypatch.setattr(module, "CACHED", numbers)
+        out = causal_clustered_attention(q, k, v, chunk=chunk, topk=topk, **CAUSAL)
+        results.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("topk", [None, 1, 32], ids=["plain", "top 1", "top 32"])
+@pytest.mark.parametrize("n", [65, 600])
+def test_causal_float32_is_as_close_to_float64_as_exact_attention_is(topk, n):
+    q, k, v, grad = torch.randn(4, 2, 3, n, 24).unbind()
+    results = {}
+    for dtype in (torch.float32, torch.float64):
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = causal_clustered_attention(*inputs, chunk=64, topk=topk, **CAUSAL)
+        results[dtype] = (out, *torch.autograd.grad(out, inputs, grad.to(dtype)))
+    for name, actual, exact in zip("oqkv", results[torch.float32], results[torch.float64], strict=True):
+        assert_close(name, actual, exact.float(), exact, factor=8.0)
+
+
+def test_dropped_keys_of_a_query_have_no_gradient_and_kept_ones_the_right_one():
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 1, 12, 3, dtype=torch.float64).unbind())
+    centroids, selectors = draw_centroids(1, 3, clusters=4, seed=0)
+
+    def attend(q, k, v):
+        torch.manual_seed(0)
+        return causal_clustered_attention(
+            q, k, v, centroids=centroids, selectors=selectors, chunk=3, topk=2, scale=0.3, dropout=0.3
+        )
+
+    assert torch.autograd.gradcheck(attend, (q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"selectors": SELECTORS}, "Either planes"),
+        ({"planes": None, "draws": None}, "Either planes"),
+        ({"planes": None, "draws": None, "selectors": SELECTORS[:, :5]}, "selectors has shape"),
+    ],
+)
+def test_there_is_one_way_to_cluster_and_it_fits(changed, words):
+    q = torch.randn(1, 3, 20, 24)
+    with pytest.raises(ValueError, match=words):
+        clustered_attention(q, q, q, topk=4, **(TENSORS | changed))
+    with pytest.raises(ValueError, match="centroids has shape"):
+        causal_clustered_attention(q[:, :2], q[:, :2], q[:, :2], chunk=8, topk=4, **CAUSAL)

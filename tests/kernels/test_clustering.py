@@ -1,11 +1,11 @@
-"""Hamming k-means against loops that say what it is."""
+"""Hamming k-means against loops that say what it is, and centroids that are fitted once."""
 
 from itertools import pairwise
 
 import pytest
 import torch
 
-from approx_kernels.clustering import cluster_queries, draw_planes, reference
+from approx_kernels.clustering import cluster_queries, draw_planes, fit_centroids, nearest_centroids, reference
 
 
 def clusters_by_loops(q, planes, draws, clusters, iterations):
@@ -95,3 +95,35 @@ def test_what_does_not_fit_is_refused(planes, draws, clusters, words):
         cluster_queries(
             torch.randn(1, 20, 8), torch.randn(planes), torch.zeros(draws).long(), clusters=clusters, iterations=1
         )
+
+
+def test_the_nearest_centroid_is_that_of_the_most_alike_scores():
+    q, k = torch.randn(2, 90, 6) * torch.tensor([1.0, 5, 1, 1, 1, 1]), torch.randn(2, 70, 6) + 3
+    k[:, :, 1] = 3.0
+    centroids, selectors = fit_centroids(q, k, clusters=8, iterations=50, seed=0)
+    found = nearest_centroids(q, selectors)
+    for head in range(2):
+        differences = (q[head][:, None] - centroids[head]) @ k[head].T
+        # The second coordinate, which no two keys tell apart, hardly counts, large as it is.
+        assert (found[head] == differences.var(-1).argmin(-1)).float().mean() > 0.9
+        for cluster in found[head].unique():
+            torch.testing.assert_close(centroids[head, cluster], q[head, found[head] == cluster].mean(0))
+
+
+def test_centroids_of_far_groups_and_of_fewer_queries_than_centroids():
+    centres = torch.randn(6, 16) * 10
+    label = torch.arange(200) % 6
+    q, k = (centres[label] + 0.01 * torch.randn(200, 16))[None], torch.randn(1, 50, 16)
+    found = nearest_centroids(q, fit_centroids(q, k, clusters=40, iterations=10, seed=0)[1])[0]
+    for cluster in found.unique():
+        assert label[found == cluster].unique().numel() == 1
+    centroids, selectors = fit_centroids(q[:, :3], k, clusters=40, iterations=10, seed=0)
+    assert torch.isfinite(selectors).all()
+    torch.testing.assert_close(centroids[0, nearest_centroids(q[:, :3], selectors)[0]], q[0, :3])
+
+
+def test_one_key_still_tells_queries_apart():
+    q = torch.randn(1, 30, 4)
+    centroids, selectors = fit_centroids(q, torch.ones(1, 1, 4), clusters=5, iterations=5, seed=0)
+    assert torch.isfinite(centroids).all()
+    assert nearest_centroids(q, selectors).unique().numel() == 5

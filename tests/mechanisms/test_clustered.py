@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from approx.mechanisms.clustered import ClusteredAttention
+from approx.mechanisms.clustered import ClusteredAttention, ImprovedClusteredAttention
 from approx.mechanisms.full import FullAttention
-from approx.mechanisms.improved_clustered import ImprovedClusteredAttention
 from approx_kernels.clustered import default_clusters
-from approx_kernels.clustering import cluster_queries
+from approx_kernels.clustering import cluster_queries, nearest_centroids
 
 both = pytest.mark.parametrize("kind", [ClusteredAttention, ImprovedClusteredAttention])
 
@@ -97,3 +96,46 @@ def test_autocast_changes_no_cluster(kind):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = mechanism(q, k, v)
     torch.testing.assert_close(inside, mechanism(q, k, v))
+
+
+def test_frozen_members_share_what_their_mean_query_attends_to():
+    q, k, v = torch.randn(3, 1, 2, 60, 8, dtype=torch.float64).unbind()
+    mechanism = make(clusters=7, frozen=True).double()
+    mechanism.calibrate(*torch.randn(3, 2, 2, 50, 8, dtype=torch.float64))
+    out = mechanism(q, k, v)
+    for head, groups in enumerate(nearest_centroids(q[0], mechanism.selectors)):
+        for cluster in groups.unique():
+            members = groups == cluster
+            expected = (0.35 * k[0, head] @ q[0, head, members].mean(0)).softmax(0) @ v[0, head]
+            torch.testing.assert_close(out[0, head, members], expected.expand(int(members.sum()), -1))
+
+
+@both
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_calibration_sees_real_tokens_only_and_is_saved(kind, causal):
+    q, k, v = torch.randn(3, 2, 2, 60, 8).unbind()
+    mask = torch.rand(2, 60) < 0.7
+    first, other, loaded = (kind(2, 8, causal=causal, scale=0.35, clusters=9, frozen=True, chunk=9) for _ in "abc")
+    random = first.centroids.clone()
+    first.calibrate(q, k, v, mask)
+    other.calibrate(*(x.masked_fill(~mask[:, None, :, None], 1e3) for x in (q, k, v)), mask)
+    loaded.load_state_dict(first.state_dict())
+    assert not torch.equal(first.centroids, random)
+    for mechanism in (other, loaded):
+        assert torch.equal(mechanism(q, k, v), first(q, k, v))
+    first.calibrate(q, k, v, torch.zeros_like(mask))
+    assert torch.equal(first(q, k, v), loaded(q, k, v)), "nothing to see, nothing changed"
+    first.redraw(0)
+    assert torch.equal(first.centroids, random)
+
+
+@both
+def test_hash_planes_need_no_calibration(kind):
+    assert not make(kind).needs_calibration
+    assert make(kind, frozen=True).needs_calibration
+    assert kind(2, 8, causal=True, scale=0.35).needs_calibration
+    assert sorted(make(kind).state_dict()) == ["draws", "planes"]
+    assert {name: x.shape for name, x in make(kind, frozen=True).state_dict().items()} == {
+        "centroids": (2, 100, 8),
+        "selectors": (2, 100, 9),
+    }

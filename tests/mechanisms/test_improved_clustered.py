@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from approx.mechanisms.clustered import ClusteredAttention
+from approx.mechanisms.clustered import ClusteredAttention, ImprovedClusteredAttention
 from approx.mechanisms.full import FullAttention
-from approx.mechanisms.improved_clustered import ImprovedClusteredAttention
 from approx_kernels.clustering import cluster_queries
 
 
@@ -61,3 +60,76 @@ def test_it_is_closer_to_exact_than_plain_and_more_keys_are_closer_still():
         errors.append(float((improved(q, k, v) - exact).norm()))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-4 * errors[0]
+
+
+def causal_formula(q, k, v, centroids, selectors, *, chunk, topk, scale):
+    """One query of one head after the other: its chunk, the K keys of its centroid, and what is left."""
+    rows, before = [], k.shape[0] - q.shape[0]
+    for position, query in enumerate(q, before):
+        start = position // chunk * chunk
+        centroid = centroids[(selectors[:, :-1] @ query + selectors[:, -1]).argmax()]
+        far = scale * k[:start] @ centroid
+        top = far.topk(min(topk, start)).indices
+        rest = torch.tensor([j for j in range(start) if j not in top], dtype=torch.int64)
+        own = torch.cat([top, torch.arange(start, position + 1)])
+        weights, values = (scale * k[own] @ query).exp(), v[own]
+        if rest.numel():
+            share = far[rest].softmax(0)
+            mass = (far[rest].logsumexp(0) + scale * (query - centroid) @ (share @ k[rest])).exp()
+            weights, values = torch.cat([weights, mass[None]]), torch.cat([values, (share @ v[rest])[None]])
+        rows.append(weights @ values / weights.sum())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("kind", "topk"), [(ClusteredAttention, 0), (ImprovedClusteredAttention, 5)])
+@pytest.mark.parametrize(("queries", "keys", "chunk"), [(60, 60, 7), (31, 70, 9), (2, 50, 6), (1, 9, 8), (20, 20, 30)])
+def test_the_causal_form_is_its_formula_forward_and_backward(kind, topk, queries, keys, chunk):
+    q, grad = torch.randn(2, 1, 2, queries, 8, dtype=torch.float64).unbind()
+    k, v = torch.randn(2, 1, 2, keys, 8, dtype=torch.float64).unbind()
+    settings = {"chunk": chunk, "scale": 0.35}
+    mechanism = kind(2, 8, causal=True, clusters=4, **settings, **({"topk": topk} if topk else {})).double()
+    mechanism.calibrate(*torch.randn(3, 1, 2, 100, 8, dtype=torch.float64))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = mechanism(*inputs)
+    fitted = mechanism.centroids, mechanism.selectors
+    heads = [causal_formula(*(x[0, h] for x in inputs), *(x[h] for x in fitted), topk=topk, **settings) for h in (0, 1)]
+    expected = torch.stack(heads)[None]
+    torch.testing.assert_close(out, expected)
+    found, wanted = (torch.autograd.grad(x, inputs, grad) for x in (out, expected))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", [ClusteredAttention, ImprovedClusteredAttention])
+def test_tokens_decoded_one_by_one_get_what_the_whole_gets(kind):
+    q, k, v = torch.randn(3, 1, 2, 150, 8).unbind()
+    mechanism = kind(2, 8, causal=True, scale=0.35, clusters=12, chunk=40)
+    mechanism.calibrate(*torch.randn(3, 1, 2, 200, 8))
+    steps = [mechanism(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1]) for i in range(150)]
+    torch.testing.assert_close(torch.cat(steps, 2), mechanism(q, k, v))
+
+
+def test_the_causal_form_knows_nothing_of_what_follows_bit_for_bit():
+    q, k, v = torch.randn(3, 1, 2, 150, 8).unbind()
+    mechanism = ImprovedClusteredAttention(2, 8, causal=True, scale=0.35, clusters=12, topk=6, chunk=40)
+    out = mechanism(q, k, v)
+    for token in (0, 1, 39, 40, 41, 100, 148):
+        other = [x.clone() for x in (q, k, v)]
+        for x in other:
+            x[:, :, token + 1] = 50.0
+        changed = mechanism(*other)
+        assert torch.equal(changed[:, :, : token + 1], out[:, :, : token + 1])
+        assert not torch.equal(changed[:, :, token + 1], out[:, :, token + 1])
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_fitted_centroids_come_closer_than_random_ones(causal):
+    centres = torch.randn(1, 2, 10, 16)
+    calibration, q = (3 * centres[:, :, torch.randint(10, (400,))] + 0.3 * torch.randn(1, 2, 400, 16) for _ in "ab")
+    k, v = torch.randn(2, 1, 2, 400, 16).unbind()
+    exact = FullAttention(2, 16, causal=causal, scale=0.25)(q, k, v)
+    mechanism = ImprovedClusteredAttention(2, 16, causal=causal, scale=0.25, clusters=30, chunk=40, frozen=True)
+    assert mechanism.needs_calibration
+    errors = [float((mechanism(q, k, v) - exact).norm())]
+    mechanism.calibrate(calibration, k, v)
+    errors.append(float((mechanism(q, k, v) - exact).norm()))
+    assert errors[1] < 0.5 * errors[0]

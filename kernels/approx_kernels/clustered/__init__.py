@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
+from approx_kernels.clustered.causal import causal_samples
 from approx_kernels.clustered.reference import MOST_DEFAULT_CLUSTERS, clustered_samples, default_clusters
 from approx_kernels.shapes import check_shapes
+from approx_kernels.tokens import without_padding
 
-__all__ = ["MOST_DEFAULT_CLUSTERS", "clustered_attention", "default_clusters"]
+__all__ = ["MOST_DEFAULT_CLUSTERS", "causal_clustered_attention", "clustered_attention", "default_clusters"]
 
 
 def clustered_attention(
@@ -14,8 +16,9 @@ def clustered_attention(
     v: Tensor,
     key_mask: Tensor | None = None,
     *,
-    planes: Tensor,
-    draws: Tensor,
+    planes: Tensor | None = None,
+    draws: Tensor | None = None,
+    selectors: Tensor | None = None,
     clusters: int | None,
     iterations: int,
     topk: int | None,
@@ -39,8 +42,9 @@ def clustered_attention(
         k: Keys, [B, H, S, D].
         v: Values, [B, H, S, E].
         key_mask: [B, S] bool, True at real keys, and when L == S at real queries; None when all are real.
-        planes: Hash planes, [bits, D + 1], the biases last.
-        draws: Random numbers for the clustering, int64, at least C.
+        planes: Hash planes, [bits, D + 1], the biases last; queries are then clustered by their hashes.
+        draws: Random numbers for the clustering, int64, at least C; needed with `planes`.
+        selectors: Selectors of frozen centroids, [H, C, D + 1], instead of planes; there is then no k-means.
         clusters: Number of clusters, C; None takes `default_clusters` of the real queries of each sample.
         iterations: Assignments of the clustering.
         topk: Keys each member weighs itself, K, at most all; None for plain clustered attention.
@@ -51,9 +55,13 @@ def clustered_attention(
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if the shapes or dtypes do not fit together, or not just one way to cluster is given.
     """
     check_shapes(q, k, v, key_mask)
+    if (planes is None or draws is None) == (selectors is None):
+        raise ValueError("Either planes and draws or selectors say which queries are alike; expected one of the two.")
+    if selectors is not None:
+        _check_fitted(q, "selectors", selectors, clusters, q.shape[3] + 1)
     return clustered_samples(
         q,
         k,
@@ -61,9 +69,74 @@ def clustered_attention(
         key_mask,
         planes=planes,
         draws=draws,
+        selectors=selectors,
         clusters=clusters,
         iterations=iterations,
         topk=topk,
         scale=scale,
         dropout=dropout,
     )
+
+
+def causal_clustered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    centroids: Tensor,
+    selectors: Tensor,
+    chunk: int,
+    topk: int | None,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attend exactly inside chunks and through fixed centroids to the keys before, in O(n (chunk + C + K) D).
+
+    The real tokens of a sample are cut into chunks. A query weighs the keys of its own chunk itself, up to its
+    own. Of the keys before the chunk it weighs those K itself that the nearest centroid weighs most; the others
+    it shares with all queries of the centroid: their mean key and mean value under the centroid's weights, and
+    their mass, which the mean key corrects to first order for the query's distance from the centroid. All of it
+    has one normaliser, joined by log-sum-exp. `topk` of None shares all keys before the chunk.
+
+    The centroids are constants, so a query uses nothing but itself and the keys up to its own: nothing sees the
+    future, and new queries on top of a cache get what the whole sequence gives them, up to rounding (which may,
+    seldom, swap two keys that a centroid weighs alike). From chunk to chunk the centroids' rows are carried
+    on, not computed anew. Query i stands at position S - L + i. Padded queries, and those without a key, give 0.
+
+    Source: built on Vyas, Katharopoulos, Fleuret, 2020, Fast Transformers with Clustered Attention, arXiv
+    2007.04825, which has no strictly causal form; departs from it in all of the above.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, H, S, D].
+        v: Values, [B, H, S, E].
+        key_mask: [B, S] bool, True at real keys; None when all are real.
+        centroids: Fixed centroids of queries, [H, C, D].
+        selectors: What says which centroid is nearest, [H, C, D + 1] (see `fit_centroids`).
+        chunk: Real tokens of a chunk; at least `topk` + 1 are taken.
+        topk: Keys before the chunk that each query weighs itself, K; None for plain clustered attention.
+        scale: Factor of the scores.
+        dropout: Probability with which a weight is dropped: one of a query's own, or one that is shared.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together.
+    """
+    check_shapes(q, k, v, key_mask)
+    _check_fitted(q, "centroids", centroids, centroids.shape[1], q.shape[3])
+    _check_fitted(q, "selectors", selectors, centroids.shape[1], q.shape[3] + 1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        settings = {"chunk": chunk, "topk": topk or 0, "scale": scale, "dropout": dropout}
+        return causal_samples(q, k, v, centroids=centroids, selectors=selectors, **settings)
+
+    return without_padding(attend, q, k, v, key_mask)
+
+
+def _check_fitted(q: Tensor, name: str, found: Tensor, clusters: int | None, width: int) -> None:
+    expected = [q.shape[1], clusters, width]
+    if list(found.shape) != expected:
+        raise ValueError(f"{name} has shape {list(found.shape)}; expected {expected} to fit q and the clusters.")

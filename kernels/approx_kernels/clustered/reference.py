@@ -1,11 +1,11 @@
-"""Clustered and improved clustered attention of one sample after another, each without its padding."""
+"""Clustered and improved clustered attention of samples of equal length at a time, each without its padding."""
 
 import torch
 from torch import Tensor
 
 from approx_kernels.clustered.improved import improved_heads
 from approx_kernels.clustered.plain import plain_heads
-from approx_kernels.clustering import cluster_queries
+from approx_kernels.clustering import cluster_queries, nearest_centroids
 from approx_kernels.exact import exact_attention
 
 MOST_DEFAULT_CLUSTERS = 100
@@ -22,39 +22,62 @@ def clustered_samples(
     v: Tensor,
     key_mask: Tensor | None,
     *,
-    planes: Tensor,
-    draws: Tensor,
+    planes: Tensor | None,
+    draws: Tensor | None,
+    selectors: Tensor | None,
     clusters: int | None,
     iterations: int,
     topk: int | None,
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """Take each sample's real queries and keys, attend among them, put the outputs back."""
+    """Take the real queries and keys of each sample, attend among them, put the outputs back."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        queries = q.shape[1]
+        queries = q.shape[2]
         count = clusters or default_clusters(queries)
         if queries <= count:
-            return exact_attention(q[None], k[None], v[None], causal=False, scale=scale, dropout=dropout)[0]
-        groups = cluster_queries(q.detach(), planes, draws, clusters=count, iterations=iterations)
+            return exact_attention(q, k, v, causal=False, scale=scale, dropout=dropout)
+        shape = q.shape
+        if selectors is not None:
+            groups = nearest_centroids(q, selectors).flatten(0, 1)
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        if selectors is None:
+            assert planes is not None, "checked by the op"
+            assert draws is not None, "checked by the op"
+            groups = cluster_queries(q.detach(), planes, draws, clusters=count, iterations=iterations)
         if topk is None:
-            return plain_heads(q, k, v, groups, clusters=count, scale=scale, dropout=dropout)
-        return improved_heads(q, k, v, groups, clusters=count, topk=topk, scale=scale, dropout=dropout)
-
-    def without_padding(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        real = mask.nonzero().squeeze(1)
-        if not real.numel():
-            return exact_attention(q[None], k[None], v[None], mask[None], causal=False, scale=scale)[0]
-        if real.numel() == mask.numel():
-            return attend(q, k, v)
-        padded_queries = q.shape[1] == k.shape[1]
-        inner = q.index_select(1, real) if padded_queries else q
-        out = attend(inner, k.index_select(1, real), v.index_select(1, real))
-        return out.new_zeros(*q.shape[:2], v.shape[2]).index_copy(1, real, out) if padded_queries else out
+            out = plain_heads(q, k, v, groups, clusters=count, scale=scale, dropout=dropout)
+        else:
+            out = improved_heads(q, k, v, groups, clusters=count, topk=topk, scale=scale, dropout=dropout)
+        return out.view(*shape[:3], -1)
 
     k, v = k.to(q.dtype), v.to(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
         if key_mask is None:
-            return torch.stack([attend(*sample) for sample in zip(q, k, v, strict=True)])
-        return torch.stack([without_padding(*sample) for sample in zip(q, k, v, key_mask, strict=True)])
+            return attend(q, k, v)
+        lengths = key_mask.sum(1)
+        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        for length in lengths.unique().tolist():
+            samples = (lengths == length).nonzero().squeeze(1)
+            if not length:
+                # All zeros, yet a function of its inputs, whose gradients are then 0.
+                mask = key_mask[samples]
+                some = exact_attention(q[samples], k[samples], v[samples], mask, causal=False, scale=scale)
+            elif length == k.shape[2]:
+                some = attend(q[samples], k[samples], v[samples])
+            else:
+                real = key_mask[samples].nonzero()[:, 1].view(-1, length)
+                padded_queries = q.shape[2] == k.shape[2]
+                inner = _at(q, samples, real) if padded_queries else q[samples]
+                some = attend(inner, _at(k, samples, real), _at(v, samples, real))
+                if padded_queries:
+                    place = real[:, None, :, None].expand_as(some)
+                    some = some.new_zeros(samples.numel(), *out.shape[1:]).scatter(2, place, some)
+            out = out.index_copy(0, samples, some)
+        return out
+
+
+def _at(x: Tensor, samples: Tensor, tokens: Tensor) -> Tensor:
+    """The tokens [b, m] of some samples of x [B, H, n, D], [b, H, m, D]."""
+    return x[samples].gather(2, tokens[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

@@ -1,10 +1,11 @@
-"""Groups of similar queries: sign hashes and k-means among them."""
+"""Groups of similar queries: k-means among sign hashes, or centroids that are fitted once."""
 
 from torch import Tensor
 
+from approx_kernels.clustering.frozen import draw_centroids, fit_centroids, nearest_centroids
 from approx_kernels.clustering.reference import cluster_heads, draw_planes
 
-__all__ = ["cluster_queries", "draw_planes"]
+__all__ = ["cluster_queries", "draw_centroids", "draw_planes", "fit_centroids", "nearest_centroids"]
 
 
 def cluster_queries(q: Tensor, planes: Tensor, draws: Tensor, *, clusters: int, iterations: int) -> Tensor:

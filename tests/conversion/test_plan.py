@@ -166,10 +166,10 @@ def test_all_mistakes_of_content_are_told_at_once(bert):
 def test_what_a_model_cannot_do_is_told_apart_from_what_is_written_wrongly():
     gpt2 = facts("GPT2Model")
     with pytest.raises(ApproxError, match="causal") as caught:
-        Plan.of("clustered").resolve(gpt2)
+        Plan.of("ltr").resolve(gpt2)
     assert caught.value.exit_code == Exit.UNSUPPORTED
     with pytest.raises(ApproxError, match=r"(?s)no setting 'x'.*|causal") as caught:
-        Plan((Rule("clustered"), Rule("local", settings={"x": 1}))).resolve(gpt2)
+        Plan((Rule("ltr"), Rule("local", settings={"x": 1}))).resolve(gpt2)
     assert caught.value.exit_code == Exit.USAGE
 
 

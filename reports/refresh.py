@@ -1,6 +1,7 @@
-"""Make every page again from its record, and the table of results in README.md: `python reports/refresh.py [--check]`.
+"""Make every page again from its record, the README's table and the pictures of patterns: `python reports/refresh.py [--check]`.
 
-Nothing is measured here: the records under reports/records hold what was measured, `approx run` makes them.
+Nothing is measured here: the records under reports/records hold what was measured, `approx run` makes them. Patterns are
+counted and drawn anew.
 """
 
 import sys
@@ -12,11 +13,20 @@ from typing import Any
 sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (".", "kernels"))
 
 from approx.evaluation import record
+from approx.patterns import figures, find_pattern, pattern_names
+from approx.pipeline.patterns import draw
 from approx.publishing.report import write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 SHOWN = "minilm-sst2"
+DRAWN: dict[str, tuple[str, int, bool, dict[str, Any]]] = {
+    "ltr": ("ltr", 1024, False, {}),
+    "strided-causal": ("strided", 1024, True, {"stride": 32}),
+    "fixed-causal": ("fixed", 1024, True, {"stride": 32, "summary": 4}),
+    "bigbird": ("bigbird", 1024, False, {}),
+}
+COUNTED = 2048
 BEGIN, END = "<!-- results: made by reports/refresh.py -->", "<!-- end of results -->"
 
 
@@ -64,8 +74,40 @@ def _ratio(row: dict[str, Any], name: str) -> str:
     return f"**{text}**" if variant["interval"][0] > 1 else text
 
 
+def patterns(out: Path) -> None:
+    """Write the page about patterns: the figures of all, each at its defaults, and pictures of some."""
+    rows = [
+        "| pattern | settings | keys a query sees | of all pairs | tiles of 64 | rewritten | reached by its steps |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for name in pattern_names():
+        # The causal form of those that have no other.
+        pattern = find_pattern(name, COUNTED, name == "sinks", {})
+        found = figures(pattern)
+        counts, degree = found["merged"], found["merged"]["in_degree"]
+        shares = (counts["density"], counts["block_density"], counts["rewritten"]["block_density"])
+        cells = [f"{degree['min']} … {degree['max']}", *(f"{100 * share:.1f} %" for share in shares)]
+        rows.append(f"| `{name}` | {pattern.told} | {' | '.join(cells)} | {100 * found['flow']['coverage']:.0f} % |")
+    parts = [
+        "# Sparse patterns",
+        f"Each at its defaults over {COUNTED:,} tokens, its steps merged, as `approx pattern NAME --length {COUNTED} --no-draw` counts "
+        "them (`sinks` with `--causal`). *Tiles of 64* is the share of 64 × 64 tiles that hold an edge: what a kernel on "
+        "blocks computes; *rewritten* is what is left of it when keys are gathered or the sequence is permuted, exactly. *Reached by "
+        "its steps* is the share of pairs in which a position has heard of the other after all steps in their order.",
+        "\n".join(rows),
+    ]
+    for folder, (name, length, causal, given) in DRAWN.items():
+        draw(find_pattern(name, length, causal, given), out / folder, suffixes=[".svg"])
+        words = [f"approx pattern {name} --length {length}", *(["--causal"] if causal else [])]
+        words += [f"--set {key}={value}" for key, value in given.items()]
+        parts += [f"## {name}", f"`{' '.join(words)}`", f"![steps of {name}]({folder}/steps.svg)"]
+        parts.append(f"![information flow of {name}]({folder}/flow.svg)")
+    (out / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
 def refresh(readme: str, out: Path) -> str:
-    """Write every report into `out` and return the README with its table made again."""
+    """Write every report and the page about patterns into `out` and return the README with its table made again."""
+    patterns(out / "patterns")
     for path in sorted((ROOT / "reports" / "records").glob("*.json")):
         write_report([record.load(path)], out / path.stem)
     table = results(record.load(ROOT / "reports" / "records" / f"{SHOWN}.json"))
@@ -85,7 +127,7 @@ def main() -> int:
         for path in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
             kept = ROOT / "reports" / path.relative_to(scratch)
             # Another version of matplotlib draws the same figures with other bytes.
-            drawn = path.suffix == ".html"
+            drawn = path.suffix in (".html", ".svg")
             if not kept.is_file() or (not drawn and kept.read_bytes() != path.read_bytes()):
                 stale.append(str(kept.relative_to(ROOT)))
     for name in stale:

@@ -44,6 +44,13 @@ class Pattern:
         return np.logical_or.reduce(self.steps)
 
     @property
+    def told(self) -> str:
+        """Its settings for a title: those that say something about the steps."""
+        settings = self.settings | ({} if self.stride is None else {"stride": self.stride})
+        silent = ("mode", *(name for name, value in settings.items() if value is None or value is False))
+        return ", ".join(f"{name} {value}" for name, value in settings.items() if name not in silent)
+
+    @property
     def layers(self) -> list[NDArray[np.bool_]]:
         """What as many layers as there are steps compute in turn, the lowest first; each is [n, n] bool.
 

@@ -139,7 +139,4 @@ def _named(pattern: Pattern) -> str:
 
 
 def _counted(pattern: Pattern) -> str:
-    settings = pattern.settings | ({} if pattern.stride is None else {"stride": pattern.stride})
-    # What is neither set nor switched on leaves nothing to be seen; the mode changes no step.
-    told = [f"{name} {value}" for name, value in settings.items() if name != "mode" and value not in (None, False)]
-    return ", ".join([f"{pattern.length:,} token{'s'[: pattern.length > 1]}", *told])
+    return f"{pattern.length:,} token{'s'[: pattern.length > 1]}, {pattern.told}"

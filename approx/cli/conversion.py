@@ -1,5 +1,6 @@
 """Commands before anything is measured: mechanisms, inspect, plan, convert, revert."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,14 +46,15 @@ def mechanisms(
     marks = [*abilities, *([] if family is None else ["fits"])]
     headings = [*abilities, *([] if family is None else [f"fits {family}"])]
     matrix = table(
-        ["mechanism", *headings, "settings"],
+        ["mechanism", *headings, "padding", "gradient"],
         [
-            [row["name"], *("yes" if row[mark] else "–" for mark in marks), settings_text(row["settings"])]
+            [row["name"], *("yes" if row[mark] else "–" for mark in marks), row["padding"], row["gradient"]]
             for row in found
         ],
     )
     papers = table(
-        ["mechanism", "exact when", "source"], [[row["name"], row["exact_when"], row["source"]] for row in found]
+        ["mechanism", "settings", "exact when", "source"],
+        [[row["name"], settings_text(row["settings"]), row["exact_when"], row["source"]] for row in found],
     )
     terminal.result(found, matrix, papers)
 
@@ -70,9 +72,9 @@ def inspect(
         f"positions: {found['positions'] or 'no limit'}"
     )
     sites = layer_table(
-        found["layers"],
+        [{**part, "heads": part["group"], "counted": _heads(part)} for part in found["layers"]],
         {
-            "heads": lambda line: _heads(line[0]),
+            "heads": lambda line: line[0]["counted"],
             "head size": lambda line: str(line[0]["head_dim"]),
             "kind": lambda line: "causal" if line[0]["causal"] else "bidirectional",
         },
@@ -90,8 +92,10 @@ def plan(
     mechanism: options.Mechanism = None,
     set_: options.Settings = None,
     layers: options.Layers = "all",
+    heads: options.Heads = "all",
     plan_file: options.PlanFile = None,
     exact_below: options.ExactBelow = 0,
+    checkpoint: options.Checkpoint = False,
     lengths: Annotated[str, typer.Option(help="Tokens to count the cost at.")] = "128,512,2048,8192",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan to this YAML or JSON file.")
@@ -103,7 +107,7 @@ def plan(
     """Show what a plan does to each layer, what it costs at each length, and the most that attention can gain."""
     from approx.pipeline import stages
 
-    chosen = options.read_plan(mechanism, set_, layers, plan_file, exact_below)
+    chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, checkpoint)
     counted = options.read_numbers(lengths, "--lengths")
     options.check_output(output, force)
     found = stages.plan(model, chosen, counted, revision=revision, offline=offline)
@@ -134,8 +138,11 @@ def convert(
     mechanism: options.Mechanism = None,
     set_: options.Settings = None,
     layers: options.Layers = "all",
+    heads: options.Heads = "all",
     plan_file: options.PlanFile = None,
     exact_below: options.ExactBelow = 0,
+    checkpoint: options.Checkpoint = False,
+    calibrate: options.Calibrate = None,
     max_length: options.MaxLength = None,
     force: options.Force = False,
     revision: options.Revision = None,
@@ -145,12 +152,12 @@ def convert(
     """Exchange the attention of a checkpoint and write a folder that stock transformers loads, verified."""
     from approx.conversion import make
 
-    chosen = options.read_plan(mechanism, set_, layers, plan_file, exact_below)
+    chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, checkpoint)
     with terminal.progress() as bar:
         done = iter(range(_STEPS))
         receipt = make.convert(
-            model, output, chosen, max_length=max_length, force=force, revision=revision, offline=offline,
-            allow_pickle=allow_pickle, progress=lambda step: bar(f"convert: {step}", next(done, _STEPS - 1), _STEPS),
+            model, output, chosen, max_length=max_length, calibrate=calibrate, force=force, revision=revision,
+            offline=offline, allow_pickle=allow_pickle, progress=lambda step: bar(f"convert: {step}", next(done, _STEPS - 1), _STEPS),
         )  # fmt: skip
     checks = table(
         ["check", "result", "found"],
@@ -160,7 +167,7 @@ def convert(
     terminal.result(
         {"output": str(output), **receipt}, _swapped(terminal, receipt), checks, *left, f"Written to {output}"
     )
-    for note in receipt["notes"]:
+    for note in [*receipt["warnings"], *receipt["notes"]]:
         terminal.note(note)
 
 
@@ -176,11 +183,17 @@ _PASSED = {True: "passed", False: "FAILED", None: "does not apply"}
 
 
 def _swapped(terminal: Terminal, receipt: dict[str, Any]) -> Any:
-    def error(line: list[dict[str, Any]]) -> str:
-        found = [f"{receipt['errors'][site['layer']]:.3f}" for site in line]
-        return found[0] if len(found) == 1 else f"{min(found)} … {max(found)}"
+    def figures(by_layer: dict[int, float]) -> Callable[[list[dict[str, Any]]], str]:
+        def say(line: list[dict[str, Any]]) -> str:
+            found = [f"{by_layer[part['layer']]:.3f}" for part in line if part["layer"] in by_layer]
+            return f"{min(found)} … {max(found)}" if len(found) > 1 else "".join(found) or "–"
 
-    return layer_table(receipt["swapped"], {"relative output error": error}, verbose=terminal.verbose)
+        return say
+
+    more = {"relative output error": figures(receipt["errors"])}
+    if receipt["captured_mass"]:
+        more["captured mass"] = figures(receipt["captured_mass"])
+    return layer_table(receipt["swapped"], more, verbose=terminal.verbose)
 
 
 def _heads(site: dict[str, Any]) -> str:
@@ -190,8 +203,13 @@ def _heads(site: dict[str, Any]) -> str:
 
 def _entry(entry: dict[str, Any]) -> str:
     rules = "; ".join(
-        f"{rule['mechanism']} on layers {rule['layers']} {settings_text(rule.get('settings') or {})}".strip()
+        f"{rule['mechanism']} on layers {rule['layers']}{_of_heads(rule)} {settings_text(rule.get('settings') or {})}".strip()
         for rule in entry["plan"]
     )
     longer = f", positions extended to {entry['max_length']}" if entry.get("max_length") else ""
-    return f"{entry['action']} from {entry['base']['name']}: {rules}{longer} (approx {entry['approx']})"
+    text = f", calibrated on {entry['calibration']['name']}" if entry.get("calibration") else ""
+    return f"{entry['action']} from {entry['base']['name']}: {rules}{longer}{text} (approx {entry['approx']})"
+
+
+def _of_heads(rule: dict[str, Any]) -> str:
+    return f", heads {rule['heads']}" if "heads" in rule else ""

@@ -10,25 +10,30 @@ from approx.cli.terminal import table
 
 
 def layer_table(
-    sites: Sequence[dict[str, Any]], more: dict[str, Callable[[list[dict[str, Any]]], str]], *, verbose: bool
+    parts: Sequence[dict[str, Any]], more: dict[str, Callable[[list[dict[str, Any]]], str]], *, verbose: bool
 ) -> Table:
-    """Which layer has which mechanism.
+    """Which layer has which mechanism, and which heads of it where they differ.
 
     Args:
-        sites: One entry a layer, in their order, with `layer`, `mechanism` (None is exact), `settings` and `path`.
+        parts: One entry a layer, or a group of its heads, in their order, with `layer`, `heads`, `mechanism` (None is exact),
+            `settings` and `path`.
         more: Further columns: heading -> what to say of the entries of one line.
         verbose: A line for each layer, with the module it is.
     """
+    layers = [list(group) for _, group in groupby(parts, key=lambda part: part["layer"])]
 
-    def alike(site: dict[str, Any]) -> Any:
-        return site["layer"] if verbose else (site["mechanism"], repr(site["settings"]))
+    def alike(layer: list[dict[str, Any]]) -> Any:
+        return (
+            layer[0]["layer"] if verbose else [(part["heads"], part["mechanism"], part["settings"]) for part in layer]
+        )
 
-    lines = [list(group) for _, group in groupby(sites, key=alike)]
+    # Layers in a row whose groups of heads are alike share a line for each group.
+    lines = [list(line) for _, run in groupby(layers, key=alike) for line in zip(*run, strict=True)]
     columns = ["layers", "mechanism", "settings", *more, *(["module"] if verbose else [])]
     rows = [
         [
-            _span([site["layer"] for site in line]),
-            line[0]["mechanism"] or "exact",
+            _span([part["layer"] for part in line]),
+            (line[0]["mechanism"] or "exact") + ("" if line[0]["heads"] == "all" else f" (heads {line[0]['heads']})"),
             settings_text(line[0]["settings"]),
             *(say(line) for say in more.values()),
             *([line[0]["path"]] if verbose else []),

@@ -46,6 +46,24 @@ Layers = Annotated[
     str,
     typer.Option(help="all, or numbers and ranges such as 0-5,8; -1 is the last layer.", rich_help_panel=_PLAN),
 ]
+Heads = Annotated[
+    str,
+    typer.Option(
+        help="all, or numbers and ranges such as 0-3,8; the other heads of these layers stay exact.",
+        rich_help_panel=_PLAN,
+    ),
+]
+Checkpoint = Annotated[
+    bool,
+    typer.Option("--checkpoint", help="In training, recompute attention in the backward pass.", rich_help_panel=_PLAN),
+]
+Calibrate = Annotated[
+    Path | None,
+    typer.Option(
+        help="A text file to fit mechanisms to and to measure their damage on; a built-in English one without it.",
+        rich_help_panel=_PLAN,
+    ),
+]
 PlanFile = Annotated[
     Path | None,
     typer.Option("--plan", help="A plan in YAML or JSON, instead of --mechanism.", rich_help_panel=_PLAN),
@@ -77,25 +95,33 @@ Seed = Annotated[int, typer.Option(min=0, help="Of everything random.", rich_hel
 
 
 def read_plan(
-    mechanism: str | None, settings: list[str] | None, layers: str, file: Path | None, exact_below: int
+    mechanism: str | None,
+    settings: list[str] | None,
+    layers: str,
+    heads: str,
+    file: Path | None,
+    exact_below: int,
+    checkpoint: bool,
 ) -> "Plan":
     """The plan that the options of a command describe.
 
     Raises:
         ApproxError: if there is none or two, or a setting is not of the form name=value.
     """
-    from approx.conversion.plan import Plan
+    from approx.conversion.plan import Plan, Rule
 
     if (mechanism is None) == (file is None):
         found = "both were given" if file else "neither was given"
         raise ApproxError(f"Give either --mechanism or --plan; {found}. `approx mechanisms` lists the mechanisms.")
-    if file is not None:
-        if settings or layers != "all" or exact_below:
-            raise ApproxError(
-                "--set, --layers and --exact-below belong to --mechanism. Write them into the plan file instead."
-            )
-        return Plan.read(file)
-    return Plan.of(str(mechanism), layers, exact_below=exact_below, **read_settings(settings))
+    rule = Rule(mechanism or "", layers, read_settings(settings), exact_below, heads, checkpoint)
+    if file is None:
+        return Plan((rule,))
+    if rule != Rule(""):
+        raise ApproxError(
+            "--set, --layers, --heads, --exact-below and --checkpoint belong to --mechanism. Write them into the plan file "
+            "instead."
+        )
+    return Plan.read(file)
 
 
 def read_settings(settings: list[str] | None) -> dict[str, Any]:

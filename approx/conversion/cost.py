@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from approx.conversion.anatomy import Anatomy, Site
-from approx.conversion.plan import Rule
+from approx.conversion.rule import Rule
+from approx.conversion.selection import parse_heads
 from approx.mechanisms import MECHANISMS
+from approx.mechanisms.head_groups import HeadGroups
 from approx.mechanisms.mechanism import Mechanism
 
 
@@ -40,7 +42,7 @@ class Cost:
         return (self.flops_outside + self.flops_exact) / (self.flops_outside + self.flops_planned)
 
 
-def predict(anatomy: Anatomy, assignment: Mapping[Site, Rule], lengths: Sequence[int]) -> list[Cost]:
+def predict(anatomy: Anatomy, assignment: Mapping[Site, Sequence[Rule]], lengths: Sequence[int]) -> list[Cost]:
     """Cost before and after, for each length.
 
     Args:
@@ -48,15 +50,15 @@ def predict(anatomy: Anatomy, assignment: Mapping[Site, Rule], lengths: Sequence
         assignment: What `Plan.resolve` gave.
         lengths: Positions of the sequences.
     """
-    exact = {site: _build("sdpa", site, {}) for site in anatomy.sites}
-    planned = {**exact, **{site: _build(rule.mechanism, site, rule.settings) for site, rule in assignment.items()}}
+    exact = {site: _build(Rule("sdpa"), site, site.heads) for site in anatomy.sites}
+    planned = {site: [_Part.of(rule, site) for rule in rules] for site, rules in assignment.items()}
 
     def cost(length: int) -> Cost:
         before, after = [], []
         for site in anatomy.sites:
             seen = site.fixed_length or length
-            below = site in assignment and seen < assignment[site].exact_below
-            for costs, mechanism in ((before, exact[site]), (after, exact[site] if below else planned[site])):
+            swapped = _running(planned[site], seen) if site in planned else exact[site]
+            for costs, mechanism in ((before, exact[site]), (after, swapped)):
                 costs.append((mechanism.flops(seen), mechanism.memory(seen)))
         return Cost(
             length=length,
@@ -70,7 +72,25 @@ def predict(anatomy: Anatomy, assignment: Mapping[Site, Rule], lengths: Sequence
     return [cost(length) for length in lengths]
 
 
-def _build(name: str, site: Site, settings: dict) -> Mechanism:
-    mechanism = MECHANISMS[name]
-    causal = site.causal and mechanism.supports_causal
-    return mechanism(site.heads, site.head_dim, causal=causal, scale=site.scale, **settings)
+@dataclass(frozen=True)
+class _Part:
+    """Heads that share a mechanism, and what they run below and from a number of tokens."""
+
+    heads: list[int]
+    exact_below: int
+    exact: Mechanism
+    planned: Mechanism
+
+    @classmethod
+    def of(cls, rule: Rule, site: Site) -> "_Part":
+        heads = parse_heads(rule.heads, site.heads, "it has")
+        return cls(heads, rule.exact_below, _build(Rule("sdpa"), site, len(heads)), _build(rule, site, len(heads)))
+
+
+def _running(parts: list[_Part], length: int) -> Mechanism:
+    chosen = [(part.heads, part.exact if length < part.exact_below else part.planned) for part in parts]
+    return chosen[0][1] if len(chosen) == 1 else HeadGroups(chosen)
+
+
+def _build(rule: Rule, site: Site, heads: int) -> Mechanism:
+    return MECHANISMS[rule.mechanism](heads, site.head_dim, causal=site.causal, scale=site.scale, **rule.settings)

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from approx.conversion import families, travel, verify
+from approx.conversion.calibration_text import CalibrationText
 from approx.conversion.checkpoint import Checkpoint
 from approx.conversion.manifest import MANIFEST
+from approx.conversion.resolution import described
 from approx.conversion.surgery import Receipt
 from approx.version import __version__
 
@@ -42,7 +44,9 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def recipe_entry(checkpoint: Checkpoint, plan: list[dict[str, Any]], max_length: int | None) -> dict[str, Any]:
+def recipe_entry(
+    checkpoint: Checkpoint, plan: list[dict[str, Any]], max_length: int | None, text: CalibrationText | None = None
+) -> dict[str, Any]:
     """What this conversion appends to the recipe chain of the checkpoint."""
     return {
         "action": "convert",
@@ -55,6 +59,7 @@ def recipe_entry(checkpoint: Checkpoint, plan: list[dict[str, Any]], max_length:
         },
         "plan": plan,
         "max_length": max_length,
+        "calibration": None if text is None else {"name": text.name, "sha256": text.sha256},
     }
 
 
@@ -76,15 +81,13 @@ def write_card(folder: Path, model: Any) -> None:
     record, stock = model.config.approx, families.stock_class(type(model)).__name__
     base = record["recipe"][-1]["base"]
     auto = next((a for a, head in travel.heads(record["base"]["model_type"]).items() if head == stock), "AutoModel")
-    rows = "\n".join(
-        f"| {site['layer']} | {site['mechanism']} | {', '.join(f'{k} = {v}' for k, v in site['settings'].items()) or '–'} |"
-        for site in sorted(record["sites"].values(), key=lambda site: site["layer"])
-    )
+    parts = [part for site in sorted(record["sites"].values(), key=lambda s: s["layer"]) for part in described(site)]
+    rows = "\n".join(_row(part) for part in parts)
     revision = f", revision {base['revision']}" if base["revision"] else ""
     (folder / "README.md").write_text(
         f"""---
 library_name: transformers
-tags: [approx-attention, {", ".join(sorted({site["mechanism"] for site in record["sites"].values()}))}]
+tags: [approx-attention, {", ".join(sorted({part["mechanism"] for part in parts}))}]
 ---
 
 # {base["name"]} with exchanged attention
@@ -112,3 +115,9 @@ purpose: it would silently run exact attention instead.
 """,
         encoding="utf-8",
     )
+
+
+def _row(part: dict[str, Any]) -> str:
+    heads = "" if part["heads"] == "all" else f" (heads {part['heads']})"
+    settings = ", ".join(f"{name} = {value}" for name, value in part["settings"].items())
+    return f"| {part['layer']} | {part['mechanism']}{heads} | {settings or '–'} |"

@@ -10,6 +10,7 @@ from transformers.models.auto import modeling_auto
 
 from approx.conversion import travel
 from approx.conversion.converted import ApproxModel
+from approx.conversion.sites import parts
 
 # Families that load without a trust flag once `approx` is imported; others load through `approx.load` or with trust.
 FAMILIES = (
@@ -26,7 +27,7 @@ class _LocalModel(ApproxModel):
         super().save_pretrained(save_directory, is_main_process, **kwargs)
 
     def _write_code(self, folder: Path) -> None:
-        used = {site["mechanism"] for site in self.config.approx["sites"].values()}
+        used = {part["mechanism"] for site in self.config.approx["sites"].values() for part in parts(site)}
         travel.write_code(folder, stock_class(type(self.config)), stock_class(type(self)), used)
 
 

@@ -5,25 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from approx.conversion import checkpoint, export, positions, surgery, verify
+from approx.conversion import checkpoint, damage, export, positions, surgery, verify
 from approx.conversion.anatomy import anatomy
+from approx.conversion.calibration_text import CalibrationText, calibration_batch
 from approx.conversion.folder import atomic_folder, refuse_existing
-from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan
+from approx.conversion.separator import of_checkpoint, with_separator
 from approx.errors import ApproxError, Exit
-
-_CALIBRATION_TOKENS = 256
-_CALIBRATION_TEXT = (
-    "The harbour was quiet when the first boats came back. A clerk wrote down what each of them had caught, the weight, "
-    "the price and the name of the buyer, and nobody asked why the northern grounds had given so little this year. "
-    "In the office above the market two engineers compared the figures with those of the last ten summers. The water had "
-    "grown warmer by half a degree, they said, but the fish had left before that; it was the current that had moved. "
-    "Their report would be short. It would say what had been measured, how, and how sure one could be of it, and it would "
-    "leave the question of what to do to those who had to live with the answer. "
-)
 
 
 def convert(
@@ -32,6 +20,7 @@ def convert(
     plan: Plan,
     *,
     max_length: int | None = None,
+    calibrate: Path | None = None,
     force: bool = False,
     revision: str | None = None,
     offline: bool = False,
@@ -45,6 +34,8 @@ def convert(
         out: The folder to make.
         plan: Which layer gets what.
         max_length: Usable positions afterwards, in tokens, if the position table is to be extended.
+        calibrate: A text file that mechanisms are fitted to and the damage of each layer is measured on; without it, and
+            for models that read no text, what `calibration_batch` chooses.
         force: Whether an existing `out` is replaced, once the new folder is complete.
         revision: Commit of the hub.
         offline: Whether only local files and the hub's cache may be used.
@@ -55,7 +46,7 @@ def convert(
         The receipt as plain data: what was swapped, left and added, the error of each layer, the checks.
 
     Raises:
-        ApproxError: if the checkpoint or the plan is refused, or a check fails (exit code 6; the result is kept beside
+        ApproxError: if the checkpoint, the plan or the text is refused, or a check fails (exit code 6; the result is kept beside
             `out` with the suffix `.failed`).
     """
     out = Path(out)
@@ -66,19 +57,22 @@ def convert(
         raise ApproxError(
             f"{name} is converted already. Revert it first, or convert its base checkpoint.", Exit.REFUSED
         )
+    plan = with_separator(plan, lambda: of_checkpoint(source))
     plan.resolve(anatomy(source.config, source.stock_class))
+    text = None if calibrate is None else CalibrationText.read(calibrate)
     progress("loading the weights")
     opened = checkpoint.load(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
     model = opened.model
+    batch = calibration_batch(source, model, text)
     progress("checking the exact limit")
     checks = [verify.exact_limit(model, plan)]
     reference = dict(model.state_dict())
     progress("exchanging attention")
-    receipt = surgery.convert(model, plan, max_length=max_length)
-    model.config.approx["recipe"] = [export.recipe_entry(opened, plan.to_data(), max_length)]
+    receipt = surgery.convert(model, plan, max_length=max_length, calibration=batch)
+    model.config.approx["recipe"] = [export.recipe_entry(opened, plan.to_data(), max_length, text)]
     progress("checking padding and causality")
     checks += [verify.padding(model), verify.causality(model)]
-    receipt.errors = verify.layer_errors(model, calibration_batch(source, model))
+    receipt.lost(damage.layer_damage(model, batch))
     with atomic_folder(out, force=force) as folder:
         progress("writing")
         export.write(folder, opened, max_length)
@@ -116,20 +110,3 @@ def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
     limit = positions.limit(opened.model.config) if was_extended else None
     with atomic_folder(Path(out), force=force) as folder:
         export.write(folder, opened, limit)
-
-
-def calibration_batch(source: checkpoint.Source, model: Any) -> dict[str, Tensor]:
-    """Inputs on which the damage of each layer is measured: English text where there is a tokenizer, else random input."""
-    limit = positions.limit(model.config)
-    length = _CALIBRATION_TOKENS if limit is None else min(limit, _CALIBRATION_TOKENS)
-    if model.main_input_name != "input_ids":
-        return example_inputs(model, length, device=model.device)
-    try:
-        tokenizer = checkpoint.processor(source)
-    except ApproxError:
-        return example_inputs(model, length, device=model.device)
-    tokens = tokenizer(_CALIBRATION_TEXT * 4, truncation=True, max_length=length)["input_ids"]
-    # A vocabulary of another language reads this text as unknown tokens, which says nothing.
-    if len(set(tokens)) < length // 4 or max(tokens) >= model.config.vocab_size:
-        return example_inputs(model, length, device=model.device)
-    return {"input_ids": torch.tensor([tokens], device=model.device)}

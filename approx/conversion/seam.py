@@ -17,8 +17,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from approx.conversion.cache import drop_states, keep_states, take_layer, wants_weights
+from approx.conversion.sites import build
 from approx.errors import ApproxError, Exit
-from approx.mechanisms import MECHANISMS
 
 IMPLEMENTATION = "approx_v1"
 FORMAT = 1
@@ -183,8 +183,7 @@ def attach(model: Any, sites: Mapping[str, Mapping[str, Any]]) -> None:
 
     Args:
         model: A transformers model.
-        sites: Path of the attention module inside the base model -> mechanism, settings, heads, head_dim, causal, scale
-            and, optionally, exact_below.
+        sites: Path of the attention module inside the base model -> what `build` makes its mechanism of.
 
     Raises:
         ApproxError: if nothing would be swapped, a mechanism is unknown, or the switch did not take.
@@ -192,15 +191,8 @@ def attach(model: Any, sites: Mapping[str, Mapping[str, Any]]) -> None:
     if not sites:
         raise ApproxError("No attention layer was chosen, so nothing would be swapped. Choose at least one layer.")
     for path, site in sites.items():
-        if site["mechanism"] not in MECHANISMS:
-            raise ApproxError(
-                f"Mechanism '{site['mechanism']}' is not known here. Known: {', '.join(sorted(MECHANISMS))}."
-            )
         module = model.base_model.get_submodule(path)
-        mechanism = MECHANISMS[site["mechanism"]](
-            site["heads"], site["head_dim"], causal=site["causal"], scale=site["scale"], **site["settings"]
-        )
-        mechanism.exact_below = site.get("exact_below", 0)
+        mechanism = build(site)
         if mechanism.reads_tokens:
             _hand_tokens_to(path, model)
         module.mechanism = mechanism.to(next(module.parameters()).device).train(module.training)

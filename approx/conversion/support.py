@@ -22,6 +22,8 @@ def support(family: str | None = None) -> list[dict[str, Any]]:
             "bidirectional": kind.supports_bidirectional,
             "causal": kind.supports_causal,
             "decode": kind.supports_decode,
+            "padding": kind.padding,
+            "gradient": kind.gradient,
             "trainable": kind.trainable,
             "settings": kind.defaults(),
             "exact_when": kind.exact_when,

@@ -1,12 +1,18 @@
 """Surgery: carry a plan out on a loaded model, and undo it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from approx.conversion import families, positions
 from approx.conversion.anatomy import Anatomy, anatomy
+from approx.conversion.calibration import calibrate, mechanisms
+from approx.conversion.damage import Damage
 from approx.conversion.plan import Plan
+from approx.conversion.resolution import described, site_record
 from approx.conversion.seam import FORMAT, attach, detach, switch
+from approx.conversion.separator import named_by, with_separator
 from approx.errors import ApproxError, Exit
 
 
@@ -15,12 +21,15 @@ class Receipt:
     """What surgery did to a model.
 
     Attributes:
-        swapped: One entry a converted layer: layer, path, mechanism, settings, exact_below.
+        swapped: One entry a converted layer, or a group of its heads where they differ: layer, path, heads, mechanism,
+            settings, exact_below, checkpoint.
         left: Layers that stay exact.
         cross_attention: Cross-attention modules, which always stay exact.
         added: Names of the tensors that the mechanisms added to the state dict.
         positions: Usable positions before and after, or None if they were not changed.
+        warnings: What the mechanisms have to say about their settings, such as that fine-tuning has to follow.
         errors: Relative error of each swapped layer's output on a calibration batch, once it was measured.
+        captured_mass: Exact attention weight on the keys that a layer still sees, for each layer that leaves keys out.
     """
 
     swapped: list[dict[str, Any]]
@@ -28,10 +37,21 @@ class Receipt:
     cross_attention: int
     added: list[str]
     positions: tuple[int, int] | None = None
+    warnings: list[str] = field(default_factory=list)
     errors: dict[int, float] | None = None
+    captured_mass: dict[int, float] | None = None
+
+    def lost(self, damage: dict[int, Damage]) -> None:
+        """Write down what the layers lose, once it was measured."""
+        self.errors = {layer: one.error for layer, one in damage.items()}
+        self.captured_mass = {
+            layer: one.captured_mass for layer, one in damage.items() if one.captured_mass is not None
+        }
 
 
-def convert(model: Any, plan: Plan, *, max_length: int | None = None) -> Receipt:
+def convert(
+    model: Any, plan: Plan, *, max_length: int | None = None, calibration: dict[str, Tensor] | None = None
+) -> Receipt:
     """Exchange the attention of a loaded model, in place.
 
     The model keeps its tensors and becomes an instance of the converted class of its family, so `save_pretrained`
@@ -41,12 +61,15 @@ def convert(model: Any, plan: Plan, *, max_length: int | None = None) -> Receipt
         model: A stock transformers model.
         plan: Which layer gets what.
         max_length: Usable positions afterwards, in tokens, if the table is to be extended.
+        calibration: Inputs of the model's forward that mechanisms are fitted to, if any of the plan must be; a few hundred
+            tokens of what the model is used for.
 
     Returns:
         The receipt.
 
     Raises:
-        ApproxError: if the model is converted already, cannot be converted, or the plan does not fit it.
+        ApproxError: if the model is converted already, cannot be converted, the plan does not fit it, or inputs to fit a
+            mechanism to are missing. The model is then as it was.
     """
     if families.is_converted(model):
         raise ApproxError(
@@ -54,23 +77,11 @@ def convert(model: Any, plan: Plan, *, max_length: int | None = None) -> Receipt
             Exit.REFUSED,
         )
     facts = anatomy(model.config, type(model))
-    assignment = plan.resolve(facts)
+    assignment = with_separator(plan, lambda: named_by(model.config)).resolve(facts)
     resized = None
     if max_length is not None:
         resized = (_checked_limit(facts, max_length), max_length)
-    sites = {
-        site.path: {
-            "layer": site.layer,
-            "mechanism": rule.mechanism,
-            "settings": rule.settings,
-            "exact_below": rule.exact_below,
-            "heads": site.heads,
-            "head_dim": site.head_dim,
-            "causal": site.causal,
-            "scale": site.scale,
-        }
-        for site, rule in assignment.items()
-    }
+    sites = {site.path: site_record(site, rules) for site, rules in assignment.items()}
     before = set(model.state_dict())
     if max_length is not None:
         positions.resize(model, max_length)
@@ -89,16 +100,19 @@ def convert(model: Any, plan: Plan, *, max_length: int | None = None) -> Receipt
         },
     }
     model.__class__ = families.model_class(type(model))
+    try:
+        calibrate(model, calibration)
+    except BaseException:
+        revert(model)
+        raise
     return Receipt(
-        swapped=[{"path": path, **{key: site[key] for key in _SHOWN}} for path, site in sites.items()],
+        swapped=[{"path": path, **entry} for path, site in sites.items() for entry in described(site)],
         left=[site.layer for site in facts.sites if site not in assignment],
         cross_attention=facts.cross_attention,
         added=sorted(set(model.state_dict()) - before),
         positions=resized,
+        warnings=sorted({mechanism.warning for mechanism in mechanisms(model) if mechanism.warning is not None}),
     )
-
-
-_SHOWN = ("layer", "mechanism", "settings", "exact_below")
 
 
 def _checked_limit(facts: Anatomy, max_length: int) -> int:

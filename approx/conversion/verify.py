@@ -1,24 +1,24 @@
-"""The checks that a conversion must pass before its folder gets its name, and the damage of each layer."""
+"""The checks that a conversion must pass before its folder gets its name."""
 
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from approx.conversion import positions, surgery, travel
 from approx.conversion.anatomy import anatomy
+from approx.conversion.calibration import evaluating
 from approx.conversion.families import stock_class
 from approx.conversion.inputs import example_inputs
-from approx.conversion.plan import Plan, Rule
+from approx.conversion.plan import Plan
 from approx.mechanisms import MECHANISMS
 
 _LENGTH = 40
@@ -56,12 +56,12 @@ def exact_limit(model: Any, plan: Plan) -> Check:
     """
     name = "exact limit equals the base"
     rules, inexact = [], []
-    for site, rule in plan.resolve(anatomy(model.config, type(model))).items():
+    for rule in chain.from_iterable(plan.resolve(anatomy(model.config, type(model))).values()):
         limit = MECHANISMS[rule.mechanism].exact_settings(_LONGEST)
         if limit is None:
             inexact.append(rule.mechanism)
         else:
-            rules.append(Rule(rule.mechanism, str(site.layer), {**rule.settings, **limit}))
+            rules.append(replace(rule, settings={**rule.settings, **limit}, exact_below=0))
     if not rules:
         return Check(name, None, f"{', '.join(sorted(set(inexact)))}: no settings are exact")
     inputs = _examples(model)
@@ -153,47 +153,9 @@ def fresh_process(folder: Path, model: Any) -> Check:
         if child.returncode:
             return Check(name, False, child.stderr.strip().splitlines()[-1] if child.stderr.strip() else "it died")
         there = load_file(f"{scratch}/outputs.safetensors")["first"]
-    with _inference(model.to("cpu")):
+    with evaluating(model.to("cpu")), torch.inference_mode():
         here = model(**inputs)[0]
     return Check(name, torch.equal(here, there), f"largest difference {(here.float() - there.float()).abs().max():.1e}")
-
-
-def layer_errors(model: Any, inputs: dict[str, Tensor]) -> dict[int, float]:
-    """Relative error of each converted layer's attention output against exact attention on the same q, k and v.
-
-    Args:
-        model: A converted model.
-        inputs: A calibration batch.
-
-    Returns:
-        Layer -> ‖o − o_exact‖ / ‖o_exact‖ over the real tokens of the batch.
-    """
-    # A layer that the batch is too short for (`exact_below`) runs exact attention on it.
-    errors = {site["layer"]: 0.0 for site in model.config.approx["sites"].values()}
-
-    def compare(layer: int, exact: nn.Module) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-            q, k, v, mask = args
-            target = exact(q, k, v, mask)
-            if mask is not None and q.shape[-2] == mask.shape[-1]:
-                keep = mask[:, None, :, None]
-                out, target = out * keep, target * keep
-            errors[layer] = float((out - target).float().norm() / target.float().norm().clamp_min(1e-20))
-
-        return hook
-
-    handles = []
-    for path, site in model.config.approx["sites"].items():
-        exact = MECHANISMS["sdpa"](site["heads"], site["head_dim"], causal=site["causal"], scale=site["scale"])
-        mechanism = model.base_model.get_submodule(path).mechanism
-        handles.append(mechanism.register_forward_hook(compare(site["layer"], exact), with_kwargs=True))
-    try:
-        with _inference(model):
-            model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return errors
 
 
 # Runs in a process of its own, so it is text: whatever this process has imported must not help it.
@@ -223,7 +185,7 @@ def _examples(model: Any) -> dict[str, Tensor]:
 
 def _run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Last hidden states, [B, L, hidden]: heads that pool or rescale would hide what happens at single positions."""
-    with _inference(model):
+    with evaluating(model), torch.inference_mode():
         return model.base_model(**inputs)[0]
 
 
@@ -232,17 +194,6 @@ def _real(hidden: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     mask = inputs.get("attention_mask")
     kept = hidden.shape[1] if mask is None else int(hidden.shape[1] * mask[-1].float().mean())
     return hidden[0], hidden[1, :kept]
-
-
-@contextmanager
-def _inference(model: Any) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        model.train(training)
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

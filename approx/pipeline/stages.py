@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from approx.conversion import anatomy, checkpoint, cost, families
-from approx.conversion.plan import Plan, Rule
+from approx.conversion.plan import Plan
+from approx.conversion.resolution import described, site_record
 from approx.errors import ApproxError, Exit
 from approx.pipeline.measure import (
     Progress,
@@ -20,6 +21,8 @@ from approx.tasks import open_task
 
 # A ceiling below this is worth a warning.
 _HARDLY = 1.1
+# What is said of a layer that keeps exact attention.
+_EXACT = {"heads": "all", "mechanism": None, "settings": {}, "exact_below": 0, "checkpoint": False}
 
 
 def inspect(name: str, *, revision: str | None = None, offline: bool = False) -> dict[str, Any]:
@@ -54,10 +57,11 @@ def inspect(name: str, *, revision: str | None = None, offline: bool = False) ->
                 "key_heads": site.key_heads,
                 "head_dim": site.head_dim,
                 "causal": site.causal,
-                "mechanism": sites.get(site.path, {}).get("mechanism"),
-                "settings": sites.get(site.path, {}).get("settings", {}),
+                **{key: part[key] for key in ("mechanism", "settings")},
+                "group": part["heads"],
             }
             for site in facts.sites
+            for part in (described(sites[site.path]) if site.path in sites else [_EXACT])
         ],
     }
 
@@ -83,11 +87,14 @@ def plan(
     facts = anatomy.anatomy(source.config, source.stock_class)
     assignment = chosen.resolve(facts)
     costs = cost.predict(facts, assignment, lengths)
-    rules = {site.layer: rule for site, rule in assignment.items()}
     return {
         "name": source.name,
         "plan": chosen.to_data(),
-        "layers": [{"layer": site.layer, "path": site.path, **_rule(rules.get(site.layer))} for site in facts.sites],
+        "layers": [
+            {"layer": site.layer, "path": site.path, **{key: part[key] for key in _EXACT}}
+            for site in facts.sites
+            for part in (described(site_record(site, assignment[site])) if site in assignment else [_EXACT])
+        ],
         "costs": [{**vars(c), "ceiling": c.ceiling, "speedup": c.speedup} for c in costs],
         "warnings": _warnings(facts, costs),
     }
@@ -221,12 +228,6 @@ def _label(name: str) -> str:
     """Name of a checkpoint in tables and records, where the path to it says nothing."""
     label = Path(name).resolve().name
     return label if label not in (BASE, CEILING) else f"{label} (converted)"
-
-
-def _rule(rule: Rule | None) -> dict[str, Any]:
-    if rule is None:
-        return {"mechanism": None, "settings": {}, "exact_below": 0}
-    return {"mechanism": rule.mechanism, "settings": rule.settings, "exact_below": rule.exact_below}
 
 
 def _warnings(facts: anatomy.Anatomy, costs: list[cost.Cost]) -> list[str]:

@@ -1,0 +1,83 @@
+"""One forward pass over a calibration batch, in which mechanisms are fitted to what reaches them and their damage is seen."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx.errors import ApproxError
+from approx.mechanisms.mechanism import Mechanism
+
+
+def mechanisms(model: Any) -> list[Mechanism]:
+    """The mechanisms of a converted model in the order of its layers, those of groups of heads each by itself."""
+    return [
+        mechanism
+        for path in model.config.approx["sites"]
+        for mechanism in model.base_model.get_submodule(path).mechanism.modules()
+        if isinstance(mechanism, Mechanism)
+    ]
+
+
+def calibrate(model: Any, inputs: dict[str, Tensor] | None) -> None:
+    """Fit each mechanism that needs it, just before it runs, so that it sees what the fitted layers below it give.
+
+    Args:
+        model: A converted model.
+        inputs: A calibration batch; None will do if no mechanism needs one.
+
+    Raises:
+        ApproxError: if a mechanism needs a batch and there is none, or the batch does not reach it.
+    """
+    waiting = {mechanism for mechanism in mechanisms(model) if mechanism.needs_calibration}
+    if not waiting:
+        return
+    if inputs is None:
+        names = ", ".join(sorted({type(mechanism).__name__ for mechanism in waiting}))
+        raise ApproxError(
+            f"{names} must be fitted to inputs, and none were given. Pass a batch of the model's inputs as 'calibration', or "
+            "choose settings that need none."
+        )
+
+    def fit(mechanism: Mechanism, args: tuple[Any, ...]) -> None:
+        if mechanism in waiting:
+            waiting.remove(mechanism)
+            mechanism.calibrate(*args)
+
+    handles = [mechanism.register_forward_pre_hook(fit) for mechanism in waiting]
+    try:
+        with _all_open(model), torch.no_grad(), evaluating(model):
+            model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if waiting:
+        raise ApproxError(
+            f"The calibration batch did not reach {len(waiting)} layers. Pass inputs that use all of the model."
+        )
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """The model in evaluation mode, and afterwards in the one it was in."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _all_open(model: Any) -> Iterator[None]:
+    """No layer exact because the batch is short: what is fitted serves the longer inputs to come."""
+    limits = {mechanism: mechanism.exact_below for mechanism in mechanisms(model)}
+    for mechanism in limits:
+        mechanism.exact_below = 0
+    try:
+        yield
+    finally:
+        for mechanism, limit in limits.items():
+            mechanism.exact_below = limit

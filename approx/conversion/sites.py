@@ -1,0 +1,42 @@
+"""A converted layer as config.json describes it, and the mechanism that is made of that; it travels with checkpoints."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from approx.errors import ApproxError
+from approx.mechanisms import MECHANISMS
+from approx.mechanisms.head_groups import HeadGroups
+from approx.mechanisms.mechanism import Mechanism
+
+
+def parts(site: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What a layer consists of: its groups of heads where they differ, itself where they do not.
+
+    Each has `mechanism` and `settings`, and may have `exact_below` and `checkpoint`; a group has its `heads`, a list.
+    """
+    return site.get("groups") or [site]
+
+
+def build(site: Mapping[str, Any]) -> Mechanism:
+    """The mechanism of a layer.
+
+    Args:
+        site: heads, head_dim, causal and scale, and either what one part has or a list of `groups`.
+
+    Raises:
+        ApproxError: if a mechanism is unknown or its settings are refused.
+    """
+    if "groups" not in site:
+        return _part(site, site["heads"], site)
+    return HeadGroups([(group["heads"], _part(group, len(group["heads"]), site)) for group in site["groups"]])
+
+
+def _part(part: Mapping[str, Any], heads: int, site: Mapping[str, Any]) -> Mechanism:
+    if part["mechanism"] not in MECHANISMS:
+        raise ApproxError(f"Mechanism '{part['mechanism']}' is not known here. Known: {', '.join(sorted(MECHANISMS))}.")
+    mechanism = MECHANISMS[part["mechanism"]](
+        heads, site["head_dim"], causal=site["causal"], scale=site["scale"], **part["settings"]
+    )
+    mechanism.exact_below = part.get("exact_below", 0)
+    mechanism.checkpoint = part.get("checkpoint", False)
+    return mechanism

@@ -1,0 +1,99 @@
+"""Several mechanisms in one layer, each for some of its heads."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from approx.mechanisms.mechanism import Mechanism
+from approx_kernels.exact import exact_attention
+
+
+class HeadGroups(Mechanism):
+    """Split the heads of a layer, let each group's mechanism attend, and join what comes out in the order of the heads.
+
+    It is what a plan makes of rules that name heads, and no mechanism of its own that a rule could name. A group whose
+    `exact_below` the input does not reach runs exact attention, decided for each call and each group by itself. What one
+    mechanism alone is asked for, such as calibration or a penalty, the groups are asked for: they are modules too.
+
+    Args:
+        groups: Pairs of the numbers of some heads and the mechanism made for so many; each head of the layer is in
+            exactly one of them.
+    """
+
+    def __init__(self, groups: Sequence[tuple[Sequence[int], Mechanism]]) -> None:
+        first = groups[0][1]
+        order = [head for heads, _ in groups for head in heads]
+        super().__init__(len(order), first.head_dim, causal=first.causal, scale=first.scale)
+        self.groups = nn.ModuleList(mechanism for _, mechanism in groups)
+        self._parts = [_index(heads) for heads, _ in groups]
+        # Where each head of the layer lies once the groups are joined.
+        self._back = None if order == sorted(order) else [order.index(head) for head in range(len(order))]
+        # Below all limits the whole layer is exact.
+        self.exact_below = min(mechanism.exact_below for _, mechanism in groups)
+
+    @property
+    def supports_decode(self) -> bool:
+        """Whether every group does."""
+        return all(mechanism.supports_decode for _, mechanism in self.members())
+
+    @property
+    def sparse(self) -> bool:
+        """Whether any group is."""
+        return any(mechanism.sparse for _, mechanism in self.members())
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether any group does."""
+        return any(mechanism.reads_tokens for _, mechanism in self.members())
+
+    def members(self) -> Iterator[tuple[slice | list[int], Mechanism]]:
+        """The heads of each group, as an index, and its mechanism."""
+        yield from zip(self._parts, self.groups, strict=True)  # type: ignore[misc]  # a ModuleList says of its modules no more than that they are some
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        *,
+        dropout: float = 0.0,
+        **tokens: Tensor,
+    ) -> Tensor:
+        """Attend; what dropout acts on is each mechanism's own."""
+        found = []
+        for heads, mechanism in self.members():
+            parts = q[:, heads], k[:, heads], v[:, heads]
+            if k.shape[-2] < mechanism.exact_below:
+                out = exact_attention(*parts, key_mask, causal=self.causal, scale=self.scale, dropout=dropout)
+            else:
+                more = tokens if mechanism.reads_tokens else {}
+                out = mechanism(*parts, key_mask, dropout=dropout, **more)
+            found.append(out)
+        return self._joined(found)
+
+    def flops(self, length: int) -> int:
+        """The sum over the groups."""
+        return sum(mechanism.flops(length) for _, mechanism in self.members())
+
+    def memory(self, length: int) -> int:
+        """The largest of the groups, which attend one after the other, and their outputs before they are joined."""
+        largest = max(mechanism.memory(length) for _, mechanism in self.members())
+        return largest + 4 * self.heads * length * self.head_dim
+
+    def extra_repr(self) -> str:
+        """The heads of each group, in their order."""
+        return f"heads={[list(range(self.heads))[p] if isinstance(p, slice) else p for p in self._parts]}"
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        joined = torch.cat(parts, 1)
+        return joined if self._back is None else joined[:, self._back]
+
+
+def _index(heads: Sequence[int]) -> Any:
+    """Heads at even steps as a slice, which copies nothing."""
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    stepwise = step > 0 and list(heads) == list(range(heads[0], heads[-1] + 1, step))
+    return slice(heads[0], heads[-1] + 1, step) if stepwise else list(heads)

@@ -15,7 +15,7 @@ def test_mechanisms_are_all_listed_with_their_papers():
     assert "arXiv 2007.04825" in answer.out
     rows = {row["name"]: row for row in call("mechanisms", "--family", "gpt2", "--json").json}
     assert rows["linear"]["fits"]
-    assert not rows["ltr"]["fits"]
+    assert not rows["clustered"]["fits"]
 
 
 def test_inspect_tells_stock_from_converted(base, converted):

@@ -247,7 +247,7 @@ def test_a_plan_that_does_not_fit_leaves_the_model_as_it_was():
     model = tiny("GPT2LMHeadModel")
     keys, kind = set(model.state_dict()), type(model)
     with pytest.raises(ApproxError) as caught:
-        surgery.convert(model, Plan.of("ltr"))
+        surgery.convert(model, Plan.of("clustered"))
     assert caught.value.exit_code == Exit.UNSUPPORTED
     assert (set(model.state_dict()), type(model)) == (keys, kind)
     assert model.config._attn_implementation == "sdpa"

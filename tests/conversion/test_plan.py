@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from approx.conversion.anatomy import anatomy
-from approx.conversion.plan import Plan, Rule, parse_layers
+from approx.conversion.plan import Plan, Rule
+from approx.conversion.selection import parse_layers
 from approx.errors import ApproxError, Exit
 from conversion.zoo import error_of, tiny
 
@@ -64,7 +65,7 @@ def test_layers_that_are_none_are_refused(text, word):
 def test_the_last_rule_that_matches_wins(bert):
     plan = Plan((Rule("local", "all", {"left": 4}), Rule("linear", "2-3"), Rule("sdpa", "3")))
     assignment = plan.resolve(bert)
-    chosen = {site.layer: rule.mechanism for site, rule in assignment.items()}
+    chosen = {site.layer: rule.mechanism for site, (rule,) in assignment.items()}
     assert chosen == {layer: {2: "linear", 3: "sdpa"}.get(layer, "local") for layer in range(12)}
     assert list(chosen) == sorted(chosen)
 
@@ -74,7 +75,7 @@ def test_layers_that_no_rule_names_stay_exact(bert):
 
 
 def test_settings_are_written_out_with_their_defaults(bert):
-    (rule, *_) = Plan.of("improved-clustered", clusters=25).resolve(bert).values()
+    ((rule,), *_) = Plan.of("improved-clustered", clusters=25).resolve(bert).values()
     assert rule.settings["clusters"] == 25
     assert rule.settings["bits"] == 63
 
@@ -87,6 +88,8 @@ rules = st.builds(
         st.sampled_from(["left", "clusters", "eps"]), st.integers(1, 99) | st.none() | st.booleans()
     ),
     exact_below=st.integers(0, 5000),
+    heads=st.sampled_from(["all", "0", "-1", "0-1,3"]),
+    checkpoint=st.booleans(),
 )
 
 
@@ -166,10 +169,10 @@ def test_all_mistakes_of_content_are_told_at_once(bert):
 def test_what_a_model_cannot_do_is_told_apart_from_what_is_written_wrongly():
     gpt2 = facts("GPT2Model")
     with pytest.raises(ApproxError, match="causal") as caught:
-        Plan.of("clustered").resolve(gpt2)
+        Plan.of("ltr").resolve(gpt2)
     assert caught.value.exit_code == Exit.UNSUPPORTED
     with pytest.raises(ApproxError, match=r"(?s)no setting 'x'.*|causal") as caught:
-        Plan((Rule("clustered"), Rule("local", settings={"x": 1}))).resolve(gpt2)
+        Plan((Rule("ltr"), Rule("local", settings={"x": 1}))).resolve(gpt2)
     assert caught.value.exit_code == Exit.USAGE
 
 

@@ -51,6 +51,7 @@ class ClusteredAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
+    gradient: ClassVar[str] = "through weights, not choices"
     source: ClassVar[str] = "Vyas et al. 2020, Fast Transformers with Clustered Attention, arXiv 2007.04825"
     exact_when: ClassVar[str] = "clusters, or chunk where causal, >= the number of real tokens of the sample."
 

@@ -72,13 +72,17 @@ def longformer(window):
 
 
 @pytest.mark.parametrize(("window", "length"), [(4, 75), (8, 160)])
-@pytest.mark.parametrize("tokens", [[0], [0, 3, 40, 71]], ids=["first", "several"])
-def test_roberta_becomes_a_longformer(window, length, tokens):
+@pytest.mark.parametrize("chosen", ["first", [0, 3, 40, 71], "separator"], ids=["first", "several", "separators"])
+def test_roberta_becomes_a_longformer(window, length, chosen):
     theirs, ours = longformer(window)
-    surgery.convert(ours, Plan.of("longformer", window=window, global_tokens=tokens))
+    surgery.convert(ours, Plan.of("longformer", window=window, global_tokens=chosen))
     ids, mask = batch(length, length - 2, length - window - 1, 30)
     seeing = torch.zeros_like(ids)
-    seeing[:, tokens] = 1
+    if chosen == "separator":
+        ids[[0, 0, 0, 1, 2], [9, 11, length - 1, 60, 5]] = 2
+        seeing[ids == 2] = 1
+    else:
+        seeing[:, [0] if chosen == "first" else chosen] = 1
     seeing *= mask
     expected = theirs(ids, attention_mask=mask, global_attention_mask=seeing).last_hidden_state
     found = ours(ids, attention_mask=mask).last_hidden_state

@@ -20,8 +20,6 @@ from approx.evaluation.statistics import (
 from approx.tasks.metrics import METRICS, TaskMetric
 from approx.tasks.task import Example, Task
 
-_SHORTEST_SLICE = 16
-
 
 def compare(
     task: Task,
@@ -45,8 +43,8 @@ def compare(
         seed: Of the bootstrap.
 
     Returns:
-        `metric`, `fraction`, `lower_is_better`, `base` and `variants` of a quality entry (see
-        `approx.evaluation.record`).
+        `metric`, `fraction`, `lower_is_better`, `sliced_by`, `slice_metric`, `base` and `variants` of a quality entry
+        (see `approx.evaluation.record`).
     """
     labels, groups = [example.label for example in examples], _groups(examples)
     metric = METRICS[task.metrics[0]]
@@ -75,7 +73,7 @@ def compare(
                 "margin": margin,
                 "verdict": judged,
                 "needed_examples": needed,
-                "slices": _slices(metric, lengths, evidence[base], evidence[name]),
+                "slices": _slices(task, labels, lengths, predictions[base], predictions[name]),
             }
         )
     interval = _interval(metric, evidence[base], correct[base], groups, seed)
@@ -83,6 +81,8 @@ def compare(
         "metric": metric.key,
         "fraction": metric.fraction,
         "lower_is_better": metric.lower_is_better,
+        "sliced_by": task.sliced_by,
+        "slice_metric": task.slice_metric or metric.key,
         "base": {"scores": task.score(predictions[base], labels), "interval": list(interval)},
         "variants": variants,
     }
@@ -130,15 +130,18 @@ def _groups(examples: Sequence[Example]) -> NDArray[np.intp] | None:
 
 
 def _slices(
-    metric: type[TaskMetric], lengths: Sequence[int], base: Evidence, converted: Evidence
+    task: Task, labels: Sequence[Any], lengths: Sequence[int], base: Sequence[Any], converted: Sequence[Any]
 ) -> list[dict[str, Any]]:
-    """Score both by input length: up to 16 tokens, and then each slice reaches to twice the length."""
-    counts = np.asarray(lengths)
-    found, start, end = [], 0, _SHORTEST_SLICE
-    while start <= counts.max():
-        rows = np.flatnonzero((counts >= start) & (counts < end))
-        if rows.size:
-            scores = {"base": metric.total(base[rows]), "converted": metric.total(converted[rows])}
-            found.append({"from": start, "to": end, "examples": int(rows.size), **scores})
-        start, end = end, 2 * end
-    return found
+    """Score both in each slice of the task."""
+    metric = METRICS[task.slice_metric or task.metrics[0]]
+    pairs = zip(task.slices(labels, lengths, base), task.slices(labels, lengths, converted), strict=True)
+    return [
+        {
+            "from": start,
+            "to": end,
+            "examples": len(part_labels),
+            "base": metric.value(part, part_labels),
+            "converted": metric.value(other, part_labels),
+        }
+        for (start, end, part, part_labels), (_, _, other, _) in pairs
+    ]

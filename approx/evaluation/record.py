@@ -12,13 +12,14 @@ never 0 or NaN. Its keys:
     seed         int
     recipe       {text, sha256} or null
     checkpoint   {name, revision, weights_sha256, family, parameters, layers, positions (int or null)}
-    variants     [{name, layers: [{layer, mechanism, settings}], verified: bool, receipt: dict or null}]
-    quality      [{task, split, metric, fraction: bool (told in percent and points), lower_is_better: bool, examples, subset: bool, truncated: examples that were cut,
+    variants     [{name, layers: [{layer, heads (if split), mechanism, settings}], verified: bool, receipt: dict or null}]
+    quality      [{task, split, metric, fraction: bool (told in percent and points), lower_is_better: bool, examples,
+                   sliced_by: what the bounds of slices count, slice_metric, subset: bool, truncated: examples that were cut,
                    tokens: {median, longest: int},
                    base: {scores: {metric: score}, interval},
                    variants: [{name, scores, difference, interval, confidence, test, p_value, margin, verdict,
                                needed_examples: int or null,
-                               slices: [{from, to: tokens, `to` excluded; examples, base, converted}]}],
+                               slices: [{from, to (excluded), examples, base, converted: scores by slice_metric}]}],
                    outputs: name of the parquet of per-example outputs, beside the record, or null}]
     speed        [{device, dtype, threads, batch, length, mode, inputs: "real" or "synthetic", baseline: the SDPA back end,
                    crowded: whether other programs used the cores all the while,

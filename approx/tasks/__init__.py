@@ -10,6 +10,7 @@ from typing import Any
 from approx.errors import ApproxError
 from approx.tasks.documents import Documents
 from approx.tasks.glue import GLUE, Glue
+from approx.tasks.language import LanguageModelling, MaskedLanguageModelling
 from approx.tasks.listops import ListOps
 from approx.tasks.needle import Needle
 from approx.tasks.squad import Squad
@@ -21,6 +22,8 @@ TASKS: dict[str, Callable[..., Task]] = {
     **{f"glue/{subset}": partial(Glue, subset) for subset in GLUE},
     "squad": partial(Squad, 1),
     "squad_v2": partial(Squad, 2),
+    LanguageModelling.name: LanguageModelling,
+    MaskedLanguageModelling.name: MaskedLanguageModelling,
     Documents.name: Documents,
     ListOps.name: ListOps,
     Needle.name: Needle,

@@ -170,6 +170,61 @@ class AnswerF1(ExactMatch):
         return np.asarray([max(_overlap(said, one) for one in answers or [""]) for said, answers in pairs])[:, None]
 
 
+class MaskedLoss(TaskMetric):
+    """Mean loss on hidden tokens, in nats.
+
+    A prediction is {"loss": summed nats, "count": tokens}; a label is not used.
+    """
+
+    key = "masked_loss"
+    source = "https://arxiv.org/abs/1810.04805"
+    lower_is_better = True
+    fraction = False
+
+    @classmethod
+    def _features(cls) -> dict[str, Any]:
+        said = {"loss": datasets.Value("float64"), "count": datasets.Value("int64")}
+        return {"predictions": said, "references": datasets.Value("int64")}
+
+    @staticmethod
+    def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
+        """Nats, tokens and bytes of each stretch of text, [n, 3]; the label is its number of bytes."""
+        said = zip(predictions, labels, strict=True)
+        return np.asarray([(one["loss"], one["count"], size) for one, size in said], float)
+
+    @staticmethod
+    def total(evidence: NDArray[np.float64]) -> float:
+        """Nats a token."""
+        loss, count, _ = evidence.sum(0)
+        return float(loss / count)
+
+
+class Perplexity(MaskedLoss):
+    """The exponential of the mean loss of a token."""
+
+    key = "perplexity"
+    source = "https://huggingface.co/docs/transformers/perplexity"
+
+    @staticmethod
+    def total(evidence: NDArray[np.float64]) -> float:
+        """Perplexity over all tokens; infinite losses are refused before, and huge ones give infinity."""
+        with np.errstate(over="ignore"):
+            return float(np.exp(MaskedLoss.total(evidence)))
+
+
+class BitsPerByte(MaskedLoss):
+    """The loss in bits, by byte of the text and so independent of how it was cut into tokens."""
+
+    key = "bits_per_byte"
+    source = "https://arxiv.org/abs/2101.00027"
+
+    @staticmethod
+    def total(evidence: NDArray[np.float64]) -> float:
+        """Bits a byte."""
+        loss, _, size = evidence.sum(0)
+        return float(loss / np.log(2) / size)
+
+
 def answer_words(text: str) -> list[str]:
     """The words of an answer as SQuAD compares them: lower case, without punctuation and articles."""
     plain = "".join(character for character in text.lower() if character not in string.punctuation)
@@ -185,7 +240,8 @@ def _overlap(said: str, given: str) -> float:
 
 
 METRICS: dict[str, type[TaskMetric]] = {
-    metric.key: metric for metric in (Accuracy, F1, Matthews, Pearson, Spearman, AnswerF1, ExactMatch)
+    metric.key: metric
+    for metric in (Accuracy, F1, Matthews, Pearson, Spearman, AnswerF1, ExactMatch, BitsPerByte, Perplexity, MaskedLoss)
 }
 """Names as in a task's `metrics` and in a record."""
 

@@ -7,7 +7,7 @@ Adding a task: one file, one line in `TASKS`, one test. A classification of text
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -69,6 +69,10 @@ class Task(ABC):
     """Names in `approx.tasks.metrics.METRICS`; the first is the one that is compared."""
     labels: tuple[str, ...] = ()
     """Names of the classes in the order of their indices; empty for regression."""
+    slice_metric: str | None = None
+    """The metric that slices are scored by, where it is not the first."""
+    sliced_by: ClassVar[str] = "tokens"
+    """What the bounds of a slice count: the tokens of an example."""
     windowed: ClassVar[bool] = False
     """Whether an example that is longer than a model's positions is read in several windows."""
 
@@ -149,6 +153,24 @@ class Task(ABC):
         from approx.tasks.metrics import METRICS
 
         return {name: METRICS[name].value(predictions, labels) for name in metrics or self.metrics}
+
+    def slices(
+        self, labels: Sequence[Any], lengths: Sequence[int], predictions: Sequence[Any]
+    ) -> Iterator[tuple[int, int, list[Any], list[Any]]]:
+        """Cut what was predicted into slices, whose scores may differ: here by the length of the input.
+
+        Args:
+            labels: One an example.
+            lengths: Tokens of each example.
+            predictions: One an example.
+
+        Yields:
+            Of each slice that is not empty its first and its last bound, the latter excluded, its predictions and labels.
+        """
+        for start, end in doubling(max(lengths)):
+            rows = [row for row, length in enumerate(lengths) if start <= length < end]
+            if rows:
+                yield start, end, [predictions[row] for row in rows], [labels[row] for row in rows]
 
     def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> list[bool] | None:
         """Say of each prediction whether it is right, or None where right and wrong do not exist."""
@@ -234,6 +256,14 @@ class SequenceClassification(Task):
 
 def _plain(name: str) -> str:
     return name.strip().lower().replace("-", "_").replace(" ", "_")
+
+
+def doubling(most: int) -> Iterator[tuple[int, int]]:
+    """Bounds of slices up to `most`: 0 to 16, and then each reaches to twice the one before."""
+    start, end = 0, 16
+    while start <= most:
+        yield start, end
+        start, end = end, 2 * end
 
 
 def whole_setting(task: str, setting: str, value: Any, least: int, most: int | None = None) -> int:

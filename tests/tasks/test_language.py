@@ -1,0 +1,166 @@
+"""Language modelling: every token scored once, sums equal to the model's own loss, slices by place, texts of all kinds."""
+
+import gzip
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel, GPT2Config, GPT2LMHeadModel
+
+from approx.errors import ApproxError, Exit
+from approx.evaluation.evaluate import Subject, evaluate
+from approx.tasks import Example, open_task
+from approx.tasks.metrics import BitsPerByte, Perplexity
+from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
+
+TEXT = " ".join(WORDS[4 + (index * index) % 10] for index in range(150))
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "valid.txt").write_text(TEXT)
+    return tmp_path
+
+
+def causal(positions=256):
+    shape = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": len(WORDS), "n_positions": positions}
+    torch.manual_seed(1)
+    return GPT2LMHeadModel(GPT2Config(**shape, initializer_range=0.5, bos_token_id=None, eos_token_id=None)).eval()
+
+
+def masked(**changed):
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    return BertConfig(**shape, vocab_size=len(WORDS), max_position_embeddings=32, initializer_range=0.5, **changed)
+
+
+def score(model, task, data):
+    return evaluate({"exact": Subject("exact", model, tiny_tokenizer())}, task, data=data)["base"]["scores"]
+
+
+@pytest.mark.parametrize("stretch", [40, 300, 10_000])
+def test_a_window_over_everything_gives_the_models_own_loss(data, stretch):
+    model, ids = causal(), tiny_tokenizer()(TEXT, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=ids).loss.item()
+    found = score(model, open_task("lm", stretch=stretch), data)
+    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(loss * (ids.shape[1] - 1) / math.log(2) / len(TEXT), rel=1e-5)
+
+
+@given(window=st.integers(2, 64), stride=st.integers(1, 64), stretch=st.integers(1, 400))
+def test_every_token_is_scored_once_with_enough_before_it(window, stride, stretch):
+    stride = min(stride, window - 1)
+    task, tokenizer = open_task("lm", window=window, stride=stride, stretch=stretch), tiny_tokenizer()
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    scored, position = [], 1
+    for example in task._stretches(TEXT, "text"):
+        for one in task.encode(example, tokenizer, 64):
+            shown, count = one["input_ids"], one["scored"]
+            assert len(shown) <= window
+            assert 0 < count <= stride
+            scored += shown[-count:]
+            position += count
+            assert len(shown) - count >= min(position - count, window - stride)
+            assert ids[position - len(shown) : position] == shown
+    assert scored == ids[1:]
+
+
+def test_a_token_for_the_beginning_lets_the_first_word_be_scored(data):
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = "[CLS]"
+    (first, *_) = open_task("lm").encode(Example("a", {"text": TEXT, "start": 0, "end": 20}, 20), tokenizer, 64)
+    assert first["input_ids"][0] == tokenizer.bos_token_id
+    assert first["scored"] == len(first["input_ids"]) - 1
+
+
+def test_slices_go_by_the_tokens_before(data):
+    model = causal()
+    subjects = {name: Subject(name, model, tiny_tokenizer()) for name in ("exact", "same")}
+    entry = evaluate(subjects, open_task("lm", stretch=100), data=data)
+    assert (entry["metric"], entry["fraction"], entry["lower_is_better"]) == ("bits_per_byte", False, True)
+    assert (entry["sliced_by"], entry["slice_metric"]) == ("tokens before", "perplexity")
+    (same,) = entry["variants"]
+    assert same["verdict"] == "no loss"
+    assert [(part["from"], part["to"]) for part in same["slices"]] == [
+        (0, 16),
+        (16, 32),
+        (32, 64),
+        (64, 128),
+        (128, 256),
+    ]
+    assert all(part["base"] == part["converted"] for part in same["slices"])
+
+
+def test_the_masked_loss_is_that_of_the_hidden_tokens(data):
+    torch.manual_seed(2)
+    model, task, tokenizer = BertForMaskedLM(masked()).eval(), open_task("mlm", stretch=120), tiny_tokenizer()
+    tokenizer.mask_token = "[UNK]"
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    examples = list(task._stretches(TEXT, "valid"))
+    losses, restored = [], []
+    for example in examples:
+        for one in task.encode(example, tokenizer, 32):
+            assert len(one["input_ids"]) <= 32
+            whole, labels = list(one["input_ids"]), [-100] * len(one["input_ids"])
+            for place, token in one["targets"]:
+                assert whole[place] == tokenizer.mask_token_id
+                whole[place] = labels[place] = token
+            restored += whole[1:-1]
+            with torch.no_grad():
+                out = model(input_ids=torch.tensor([one["input_ids"]]), labels=torch.tensor([labels]))
+            losses += [out.loss.item()] * len(one["targets"])
+    assert restored == ids
+    subject = Subject("exact", model, tokenizer)
+    found = evaluate({"exact": subject}, task, data=data)["base"]["scores"]["masked_loss"]
+    assert found == pytest.approx(np.mean(losses), rel=1e-5)
+    assert 0.1 < len(losses) / len(ids) < 0.3
+
+
+def test_scores_add_up_over_stretches():
+    said = [{"loss": 10.0, "count": 4}, {"loss": 2.0, "count": 8}]
+    assert Perplexity.value(said, [20, 40]) == pytest.approx(math.e)
+    assert BitsPerByte().compute(predictions=said, references=[20, 40]) == {
+        "bits_per_byte": pytest.approx(12 / math.log(2) / 60)
+    }
+
+
+def test_heads_and_models_that_see_ahead_are_refused():
+    with pytest.raises(ApproxError, match=r"needs a causal language-modelling head.*task mlm"):
+        open_task("lm").check(tiny_model(2))
+    with pytest.raises(ApproxError, match="depends on the tokens behind it"):
+        open_task("lm").check(BertLMHeadModel(masked()))
+    open_task("lm").check(BertLMHeadModel(masked(is_decoder=True)))
+    with pytest.raises(ApproxError, match=r"needs a masked language-modelling head.*task lm"):
+        open_task("mlm").check(causal())
+
+
+def test_texts_are_found_and_damaged_ones_named(tmp_path):
+    task = open_task("lm")
+    with pytest.raises(ApproxError, match="found no text") as caught:
+        task.load(tmp_path)
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+    (tmp_path / "valid.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
+    assert (
+        "".join(e.inputs["text"][e.inputs["start"] : e.inputs["end"]] for e in task.load(tmp_path, "valid").examples)
+        == TEXT
+    )
+    (tmp_path / "test.txt").write_text("   \n ")
+    with pytest.raises(ApproxError, match="0 words"):
+        task.load(tmp_path, "test")
+    with pytest.raises(ApproxError, match=r"looked for one text file in .*found test\.txt, valid\.txt\.gz"):
+        task.load(tmp_path)
+    (tmp_path / "odd.txt").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ApproxError, match="no text in UTF-8"):
+        task.load(tmp_path / "odd.txt")
+
+
+def test_the_stretches_of_a_text_are_words_and_bytes_of_it(shared_data):
+    split = open_task("lm").load(shared_data / "lm" / "wikitext-2" / "valid.raw.txt", limit=50)
+    assert split.subset
+    for example in split.examples:
+        text = example.inputs["text"][example.inputs["start"] : example.inputs["end"]]
+        assert example.label == len(text.encode())
+        assert len(text) >= 2000

@@ -66,6 +66,8 @@ def quality_table(task: dict[str, Any]) -> dict[str, Any]:
         },
         "rows": rows,
         "slices": _slices(task),
+        "sliced_by": task.get("sliced_by", "tokens"),
+        "slice_metric": task.get("slice_metric", metric),
     }
 
 

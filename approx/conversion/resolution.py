@@ -10,6 +10,7 @@ from approx.conversion.selection import parse_heads, parse_layers, ranges
 from approx.conversion.sites import parts
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
+from approx.mechanisms.mechanism import Mechanism
 
 
 def resolve(rules: Sequence[Rule], anatomy: Anatomy) -> dict[Site, tuple[Rule, ...]]:
@@ -154,15 +155,19 @@ def _trial(
             "attention. Leave it out."
         )
     # Layers that do not exist leave no site; the settings are told wrong all the same.
-    for heads, head_dim, scale in sorted(
-        {(heads, site.head_dim, site.scale) for site, counts in sizes.items() for heads in counts}
-        or {(site.heads, site.head_dim, site.scale) for site in anatomy.sites[:1]}
+    tried = sizes or {site: {site.heads} for site in anatomy.sites[:1]}
+    for heads, head_dim, causal, scale in sorted(
+        {(n, site.head_dim, _form(mechanism, site), site.scale) for site, counts in tried.items() for n in counts}
     ):
         try:
-            causal_only = not mechanism.supports_bidirectional
-            mechanism(heads, head_dim, causal=causal_only, scale=scale, **mechanism.for_layer(settings, 0))
+            mechanism(heads, head_dim, causal=causal, scale=scale, **mechanism.for_layer(settings, 0))
         except ApproxError as error:
-            usage.append(str(error))
+            (support if error.exit_code == Exit.UNSUPPORTED else usage).append(str(error))
         except (TypeError, OverflowError, RuntimeError, MemoryError) as error:
             usage.append(f"'{rule.mechanism}' cannot be made with these settings: {str(error).splitlines()[0]}")
     return usage, support
+
+
+def _form(mechanism: type[Mechanism], site: Site) -> bool:
+    """Whether to try the causal form: that of the layer, or the only one that the mechanism has."""
+    return mechanism.supports_causal and (site.causal or not mechanism.supports_bidirectional)

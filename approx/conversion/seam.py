@@ -190,11 +190,12 @@ def attach(model: Any, sites: Mapping[str, Mapping[str, Any]]) -> None:
     """
     if not sites:
         raise ApproxError("No attention layer was chosen, so nothing would be swapped. Choose at least one layer.")
-    for path, site in sites.items():
+    # What is refused is refused before anything is hung on the model.
+    built = {path: build(site) for path, site in sites.items()}
+    for reader in {_reader(path, model) for path, mechanism in built.items() if mechanism.reads_tokens}:
+        reader.token_hook = reader.register_forward_pre_hook(_with_tokens, with_kwargs=True)
+    for path, mechanism in built.items():
         module = model.base_model.get_submodule(path)
-        mechanism = build(site)
-        if mechanism.reads_tokens:
-            _hand_tokens_to(path, model)
         module.mechanism = mechanism.to(next(module.parameters()).device).train(module.training)
         keep_states(module)
     switch(model, IMPLEMENTATION)
@@ -211,15 +212,13 @@ def detach(model: Any, paths: Iterable[str]) -> None:
             vars(module).pop("token_hook").remove()
 
 
-def _hand_tokens_to(path: str, model: Any) -> None:
-    """Let the module around `path` that is given the token ids hand them down to its attention."""
+def _reader(path: str, model: Any) -> Any:
+    """The module around `path` that is given the token ids."""
     while path:
         path = path.rpartition(".")[0]
-        reader = model.base_model.get_submodule(path)
-        if next(iter(inspect.signature(reader.forward).parameters), None) == "input_ids":
-            if "token_hook" not in vars(reader):
-                reader.token_hook = reader.register_forward_pre_hook(_with_tokens, with_kwargs=True)
-            return
+        module = model.base_model.get_submodule(path)
+        if next(iter(inspect.signature(module.forward).parameters), None) == "input_ids":
+            return module
     raise ApproxError(
         f"{type(model).__name__} reads no token ids, so no global tokens can be chosen by content. Choose them by position.",
         Exit.UNSUPPORTED,

@@ -87,15 +87,16 @@ def test_embeddings_instead_of_ids_are_refused():
         converted("BertForQuestionAnswering")(inputs_embeds=torch.randn(2, 9, 32))
 
 
-def test_a_model_that_reads_no_ids_is_refused():
-    with pytest.raises(ApproxError, match="reads no token ids") as caught:
-        surgery.convert(tiny("Wav2Vec2ForCTC"), Plan.of("longformer", global_tokens="question", separator=2))
+@pytest.mark.parametrize(
+    ("architecture", "words"), [("Wav2Vec2ForCTC", "reads no token ids"), ("GPT2LMHeadModel", "this layer is causal")]
+)
+def test_a_model_that_cannot_be_read_is_refused_and_stays_as_it_was(architecture, words):
+    model = tiny(architecture)
+    content = Rule("longformer", "1", {"global_tokens": "question", "separator": 2})
+    with pytest.raises(ApproxError, match=words) as caught:
+        surgery.convert(model, Plan((Rule("local", "0"), content)))
     assert caught.value.exit_code == Exit.UNSUPPORTED
-
-
-def test_causal_layers_are_refused():
-    with pytest.raises(ApproxError, match="this layer is causal"):
-        surgery.convert(tiny("GPT2LMHeadModel"), Plan.of("longformer", global_tokens="separator", separator=2))
+    assert not any(hasattr(module, "mechanism") for module in model.modules())
 
 
 def test_the_separator_of_a_live_model_is_that_of_its_config():

@@ -54,30 +54,33 @@ def clustered_samples(
 
     k, v = k.to(q.dtype), v.to(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        if key_mask is None:
+        if key_mask is None or key_mask.all():
             return attend(q, k, v)
+        padded_queries = q.shape[2] == k.shape[2]
+        out = list(q.new_zeros(*q.shape[:3], v.shape[3]))
         lengths = key_mask.sum(1)
-        out = q.new_zeros(*q.shape[:3], v.shape[3])
         for length in lengths.unique().tolist():
-            samples = (lengths == length).nonzero().squeeze(1)
-            if not length:
-                # All zeros, yet a function of its inputs, whose gradients are then 0.
-                mask = key_mask[samples]
-                some = exact_attention(q[samples], k[samples], v[samples], mask, causal=False, scale=scale)
-            elif length == k.shape[2]:
-                some = attend(q[samples], k[samples], v[samples])
-            else:
-                real = key_mask[samples].nonzero()[:, 1].view(-1, length)
-                padded_queries = q.shape[2] == k.shape[2]
+            samples = (lengths == length).nonzero().squeeze(1).tolist()
+            real = [key_mask[sample].nonzero().squeeze(1) for sample in samples]
+            if length:
                 inner = _at(q, samples, real) if padded_queries else q[samples]
                 some = attend(inner, _at(k, samples, real), _at(v, samples, real))
-                if padded_queries:
-                    place = real[:, None, :, None].expand_as(some)
-                    some = some.new_zeros(samples.numel(), *out.shape[1:]).scatter(2, place, some)
-            out = out.index_copy(0, samples, some)
-        return out
+            else:
+                # All zeros, yet a function of its inputs, whose gradients are then 0.
+                parts = (x[samples] for x in (q, k, v))
+                some = exact_attention(*parts, key_mask[samples], causal=False, scale=scale)
+            for sample, tokens, found in zip(samples, real, some, strict=True):
+                place = length and padded_queries
+                out[sample] = out[sample].index_copy(1, tokens, found) if place else found
+        return torch.stack(out)
 
 
-def _at(x: Tensor, samples: Tensor, tokens: Tensor) -> Tensor:
-    """The tokens [b, m] of some samples of x [B, H, n, D], [b, H, m, D]."""
-    return x[samples].gather(2, tokens[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+def _at(x: Tensor, samples: list[int], tokens: list[Tensor]) -> Tensor:
+    """The tokens [m] of each of some samples of x [B, H, n, D], [b, H, m, D]; a view of a sample by itself."""
+
+    def chosen(x: Tensor, index: Tensor) -> Tensor:
+        first, count = int(index[0]), index.numel()
+        return x[:, first : first + count] if int(index[-1]) == first + count - 1 else x.index_select(1, index)
+
+    found = [chosen(x[sample], index) for sample, index in zip(samples, tokens, strict=True)]
+    return torch.stack(found) if len(found) > 1 else found[0][None]

@@ -25,6 +25,7 @@ SMALL = {
 }
 # Settings that change what is computed, each under the name of its mechanism and words of its own.
 VARIANTS = {
+    "bigbird compatible": {"block": 3, "random": 2, "compatible": True},
     "clustered frozen": {"clusters": 4, "frozen": True},
     "improved-clustered frozen": {"clusters": 4, "topk": 5, "frozen": True},
     # Its features can all be 0, where any eps shows in the sum of the weights.

@@ -164,7 +164,7 @@ def _find_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         hidden = args[0] if args else kwargs["hidden_states"]
         tokens = layer.get_seq_length() + hidden.shape[1]
         # These need the mechanism's forward over all keys, and get it as long as nothing was decoded from a state.
-        watched = module.mechanism._forward_hooks or module.mechanism._forward_pre_hooks
+        watched = any(each._forward_hooks or each._forward_pre_hooks for each in module.mechanism.modules())
         if wants_weights(kwargs) or module.training or watched or tokens < module.mechanism.exact_below:
             return
         if type(layer) is not DynamicLayer:

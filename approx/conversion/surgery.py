@@ -71,6 +71,20 @@ def convert(
         ApproxError: if the model is converted already, cannot be converted, the plan does not fit it, or inputs to fit a
             mechanism to are missing. The model is then as it was.
     """
+    receipt = exchange(model, plan, max_length=max_length)
+    try:
+        calibrate(model, calibration)
+    except BaseException:
+        revert(model)
+        raise
+    return receipt
+
+
+def exchange(model: Any, plan: Plan, *, max_length: int | None = None) -> Receipt:
+    """`convert` without fitting any mechanism, which then holds whatever it was made with.
+
+    Args and errors: as for `convert`.
+    """
     if families.is_converted(model):
         raise ApproxError(
             f"{type(model).__name__} is converted already. Revert it first, or convert the base checkpoint.",
@@ -100,11 +114,6 @@ def convert(
         },
     }
     model.__class__ = families.model_class(type(model))
-    try:
-        calibrate(model, calibration)
-    except BaseException:
-        revert(model)
-        raise
     return Receipt(
         swapped=[{"path": path, **entry} for path, site in sites.items() for entry in described(site)],
         left=[site.layer for site in facts.sites if site not in assignment],

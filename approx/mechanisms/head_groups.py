@@ -39,6 +39,12 @@ class HeadGroups(Mechanism):
         return all(mechanism.supports_decode for _, mechanism in self.members())
 
     @property
+    def decode_state(self) -> str:
+        """Bounded if that of every group is; otherwise all groups read the cache that one of them needs."""
+        states = {mechanism.decode_state for _, mechanism in self.members()}
+        return next(state for state in ("cache", "ring", "recurrent") if state in states)
+
+    @property
     def sparse(self) -> bool:
         """Whether any group is."""
         return any(mechanism.sparse for _, mechanism in self.members())
@@ -73,6 +79,20 @@ class HeadGroups(Mechanism):
                 out = mechanism(*parts, key_mask, dropout=dropout, **more)
             found.append(out)
         return self._joined(found)
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Attend from the states of all groups, which are one: the name of each tensor begins with its group's number."""
+        found, after = [], {}
+        for number, (heads, mechanism) in enumerate(self.members()):
+            own, group = f"{number}.", None
+            if state is not None:
+                group = {name.removeprefix(own): x for name, x in state.items() if name.startswith(own)}
+            out, group = mechanism.decode(q[:, heads], k[:, heads], v[:, heads], key_mask, group)
+            found.append(out)
+            after |= {own + name: x for name, x in group.items()}
+        return self._joined(found), after
 
     def flops(self, length: int) -> int:
         """The sum over the groups."""

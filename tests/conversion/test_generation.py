@@ -48,8 +48,9 @@ def generated(model, inputs, **ways):
 def test_the_cache_changes_no_token(architecture, mechanism, way):
     model = decoder(architecture)
     layers = "2-3" if architecture.startswith("Whisper") else "1-2"
-    surgery.convert(model, Plan.of(mechanism, layers=layers, **SETTINGS.get(mechanism, {})))
     inputs = prompts(model)
+    plan = Plan.of(mechanism, layers=layers, **SETTINGS.get(mechanism, {}))
+    surgery.convert(model, plan, calibration=example_inputs(model, 24))
     with_cache = generated(model, inputs, use_cache=True, **WAYS[way])
     without = generated(model, inputs, use_cache=False, **WAYS[way])
     assert torch.equal(with_cache, without)
@@ -79,7 +80,8 @@ def test_left_padding_changes_no_token(architecture):
 @pytest.mark.parametrize("mechanism", CAUSAL)
 def test_a_prompt_read_in_chunks_gives_the_same_logits(mechanism):
     model = tiny("LlamaForCausalLM")
-    surgery.convert(model, Plan.of(mechanism, **SETTINGS.get(mechanism, {})))
+    plan = Plan.of(mechanism, **SETTINGS.get(mechanism, {}))
+    surgery.convert(model, plan, calibration=example_inputs(model, 24))
     tokens = example_inputs(model, 12)["input_ids"]
     with torch.no_grad():
         whole = model(tokens).logits

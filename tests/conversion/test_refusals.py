@@ -64,7 +64,7 @@ def test_a_converted_model_is_not_converted_again_and_a_stock_one_is_not_reverte
         surgery.convert(model, Plan.of("local"))
 
 
-@pytest.mark.parametrize("mechanism", ["clustered", "improved-clustered"])
+@pytest.mark.parametrize("mechanism", ["ltr", "rtl"])
 def test_a_mechanism_without_a_causal_form_is_refused_on_causal_layers(mechanism):
     with refused(Exit.UNSUPPORTED, mechanism, "causal", "linear", "local"):
         surgery.convert(tiny("GPT2Model"), Plan.of(mechanism))

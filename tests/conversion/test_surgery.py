@@ -51,7 +51,7 @@ def test_an_exact_mechanism_in_all_layers_changes_nothing(architecture):
         plan = exact_plan(model, mechanism)
         if plan is None:
             continue
-        receipt = surgery.convert(model, plan)
+        receipt = surgery.convert(model, plan, calibration=inputs)
         assert difference(real_outputs(model, inputs), before) < 1e-5, mechanism
         assert set(model.state_dict()) - keys == set(receipt.added)
         assert keys <= set(model.state_dict())
@@ -76,7 +76,7 @@ def test_an_exact_mechanism_in_any_subset_of_layers_changes_nothing(data):
     length, padded = data.draw(st.integers(8, 24)), data.draw(st.integers(0, 5))
     inputs = example_inputs(model, length, batch=2, padded=padded, seed=length)
     before = real_outputs(model, inputs)
-    receipt = surgery.convert(model, Plan(tuple(rules)))
+    receipt = surgery.convert(model, Plan(tuple(rules)), calibration=inputs)
     assert sorted([site["layer"] for site in receipt.swapped] + receipt.left) == list(layers)
     assert difference(real_outputs(model, inputs), before) < 1e-5
 
@@ -101,7 +101,7 @@ def test_every_form_of_padding_is_honoured(data):
     inputs["attention_mask"] = mask.long()
     # Heads that pool read the first position, which may be padding here.
     before = real_outputs(model.base_model, inputs)[0]
-    surgery.convert(model, plan or Plan.of("sdpa"))
+    surgery.convert(model, plan or Plan.of("sdpa"), calibration=inputs)
     assert difference([real_outputs(model.base_model, inputs)[0]], [before]) < 1e-5
 
 
@@ -247,7 +247,7 @@ def test_a_plan_that_does_not_fit_leaves_the_model_as_it_was():
     model = tiny("GPT2LMHeadModel")
     keys, kind = set(model.state_dict()), type(model)
     with pytest.raises(ApproxError) as caught:
-        surgery.convert(model, Plan.of("clustered"))
+        surgery.convert(model, Plan.of("ltr"))
     assert caught.value.exit_code == Exit.UNSUPPORTED
     assert (set(model.state_dict()), type(model)) == (keys, kind)
     assert model.config._attn_implementation == "sdpa"

@@ -93,9 +93,8 @@ class StridedAttention(Mechanism):
         return 4 * self.heads * length * math.ceil(self._keys(length)) * self.head_dim
 
     def memory(self, length: int) -> int:
-        """Scores and weights of one head at a time, the rows around its queries, and the outputs of all."""
-        scores = 2 * length * math.ceil(self._keys(length)) + 6 * length * self.head_dim
-        return 4 * (self.heads * length * self.head_dim + (scores if None in self._steps else 0))
+        """The outputs; with both steps merged also the scaled inputs and the two parts of the outputs, about 9 times that."""
+        return 4 * self.heads * length * self.head_dim * (9 if None in self._steps else 1)
 
     def _keys(self, length: int) -> float:
         """Keys that meet a query, as a mean over the steps that the heads use."""

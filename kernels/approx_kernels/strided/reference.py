@@ -1,42 +1,51 @@
 """Strided attention: a window, and every l-th token by a transposition to l columns of S / l tokens."""
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.global_tokens.reference import window_blocks
+from approx_kernels.tokens import stretches
 
 # Numbers in a working set: 1 MiB of float32, about what a core's own cache holds.
 _CACHED = 2**18
+# Queries that share their window's keys.
+_BLOCK = 64
+
+Part = tuple[Tensor, Tensor, Tensor]
 
 
 def strided_heads(
     q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool, step: int | None, scale: float, dropout: float
 ) -> Tensor:
-    """One step through fused kernels, or both under one softmax, on a CPU a few heads at a time."""
-    right = 0 if causal else stride - 1
+    """One step through fused kernels, or both under one softmax."""
     if step == 1:
+        right = 0 if causal else stride - 1
         return window_blocks(q, k, v, left=stride - 1, right=right, causal=causal, scale=scale, dropout=dropout)
     length, keys = q.shape[2], k.shape[2]
     stride = min(stride, keys)
     # The grid of the queries begins with the row of the first one.
-    first = (keys - length) // stride
-    q, offset = _grid(q, stride, keys - length - first * stride), keys - length - first * stride
-    k, v = _grid(k, stride, 0), _grid(v, stride, 0)
+    before = (keys - length) % stride
+    rows = slice(before, before + length)
     if step == 2:
-        out = _columns(q, k, v, keys, causal, scale, dropout)
-    else:
-        pairs = q.shape[0] * q.shape[2] * stride * (3 * stride + k.shape[2])
-        heads = max(1, _CACHED // pairs) if q.device.type == "cpu" else q.shape[1]
-        groups = zip(q.split(heads, 1), k.split(heads, 1), v.split(heads, 1), strict=True)
-        out = torch.cat([_both(*group, keys, causal, scale, dropout) for group in groups], 1)
-    return out.flatten(2, 3)[:, :, offset : offset + length]
+        grids = _grid(q, stride, before), _grid(k, stride, 0), _grid(v, stride, 0)
+        return _columns(*grids, keys, causal, scale, dropout).flatten(2, 3)[:, :, rows]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    queries, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
+    near = _near(queries, k, v, stride, causal, dropout)
+    grids = _grid(queries, stride, before), _grid(k, stride, 0), _grid(v, stride, 0)
+    top, total, out = (x.flatten(2, 3)[:, :, rows] for x in _far(*grids, keys, causal, dropout))
+    return _joined(near, (top, total, out)).to(q.dtype)
 
 
 def _grid(x: Tensor, stride: int, before: int) -> Tensor:
     """[B, H, n, D] in rows of l tokens, [B, H, rows, l, D], after `before` tokens of nothing."""
     rows = -(-(before + x.shape[2]) // stride)
-    return F.pad(x, (0, 0, before, rows * stride - before - x.shape[2])).unflatten(2, (rows, stride))
+    after = rows * stride - before - x.shape[2]
+    return (F.pad(x, (0, 0, before, after)) if before or after else x).unflatten(2, (rows, stride))
 
 
 def _past(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -63,36 +72,83 @@ def _columns(q: Tensor, k: Tensor, v: Tensor, keys: int, causal: bool, scale: fl
     return out.unflatten(0, (batch, stride)).permute(0, 2, 3, 1, 4)
 
 
-def _both(q: Tensor, k: Tensor, v: Tensor, keys: int, causal: bool, scale: float, dropout: float) -> Tensor:
-    """One softmax over the window of each query and the rest of its column; they share the query's own key."""
-    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    q, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
-    near, column = _pairs(q, k.shape[2], keys, causal)
-    lowest = torch.finfo(wide).min
-    window = (q @ _rows_around(k, q.shape[2], causal).transpose(-2, -1)).masked_fill(~near, lowest)
-    far = torch.einsum("bhtrd,bhsrd->bhtrs", q, k).masked_fill(~column, lowest)
-    weights = F.dropout(torch.cat([window, far], -1).softmax(-1), dropout)
-    window, far = weights.split([window.shape[-1], far.shape[-1]], -1)
-    out = window @ _rows_around(v, q.shape[2], causal) + torch.einsum("bhtrs,bhsre->bhtre", far, v)
-    return out.to(dtype)
+def _near(q: Tensor, k: Tensor, v: Tensor, stride: int, causal: bool, dropout: float) -> Part:
+    """The window of each query, block after block; q is scaled."""
+    length, keys = q.shape[2], k.shape[2]
+    starts = range(keys - length, keys, _BLOCK)
+    after = 0 if causal else stride - 1
+    bounds = [(max(first - stride + 1, 0), min(first + _BLOCK + after, keys)) for first in starts]
+    row = torch.arange(_BLOCK, device=q.device)[:, None]
+    column = torch.arange(_BLOCK + stride - 1 + after, device=q.device)
+    band = (column >= row) & (column < row + stride + after)
+    parts = []
+    blocks = zip(starts, bounds, q.split(_BLOCK, 2), stretches(k, bounds), stretches(v, bounds), strict=True)
+    for first, (begin, end), queries, own, values in blocks:
+        cut = begin - (first - stride + 1)
+        shown = band[: queries.shape[2], cut : cut + end - begin]
+        parts.append(_part(queries, own, values, shown, dropout))
+    return _side_by_side(parts, 2)
 
 
-def _rows_around(x: Tensor, rows: int, causal: bool) -> Tensor:
-    """The last `rows` rows, each between its neighbours, [B, H, rows, 2 l or 3 l, D]; 0 outside of the grid."""
-    first = x.shape[2] - rows
-    x = F.pad(x, (0, 0, 0, 0, 1, 0 if causal else 1))
-    return torch.cat([x[:, :, first + n : first + n + rows] for n in range(2 if causal else 3)], 3)
+def _far(q: Tensor, k: Tensor, v: Tensor, keys: int, causal: bool, dropout: float) -> Part:
+    """The column of each cell of the grid without the cell itself, on a CPU some columns at a time; q is scaled."""
+    rows, stride = k.shape[2:4]
+    # A column a matrix: [B, H, l, rows, D].
+    q, k, v = (x.transpose(2, 3) for x in (q, k, v))
+    row = torch.arange(rows, device=q.device)
+    own = row[rows - q.shape[3] :, None]
+    shown = row < own if causal else row != own
+    pairs = q.shape[0] * q.shape[1] * q.shape[3] * rows
+    width = max(1, _CACHED // pairs) if q.device.type == "cpu" else stride
+    parts = []
+    # Columns that end with the last row, and those that are a cell shorter; causal queries do not see that far.
+    whole = stride if causal else keys - (rows - 1) * stride
+    for first, last, cells in ((0, whole, rows), (whole, stride, rows - 1)):
+        for begin in range(first, last, width):
+            columns = slice(begin, min(begin + width, last))
+            own_keys, values = k[:, :, columns, :cells], v[:, :, columns, :cells]
+            parts.append(_part(q[:, :, columns], own_keys, values, shown[:, :cells], dropout))
+    top, total, out = _side_by_side(parts, 2)
+    return top.transpose(2, 3), total.transpose(2, 3), out.transpose(2, 3)
 
 
-def _pairs(q: Tensor, rows: int, keys: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """Who sees whom: in the rows around, [rows, l, 2 l or 3 l], and in the column, [rows, l, all rows]."""
-    queries, stride = q.shape[2:4]
-    token = torch.arange((rows - queries) * stride, rows * stride, device=q.device).view(queries, stride, 1)
-    start = token[:, :1] - stride
-    other = start + torch.arange(stride * (2 if causal else 3), device=q.device)
-    near = ((other - token).abs() < stride) & (other >= 0) & (other < keys)
-    row, column = token // stride, torch.arange(rows, device=q.device)
-    inside = _inside(rows, stride, keys, q.device).T
-    if causal:
-        return near & (other <= token), (column < row) & inside
-    return near, (column != row) & inside
+def _part(q: Tensor, k: Tensor, v: Tensor, shown: Tensor, dropout: float) -> Part:
+    """A softmax without its division: the largest score, the sum of weights relative to it, and what they add up to."""
+    shape = q.shape[:-1]
+    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
+    hide = q.new_zeros(shown.shape).masked_fill(~shown, torch.finfo(q.dtype).min)
+    scores = torch.baddbmm(hide, q, k.transpose(1, 2))
+    # It cancels in the end, so it needs no gradient.
+    top = scores.detach().amax(-1, keepdim=True)
+    weights: Tensor = _Weights.apply(scores, top, shown)  # pyright: ignore[reportAssignmentType]  # what forward returns
+    out = F.dropout(weights, dropout) @ v
+    return top.view(*shape, 1), weights.sum(-1).view(*shape, 1), out.view(*shape, -1)
+
+
+class _Weights(torch.autograd.Function):
+    """`exp(scores - top)` where shown, else 0; the backward keeps nothing but these."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, top: Tensor, shown: Tensor) -> Tensor:
+        # Exponentials below the normal numbers are slow. Where all is hidden they are 1 without the mask.
+        lowest = math.log(torch.finfo(scores.dtype).tiny) + 1.0
+        weights = (scores - top).clamp_(min=lowest).exp_().mul_(shown)
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # named arguments there
+        (weights,) = ctx.saved_tensors
+        return grad * weights, None, None
+
+
+def _side_by_side(parts: list[Part], dim: int) -> Part:
+    top, total, out = (torch.cat(each, dim) for each in zip(*parts, strict=True))
+    return top, total, out
+
+
+def _joined(one: Part, two: Part) -> Tensor:
+    """One softmax over the keys of both."""
+    top = torch.maximum(one[0], two[0])
+    share, other = (one[0] - top).exp(), (two[0] - top).exp()
+    return (one[2] * share + two[2] * other) / (one[1] * share + two[1] * other)

@@ -83,3 +83,8 @@ def test_bigbird_draws_as_many_blocks_as_asked_for_and_other_ones_with_another_s
 def test_what_is_no_pattern_is_refused(name, length, causal, words):
     with pytest.raises(ValueError, match=words):
         pattern_mask(name, length, causal, {**FULL_INFORMATION, "sinks": 1, "window": 1})
+
+
+def test_a_pattern_of_words_is_refused():
+    with pytest.raises(ValueError, match="needs positions"):
+        pattern_mask("longformer", 9, False, {"window": 4, "global_tokens": "question"})

@@ -93,6 +93,10 @@ def _sinks(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, An
 
 def _longformer(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
     tokens = [0] if settings["global_tokens"] == "first" else settings["global_tokens"]
+    if isinstance(tokens, str):
+        raise ValueError(
+            f"Global tokens chosen by '{tokens}' stand elsewhere in each input; a pattern needs positions."
+        )
     chosen = torch.isin(torch.arange(n), torch.tensor(tokens))
     return [((i - j).abs() <= settings["window"] / 2) | chosen | chosen[:, None]]
 

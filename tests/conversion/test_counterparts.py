@@ -1,5 +1,6 @@
 """A converted RoBERTa or BERT gives what the Longformer or BigBird of transformers gives with the same weights."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -12,9 +13,11 @@ from transformers import (
     RobertaConfig,
     RobertaModel,
 )
+from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
 
 from approx.conversion import surgery
 from approx.conversion.plan import Plan
+from approx_kernels.blocks import bigbird_lists, draw_blocks
 
 SIZES = {
     "hidden_size": 32,
@@ -113,6 +116,24 @@ def test_bert_becomes_a_bigbird_in_evaluation_mode(block, length):
     expected = theirs(ids, attention_mask=mask).last_hidden_state
     assert theirs.attention_type == "block_sparse"
     found = ours(ids, attention_mask=mask).last_hidden_state
+    assert_close(found[mask.bool()], expected[mask.bool()])
+    assert_same_gradients(theirs, ours, expected, found, mask)
+
+
+def test_bert_becomes_a_bigbird_in_training_that_drew_the_same_random_blocks(monkeypatch):
+    theirs, ours = bigbird(4)
+    surgery.convert(ours, Plan.of("bigbird", block=4, random=2, seed=3))
+    lists = bigbird_lists(22, draw_blocks(2, 3), False)
+    known = [{0, block - 1, block, block + 1, 21} for block in range(22)]
+    drawn = np.array([sorted(set(lists[block]) - known[block]) for block in range(1, 21)])
+
+    def same_for_all_heads(self, num_heads, **plan):
+        return [drawn] * num_heads
+
+    monkeypatch.setattr(BigBirdBlockSparseAttention, "_bigbird_block_rand_mask_with_head", same_for_all_heads)
+    ids, mask = batch(88, 87)
+    expected = theirs.train()(ids, attention_mask=mask).last_hidden_state
+    found = ours.train()(ids, attention_mask=mask).last_hidden_state
     assert_close(found[mask.bool()], expected[mask.bool()])
     assert_same_gradients(theirs, ours, expected, found, mask)
 

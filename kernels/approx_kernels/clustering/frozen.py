@@ -14,7 +14,9 @@ def draw_centroids(heads: int, size: int, *, clusters: int, seed: int) -> tuple[
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     centroids = torch.randn(heads, clusters, size, generator=generator, device="cpu", dtype=torch.float32)
-    return centroids, _selectors(centroids, torch.eye(size, device="cpu").expand(heads, size, size))
+    return centroids, _selectors(
+        centroids, torch.eye(size, dtype=centroids.dtype, device="cpu").expand(heads, size, size)
+    )
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.utils.output_capturing import _active_collector
 
 from approx.errors import ApproxError, Exit
@@ -34,8 +34,8 @@ class StateLayer(CacheLayerMixin):
         self.keys, self.values = keys, values
         self.seen = 0 if keys is None else keys.shape[-2]
         self.state: dict[str, Tensor] | None = None
-        # Number of real tokens of each sample, [B]; None while no mask was given.
-        self.real: Tensor | None = None
+        # What `_trace` made of the last mask, [B]; None while none was given.
+        self.padding: Tensor | None = None
 
     def attend(self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         """Attend with the newest tokens and take them into the state.
@@ -46,17 +46,17 @@ class StateLayer(CacheLayerMixin):
             ApproxError: if the mask does not fit the tokens seen, or says of earlier ones what it did not say then.
         """
         earlier = self.seen - k.shape[2]
-        if key_mask is not None or self.real is not None:
+        if key_mask is not None or self.padding is not None:
             key_mask = k.new_ones(k.shape[0], self.seen, dtype=torch.bool) if key_mask is None else key_mask
-            known = torch.full_like(key_mask[:, 0], earlier, dtype=torch.long) if self.real is None else self.real
+            then, now = self.padding, _trace(key_mask[:, :earlier])
             # Reading it synchronises a GPU, in padded batches; the state could not tell, and would be silently wrong.
-            if key_mask.shape[1] != self.seen or (self.state and not torch.equal(key_mask[:, :earlier].sum(1), known)):
+            if key_mask.shape[1] != self.seen or bool((now != (0 if then is None else then)).any()):
                 raise ApproxError(
                     f"After {earlier} tokens an attention mask of {key_mask.shape[1]} columns was given, or one that differs "
                     "about earlier tokens; what a bounded cache keeps of them cannot be changed. Give the mask of all tokens "
                     f"at every step, here {self.seen} columns, and change none."
                 )
-            self.real, key_mask = key_mask.sum(1), key_mask[:, earlier:]
+            self.padding, key_mask = _trace(key_mask), key_mask[:, earlier:]
         out, self.state = mechanism.decode(q, k, v, key_mask, self.state)
         return out
 
@@ -114,8 +114,8 @@ class StateLayer(CacheLayerMixin):
         self._change(lambda x: x[indices.to(x.device)])
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.keys, self.values, self.real = (
-            None if x is None else change(x) for x in (self.keys, self.values, self.real)
+        self.keys, self.values, self.padding = (
+            None if x is None else change(x) for x in (self.keys, self.values, self.padding)
         )
         if self.state is not None:
             self.state = {name: change(x) for name, x in self.state.items()}
@@ -152,27 +152,23 @@ def take_layer(module: nn.Module) -> StateLayer | None:
 def _find_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # One may be left of a call that was interrupted.
     take_layer(module)
-    cache: Any = kwargs.get("past_key_values")
-    if cache is None:
+    cache = kwargs.get("past_key_values")
+    # Other caches were asked for by name, or have their keys read by others, as Whisper's generation does.
+    if type(cache) is not DynamicCache:
         return
-    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     # What `Cache.update` does where layers are made as they come.
-    while len(cache.layers) <= module.layer_idx:
+    while len(cache.layers) <= module.layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[module.layer_idx]
-    if not isinstance(layer, StateLayer):
-        hidden = args[0] if args else kwargs["hidden_states"]
-        tokens = layer.get_seq_length() + hidden.shape[1]
-        # These need the mechanism's forward over all keys, and get it as long as nothing was decoded from a state.
-        watched = any(each._forward_hooks or each._forward_pre_hooks for each in module.mechanism.modules())
-        if wants_weights(kwargs) or module.training or watched or tokens < module.mechanism.exact_below:
-            return
-        if type(layer) is not DynamicLayer:
-            raise ApproxError(
-                f"The cache has a {type(layer).__name__} for a converted layer that keeps a state of bounded size, which "
-                "only takes the place of a DynamicLayer. Use the default dynamic cache.",
-                Exit.UNSUPPORTED,
-            )
+    # These need the mechanism's forward over all keys, and get it as long as nothing was decoded from a state.
+    watched = any(each._forward_hooks or each._forward_pre_hooks for each in module.mechanism.modules())
+    if type(layer) is DynamicLayer and not (watched or module.training or wants_weights(kwargs)):
         layer = StateLayer(layer.keys, layer.values) if layer.get_seq_length() else StateLayer()
         cache.layers[module.layer_idx] = layer
-    module.state_layer = layer
+    module.state_layer = layer if isinstance(layer, StateLayer) else None
+
+
+def _trace(key_mask: Tensor) -> Tensor:
+    """A number for each sample that tells where its mask, [B, n], has padding; 0 if nowhere."""
+    columns = torch.arange(1, key_mask.shape[1] + 1, device=key_mask.device)
+    return (~key_mask * columns.square()).sum(1)

@@ -128,7 +128,7 @@ def attention(
     queries, keys = query.shape[-2], key.shape[-2]
     weighs, layer = wants_weights(kwargs), take_layer(module)
 
-    if mechanism is None or (layer is None and keys < mechanism.exact_below):
+    if mechanism is None or keys < mechanism.exact_below:
         mask = _dense_mask(attention_mask, causal, queries, keys, query.device)
         out, _ = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scale, is_causal=causal

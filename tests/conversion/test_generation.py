@@ -1,28 +1,44 @@
-"""generate() on converted decoders gives the same tokens with and without a cache."""
+"""generate() on converted decoders gives the same tokens and logits with and without a cache, in bounded memory."""
 
 from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from approx.conversion import surgery
+from approx.conversion.cache import StateLayer
 from approx.conversion.inputs import example_inputs
-from approx.conversion.plan import Plan
-from conversion.zoo import CAUSAL, tiny
+from approx.conversion.plan import Plan, Rule
+from approx.errors import ApproxError, Exit
+from conversion.zoo import tiny
+from forms import CAUSAL, KINDS, SELF_ONLY, SMALL
 
 DECODERS = ("GPT2LMHeadModel", "LlamaForCausalLM", "WhisperForConditionalGeneration")
-SETTINGS: dict[str, dict[str, Any]] = {"local": {"left": 4}}
-WAYS = {
+DECODING = [name for name in CAUSAL if name not in SELF_ONLY]
+BOUNDED = [name for name in CAUSAL if KINDS[name].decode_state != "cache"]
+NEW = 8
+WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
     "sampling": {"do_sample": True, "temperature": 1.5},
 }
 
 
-def decoder(architecture):
+def rule(name, layers="all", **more):
+    return Rule(name.split()[0], layers, SMALL.get(name, {}), **more)
+
+
+def decoder(architecture, *rules):
     """A model whose weights are large enough for it to say different things."""
     spread = "init_std" if architecture.startswith("Whisper") else "initializer_range"
-    return tiny(architecture, seed=3, **{spread: 0.6})
+    model = tiny(architecture, seed=3, **{spread: 0.6})
+    # The embedding of padding is 0, and so are all scores of a query or key that it makes: no order among them.
+    table = model.get_input_embeddings().weight.data
+    table[0] = -table[1]
+    if rules:
+        surgery.convert(model, Plan(rules), calibration=example_inputs(model, 24))
+    return model
 
 
 def prompts(model):
@@ -37,24 +53,32 @@ def prompts(model):
 
 
 def generated(model, inputs, **ways):
+    """Tokens, and the logits of every step."""
     torch.manual_seed(1)
     # Without an end token every row runs to the full length.
-    return model.generate(**inputs, max_new_tokens=12, min_new_tokens=12, pad_token_id=0, **ways)
+    ways = {"max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0} | ways
+    found = model.generate(**inputs, return_dict_in_generate=True, output_logits=True, **ways)
+    return found.sequences, torch.stack(found.logits)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("mechanism", CAUSAL)
-@pytest.mark.parametrize("architecture", DECODERS)
-def test_the_cache_changes_no_token(architecture, mechanism, way):
-    model = decoder(architecture)
-    layers = "2-3" if architecture.startswith("Whisper") else "1-2"
+def assert_same(found, expected):
+    (tokens, logits), (other_tokens, other_logits) = found, expected
+    assert torch.equal(tokens, other_tokens)
+    torch.testing.assert_close(logits, other_logits, rtol=1e-4, atol=1e-4)
+    assert tokens[:, -NEW:].unique().numel() > 1
+
+
+@pytest.mark.parametrize("mechanism", DECODING)
+@pytest.mark.parametrize(
+    ("architecture", "way"), [*((name, way) for name in DECODERS[:2] for way in WAYS), (DECODERS[2], "greedy")]
+)
+def test_the_cache_changes_no_token(architecture, way, mechanism):
+    model = decoder(architecture, rule(mechanism, "2-3" if architecture.startswith("Whisper") else "1-2"))
     inputs = prompts(model)
     plan = Plan.of(mechanism, layers=layers, **SETTINGS.get(mechanism, {}))
     surgery.convert(model, plan, calibration=example_inputs(model, 24))
     with_cache = generated(model, inputs, use_cache=True, **WAYS[way])
-    without = generated(model, inputs, use_cache=False, **WAYS[way])
-    assert torch.equal(with_cache, without)
-    assert len(set(with_cache[0, -12:].tolist())) > 1
+    assert_same(with_cache, generated(model, inputs, use_cache=False, **WAYS[way]))
 
 
 @pytest.mark.parametrize("mechanism", ["full", "sdpa"])
@@ -64,27 +88,172 @@ def test_exact_mechanisms_generate_what_the_base_generates(architecture, mechani
     inputs = prompts(model)
     before = generated(model, inputs)
     surgery.convert(model, Plan.of(mechanism))
-    assert torch.equal(generated(model, inputs), before)
+    assert_same(generated(model, inputs), before)
 
 
+@pytest.mark.parametrize("mechanism", BOUNDED)
 @pytest.mark.parametrize("architecture", DECODERS[:2])
-def test_left_padding_changes_no_token(architecture):
-    model = decoder(architecture)
-    surgery.convert(model, Plan.of("local", left=4))
+def test_left_padding_changes_no_token(architecture, mechanism):
+    model = decoder(architecture, rule(mechanism))
     inputs = prompts(model)
-    together = generated(model, inputs)
-    alone = generated(model, {key: tensor[1:2, 4:] for key, tensor in inputs.items()})
+    together, _ = generated(model, inputs)
+    alone, _ = generated(model, {key: tensor[1:2, 4:] for key, tensor in inputs.items()})
     assert torch.equal(together[1, 4:], alone[0])
 
 
-@pytest.mark.parametrize("mechanism", CAUSAL)
+@pytest.mark.parametrize("first", ["full", *BOUNDED])
+def test_layers_may_differ(first):
+    """Transformers asks one layer for the sizes of the mask, and stock ones are given them too."""
+    model = decoder("GPT2LMHeadModel", rule(first, "0"), rule("linear", "2"))
+    inputs = prompts(model)
+    cache = DynamicCache()
+    found = generated(model, inputs, past_key_values=cache, num_beams=3)
+    assert_same(found, generated(model, inputs, use_cache=False, num_beams=3))
+    assert [isinstance(layer, StateLayer) for layer in cache.layers] == [first != "full", False, True]
+
+
+@pytest.mark.parametrize("mechanism", DECODING)
 def test_a_prompt_read_in_chunks_gives_the_same_logits(mechanism):
-    model = tiny("LlamaForCausalLM")
-    plan = Plan.of(mechanism, **SETTINGS.get(mechanism, {}))
-    surgery.convert(model, plan, calibration=example_inputs(model, 24))
-    tokens = example_inputs(model, 12)["input_ids"]
+    model = decoder("LlamaForCausalLM", rule(mechanism))
+    inputs = prompts(model)
+    whole = generated(model, inputs, use_cache=False)
+    assert_same(generated(model, inputs, prefill_chunk_size=4), whole)
+    tokens, cache, found = example_inputs(model, 21, batch=2)["input_ids"], None, []
     with torch.no_grad():
-        whole = model(tokens).logits
-        first = model(tokens[:, :5], use_cache=True)
-        second = model(tokens[:, 5:], past_key_values=first.past_key_values).logits
-    torch.testing.assert_close(torch.cat([first.logits, second], 1), whole)
+        for piece in tokens.split([9, 1, 7, 1, 3], dim=1):
+            out = model(piece, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            found.append(out.logits)
+        torch.testing.assert_close(torch.cat(found, 1), model(tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mechanism", BOUNDED)
+def test_rows_of_a_cache_move_as_beams_do(mechanism):
+    model = decoder("GPT2LMHeadModel", rule(mechanism))
+    tokens = example_inputs(model, 14, batch=3)["input_ids"]
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens[:, :10], attention_mask=mask[:, :10], past_key_values=cache)
+        cache.reorder_cache(torch.LongTensor([1, 0, 2]))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 3, 5]))
+        rows = torch.tensor([1, 0, 2])
+        found = model(tokens[rows, 10:], attention_mask=mask[rows], past_key_values=cache).logits
+        whole = model(tokens[rows], attention_mask=mask[rows], use_cache=False).logits[:, 10:]
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        fresh = model(tokens, attention_mask=mask, past_key_values=cache).logits[mask.bool()]
+        torch.testing.assert_close(fresh, model(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()])
+
+
+def kept(cache):
+    layers = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
+    assert layers
+    return [[x.untyped_storage().nbytes() for x in (layer.state or {}).values()] for layer in layers]
+
+
+@pytest.mark.parametrize("mechanism", BOUNDED)
+@pytest.mark.parametrize("architecture", DECODERS[:2])
+def test_the_cache_does_not_grow(architecture, mechanism):
+    model = decoder(architecture, rule(mechanism))
+    sizes = []
+    for length in (10, 60):
+        cache = DynamicCache()
+        inputs = {"input_ids": example_inputs(model, 7, batch=1)["input_ids"]}
+        generated(model, inputs, past_key_values=cache, max_new_tokens=length - 6, min_new_tokens=length - 6)
+        assert cache.get_seq_length() == length
+        sizes.append(kept(cache))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("mechanism", BOUNDED)
+@pytest.mark.parametrize("kind", ["right", "arbitrary"])
+def test_holes_in_the_mask_are_padding_while_decoding_too(mechanism, kind):
+    model = decoder("GPT2LMHeadModel", rule(mechanism))
+    tokens = example_inputs(model, 24, batch=3)["input_ids"]
+    mask = torch.ones_like(tokens)
+    if kind == "right":
+        mask[1, 4:9] = mask[2, 1:9] = 0
+    else:
+        mask = (torch.rand(tokens.shape, generator=torch.Generator().manual_seed(0)) < 0.6).long()
+    cache, found = DynamicCache(), []
+    with torch.no_grad():
+        for begin, end in ((0, 9), *((i, i + 1) for i in range(9, 20)), (20, 24)):
+            piece = tokens[:, begin:end]
+            found.append(model(piece, attention_mask=mask[:, :end], past_key_values=cache).logits)
+        whole = model(tokens, attention_mask=mask, use_cache=False).logits
+    real = mask.bool()
+    torch.testing.assert_close(torch.cat(found, 1)[real], whole[real], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mechanism", ["local", "linear"])
+def test_a_mask_that_changes_its_mind_is_refused(mechanism):
+    model = decoder("GPT2LMHeadModel", rule(mechanism))
+    tokens = example_inputs(model, 9, batch=2)["input_ids"]
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0
+    for later in (None, torch.ones_like(tokens), mask[:, 8:], mask.roll(1, 1)):
+        cache = DynamicCache()
+        model(tokens[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
+        with pytest.raises(ApproxError, match="mask of all tokens at every step"):
+            model(tokens[:, 8:], attention_mask=later, past_key_values=cache)
+
+
+def test_whatever_needs_single_keys_gets_an_ordinary_layer():
+    model = decoder("GPT2LMHeadModel", rule("linear"))
+    inputs = {"input_ids": example_inputs(model, 9, batch=1)["input_ids"]}
+    with torch.no_grad():
+        found = model.generate(**inputs, max_new_tokens=3, output_attentions=True, return_dict_in_generate=True)
+        assert found.attentions[-1][0].shape[-1] == 11
+        cache = DynamicCache()
+        model(**inputs, past_key_values=cache)
+        with pytest.raises(ApproxError, match="in the middle of a generation"):
+            model(**inputs, past_key_values=cache, output_attentions=True)
+        seen = []
+        hook = model.transformer.h[0].attn.mechanism.register_forward_hook(lambda *call: seen.append(call))
+        model(**inputs)
+        assert len(seen) == 1
+        hook.remove()
+    model.train()
+    assert not isinstance(model(**inputs).past_key_values.layers[0], StateLayer)
+    model.eval()
+    surgery.revert(model)
+    assert not isinstance(model(**inputs).past_key_values.layers[0], StateLayer)
+
+
+@pytest.mark.parametrize("mechanism", ["sdpa", "strided", "local", "linear"])
+def test_assisted_decoding_is_right_or_refused(mechanism):
+    model = decoder("GPT2LMHeadModel", rule(mechanism))
+    inputs = {"input_ids": example_inputs(model, 9, batch=1)["input_ids"]}
+    expected, _ = generated(model, inputs)
+    for assistance in ({"assistant_model": tiny("GPT2LMHeadModel")}, {"prompt_lookup_num_tokens": 2}):
+        if KINDS[mechanism].decode_state == "cache":
+            assert torch.equal(generated(model, inputs, **assistance)[0], expected)
+            continue
+        with pytest.raises(ApproxError, match="Generate without assistance") as caught:
+            generated(model, inputs, **assistance)
+        assert caught.value.exit_code == Exit.UNSUPPORTED
+
+
+@pytest.mark.parametrize("mechanism", ["strided", "local", "linear"])
+def test_static_caches_are_refused(mechanism):
+    model = decoder("GPT2LMHeadModel", rule(mechanism))
+    inputs = {"input_ids": example_inputs(model, 9, batch=1)["input_ids"]}
+    with pytest.raises(ApproxError, match="Use the default dynamic cache"):
+        generated(model, inputs, cache_implementation="static")
+
+
+def test_other_caches_hold_keys_as_they_do():
+    """Whisper's generation reads them, and a cache that was asked for by name is no other one."""
+    model = decoder("WhisperForConditionalGeneration", rule("local", "2-3"))
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    generated(model, prompts(model), past_key_values=cache)
+    assert not any(isinstance(layer, StateLayer) for layer in cache.self_attention_cache.layers)
+    model = decoder("GPT2LMHeadModel", rule("local"))
+    cache = StaticCache(config=model.config, max_cache_len=9)
+    tokens = example_inputs(model, 9, batch=1)["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(model(tokens, past_key_values=cache).logits, model(tokens, use_cache=False).logits)

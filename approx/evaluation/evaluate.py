@@ -14,10 +14,13 @@ from typing import Any
 import torch
 
 from approx.errors import ApproxError, Exit
+from approx.evaluation import processes
 from approx.evaluation.inputs import Prepared, Subject, prepare
+from approx.evaluation.ledger import Ledger, fingerprint
+from approx.evaluation.memory import is_out_of_memory
 from approx.evaluation.quality import compare
 from approx.evaluation.record import write_outputs
-from approx.tasks.task import Task
+from approx.tasks.task import Encoding, Task
 
 __all__ = ["Progress", "Subject", "evaluate", "predict", "prepare"]
 
@@ -32,7 +35,7 @@ def evaluate(
     data: Path | None = None,
     split: str | None = None,
     limit: int | None = None,
-    batch_size: int = 32,
+    batch_size: int | None = 32,
     max_length: int | None = None,
     truncate: bool = False,
     margin: float = 0.005,
@@ -40,8 +43,11 @@ def evaluate(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
     outputs: Path | None = None,
+    kept: Path | None = None,
 ) -> dict[str, Any]:
     """Score models on one split of a task and compare each with the first.
+
+    Under `torchrun` and its kin the batches are shared out; every process returns the same.
 
     Args:
         subjects: Name -> what is measured; the first is the base.
@@ -49,7 +55,7 @@ def evaluate(
         data: Local files in the task's official layout; None means its own source.
         split: None means the task's default.
         limit: Keep the first `limit` examples.
-        batch_size: Examples a batch.
+        batch_size: Inputs a batch; None chooses by their length, and halves batches for which memory does not suffice.
         max_length: Read no more tokens than this; None means as many as the positions allow.
         truncate: Cut longer examples and count them, instead of refusing.
         margin: The loss that is acceptable, as a fraction of the score.
@@ -57,6 +63,7 @@ def evaluate(
         device: Where the models run; they stay there.
         progress: Told after every batch.
         outputs: Parquet file for the per-example outputs.
+        kept: Folder of ledgers: batches of a subject with an identity are kept there and never computed twice.
 
     Returns:
         One entry of a record's `quality` (see `approx.evaluation.record`).
@@ -77,9 +84,11 @@ def evaluate(
     for index, subject in enumerate(models):
         done = index * rows
         advance = (lambda count, done=done: progress(done + count, total)) if progress else None
-        predictions[subject.name] = predict(subject, task, prepared, device=device, advance=advance)
+        predictions[subject.name] = predict(
+            subject, task, prepared, device=device, advance=advance, kept=kept, halve=batch_size is None
+        )
     labels = [example.label for example in examples]
-    if outputs is not None:
+    if outputs is not None and processes.leads():
         columns = {"id": [example.id for example in examples], "label": labels, "tokens": prepared.lengths}
         columns |= {f"prediction/{name}": found for name, found in predictions.items()}
         write_outputs(outputs, columns)
@@ -103,6 +112,8 @@ def predict(
     *,
     device: str | torch.device = "cpu",
     advance: Callable[[int], None] | None = None,
+    kept: Path | None = None,
+    halve: bool = False,
 ) -> list[Any]:
     """Run one model over a prepared split.
 
@@ -112,6 +123,8 @@ def predict(
         prepared: The same for every model that is compared.
         device: Where to run.
         advance: Told how many inputs are done, after every batch.
+        kept: Folder of ledgers; None keeps nothing.
+        halve: Whether a batch for which memory does not suffice is halved.
 
     Returns:
         One prediction an example, in the order of the split.
@@ -119,30 +132,62 @@ def predict(
     Raises:
         ApproxError: if the outputs are not finite, or the device's memory does not suffice.
     """
-    found: dict[int, Any] = {}
+    rank, world = processes.place()
+    ledger = None
+    if kept is not None and subject.identity is not None:
+        about = (task.name, vars(task), prepared.encodings, prepared.batches, str(torch.device(device).type))
+        ledger = Ledger(kept, fingerprint(subject.identity, *about), rank)
+    said = processes.agree(ledger.read() if ledger else {})
+    waiting = [number for number in range(len(prepared.batches)) if number not in said]
+    done = sum(len(prepared.batches[number]) for number in said)
     model, was_training = subject.model.to(device), subject.model.training
     model.eval()
     try:
-        for rows in prepared.batches:
-            encodings = [prepared.encodings[row] for row in rows]
-            batch = {key: value.to(device) for key, value in task.collate(encodings, subject.processor).items()}
+        for number in waiting[rank::world]:
+            rows = prepared.batches[number]
             with _named(subject):
-                found |= zip(rows, task.predict(model(**batch), encodings, model.config), strict=True)
+                parts = _said(subject, task, [prepared.encodings[row] for row in rows], device, halve)
+            said[number] = ledger.write(number, parts) if ledger else parts
+            done += len(rows) * world
             if advance:
-                advance(len(found))
-    except torch.OutOfMemoryError:
-        longest = max(map(task.tokens, prepared.encodings))
-        raise ApproxError(
-            f"{subject.name}: the memory of {device} does not suffice for batches of {len(prepared.batches[0])} "
-            f"examples of up to {longest} tokens. Use a smaller --batch-size or another --device.",
-            Exit.MISSING,
-        ) from None
+                advance(min(done, len(prepared.encodings)))
     finally:
         model.train(was_training)
-    parts: list[list[Any]] = [[] for _ in prepared.split.examples]
+    for shared in processes.gather({number: said[number] for number in waiting[rank::world]}):
+        said |= shared
+    if advance:
+        advance(len(prepared.encodings))
+    found = {
+        row: part for number, rows in enumerate(prepared.batches) for row, part in zip(rows, said[number], strict=True)
+    }
+    parts_of: list[list[Any]] = [[] for _ in prepared.split.examples]
     for row, owner in enumerate(prepared.owners):
-        parts[owner].append(found[row])
-    return [task.combine(example, said) for example, said in zip(prepared.split.examples, parts, strict=True)]
+        parts_of[owner].append(found[row])
+    return [task.combine(example, parts) for example, parts in zip(prepared.split.examples, parts_of, strict=True)]
+
+
+def _said(
+    subject: Subject, task: Task, encodings: list[Encoding], device: str | torch.device, halve: bool
+) -> list[Any]:
+    """What a model says of a batch, in halves if need be."""
+    try:
+        batch = {key: value.to(device) for key, value in task.collate(encodings, subject.processor).items()}
+        return task.predict(subject.model(**batch), encodings, subject.model.config)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    middle = len(encodings) // 2
+    if not halve or not middle:
+        longest = max(map(task.tokens, encodings))
+        raise ApproxError(
+            f"the memory of {device} does not suffice for batches of {len(encodings)} inputs of up to {longest} tokens. Use a "
+            "smaller --batch-size or another --device.",
+            Exit.MISSING,
+        )
+    # Outside of the handler, which would hold on to the memory of what failed.
+    return [
+        part for half in (encodings[:middle], encodings[middle:]) for part in _said(subject, task, half, device, halve)
+    ]
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from approx.tasks.task import Encoding, Example, Split, Task
 
 # So many examples show whether two tokenizers are the same; a different one hardly survives the first.
 _TOKENIZER_PROBES = 16
+# A batch of any size: large enough to keep a machine busy, small enough for most memories.
+_TOKENS_A_BATCH = 16_384
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,13 @@ class Subject:
         name: As the record calls it: `exact`, `improved-clustered 25`.
         model: A transformers model.
         processor: Its tokenizer.
+        identity: A hash of all that its outputs depend on: weights, plan, dtype, code. None keeps no outputs.
     """
 
     name: str
     model: Any
     processor: Any
+    identity: str | None = None
 
 
 @dataclass(frozen=True)
@@ -56,16 +60,24 @@ def prepare(
     task: Task,
     split: Split,
     *,
-    batch_size: int,
+    batch_size: int | None,
     max_length: int | None = None,
     truncate: bool = False,
 ) -> Prepared:
     """Tokenise every example once, check that every model can read it, and form the batches.
 
+    Args:
+        subjects: The models; the first one's tokenizer is used for all.
+        task: Encodes.
+        split: At least one example.
+        batch_size: Inputs a batch; None takes as many as hold about 16,384 tokens.
+        max_length: Read no more tokens than this.
+        truncate: Cut longer inputs and count them, instead of refusing.
+
     Raises:
         ApproxError: if tokenizers differ, an input is empty or too long, or a token is not in a vocabulary.
     """
-    if batch_size < 1:
+    if batch_size is not None and batch_size < 1:
         raise ApproxError(f"--batch-size {batch_size} asked for; it must be at least 1.")
     if not split.examples:
         raise ApproxError(f"{task.name}: 0 rows after filtering.", Exit.UNAVAILABLE)
@@ -100,7 +112,11 @@ def prepare(
     _check_tokens(subjects, split.examples, encodings, owners)
     # The longest first, so that memory ends in the first batch or not at all.
     rows = sorted(range(len(encodings)), key=lambda row: (-task.tokens(encodings[row]), row))
-    batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    batches, waiting = [], rows
+    while waiting:
+        count = batch_size or max(1, _TOKENS_A_BATCH // task.tokens(encodings[waiting[0]]))
+        batches.append(waiting[:count])
+        waiting = waiting[count:]
     return Prepared(split, encodings, owners, lengths, len(long), batches)
 
 

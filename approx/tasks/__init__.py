@@ -10,8 +10,9 @@ from typing import Any
 from approx.errors import ApproxError
 from approx.tasks.documents import Documents
 from approx.tasks.glue import GLUE, Glue
-from approx.tasks.language import LanguageModelling, MaskedLanguageModelling
+from approx.tasks.language import LanguageModelling
 from approx.tasks.listops import ListOps
+from approx.tasks.masked_language import MaskedLanguageModelling
 from approx.tasks.needle import Needle
 from approx.tasks.squad import Squad
 from approx.tasks.task import Example, SequenceClassification, Split, Task

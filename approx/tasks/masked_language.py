@@ -1,0 +1,98 @@
+"""Masked language modelling of any text: how well a model predicts hidden tokens from all the others.
+
+Source: Devlin, Chang, Lee, Toutanova, 2019, "BERT", arXiv 1810.04805.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from approx.errors import ApproxError, Exit
+from approx.tasks.task import Encoding, Example, whole_setting
+from approx.tasks.text import by_place, place_slices, tokenised
+
+
+class MaskedLanguageModelling(Text):
+    """The loss of a masked model on hidden tokens, in nats: what it would be trained on, with the same tokens hidden always.
+
+    Args:
+        window: Tokens of a window, special ones included; None means the model's positions, or 512 where nothing limits
+            them.
+        hidden: Share of the tokens that is hidden.
+        stretch: Characters of an example, about; one that is longer than a window is read in several.
+
+    Raises:
+        ApproxError: if a setting is out of range.
+    """
+
+    name = "mlm"
+    head: ClassVar[str] = "masked-language-modelling"
+    metrics = ("masked_loss",)
+    sliced_by: ClassVar[str] = "place in the window"
+
+    def __init__(self, window: int | None = None, hidden: float = 0.15, stretch: int = 2000) -> None:
+        super().__init__(stretch)
+        self._window = None if window is None else whole_setting(self.name, "window", window, 8)
+        if not 0 < hidden < 1:
+            raise ApproxError(
+                f"The setting 'hidden' of the task '{self.name}' is {hidden!r}; it is a share, above 0, below 1."
+            )
+        self._hidden = float(hidden)
+
+    def check(self, model: Any) -> None:
+        """Refuse a model without a masked language-modelling head."""
+        found = type(model).__name__
+        if not found.endswith("ForMaskedLM"):
+            raise ApproxError(
+                f"{self.name} needs a masked language-modelling head, but the model is a {found}. "
+                "Use the task lm for a causal one, or choose a task for its head.",
+                Exit.UNSUPPORTED,
+            )
+
+    def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
+        """Windows of a stretch with tokens hidden; the same ones whatever else is evaluated."""
+        if processor.mask_token_id is None:
+            raise ApproxError(f"{self.name} needs a tokenizer with a token for hidden ones; this one has none.")
+        window = min(self._window or max_length or 512, max_length or self._window or 512)
+        room = window - processor.num_special_tokens_to_add()
+        tokens, starts = tokenised(processor, example.inputs["text"])
+        first, last = np.searchsorted(starts, [example.inputs["start"], example.inputs["end"]])
+        framed = processor(example.inputs["text"][: self._stretch], return_special_tokens_mask=True, verbose=False)
+        special = framed["special_tokens_mask"]
+        head, tail = (
+            framed["input_ids"][: special.index(0)],
+            framed["input_ids"][len(special) - special[::-1].index(0) :],
+        )
+        windows = []
+        for begin in range(int(first), int(last), room):
+            ids = tokens[begin : min(begin + room, int(last))]
+            # A generator per window, from the name of the stretch: a window is the same whatever stands around it.
+            random = np.random.default_rng([zlib.crc32(example.id.encode()), begin])
+            chosen = random.random(len(ids)) < self._hidden
+            chosen[int(random.integers(len(ids)))] = True
+            shown = np.where(chosen, processor.mask_token_id, ids).tolist()
+            targets = [[len(head) + int(place), int(ids[place])] for place in np.flatnonzero(chosen)]
+            windows.append({"input_ids": [*head, *shown, *tail], "targets": targets})
+        return windows
+
+    def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
+        """The summed loss of each window's hidden tokens, in nats, by their place."""
+        import torch
+
+        said = []
+        for logits, one in zip(outputs.logits, encodings, strict=True):
+            places, ids = zip(*one["targets"], strict=True)
+            targets = torch.tensor(ids, device=logits.device)
+            losses = torch.nn.functional.cross_entropy(logits[list(places)].float(), targets, reduction="none")
+            said.append({"places": by_place(losses, places)})
+        return said
+
+    def slices(
+        self, labels: Sequence[Any], lengths: Sequence[int], predictions: Sequence[Any]
+    ) -> Iterator[tuple[int, int, list[Any], list[Any]]]:
+        """By the place of a hidden token in its window."""
+        return place_slices(labels, predictions)

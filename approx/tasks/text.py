@@ -1,0 +1,152 @@
+"""A text as a task's data: found, read, cut into stretches, tokenised once, and scored by the place of its tokens."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import re
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from approx.errors import ApproxError, Exit
+from approx.tasks.hub import load_rows
+from approx.tasks.task import Encoding, Example, Split, Task, doubling, whole_setting
+
+_HUB_DATASET, _HUB_CONFIG = "Salesforce/wikitext", "wikitext-2-raw-v1"
+_SUFFIXES = (".txt", ".txt.gz", ".tokens", ".raw")
+
+
+class Text(Task):
+    """A text, cut between words into stretches of about so many characters; each stretch is an example."""
+
+    metrics: tuple[str, ...]
+    windowed: ClassVar[bool] = True
+
+    def __init__(self, stretch: int = 2000) -> None:
+        self._stretch = whole_setting(self.name, "stretch", stretch, 1)
+
+    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+        """Load a text, `test` of wikitext-2 unless another is asked for.
+
+        Args:
+            data: A text file (.txt, .tokens, .raw, also .gz), or a folder that holds one named after the split; None
+                means wikitext-2 on the hub.
+            split: Its name.
+            limit: Keep the first `limit` stretches.
+
+        Raises:
+            ApproxError: if there is no such file or dataset, or it holds no words.
+        """
+        if limit is not None:
+            whole_setting(self.name, "limit", limit, 1)
+        if data is None:
+            name = (split or "test").replace("valid", "validation").replace("validationation", "validation")
+            text = "".join(row["text"] for row in load_rows(_HUB_DATASET, _HUB_CONFIG, name))
+        else:
+            path = self._find(Path(data), split)
+            name, text = path.name.partition(".")[0], _read(path)
+        stretches = list(self._stretches(text, name))
+        if not stretches:
+            raise ApproxError(f"{self.name}: 0 words in {data or _HUB_DATASET}.", Exit.UNAVAILABLE)
+        kept = list(islice(stretches, limit))
+        return Split(name, kept, subset=len(kept) < len(stretches))
+
+    def _find(self, data: Path, split: str | None) -> Path:
+        if data.is_file():
+            return data
+        known = [path for path in sorted(data.glob("*")) if path.name.endswith(_SUFFIXES)] if data.is_dir() else []
+        found = [path for path in known if split is None or split in path.name]
+        if len(found) == 1:
+            return found[0]
+        there = ", ".join(path.name for path in known) or "no text"
+        raise ApproxError(
+            f"{self.name}: looked for one text file{f' of the split {split}' if split else ''} in {data}, found {there}. "
+            "Give the file itself with --data.",
+            Exit.UNAVAILABLE,
+        )
+
+    def _stretches(self, text: str, name: str) -> Iterator[Example]:
+        start = 0
+        while start < len(text):
+            # A tokenizer joins a word with the space before it, so stretches begin with a space.
+            cut = re.compile(r"\s").search(text, start + self._stretch)
+            end = cut.start() if cut else len(text)
+            size = len(text[start:end].encode())
+            if text[start:end].strip():
+                yield Example(f"{name}-{start}", {"text": text, "start": start, "end": end}, size)
+            start = end
+
+    def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
+        """Pad to the longest of the batch, on the right; padding is masked, so any token may stand in for it."""
+        import torch
+
+        longest = max(len(one["input_ids"]) for one in encodings)
+        filler = processor.pad_token_id or 0
+        ids = [[*one["input_ids"], *[filler] * (longest - len(one["input_ids"]))] for one in encodings]
+        real = [[1] * len(one["input_ids"]) + [0] * (longest - len(one["input_ids"])) for one in encodings]
+        return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(real)}
+
+    def combine(self, example: Example, parts: list[Any]) -> dict[str, Any]:
+        """Add up the windows of a stretch."""
+        places: dict[str, list[float]] = {}
+        for part in parts:
+            for place, (loss, count) in part["places"].items():
+                before = places.get(place, (0.0, 0))
+                places[place] = [before[0] + loss, before[1] + count]
+        loss, count = (sum(column) for column in zip(*places.values(), strict=True)) if places else (0.0, 0)
+        return {"loss": loss, "count": int(count), "places": places}
+
+    def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> None:
+        """Right and wrong do not exist."""
+
+
+@functools.lru_cache(maxsize=2)
+def tokenised(processor: Any, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens of a whole text, and the character at which each begins; a text is tokenised once for all its stretches."""
+    if not getattr(processor, "is_fast", False):
+        raise ApproxError(
+            f"Language modelling needs to know where in the text a token stands, which {type(processor).__name__} cannot tell. "
+            "Put the tokenizer's tokenizer.json into the checkpoint's folder.",
+            Exit.UNSUPPORTED,
+        )
+    encoded = processor(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return np.asarray(encoded["input_ids"]), np.asarray([span[0] for span in encoded["offset_mapping"]])
+
+
+def by_place(losses: Any, places: Sequence[int]) -> dict[str, list[float]]:
+    """Sum and number of losses for each slice of places: up to 16, and then each slice reaches to twice the place."""
+    if not losses.isfinite().all():
+        raise ApproxError("its losses are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
+    found: dict[str, list[float]] = {}
+    counts = np.asarray(places)
+    values = losses.double().cpu().numpy()
+    for start, end in doubling(int(counts.max(initial=0))):
+        inside = (counts >= start) & (counts < end)
+        if inside.any():
+            found[str(start)] = [float(values[inside].sum()), int(inside.sum())]
+    return found
+
+
+def place_slices(labels: Sequence[Any], predictions: Sequence[Any]) -> Iterator[tuple[int, int, list[Any], list[Any]]]:
+    """Slices by place of predictions that have their losses by place, as `Task.slices` yields them."""
+    deepest = max(int(place) for said in predictions for place in said["places"])
+    for start, end in doubling(deepest):
+        rows = [row for row, said in enumerate(predictions) if str(start) in said["places"]]
+        parts = [predictions[row]["places"][str(start)] for row in rows]
+        if rows:
+            said = [{"loss": loss, "count": int(count)} for loss, count in parts]
+            yield start, end, said, [labels[row] for row in rows]
+
+
+def _read(path: Path) -> str:
+    try:
+        return gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise ApproxError(f"{path} is no text in UTF-8 ({error}).", Exit.UNAVAILABLE) from None
+    except OSError as error:
+        raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None

@@ -13,7 +13,7 @@ import numpy as np
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.task import Encoding, Example, whole_setting
-from approx.tasks.text import by_place, place_slices, tokenised
+from approx.tasks.text import Text, by_place, place_slices, tokenised
 
 
 class LanguageModelling(Text):

@@ -67,8 +67,8 @@ def clustered_samples(
                 some = attend(inner, _at(k, samples, real), _at(v, samples, real))
             else:
                 # All zeros, yet a function of its inputs, whose gradients are then 0.
-                parts = (x[samples] for x in (q, k, v))
-                some = exact_attention(*parts, key_mask[samples], causal=False, scale=scale)
+                nothing = key_mask[samples]
+                some = exact_attention(q[samples], k[samples], v[samples], nothing, causal=False, scale=scale)
             for sample, tokens, found in zip(samples, real, some, strict=True):
                 place = length and padded_queries
                 out[sample] = out[sample].index_copy(1, tokens, found) if place else found

@@ -16,8 +16,8 @@ class LongformerAttention(Mechanism):
     """Softmax attention within a window and to and from g global tokens, in O(n (window + g) D).
 
     Global tokens are chosen by position, counted among the real tokens of a sample, or by content: all separators,
-    or the question, which ends with the first of them. A sample without a separator has no such token. The first
-    token is what a classifier reads.
+    or the question, which ends with the first of them. A sample without a separator has no such token; one of a single
+    part is all question, and attends exactly. The first token is what a classifier reads.
 
     Source: Beltagy, Peters, Cohan, 2020, Longformer, arXiv 2004.05150; departs from it in that global tokens use the
     projections of all others. A Longformer made from a checkpoint by copying its projections, as the authors' are

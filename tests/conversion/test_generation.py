@@ -75,8 +75,6 @@ def assert_same(found, expected):
 def test_the_cache_changes_no_token(architecture, way, mechanism):
     model = decoder(architecture, rule(mechanism, "2-3" if architecture.startswith("Whisper") else "1-2"))
     inputs = prompts(model)
-    plan = Plan.of(mechanism, layers=layers, **SETTINGS.get(mechanism, {}))
-    surgery.convert(model, plan, calibration=example_inputs(model, 24))
     with_cache = generated(model, inputs, use_cache=True, **WAYS[way])
     assert_same(with_cache, generated(model, inputs, use_cache=False, **WAYS[way]))
 

@@ -42,7 +42,9 @@ def quality_table(entry: dict[str, Any]) -> Table:
     return table(
         ["", f"{metric} %" if fraction else metric, "difference", "95 %", "verdict"],
         rows,
-        title=f"{entry['task']}, {entry['split']}: {entry['examples']} examples{subset}{cut}",
+        title="; ".join(
+            [f"{entry['task']}, {entry['split']}: {entry['examples']} examples{subset}{cut}", *entry.get("notes", ())]
+        ),
     )
 
 

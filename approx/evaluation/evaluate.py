@@ -98,6 +98,7 @@ def evaluate(
         "examples": len(examples),
         "subset": loaded.subset,
         "truncated": prepared.truncated,
+        "notes": list(loaded.notes),
         "tokens": {"median": median_low(prepared.lengths), "longest": max(prepared.lengths)},
         **compare(task, examples, prepared.lengths, predictions, margin=margin, seed=seed),
         "outputs": outputs.name if outputs is not None else None,
@@ -171,7 +172,11 @@ def _said(
 ) -> list[Any]:
     """What a model says of a batch, in halves if need be."""
     try:
-        batch = {key: value.to(device) for key, value in task.collate(encodings, subject.processor).items()}
+        batch = {
+            # Sounds are in single precision, whatever the model computes in.
+            name: value.to(device, subject.model.dtype if value.is_floating_point() else None)
+            for name, value in task.collate(encodings, subject.processor).items()
+        }
         return task.predict(subject.model(**batch), encodings, subject.model.config)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

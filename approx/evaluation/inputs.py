@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -111,12 +112,17 @@ def prepare(
     encodings = [window for windows in encoded for window in windows]
     _check_tokens(subjects, split.examples, encodings, owners)
     # The longest first, so that memory ends in the first batch or not at all.
-    rows = sorted(range(len(encodings)), key=lambda row: (-task.tokens(encodings[row]), row))
-    batches, waiting = [], rows
-    while waiting:
-        count = batch_size or max(1, _TOKENS_A_BATCH // task.tokens(encodings[waiting[0]]))
-        batches.append(waiting[:count])
-        waiting = waiting[count:]
+    company = [
+        [task.company(encoding, subject.processor, subject.model.config) for subject in subjects] for encoding in encodings
+    ]
+    rows = sorted(range(len(encodings)), key=lambda row: (-task.tokens(encodings[row]), company[row], row))
+    batches = []
+    for _, members in groupby(rows, company.__getitem__):
+        waiting = list(members)
+        while waiting:
+            count = batch_size or max(1, _TOKENS_A_BATCH // task.tokens(encodings[waiting[0]]))
+            batches.append(waiting[:count])
+            waiting = waiting[count:]
     return Prepared(split, encodings, owners, lengths, len(long), batches)
 
 

@@ -15,7 +15,7 @@ never 0 or NaN. Its keys:
     variants     [{name, layers: [{layer, heads (if split), mechanism, settings}], verified: bool, receipt: dict or null}]
     quality      [{task, split, metric, fraction: bool (told in percent and points), lower_is_better: bool, examples,
                    sliced_by: what the bounds of slices count, slice_metric, subset: bool, truncated: examples that were cut,
-                   tokens: {median, longest: int},
+                   tokens: {median, longest: int}, notes: [str], what was left out or changed when the examples were read,
                    base: {scores: {metric: score}, interval},
                    variants: [{name, scores, difference, interval, confidence, test, p_value, margin, verdict,
                                needed_examples: int or null,

@@ -84,7 +84,7 @@ def share_of_examples(entry: dict[str, Any]) -> str:
         text += ", a subset"
     if entry.get("truncated"):
         text += f", {count(entry['truncated'])} of them truncated"
-    return text
+    return "; ".join([text, *entry.get("notes", ())])
 
 
 def lengths(chosen: Iterable[int], measured: Sequence[int]) -> str:

@@ -47,11 +47,13 @@ class Split:
         name: The split as records name it: `dev`, `train`, or the stem of a file given by hand.
         examples: At least one example.
         subset: Whether rows of the full split are missing; then its score is told as a subset's.
+        notes: What was left out or changed on the way; told beside the score.
     """
 
     name: str
     examples: list[Example]
     subset: bool
+    notes: tuple[str, ...] = ()
 
 
 class Task(ABC):
@@ -75,6 +77,8 @@ class Task(ABC):
     """What the bounds of a slice count: the tokens of an example."""
     windowed: ClassVar[bool] = False
     """Whether an example that is longer than a model's positions is read in several windows."""
+    input_name: ClassVar[str] = "input_ids"
+    """The main input of the models that it is for, by transformers' name."""
 
     @abstractmethod
     def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
@@ -116,6 +120,10 @@ class Task(ABC):
     def tokens(self, encoding: Encoding) -> int:
         """Tokens of an encoding."""
         return len(next(iter(encoding.values()), ()))
+
+    def company(self, encoding: Encoding, processor: Any, config: Any) -> int:
+        """A number that encodings must have in common to share a batch; where padding leaves no trace, as here, any may."""
+        return 0
 
     @abstractmethod
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
@@ -258,9 +266,9 @@ def _plain(name: str) -> str:
     return name.strip().lower().replace("-", "_").replace(" ", "_")
 
 
-def doubling(most: int) -> Iterator[tuple[int, int]]:
-    """Bounds of slices up to `most`: 0 to 16, and then each reaches to twice the one before."""
-    start, end = 0, 16
+def doubling(most: int, first: int = 16) -> Iterator[tuple[int, int]]:
+    """Bounds of slices up to `most`: 0 to `first`, and then each reaches to twice the one before."""
+    start, end = 0, first
     while start <= most:
         yield start, end
         start, end = end, 2 * end

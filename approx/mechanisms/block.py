@@ -1,18 +1,18 @@
 """Block attention: exact softmax attention inside blocks of tokens."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, whole_number
+from approx.mechanisms.mechanism import Mechanism, one_of, whole_number
 from approx_kernels.blocks import block_attention
 
 
 class BlockAttention(Mechanism):
     """Softmax attention inside blocks and to neighbouring blocks, in O(n (2 neighbours + 1) size D).
 
-    Blocks count the real tokens of a sample. Without neighbours nothing passes from block to block; shift every
-    other layer by half a block to let it pass.
+    Blocks count the real tokens of a sample. Without neighbours nothing passes from block to block; an alternating
+    shift lets it pass.
 
     Source: Qiu et al., 2019, Blockwise Self-Attention for Long Document Understanding, arXiv 1911.02972; departs
     from it in the same blocks for all heads.
@@ -24,8 +24,8 @@ class BlockAttention(Mechanism):
         scale: Factor of the scores.
         size: Tokens of a block, 1 or more.
         neighbours: Blocks seen to each side of the own one, 0 or more; to the left only when causal.
-        shift: Tokens by which the first block is shorter, from 0 to size - 1; a plan gives half a block to odd
-            layers.
+        shift: Tokens by which the first block is shorter, from 0 to size - 1. A plan turns `alternate` into 0 in the
+            lowest layer, half a block in the next one, and so on; outside of a plan it is 0.
 
     Raises:
         ApproxError: if a setting is wrong.
@@ -47,12 +47,13 @@ class BlockAttention(Mechanism):
         scale: float,
         size: int = 128,
         neighbours: int = 0,
-        shift: int = 0,
+        shift: int | Literal["alternate"] = 0,
     ) -> None:
         super().__init__(heads, head_dim, causal=causal, scale=scale)
         self.size = whole_number("size", size, 1)
         self.neighbours = whole_number("neighbours", neighbours, 0)
-        self.shift = whole_number("shift", shift, 0, self.size - 1)
+        words = isinstance(shift, str)
+        self.shift = one_of("shift", shift, ("alternate",)) if words else whole_number("shift", shift, 0, self.size - 1)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
@@ -65,11 +66,18 @@ class BlockAttention(Mechanism):
             key_mask,
             size=self.size,
             neighbours=self.neighbours,
-            shift=self.shift,
+            shift=0 if isinstance(self.shift, str) else self.shift,
             causal=self.causal,
             scale=self.scale,
             dropout=dropout,
         )
+
+    @classmethod
+    def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
+        """Half a block of shift in every other layer, if it alternates."""
+        if settings.get("shift") != "alternate":
+            return settings
+        return settings | {"shift": settings.get("size", cls.defaults()["size"]) // 2 if rank % 2 else 0}
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:

@@ -68,6 +68,7 @@ WRONG = [
     ("block", "size", 0),
     ("block", "neighbours", -1),
     ("block", "shift", 128),
+    ("block", "shift", "half"),
     ("strided", "stride", 0),
     ("strided", "mode", "product"),
     ("strided", "mode", ["heads"]),

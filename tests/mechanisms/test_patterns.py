@@ -29,6 +29,7 @@ KINDS = {
 SETTINGS = [
     ("block", {"size": 5}),
     ("block", {"size": 6, "neighbours": 1, "shift": 3}),
+    ("block", {"size": 6, "shift": "alternate"}),
     ("strided", {}),
     ("strided", {"stride": 4, "step": 1}),
     ("strided", {"stride": 4, "step": 2}),
@@ -145,6 +146,16 @@ def test_interleaved_layers_take_the_steps_in_turn_and_keep_a_step_that_is_given
     assert make(name, asked, False).settings == asked
     merged = asked | {"mode": "merged"}
     assert kind.for_layer(merged, 1) == merged
+
+
+def test_an_alternating_shift_is_half_a_block_in_every_other_layer():
+    asked = {"size": 7, "neighbours": 0, "shift": "alternate"}
+    turns = [BlockAttention.for_layer(asked, rank) for rank in range(4)]
+    assert [turn["shift"] for turn in turns] == [0, 3, 0, 3]
+    assert BlockAttention.for_layer({"shift": "alternate"}, 1)["shift"] == 64
+    assert make("block", asked, True).settings == asked
+    given = asked | {"shift": 2}
+    assert BlockAttention.for_layer(given, 1) == given
 
 
 @pytest.mark.parametrize("name", ["ltr", "rtl"])

@@ -20,7 +20,8 @@ def pattern_mask(name: str, length: int, causal: bool, settings: Mapping[str, An
         name: Name of the mechanism, e.g. `strided`.
         length: Number of tokens, n, at least 1.
         causal: Whether a query sees only keys at or before its own position.
-        settings: All settings of the mechanism; `mode` and `step`, which choose among the steps, are not read.
+        settings: All settings of the mechanism; `mode` and `step`, which choose among the steps, are not read. Where
+            they differ between layers, this is the lowest one.
 
     Returns:
         [steps, n, n] bool, rows are queries.
@@ -44,7 +45,7 @@ def _local(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, An
 
 
 def _block(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
-    size, shift = settings["size"], settings["shift"]
+    size, shift = settings["size"], 0 if settings["shift"] == "alternate" else settings["shift"]
     return [((i + shift) // size - (j + shift) // size).abs() <= settings["neighbours"]]
 
 

@@ -1,0 +1,120 @@
+"""Calibration: what is fitted to inputs when converting, and what each layer loses on them."""
+
+import pytest
+import torch
+from torch import nn
+
+from approx.conversion import surgery, verify
+from approx.conversion.damage import layer_damage
+from approx.conversion.inputs import example_inputs
+from approx.conversion.plan import Plan, Rule
+from approx.errors import ApproxError
+from approx.mechanisms import MECHANISMS
+from conversion.zoo import outputs, tiny
+from forms import SMALL
+
+
+def mechanisms(model):
+    return [model.base_model.get_submodule(path).mechanism for path in model.config.approx["sites"]]
+
+
+@pytest.mark.parametrize("heads", ["all", "1,3"])
+@pytest.mark.parametrize(
+    ("name", "settings", "fitted"),
+    [
+        ("adaptive-span", {"start": "calibrated", "max_span": 40, "ramp": 4, "keep": 0.5}, "fraction"),
+        ("clustered", {"clusters": 3, "frozen": True}, "centroids"),
+    ],
+)
+def test_each_layer_is_calibrated_on_what_reaches_it(name, settings, fitted, heads, tmp_path):
+    model = tiny("BertModel").train()
+    plan = Plan.of(name, heads=heads, exact_below=30, **settings)
+    surgery.convert(model, plan, calibration=example_inputs(model, 24, batch=2, padded=5))
+    assert model.training
+    assert [each.exact_below for each in mechanisms(model)] == [30 if heads == "all" else 0] * 3
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items() if key.endswith(fitted)}
+    assert len(state) == 3
+    # The same batch again, through the fitted layers, fits the last of them to the same.
+    model.eval()
+    seen = []
+    last = mechanisms(model)[2]
+    last = last if heads == "all" else next(each for each in last.groups if each.needs_calibration)
+    last.register_forward_pre_hook(lambda _, args: seen.append(args))
+    for each in (m for m in model.modules() if hasattr(m, "exact_below")):
+        each.exact_below = 0
+    with torch.no_grad():
+        model(**example_inputs(model, 24, batch=2, padded=5))
+        last.calibrate(*seen[0])
+    name = next(key for key in state if ".layer.2." in key)
+    assert torch.equal(model.state_dict()[name], state[name])
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
+
+
+def test_what_must_be_calibrated_and_is_not_leaves_the_model_as_it_was():
+    model, base = tiny("BertModel"), tiny("BertModel")
+    plan = Plan.of("clustered", frozen=True)
+    # The second is no input of a BERT.
+    for calibration, error in ((None, ApproxError), ({"pixels": torch.zeros(1)}, ValueError)):
+        with pytest.raises(error, match="'calibration'" if calibration is None else "input_ids"):
+            surgery.convert(model, plan, calibration=calibration)
+        assert type(model) is type(base)
+        assert model.state_dict().keys() == base.state_dict().keys()
+    assert verify.exact_limit(model, plan).passed
+
+
+def test_the_captured_mass_is_that_of_the_window():
+    model = tiny("BertModel")
+    surgery.convert(model, Plan.of("local", "0", left=2, right=1))
+    inputs = example_inputs(model, 20, batch=2, padded=6)
+    seen = []
+    handle = mechanisms(model)[0].register_forward_pre_hook(lambda _, args: seen.append(args))
+    outputs(model, inputs)
+    handle.remove()
+    ((q, k, _, mask),) = seen
+    by_hand = []
+    for row, length in enumerate((20, 14)):
+        assert mask[row].sum() == length
+        for head in range(4):
+            for i in range(length):
+                scores = (q[row, head, i] @ k[row, head, :length].T * 8**-0.5).softmax(0)
+                by_hand.append(scores[max(0, i - 2) : i + 2].sum())
+    damage = layer_damage(model, inputs)
+    assert damage.keys() == {0}
+    assert damage[0].captured_mass == pytest.approx(float(torch.stack(by_hand).mean()), abs=1e-6)
+
+
+def test_the_captured_mass_bounds_the_error():
+    # Scores as peaked as those of trained models, so that the bound is not met by everything.
+    q, k, v = torch.randn(3, 2, 4, 50, 8)
+    q, k = 3 * q, 3 * k
+    exact = MECHANISMS["full"](4, 8, causal=False, scale=8**-0.5)
+    for name in ("local", "bigbird", "exact-topk"):
+        mechanism = MECHANISMS[name](4, 8, causal=False, scale=8**-0.5, **SMALL[name])
+        mass = (exact.weights(q, k) * (mechanism.weights(q, k) > 0)).sum(-1)
+        error = (mechanism(q, k, v) - exact(q, k, v)).norm(dim=-1)
+        bound = 2 * (1 - mass) * v.norm(dim=-1).amax(-1, keepdim=True)
+        assert bool((error <= bound + 1e-5).all())
+        assert 0 < mass.mean() < 1
+
+
+def test_mass_is_counted_for_the_heads_that_leave_keys_out():
+    model = tiny("BertModel")
+    surgery.convert(model, Plan((Rule("linear", "0"), Rule("local", "1", {"left": 1, "right": 1}, heads="0"), Rule("local", "2", exact_below=99))))  # fmt: skip
+    damage = layer_damage(model, example_inputs(model, 20))
+    assert damage[0].captured_mass is None
+    # A window of 3 of 20 keys, under weights that are hardly anything but even.
+    assert damage[1].captured_mass == pytest.approx(3 / 20, abs=0.05)
+    assert damage[2] == (0.0, 1.0)
+    # Watching leaves nothing behind.
+    assert not any(module._forward_hooks for module in model.modules() if isinstance(module, nn.Module))
+
+
+def test_a_mechanism_that_must_be_finetuned_says_so():
+    model = tiny("BertModel")
+    receipt = surgery.convert(model, Plan.of("lsh", variant="shared", heads="0"))
+    (warning,) = receipt.warnings
+    assert "fine-tuned" in warning
+    surgery.revert(model)
+    assert surgery.convert(model, Plan.of("lsh")).warnings == []

@@ -1,0 +1,31 @@
+"""Every mechanism, with all its further settings, on the kinds of model that a new user tries first."""
+
+import pytest
+
+from approx.conversion import surgery, verify
+from approx.conversion.inputs import example_inputs
+from approx.conversion.plan import Plan
+from conversion.zoo import difference, outputs, tiny
+from forms import KINDS, SMALL
+
+ARCHITECTURES = ("BertModel", "RobertaModel", "Wav2Vec2Model", "GPT2LMHeadModel")
+REACHABLE = [
+    (name, architecture)
+    for name, kind in KINDS.items()
+    for architecture in ARCHITECTURES
+    if (kind.supports_causal if architecture.startswith("GPT2") else kind.supports_bidirectional)
+]
+
+
+@pytest.mark.parametrize(("name", "architecture"), REACHABLE, ids=["-".join(pair) for pair in REACHABLE])
+def test_every_mechanism_converts_and_comes_back_from_its_folder(name, architecture, tmp_path):
+    model = tiny(architecture)
+    plan = Plan.of(name.split()[0], **SMALL.get(name, {}))
+    inputs = example_inputs(model, 24, batch=2, padded=7)
+    checks = [verify.exact_limit(model, plan)]
+    surgery.convert(model, plan, calibration=inputs)
+    checks += [verify.padding(model), verify.causality(model)]
+    assert [check for check in checks if check.passed is False] == []
+    before = outputs(model, inputs)
+    model.save_pretrained(tmp_path)
+    assert difference(outputs(type(model).from_pretrained(tmp_path), inputs), before) == 0.0

@@ -99,7 +99,7 @@ def test_without_tokens_or_a_separator_it_says_what_is_missing():
     assert not make([0, 4]).reads_tokens
 
 
-@pytest.mark.parametrize("chosen", ["last", [], [1, 1], [-1], (0,), None])
+@pytest.mark.parametrize("chosen", [(0,), None, [True]])
 def test_other_choices_are_refused(chosen):
     with pytest.raises(ApproxError, match="'first', 'separator', 'question' or a list"):
         make(chosen)

@@ -130,11 +130,11 @@ class LshAttention(Mechanism):
         return self.heads * self.rounds * (hashing + 4 * length * self._width(length) * self.head_dim)
 
     def memory(self, length: int) -> int:
-        """Hashes in float64, the order of a round, its outputs and those of all rounds so far."""
+        """Queries and outputs of all tokens, before and after a round is merged, and who sees whom in every round."""
         if self._all_together(length):
             return 4 * self.heads * length
-        numbers = self.rounds * 8 * 6 + 2 * 4 * self.head_dim + 8 * max(self.head_dim, self.projections.shape[2])
-        return self.heads * length * numbers
+        plan = self.rounds * (160 if self.causal else 100 if self.variant == "shared" else 56)
+        return self.heads * length * (16 * self.head_dim + plan)
 
     def _all_together(self, length: int) -> bool:
         return self.variant == "asymmetric" and length <= self.cluster * (2 if self.causal else 1)

@@ -75,7 +75,7 @@ def lsh_attention(
         ValueError: if the shapes or dtypes do not fit together, or the shared variant gets L != S.
     """
     check_shapes(q, k, v, key_mask)
-    (batch, heads, length, size), keys = q.shape, k.shape[2]
+    length, keys = q.shape[2], k.shape[2]
     if variant == "shared" and length != keys:
         raise ValueError(f"The shared variant makes its keys from the queries, but got {length} queries, {keys} keys.")
     k, v = k.to(q.dtype), v.to(q.dtype)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from approx_kernels.lsh.hashing import Buckets, level_of, past_centred
+from approx_kernels.lsh.hashing import Buckets, level_of
 from approx_kernels.lsh.plan import Plan, make_round
 
 _LAST = torch.iinfo(torch.int64).max
@@ -42,18 +42,23 @@ def bucket_plan(
     place = torch.cat([torch.arange(size, device=device) for size in sizes])  # position of the key of each entry
     entries = place.numel()
 
-    hashed = q if variant == "shared" else past_centred(k, key_mask)
+    by_query = by_key = Buckets(q, projections, variant, levels[-1])
+    if variant == "asymmetric":
+        so_far = (
+            torch.arange(1, keys + 1, device=device).expand(batch, keys) if key_mask is None else key_mask.cumsum(1)
+        )
+        by_key = Buckets(k, projections, variant, levels[-1], so_far, key_mask)
+    # Buckets of all levels are numbered as in a heap, 2^level - 1 first at each level.
+    tables, asked_for = [], level.new_zeros(len(projections), batch, heads, length)
+    for each, size in zip(levels, sizes, strict=True):
+        numbers, first = by_key.at(each), (1 << each) - 1
+        places = real[:, None, :size].expand(*numbers.shape[:-1], size)
+        tables.append(numbers.gather(-1, places) + first)
+        asked_for = (by_query.at(each) + first).where(level[:, None] == each, asked_for)
+
     rounds = []
-    for directions in projections:
-        by_key = Buckets(hashed, directions, variant, levels[-1])
-        by_query = by_key if variant == "shared" else Buckets(q, directions, variant, levels[-1])
-        # Buckets of all levels are numbered as in a heap, 2^level - 1 first at each level.
-        table, asked = [], level.new_zeros(batch, heads, length)
-        for each, size in zip(levels, sizes, strict=True):
-            first = (1 << each) - 1
-            table.append(by_key.at(each).gather(-1, real[:, None, :size].expand(batch, heads, size)) + first)
-            asked = (by_query.at(each) + first).where(level[:, None] == each, asked)
-        numbers = torch.cat(table, -1) * keys + place
+    for table, asked in zip(torch.cat(tables, -1), asked_for, strict=True):
+        numbers = table * keys + place
         numbers = numbers.masked_fill((place >= count)[:, None], _LAST)
         ordered, order = numbers.sort(-1)
         begin = torch.searchsorted(ordered, asked * keys)

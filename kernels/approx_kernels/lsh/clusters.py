@@ -38,8 +38,8 @@ def cluster_plan(
 
     rounds = []
     for query_order, key_order in _orders(q, k, query_mask, key_mask, projections, variant, cluster):
-        by_query = [torch.empty_like(x).scatter(-1, query_order, x) for x in (low.contiguous(), room.contiguous())]
-        rounds.append(make_round(key_order, *by_query, max(tile, 1), query_order))
+        own_low, own_room = (torch.empty_like(query_order).scatter(-1, query_order, x) for x in (low, room))
+        rounds.append(make_round(key_order, own_low, own_room, max(tile, 1), query_order))
     flat = torch.arange(batch * heads * keys, device=q.device)
     return Plan(rounds, max(int(room.max()), 1), flat, flat if variant == "shared" else None)
 
@@ -64,13 +64,11 @@ def _orders(
         return list(zip(*(x.argsort(dim=-1, stable=True).unbind() for x in numbers), strict=True))
     length = q.shape[2]
     level = level_of(_count(key_mask, q.shape[0], length, q.device) - 1, cluster, variant)[:, None]
-    orders = []
-    for directions in projections:
-        buckets = Buckets(q, directions, variant, int(level.max()))
-        number = buckets.at(0)
-        for each in level.unique().tolist():
-            number = buckets.at(each).where(level == each, number)
-        number = number if key_mask is None else number.masked_fill(~key_mask[:, None], torch.iinfo(number.dtype).max)
-        order = number.argsort(dim=-1, stable=True)
-        orders.append((order, order))
-    return orders
+    buckets = Buckets(q, projections, variant, int(level.max()))
+    numbers = buckets.at(0)
+    for each in level.unique().tolist():
+        numbers = buckets.at(each).where(level == each, numbers)
+    if key_mask is not None:
+        numbers = numbers.masked_fill(~key_mask[:, None], torch.iinfo(numbers.dtype).max)
+    orders = numbers.argsort(dim=-1, stable=True).unbind()
+    return list(zip(orders, orders, strict=True))

@@ -1,4 +1,11 @@
-"""Random projections, and what they make of queries and keys: numbers to sort by, or buckets that double in number."""
+"""Random projections, and what they make of queries and keys: numbers to sort by, or buckets that double in number.
+
+Hashes are computed in float64 and, where they are sorted, rounded to float32: an order of tokens, or a side of a plane,
+that depended on rounding would change with the padding and the batch around a sample.
+"""
+
+import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -8,6 +15,8 @@ from torch.nn import functional as F
 # or cost more than the attention among the tokens of a bucket.
 _BITS = 16
 _DIRECTIONS = 64
+# Numbers in float64 at a time, what a core's own cache holds of them.
+_CACHED = 2**17
 
 
 def draw_projections(size: int, *, rounds: int, variant: str, causal: bool, seed: int) -> Tensor:
@@ -22,10 +31,6 @@ def draw_projections(size: int, *, rounds: int, variant: str, causal: bool, seed
     return torch.randn(rounds, rows, columns, generator=generator, device="cpu", dtype=torch.float32)
 
 
-# Hashes are computed in float64 and, where they are sorted, rounded to float32: an order of tokens, or a side of a
-# plane, that depended on rounding would change with the padding and the batch around a sample.
-
-
 def sort_numbers(
     q: Tensor, k: Tensor, projections: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -38,14 +43,28 @@ def sort_numbers(
         [rounds, B, H, L] and [rounds, B, H, S], float32.
     """
     planes = projections.squeeze(-1).double()
-    queries, keys = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square() for x in (q, k))
-    longest = _longest(queries, query_mask) + _longest(keys, key_mask)
+    (queries, query_squares), (keys, key_squares) = (_products(x, planes[:, :-2]) for x in (q, k))
+    longest = _longest(query_squares, query_mask) + _longest(key_squares, key_mask)
     found = []
-    for x, squares, extra, mask in ((q, queries, planes[:, -1], query_mask), (k, keys, planes[:, -2], key_mask)):
-        products = (x.double() @ planes[:, :-2].T).permute(3, 0, 1, 2)
-        numbers = torch.addcmul(products, (longest - squares).clamp(min=0).sqrt(), extra.view(-1, 1, 1, 1)).float()
+    for products, squares, extra, mask in (
+        (queries, query_squares, planes[:, -1], query_mask),
+        (keys, key_squares, planes[:, -2], key_mask),
+    ):
+        lifts = (longest - squares).clamp(min=0).sqrt()
+        numbers = torch.addcmul(products, lifts, extra.view(-1, 1, 1, 1)).float()
         found.append(numbers if mask is None else numbers.masked_fill(~mask[:, None], torch.inf))
     return found[0], found[1]
+
+
+def _products(x: Tensor, planes: Tensor) -> tuple[Tensor, Tensor]:
+    """Products with the planes, [rounds, B, H, L], and squared lengths, [B, H, L], in float64."""
+    products = x.new_empty(*planes.shape[:1], *x.shape[:3], dtype=torch.float64)
+    squares = torch.empty_like(products[0])
+    for piece in _pieces(x, x.shape[3]):
+        wide = x[piece].double()
+        products[:, *piece] = (wide @ planes.T).movedim(-1, 0)
+        squares[piece] = wide.square().sum(-1)
+    return products, squares
 
 
 def _longest(squares: Tensor, mask: Tensor | None) -> Tensor:
@@ -53,16 +72,17 @@ def _longest(squares: Tensor, mask: Tensor | None) -> Tensor:
     return squares.amax(-1, keepdim=True)
 
 
-def past_centred(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Keys less the mean of the real keys up to each, [B, H, S, D] in float64.
-
-    Softmax does not notice a vector taken from all keys, while hashes of what is left tell keys apart.
-    """
-    k = k.double()
-    if key_mask is None:
-        return k - k.cumsum(2) / torch.arange(1, k.shape[2] + 1, device=k.device)[:, None]
-    real = key_mask[:, None, :, None]
-    return k - k.masked_fill(~real, 0.0).cumsum(2) / real.cumsum(2).clamp(min=1)
+def _pieces(x: Tensor, columns: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Samples, heads and tokens of x [B, H, n, D], token by token, few enough at a time for a CPU's cache."""
+    samples, heads, tokens = x.shape[:3]
+    if x.device.type == "cpu":
+        tokens = min(tokens, max(1, _CACHED // columns))
+        heads = min(heads, max(1, _CACHED // (columns * tokens)))
+        samples = min(samples, max(1, _CACHED // (columns * tokens * heads)))
+    steps = (samples, heads, tokens)
+    for starts in itertools.product(*(range(0, n, step) for n, step in zip(x.shape, steps, strict=False))):
+        first, second, third = (slice(start, start + step) for start, step in zip(starts, steps, strict=True))
+        yield first, second, third
 
 
 def level_of(position: Tensor, cluster: int, variant: str) -> Tensor:
@@ -73,33 +93,78 @@ def level_of(position: Tensor, cluster: int, variant: str) -> Tensor:
 
 
 class Buckets:
-    """The bucket of each token among 2^level, for any level, in one round of hashing.
+    """The bucket of each token among 2^level, for any level up to the highest one asked for.
 
-    Asymmetric: the first `level` bits [x·a > 0]. Shared: argmax [xR; -xR] over the first half as many directions.
+    Asymmetric: the first `level` bits [x·a > 0]. Shared: the nearest of the directions and their opposites, that is
+    argmax [xR; -xR], among the first 2^level of them.
 
     Args:
-        x: Tokens, [..., D].
-        directions: [D, 16] or [D, 64].
+        x: Tokens, [B, H, n, D].
+        projections: What was drawn for the shared variant or the causal form of the asymmetric one.
         variant: `asymmetric` or `shared`.
-        levels: The highest level that is asked for.
+        highest: The highest level that is asked for.
+        count: Number of real tokens up to each, [B, n], of which the mean is taken from x first: softmax does not
+            notice a vector taken from all keys, while hashes of what is left tell keys apart. None takes nothing.
+        mask: [B, n] bool, True at real tokens; only read with `count`.
     """
 
-    def __init__(self, x: Tensor, directions: Tensor, variant: str, levels: int) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        projections: Tensor,
+        variant: str,
+        highest: int,
+        count: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> None:
         self.shared = variant == "shared"
-        columns = (1 << levels) >> 1 if self.shared else levels
-        self.products = x.double() @ directions[:, :columns].double()
-        if not self.shared:
-            powers = 2.0 ** torch.arange(columns, dtype=torch.float64, device=x.device)
-            self.bits = ((self.products > 0).double() @ powers).long()
+        rounds, size, _ = projections.shape
+        columns = (1 << highest) >> 1 if self.shared else highest
+        planes = projections[..., :columns].double().transpose(0, 1).reshape(size, rounds * columns)
+        made = highest if self.shared else 1
+        self.numbers = torch.zeros(made, rounds, *x.shape[:3], dtype=torch.int64, device=x.device)
+        carry = torch.zeros((), dtype=planes.dtype)
+        for piece in _pieces(x, max(size, planes.shape[1])) if highest else ():
+            products = x[piece].double() @ planes
+            if count is not None:
+                samples, _, tokens = piece
+                real = products if mask is None else products * mask[samples, None, tokens, None]
+                sums = real.cumsum(2) if tokens.start == 0 else real.cumsum(2).add_(carry)
+                carry = sums[:, :, -1:]
+                mean = sums / count[samples, None, tokens, None].clamp(min=1)
+                # Keys that are all the same lie on one side, whatever rounding makes of their mean.
+                products = products - mean - 1e-9 * mean.abs()
+            products = products.unflatten(-1, (rounds, columns))
+            found = _nearest(products, highest) if self.shared else _bits(products)[None]
+            self.numbers[:, :, *piece] = found.movedim(-1, 1)
 
     def at(self, level: int) -> Tensor:
-        """Numbers from 0 to 2^level - 1, int64 [...]."""
-        if not self.shared:
-            return self.bits & ((1 << level) - 1)
-        if not level:
-            return self.products.new_zeros(self.products.shape[:-1], dtype=torch.int64)
-        half = self.products[..., : 1 << (level - 1)]
-        return torch.cat([half, -half], -1).argmax(-1)
+        """Numbers from 0 to 2^level - 1, int64 [rounds, B, H, n]."""
+        if self.shared:
+            return self.numbers[level - 1] if level else self.numbers.new_zeros(()).expand(self.numbers.shape[1:])
+        return self.numbers[0] & ((1 << level) - 1)
+
+
+def _bits(products: Tensor) -> Tensor:
+    """Signs of the products [..., columns] as the bits of a number."""
+    powers = 2.0 ** torch.arange(products.shape[-1], dtype=products.dtype, device=products.device)
+    return ((products > 0).to(products) @ powers).long()
+
+
+def _nearest(products: Tensor, highest: int) -> Tensor:
+    """The direction or opposite of the largest product [..., columns] among the first 2, 4, 8, … of them."""
+    lengths = products.abs()
+    most, best = lengths[..., 0], torch.zeros_like(products[..., 0], dtype=torch.int64)
+    found = []
+    for level in range(1, highest + 1):
+        if level > 1:
+            half = 1 << (level - 2)
+            new = lengths[..., half : 2 * half].max(-1)
+            best = torch.where(new.values > most, new.indices + half, best)
+            most = torch.maximum(new.values, most)
+        opposite = products.gather(-1, best[..., None]).squeeze(-1) < 0
+        found.append(2 * best + opposite)
+    return torch.stack(found)
 
 
 def unit_keys(q: Tensor, k: Tensor) -> Tensor:

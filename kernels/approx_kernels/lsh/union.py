@@ -17,15 +17,16 @@ def tile_union(
 
     Args: q [B, H, L, D], k [B, H, S, D], v [B, H, S, E]. Returns [B, H, L, E].
     """
-    rows = (x.reshape(-1, x.shape[-1]) for x in (q, k, v))
-    out, lse = tile_attention(*rows, plan, scale=scale, dropout=dropout, dedup=dedup)
+    q = q * scale
+    queries, keys, values = (x.reshape(-1, x.shape[-1]) for x in (q, k, v))
+    out, lse = tile_attention(queries, keys, values, plan, dropout=dropout, dedup=dedup)
     out, lse = out.view(*q.shape[:3], -1), lse.view(*q.shape[:3], 1)
     if own == "as any other":
         return out
     key, value = (_of_queries(x, q.shape[2]) for x in (k, v))
     if own == "last resort":
         return torch.where(lse == -torch.inf, F.dropout(torch.ones_like(lse), dropout) * value, out)
-    score = (q * key).sum(-1, keepdim=True) * scale + (0.0 if dedup else math.log(len(plan.rounds)))
+    score = (q * key).sum(-1, keepdim=True) + (0.0 if dedup else math.log(len(plan.rounds)))
     weight = (score - lse).sigmoid()
     return out * (1 - weight) + F.dropout(weight, dropout) * value
 

@@ -1,0 +1,158 @@
+"""LSH attention against the oracle softmax(s + log C) V, with C counted token by token as the papers say it."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from approx_kernels.lsh import draw_projections, lsh_attention
+
+CLUSTER, ROUNDS, SCALE = 5, 3, 0.6
+CASES = [
+    pytest.param(variant, causal, dedup, id=f"{variant}-{'causal' if causal else 'bidirectional'}{'-dedup' * dedup}")
+    for variant in ("asymmetric", "shared")
+    for causal in (False, True)
+    for dedup in (False, True)
+]
+
+
+def level_at(position):
+    return max((position // CLUSTER).bit_length() - 1, 0)
+
+
+def bits(x, directions, level):
+    return sum(2**bit * int(x @ directions[:, bit] > 0) for bit in range(level))
+
+
+def nearest(x, directions, level):
+    products = x @ directions[:, : 2**level // 2]
+    return int(torch.stack([products, -products], 1).flatten().argmax()) if level else 0
+
+
+def clusters(count, total):
+    """The tokens of sorted order that each of `count` clusters holds."""
+    return [range(j * total // count, (j + 1) * total // count) for j in range(count)]
+
+
+def pairs_of_all(q, k, directions, variant):
+    """Pairs that one round brings together when all tokens are known."""
+    count = min(-(-max(len(q), len(k)) // CLUSTER), len(q), len(k))
+    if variant == "asymmetric":
+        longest = q.square().sum(-1).max() + k.square().sum(-1).max()
+        lifted = [(longest - x.square().sum(-1, keepdim=True)).clamp(min=0).sqrt() for x in (q, k)]
+        nothing = [torch.zeros_like(x[:, :1]) for x in (q, k)]
+        query_order = (torch.cat([q, nothing[0], lifted[0]], 1) @ directions).squeeze(1).argsort().tolist()
+        key_order = (torch.cat([k, lifted[1], nothing[1]], 1) @ directions).squeeze(1).argsort().tolist()
+        for mine, theirs in zip(clusters(count, len(q)), clusters(count, len(k)), strict=True):
+            yield from ((query_order[i], key_order[j]) for i in mine for j in theirs)
+        return
+    level = level_at(len(q) - 1)
+    order = sorted(range(len(q)), key=lambda i: (nearest(q[i], directions, level), i))
+    chunks = clusters(count, len(q))
+    for number, mine in enumerate(chunks):
+        theirs = [*(chunks[number - 1] if number else ()), *mine]
+        yield from ((order[i], order[j]) for i in mine for j in theirs if i != j)
+
+
+def pairs_of_past(q, k, directions, variant):
+    """Pairs that one round brings together when tokens come one after another; the own key aside."""
+    before = len(k) - len(q)
+    for query, x in enumerate(q):
+        position = before + query
+        level = level_at(position)
+        bucket_of = bits if variant == "asymmetric" else nearest
+        bucket = bucket_of(x, directions, level)
+        hashed = [k[j] - k[: j + 1].mean(0) if variant == "asymmetric" else q[j] for j in range(position + 1)]
+        inside = [j for j, key in enumerate(hashed) if bucket_of(key, directions, level) == bucket]
+        chunk = max((len(inside) - 1) // CLUSTER - 1, 0)
+        yield from ((query, j) for j in inside[chunk * CLUSTER :] if j != position)
+
+
+def expected(q, k, v, projections, *, variant, causal, dedup):
+    """One head of one sample, of real tokens only: q [L, D], k [S, D], v [S, E]."""
+    hashed_q, hashed_k = q.detach(), k.detach()
+    counts = torch.zeros(len(q), len(k), dtype=q.dtype)
+    for directions in projections.to(q.dtype):
+        for query, key in (pairs_of_past if causal else pairs_of_all)(hashed_q, hashed_k, directions, variant):
+            counts[query, key] += 1
+    own = torch.eye(len(k), dtype=q.dtype)[len(k) - len(q) :]
+    if variant == "shared":
+        counts += own * counts.eq(0).all(1, keepdim=True)
+        k = q / q.norm(dim=1, keepdim=True) * q.shape[1] ** 0.5
+    elif causal:
+        counts += own * len(projections)
+    counts = counts.clamp(max=1) if dedup else counts
+    return (SCALE * q @ k.T + counts.log()).softmax(-1) @ v
+
+
+def drawn(length, keys, *, batch=1):
+    return tuple(
+        torch.randn(batch, 2, n, d, dtype=torch.float64, requires_grad=True)
+        for n, d in ((length, 6), (keys, 6), (keys, 3))
+    )
+
+
+def attend(q, k, v, mask=None, *, variant, causal, dedup=False, **rest):
+    projections = draw_projections(q.shape[3], rounds=ROUNDS, variant=variant, causal=causal, seed=4)
+    settings = {"variant": variant, "causal": causal, "dedup": dedup, "cluster": CLUSTER, "scale": SCALE}
+    return lsh_attention(q, k, v, mask, projections=projections, **settings, **rest), projections
+
+
+@pytest.mark.parametrize(("variant", "causal", "dedup"), CASES)
+@pytest.mark.parametrize("impl", ["tiles", "reference"])
+@pytest.mark.parametrize("keys", [11, 47])
+@pytest.mark.parametrize("new", [0, 40, -2], ids=["all tokens", "the last ones", "fewer keys"])
+def test_pairs_count_as_often_as_the_rounds_bring_them_together(variant, causal, dedup, impl, keys, new):
+    # Shared keys are made from the queries, and without a key before it a causal query sees nothing.
+    length = keys if variant == "shared" or (causal and new < 0) else max(keys - new, 1)
+    q, k, v = drawn(length, keys)
+    out, projections = attend(q, k, v, variant=variant, causal=causal, dedup=dedup, impl=impl)
+    oracle = [
+        expected(q[0, head], k[0, head], v[0, head], projections, variant=variant, causal=causal, dedup=dedup)
+        for head in range(2)
+    ]
+    oracle = torch.stack(oracle)[None]
+    torch.testing.assert_close(out, oracle)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), grad)
+    wanted = torch.autograd.grad(oracle, (q, k, v), grad, materialize_grads=True, allow_unused=True)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(("variant", "causal", "dedup"), CASES)
+def test_padded_tokens_are_as_if_they_were_not_there(variant, causal, dedup):
+    q, k, v = drawn(47, 47, batch=2)
+    mask = torch.rand(2, 47) < 0.7
+    out, projections = attend(q, k, v, mask, variant=variant, causal=causal, dedup=dedup)
+    for sample, real in enumerate(mask):
+        for head in range(2):
+            tokens = [x[sample, head, real] for x in (q, k, v)]
+            oracle = expected(tokens[0], tokens[1], tokens[2], projections, variant=variant, causal=causal, dedup=dedup)
+            torch.testing.assert_close(out[sample, head, real], oracle)
+    assert out.transpose(1, 2)[~mask].eq(0).all()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("variant", ["asymmetric", "shared"])
+def test_the_backward_pass_drops_what_the_forward_pass_dropped(variant, causal):
+    q, k, v = (x[:, :1].detach().requires_grad_() for x in drawn(11, 11))
+
+    def dropped(q, k, v):
+        torch.manual_seed(0)
+        return attend(q, k, v, variant=variant, causal=causal, dropout=0.4)[0]
+
+    assert torch.autograd.gradcheck(dropped, (q, k, v))
+
+
+def test_identical_tokens_share_a_bucket_wherever_they_stand():
+    # Keys less their mean are 0 up to rounding, which may not decide on which side of a plane they lie.
+    q = torch.randn(1, 1, 1, 6).expand(1, 1, 100, 6)
+    v = torch.rand(1, 1, 100, 1)
+    out, _ = attend(q, q * 0.1, v, variant="asymmetric", causal=True)
+    longer, keys, values = (F.pad(x, (0, 0, 17, 0)) for x in (q, q * 0.1, v))
+    padded, _ = attend(longer, keys, values, (torch.arange(117) >= 17)[None], variant="asymmetric", causal=True)
+    torch.testing.assert_close(padded[:, :, 17:], out)
+
+
+def test_shared_keys_need_a_query_for_each():
+    with pytest.raises(ValueError, match="3 queries, 4 keys"):
+        attend(*drawn(3, 4), variant="shared", causal=False)

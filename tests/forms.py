@@ -25,6 +25,7 @@ SMALL = {
 }
 # Settings that change what is computed, each under the name of its mechanism and words of its own.
 VARIANTS = {
+    "ltr four ways": {"both_directions": True, "mode": "heads"},
     "bigbird compatible": {"block": 3, "random": 2, "compatible": True},
     "clustered frozen": {"clusters": 4, "frozen": True},
     "improved-clustered frozen": {"clusters": 4, "topk": 5, "frozen": True},

@@ -25,7 +25,7 @@ class EvaluateStage:
         data: Folder or file in the official layout; the hub or the task's generator without it.
         split: Which split; the task's own default without it.
         limit: Use only so many examples; the result is then labelled a subset.
-        batch_size: Examples per batch.
+        batch_size: Inputs per batch, or `auto`: as many as fit, by their length.
         margin: Loss in points that would be acceptable.
         truncate: Whether inputs longer than the positions are cut instead of refused.
         settings: Of the task itself, e.g. the length of generated documents.
@@ -35,7 +35,7 @@ class EvaluateStage:
     data: str | None = None
     split: str | None = None
     limit: int | None = None
-    batch_size: int = 32
+    batch_size: int | typing.Literal["auto"] = 32
     margin: float = 1.0
     truncate: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
@@ -194,11 +194,15 @@ def _make(kind: type, data: Any, where: str, mistakes: list[str]) -> Any:
 
 
 def _value(hint: Any, value: Any, where: str, mistakes: list[str]) -> Any:
-    if isinstance(hint, types.UnionType):
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         kinds = typing.get_args(hint)
-        if value is None and type(None) in kinds:
-            return None
-        hint = next(kind for kind in kinds if kind is not type(None))
+        words = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
+        if value in words or (value is None and type(None) in kinds):
+            return value
+        hint = next(kind for kind in kinds if isinstance(kind, type) and kind is not type(None))
+        if words and not isinstance(value, hint):
+            mistakes.append(f"{where}: {_words(hint)} or {', '.join(words)} is needed, found {_shown(value)}.")
+            return _WRONG
     if typing.get_origin(hint) is list:
         (inner,) = typing.get_args(hint)
         items = value if isinstance(value, list) else [value]

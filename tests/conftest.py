@@ -2,6 +2,7 @@
 
 import os
 import random
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Outputs that one test keeps must not be found by another run of the tests.
+os.environ["APPROX_CACHE"] = tempfile.mkdtemp(prefix="approx-tests-")
 
 import numpy as np
 import torch

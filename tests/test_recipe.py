@@ -114,3 +114,16 @@ def test_the_recipes_of_the_package_are_short_and_without_mistakes():
         assert recipe.find(path.stem).samefile(path)
         assert len(path.read_text("utf-8").splitlines()) <= 25
         assert recipe.read(path).mistakes == ()
+
+
+@pytest.mark.parametrize(("given", "read_as"), [("auto", "auto"), ("8", 8)])
+def test_batches_have_a_size_or_choose_one(tmp_path, given, read_as):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"title: t\ncheckpoint: c\nvariants: {{linear: {{mechanism: linear}}}}\nevaluate: [{{task: needle, batch_size: {given}}}]\n"
+    )
+    read = recipe.read(path)
+    assert (read.mistakes, read.evaluate[0].batch_size) == ((), read_as)
+    path.write_text(path.read_text().replace(given, "large"))
+    (mistake,) = recipe.read(path).mistakes
+    assert "a whole number or auto is needed, found 'large'" in mistake

@@ -22,6 +22,7 @@ def add_to(app: typer.Typer) -> None:
         _PANEL,
         "approx evaluate converted --task needle --set length=1024 --limit 40",
         "approx evaluate converted --against base --task glue/sst2 --data SST-2 --margin 0.5 --fail-over -o record.json",
+        "torchrun --nproc-per-node 4 --no-python approx evaluate converted --task squad --data squad",
     )(evaluate)
     command(
         app,
@@ -65,14 +66,24 @@ def evaluate(
     ] = False,
     output: options.Record = None,
     force: options.Force = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per batch.", rich_help_panel="Machine")] = 32,
+    batch_size: Annotated[
+        str, typer.Option(help="Inputs per batch, or auto: by their length.", rich_help_panel="Machine")
+    ] = "32",
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Compute all outputs anew and keep none; otherwise no batch is computed twice, even after a cut.",
+            rich_help_panel="Machine",
+        ),
+    ] = False,
     seed: options.Seed = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     offline: options.Offline = False,
 ) -> None:
     """Score a checkpoint on a task, against its base on the same examples in the same order."""
-    from approx.evaluation import record
+    from approx.evaluation import processes, record
     from approx.pipeline import stages
 
     if task is None:
@@ -83,9 +94,11 @@ def evaluate(
     with terminal.progress() as bar:
         made = stages.evaluate(
             model, task, against=against, data=data, split=split, limit=limit, settings=options.read_settings(set_),
-            truncate=truncate, margin=margin, batch_size=batch_size, outputs=outputs, seed=seed, device=device,
+            truncate=truncate, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, device=device,
             dtype=dtype, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
+    if not processes.leads():
+        return
     if output is not None:
         record.save(output, made)
         terminal.note(f"Record written to {output}, the outputs of each example to {outputs}")

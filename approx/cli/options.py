@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 import yaml
@@ -139,6 +139,19 @@ def read_settings(settings: list[str] | None) -> dict[str, Any]:
         except yaml.YAMLError:
             read[setting] = value
     return read
+
+
+def read_batch_size(text: str) -> "int | Literal['auto']":
+    """Read `32`, or `auto`.
+
+    Raises:
+        ApproxError: if it is anything else.
+    """
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise ApproxError(f"--batch-size {text} was given; allowed are whole numbers from 1, and auto.")
+    return int(text)
 
 
 def read_numbers(text: str, option: str) -> list[int]:

@@ -113,7 +113,8 @@ def prepare(
     _check_tokens(subjects, split.examples, encodings, owners)
     # The longest first, so that memory ends in the first batch or not at all.
     company = [
-        [task.company(encoding, subject.processor, subject.model.config) for subject in subjects] for encoding in encodings
+        [task.company(encoding, subject.processor, subject.model.config) for subject in subjects]
+        for encoding in encodings
     ]
     rows = sorted(range(len(encodings)), key=lambda row: (-task.tokens(encodings[row]), company[row], row))
     batches = []

@@ -106,7 +106,7 @@ def _compare(
         len(base),
         seed=seed,
         groups=groups,
-        bounded=metric.fraction,
+        bounded=metric.bounded,
     )
 
 

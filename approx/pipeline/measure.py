@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import Contender, bench, crossover
 from approx.evaluation.evaluate import Subject, evaluate, prepare
+from approx.evaluation.ledger import default_folder
 from approx.evaluation.stream import text_inputs
+from approx.pipeline.identity import identity
 from approx.recipe import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
 from approx.tasks import open_task
 from approx.tasks.metrics import METRICS
@@ -37,7 +40,10 @@ def choose_device(device: str) -> str:
     _check_choice("device", device)
     if device == "cuda" and not torch.cuda.is_available():
         raise ApproxError("Device 'cuda' was asked for, but torch sees no GPU. Use the device 'cpu'.", Exit.MISSING)
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    # Of several processes on one machine each has a GPU of its own.
+    rank = os.environ.get("LOCAL_RANK")
+    return f"cuda:{rank}" if chosen == "cuda" and rank is not None else chosen
 
 
 def open_all(
@@ -76,7 +82,12 @@ def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> None:
     task.check(base.model)
     split = task.load(_path(stage.data), stage.split, stage.limit)
     subject = Subject(BASE, base.model, checkpoint.processor(base.source))
-    prepare([subject], task, split, batch_size=stage.batch_size, truncate=stage.truncate)
+    prepare([subject], task, split, batch_size=batch_size(stage), truncate=stage.truncate)
+
+
+def batch_size(stage: EvaluateStage) -> int | None:
+    """Inputs a batch, or None to choose by their length."""
+    return None if stage.batch_size == "auto" else stage.batch_size
 
 
 def measure_quality(
@@ -85,10 +96,17 @@ def measure_quality(
     *,
     seed: int,
     outputs: Path | None,
+    fresh: bool,
     progress: Progress,
 ) -> dict[str, Any]:
-    """The `quality` entry of a record: the first checkpoint is the base of all others."""
-    subjects = {label: Subject(label, one.model, checkpoint.processor(one.source)) for label, one in opened.items()}
+    """The `quality` entry of a record: the first checkpoint is the base of all others.
+
+    With `fresh` nothing that was kept of earlier evaluations is used, and nothing is kept.
+    """
+    subjects = {
+        label: Subject(label, one.model, checkpoint.processor(one.source), identity(one))
+        for label, one in opened.items()
+    }
     task = open_task(stage.task, **stage.settings)
     return evaluate(
         subjects,
@@ -96,12 +114,13 @@ def measure_quality(
         data=_path(stage.data),
         split=stage.split,
         limit=stage.limit,
-        batch_size=stage.batch_size,
+        batch_size=batch_size(stage),
         margin=stage.margin / (100 if METRICS[task.metrics[0]].fraction else 1),
         truncate=stage.truncate,
         seed=seed,
         device=opened[BASE].model.device,
         outputs=outputs,
+        kept=None if fresh else default_folder(),
         progress=lambda done, total: progress(f"evaluate {stage.task}", done, total),
     )
 

@@ -67,7 +67,9 @@ def run(
     quality, speed = [], []
     for number, stage in enumerate(recipe.evaluate):
         outputs = out / f"outputs-{number}.parquet"
-        measure = partial(measure_quality, opened, stage, seed=recipe.seed, outputs=outputs, progress=progress)
+        measure = partial(
+            measure_quality, opened, stage, seed=recipe.seed, outputs=outputs, fresh=False, progress=progress
+        )
         quality.append(journal.once(f"evaluate-{number}", measure, outputs))
     for number, stage in enumerate(recipe.bench):
         texts = recipe.evaluate[0] if stage.inputs == "real" else None

@@ -1,7 +1,7 @@
 """The stages one by one, as the commands of the same names run them."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from approx.conversion import anatomy, checkpoint, cost, families
 from approx.conversion.plan import Plan
@@ -111,8 +111,9 @@ def evaluate(
     settings: dict[str, Any] | None = None,
     truncate: bool = False,
     margin: float = 1.0,
-    batch_size: int = 32,
+    batch_size: int | Literal["auto"] = 32,
     outputs: Path | None = None,
+    fresh: bool = False,
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
@@ -133,8 +134,9 @@ def evaluate(
         settings: Of the task itself.
         truncate: Whether inputs longer than the positions are cut instead of refused.
         margin: Loss in points that would be acceptable.
-        batch_size: Examples per batch.
+        batch_size: Inputs per batch, or `auto`.
         outputs: Where the outputs of each example go, as parquet.
+        fresh: Whether nothing that was kept of earlier evaluations is used, and nothing is kept.
         seed: Of the bootstrap.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or a torch dtype's name.
@@ -152,7 +154,7 @@ def evaluate(
     # A mistyped task is told before any weight is loaded.
     open_task(task, **stage.settings)
     opened = _opened(name, against, device, dtype, offline)
-    quality = measure_quality(opened, stage, seed=seed, outputs=outputs, progress=progress)
+    quality = measure_quality(opened, stage, seed=seed, outputs=outputs, fresh=fresh, progress=progress)
     return make_record(opened, title=f"{_label(name)} on {task}", seed=seed, command=command, quality=[quality])
 
 

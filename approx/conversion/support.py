@@ -22,6 +22,7 @@ def support(family: str | None = None) -> list[dict[str, Any]]:
             "bidirectional": kind.supports_bidirectional,
             "causal": kind.supports_causal,
             "decode": kind.supports_decode,
+            "decode_state": kind.decode_state if kind.supports_causal else None,
             "padding": kind.padding,
             "gradient": kind.gradient,
             "trainable": kind.trainable,

@@ -110,6 +110,16 @@ def test_layers_may_differ(first):
     assert [isinstance(layer, StateLayer) for layer in cache.layers] == [first != "full", False, True]
 
 
+@pytest.mark.parametrize("other", ["linear", "strided"])
+def test_groups_of_heads_decode_from_all_their_states(other):
+    groups = [Rule("local", heads="0,2", settings=SMALL["local"]), Rule(other, heads="1,3")]
+    model = decoder("LlamaForCausalLM", *groups)
+    inputs, cache = prompts(model), DynamicCache()
+    found = generated(model, inputs, past_key_values=cache, num_beams=3)
+    assert_same(found, generated(model, inputs, use_cache=False, num_beams=3))
+    assert isinstance(cache.layers[0], StateLayer) == (other == "linear")
+
+
 @pytest.mark.parametrize("mechanism", DECODING)
 def test_a_prompt_read_in_chunks_gives_the_same_logits(mechanism):
     model = decoder("LlamaForCausalLM", rule(mechanism))

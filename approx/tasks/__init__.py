@@ -11,6 +11,7 @@ from approx.errors import ApproxError
 from approx.tasks.documents import Documents
 from approx.tasks.glue import GLUE, Glue
 from approx.tasks.language import LanguageModelling
+from approx.tasks.librispeech import LIBRISPEECH, LibriSpeech
 from approx.tasks.listops import ListOps
 from approx.tasks.masked_language import MaskedLanguageModelling
 from approx.tasks.needle import Needle
@@ -23,6 +24,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     **{f"glue/{subset}": partial(Glue, subset) for subset in GLUE},
     "squad": partial(Squad, 1),
     "squad_v2": partial(Squad, 2),
+    **{f"librispeech/{split}": partial(LibriSpeech, split) for split in LIBRISPEECH},
     LanguageModelling.name: LanguageModelling,
     MaskedLanguageModelling.name: MaskedLanguageModelling,
     Documents.name: Documents,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 from approx.errors import ApproxError, Exit
@@ -11,16 +12,17 @@ from approx.errors import ApproxError, Exit
 _PATIENCE_SECONDS = 5.0
 
 
-def load_rows(dataset: str, config: str, split: str) -> Any:
+def load_rows(dataset: str, config: str, split: str, *, streaming: bool = False) -> Any:
     """Load one split of a hub dataset, from the local cache where the hub cannot be reached.
 
     Args:
         dataset: Its id, `nyu-mll/glue`.
         config: Its configuration, `sst2`.
         split: As the dataset names it, `validation`.
+        streaming: Download rows as they are read and keep none; otherwise all splits of the configuration are downloaded.
 
     Returns:
-        A `datasets.Dataset`.
+        A `datasets.Dataset`, or for streaming a `datasets.IterableDataset`; read that one through `streamed`.
 
     Raises:
         ApproxError: if it is neither on the hub nor in the cache, with the reason.
@@ -37,7 +39,7 @@ def load_rows(dataset: str, config: str, split: str) -> Any:
     # Otherwise every file would be tried several times before the cache is looked at: half a minute.
     settings.HF_HUB_OFFLINE = not online
     try:
-        return load_dataset(dataset, config, split=split)
+        return load_dataset(dataset, config, split=split, streaming=streaming)
     except (OSError, ValueError, HfHubHTTPError, DatasetsError) as error:
         if offline:
             reason = "offline mode is on, and it is not in the local cache"
@@ -52,6 +54,23 @@ def load_rows(dataset: str, config: str, split: str) -> Any:
         ) from None
     finally:
         settings.HF_HUB_OFFLINE = offline
+
+
+def streamed(rows: Any, dataset: str) -> Iterator[dict[str, Any]]:
+    """The rows of a dataset that is downloaded while it is read.
+
+    Raises:
+        ApproxError: if the download breaks off.
+    """
+    try:
+        yield from rows
+    # What the libraries for the many kinds of storage raise has nothing in common.
+    except Exception as error:
+        raise ApproxError(
+            f"The download of {dataset} broke off: {' '.join(str(error).split())[:200] or type(error).__name__}. Try again, or "
+            "give the official files with --data DIR.",
+            Exit.UNAVAILABLE,
+        ) from error
 
 
 def reachable(endpoint: str) -> bool:

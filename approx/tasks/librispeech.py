@@ -1,0 +1,164 @@
+"""LibriSpeech: read speech and its words.
+
+Read from the official folders (`*.trans.txt` beside FLAC or WAV) or from the hub; ids are the same either way.
+
+Source: Panayotov et al., 2015, "LibriSpeech: an ASR corpus based on public domain audio books", ICASSP.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from approx.errors import ApproxError, Exit
+from approx.tasks.hub import load_rows, streamed
+from approx.tasks.recording import Recording
+from approx.tasks.task import Example, Split, whole_setting
+from approx.tasks.transcription import RATE, Transcription
+
+_HUB_DATASET = "openslr/librispeech_asr"
+_SUFFIXES = (".flac", ".wav")
+
+LIBRISPEECH = {
+    "test-clean": ("clean", "test", 2620),
+    "test-other": ("other", "test", 2939),
+    "dev-clean": ("clean", "validation", 2703),
+    "dev-other": ("other", "validation", 2864),
+    "train-clean-100": ("clean", "train.100", 28539),
+    "train-clean-360": ("clean", "train.360", 104014),
+    "train-other-500": ("other", "train.500", 148688),
+}
+"""Official split -> configuration and split of the hub dataset, and its number of utterances."""
+
+
+class LibriSpeech(Transcription):
+    """One split of LibriSpeech. Recordings of another rate than 16 kHz are resampled, which is told.
+
+    Args:
+        split: A key of `LIBRISPEECH`.
+    """
+
+    def __init__(self, split: str) -> None:
+        self.name = f"librispeech/{split}"
+        self._split = split
+
+    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+        """Load the utterances.
+
+        Args:
+            data: The folder `LibriSpeech`, the split's own folder, one above these, or any other folder with transcripts
+                in the same layout; None means the hub, from where rows are streamed and kept as they are stored (350 MB
+                for test-clean).
+            split: The one in the task's name, or None.
+            limit: Keep the first `limit` utterances.
+
+        Raises:
+            ApproxError: if a package, a folder or a recording is missing or damaged, or nothing is left.
+        """
+        # Not after hours of transcribing.
+        for package in ("soundfile", "jiwer"):
+            _needed(package)
+        if limit is not None:
+            whole_setting(self.name, "limit", limit, 1)
+        if split not in (None, self._split):
+            raise ApproxError(
+                f"--split {split} was given, but the task is {self.name}. Name the split in the task alone."
+            )
+        notes = []
+        if data is None:
+            name, source, rows = self._split, _HUB_DATASET, self._hub_rows()
+        else:
+            source = self._find(Path(data))
+            name, rows = source.absolute().name, self._file_rows(source, notes)
+        examples = list(islice(rows, limit))
+        if not examples:
+            raise ApproxError(f"{self.name}: 0 transcripts (*.trans.txt) in {source}.", Exit.UNAVAILABLE)
+        rates = Counter(example.inputs["recording"].rate for example in examples)
+        if others := sorted(rates.keys() - {RATE}):
+            count = len(examples) - rates[RATE]
+            notes.append(f"{count} resampled to {RATE:,} Hz from {', '.join(f'{rate:,}' for rate in others)}")
+        whole = name == self._split and len(examples) >= LIBRISPEECH[name][2]
+        return Split(name, examples, not whole, tuple(notes))
+
+    def _find(self, data: Path) -> Path:
+        if not data.is_dir():
+            raise ApproxError(
+                f"{self.name}: {data} is no folder. Give the unpacked folder LibriSpeech or {self._split}.",
+                Exit.UNAVAILABLE,
+            )
+        for folder in (data / "LibriSpeech" / self._split, data / self._split):
+            if folder.is_dir():
+                return folder
+        named = data.absolute().name
+        splits = [known for known in LIBRISPEECH for room in (data, data / "LibriSpeech") if (room / known).is_dir()]
+        if named in LIBRISPEECH and named != self._split:
+            splits = [named]
+        if splits or not any(data.rglob("*.trans.txt")):
+            found = ", ".join(splits) or "no transcripts (*.trans.txt)"
+            raise ApproxError(f"{self.name}: looked for {self._split} in {data}, found {found}.", Exit.UNAVAILABLE)
+        return data
+
+    def _file_rows(self, folder: Path, notes: list[str]) -> Iterator[Example]:
+        transcribed = set()
+        for path in sorted(folder.rglob("*.trans.txt")):
+            for number, name, text in _transcripts(path):
+                stored = [found for suffix in _SUFFIXES if (found := path.parent / (name + suffix)).is_file()]
+                if not stored:
+                    raise ApproxError(
+                        f"{path}, line {number}: there is no {name}.flac or {name}.wav beside it. Unpack the archive again, or "
+                        "remove the line.",
+                        Exit.UNAVAILABLE,
+                    )
+                transcribed.add(path.parent / name)
+                yield _example(name, text, Recording.of(str(stored[0]), stored[0]))
+        # Not reached under a limit, where nobody has looked at the rest.
+        sounds = {path.with_suffix("") for suffix in _SUFFIXES for path in folder.rglob(f"*{suffix}")}
+        if surplus := len(sounds - transcribed):
+            notes.append(f"{surplus} recordings without a transcript left out")
+
+    def _hub_rows(self) -> Iterator[Example]:
+        from datasets import Audio
+
+        config, split, _ = LIBRISPEECH[self._split]
+        # A configuration holds the hundreds of hours of its train splits, too.
+        rows = load_rows(_HUB_DATASET, config, split, streaming=True).cast_column("audio", Audio(decode=False))
+        for row in streamed(rows, _HUB_DATASET):
+            source = row["audio"]["bytes"] or Path(row["audio"]["path"])
+            yield _example(row["id"], row["text"], Recording.of(f"{row['id']} of {_HUB_DATASET}", source))
+
+
+def _example(name: str, text: str, recording: Recording) -> Example:
+    # Utterances of one speaker are alike; the id is speaker-chapter-number.
+    return Example(name, {"recording": recording}, " ".join(text.upper().split()), group=name.partition("-")[0])
+
+
+def _transcripts(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Line number, id and words of each utterance."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ApproxError(f"{path} is not UTF-8 text. Unpack the archive again.", Exit.UNAVAILABLE) from None
+    except OSError as error:
+        raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
+    for number, line in enumerate(lines, start=1):
+        name, _, text = line.strip().partition(" ")
+        if not text and name:
+            raise ApproxError(
+                f"{path}, line {number}: no words after the id '{name[:60]}'. Mend or remove the line.",
+                Exit.UNAVAILABLE,
+            )
+        if name:
+            yield number, name, text
+
+
+def _needed(package: str) -> None:
+    try:
+        importlib.import_module(package)
+    except (ImportError, OSError) as error:
+        raise ApproxError(
+            f"Speech needs the package {package}, which cannot be loaded ({error}). Install it: pip install {package}.",
+            Exit.MISSING,
+        ) from None

@@ -1,0 +1,32 @@
+"""What an approximation is for: no tensor of all pairs, neither forward nor backward."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forms import FORMS, draw, draw_mask, make
+
+
+class Largest(TorchDispatchMode):
+    """Counts the numbers of the largest tensor that is made; what is expanded takes no memory."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for x in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(x, torch.Tensor):
+                self.numbers = max(self.numbers, x.untyped_storage().nbytes() // x.element_size())
+        return made
+
+
+@pytest.mark.parametrize(("name", "causal"), [form for form in FORMS if form[0] not in ("full", "sdpa", "exact-topk")])
+@pytest.mark.parametrize("kind", ["none", "arbitrary"])
+def test_all_pairs_are_never_in_memory_forward_or_backward(name, causal, kind):
+    shape = {"batch": 1, "heads": 1, "length": 2048, "size": 4, "values": 4, "seed": 3}
+    mask = None if kind == "none" else draw_mask(kind, **shape)
+    inputs = [x.requires_grad_() for x in draw(**shape)]
+    mechanism = make(name, causal, heads=1, size=4)
+    with Largest() as largest:
+        torch.autograd.grad(mechanism(*inputs, mask).sum(), inputs)
+    assert 2048 * 4 <= largest.numbers < 2048**2 / 4

@@ -113,6 +113,7 @@ class _Work:
         tile, width = plan.rounds[0].queries.shape[1], plan.width
         each = tile * width + (tile + width) * q.shape[1] + width * v.shape[1]
         self.together = max(1, (_CACHED if q.device.type == "cpu" else _ON_GPU) // each)
+        self.stretches = [tuple(x.int() for x in (each.rank, each.low, each.room)) for each in plan.rounds if dedup]
         self.steps = torch.arange(width, dtype=torch.int32, device=q.device)
 
     def blocks(self, number: int) -> Iterator[_Block]:
@@ -158,12 +159,13 @@ class _Work:
             )
 
     def _met(self, number: int, members: Tensor, entries: Tensor) -> Tensor:
-        met = self.q.new_ones(*members.shape, entries.shape[1])
-        for other, tiles in enumerate(self.plan.rounds):
+        counts = torch.uint8 if len(self.stretches) < 256 else torch.int32
+        met = torch.ones(*members.shape, entries.shape[1], dtype=counts, device=members.device)
+        for other, (rank, low, room) in enumerate(self.stretches):
             if other != number:
-                at = tiles.rank[entries].int()[:, None] - tiles.low[members].int()[..., None]
-                met += (at >= 0) & (at < tiles.room[members].int()[..., None])
-        return met
+                at = rank[entries][:, None] - low[members][..., None]
+                met += ((at >= 0) & (at < room[members][..., None])).view(torch.uint8)
+        return met.to(self.q.dtype)
 
     def dropped(self, weights: Tensor) -> Tensor:
         """The weights after dropout; called in the same order in both passes."""

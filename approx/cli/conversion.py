@@ -165,9 +165,14 @@ def convert(
     )
     left = [f"Left exact: layers {', '.join(map(str, receipt['left']))}"] if receipt["left"] else []
     terminal.result(
-        {"output": str(output), **receipt}, _swapped(terminal, receipt), checks, *left, f"Written to {output}"
+        {"output": str(output), **receipt},
+        _swapped(terminal, receipt),
+        checks,
+        *left,
+        *(f"Warning: {warning}" for warning in receipt["warnings"]),
+        f"Written to {output}",
     )
-    for note in [*receipt["warnings"], *receipt["notes"]]:
+    for note in receipt["notes"]:
         terminal.note(note)
 
 
@@ -183,10 +188,14 @@ _PASSED = {True: "passed", False: "FAILED", None: "does not apply"}
 
 
 def _swapped(terminal: Terminal, receipt: dict[str, Any]) -> Any:
+    # Figures are those of layers; where heads differ, they stand beside the first group.
+    first = {part["layer"]: part["heads"] for part in reversed(receipt["swapped"])}
+
     def figures(by_layer: dict[int, float]) -> Callable[[list[dict[str, Any]]], str]:
         def say(line: list[dict[str, Any]]) -> str:
-            found = [f"{by_layer[part['layer']]:.3f}" for part in line if part["layer"] in by_layer]
-            return f"{min(found)} … {max(found)}" if len(found) > 1 else "".join(found) or "–"
+            layers = [part["layer"] for part in line if part["heads"] == first[part["layer"]]]
+            found = sorted({f"{by_layer[layer]:.3f}" for layer in layers if layer in by_layer})
+            return " … ".join(found[:1] + found[1:][-1:]) or ("–" if layers else "")
 
         return say
 

@@ -91,13 +91,14 @@ def calibration_batch(source: checkpoint.Source, model: Any, text: CalibrationTe
     rows = tokenizer(written, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
     rows = [row for row in rows[: 1 if text is None else _ROWS] if len(row) == len(rows[0])]
     tokens = {token for row in rows for token in row}
-    if text is not None and max(tokens) >= model.config.vocab_size:
+    known = bool(tokens) and max(tokens) < model.config.vocab_size
+    if text is not None and not known:
         raise ApproxError(
-            f"The tokenizer gives token {max(tokens)}, but {type(model).__name__} has a vocabulary of "
-            f"{model.config.vocab_size}. Use the tokenizer that the model was trained with.",
+            f"The tokenizer beside {type(model).__name__} does not fit it: it gives {max(tokens, default='no tokens')}, and "
+            f"the vocabulary has {model.config.vocab_size} entries. Use the tokenizer that the model was trained with.",
             Exit.UNAVAILABLE,
         )
     # A vocabulary of another language reads our text as unknown tokens, which says nothing.
-    if text is None and (len(tokens) < length // 4 or max(tokens) >= model.config.vocab_size):
+    if not known or (text is None and len(tokens) < length // 4):
         return example_inputs(model, length, device=model.device)
     return {"input_ids": torch.tensor(rows, device=model.device)}

@@ -16,7 +16,8 @@ from typing import Any
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.hub import load_rows
-from approx.tasks.task import Example, SequenceClassification, Split, whole_setting
+from approx.tasks.settings import names_setting, whole_setting
+from approx.tasks.task import Example, SequenceClassification, Split
 
 _FORMATS = (".jsonl", ".csv", ".tsv")
 _HUB_DATASET = "stanfordnlp/imdb"
@@ -32,7 +33,8 @@ class Documents(SequenceClassification):
     positions were extended with one whose were not to see what the rest of a text is worth.
 
     Args:
-        labels: Names of the classes in the order of the model's outputs; a file may hold names or numbers.
+        labels: Names of the classes in the order of the model's outputs, in a list or with commas between them; a file may
+            hold names or numbers.
         text: Column of the text in a file.
         label: Column of the class in a file.
 
@@ -44,14 +46,14 @@ class Documents(SequenceClassification):
     metrics = ("accuracy",)
 
     def __init__(self, labels: Sequence[str] = _IMDB, text: str = "text", label: str = "label") -> None:
-        names = tuple(map(str, labels)) if not isinstance(labels, str) else tuple(labels.split(","))
+        names = names_setting(self.name, "labels", labels)
         if len(names) < 2 or len(set(names)) < len(names):
             raise ApproxError(
                 f"The setting 'labels' of the task '{self.name}' is {labels!r}; it has to name two classes or more, each "
                 "once, in the order of the model's outputs."
             )
         self.labels = names
-        self._columns = text, label
+        self._columns = str(text), str(label)
 
     def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
         """Load a split, `test` unless another is asked for.

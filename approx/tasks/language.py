@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from approx.errors import ApproxError, Exit
-from approx.tasks.task import Encoding, Example, whole_setting
+from approx.tasks.settings import whole_setting
+from approx.tasks.task import Encoding, Example
 from approx.tasks.text import Text, by_place, place_slices, tokenised
 
 

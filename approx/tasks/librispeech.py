@@ -16,7 +16,8 @@ from pathlib import Path
 from approx.errors import ApproxError, Exit
 from approx.tasks.hub import load_rows, streamed
 from approx.tasks.recording import Recording
-from approx.tasks.task import Example, Split, whole_setting
+from approx.tasks.settings import whole_setting
+from approx.tasks.task import Example, Split
 from approx.tasks.transcription import RATE, Transcription
 
 _HUB_DATASET = "openslr/librispeech_asr"

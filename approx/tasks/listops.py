@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from approx.errors import ApproxError, Exit
-from approx.tasks.task import Example, SequenceClassification, Split, whole_setting
+from approx.tasks.settings import whole_setting
+from approx.tasks.task import Example, SequenceClassification, Split
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 DIGITS = tuple("0123456789")
@@ -57,7 +58,11 @@ class ListOps(SequenceClassification):
             raise ApproxError(f"The task '{self.name}' has no preset {preset!r}. Known: {', '.join(PRESETS)}.")
         self._preset = preset
         self._size = whole_setting(self.name, "examples", examples, 1)
-        self._brackets = bool(brackets)
+        if not isinstance(brackets, bool):
+            raise ApproxError(
+                f"The setting 'brackets' of the task '{self.name}' is {brackets!r}; it has to be true or false."
+            )
+        self._brackets = brackets
         self._seed = whole_setting(self.name, "seed", seed, 0)
 
     def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:

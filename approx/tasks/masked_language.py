@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from approx.errors import ApproxError, Exit
-from approx.tasks.task import Encoding, Example, whole_setting
+from approx.tasks.settings import number_setting, whole_setting
+from approx.tasks.task import Encoding, Example
 from approx.tasks.text import Text, by_place, place_slices, tokenised
 
 
@@ -37,11 +38,7 @@ class MaskedLanguageModelling(Text):
     def __init__(self, window: int | None = None, hidden: float = 0.15, stretch: int = 2000) -> None:
         super().__init__(stretch)
         self._window = None if window is None else whole_setting(self.name, "window", window, 8)
-        if not 0 < hidden < 1:
-            raise ApproxError(
-                f"The setting 'hidden' of the task '{self.name}' is {hidden!r}; it is a share, above 0, below 1."
-            )
-        self._hidden = float(hidden)
+        self._hidden = number_setting(self.name, "hidden", hidden, 0, 1)
 
     def check(self, model: Any) -> None:
         """Refuse a model without a masked language-modelling head."""

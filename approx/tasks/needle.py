@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from approx.errors import ApproxError
-from approx.tasks.task import Example, SequenceClassification, Split, whole_setting
+from approx.tasks.settings import whole_setting
+from approx.tasks.task import Example, SequenceClassification, Split
 
 QUESTION = "find"
 VALUES = ("black", "blue", "brown", "green", "grey", "red", "white", "yellow")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.hub import load_rows
-from approx.tasks.task import Encoding, Example, Split, Task, whole_setting
+from approx.tasks.settings import names_setting, number_setting, whole_setting
+from approx.tasks.task import Encoding, Example, Split, Task
 
 _SPLITS = ("dev", "train")
 _OURS = ("offsets",)
@@ -37,7 +39,7 @@ class Squad(Task):
         best: Starts and ends of a window that are looked at, the likeliest ones.
         longest_answer: Tokens of an answer, at most.
         no_answer_margin: How far the score of no answer must exceed the best answer's.
-        articles: Titles of the articles to ask about; None asks about all.
+        articles: Titles of the articles to ask about, in a list or with commas between them; None asks about all.
 
     Raises:
         ApproxError: if a setting is out of range.
@@ -56,7 +58,7 @@ class Squad(Task):
         best: int = 20,
         longest_answer: int = 30,
         no_answer_margin: float = 0.0,
-        articles: list[str] | None = None,
+        articles: Sequence[str] | None = None,
     ) -> None:
         self.name = "squad" if version == 1 else "squad_v2"
         self._version = version
@@ -64,8 +66,8 @@ class Squad(Task):
         self._stride = whole_setting(self.name, "stride", stride, 0, window - 1)
         self._best = whole_setting(self.name, "best", best, 1)
         self._longest = whole_setting(self.name, "longest_answer", longest_answer, 1)
-        self._margin = float(no_answer_margin)
-        self._articles = articles
+        self._margin = number_setting(self.name, "no_answer_margin", no_answer_margin, -math.inf, math.inf)
+        self._articles = None if articles is None else names_setting(self.name, "articles", articles)
 
     def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
         """Load a split, `dev` unless `train` is asked for.

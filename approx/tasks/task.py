@@ -272,18 +272,3 @@ def doubling(most: int, first: int = 16) -> Iterator[tuple[int, int]]:
     while start <= most:
         yield start, end
         start, end = end, 2 * end
-
-
-def whole_setting(task: str, setting: str, value: Any, least: int, most: int | None = None) -> int:
-    """The value of a task's setting, if it is a whole number within its bounds.
-
-    Raises:
-        ApproxError: otherwise, naming the setting, the value and what is allowed.
-    """
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if whole and least <= value and (most is None or value <= most):
-        return value
-    allowed = f"at least {least}" if most is None else f"from {least} to {most}"
-    raise ApproxError(
-        f"The setting '{setting}' of the task '{task}' is {value!r}; it has to be a whole number {allowed}."
-    )

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.hub import load_rows
-from approx.tasks.task import Encoding, Example, Split, Task, doubling, whole_setting
+from approx.tasks.settings import whole_setting
+from approx.tasks.task import Encoding, Example, Split, Task, doubling
 
 _HUB_DATASET, _HUB_CONFIG = "Salesforce/wikitext", "wikitext-2-raw-v1"
 _SUFFIXES = (".txt", ".txt.gz", ".tokens", ".raw")

@@ -8,6 +8,7 @@ from transformers import BertForMaskedLM, BertForQuestionAnswering
 
 from approx.errors import ApproxError, Exit
 from approx.tasks import TASKS, Example, Task, open_task
+from approx.tasks.settings import names_setting
 from tiny_classifier import tiny_model, tiny_tokenizer
 
 
@@ -104,3 +105,30 @@ def test_a_tokenizer_without_padding_needs_inputs_of_one_length():
     short, long = ({"input_ids": [1] * length} for length in (3, 4))
     with pytest.raises(ApproxError, match=r"no padding token.*--batch-size 1"):
         task.collate([short, long], tokenizer)
+
+
+@pytest.mark.parametrize(
+    "given", [["Normans", "Fresno,_California"], "Normans,Fresno,_California", " Normans , Fresno,_California"]
+)
+def test_names_are_a_list_or_a_text_with_commas(given):
+    assert names_setting("squad", "articles", given) == ("Normans", "Fresno,_California")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("squad", {"articles": 5}, "'articles' of the task 'squad' is 5; it has to be a list of names"),
+        ("squad", {"articles": []}, r"is \[\]; it has to be a list"),
+        ("squad_v2", {"no_answer_margin": "high"}, "'no_answer_margin' .* is 'high'; it has to be a finite number"),
+        ("squad_v2", {"no_answer_margin": float("nan")}, "finite number"),
+        ("documents", {"labels": "good,"}, "'labels' .* it has to be a list of names, e.g. labels=one,two"),
+        ("mlm", {"hidden": 1}, "'hidden' .* is 1; it has to be a number above 0 and below 1"),
+        ("mlm", {"hidden": "half"}, "number above 0"),
+        ("listops", {"brackets": "maybe"}, "'brackets' .* true or false"),
+        ("lm", {"window": True}, "'window' .* is True"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named_with_what_can(name, settings, words):
+    with pytest.raises(ApproxError, match=words) as caught:
+        open_task(name, **settings)
+    assert caught.value.exit_code == Exit.USAGE

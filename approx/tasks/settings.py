@@ -1,0 +1,55 @@
+"""Settings of tasks: read as they are typed, refused where they cannot be."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from approx.errors import ApproxError
+
+# A comma inside a name is followed by an underscore: SQuAD has an article "Fresno,_California".
+_BETWEEN_NAMES = re.compile(r"\s*,(?!_)\s*")
+
+
+def whole_setting(task: str, setting: str, value: Any, least: int, most: int | None = None) -> int:
+    """The value of a task's setting, if it is a whole number within its bounds.
+
+    Raises:
+        ApproxError: otherwise, naming the setting, the value and what is allowed.
+    """
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if whole and least <= value and (most is None or value <= most):
+        return value
+    allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+    raise ApproxError(
+        f"The setting '{setting}' of the task '{task}' is {value!r}; it has to be a whole number {allowed}."
+    )
+
+
+def names_setting(task: str, setting: str, value: Any) -> tuple[str, ...]:
+    """The names that a task's setting lists: a list, or a text with commas between them.
+
+    Raises:
+        ApproxError: if it is neither, or there is none, naming the setting, the value and what is allowed.
+    """
+    listed = _BETWEEN_NAMES.split(value.strip()) if isinstance(value, str) else value
+    if isinstance(listed, list | tuple) and listed and all(isinstance(name, str | int) for name in listed):
+        names = tuple(map(str, listed))
+        if all(names):
+            return names
+    raise ApproxError(
+        f"The setting '{setting}' of the task '{task}' is {value!r}; it has to be a list of names, e.g. {setting}=one,two."
+    )
+
+
+def number_setting(task: str, setting: str, value: Any, above: float, below: float) -> float:
+    """The value of a task's setting, if it is a number between two others.
+
+    Raises:
+        ApproxError: otherwise, naming the setting, the value and what is allowed.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and above < value < below:
+        return float(value)
+    bounds = "finite number" if math.isinf(below) else f"number above {above:g} and below {below:g}"
+    raise ApproxError(f"The setting '{setting}' of the task '{task}' is {value!r}; it has to be a {bounds}.")

@@ -124,7 +124,8 @@ def bench(
     task: Annotated[
         str | None,
         typer.Option(
-            help="Time on the texts of this task, e.g. glue/sst2; random tokens without it.", rich_help_panel="Task"
+            help="Time on the texts or recordings of this task, e.g. glue/sst2; random ones without it.",
+            rich_help_panel="Task",
         ),
     ] = None,
     data: options.Data = None,

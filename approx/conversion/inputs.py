@@ -47,11 +47,7 @@ def example_inputs(
         inputs, positions_per_step = {"input_ids": tokens(length)}, 1
     elif kind == "input_values":
         positions_per_step = config.inputs_to_logits_ratio
-        # The first frame's receptive field is longer than the stride between frames.
-        receptive = 1
-        for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
-            receptive = (receptive - 1) * stride + kernel
-        inputs = {"input_values": real(batch, (length - 1) * positions_per_step + receptive)}
+        inputs = {"input_values": real(batch, samples(config, length))}
     elif kind == "input_features":
         frames = 2 * config.max_source_positions
         inputs = {"input_features": real(batch, config.num_mel_bins, frames), "decoder_input_ids": tokens(length)}
@@ -71,3 +67,12 @@ def example_inputs(
         inputs["attention_mask"][-1, start:] = 0
         inputs[kind][-1, start:] = (getattr(config, "pad_token_id", None) or 0) if kind == "input_ids" else 0
     return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def samples(config: Any, length: int) -> int:
+    """Samples of sound that give exactly `length` positions in the attention of Wav2Vec2 and its kin."""
+    # The first frame's receptive field is longer than the stride between frames.
+    receptive = 1
+    for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
+        receptive = (receptive - 1) * stride + kernel
+    return (length - 1) * config.inputs_to_logits_ratio + receptive

@@ -1,4 +1,4 @@
-"""Real inputs of any length for timing: the texts of a task, joined into one stream and cut to size."""
+"""Real inputs of any length for timing: the texts or the recordings of a task, joined into one stream and cut to size."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain, cycle, islice
@@ -45,5 +45,40 @@ def text_inputs(
         body = max(length - len(begin) - len(end), 0)
         made = [(begin + list(islice(stream, body)) + end)[:length] for _ in range(batch)]
         return {"input_ids": torch.tensor(made, device=device)}
+
+    return make
+
+
+def sound_inputs(
+    task: Task,
+    examples: Sequence[Example],
+    processor: Any,
+    samples: Callable[[int], int],
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> Callable[[int, int], dict[str, Tensor]]:
+    """Make inputs of any batch size and length out of the recordings of a task, joined; too short ones are used again.
+
+    Args:
+        task: Its `encode` and `collate` make samples of an example.
+        examples: At least one.
+        processor: With a feature extractor.
+        samples: Positions -> samples that give so many.
+        device: Where the tensors go.
+        dtype: Of the tensors.
+
+    Returns:
+        (batch size B, positions L) -> `{"input_values": [B, samples(L)]}`.
+    """
+
+    def make(batch: int, length: int) -> dict[str, Tensor]:
+        size = samples(length)
+        parts, missing = [], batch * size
+        for example in cycle(examples):
+            parts.append(task.collate(task.encode(example, processor), processor)[task.input_name][0, :missing])
+            missing -= parts[-1].numel()
+            if not missing:
+                break
+        return {task.input_name: torch.cat(parts).view(batch, size).to(device, dtype)}
 
     return make

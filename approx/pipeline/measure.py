@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ import torch
 
 from approx.conversion import anatomy, checkpoint, families, positions, surgery
 from approx.conversion.export import read_receipt
-from approx.conversion.inputs import example_inputs
+from approx.conversion.inputs import example_inputs, samples
 from approx.conversion.resolution import described
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import Contender, bench, crossover
 from approx.evaluation.evaluate import Subject, evaluate, prepare
 from approx.evaluation.ledger import default_folder
-from approx.evaluation.stream import text_inputs
+from approx.evaluation.stream import sound_inputs, text_inputs
 from approx.pipeline.identity import identity
 from approx.recipe import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
 from approx.tasks import open_task
@@ -246,7 +247,16 @@ def _input_maker(
     if texts is None:
         return lambda batch, length: example_inputs(base, length, batch=batch, seed=seed, device=base.device)
     task = open_task(texts.task, **texts.settings)
+    if task.input_name != base.main_input_name:
+        raise ApproxError(
+            f"{task.name} makes {task.input_name}, but {source.name} takes {base.main_input_name}. Time it on a task for its kind "
+            "of input, or without one.",
+            Exit.UNSUPPORTED,
+        )
     examples = task.examples(_path(texts.data), texts.split, texts.limit)
+    if task.input_name == "input_values":
+        size = partial(samples, base.config)
+        return sound_inputs(task, examples, checkpoint.processor(source), size, base.device, base.dtype)
     return text_inputs(task, examples, checkpoint.processor(source), base.device)
 
 

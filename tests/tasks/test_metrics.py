@@ -1,5 +1,6 @@
 """Every metric equals scikit-learn's or scipy's, and works through `evaluate` without a network."""
 
+import jiwer
 import numpy as np
 import pytest
 import sklearn.metrics
@@ -48,6 +49,23 @@ def test_compute_of_evaluate_gives_the_same_number(metric, tmp_path):
     for prediction, label in zip(predictions, labels, strict=True):
         handle.add(prediction=prediction, reference=label)
     assert handle.compute() == {metric.key: pytest.approx(metric.value(predictions, labels))}
+
+
+SENTENCES = st.lists(st.sampled_from(["A", "BEE", "IT'S", "SEA"]), max_size=6).map(" ".join)
+
+
+@given(pairs=st.lists(st.tuples(SENTENCES, SENTENCES.filter(bool)), min_size=1, max_size=8))
+def test_error_rates_equal_those_of_jiwer_over_all_utterances(pairs):
+    predictions, labels = map(list, zip(*pairs, strict=True))
+    assert METRICS["wer"].value(predictions, labels) == pytest.approx(jiwer.wer(labels, predictions))
+    assert METRICS["cer"].value(predictions, labels) == pytest.approx(jiwer.cer(labels, predictions))
+
+
+def test_an_error_rate_can_exceed_one_and_less_is_better():
+    assert METRICS["wer"]().compute(predictions=["A B C D", ""], references=["E", "A"]) == {"wer": 5 / 2}
+    assert METRICS["wer"].evidence(["A B C D", ""], ["E", "A"]).tolist() == [[4, 1], [1, 1]]
+    assert METRICS["wer"].lower_is_better
+    assert not METRICS["wer"].bounded
 
 
 @pytest.mark.network

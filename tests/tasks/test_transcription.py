@@ -1,0 +1,161 @@
+"""Transcription: padding that nobody hears, greedy decoding, checkpoints that cannot do it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from approx.conversion import checkpoint
+from approx.errors import ApproxError, Exit
+from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
+from approx.evaluation.stream import sound_inputs
+from approx.tasks import open_task
+from conversion.zoo import tiny
+from tiny_speech import recogniser, some_utterances, speech_processor, write_utterances
+
+TASK = open_task("librispeech/dev-clean")
+KINDS = [("layer", "Wav2Vec2"), ("group", "Wav2Vec2"), ("layer", "Hubert"), ("group", "Hubert")]
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_utterances(tmp_path / "dev-clean", some_utterances())
+
+
+def refused(text, exit_code, action):
+    with pytest.raises(ApproxError, match=text) as caught:
+        action()
+    assert caught.value.exit_code == exit_code
+
+
+def logits(model, processor, encodings):
+    """Of each row those outputs that are no padding."""
+    with torch.inference_mode():
+        rows = model(**TASK.collate(encodings, processor)).logits
+    frames = [model._get_feat_extract_output_lengths(one["samples"]) for one in encodings]
+    return [row[:count] for row, count in zip(rows, frames, strict=True)]
+
+
+@pytest.mark.parametrize(("norm", "family"), KINDS)
+def test_recordings_sound_alike_alone_and_in_a_batch(data, tmp_path, norm, family):
+    model, processor = recogniser(norm, family), speech_processor(tmp_path, norm)
+    subject, split = Subject("exact", model, processor), TASK.load(data)
+    alone, together = (prepare([subject], TASK, split, batch_size=size) for size in (1, 4))
+    sizes = sorted(len(rows) for rows in together.batches)
+    assert sizes == ([3, 4] if norm == "layer" else [1, 1, 1, 1, 1, 2]), "only what is equally long needs no mask"
+    assert predict(subject, TASK, alone) == predict(subject, TASK, together)
+    for rows in together.batches:
+        encodings = [together.encodings[row] for row in rows]
+        for one, found in zip(encodings, logits(model, processor, encodings), strict=True):
+            torch.testing.assert_close(found, logits(model, processor, [one])[0], atol=2e-5, rtol=1e-4)
+
+
+def test_without_a_mask_padding_would_be_heard(data, tmp_path):
+    model, processor = recogniser("group"), speech_processor(tmp_path, "group")
+    encodings = [TASK.encode(example, processor)[0] for example in TASK.load(data).examples[:2]]
+    (short, _), alone = logits(model, processor, encodings), logits(model, processor, encodings[:1])[0]
+    assert encodings[0]["samples"] < encodings[1]["samples"]
+    assert (short - alone).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("norm", ["layer", "group"])
+def test_a_mask_alone_does_not_make_a_model_deaf_to_padding(tmp_path, norm):
+    processor = speech_processor(tmp_path, norm)
+    encoding = {"samples": 8000}
+    for other in ("layer", "group"):
+        expected = 0 if (norm, other) == ("layer", "layer") else 8000
+        assert TASK.company(encoding, processor, recogniser(other).config) == expected
+    assert TASK.company(encoding, processor, recogniser("layer", add_adapter=True).config) == 8000
+
+
+def test_words_are_what_the_processor_decodes(data, tmp_path):
+    model, processor = recogniser(), speech_processor(tmp_path)
+    split = TASK.load(data)
+    subject = Subject("exact", model, processor)
+    said = predict(subject, TASK, prepare([subject], TASK, split, batch_size=3))
+    for example, text in zip(split.examples, said, strict=True):
+        inputs = processor(example.inputs["recording"].decoded(16_000), sampling_rate=16_000, return_tensors="pt")
+        with torch.inference_mode():
+            assert text == processor.batch_decode(model(**inputs).logits.argmax(-1))[0].upper()
+    assert len(set(said)) > 1
+
+
+def test_case_and_repetitions_are_taken_out(tmp_path):
+    processor = speech_processor(tmp_path, characters="abcdefghijklmnopqrstuvwxyz'")
+    letters = processor.tokenizer.get_vocab()
+    frames = [letters[one] for one in ["h", "h", "i", "<pad>", "i", "|", "|", "a"]]
+    reader = TASK.encode(
+        SimpleNamespace(inputs={"recording": SimpleNamespace(samples_at=lambda rate: 9_999)}), processor
+    )
+    model = recogniser()
+    outputs = SimpleNamespace(logits=torch.eye(32)[frames][None])
+    assert TASK.predict(outputs, reader, model.config) == ["HII A"]
+    broken = SimpleNamespace(logits=torch.full((1, 8, 32), float("nan")))
+    refused("not finite", Exit.VERIFICATION, lambda: TASK.predict(broken, reader, model.config))
+
+
+def test_models_are_compared_by_words_over_speakers(data, tmp_path):
+    processor = speech_processor(tmp_path)
+    subjects = {name: Subject(name, recogniser(seed=seed), processor) for seed, name in enumerate(("exact", "other"))}
+    entry = evaluate(subjects, TASK, data=data, batch_size=4)
+    assert (entry["metric"], entry["lower_is_better"], entry["subset"]) == ("wer", True, True)
+    assert entry["variants"][0]["test"] == "paired bootstrap over 3 groups"
+    assert set(entry["base"]["scores"]) == {"wer", "cer"}
+    assert [(part["from"], part["to"], part["examples"]) for part in entry["variants"][0]["slices"]] == [(0, 5, 7)]
+    assert entry["tokens"] == {"median": 35, "longest": 65}, "frames of 20 ms"
+
+
+def test_half_precision_hears_the_same_recordings(data, tmp_path):
+    subject = Subject("half", recogniser().to(torch.bfloat16), speech_processor(tmp_path))
+    assert evaluate({"half": subject}, TASK, data=data)["base"]["scores"]["wer"] > 0
+
+
+def test_a_checkpoint_brings_its_processor(data, tmp_path):
+    folder, model = tmp_path / "checkpoint", recogniser()
+    model.save_pretrained(folder)
+    processor = speech_processor(tmp_path)
+    processor.feature_extractor.save_pretrained(folder)
+    loaded = checkpoint.load(folder)
+
+    def measured():
+        subject = Subject("exact", loaded.model, checkpoint.processor(loaded.source))
+        return evaluate({"exact": subject}, TASK, data=data)["base"]["scores"]
+
+    refused("(tokenizer|no processor for speech)", Exit.UNAVAILABLE, measured)
+    processor.save_pretrained(folder)
+    assert measured() == evaluate({"exact": Subject("exact", model, processor)}, TASK, data=data)["base"]["scores"]
+
+
+def test_what_cannot_transcribe_is_refused(data, tmp_path):
+    refused("needs a CTC head, but the model is a Wav2Vec2ForSequenceClassification", Exit.UNSUPPORTED, lambda: TASK.check(
+        tiny("Wav2Vec2ForSequenceClassification")))  # fmt: skip
+    refused("its blank, pad_token_id in config.json, is 32", Exit.UNSUPPORTED, lambda: TASK.check(
+        recogniser(pad_token_id=32)))  # fmt: skip
+    processor = speech_processor(tmp_path)
+    base = Subject("exact", recogniser(), processor)
+    poor = Subject("poor", recogniser(), speech_processor(tmp_path / "poor", characters="ABC"))
+    deaf = Subject("deaf", recogniser(), processor.feature_extractor)
+    slow = Subject("slow", recogniser(), speech_processor(tmp_path / "slow", sampling_rate=8000))
+    for text, code, subjects in (
+        ("poor: its 32 outputs with the blank 0 are not the 8 characters", Exit.UNAVAILABLE, [poor]),
+        ("no processor for speech", Exit.UNAVAILABLE, [deaf]),
+        ("hears 8,000 samples a second; 16,000", Exit.UNSUPPORTED, [slow]),
+        ("poor and exact read different tokens", Exit.USAGE, [base, poor]),
+    ):
+        models = {subject.name: subject for subject in subjects}
+        refused(text, code, lambda models=models: evaluate(models, TASK, data=data))
+
+
+def test_a_model_can_be_timed_on_recordings(data, tmp_path):
+    from approx.conversion.inputs import samples
+
+    model, processor = recogniser("group"), speech_processor(tmp_path, "group")
+    make = sound_inputs(
+        TASK, TASK.examples(data), processor, lambda length: samples(model.config, length), "cpu", torch.float32
+    )
+    for batch, length in ((1, 10), (3, 200)):
+        inputs = make(batch, length)
+        with torch.inference_mode():
+            assert model(**inputs).logits.shape[:2] == (batch, length)
+    first = TASK.collate(TASK.encode(TASK.examples(data)[0], processor), processor)["input_values"][0]
+    assert torch.equal(make(1, 10)["input_values"][0], first[: samples(model.config, 10)])

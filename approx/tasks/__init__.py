@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from approx.errors import ApproxError
+from approx.tasks.copying import Copying
 from approx.tasks.documents import Documents
 from approx.tasks.glue import GLUE, Glue
 from approx.tasks.language import LanguageModelling
@@ -30,6 +31,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     Documents.name: Documents,
     ListOps.name: ListOps,
     Needle.name: Needle,
+    Copying.name: Copying,
 }
 """Names as on the command line and in recipes; calling an entry, with the task's settings, makes the task."""
 

@@ -46,26 +46,7 @@ class LanguageModelling(Text):
 
     def check(self, model: Any) -> None:
         """Refuse a model without a head that predicts tokens, or one that sees the tokens it should predict."""
-        import torch
-
-        found = type(model).__name__
-        if not found.endswith(("ForCausalLM", "LMHeadModel")):
-            raise ApproxError(
-                f"{self.name} needs a causal language-modelling head, but the model is a {found}. "
-                "Use the task mlm for a masked one, or choose a task for its head.",
-                Exit.UNSUPPORTED,
-            )
-        tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=next(model.parameters()).device)
-        training = model.training
-        with torch.inference_mode():
-            early = model.eval()(input_ids=tokens).logits[:, :3].float()
-        model.train(training)
-        if (early[0] - early[1]).abs().max() > 1e-3 * early.abs().max():
-            raise ApproxError(
-                f"{self.name} needs a causal model, but what this {found} says at a token depends on the tokens behind it. "
-                "Use the task mlm, or set is_decoder in its config.",
-                Exit.UNSUPPORTED,
-            )
+        check_causal(self.name, model)
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
         """The windows that score the tokens of a stretch."""
@@ -106,3 +87,31 @@ class LanguageModelling(Text):
     ) -> Iterator[tuple[int, int, list[Any], list[Any]]]:
         """By the number of tokens before a scored one, in its window."""
         return place_slices(labels, predictions)
+
+
+def check_causal(task: str, model: Any) -> None:
+    """Refuse a model without a head that predicts tokens, or one that sees the tokens it should predict.
+
+    Raises:
+        ApproxError: naming the task and the model.
+    """
+    import torch
+
+    found = type(model).__name__
+    if not found.endswith(("ForCausalLM", "LMHeadModel")):
+        raise ApproxError(
+            f"{task} needs a causal language-modelling head, but the model is a {found}. "
+            "Use the task mlm for a masked one, or choose a task for its head.",
+            Exit.UNSUPPORTED,
+        )
+    tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=next(model.parameters()).device)
+    training = model.training
+    with torch.inference_mode():
+        early = model.eval()(input_ids=tokens).logits[:, :3].float()
+    model.train(training)
+    if (early[0] - early[1]).abs().max() > 1e-3 * early.abs().max():
+        raise ApproxError(
+            f"{task} needs a causal model, but what this {found} says at a token depends on the tokens behind it. "
+            "Use the task mlm, or set is_decoder in its config.",
+            Exit.UNSUPPORTED,
+        )

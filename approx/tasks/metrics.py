@@ -27,9 +27,39 @@ class Accuracy(TaskMetric):
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.accuracy_score.html"
 
     @staticmethod
+    def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
+        """Whether each prediction is the label, [n, 1]."""
+        pairs = zip(predictions, labels, strict=True)
+        return np.asarray([said == label for said, label in pairs], float)[:, None]
+
+    @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
-        """Score predicted classes."""
-        return float(np.mean(evidence[:, 0] == evidence[:, 1]))
+        """The mean over examples."""
+        return float(evidence.mean())
+
+
+class TokenAccuracy(TaskMetric):
+    """The share of tokens that are right, over all sequences.
+
+    A prediction and its label are texts of equal length, a character for each token.
+    """
+
+    key = "token_accuracy"
+    feature = "string"
+    source = "https://arxiv.org/abs/2006.16236"
+
+    @staticmethod
+    def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
+        """Right tokens and tokens of each sequence, [n, 2]."""
+        pairs = zip(predictions, labels, strict=True)
+        right = [sum(one == other for one, other in zip(said, label, strict=True)) for said, label in pairs]
+        return np.stack([right, [len(label) for label in labels]], axis=1).astype(float)
+
+    @staticmethod
+    def total(evidence: NDArray[np.float64]) -> float:
+        """Right tokens by tokens."""
+        right, count = evidence.sum(0)
+        return float(right / count)
 
 
 class F1(TaskMetric):
@@ -196,6 +226,7 @@ METRICS: dict[str, type[TaskMetric]] = {
     metric.key: metric
     for metric in (
         Accuracy,
+        TokenAccuracy,
         F1,
         Matthews,
         Pearson,

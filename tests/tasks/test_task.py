@@ -80,7 +80,7 @@ def test_regression_predicts_numbers():
 def test_logits_that_are_not_finite_are_no_prediction():
     with pytest.raises(ApproxError, match="not finite") as caught:
         open_task("glue/sst2").predict(
-            SimpleNamespace(logits=torch.tensor([[0.0, float("nan")]])), {}, tiny_model(2).config
+            SimpleNamespace(logits=torch.tensor([[0.0, float("nan")]])), [], tiny_model(2).config
         )
     assert caught.value.exit_code == Exit.VERIFICATION
 

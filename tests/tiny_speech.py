@@ -25,7 +25,9 @@ def recogniser(norm: str = "layer", family: str = "Wav2Vec2", seed: int = 0, **c
     return tiny(f"{family}ForCTC", seed, **{**_FRAMES, **_NORMS[norm], **changes})
 
 
-def speech_processor(folder: Path, norm: str = "layer", characters: str = string.ascii_uppercase + "'", **changes: Any):
+def speech_processor(
+    folder: Path, norm: str = "layer", characters: str = string.ascii_uppercase + "'", **changes: Any
+) -> Any:
     """A processor of 32 characters; the folder holds its vocabulary."""
     vocabulary = ["<pad>", "<s>", "</s>", "<unk>", "|", *characters]
     folder.mkdir(parents=True, exist_ok=True)

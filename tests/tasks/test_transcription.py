@@ -9,7 +9,8 @@ from approx.conversion import checkpoint
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
 from approx.evaluation.stream import sound_inputs
-from approx.tasks import open_task
+from approx.tasks import Example, open_task
+from approx.tasks.recording import Recording
 from conversion.zoo import tiny
 from tiny_speech import recogniser, some_utterances, speech_processor, write_utterances
 
@@ -84,9 +85,8 @@ def test_case_and_repetitions_are_taken_out(tmp_path):
     processor = speech_processor(tmp_path, characters="abcdefghijklmnopqrstuvwxyz'")
     letters = processor.tokenizer.get_vocab()
     frames = [letters[one] for one in ["h", "h", "i", "<pad>", "i", "|", "|", "a"]]
-    reader = TASK.encode(
-        SimpleNamespace(inputs={"recording": SimpleNamespace(samples_at=lambda rate: 9_999)}), processor
-    )
+    spoken = Example("1-1-0000", {"recording": Recording("", 9_999, 16_000, "", b"")}, "HII A")
+    reader = TASK.encode(spoken, processor)
     model = recogniser()
     outputs = SimpleNamespace(logits=torch.eye(32)[frames][None])
     assert TASK.predict(outputs, reader, model.config) == ["HII A"]

@@ -41,15 +41,16 @@ def load_rows(dataset: str, config: str, split: str, *, streaming: bool = False)
     try:
         return load_dataset(dataset, config, split=split, streaming=streaming)
     except (OSError, ValueError, HfHubHTTPError, DatasetsError) as error:
+        absent = "" if streaming else ", and it is not in the local cache"
         if offline:
-            reason = "offline mode is on, and it is not in the local cache"
+            reason = f"offline mode is on{absent}"
         elif not online:
-            reason = f"{settings.HF_ENDPOINT} cannot be reached, and it is not in the local cache"
+            reason = f"{settings.HF_ENDPOINT} cannot be reached{absent}"
         else:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ApproxError(
-            f"The dataset {asked} could not be loaded: {reason}. "
-            "Give the official files with --data DIR, or load the dataset once with a network.",
+            f"The dataset {asked} could not be loaded: {reason}. Give the official files with --data DIR, or "
+            f"{'connect to the network' if streaming else 'load the dataset once with a network'}.",
             Exit.UNAVAILABLE,
         ) from None
     finally:

@@ -47,7 +47,7 @@ class BlockAttention(Mechanism):
         scale: float,
         size: int = 128,
         neighbours: int = 0,
-        shift: int | Literal["alternate"] = 0,
+        shift: int | Literal["alternate"] = "alternate",
     ) -> None:
         super().__init__(heads, head_dim, causal=causal, scale=scale)
         self.size = whole_number("size", size, 1)
@@ -75,7 +75,7 @@ class BlockAttention(Mechanism):
     @classmethod
     def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
         """Half a block of shift in every other layer, if it alternates."""
-        if settings.get("shift") != "alternate":
+        if settings.get("shift", cls.defaults()["shift"]) != "alternate":
             return settings
         return settings | {"shift": settings.get("size", cls.defaults()["size"]) // 2 if rank % 2 else 0}
 

@@ -79,9 +79,9 @@ class Pattern:
             return self
         settings, share = dict(self.settings), length / self.length
         for name in _TOKENS:
-            if name in settings:
+            if isinstance(settings.get(name), int):
                 settings[name] = _times(settings[name], share)
-        if "shift" in settings:
+        if isinstance(settings.get("shift"), int):
             settings["shift"] = min(settings["shift"], settings["size"] - 1)
         if isinstance(settings.get("global_tokens"), list):
             settings["global_tokens"] = sorted({int(token * share) for token in settings["global_tokens"]})

@@ -113,8 +113,8 @@ def prepare(
     _check_tokens(subjects, split.examples, encodings, owners)
     # The longest first, so that memory ends in the first batch or not at all.
     company = [
-        [task.company(encoding, subject.processor, subject.model.config) for subject in subjects]
-        for encoding in encodings
+        [_company(task.company(encoding, subject.processor, subject.model.config), row) for subject in subjects]
+        for row, encoding in enumerate(encodings)
     ]
     rows = sorted(range(len(encodings)), key=lambda row: (-task.tokens(encodings[row]), company[row], row))
     batches = []
@@ -131,6 +131,11 @@ def _check_tokenizers(subjects: Sequence[Subject], task: Task, probes: Sequence[
     base = subjects[0]
     for other in subjects[1:]:
         if other.processor is base.processor:
+def _company(asked: int | None, row: int) -> int:
+    # A number that no other row has.
+    return -1 - row if asked is None else asked
+
+
             continue
         for example in probes:
             if task.encode(example, other.processor) != task.encode(example, base.processor):

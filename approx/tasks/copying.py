@@ -16,9 +16,9 @@ import numpy as np
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.language import check_causal
+from approx.tasks.padding import padded
 from approx.tasks.settings import whole_setting
 from approx.tasks.task import Encoding, Example, Split, Task
-from approx.tasks.text import padded
 
 SEPARATOR = "|"
 SYMBOLS = string.ascii_lowercase + string.ascii_uppercase
@@ -114,7 +114,7 @@ class Copying(Task):
 
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
         """Pad to the longest of the batch, on the right."""
-        return padded([one["input_ids"] for one in encodings], processor)
+        return padded([{"input_ids": one["input_ids"]} for one in encodings], processor)
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
         """The likeliest symbol at each place of the copy, given the true ones before it; `?` for no symbol."""

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.hub import load_rows
+from approx.tasks.padding import padded
 from approx.tasks.settings import names_setting, number_setting, whole_setting
 from approx.tasks.task import Encoding, Example, Split, Task
 
@@ -207,9 +208,9 @@ class Squad(Task):
         ]
 
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
-        """Pad to the longest of the batch, on the right, where padding moves no token from the place that it had."""
+        """Pad to the longest of the batch, on the right."""
         read = [{name: value for name, value in one.items() if name not in _OURS} for one in encodings]
-        return dict(processor.pad(read, padding_side="right", return_tensors="pt"))
+        return padded(read, processor)
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
         """The likeliest spans of each window, `[score, first character, end]`, and the score of no answer."""

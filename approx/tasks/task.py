@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
+from approx.tasks.padding import padded
 
 Encoding = dict[str, Any]
 """What a model reads of one example, or of one window of it, without padding, by the names of the model's inputs.
@@ -121,8 +122,11 @@ class Task(ABC):
         """Tokens of an encoding."""
         return len(next(iter(encoding.values()), ()))
 
-    def company(self, encoding: Encoding, processor: Any, config: Any) -> int:
-        """A number that encodings must have in common to share a batch; where padding leaves no trace, as here, any may."""
+    def company(self, encoding: Encoding, processor: Any, config: Any) -> int | None:
+        """A number that encodings must have in common to share a batch, or None for one that has to be alone.
+
+        Where padding leaves no trace, as here, any may share one.
+        """
         return 0
 
     @abstractmethod
@@ -218,15 +222,18 @@ class SequenceClassification(Task):
         )
         return [dict(encoding)]
 
+    def company(self, encoding: Encoding, processor: Any, config: Any) -> int | None:
+        """The exact length, where the model does not know the tokenizer's padding.
+
+        A decoder's head reads the last token of a row that is not the padding of its config; without one it takes no batch.
+        """
+        if config.pad_token_id is None:
+            return None
+        return 0 if config.pad_token_id == processor.pad_token_id else self.tokens(encoding)
+
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
-        """Pad to the longest of the batch, on the side the tokenizer pads."""
-        if processor.pad_token is None and len({len(one["input_ids"]) for one in encodings}) > 1:
-            raise ApproxError(
-                "The tokenizer has no padding token, which batches of several lengths need. "
-                "Set one (pad_token in tokenizer_config.json and pad_token_id in config.json), "
-                "or use --batch-size 1."
-            )
-        return dict(processor.pad(list(encodings), return_tensors="pt"))
+        """Pad to the longest of the batch, on the right."""
+        return padded(encodings, processor)
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
         """Take the likeliest class of each row, or the regressed number."""

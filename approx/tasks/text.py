@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.hub import load_rows
+from approx.tasks.padding import padded
 from approx.tasks.settings import whole_setting
 from approx.tasks.task import Encoding, Example, Split, Task, doubling
 
@@ -84,7 +85,7 @@ class Text(Task):
 
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
         """Pad to the longest of the batch, on the right."""
-        return padded([one["input_ids"] for one in encodings], processor)
+        return padded([{"input_ids": one["input_ids"]} for one in encodings], processor)
 
     def combine(self, example: Example, parts: list[Any]) -> dict[str, Any]:
         """Add up the windows of a stretch."""
@@ -98,17 +99,6 @@ class Text(Task):
 
     def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> None:
         """Right and wrong do not exist."""
-
-
-def padded(sequences: Sequence[list[int]], processor: Any) -> dict[str, Any]:
-    """Tokens and mask, [B, L], padded on the right; padding is masked, so any token may stand in for it."""
-    import torch
-
-    longest = max(map(len, sequences))
-    filler = processor.pad_token_id or 0
-    ids = [[*one, *[filler] * (longest - len(one))] for one in sequences]
-    real = [[1] * len(one) + [0] * (longest - len(one)) for one in sequences]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(real)}
 
 
 @functools.lru_cache(maxsize=2)

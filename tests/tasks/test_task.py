@@ -99,12 +99,12 @@ def test_pairs_are_encoded_as_pairs_and_padded_by_the_tokenizer():
     )
 
 
-def test_a_tokenizer_without_padding_needs_inputs_of_one_length():
+def test_padding_is_on_the_right_and_masked_whatever_the_tokenizer_says_of_it():
     task, tokenizer = open_task("glue/sst2"), tiny_tokenizer()
-    tokenizer.pad_token = None
-    short, long = ({"input_ids": [1] * length} for length in (3, 4))
-    with pytest.raises(ApproxError, match=r"no padding token.*--batch-size 1"):
-        task.collate([short, long], tokenizer)
+    tokenizer.pad_token, tokenizer.padding_side = None, "left"
+    batch = task.collate([{"input_ids": [1] * length} for length in (3, 4)], tokenizer)
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert batch["input_ids"][0, :3].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,184 @@
+"""Every head of every family that has it: its tasks take it, converted or not, and batches change no prediction."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+import approx
+from approx.errors import ApproxError, Exit
+from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
+from approx.tasks import open_task
+from conversion.zoo import tiny
+from tiny_speech import recogniser, some_utterances, speech_processor, write_utterances
+
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "Electra")
+DECODERS = ("GPT2", "Llama")
+WORDS = [
+    "the",
+    "film",
+    "is",
+    "not",
+    "very",
+    "good",
+    "bad",
+    "dull",
+    "fine",
+    "long",
+    "|",
+    "a",
+    "b",
+    "c",
+    "d",
+    "e",
+    "f",
+    "g",
+    "h",
+    "i",
+    "j",
+]
+TEXT = {"stretch": 60}
+HEADS = {
+    "ForSequenceClassification": ("glue/stsb", {}, ENCODERS + DECODERS),
+    "ForQuestionAnswering": ("squad", {"window": 24, "stride": 4}, ENCODERS + DECODERS),
+    "ForMaskedLM": ("mlm", TEXT, ENCODERS),
+    "ForCausalLM": ("lm", TEXT, ("Llama", "Roberta", "XLMRoberta", "Electra")),
+    "LMHeadModel": ("lm", TEXT, ("GPT2", "Bert")),
+}
+CASES = [(family + head, task, settings) for head, (task, settings, families) in HEADS.items() for family in families]
+CASES += [(name, "copy", {"length": 24, "examples": 8}) for name in ("GPT2LMHeadModel", "LlamaForCausalLM")]
+
+
+def model_of(architecture, **changes):
+    task, _, _ = next(entry for head, entry in HEADS.items() if architecture.endswith(head))
+    if task == "lm" and not architecture.startswith(DECODERS):
+        changes["is_decoder"] = True
+    return tiny(architecture, **changes, **({"num_labels": 1} if task == "glue/stsb" else {}))
+
+
+def tokenizer_of(config):
+    """Words, with the special tokens that the family's tokenizers have and put around a text."""
+    family = config.model_type
+    special = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
+    if config.pad_token_id == 1:
+        special[:2] = "<s>", "<pad>"
+    vocabulary = {word: index for index, word in enumerate([*special, *WORDS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    single, pair = {
+        "gpt2": ("$A", "$A $B"),
+        "llama": ("<s> $A", "<s> $A <s> $B"),
+        "roberta": ("<s> $A </s>", "<s> $A </s> </s> $B </s>"),
+        "xlm-roberta": ("<s> $A </s>", "<s> $A </s> </s> $B </s>"),
+    }.get(family, ("<s> $A </s>", "<s> $A </s> $B:1 </s>:1"))
+    around = [(token, vocabulary[token]) for token in ("<s>", "</s>")]
+    made.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=around)
+    names = ["input_ids", *(["token_type_ids"] if family in ("bert", "electra") else []), "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", unk_token="<unk>", mask_token="<mask>", model_input_names=names
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The same dozen sentences as pairs with a score, as texts with questions, and as one text."""
+    folder, random = tmp_path_factory.mktemp("heads"), np.random.default_rng(0)
+    rows = [" ".join(random.choice(WORDS[:10], size=random.integers(1, 15))) for _ in range(12)]
+    pairs = [f"{first}\t{second}\t{row / 4}" for row, (first, second) in enumerate(zip(rows, rows[::-1], strict=True))]
+    (folder / "stsb.tsv").write_text("\n".join(["sentence1\tsentence2\tscore", *pairs]))
+    asked = [{"id": str(row), "question": rows[-row], "answers": [{"text": "dull"}]} for row in range(1, 4)]
+    paragraphs = [{"context": " ".join(rows[:4]), "qas": asked[:2]}, {"context": rows[4], "qas": asked[2:]}]
+    (folder / "squad.json").write_text(json.dumps({"data": [{"title": "Films", "paragraphs": paragraphs}]}))
+    (folder / "text.txt").write_text(" ".join(rows))
+    return {
+        "glue/stsb": folder / "stsb.tsv",
+        "squad": folder / "squad.json",
+        "lm": folder / "text.txt",
+        "mlm": folder / "text.txt",
+    }
+
+
+def predictions(model, processor, task, data, batch_size):
+    subject = Subject("exact", model, processor)
+    return predict(subject, task, prepare([subject], task, task.load(data), batch_size=batch_size))
+
+
+def numbers(said):
+    """What can be compared within rounding; answers and symbols are texts."""
+    return said if not isinstance(said[0], dict) else [one["loss"] for one in said]
+
+
+def same(first, second):
+    first, second = numbers(first), numbers(second)
+    return first == (second if isinstance(second[0], str) else pytest.approx(second, abs=1e-5, rel=1e-5))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "settings"), CASES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_base_and_converted_are_compared_and_batches_change_nothing(architecture, name, settings, data):
+    model, task = model_of(architecture), open_task(name, **settings)
+    processor = tokenizer_of(model.config)
+    # Where a tokenizer pads, and whether it can, is nothing to a model whose padding is masked.
+    processor.padding_side = "left"
+    converted = copy.deepcopy(model)
+    approx.convert(converted, approx.Plan.of("local", left=2, right=2))
+    task.check(converted)
+    subjects = {"exact": Subject("exact", model, processor), "local": Subject("local", converted, processor)}
+    entry = evaluate(subjects, task, data=data.get(name), batch_size=4)
+    assert [row["name"] for row in entry["variants"]] == ["local"]
+    for one in (model, converted):
+        alone = predictions(one, processor, task, data.get(name), 1)
+        assert same(predictions(one, processor, task, data.get(name), 4), alone)
+
+
+@pytest.mark.parametrize("family", ["Wav2Vec2", "Hubert"])
+def test_speech_is_compared(family, tmp_path):
+    model, processor = recogniser(family=family), speech_processor(tmp_path / "processor")
+    converted = copy.deepcopy(model)
+    approx.convert(converted, approx.Plan.of("local", left=2, right=2))
+    subjects = {"exact": Subject("exact", model, processor), "local": Subject("local", converted, processor)}
+    task = open_task("librispeech/dev-clean")
+    entry = evaluate(subjects, task, data=write_utterances(tmp_path / "dev-clean", some_utterances(3)), batch_size=2)
+    assert (entry["metric"], entry["variants"][0]["name"]) == ("wer", "local")
+
+
+PADDINGS = {
+    "no padding token at all": (None, None),
+    "none of the tokenizer": (None, 0),
+    "none of the config": ("<pad>", None),
+    "another of the tokenizer": ("</s>", 0),
+}
+
+
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForQuestionAnswering"])
+@pytest.mark.parametrize("family", ["Bert", *DECODERS])
+@pytest.mark.parametrize(("token", "number"), PADDINGS.values(), ids=PADDINGS)
+def test_a_row_is_read_to_its_end_whatever_padding_tokenizer_and_config_name(family, head, token, number, data):
+    name, settings, _ = HEADS[head]
+    model, task = model_of(family + head, pad_token_id=number), open_task(name, **settings)
+    processor, told = tokenizer_of(model.config), tokenizer_of(model.config)
+    processor.pad_token = token
+    alone = predictions(model, told, task, data[name], 1)
+    assert same(predictions(model, processor, task, data[name], 1), alone)
+    assert same(predictions(model, processor, task, data[name], 4), alone)
+
+
+TASKS_OF = {
+    "glue/stsb": "ForSequenceClassification",
+    "squad": "ForQuestionAnswering",
+    "mlm": "ForMaskedLM",
+    "librispeech/dev-clean": "ForCTC",
+}
+
+
+@pytest.mark.parametrize("name", [*TASKS_OF, "lm", "copy"])
+def test_a_task_refuses_every_other_head(name):
+    others = [head for task, head in TASKS_OF.items() if task != name]
+    for architecture in [("Wav2Vec2" if head == "ForCTC" else "Bert") + head for head in others]:
+        with pytest.raises(ApproxError, match=f"{name} needs a .* head, but the model is a {architecture}") as caught:
+            open_task(name).check(tiny(architecture))
+        assert caught.value.exit_code == Exit.UNSUPPORTED

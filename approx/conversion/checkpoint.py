@@ -158,14 +158,24 @@ def processor(source: Source) -> Any:
         "AutoProcessor",
     )
     try:
-        return getattr(transformers, kind).from_pretrained(
-            source.folder, config=None if source.converted else source.config
-        )
+        return _from_folder(kind, source)
     except Exception as error:
         raise ApproxError(
             f"{source.folder} has no usable tokenizer or feature extractor: {_short(error)}. Copy its files beside the weights.",
             Exit.UNAVAILABLE,
         ) from error
+
+
+def _from_folder(kind: str, source: Source) -> Any:
+    try:
+        return getattr(transformers, kind).from_pretrained(
+            source.folder, config=None if source.converted else source.config
+        )
+    except ImportError:
+        if kind != "AutoProcessor":
+            raise
+        # A language model beside a speech model asks for packages that decode with it; the processor itself needs none.
+        return transformers.Wav2Vec2Processor.from_pretrained(source.folder)
 
 
 def _folder(name: str, revision: str | None, offline: bool, allow_pickle: bool) -> tuple[Path, str | None]:

@@ -32,6 +32,8 @@ class _Reader:
 class Transcription(Task):
     """Words for a recording (`Example.inputs`: `recording`, an `approx.tasks.recording.Recording`; the label is its text).
 
+    Decoding is greedy; a language model that lies beside a checkpoint is not asked.
+
     Tokens are frames of 20 ms, what the attention of Wav2Vec2 and HuBERT sees. Words are compared without regard to case, in
     which vocabularies differ: predictions are in upper case, and labels have to be.
 

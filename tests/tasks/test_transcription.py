@@ -3,16 +3,20 @@
 from types import SimpleNamespace
 
 import pytest
+import soundfile
 import torch
 
+from approx.cli.figures import quality_table
 from approx.conversion import checkpoint
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
 from approx.evaluation.stream import sound_inputs
+from approx.pipeline import stages
+from approx.publishing.wording import share_of_examples
 from approx.tasks import Example, open_task
 from approx.tasks.recording import Recording
 from conversion.zoo import tiny
-from tiny_speech import recogniser, some_utterances, speech_processor, write_utterances
+from tiny_speech import recogniser, some_utterances, sound, speech_processor, write_utterances
 
 TASK = open_task("librispeech/dev-clean")
 KINDS = [("layer", "Wav2Vec2"), ("group", "Wav2Vec2"), ("layer", "Hubert"), ("group", "Hubert")]
@@ -105,6 +109,15 @@ def test_models_are_compared_by_words_over_speakers(data, tmp_path):
     assert entry["tokens"] == {"median": 35, "longest": 65}, "frames of 20 ms"
 
 
+def test_what_was_resampled_or_left_out_is_told_beside_the_score(data, tmp_path):
+    write_utterances(data, {"13-7-0000": ("A", sound(1.0, 8_000))}, ".wav", 8_000)
+    soundfile.write(data / "13" / "7" / "13-7-0001.flac", sound(0.5), 16_000)
+    entry = evaluate({"exact": Subject("exact", recogniser(), speech_processor(tmp_path))}, TASK, data=data)
+    told = "8 examples, a subset; 1 recordings without a transcript left out; 1 resampled to 16,000 Hz from 8,000"
+    assert share_of_examples(entry) == told
+    assert str(quality_table(entry).title).endswith(told)
+
+
 def test_half_precision_hears_the_same_recordings(data, tmp_path):
     subject = Subject("half", recogniser().to(torch.bfloat16), speech_processor(tmp_path))
     assert evaluate({"half": subject}, TASK, data=data)["base"]["scores"]["wer"] > 0
@@ -123,7 +136,11 @@ def test_a_checkpoint_brings_its_processor(data, tmp_path):
 
     refused("(tokenizer|no processor for speech)", Exit.UNAVAILABLE, measured)
     processor.save_pretrained(folder)
-    assert measured() == evaluate({"exact": Subject("exact", model, processor)}, TASK, data=data)["base"]["scores"]
+    expected = evaluate({"exact": Subject("exact", model, processor)}, TASK, data=data)["base"]["scores"]
+    assert measured() == expected
+    for path in (folder / "processor_config.json", folder / "tokenizer_config.json"):
+        path.write_text(path.read_text().replace("Wav2Vec2Processor", "Wav2Vec2ProcessorWithLM"))
+    assert measured() == expected, "a language model is not asked, and its packages are not needed"
 
 
 def test_what_cannot_transcribe_is_refused(data, tmp_path):
@@ -144,6 +161,20 @@ def test_what_cannot_transcribe_is_refused(data, tmp_path):
     ):
         models = {subject.name: subject for subject in subjects}
         refused(text, code, lambda models=models: evaluate(models, TASK, data=data))
+
+
+def test_bench_takes_recordings_and_refuses_texts_for_them(data, tmp_path):
+    recogniser().save_pretrained(tmp_path / "checkpoint")
+    speech_processor(tmp_path).save_pretrained(tmp_path / "checkpoint")
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\ngood film\t1\n")
+
+    def bench(task, path):
+        made = stages.bench(str(tmp_path / "checkpoint"), [40], rounds=3, seconds=0.0, task=task, data=str(path))
+        return [(row["inputs"], row["length"]) for row in made["speed"]]
+
+    assert bench(TASK.name, data) == [("real", 40)]
+    refused("glue/sst2 makes input_ids, but .* takes input_values", Exit.UNSUPPORTED, lambda: bench(
+        "glue/sst2", tmp_path / "dev.tsv"))  # fmt: skip
 
 
 def test_a_model_can_be_timed_on_recordings(data, tmp_path):

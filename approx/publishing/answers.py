@@ -83,6 +83,8 @@ def worthwhile_from(rows: list[dict[str, Any]], name: str) -> int | None:
 
 def longest_input(task: dict[str, Any]) -> int | None:
     """Return the tokens that every input of a task has fewer of, where the record says so."""
+    if task.get("sliced_by", "tokens") != "tokens":
+        return task["tokens"]["longest"] + 1 if "tokens" in task else None
     return max((part["to"] for entry in task["variants"] for part in entry.get("slices") or []), default=None)
 
 

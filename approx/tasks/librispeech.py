@@ -42,11 +42,15 @@ class LibriSpeech(Transcription):
         split: A key of `LIBRISPEECH`.
     """
 
+    dataset = _HUB_DATASET
+
     def __init__(self, split: str) -> None:
         self.name = f"librispeech/{split}"
         self._split = split
 
-    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+    def load(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> Split:
         """Load the utterances.
 
         Args:
@@ -55,6 +59,7 @@ class LibriSpeech(Transcription):
                 for test-clean).
             split: The one in the task's name, or None.
             limit: Keep the first `limit` utterances.
+            streaming: The hub dataset is always read so: one of its configurations holds hundreds of hours.
 
         Raises:
             ApproxError: if a package, a folder or a recording is missing or damaged, or nothing is left.
@@ -80,7 +85,7 @@ class LibriSpeech(Transcription):
         rates = Counter(example.inputs["recording"].rate for example in examples)
         if others := sorted(rates.keys() - {RATE}):
             count = len(examples) - rates[RATE]
-            notes.append(f"{count} resampled to {RATE:,} Hz from {', '.join(f'{rate:,}' for rate in others)}")
+            notes.append(f"resampled to {RATE:,} Hz from {', '.join(f'{rate:,}' for rate in others)}: {count}")
         whole = name == self._split and len(examples) >= LIBRISPEECH[name][2]
         return Split(name, examples, not whole, tuple(notes))
 
@@ -118,7 +123,7 @@ class LibriSpeech(Transcription):
         # Not reached under a limit, where nobody has looked at the rest.
         sounds = {path.with_suffix("") for suffix in _SUFFIXES for path in folder.rglob(f"*{suffix}")}
         if surplus := len(sounds - transcribed):
-            notes.append(f"{surplus} recordings without a transcript left out")
+            notes.append(f"left out, without a transcript: {surplus}")
 
     def _hub_rows(self) -> Iterator[Example]:
         from datasets import Audio

@@ -74,7 +74,7 @@ def test_another_rate_is_resampled_and_told(tmp_path):
         write_utterances(tmp_path, spoken, ".wav", rate)
     write_utterances(tmp_path, {"1-2-0000": ("A", sound(1.0))})
     split = TASK.load(tmp_path)
-    assert split.notes == ("2 resampled to 16,000 Hz from 8,000, 44,100",)
+    assert split.notes == ("resampled to 16,000 Hz from 8,000, 44,100: 2",)
     for example in split.examples:
         recording = example.inputs["recording"]
         heard = recording.decoded(16_000)
@@ -87,7 +87,7 @@ def test_another_rate_is_resampled_and_told(tmp_path):
 def test_recordings_without_a_transcript_are_left_out_and_counted(tmp_path):
     folder = write_utterances(tmp_path / "test-clean", some_utterances(3))
     soundfile.write(folder / "10" / "7" / "10-7-0099.flac", sound(0.5), 16_000)
-    assert TASK.load(folder).notes == ("1 recordings without a transcript left out",)
+    assert TASK.load(folder).notes == ("left out, without a transcript: 1",)
     assert TASK.load(folder, limit=1).notes == ()
 
 

@@ -12,6 +12,7 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
 from approx.evaluation.stream import sound_inputs
 from approx.pipeline import stages
+from approx.publishing.answers import longest_input
 from approx.publishing.wording import share_of_examples
 from approx.tasks import Example, open_task
 from approx.tasks.recording import Recording
@@ -107,13 +108,15 @@ def test_models_are_compared_by_words_over_speakers(data, tmp_path):
     assert set(entry["base"]["scores"]) == {"wer", "cer"}
     assert [(part["from"], part["to"], part["examples"]) for part in entry["variants"][0]["slices"]] == [(0, 5, 7)]
     assert entry["tokens"] == {"median": 35, "longest": 65}, "frames of 20 ms"
+    # Not the seconds that its slices are bounded by.
+    assert longest_input(entry) == 66
 
 
 def test_what_was_resampled_or_left_out_is_told_beside_the_score(data, tmp_path):
     write_utterances(data, {"13-7-0000": ("A", sound(1.0, 8_000))}, ".wav", 8_000)
     soundfile.write(data / "13" / "7" / "13-7-0001.flac", sound(0.5), 16_000)
     entry = evaluate({"exact": Subject("exact", recogniser(), speech_processor(tmp_path))}, TASK, data=data)
-    told = "8 examples, a subset; 1 recordings without a transcript left out; 1 resampled to 16,000 Hz from 8,000"
+    told = "8 examples, a subset; left out, without a transcript: 1; resampled to 16,000 Hz from 8,000: 1"
     assert share_of_examples(entry) == told
     assert str(quality_table(entry).title).endswith(told)
 

@@ -57,7 +57,9 @@ class Copying(Task):
         self.size = whole_setting(self.name, "examples", examples, 1)
         self.seed = whole_setting(self.name, "seed", seed, 0)
 
-    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+    def load(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> Split:
         """Generate a split: `dev` (the default) or `train`.
 
         Raises:

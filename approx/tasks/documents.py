@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit
-from approx.tasks.hub import load_rows
+from approx.tasks.hub import read_rows
 from approx.tasks.settings import names_setting, whole_setting
 from approx.tasks.task import Example, SequenceClassification, Split
 
@@ -44,6 +44,7 @@ class Documents(SequenceClassification):
 
     name = "documents"
     metrics = ("accuracy",)
+    dataset = _HUB_DATASET
 
     def __init__(self, labels: Sequence[str] = _IMDB, text: str = "text", label: str = "label") -> None:
         names = names_setting(self.name, "labels", labels)
@@ -55,7 +56,9 @@ class Documents(SequenceClassification):
         self.labels = names
         self._columns = str(text), str(label)
 
-    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+    def load(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> Split:
         """Load a split, `test` unless another is asked for.
 
         Args:
@@ -63,6 +66,7 @@ class Documents(SequenceClassification):
                 that holds one named after the split, or IMDb's own folder aclImdb; None means IMDb on the hub.
             split: Its name.
             limit: Keep the first `limit` texts; the classes take turns, since many sources are sorted by class.
+            streaming: Read the hub dataset as it is downloaded, until every class has its share of the limit.
 
         Raises:
             ApproxError: if nothing is found, a line is damaged or has an unknown label, or no text is left.
@@ -71,13 +75,13 @@ class Documents(SequenceClassification):
             whole_setting(self.name, "limit", limit, 1)
         wanted = split or "test"
         if data is None:
-            name, source, rows = wanted, Path(_HUB_DATASET), self._hub_rows(wanted)
+            name, source, rows = wanted, Path(_HUB_DATASET), self._hub_rows(wanted, streaming)
         elif (folder := _imdb_folder(Path(data), wanted)) is not None:
             name, source, rows = wanted, folder, self._folder_rows(folder)
         else:
             source = self._find(Path(data), wanted)
             name, rows = source.name.partition(".")[0], self._file_rows(source)
-        examples = list(islice(_taking_turns(rows), limit))
+        examples = list(islice(_taking_turns(rows, len(self.labels), limit), limit))
         if not examples:
             raise ApproxError(f"{self.name}: 0 texts in {source}.", Exit.UNAVAILABLE)
         whole = name in ("train", "test") and len(examples) >= _IMDB_ROWS
@@ -122,8 +126,13 @@ class Documents(SequenceClassification):
             for path in sorted((folder / name).glob("*.txt")):
                 yield Example(f"{folder.name}/{name}/{path.stem}", {"text": path.read_text(encoding="utf-8")}, label)
 
-    def _hub_rows(self, split: str) -> Iterator[Example]:
-        for number, row in enumerate(load_rows(_HUB_DATASET, "plain_text", split)):
+    def _hub_rows(self, split: str, streaming: bool) -> Iterator[Example]:
+        for number, row in enumerate(read_rows(_HUB_DATASET, "plain_text", split, streaming)):
+            if row["label"] == -1:
+                raise ApproxError(
+                    f"{self.name}: the split '{split}' of {_HUB_DATASET} has no labels; use test or train.",
+                    Exit.UNAVAILABLE,
+                )
             yield Example(f"{split}-{number}", {"text": row["text"]}, int(row["label"]))
 
     def _label(self, value: Any, place: str) -> int:
@@ -145,14 +154,15 @@ def _imdb_folder(data: Path, split: str) -> Path | None:
     return next((path for path in candidates if all((path / name).is_dir() for name in _IMDB_FOLDERS)), None)
 
 
-def _taking_turns(rows: Iterator[Example]) -> Iterator[Example]:
-    """The classes in turn, so that the first rows are not all of one class."""
-    classes: dict[int, list[Example]] = {}
+def _taking_turns(rows: Iterator[Example], count: int, limit: int | None) -> Iterator[Example]:
+    """The `count` classes in turn, so that the first rows are not all of one class; read until a limit is sure to be met."""
+    classes: list[list[Example]] = [[] for _ in range(count)]
     for row in rows:
-        classes.setdefault(row.label, []).append(row)
-    ordered = [classes[label] for label in sorted(classes)]
-    for index in range(max(map(len, ordered), default=0)):
-        yield from (members[index] for members in ordered if index < len(members))
+        classes[row.label].append(row)
+        if limit is not None and min(map(len, classes)) * count >= limit:
+            break
+    for index in range(max(map(len, classes))):
+        yield from (members[index] for members in classes if index < len(members))
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

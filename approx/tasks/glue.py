@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit
-from approx.tasks.hub import load_rows
+from approx.tasks.hub import read_rows
 from approx.tasks.task import Example, SequenceClassification, Split
 
 HUB_DATASET = "nyu-mll/glue"
@@ -95,19 +95,24 @@ class Glue(SequenceClassification):
         subset: A key of `GLUE`.
     """
 
+    dataset = HUB_DATASET
+
     def __init__(self, subset: str) -> None:
         self.name = f"glue/{subset}"
         self._subset = GLUE[subset]
         self.labels = self._subset.labels
         self.metrics = self._subset.metrics
 
-    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+    def load(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> Split:
         """Load a split, `dev` unless another is asked for (`train`; the labels of `test` are not public).
 
         Args:
             data: The tsv, its folder (`SST-2`), or the folder above; None means the hub dataset.
             split: Its name. A tsv with another name than the official one gives its own name to the split.
             limit: Keep the first `limit` rows.
+            streaming: Read the hub dataset as it is downloaded, up to the limit.
 
         Raises:
             ApproxError: if there is no such file or dataset, a line is damaged or has an unknown label, or
@@ -118,7 +123,7 @@ class Glue(SequenceClassification):
         wanted = (split or "dev").replace("validation", "dev")
         wanted = self._subset.dev if wanted == "dev" else wanted
         if data is None:
-            name, source, rows = wanted, HUB_DATASET, self._hub_rows(wanted)
+            name, source, rows = wanted, HUB_DATASET, self._hub_rows(wanted, streaming)
         else:
             source = self._find(Path(data), wanted, explicit=split is not None)
             name, rows = source.stem, self._file_rows(source)
@@ -179,9 +184,9 @@ class Glue(SequenceClassification):
                 raise ApproxError(f"{path}, line {number}: {error}", Exit.UNAVAILABLE) from None
             yield _inputs([cells[column] for column in columns]), label
 
-    def _hub_rows(self, split: str) -> Iterator[tuple[dict[str, Any], int | float]]:
+    def _hub_rows(self, split: str, streaming: bool) -> Iterator[tuple[dict[str, Any], int | float]]:
         hub_split = split.replace("dev", "validation")
-        for row in load_rows(HUB_DATASET, self._subset.hub, hub_split):
+        for row in read_rows(HUB_DATASET, self._subset.hub, hub_split, streaming):
             if row["label"] == -1:
                 raise ApproxError(
                     f"{self.name}: the split '{split}' of {HUB_DATASET} has no labels; use dev or train.",

@@ -57,6 +57,16 @@ def load_rows(dataset: str, config: str, split: str, *, streaming: bool = False)
         settings.HF_HUB_OFFLINE = offline
 
 
+def read_rows(dataset: str, config: str, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
+    """The rows of a split of a hub dataset, one by one; streamed, no more is downloaded than what is read.
+
+    Raises:
+        ApproxError: as `load_rows` and `streamed` do.
+    """
+    rows = load_rows(dataset, config, split, streaming=streaming)
+    yield from streamed(rows, dataset) if streaming else rows
+
+
 def streamed(rows: Any, dataset: str) -> Iterator[dict[str, Any]]:
     """The rows of a dataset that is downloaded while it is read.
 

@@ -65,7 +65,9 @@ class ListOps(SequenceClassification):
         self._brackets = brackets
         self._seed = whole_setting(self.name, "seed", seed, 0)
 
-    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+    def load(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> Split:
         """Generate a split (`test`, the default, `val` or `train`), or read one.
 
         Args:

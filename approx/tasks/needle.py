@@ -61,7 +61,9 @@ class Needle(SequenceClassification):
         whole_setting(self.name, "seed", seed, 0)
         self.length, self.size, self.needles, self.seed = length, examples, needles, seed
 
-    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+    def load(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> Split:
         """Generate a split: `dev` (the default) or `train`; the classes of its rows take turns.
 
         Raises:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
-from approx.tasks.hub import load_rows
+from approx.tasks.hub import read_rows
 from approx.tasks.padding import padded
 from approx.tasks.settings import names_setting, number_setting, whole_setting
 from approx.tasks.task import Encoding, Example, Split, Task
@@ -48,6 +48,7 @@ class Squad(Task):
 
     head: ClassVar[str] = "question-answering"
     metrics = ("answer_f1", "exact_match")
+    dataset: str
     windowed: ClassVar[bool] = True
 
     def __init__(
@@ -62,6 +63,7 @@ class Squad(Task):
         articles: Sequence[str] | None = None,
     ) -> None:
         self.name = "squad" if version == 1 else "squad_v2"
+        self.dataset = f"rajpurkar/{self.name}"
         self._version = version
         self._window = whole_setting(self.name, "window", window, 16)
         self._stride = whole_setting(self.name, "stride", stride, 0, window - 1)
@@ -70,13 +72,16 @@ class Squad(Task):
         self._margin = number_setting(self.name, "no_answer_margin", no_answer_margin, -math.inf, math.inf)
         self._articles = None if articles is None else names_setting(self.name, "articles", articles)
 
-    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+    def load(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> Split:
         """Load a split, `dev` unless `train` is asked for.
 
         Args:
             data: The JSON file or its folder; None means the hub dataset, whose rows carry no articles' order.
             split: `dev` or `train`.
             limit: Keep the first `limit` questions.
+            streaming: Read the hub dataset as it is downloaded, up to the limit.
 
         Raises:
             ApproxError: if there is no such file or dataset, it is damaged, or no question is left.
@@ -85,12 +90,15 @@ class Squad(Task):
             whole_setting(self.name, "limit", limit, 1)
         wanted = (split or "dev").replace("validation", "dev")
         if data is None:
-            name, rows = wanted, self._hub_rows(wanted)
+            name, rows = wanted, self._hub_rows(wanted, streaming)
         else:
             source = self._find(Path(data), wanted)
             name, rows = source.stem, self._file_rows(source)
         kept, titles, total = [], set(), 0
         for title, example in rows:
+            # The row behind the last one that is kept shows that there are more.
+            if limit is not None and total > len(kept) == limit and titles.issuperset(self._articles or ()):
+                break
             titles.add(title)
             total += 1
             if (self._articles is None or title in self._articles) and (limit is None or len(kept) < limit):
@@ -141,13 +149,16 @@ class Squad(Task):
                 Exit.UNAVAILABLE,
             ) from None
 
-    def _hub_rows(self, split: str) -> Iterator[tuple[str, Example]]:
+    def _hub_rows(self, split: str, streaming: bool) -> Iterator[tuple[str, Example]]:
         if split not in _SPLITS:
             raise ApproxError(f"Unknown split '{split}' of the task '{self.name}'. Known: {', '.join(_SPLITS)}.")
-        dataset, config = ("squad", "plain_text") if self._version == 1 else ("squad_v2", "squad_v2")
-        for row in load_rows(f"rajpurkar/{dataset}", config, split.replace("dev", "validation")):
+        config = "plain_text" if self._version == 1 else "squad_v2"
+        for row in read_rows(self.dataset, config, split.replace("dev", "validation"), streaming):
             texts = row["answers"]["text"]
-            yield row["title"], self._example(row, row["context"], texts, self._version == 2 and not texts, dataset)
+            yield (
+                row["title"],
+                self._example(row, row["context"], texts, self._version == 2 and not texts, self.dataset),
+            )
 
     def _example(self, asked: dict[str, Any], context: str, texts: list[str], impossible: bool, place: str) -> Example:
         if not texts and not impossible:

@@ -70,6 +70,8 @@ class Task(ABC):
     """The head a model needs: `sequence-classification`."""
     metrics: tuple[str, ...]
     """Names in `approx.tasks.metrics.METRICS`; the first is the one that is compared."""
+    dataset: str | None = None
+    """Its dataset on the hub; None where examples are generated or come from files alone."""
     labels: tuple[str, ...] = ()
     """Names of the classes in the order of their indices; empty for regression."""
     slice_metric: str | None = None
@@ -82,7 +84,9 @@ class Task(ABC):
     """The main input of the models that it is for, by transformers' name."""
 
     @abstractmethod
-    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+    def load(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> Split:
         """Load a split.
 
         Args:
@@ -90,14 +94,18 @@ class Task(ABC):
                 or a seeded generator).
             split: None means the task's default, the one its score is usually told on.
             limit: Keep the first `limit` rows.
+            streaming: Read a hub dataset as it is downloaded, keep nothing of it and stop at the limit, instead of
+                downloading all of its splits into the cache; the examples are the same. Nothing to all other sources.
 
         Raises:
             ApproxError: if nothing is found, a row is damaged or unlabelled, or no row is left.
         """
 
-    def examples(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> list[Example]:
+    def examples(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> list[Example]:
         """Return the examples of `load`, for those who need no more than these."""
-        return self.load(data, split, limit).examples
+        return self.load(data, split, limit, streaming=streaming).examples
 
     @abstractmethod
     def check(self, model: Any) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from approx.errors import ApproxError, Exit
-from approx.tasks.hub import load_rows
+from approx.tasks.hub import read_rows
 from approx.tasks.padding import padded
 from approx.tasks.settings import whole_setting
 from approx.tasks.task import Encoding, Example, Split, Task, doubling
@@ -27,12 +27,15 @@ class Text(Task):
     """A text, cut between words into stretches of about so many characters; each stretch is an example."""
 
     metrics: tuple[str, ...]
+    dataset = _HUB_DATASET
     windowed: ClassVar[bool] = True
 
     def __init__(self, stretch: int = 2000) -> None:
         self._stretch = whole_setting(self.name, "stretch", stretch, 1)
 
-    def load(self, data: Path | None = None, split: str | None = None, limit: int | None = None) -> Split:
+    def load(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> Split:
         """Load a text, `test` of wikitext-2 unless another is asked for.
 
         Args:
@@ -40,6 +43,7 @@ class Text(Task):
                 means wikitext-2 on the hub.
             split: Its name.
             limit: Keep the first `limit` stretches.
+            streaming: Read the hub dataset as it is downloaded, until there are enough stretches.
 
         Raises:
             ApproxError: if there is no such file or dataset, or it holds no words.
@@ -48,7 +52,7 @@ class Text(Task):
             whole_setting(self.name, "limit", limit, 1)
         if data is None:
             name = (split or "test").replace("valid", "validation").replace("validationation", "validation")
-            text = "".join(row["text"] for row in load_rows(_HUB_DATASET, _HUB_CONFIG, name))
+            text = self._beginning(read_rows(_HUB_DATASET, _HUB_CONFIG, name, streaming), limit)
         else:
             path = self._find(Path(data), split)
             name, text = path.name.partition(".")[0], _read(path)
@@ -57,6 +61,19 @@ class Text(Task):
             raise ApproxError(f"{self.name}: 0 words in {data or _HUB_DATASET}.", Exit.UNAVAILABLE)
         kept = list(islice(stretches, limit))
         return Split(name, kept, subset=len(kept) < len(stretches))
+
+    def _beginning(self, rows: Iterator[dict[str, Any]], limit: int | None) -> str:
+        """As much of a text in rows as holds more stretches than the limit."""
+        text = ""
+        looked_at = 0
+        for row in rows:
+            text += row["text"]
+            # Looking at it as often as it has doubled costs no more than looking twice at the end.
+            if limit is not None and len(text) > max(limit * self._stretch, 2 * looked_at):
+                looked_at = len(text)
+                if sum(1 for _ in self._stretches(text, "")) > limit + 1:
+                    break
+        return text
 
     def _find(self, data: Path, split: str | None) -> Path:
         if data.is_file():

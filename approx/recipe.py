@@ -25,6 +25,7 @@ class EvaluateStage:
         data: Folder or file in the official layout; the hub or the task's generator without it.
         split: Which split; the task's own default without it.
         limit: Use only so many examples; the result is then labelled a subset.
+        streaming: Whether a hub dataset is read as it is downloaded, no further than the limit, and not kept.
         batch_size: Inputs per batch, or `auto`: as many as fit, by their length.
         margin: Loss in points that would be acceptable.
         truncate: Whether inputs longer than the positions are cut instead of refused.
@@ -35,6 +36,7 @@ class EvaluateStage:
     data: str | None = None
     split: str | None = None
     limit: int | None = None
+    streaming: bool = field(default=False, kw_only=True)
     batch_size: int | typing.Literal["auto"] = 32
     margin: float = 1.0
     truncate: bool = False

@@ -53,6 +53,14 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Use the first so many examples; a subset is labelled so.", rich_help_panel="Task"),
     ] = None,
+    streaming: Annotated[
+        bool,
+        typer.Option(
+            "--streaming",
+            help="Read a hub dataset while it is downloaded, no further than --limit, and keep none of it.",
+            rich_help_panel="Task",
+        ),
+    ] = False,
     set_: options.TaskSettings = None,
     truncate: Annotated[
         bool,
@@ -93,8 +101,8 @@ def evaluate(
         options.check_output(file, force)
     with terminal.progress() as bar:
         made = stages.evaluate(
-            model, task, against=against, data=data, split=split, limit=limit, settings=options.read_settings(set_),
-            truncate=truncate, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, device=device,
+            model, task, against=against, data=data, split=split, limit=limit, streaming=streaming,
+            settings=options.read_settings(set_), truncate=truncate, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, device=device,
             dtype=dtype, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
     if not processes.leads():

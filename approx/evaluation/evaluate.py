@@ -35,6 +35,7 @@ def evaluate(
     data: Path | None = None,
     split: str | None = None,
     limit: int | None = None,
+    streaming: bool = False,
     batch_size: int | None = 32,
     max_length: int | None = None,
     truncate: bool = False,
@@ -55,6 +56,7 @@ def evaluate(
         data: Local files in the task's official layout; None means its own source.
         split: None means the task's default.
         limit: Keep the first `limit` examples.
+        streaming: Read the task's hub dataset as it is downloaded, no further than the limit.
         batch_size: Inputs a batch; None chooses by their length, and halves batches for which memory does not suffice.
         max_length: Read no more tokens than this; None means as many as the positions allow.
         truncate: Cut longer examples and count them, instead of refusing.
@@ -76,7 +78,7 @@ def evaluate(
     for subject in models:
         with _named(subject):
             task.check(subject.model)
-    loaded = task.load(data, split, limit)
+    loaded = task.load(data, split, limit, streaming=streaming)
     prepared = prepare(models, task, loaded, batch_size=batch_size, max_length=max_length, truncate=truncate)
     examples, rows = loaded.examples, len(prepared.encodings)
     total = rows * len(models)

@@ -22,7 +22,7 @@ from approx.evaluation.ledger import default_folder
 from approx.evaluation.stream import sound_inputs, text_inputs
 from approx.pipeline.identity import identity
 from approx.recipe import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
-from approx.tasks import open_task
+from approx.tasks import Task, open_task
 from approx.tasks.metrics import METRICS
 
 Progress = Callable[[str, int, int], None]
@@ -73,15 +73,28 @@ def under_exact_attention(converted: checkpoint.Checkpoint) -> checkpoint.Checkp
     return dataclasses.replace(converted, source=stock)
 
 
+def task_of(stage: EvaluateStage) -> Task:
+    """The task of a stage.
+
+    Raises:
+        ApproxError: if there is no such task or setting, or nothing that could be streamed.
+    """
+    task = open_task(stage.task, **stage.settings)
+    if stage.streaming and (stage.data is not None or task.dataset is None):
+        source = f"come from {stage.data}" if stage.data else "are generated, or come from files"
+        raise ApproxError(f"Streaming was asked for, but the examples of {task.name} {source}. Leave it out.")
+    return task
+
+
 def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> None:
     """Check that a checkpoint can do a task on its data, without running it.
 
     Raises:
         ApproxError: if head, labels, data, tokenizer or lengths do not fit.
     """
-    task = open_task(stage.task, **stage.settings)
+    task = task_of(stage)
     task.check(base.model)
-    split = task.load(_path(stage.data), stage.split, stage.limit)
+    split = task.load(_path(stage.data), stage.split, stage.limit, streaming=stage.streaming)
     subject = Subject(BASE, base.model, checkpoint.processor(base.source))
     prepare([subject], task, split, batch_size=batch_size(stage), truncate=stage.truncate)
 
@@ -108,13 +121,14 @@ def measure_quality(
         label: Subject(label, one.model, checkpoint.processor(one.source), identity(one))
         for label, one in opened.items()
     }
-    task = open_task(stage.task, **stage.settings)
+    task = task_of(stage)
     return evaluate(
         subjects,
         task,
         data=_path(stage.data),
         split=stage.split,
         limit=stage.limit,
+        streaming=stage.streaming,
         batch_size=batch_size(stage),
         margin=stage.margin / (100 if METRICS[task.metrics[0]].fraction else 1),
         truncate=stage.truncate,
@@ -253,7 +267,7 @@ def _input_maker(
             "of input, or without one.",
             Exit.UNSUPPORTED,
         )
-    examples = task.examples(_path(texts.data), texts.split, texts.limit)
+    examples = task.examples(_path(texts.data), texts.split, texts.limit, streaming=texts.streaming)
     if task.input_name == "input_values":
         size = partial(samples, base.config)
         return sound_inputs(task, examples, checkpoint.processor(source), size, base.device, base.dtype)

@@ -6,9 +6,8 @@ from approx.conversion import checkpoint
 from approx.conversion.anatomy import Anatomy, anatomy
 from approx.conversion.plan import Plan
 from approx.errors import ApproxError, Exit
-from approx.pipeline.measure import choose_device
+from approx.pipeline.measure import choose_device, task_of
 from approx.recipe import BenchStage, EvaluateStage, Recipe
-from approx.tasks import open_task
 
 
 def check(recipe: Recipe, *, offline: bool) -> dict[str, Plan]:
@@ -69,7 +68,7 @@ def _facts(recipe: Recipe, offline: bool) -> Anatomy:
 def _task_mistakes(stage: EvaluateStage) -> list[ApproxError]:
     found = []
     try:
-        open_task(stage.task, **stage.settings)
+        task_of(stage)
     except ApproxError as error:
         found.append(error)
     if stage.data is not None and not Path(stage.data).exists():

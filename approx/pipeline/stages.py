@@ -14,6 +14,7 @@ from approx.pipeline.measure import (
     measure_speed,
     open_all,
     silent,
+    task_of,
     under_exact_attention,
 )
 from approx.recipe import BASE, CEILING, BenchStage, EvaluateStage
@@ -108,6 +109,7 @@ def evaluate(
     data: str | None = None,
     split: str | None = None,
     limit: int | None = None,
+    streaming: bool = False,
     settings: dict[str, Any] | None = None,
     truncate: bool = False,
     margin: float = 1.0,
@@ -131,6 +133,7 @@ def evaluate(
         data: The task's files in their official layout; its own source without them.
         split: The task's own default without it.
         limit: Use the first so many examples.
+        streaming: Whether a hub dataset is read as it is downloaded, no further than the limit, and not kept.
         settings: Of the task itself.
         truncate: Whether inputs longer than the positions are cut instead of refused.
         margin: Loss in points that would be acceptable.
@@ -150,9 +153,9 @@ def evaluate(
     Raises:
         ApproxError: if checkpoint, task and data do not go together.
     """
-    stage = EvaluateStage(task, data, split, limit, batch_size, margin, truncate, settings or {})
+    stage = EvaluateStage(task, data, split, limit, batch_size, margin, truncate, settings or {}, streaming=streaming)
     # A mistyped task is told before any weight is loaded.
-    open_task(task, **stage.settings)
+    task_of(stage)
     opened = _opened(name, against, device, dtype, offline)
     quality = measure_quality(opened, stage, seed=seed, outputs=outputs, fresh=fresh, progress=progress)
     return make_record(opened, title=f"{_label(name)} on {task}", seed=seed, command=command, quality=[quality])

@@ -8,12 +8,14 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 
 from approx import yaml_text
 from approx.errors import ApproxError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,9 @@ class Recipe:
     text: str = ""
     mistakes: tuple[str, ...] = ()
 
+    # What stands for a needed key that is missing or wrong, so that the rest can be looked at.
+    EMPTY: ClassVar = {"title": "", "checkpoint": "", "variants": {}}
+
     @property
     def sha256(self) -> str:
         """Of the file's text."""
@@ -112,8 +117,8 @@ CHOICES = {
     "inputs": ("real", "synthetic"),
 }
 _LEAST = {"limit": 1, "batch_size": 1, "lengths": 1, "batches": 1, "max_length": 1}
-_LEAST |= {"rounds": 3, "seconds": 0, "margin": 0, "seed": 0}
-_NOT_IN_THE_FILE = ("text", "mistakes")
+_LEAST |= {"rounds": 3, "seconds": 0, "margin": 0, "seed": 0, "seeds": 0}
+_NOT_IN_THE_FILE = ("text", "mistakes", "points")
 # Stands for a value that was refused, so that its key keeps its default while the rest is looked at.
 _WRONG = object()
 
@@ -130,27 +135,46 @@ def read(path: Path) -> Recipe:
     Raises:
         ApproxError: if there is no such file, or it is no YAML mapping.
     """
+    recipe, data, mistakes = parse(Recipe, path, "recipe")
+    mistakes += loose_ends(recipe, data, "recipe")
+    return dataclasses.replace(recipe, mistakes=tuple(f"{path}: {mistake}" for mistake in mistakes))
+
+
+def parse(kind: type[T], path: Path, what: str) -> tuple[T, dict[str, Any], list[str]]:
+    """Read a file that says what to do.
+
+    Args:
+        kind: The dataclass to make; its `EMPTY` stands for what is missing.
+        path: Of the YAML file.
+        what: What such a file is called: `recipe`.
+
+    Returns:
+        What could be read, with the file's `text`; the plain data; and what is wrong, a sentence each.
+
+    Raises:
+        ApproxError: if there is no such file, or it is no YAML mapping.
+    """
+    called = f"{what.capitalize()} {path}"
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ApproxError(f"Recipe {path} cannot be read: {error.strerror}. Give the path of a YAML file.") from None
+        raise ApproxError(f"{called} cannot be read: {error.strerror}. Give the path of a YAML file.") from None
     except UnicodeDecodeError:
-        raise ApproxError(f"Recipe {path} is not UTF-8 text. Give the path of a YAML file.") from None
+        raise ApproxError(f"{called} is not UTF-8 text. Give the path of a YAML file.") from None
     try:
         data, mistakes = yaml_text.load(text)
     except yaml.YAMLError as error:
-        raise ApproxError(f"Recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ApproxError(f"{called} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise ApproxError(
-            f"Recipe {path} holds no mapping of keys and values, but {_shown(data)}. Its keys are title, checkpoint, variants, …"
+            f"{called} holds no mapping of keys and values, but {shown(data)}. Its keys are title, checkpoint, variants, …"
         )
-    recipe = _make(Recipe, data, "recipe", mistakes)
-    mistakes += _loose_ends(recipe, data)
-    return dataclasses.replace(recipe, text=text, mistakes=tuple(f"{path}: {mistake}" for mistake in mistakes))
+    made = _make(kind, data, what, mistakes)
+    return dataclasses.replace(made, text=text), data, mistakes
 
 
-def find(name: str) -> Path:
-    """The file of a recipe: a path, or the name of one that comes with the package.
+def find(name: str, what: str = "recipe") -> Path:
+    """The file of a recipe, or of a grid: a path, or the name of one that comes with the package.
 
     Raises:
         ApproxError: if there is no such file and no such recipe.
@@ -159,12 +183,13 @@ def find(name: str) -> Path:
         return Path(name)
     # Installed, recipes lie inside the package; in a checkout they lie beside it.
     folders = [Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes"]
-    known = {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+    files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
+    known = {path.stem: path for path in files if path.stem.endswith("-grid") == (what == "grid")}
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean '{close[0]}'?" if close else ""
         raise ApproxError(
-            f"Recipe {name} does not exist.{hint} Give a YAML file, or one of: {', '.join(sorted(known))}."
+            f"{what.capitalize()} {name} does not exist.{hint} Give a YAML file, or one of: {', '.join(sorted(known))}."
         )
     return known[name]
 
@@ -172,7 +197,7 @@ def find(name: str) -> Path:
 def _make(kind: type, data: Any, where: str, mistakes: list[str]) -> Any:
     """An instance of a dataclass from plain data; what is wrong is added to `mistakes` and left out."""
     if not isinstance(data, dict):
-        mistakes.append(f"{where}: a mapping of keys and values is needed, found {_shown(data)}.")
+        mistakes.append(f"{where}: a mapping of keys and values is needed, found {shown(data)}.")
         return _WRONG
     fields = {f.name: f for f in dataclasses.fields(kind) if f.name not in _NOT_IN_THE_FILE}
     hints = typing.get_type_hints(kind)
@@ -190,8 +215,7 @@ def _make(kind: type, data: Any, where: str, mistakes: list[str]) -> Any:
         if name in data:
             values[name] = _value(hints[name], data[name], f"{where}.{name}", mistakes)
     values = {name: value for name, value in values.items() if value is not _WRONG}
-    if kind is Recipe:
-        values = {"title": "", "checkpoint": "", "variants": {}, **values}
+    values = {**getattr(kind, "EMPTY", {}), **values}
     return kind(**values) if needed <= values.keys() else _WRONG
 
 
@@ -203,7 +227,7 @@ def _value(hint: Any, value: Any, where: str, mistakes: list[str]) -> Any:
             return value
         hint = next(kind for kind in kinds if isinstance(kind, type) and kind is not type(None))
         if words and not isinstance(value, hint):
-            mistakes.append(f"{where}: {_words(hint)} or {', '.join(words)} is needed, found {_shown(value)}.")
+            mistakes.append(f"{where}: {_words(hint)} or {', '.join(words)} is needed, found {shown(value)}.")
             return _WRONG
     if typing.get_origin(hint) is list:
         (inner,) = typing.get_args(hint)
@@ -215,7 +239,7 @@ def _value(hint: Any, value: Any, where: str, mistakes: list[str]) -> Any:
         return [item for item in made if item is not _WRONG] or _WRONG
     if typing.get_origin(hint) is dict:
         if not isinstance(value, dict):
-            mistakes.append(f"{where}: a mapping of names is needed, found {_shown(value)}.")
+            mistakes.append(f"{where}: a mapping of names is needed, found {shown(value)}.")
             return _WRONG
         return value
     if dataclasses.is_dataclass(hint):
@@ -228,17 +252,18 @@ def _scalar(hint: type, value: Any, where: str, mistakes: list[str]) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        mistakes.append(f"{where}: {_words(hint)} is needed, found {_shown(value)}.")
+        mistakes.append(f"{where}: {_words(hint)} is needed, found {shown(value)}.")
     elif name in _LEAST and not _LEAST[name] <= value < float("inf"):
-        mistakes.append(f"{where}: a finite number of at least {_LEAST[name]} is needed, found {_shown(value)}.")
+        mistakes.append(f"{where}: a finite number of at least {_LEAST[name]} is needed, found {shown(value)}.")
     elif name in CHOICES and value not in CHOICES[name]:
-        mistakes.append(f"{where}: one of {', '.join(CHOICES[name])} is needed, found {_shown(value)}.")
+        mistakes.append(f"{where}: one of {', '.join(CHOICES[name])} is needed, found {shown(value)}.")
     else:
         return value
     return _WRONG
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in a message, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -247,25 +272,26 @@ def _words(hint: type) -> str:
     return {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[hint]
 
 
-def _loose_ends(recipe: Recipe, data: dict[str, Any]) -> list[str]:
+def loose_ends(made: Any, data: dict[str, Any], what: str) -> list[str]:
+    """What is wrong with a recipe or a grid as a whole: names of variants, nothing to measure."""
     mistakes = []
     if not data.get("variants", True):
-        mistakes.append("recipe.variants: at least one variant is needed, e.g. {linear: {mechanism: linear}}.")
+        mistakes.append(f"{what}.variants: at least one variant is needed, e.g. {{linear: {{mechanism: linear}}}}.")
     slugs: dict[str, str] = {}
-    for name in recipe.variants:
+    for name in made.variants:
         if not isinstance(name, str):
-            mistakes.append(f"recipe.variants: names are texts, found {name!r}. Put it in quotes.")
+            mistakes.append(f"{what}.variants: names are texts, found {name!r}. Put it in quotes.")
         elif name in (BASE, CEILING):
-            mistakes.append(f"recipe.variants: '{name}' is the name of a line of every report. Choose another name.")
+            mistakes.append(f"{what}.variants: '{name}' is the name of a line of every report. Choose another name.")
         elif slug(name) in slugs:
-            mistakes.append(f"recipe.variants: '{name}' and '{slugs[slug(name)]}' would share a folder. Rename one.")
+            mistakes.append(f"{what}.variants: '{name}' and '{slugs[slug(name)]}' would share a folder. Rename one.")
         else:
             slugs[slug(name)] = name
     # Of the file, not of what could be read of it: a mistake is told once.
     if not data.get("evaluate") and not data.get("bench"):
-        mistakes.append("recipe: nothing is measured. Add 'evaluate', 'bench' or both.")
-    if any(stage.inputs == "real" for stage in recipe.bench) and not data.get("evaluate"):
-        mistakes.append("recipe.bench: real inputs are texts of a task. Add 'evaluate', or set 'inputs: synthetic'.")
+        mistakes.append(f"{what}: nothing is measured. Add 'evaluate', 'bench' or both.")
+    if any(stage.inputs == "real" for stage in made.bench) and not data.get("evaluate"):
+        mistakes.append(f"{what}.bench: real inputs are texts of a task. Add 'evaluate', or set 'inputs: synthetic'.")
     return mistakes
 
 

@@ -33,8 +33,9 @@ MAY_IMPORT = {
     "approx.publishing.push": "approx.errors approx.version approx.evaluation.record approx.publishing"
     " approx.conversion.export",
     "approx.recipe": "approx.errors approx.yaml_text",
+    "approx.grid": "approx.recipe",
     "approx.search": "approx.errors approx.conversion approx.evaluation",
-    "approx.pipeline": "approx.errors approx.version approx.recipe approx.search approx.publishing approx.evaluation"
+    "approx.pipeline": "approx.errors approx.version approx.recipe approx.grid approx.search approx.publishing approx.evaluation"
     " approx.finetuning approx.conversion approx.patterns approx.tasks",
     "approx.cli": "approx",
     "approx": "approx",
@@ -46,6 +47,7 @@ WITHOUT_TORCH = (
     "approx.evaluation.record",
     "approx.evaluation.statistics",
     "approx.recipe",
+    "approx.grid",
     "approx.errors",
 )
 # These are copied into converted checkpoints, where only torch is certain to be there; triton is optional.

@@ -124,16 +124,18 @@ def read_plan(
     return Plan.read(file)
 
 
-def read_settings(settings: list[str] | None) -> dict[str, Any]:
+def read_settings(settings: list[str] | None, option: str = "--set") -> dict[str, Any]:
     """Read `name=value` pairs; values are read as YAML, so numbers, true and false are what they look like."""
     read: dict[str, Any] = {}
     for text in settings or []:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise ApproxError(f"'--set {text}' was given; the form is --set name=value, e.g. --set clusters=25.")
+            raise ApproxError(
+                f"'{option} {text}' was given; the form is {option} name=value, e.g. {option} clusters=25."
+            )
         setting = name.strip().replace("-", "_")
         if setting in read:
-            raise ApproxError(f"'--set {name}=…' was given twice. Give it once.")
+            raise ApproxError(f"'{option} {name}=…' was given twice. Give it once.")
         try:
             read[setting], _ = yaml_text.load(value)
         except yaml.YAMLError:

@@ -10,6 +10,26 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+def write_whole(path: Path, text: str, writer: str = "") -> None:
+    """Write a file so that it is there whole or not at all.
+
+    Args:
+        path: The file; its folder is made.
+        text: What it holds.
+        writer: Names this process, where several may write the same file at once.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}{writer}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 class Journal:
     """Results of finished stages in a folder, each written whole.
 
@@ -35,13 +55,7 @@ class Journal:
         if kept is not None and (product is None or product.exists()):
             return kept["result"]
         result = make()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump({"key": self.key, "result": result}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_whole(path, json.dumps({"key": self.key, "result": result}))
         return result
 
     def _read(self, path: Path) -> dict[str, Any] | None:

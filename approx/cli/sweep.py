@@ -1,0 +1,104 @@
+"""The command that goes through a grid: sweep."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from approx.cli import options
+from approx.cli.command import command, typed_command
+from approx.cli.terminal import Terminal, table
+from approx.errors import ApproxError, Exit
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands of this file to the app."""
+    command(
+        app,
+        "Measure",
+        "approx sweep needle-grid --dry-run",
+        "approx sweep grid.yaml --jobs 4 -o runs/grid",
+        "approx sweep grid.yaml --executor submitit --set-executor slurm_partition=cpu --set-executor cpus_per_task=8",
+        interrupted="Interrupted. Finished cells are kept: the same command goes on with the missing ones.",
+    )(sweep)
+
+
+def sweep(
+    terminal: Terminal,
+    grid: Annotated[
+        str,
+        typer.Argument(
+            help="A YAML file, or the name of a grid that comes with the package, e.g. needle-grid.", show_default=False
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of the sweep; runs/NAME without it.")
+    ] = None,
+    executor: Annotated[
+        str,
+        typer.Option(help="local (processes of this machine), submitit (SLURM) or ray.", rich_help_panel="Machine"),
+    ] = "local",
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Cells at once, which share the cores; what is timed is alone.", rich_help_panel="Machine"
+        ),
+    ] = None,
+    set_executor: Annotated[
+        list[str] | None,
+        typer.Option(help="An option of the cluster, e.g. timeout_min=60; may be repeated.", rich_help_panel="Machine"),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the cells and which of them are missing; compute nothing.")
+    ] = False,
+    offline: options.Offline = False,
+) -> None:
+    """Compare the plans of a grid on its tasks, over seeds; a cell is never computed twice.
+
+    A grid is a recipe whose variants list values:
+
+    variants: {clustered: {mechanism: improved-clustered, settings: {topk: 32}, grid: {clusters: [25, 100]}}}
+    """
+    from approx import grid as grids
+    from approx import recipe as recipes
+    from approx.pipeline import sweep as stage
+    from approx.pipeline.executors import choose
+
+    path = recipes.find(grid, "grid")
+    read = grids.read(path)
+    folder = output or Path("runs") / path.stem
+    shop = stage.workshop(read, folder, offline=offline, command=typed_command())
+    chosen = choose(
+        executor, jobs=jobs, options=options.read_settings(set_executor, "--set-executor"), folder=shop.out / "jobs"
+    )
+    with terminal.progress() as bar:
+        cells = stage.cells(read, offline=offline, progress=bar)
+        if not dry_run:
+            made = stage.sweep(read, shop, cells, chosen, progress=bar)
+    if dry_run:
+        _list(terminal, cells, [shop.state(cell) for cell in cells])
+        return
+    for one in made["failed"]:
+        terminal.note(f"Failed: {one['title']}: {one['error']}")
+    shown = [table(one["columns"], one["rows"], title=one["title"]) for one in made["tables"]]
+    files = [f"Tables: {folder / 'sweep.md'}, sweep.csv and sweep.json", f"Records: {folder / 'records'}"]
+    terminal.result(
+        {key: value for key, value in made.items() if key != "tables"},
+        *([read.notice] if read.notice else []),
+        *shown,
+        f"{made['computed']} of {len({cell.key for cell in cells})} cells were computed, the others were there.",
+        *files,
+    )
+    if made["failed"]:
+        count, codes = len(made["failed"]), [one["exit_code"] for one in made["failed"]]
+        raise ApproxError(
+            f"{count} cell{'s' if count > 1 else ''} failed: {made['failed'][0]['error']} The same command tries again.",
+            Exit(min(codes)),
+        )
+
+
+def _list(terminal: Terminal, cells: list[Any], states: list[str]) -> None:
+    rows = [[state, cell.title, cell.key[:16]] for cell, state in zip(cells, states, strict=True)]
+    counted = ", ".join(f"{states.count(state)} {state}" for state in ("done", "failed", "missing") if state in states)
+    listed = [{"state": state, "cell": cell.title, "key": cell.key} for cell, state in zip(cells, states, strict=True)]
+    terminal.result({"cells": listed}, table(["state", "cell", "key"], rows), f"{len(cells)} cells: {counted}")

@@ -1,0 +1,87 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from approx.errors import ApproxError, Exit
+from approx.pipeline.executors import Submitit, choose
+from tiny_work import work
+
+
+def collected(executor, items, **more) -> dict:
+    return dict(executor.map(work, items, **more))
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """The tests' folder, for processes that are not told this one's path."""
+    places = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
+
+
+def test_here_an_item_that_kills_its_process_or_fails_costs_no_other(tmp_path):
+    executor = choose("local", jobs=2, options={}, folder=tmp_path)
+    found = collected(executor, ["a", "dies", "b", "fails"])
+    assert [found[item][0] for item in ("a", "b")] == ["a", "b"]
+    assert os.getpid() not in {found[item][2] for item in ("a", "b")}
+    assert isinstance(found["dies"], ApproxError)
+    assert "Its process died" in str(found["dies"])
+    assert str(found["fails"]) == "it fails"
+
+
+def test_here_what_is_timed_is_alone_with_all_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    executor = choose("local", jobs=4, options={}, folder=tmp_path)
+    together, alone = collected(executor, list("abcd")), collected(executor, ["a", "b"], alone=True)
+    assert {found[1] for found in together.values()} == {2}
+    assert {found[1] for found in alone.values()} == {8}
+    assert len({found[2] for found in alone.values()}) == 1
+
+
+def test_whoever_stops_early_leaves_no_process(tmp_path):
+    import multiprocessing
+
+    before = set(multiprocessing.active_children())
+    results = choose("local", jobs=1, options={}, folder=tmp_path).map(work, ["a", "b", "c"])
+    next(results)
+    results.close()  # type: ignore[attr-defined]  # a generator
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_submitit_runs_jobs_and_tells_of_those_that_were_lost(tmp_path):
+    pytest.importorskip("submitit")
+    executor = choose("submitit", jobs=2, options={"cluster": "local", "timeout_min": 5}, folder=tmp_path / "jobs")
+    found = collected(executor, ["a", "fails"])
+    assert found["a"][:2] == ("a", max(1, torch.get_num_threads() // 2))
+    assert "it fails" in str(found["fails"])
+
+
+def test_ray_runs_tasks_and_tells_of_those_that_were_lost(tmp_path):
+    pytest.importorskip("ray")
+    found = collected(choose("ray", jobs=1, options={}, folder=tmp_path), ["a", "fails"])
+    assert found["a"][0] == "a"
+    assert "it fails" in str(found["fails"])
+
+
+def test_what_cannot_be_chosen_is_refused(tmp_path, monkeypatch):
+    def refused(name: str, **options) -> tuple[int, str]:
+        with pytest.raises(ApproxError) as caught:
+            collected(choose(name, jobs=None, options=options, folder=tmp_path), ["a"])
+        return caught.value.exit_code, str(caught.value)
+
+    assert "allowed are local, submitit, ray" in refused("slurm")[1]
+    assert "local takes --jobs only" in refused("local", slurm_partition="cpu")[1]
+    monkeypatch.setattr("approx.pipeline.executors.find_spec", lambda name: None)
+    code, text = refused("ray")
+    assert (code, "pip install 'ray'" in text) == (Exit.MISSING, True)
+
+
+def test_submitit_without_slurm_or_with_a_mistyped_option_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ApproxError, match="there is no sbatch here") as caught:
+        collected(Submitit(None, {}, tmp_path), ["a"])
+    assert caught.value.exit_code == Exit.MISSING
+    with pytest.raises(ApproxError, match=r"--set-executor does not fit submitit: .*partitoin"):
+        collected(Submitit(None, {"cluster": "local", "slurm_partitoin": "cpu"}, tmp_path), ["a"])

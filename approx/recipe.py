@@ -8,14 +8,12 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import yaml
 
 from approx import yaml_text
 from approx.errors import ApproxError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class EvaluateStage:
         margin: Loss in points that would be acceptable.
         truncate: Whether inputs longer than the positions are cut instead of refused.
         settings: Of the task itself, e.g. the length of generated documents.
+        seeds: How many draws of each variant's mechanisms are scored, its own first.
     """
 
     task: str
@@ -43,6 +42,7 @@ class EvaluateStage:
     margin: float = 1.0
     truncate: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    seeds: int = 1
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ class Recipe:
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` (what the checkpoint says), `float32`, `bfloat16` or `float16`.
         text: The file as it was read.
-        mistakes: What is wrong with the file, a sentence each. `run` refuses such a recipe, and tells them together with
-            what only shows when the recipe meets the checkpoint.
+        mistakes: What is wrong with the file, a sentence each; `run` refuses it, and tells what the checkpoint adds.
     """
 
     title: str
@@ -99,8 +98,7 @@ class Recipe:
     text: str = ""
     mistakes: tuple[str, ...] = ()
 
-    # What stands for a needed key that is missing or wrong, so that the rest can be looked at.
-    EMPTY: ClassVar = {"title": "", "checkpoint": "", "variants": {}}
+    EMPTY: ClassVar = {"title": "", "checkpoint": "", "variants": {}}  # for needed keys that are missing or wrong
 
     @property
     def sha256(self) -> str:
@@ -140,8 +138,8 @@ def read(path: Path) -> Recipe:
     return dataclasses.replace(recipe, mistakes=tuple(f"{path}: {mistake}" for mistake in mistakes))
 
 
-def parse(kind: type[T], path: Path, what: str) -> tuple[T, dict[str, Any], list[str]]:
-    """Read a file that says what to do.
+def parse(kind: type, path: Path, what: str) -> tuple[Any, dict[str, Any], list[str]]:
+    """Read a file that says what to do, a recipe or another.
 
     Args:
         kind: The dataclass to make; its `EMPTY` stands for what is missing.
@@ -149,7 +147,7 @@ def parse(kind: type[T], path: Path, what: str) -> tuple[T, dict[str, Any], list
         what: What such a file is called: `recipe`.
 
     Returns:
-        What could be read, with the file's `text`; the plain data; and what is wrong, a sentence each.
+        What could be read, the plain data, and what is wrong, a sentence each.
 
     Raises:
         ApproxError: if there is no such file, or it is no YAML mapping.
@@ -169,8 +167,7 @@ def parse(kind: type[T], path: Path, what: str) -> tuple[T, dict[str, Any], list
         raise ApproxError(
             f"{called} holds no mapping of keys and values, but {shown(data)}. Its keys are title, checkpoint, variants, …"
         )
-    made = _make(kind, data, what, mistakes)
-    return dataclasses.replace(made, text=text), data, mistakes
+    return dataclasses.replace(_make(kind, data, what, mistakes), text=text), data, mistakes
 
 
 def find(name: str, what: str = "recipe") -> Path:

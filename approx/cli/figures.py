@@ -26,6 +26,7 @@ def quality_table(entry: dict[str, Any]) -> Table:
             "",
             _interval(entry["base"]["interval"], scale, digits + 1),
             "",
+            "",
         ]
     ]
     for row in entry["variants"]:
@@ -37,10 +38,13 @@ def quality_table(entry: dict[str, Any]) -> Table:
                 f"{scale * row['difference']:+.{digits}f}",
                 _interval(row["interval"], scale, digits + 1),
                 row["verdict"] + needed,
+                _p_value(row.get("p_adjusted")),
             ]
         )
+        if row.get("seeds"):
+            rows.append([*_over_seeds(row, scale, digits), "", ""])
     return table(
-        ["", f"{metric} %" if fraction else metric, "difference", "95 %", "verdict"],
+        ["", f"{metric} %" if fraction else metric, "difference", "95 %", "verdict", "p (Holm)"],
         rows,
         title="; ".join(
             [f"{entry['task']}, {entry['split']}: {entry['examples']} examples{subset}{cut}", *entry.get("notes", ())]
@@ -79,6 +83,21 @@ def _speed_rows(entry: dict[str, Any]) -> Iterator[list[str] | None]:
             row["status"] if row["status"] != "ok" else _VERDICTS.get(verdict, verdict),
         ]
     yield None
+
+
+def _over_seeds(row: dict[str, Any], scale: float, digits: int) -> list[str]:
+    """A row of its own: mean and standard deviation over the draws of a variant, and the lowest and highest score."""
+    drawn = row["seeds"]
+    if not drawn["scores"]:
+        return [f"{row['name']}, any seed", "draws nothing", "", ""]
+    spread = "" if drawn["sd"] is None else f" ± {scale * drawn['sd']:.{digits}f}"
+    between = [drawn["low"], drawn["high"]]
+    score = _score(drawn["mean"], scale) + spread
+    return [f"{row['name']}, {len(drawn['scores'])} seeds", score, "", _interval(between, scale, digits)]
+
+
+def _p_value(value: float | None) -> str:
+    return "" if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _score(score: float, scale: float) -> str:

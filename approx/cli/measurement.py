@@ -72,6 +72,12 @@ def evaluate(
     fail_over: Annotated[
         bool, typer.Option("--fail-over", help="Exit with 7 if the loss is beyond the margin.")
     ] = False,
+    seeds: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Score so many draws of the mechanisms, the checkpoint's own first; one row says how they vary."
+        ),
+    ] = 1,
     output: options.Record = None,
     force: options.Force = False,
     batch_size: Annotated[
@@ -102,7 +108,7 @@ def evaluate(
     with terminal.progress() as bar:
         made = stages.evaluate(
             model, task, against=against, data=data, split=split, limit=limit, streaming=streaming,
-            settings=options.read_settings(set_), truncate=truncate, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, device=device,
+            settings=options.read_settings(set_), truncate=truncate, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
             dtype=dtype, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
     if not processes.leads():

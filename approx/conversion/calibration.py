@@ -1,6 +1,6 @@
 """One forward pass over a calibration batch, in which mechanisms are fitted to what reaches them and their damage is seen."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,17 +21,19 @@ def mechanisms(model: Any) -> list[Mechanism]:
     ]
 
 
-def calibrate(model: Any, inputs: dict[str, Tensor] | None) -> None:
+def calibrate(model: Any, inputs: dict[str, Tensor] | None, only: Collection[Mechanism] | None = None) -> None:
     """Fit each mechanism that needs it, just before it runs, so that it sees what the fitted layers below it give.
 
     Args:
         model: A converted model.
         inputs: A calibration batch; None will do if no mechanism needs one.
+        only: Leave all but these as they are.
 
     Raises:
         ApproxError: if a mechanism needs a batch and there is none, or the batch does not reach it.
     """
-    waiting = {mechanism for mechanism in mechanisms(model) if mechanism.needs_calibration}
+    chosen = mechanisms(model) if only is None else only
+    waiting = {mechanism for mechanism in chosen if mechanism.needs_calibration}
     if not waiting:
         return
     if inputs is None:

@@ -5,8 +5,10 @@ What was converted how is not known here; whoever has models and a task can comp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count as numbers
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -18,7 +20,7 @@ from approx.evaluation import processes
 from approx.evaluation.inputs import Prepared, Subject, prepare
 from approx.evaluation.ledger import Ledger, fingerprint
 from approx.evaluation.memory import is_out_of_memory
-from approx.evaluation.quality import compare
+from approx.evaluation.quality import compare, over_seeds
 from approx.evaluation.record import write_outputs
 from approx.tasks.task import Encoding, Task
 
@@ -41,6 +43,7 @@ def evaluate(
     truncate: bool = False,
     margin: float = 0.005,
     seed: int = 0,
+    seeds: int = 1,
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
     outputs: Path | None = None,
@@ -62,6 +65,7 @@ def evaluate(
         truncate: Cut longer examples and count them, instead of refusing.
         margin: The loss that is acceptable, as a fraction of the score.
         seed: Of the resampling.
+        seeds: How many draws of each converted model's mechanisms are scored, its own first.
         device: Where the models run; they stay there.
         progress: Told after every batch.
         outputs: Parquet file for the per-example outputs.
@@ -71,8 +75,13 @@ def evaluate(
         One entry of a record's `quality` (see `approx.evaluation.record`).
 
     Raises:
-        ApproxError: if there are no examples, a model does not fit the task or its inputs, or memory ends.
+        ApproxError: if there are no examples, a model does not fit the task or its inputs, memory ends, or margin or seeds
+            are out of range.
     """
+    if not 0 <= margin < math.inf:
+        raise ApproxError(f"A margin of {margin} was asked for; it is the loss that is acceptable, at least 0.")
+    if seeds < 1:
+        raise ApproxError(f"{seeds} seeds were asked for; at least 1 is needed, a variant's own.")
     models = list(subjects.values())
     # Before the data is read, which can take long.
     for subject in models:
@@ -81,19 +90,31 @@ def evaluate(
     loaded = task.load(data, split, limit, streaming=streaming)
     prepared = prepare(models, task, loaded, batch_size=batch_size, max_length=max_length, truncate=truncate)
     examples, rows = loaded.examples, len(prepared.encodings)
-    total = rows * len(models)
-    predictions: dict[str, list[Any]] = {}
-    for index, subject in enumerate(models):
-        done = index * rows
-        advance = (lambda count, done=done: progress(done + count, total)) if progress else None
-        predictions[subject.name] = predict(
-            subject, task, prepared, device=device, advance=advance, kept=kept, halve=batch_size is None
-        )
+    others = [subject for subject in models[1:] if subject.reseeded]
+    total = rows * (len(models) + len(others) * (seeds - 1))
+    turn = numbers()
+
+    def predicted(subject: Subject) -> list[Any]:
+        done = rows * next(turn)
+        advance = (lambda count: progress(done + count, total)) if progress else None
+        return predict(subject, task, prepared, device=device, advance=advance, kept=kept, halve=batch_size is None)
+
+    predictions = {subject.name: predicted(subject) for subject in models}
     labels = [example.label for example in examples]
     if outputs is not None and processes.leads():
         columns = {"id": [example.id for example in examples], "label": labels, "tokens": prepared.lengths}
         columns |= {f"prediction/{name}": found for name, found in predictions.items()}
         write_outputs(outputs, columns)
+    entry = compare(task, examples, prepared.lengths, predictions, margin=margin, seed=seed)
+    if seeds > 1:
+        for subject, variant in zip(models[1:], entry["variants"], strict=True):
+            scores = []
+            if subject.reseeded:
+                scores = [variant["scores"][entry["metric"]]]
+                for raised in range(1, seeds):
+                    with subject.reseeded(raised) as other:
+                        scores.append(task.score(predicted(other), labels, [entry["metric"]])[entry["metric"]])
+            variant["seeds"] = over_seeds(scores)
     return {
         "task": task.name,
         "split": loaded.name,
@@ -102,7 +123,7 @@ def evaluate(
         "truncated": prepared.truncated,
         "notes": list(loaded.notes),
         "tokens": {"median": median_low(prepared.lengths), "longest": max(prepared.lengths)},
-        **compare(task, examples, prepared.lengths, predictions, margin=margin, seed=seed),
+        **entry,
         "outputs": outputs.name if outputs is not None else None,
     }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -27,12 +28,15 @@ class Subject:
         model: A transformers model.
         processor: Its tokenizer.
         identity: A hash of all that its outputs depend on: weights, plan, dtype, code. None keeps no outputs.
+        reseeded: The same with every seed of what it draws raised by a number, as long as the context lasts; None where it
+            draws nothing.
     """
 
     name: str
     model: Any
     processor: Any
     identity: str | None = None
+    reseeded: Callable[[int], AbstractContextManager[Subject]] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,15 +131,15 @@ def prepare(
     return Prepared(split, encodings, owners, lengths, len(long), batches)
 
 
-def _check_tokenizers(subjects: Sequence[Subject], task: Task, probes: Sequence[Example]) -> None:
-    base = subjects[0]
-    for other in subjects[1:]:
-        if other.processor is base.processor:
 def _company(asked: int | None, row: int) -> int:
     # A number that no other row has.
     return -1 - row if asked is None else asked
 
 
+def _check_tokenizers(subjects: Sequence[Subject], task: Task, probes: Sequence[Example]) -> None:
+    base = subjects[0]
+    for other in subjects[1:]:
+        if other.processor is base.processor:
             continue
         for example in probes:
             if task.encode(example, other.processor) != task.encode(example, base.processor):

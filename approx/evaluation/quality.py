@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from approx.evaluation.statistics import (
     accuracy_interval,
     compare_correct,
     compare_scores,
+    holm,
     score_interval,
     verdict,
 )
@@ -43,7 +45,7 @@ def compare(
         seed: Of the bootstrap.
 
     Returns:
-        `metric`, `fraction`, `lower_is_better`, `sliced_by`, `slice_metric`, `base` and `variants` of a quality entry
+        `metric`, `fraction`, `lower_is_better`, `sliced_by`, `slice_metric`, `groups`, `base` and `variants` of a quality entry
         (see `approx.evaluation.record`).
     """
     labels, groups = [example.label for example in examples], _groups(examples)
@@ -58,15 +60,16 @@ def compare(
     variants = []
     for name in others:
         found = _compare(metric, (evidence[base], evidence[name]), (correct[base], correct[name]), groups, seed)
-        low, high = found.interval
-        gain = (-high, -low) if metric.lower_is_better else (low, high)
+        gain = found.interval
+        if gain is not None and metric.lower_is_better:
+            gain = (-gain[1], -gain[0])
         judged, needed = verdict(gain, margin, len(labels))
         variants.append(
             {
                 "name": name,
                 "scores": task.score(predictions[name], labels),
                 "difference": found.difference,
-                "interval": [low, high],
+                "interval": None if found.interval is None else list(found.interval),
                 "confidence": found.confidence,
                 "test": found.test,
                 "p_value": found.p_value,
@@ -83,8 +86,44 @@ def compare(
         "lower_is_better": metric.lower_is_better,
         "sliced_by": task.sliced_by,
         "slice_metric": task.slice_metric or metric.key,
-        "base": {"scores": task.score(predictions[base], labels), "interval": list(interval)},
+        "groups": None if groups is None else int(groups.max()) + 1,
+        "base": {
+            "scores": task.score(predictions[base], labels),
+            "interval": None if interval is None else list(interval),
+        },
         "variants": variants,
+    }
+
+
+def over_tasks(quality: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Quality entries with `p_adjusted` beside each p-value: raised by Holm over the tasks of a variant, null for one task."""
+    found: dict[str, dict[int, float]] = {}
+    for number, task in enumerate(quality):
+        for entry in task["variants"]:
+            found.setdefault(entry["name"], {})[number] = entry["p_value"]
+    adjusted = {
+        name: dict(zip(own, holm(list(own.values())), strict=True)) for name, own in found.items() if len(own) > 1
+    }
+    return [
+        {
+            **task,
+            "variants": [
+                {**entry, "p_adjusted": adjusted.get(entry["name"], {}).get(number)} for entry in task["variants"]
+            ],
+        }
+        for number, task in enumerate(quality)
+    ]
+
+
+def over_seeds(scores: Sequence[float]) -> dict[str, Any]:
+    """What scores say that differ in nothing but what was drawn; none where nothing is drawn."""
+    return {
+        "seeds": list(range(len(scores))),
+        "scores": list(scores),
+        "mean": statistics.fmean(scores) if scores else None,
+        "sd": statistics.stdev(scores) if len(scores) > 1 else None,
+        "low": min(scores, default=None),
+        "high": max(scores, default=None),
     }
 
 
@@ -116,7 +155,7 @@ def _interval(
     correct: list[bool] | None,
     groups: NDArray[np.intp] | None,
     seed: int,
-) -> Interval:
+) -> Interval | None:
     if correct is not None:
         return accuracy_interval(correct)
     return score_interval(lambda rows: metric.total(evidence[rows]), len(evidence), seed=seed, groups=groups)

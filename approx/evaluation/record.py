@@ -15,10 +15,14 @@ never 0 or NaN. Its keys:
     variants     [{name, layers: [{layer, heads (if split), mechanism, settings}], verified: bool, receipt: dict or null}]
     quality      [{task, split, metric, fraction: bool (told in percent and points), lower_is_better: bool, examples,
                    sliced_by: what the bounds of slices count, slice_metric, subset: bool, truncated: examples that were cut,
+                   groups: speakers or documents that are drawn together, null where examples are independent,
                    tokens: {median, longest: int}, notes: [str], what was left out or changed when the examples were read,
-                   base: {scores: {metric: score}, interval},
+                   base: {scores: {metric: score}, interval}; an interval is null where there is one example or group,
                    variants: [{name, scores, difference, interval, confidence, test, p_value, margin, verdict,
+                               p_adjusted: p_value raised by Holm over the tasks of the variant, null if there is one,
                                needed_examples: int or null,
+                               seeds: {seeds: what was added to the seed of each layer, 0 first, scores: of the metric, one
+                                       a seed, mean, sd, low, high}, all empty or null where nothing is drawn; only if asked,
                                slices: [{from, to (excluded), examples, base, converted: scores by slice_metric}]}],
                    outputs: name of the parquet of per-example outputs, beside the record, or null}]
     speed        [{device, dtype, threads, batch, length, mode, inputs: "real" or "synthetic", baseline: the SDPA back end,

@@ -19,8 +19,10 @@ from approx.evaluation import record
 from approx.evaluation.bench import Contender, bench, crossover
 from approx.evaluation.evaluate import Subject, evaluate, prepare
 from approx.evaluation.ledger import default_folder
+from approx.evaluation.quality import over_tasks
 from approx.evaluation.stream import sound_inputs, text_inputs
 from approx.pipeline.identity import identity
+from approx.pipeline.reseeding import reseeding
 from approx.recipe import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
 from approx.tasks import Task, open_task
 from approx.tasks.metrics import METRICS
@@ -92,6 +94,8 @@ def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> None:
     Raises:
         ApproxError: if head, labels, data, tokenizer or lengths do not fit.
     """
+    if stage.seeds < 1:
+        raise ApproxError(f"{stage.task}: {stage.seeds} seeds were asked for; at least 1 is needed, a variant's own.")
     task = task_of(stage)
     task.check(base.model)
     split = task.load(_path(stage.data), stage.split, stage.limit, streaming=stage.streaming)
@@ -117,10 +121,11 @@ def measure_quality(
 
     With `fresh` nothing that was kept of earlier evaluations is used, and nothing is kept.
     """
-    subjects = {
-        label: Subject(label, one.model, checkpoint.processor(one.source), identity(one))
-        for label, one in opened.items()
-    }
+    subjects = {}
+    for label, one in opened.items():
+        subject = Subject(label, one.model, checkpoint.processor(one.source), identity(one))
+        reseeded = reseeding(one, subject) if stage.seeds > 1 and label != BASE else None
+        subjects[label] = dataclasses.replace(subject, reseeded=reseeded)
     task = task_of(stage)
     return evaluate(
         subjects,
@@ -133,6 +138,7 @@ def measure_quality(
         margin=stage.margin / (100 if METRICS[task.metrics[0]].fraction else 1),
         truncate=stage.truncate,
         seed=seed,
+        seeds=stage.seeds,
         device=opened[BASE].model.device,
         outputs=outputs,
         kept=None if fresh else default_folder(),
@@ -219,7 +225,7 @@ def make_record(
             "positions": facts.positions,
         },
         "variants": [_variant(label, one) for label, one in variants],
-        "quality": quality or [],
+        "quality": over_tasks(quality or []),
         "speed": speed or [],
         "crossover": crossover(speed or []),
         "environment": record.environment(

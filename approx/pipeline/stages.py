@@ -117,6 +117,7 @@ def evaluate(
     outputs: Path | None = None,
     fresh: bool = False,
     seed: int = 0,
+    seeds: int = 1,
     device: str = "auto",
     dtype: str = "auto",
     offline: bool = False,
@@ -141,6 +142,7 @@ def evaluate(
         outputs: Where the outputs of each example go, as parquet.
         fresh: Whether nothing that was kept of earlier evaluations is used, and nothing is kept.
         seed: Of the bootstrap.
+        seeds: How many draws of the mechanisms are scored, the checkpoint's own first.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or a torch dtype's name.
         offline: Whether only local files and the hub's cache may be used.
@@ -153,10 +155,14 @@ def evaluate(
     Raises:
         ApproxError: if checkpoint, task and data do not go together.
     """
-    stage = EvaluateStage(task, data, split, limit, batch_size, margin, truncate, settings or {}, streaming=streaming)
+    stage = EvaluateStage(
+        task, data, split, limit, batch_size, margin, truncate, settings or {}, seeds, streaming=streaming
+    )
     # A mistyped task is told before any weight is loaded.
     task_of(stage)
     opened = _opened(name, against, device, dtype, offline)
+    if seeds > 1 and len(opened) == 1:
+        raise ApproxError(f"{seeds} seeds were asked for, but {name} is not converted, so nothing in it is drawn.")
     quality = measure_quality(opened, stage, seed=seed, outputs=outputs, fresh=fresh, progress=progress)
     return make_record(opened, title=f"{_label(name)} on {task}", seed=seed, command=command, quality=[quality])
 

@@ -93,7 +93,7 @@ def sweep(
             if states[cell.key] != "done" and (cell.kind != "convert" or cell.key in needed)
         }.values()
     )
-    total, done = len(waiting), 0
+    total, done, computed = len(waiting), 0, 0
     for phase in _PHASES:
         now = []
         for cell in waiting:
@@ -102,6 +102,7 @@ def sweep(
                 done += 1
             elif cell.kind in phase:
                 now.append(cell)
+        computed += len(now)
         progress(f"sweep: {now[0].title}" if now else "sweep", done, max(total, 1))
         for cell, outcome in executor.map(partial(compute, shop), now, alone="bench" in phase) if now else ():
             if isinstance(outcome, BaseException):
@@ -111,7 +112,7 @@ def sweep(
     for leftover in (shop.out / "cells").glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
     made = _written(grid, shop, todo)
-    return {**made, "computed": done, "tables": tables.layout(made)}
+    return {**made, "computed": computed, "tables": tables.layout(made)}
 
 
 def _checked(grid: Grid, offline: bool) -> dict[str, Plan]:

@@ -129,7 +129,7 @@ def quality_figure(
             if not quality or not speed or speed["ratio"] is None:
                 continue
             x, y = speed["ratio"], quality["difference"] * scale
-            low, high = (end * scale for end in quality["interval"])
+            low, high = (end * scale for end in quality["interval"] or [quality["difference"]] * 2)
             axes.errorbar(
                 [x],
                 [y],

@@ -13,7 +13,7 @@ from approx.publishing import page
 _QUALITY = (
     *("title", "checkpoint", "task", "split", "metric", "examples", "subset", "truncated", "variant"),
     *("base_score", "score", "difference", "low", "high", "confidence", "test", "p_value", "margin", "verdict"),
-    "needed_examples",
+    *("needed_examples", "p_adjusted", "seeds", "seeds_mean", "seeds_sd"),
 )
 _SPEED = (
     *("title", "checkpoint", "processor", "gpu", "device", "dtype", "threads", "batch", "length", "mode", "inputs"),
@@ -75,6 +75,7 @@ def _quality_lines(record: dict[str, Any]) -> list[dict[str, Any]]:
             "base_score": task["base"]["scores"].get(task["metric"]),
             "score": entry["scores"].get(task["metric"]),
             **_ends(entry),
+            **_seeds(entry),
         }
         for task in record["quality"]
         for entry in task["variants"]
@@ -101,6 +102,13 @@ def _of(record: dict[str, Any]) -> dict[str, Any]:
 def _ends(entry: dict[str, Any]) -> dict[str, Any]:
     low, high = entry.get("interval") or (None, None)
     return {"low": low, "high": high}
+
+
+def _seeds(entry: dict[str, Any]) -> dict[str, Any]:
+    seeds = entry.get("seeds")
+    if not seeds:
+        return {"seeds": None}
+    return {"seeds": len(seeds["scores"]), "seeds_mean": seeds["mean"], "seeds_sd": seeds["sd"]}
 
 
 def _csv(columns: tuple[str, ...], lines: list[dict[str, Any]]) -> str:

@@ -42,10 +42,12 @@ def quality_table(task: dict[str, Any]) -> dict[str, Any]:
             "interval": wording.between(entry["interval"], digits, scale),
             "test": entry["test"],
             "p_value": _p_value(entry["p_value"]),
+            "p_adjusted": None if entry.get("p_adjusted") is None else _p_value(entry["p_adjusted"]),
             "margin": wording.decimal(entry["margin"] * scale, digits - 1),
             "verdict": entry["verdict"],
-            "needed": wording.roughly(entry["needed_examples"]) if entry.get("needed_examples") else None,
+            "needed": wording.needed(entry, task),
             "tone": _TONES[entry["verdict"]],
+            "seeds": _over_seeds(entry, task),
         }
         for entry in task["variants"]
     ]
@@ -65,6 +67,7 @@ def quality_table(task: dict[str, Any]) -> dict[str, Any]:
             "interval": wording.between(task["base"].get("interval"), digits, scale),
         },
         "rows": rows,
+        "adjusted": any(row["p_adjusted"] for row in rows),
         "slices": _slices(task),
         "sliced_by": task.get("sliced_by", "tokens"),
         "slice_metric": task.get("slice_metric", metric),
@@ -199,6 +202,24 @@ def _slices(task: dict[str, Any]) -> list[dict[str, str]]:
         for entry in task["variants"]
         for part in entry.get("slices") or []
     ]
+
+
+def _over_seeds(entry: dict[str, Any], task: dict[str, Any]) -> dict[str, str] | None:
+    """Say how the score varies with what is drawn, in a row of its own; None where nobody asked."""
+    seeds = entry.get("seeds")
+    if not seeds:
+        return None
+    if not seeds["scores"]:
+        said = "the same with every seed: it draws nothing"
+        return {"name": f"{entry['name']}, over seeds", "score": "", "difference": "", "said": said}
+    scale, digits = wording.scale(task), 2 if task.get("fraction", True) else 3
+    said = f"scores {wording.between((seeds['low'], seeds['high']), digits, scale)}"
+    return {
+        "name": f"{entry['name']}, over {len(seeds['scores'])} seeds",
+        "score": f"{wording.score(seeds['mean'], task)} ± {wording.decimal(seeds['sd'] * scale, digits)}",
+        "difference": wording.signed((seeds["mean"] - task["base"]["scores"][task["metric"]]) * scale, digits),
+        "said": said,
+    }
 
 
 def _p_value(value: float | None) -> str:

@@ -1,5 +1,6 @@
 """Numbers and measured facts in plain words, the same in every table, sentence and figure."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -128,8 +129,20 @@ def setting(row: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def needed(entry: dict[str, Any], task: dict[str, Any]) -> str | None:
+    """Write how many examples would settle a verdict, and of how many groups where they come in such; None if unknown."""
+    examples = entry.get("needed_examples")
+    if not examples:
+        return None
+    text = f"about {roughly(examples)} examples"
+    groups = task.get("groups")
+    return f"{text} of {roughly(math.ceil(examples * groups / task['examples']))} groups" if groups else text
+
+
 def loss(entry: dict[str, Any], task: dict[str, Any]) -> str:
     """Say what a difference of scores means: loses 0.3 ± 0.7 points of accuracy."""
+    if entry["interval"] is None:
+        return f"has {change(entry, task)} {units(task)}, seen on one example or group only,"
     difference, (low, high) = entry["difference"] * scale(task), (end * scale(task) for end in entry["interval"])
     half = max(high - difference, difference - low)
     digits = 1 if half >= 0.05 else 2 if task.get("fraction", True) else 3
@@ -146,8 +159,8 @@ def verdict(entry: dict[str, Any], task: dict[str, Any]) -> str:
     fraction = task.get("fraction", True)
     margin = f"{decimal(entry['margin'] * scale(task), 1 if fraction else 3)} {'points' if fraction else units(task)}"
     if entry["verdict"] == "inconclusive":
-        needed = entry.get("needed_examples")
-        more = f"; about {roughly(needed)} examples would settle it" if needed else ""
+        settling = needed(entry, task)
+        more = f"; {settling} would settle it" if settling else ""
         return f"inconclusive at a margin of {margin}{more}"
     meaning = {
         "no loss": f"no loss, at a margin of {margin}",

@@ -15,7 +15,7 @@ def test_mechanisms_are_all_listed_with_their_papers():
     assert "arXiv 2007.04825" in answer.out
     rows = {row["name"]: row for row in call("mechanisms", "--family", "gpt2", "--json").json}
     assert rows["linear"]["fits"]
-    keys = "bidirectional causal decode padding gradient trainable exact_when source".split()
+    keys = ["bidirectional", "causal", "decode", "padding", "gradient", "trainable", "exact_when", "source"]
     assert all(row.keys() >= set(keys) for row in rows.values())
     assert rows["clustered"]["gradient"] == "through weights, not choices"
     assert rows["full"]["gradient"] == "exact"

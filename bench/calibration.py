@@ -1,0 +1,256 @@
+"""Whether the comparison keeps its word: how often equal models are called different, and a planted loss is found.
+
+    python bench/calibration.py -o reports/calibration
+
+Models are simulated that err alike, with and without a planted loss, and compared as `approx evaluate` compares: 5 % of
+pairs without a loss may have an interval that excludes 0, and of pairs whose loss is the margin itself 5 % may be settled.
+The number of examples that an inconclusive verdict asks for must then settle four in five. Written are `record.json`
+and, made from it, `report.md`.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# In a checkout that is not installed, both packages lie beside this folder.
+sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (".", "kernels"))
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+
+from approx.evaluation.record import environment
+from approx.evaluation.statistics import CONFIDENCE, POWER, Comparison, compare_correct, compare_scores, verdict
+from approx.tasks.metrics import METRICS
+
+LOSS = 0.01
+REPETITIONS, RESAMPLES = 1000, 200
+
+Evidence = NDArray[np.float64]
+
+
+class Pair(NamedTuple):
+    """What two models said of the same examples, as evidence for the metric."""
+
+    base: Evidence
+    converted: Evidence
+    groups: NDArray[np.intp] | None = None
+
+
+def classes(generator: Generator, count: int, harm: float, changed: float = 0.05) -> Pair:
+    """Two classes, 85 % right; each model errs on its own in `changed` of the cases, the converted one in `harm` more."""
+    labels = generator.random(count) < 0.6
+    shared = np.where(generator.random(count) < 0.85, labels, ~labels)
+    base, converted = (np.where(generator.random(count) < changed, ~shared, shared) for _ in range(2))
+    converted = np.where(generator.random(count) < harm, ~labels, converted)
+    return Pair(np.stack([base, labels], 1).astype(float), np.stack([converted, labels], 1).astype(float))
+
+
+def right(generator: Generator, count: int, harm: float, changed: float = 0.05) -> Pair:
+    """Whether each of `classes` is right."""
+    base, converted, _ = classes(generator, count, harm, changed)
+    return Pair(*(np.equal(*found.T)[:, None].astype(float) for found in (base, converted)))
+
+
+def numbers(generator: Generator, count: int, harm: float) -> Pair:
+    """A number with shared and own noise; `harm` is more of it."""
+    labels = generator.normal(size=count)
+    shared = labels + generator.normal(0, 0.6, count)
+    base, converted = (shared + generator.normal(0, 0.3, count) for _ in range(2))
+    converted = converted + generator.normal(0, 1, count) * math.sqrt(harm)
+    return Pair(np.stack([base, labels], 1), np.stack([converted, labels], 1))
+
+
+def answers(generator: Generator, count: int, harm: float) -> Pair:
+    """The F1 of answers, mostly 0 or 1; one in twenty changes, and `harm` of all are lost."""
+    values = np.repeat([0, 0.4, 0.5, 0.67, 0.8, 1], [2, 1, 1, 1, 1, 8])
+    shared = generator.choice(values, count)
+    base, converted = (
+        np.where(generator.random(count) < 0.05, generator.choice(values, count), shared) for _ in range(2)
+    )
+    return Pair(base[:, None], np.where(generator.random(count) < harm, 0.0, converted)[:, None])
+
+
+def speakers(generator: Generator, count: int, harm: float) -> Pair:
+    """Words and errors in 5 to 120 utterances of each of `count` speakers, some of whom suit one of the models; `harm` is a
+    share of errors that is added."""
+    sizes = generator.integers(5, 121, count)
+    groups = np.repeat(np.arange(count), sizes)
+    words = generator.integers(5, 35, groups.size)
+    rates = generator.gamma(1.5, 0.05, count).clip(0.005, 0.6)[groups] * words
+    suits = np.exp(generator.normal(0, 0.15, count))[groups]
+    errors = (generator.poisson(rates * suits), generator.poisson(rates / suits * (1 + harm)))
+    base, converted = (np.stack([found, words], 1).astype(float) for found in errors)
+    return Pair(base, converted, groups)
+
+
+def stretches(generator: Generator, count: int, harm: float) -> Pair:
+    """Losses of stretches of text; models differ by noise so heavy-tailed that its fourth moment is infinite."""
+    size = generator.integers(1500, 2500, count)
+    loss = 0.8 * size * np.exp(generator.normal(0, 0.3, count))
+    base, converted = (loss * (1 + 0.02 * generator.standard_t(3, count)) for _ in range(2))
+    empty = np.ones(count)
+    return Pair(np.stack([base, empty, size], 1), np.stack([converted * (1 + harm), empty, size], 1))
+
+
+class World(NamedTuple):
+    """A metric, models to score with it, and how many examples or groups there are."""
+
+    metric: str
+    models: Callable[[Generator, int, float], Pair]
+    count: int
+
+    @property
+    def name(self) -> str:
+        """The metric and the size."""
+        of = ", hardly changed" if isinstance(self.models, partial) else ""
+        return f"{self.metric}, {self.count:,} {'speakers' if self.models is speakers else 'examples'}{of}"
+
+
+WORLDS = (
+    *(World("accuracy", right, count) for count in (71, 277, 872)),
+    World("accuracy", partial(right, changed=0.01), 277),
+    *(World("f1", classes, count) for count in (71, 277, 872)),
+    World("f1", partial(classes, changed=0.01), 277),
+    *(World("matthews", classes, count) for count in (71, 277, 872)),
+    *(World(metric, numbers, count) for metric in ("pearson", "spearman") for count in (60, 300)),
+    *(World("answer_f1", answers, count) for count in (50, 300)),
+    *(World("wer", speakers, count) for count in (3, 5, 10, 20, 40)),
+    *(World("bits_per_byte", stretches, count) for count in (5, 20, 60, 300)),
+)
+
+
+def compared(world: World, pair: Pair, seed: int, resamples: int = RESAMPLES) -> Comparison:
+    """The comparison that a task with this metric gets; losses are negative whichever way is better."""
+    metric = METRICS[world.metric]
+    if world.metric == "accuracy":
+        return compare_correct(pair.base[:, 0], pair.converted[:, 0])
+    sign = -1 if metric.lower_is_better else 1
+
+    def difference(rows: NDArray[np.intp]) -> float:
+        return sign * (metric.total(pair.converted[rows]) - metric.total(pair.base[rows]))
+
+    return compare_scores(
+        difference, len(pair.base), seed=seed, groups=pair.groups, bounded=metric.bounded, resamples=resamples
+    )
+
+
+def harm_of(world: World, loss: float) -> float:
+    """The harm that costs so much of the metric on average; the loss is close to linear in it."""
+    metric, harm = METRICS[world.metric], loss
+    for _ in range(3):
+        many = 4000 if world.models is speakers else 400_000
+        # The same draws but for the harm.
+        harmed, clean = (world.models(np.random.default_rng(99), many, found).converted for found in (harm, 0.0))
+        harm *= loss / abs(metric.total(harmed) - metric.total(clean))
+    return harm
+
+
+def alarms(world: World, repetitions: int, resamples: int = RESAMPLES, seed: int = 0) -> float:
+    """Share of pairs of equal models whose interval excludes 0."""
+    generator, found = np.random.default_rng(seed), 0
+    for repetition in range(repetitions):
+        low, high = _interval(compared(world, world.models(generator, world.count, 0.0), repetition, resamples))
+        found += not low <= 0 <= high
+    return found / repetitions
+
+
+def settled(world: World, margin: float, repetitions: int, resamples: int = RESAMPLES, seed: int = 1) -> float:
+    """Share of pairs with the planted loss that get another verdict than `inconclusive`."""
+    generator, found, harm = np.random.default_rng(seed), 0, harm_of(world, LOSS)
+    for repetition in range(repetitions):
+        interval = _interval(compared(world, world.models(generator, world.count, harm), repetition, resamples))
+        found += verdict(interval, margin, world.count)[0] != "inconclusive"
+    return found / repetitions
+
+
+def needed(world: World, resamples: int = RESAMPLES) -> int:
+    """Examples, or groups, that a verdict asks for where the planted loss is just what it seems and the margin is 0."""
+    generator, harm = np.random.default_rng(2), harm_of(world, LOSS)
+    pilots = [compared(world, world.models(generator, world.count, harm), seed, resamples) for seed in range(60)]
+    half = float(np.mean([(high - low) / 2 for low, high in map(_interval, pilots)]))
+    # A pilot that is large enough to settle says nothing of how many would do: it is told as a smaller one.
+    smaller = max(1.0, (1.5 * LOSS / half) ** 2)
+    half *= math.sqrt(smaller)
+    asked = verdict((-LOSS - half, -LOSS + half), 0.0, math.ceil(world.count / smaller))[1]
+    if asked is None:
+        raise ValueError(f"{world.name}: the verdict asks for no number of examples")
+    return asked
+
+
+def measure(world: World) -> dict[str, Any]:
+    """All rates of one world."""
+    asked = needed(world)
+    return {
+        "name": world.name,
+        "alarms": alarms(world, REPETITIONS),
+        "settled_at_margin": settled(world, LOSS, REPETITIONS),
+        "needed": asked,
+        "power": settled(world._replace(count=asked), 0.0, REPETITIONS // 4, RESAMPLES // 2),
+    }
+
+
+def report(made: dict[str, Any]) -> str:
+    """The record as a table in Markdown."""
+    lines = [
+        [
+            "metric",
+            "equal models called different",
+            "settled where the loss is the margin",
+            "asked for",
+            "settled by them",
+        ]
+    ]
+    lines.append(["---", *["--:"] * 4])
+    for row in made["worlds"]:
+        rates = [f"{100 * row[key]:.1f} %" for key in ("alarms", "settled_at_margin", "power")]
+        lines.append([row["name"], rates[0], rates[1], f"{row['needed']:,}", rates[2]])
+    return (
+        "# Whether comparisons keep their word\n\n"
+        f"Simulated pairs of models, {made['repetitions']:,} of each kind, compared as `approx evaluate` compares, with "
+        f"{made['resamples']} resamples. The first two rates may be {100 * (1 - CONFIDENCE):.0f} % "
+        f"(± {100 * made['error']:.1f} of the simulation); they are less where few examples differ. *Asked for* is the number of "
+        f"examples, or speakers, that an inconclusive verdict names for a loss of {100 * LOSS:.0f} point ({LOSS} where the metric is no "
+        f"fraction) against a margin of 0, and *settled by them* the share of {made['repetitions'] // 4} pairs of that size with a "
+        f"verdict; {100 * POWER:.0f} % are promised, and more are kept where the question came from few speakers or stretches. Made by "
+        f"`{made['command']}`.\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    )
+
+
+def _interval(found: Comparison) -> tuple[float, float]:
+    if found.interval is None:
+        raise ValueError("a world of one example or group has no interval")
+    return found.interval
+
+
+def main() -> int:
+    """Simulate, write and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, help="folder for the record and what is made from it"
+    )
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    made = {
+        "command": "python bench/calibration.py",
+        "repetitions": REPETITIONS,
+        "resamples": RESAMPLES,
+        "error": math.sqrt(CONFIDENCE * (1 - CONFIDENCE) / REPETITIONS),
+        "worlds": [measure(world) for world in track(WORLDS, "simulating", console=Console(stderr=True))],
+        "environment": environment(),
+    }
+    (options.output / "record.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    (options.output / "report.md").write_text(report(made), encoding="utf-8")
+    sys.stdout.write(report(made))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

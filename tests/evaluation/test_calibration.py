@@ -1,0 +1,113 @@
+"""Calibration of the comparison, by simulation: equal models are rarely called different, planted losses are found.
+
+`bench/calibration.py` has the simulated models, and more of them than are asked here; reports/calibration has the rates.
+"""
+
+import math
+
+import numpy as np
+import pytest
+
+from approx.evaluation import statistics
+from approx.evaluation.statistics import compare_correct, compare_scores, verdict
+from bench.calibration import LOSS, World, alarms, answers, classes, compared, needed, numbers, right, settled, speakers
+from bench.calibration import stretches as texts
+
+RESAMPLES = 100
+
+
+def error(share: float, repetitions: int) -> float:
+    """Two standard errors of a simulated share."""
+    return 2 * math.sqrt(share * (1 - share) / repetitions)
+
+
+@pytest.mark.parametrize(
+    ("world", "repetitions"),
+    [
+        (World("accuracy", right, 71), 2000),
+        (World("accuracy", right, 872), 2000),
+        (World("f1", classes, 71), 300),
+        (World("f1", classes, 277), 300),
+        (World("matthews", classes, 277), 150),
+        (World("pearson", numbers, 60), 150),
+        (World("answer_f1", answers, 300), 500),
+        (World("wer", speakers, 3), 400),
+        (World("wer", speakers, 10), 300),
+        (World("wer", speakers, 40), 150),
+        (World("bits_per_byte", texts, 5), 500),
+        (World("bits_per_byte", texts, 60), 500),
+    ],
+    ids=lambda value: value.name if isinstance(value, World) else "",
+)
+def test_equal_models_are_rarely_called_different(world, repetitions):
+    assert alarms(world, repetitions, RESAMPLES) <= 0.05 + error(0.05, repetitions)
+
+
+@pytest.mark.parametrize(
+    ("world", "repetitions"),
+    [
+        (World("accuracy", right, 872), 1000),
+        (World("answer_f1", answers, 300), 300),
+        (World("wer", speakers, 20), 150),
+        (World("bits_per_byte", texts, 60), 300),
+    ],
+    ids=lambda value: value.name if isinstance(value, World) else "",
+)
+def test_a_loss_that_is_the_margin_is_rarely_settled(world, repetitions):
+    assert settled(world, LOSS, repetitions, RESAMPLES) <= 0.05 + error(0.05, repetitions)
+
+
+@pytest.mark.parametrize(
+    ("world", "repetitions"),
+    [
+        (World("accuracy", right, 277), 400),
+        (World("answer_f1", answers, 300), 150),
+        (World("wer", speakers, 40), 60),
+        (World("bits_per_byte", texts, 300), 250),
+    ],
+    ids=lambda value: value.name if isinstance(value, World) else "",
+)
+def test_a_planted_loss_of_a_point_is_found_with_the_power_that_is_stated(world, repetitions):
+    found = settled(world._replace(count=needed(world, RESAMPLES)), 0.0, repetitions, RESAMPLES)
+    assert found == pytest.approx(statistics.POWER, abs=0.05 + error(statistics.POWER, repetitions))
+
+
+def test_what_an_inconclusive_pilot_asks_for_settles_pilots_of_that_size():
+    # If the loss is what it seemed: more examples of the same kind are the pilot's own, drawn again.
+    generator, rates = np.random.default_rng(5), []
+    while len(rates) < 60:
+        base, converted, _ = right(generator, 400, 0.06)
+        judged, asked = verdict(compare_correct(base, converted).interval, 0.01, 400)
+        if judged != "inconclusive" or asked is None or asked > 20_000:
+            continue
+        drawn = [generator.integers(400, size=asked) for _ in range(20)]
+        again = [verdict(compare_correct(base[rows], converted[rows]).interval, 0.01, asked)[0] for rows in drawn]
+        rates.append(np.mean([word != "inconclusive" for word in again]))
+    assert np.mean(rates) == pytest.approx(statistics.POWER, abs=0.05)
+
+
+def test_percentiles_would_be_too_narrow_for_few_speakers():
+    """Why the interval is Student's: the simulation does tell a wrong interval from a right one."""
+    world, found = World("wer", speakers, 8), 0
+    generator = np.random.default_rng(0)
+    for repetition in range(150):
+        pair = world.models(generator, 8, 0.0)
+        totals = [
+            np.stack([np.bincount(pair.groups, column) for column in evidence.T], 1)
+            for evidence in (pair.base, pair.converted)
+        ]
+        rows = np.random.default_rng(repetition).integers(8, size=(500, 8))
+        first, second = (drawn[..., 0] / drawn[..., 1] for drawn in (total[rows].sum(1) for total in totals))
+        low, high = np.quantile(second - first, [0.025, 0.975])
+        found += not low <= 0 <= high
+        assert compared(world, pair, repetition, 50).interval is not None
+    assert found / 150 > 0.07
+
+
+def test_a_test_against_zero_and_its_interval_agree():
+    generator = np.random.default_rng(3)
+    for seed in range(200):
+        values = generator.normal(0.2, 1, 80)
+        found = compare_scores(lambda rows, values=values: float(values[rows].mean()), 80, seed=seed, resamples=50)
+        assert found.interval is not None
+        assert (found.p_value < 0.05) == (not found.interval[0] <= 0 <= found.interval[1])

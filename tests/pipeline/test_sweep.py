@@ -1,0 +1,241 @@
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from approx import grid
+from approx.errors import ApproxError, Exit
+from approx.evaluation import record
+from approx.pipeline import sweep as stage
+from approx.pipeline.cells import Cell
+from approx.publishing.report import write_report
+from tiny_study import tiny_checkpoint, tiny_data
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Here:
+    """An executor without processes, which notes what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[Cell] = []
+
+    def map(self, work, items, *, alone: bool = False) -> Iterator:
+        for item in items:
+            self.given.append(item)
+            yield item, work(item, None)
+
+
+def swept(read: grid.Grid, out: Path) -> tuple[dict, list[str]]:
+    """What a sweep says, and the titles of the cells that it computed."""
+    executor, shop = Here(), stage.workshop(read, out, command="approx sweep")
+    made = stage.sweep(read, shop, stage.cells(read), executor)
+    assert made["computed"] == len(executor.given)
+    return made, [cell.title for cell in executor.given]
+
+
+def titles(read: grid.Grid) -> dict[str, str]:
+    return {cell.title: cell.key for cell in stage.cells(read)}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> Path:
+    """A grid: two seeds of a plan that draws, two values of one that does not, timed at one length."""
+    folder = tmp_path_factory.mktemp("sweep")
+    text = f"""title: A tiny sweep
+checkpoint: {tiny_checkpoint(folder / "base")}
+variants:
+  clustered: {{mechanism: clustered, layers: 0, settings: {{clusters: 2, bits: 8}}}}
+  local: {{mechanism: local, settings: {{left: 1}}, grid: {{right: [1]}}}}
+evaluate: {{task: glue/sst2, data: {tiny_data(folder)}, margin: 0.5}}
+bench: {{lengths: 8, rounds: 3, seconds: 0}}
+seeds: [0, 7]
+device: cpu
+"""
+    (folder / "tiny.yaml").write_text(text, encoding="utf-8")
+    return folder / "tiny.yaml"
+
+
+@pytest.fixture
+def edited(study, tmp_path):
+    def edit(*change: str, more: str = "") -> grid.Grid:
+        text = study.read_text("utf-8")
+        assert not change or change[0] in text
+        (tmp_path / "edited.yaml").write_text((text.replace(*change) if change else text) + more, encoding="utf-8")
+        return grid.read(tmp_path / "edited.yaml")
+
+    return edit
+
+
+ALL = [
+    "evaluate the exact base on glue/sst2",
+    "convert clustered seed=0",
+    "convert clustered seed=7",
+    "convert local right=1",
+    "evaluate clustered seed=0 on glue/sst2",
+    "evaluate clustered seed=7 on glue/sst2",
+    "evaluate local right=1 on glue/sst2",
+    "bench clustered seed=0 at 8 tokens",
+    "bench local right=1 at 8 tokens",
+]
+
+
+@pytest.fixture(scope="module")
+def whole(study, tmp_path_factory) -> tuple[dict, Path]:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    made, computed = swept(grid.read(study), out)
+    assert computed == ALL
+    return made, out
+
+
+def test_seeds_are_put_together_and_plans_are_sorted_by_their_loss(whole):
+    made, out = whole
+    assert made["failed"] == []
+    by_plan = {row["plan"]: row for row in made["quality"]}
+    assert [one["seed"] for one in by_plan["clustered"]["by_seed"]] == [0, 7]
+    scores = [one["scores"]["accuracy"] for one in by_plan["clustered"]["by_seed"]]
+    assert by_plan["clustered"]["score"]["mean"] == pytest.approx(sum(scores) / 2)
+    assert by_plan["clustered"]["difference"]["sd"] is not None
+    # Nothing is drawn there, so one seed says all, with its interval.
+    assert by_plan["local right=1"]["difference"]["sd"] is None
+    assert by_plan["local right=1"]["interval"] is not None
+    assert by_plan["local right=1"]["values"] == {"right": 1}
+    assert [row["loss"] for row in made["quality"]] == sorted(row["loss"] for row in made["quality"])
+    assert {row["plan"] for row in made["speed"]} == {"clustered", "local right=1"}
+    stored = json.loads((out / "sweep.json").read_text("utf-8"))
+    assert stored == {key: value for key, value in made.items() if key not in ("computed", "tables")}
+    assert "| clustered |" in (out / "sweep.md").read_text("utf-8")
+    assert (out / "sweep.csv").read_text("utf-8").startswith("checkpoint,plan,task")
+
+
+def test_its_records_make_a_report(whole, tmp_path):
+    files = sorted((whole[1] / "records").glob("*.json"))
+    records = [record.load(file) for file in files]
+    (quality,) = (one for one in records if one["quality"])
+    assert [v["name"] for v in quality["quality"][0]["variants"]] == [
+        "clustered seed=0",
+        "clustered seed=7",
+        "local right=1",
+    ]
+    assert all(variant["verified"] for one in records for variant in one["variants"])
+    assert len(records) == 3
+    write_report(records, tmp_path / "report")
+    assert "clustered seed=7" in (tmp_path / "report" / "report.md").read_text("utf-8")
+
+
+def test_again_it_computes_what_is_missing_and_nothing_else(whole, study, tmp_path):
+    out, read = shutil.copytree(whole[1], tmp_path / "out"), grid.read(study)
+    keys = titles(read)
+    made, computed = swept(read, out)
+    assert computed == []
+    assert made["quality"] == whole[0]["quality"]
+    (out / "cells" / f"{keys[ALL[4]]}.json").unlink()
+    (out / "cells" / f"{keys[ALL[6]]}.json").write_text('{"schema": 1', encoding="utf-8")
+    made, computed = swept(read, out)
+    assert computed == [ALL[4], ALL[6]]
+    assert made["quality"] == whole[0]["quality"]
+    # A converted folder that nobody needs is not made again.
+    shutil.rmtree(out / "converted")
+    assert swept(read, out)[1] == []
+
+
+def test_a_cell_that_fails_stops_no_other_and_is_tried_again(whole, study, tmp_path):
+    out = shutil.copytree(whole[1], tmp_path / "out")
+    read = grid.read(study)
+    keys = titles(read)
+    for title in ALL[4:7]:
+        (out / "cells" / f"{keys[title]}.json").unlink()
+    folder = out / "converted" / keys["convert clustered seed=7"][:16]
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    made, computed = swept(read, out)
+    assert computed == ALL[4:7]
+    (one,) = made["failed"]
+    assert (one["title"], one["exit_code"]) == (ALL[5], Exit.UNAVAILABLE)
+    assert [len(row["by_seed"]) for row in made["quality"]] == [1, 1]
+    assert ALL[5] in (out / "sweep.md").read_text("utf-8")
+    # Taken away, the damaged folder is made again for the one cell that needs it.
+    shutil.rmtree(folder)
+    made, computed = swept(read, out)
+    assert computed == [ALL[2], ALL[5]]
+    assert made["failed"] == []
+    assert made["quality"] == whole[0]["quality"]
+
+
+def test_a_conversion_that_fails_takes_its_cells_with_it(edited, tmp_path):
+    read = edited("settings: {left: 1}, grid: {right: [1]}", "settings: {left: 1, right: 2}")
+    out = tmp_path / "out"
+    (out / "converted").mkdir(parents=True)
+    # Something lies where the folder should be made.
+    (out / "converted" / titles(read)["convert local"][:16]).write_text("x", encoding="utf-8")
+    made, computed = swept(read, out)
+    assert computed == [*ALL[:3], "convert local", *ALL[4:6], ALL[7]]
+    assert [one["title"].split()[0] for one in made["failed"]] == ["convert", "evaluate", "bench"]
+    assert {one["exit_code"] for one in made["failed"]} == {Exit.REFUSED}
+    assert made["failed"][1]["error"].startswith("Its conversion failed: ")
+
+
+def test_a_key_depends_on_all_that_its_cell_depends_on_and_on_nothing_else(study, edited, tmp_path):
+    known = titles(grid.read(study))
+    data = study.parent / "SST-2"
+    moved = shutil.copytree(data, tmp_path / "elsewhere" / "SST-2")
+    assert titles(edited(str(data), str(moved))) == known
+    lines = (moved / "dev.tsv").read_text("utf-8").splitlines()
+    (moved / "dev.tsv").write_text("\n".join([*lines[:-1], "very good\t1"]) + "\n", encoding="utf-8")
+    other = titles(edited(str(data), str(moved)))
+    assert {title for title in known if other[title] != known[title]} == {
+        title for title in ALL if "convert" not in title
+    }
+    # A grid that grows keeps what it has; a variant that is called otherwise, too.
+    grown = titles(edited("right: [1]", "right: [1, 2]"))
+    assert known.items() <= grown.items()
+    assert len(grown) == len(known) + 3
+    assert set(titles(edited("  clustered:", "  groups:")).values()) == set(known.values())
+    assert not set(titles(edited("bits: 8", "bits: 9")).values()) & {known[t] for t in ALL if "clustered" in t}
+    assert set(titles(edited(more="seed: 1\n")).values()).isdisjoint(known.values())
+
+
+def test_all_mistakes_are_told_at_once_and_each_once(edited):
+    with pytest.raises(ApproxError) as caught:
+        stage.cells(edited("right: [1]", "rihgt: [1, 2]", more="sed: 3\n"))
+    text = str(caught.value)
+    assert "unknown key 'sed'. Did you mean 'seed'?" in text
+    assert text.count("Did you mean 'right'") == 1
+
+
+def test_a_folder_with_something_else_is_refused(study, tmp_path):
+    (tmp_path / "thesis.tex").write_text("x", encoding="utf-8")
+    with pytest.raises(ApproxError, match="is no sweep of approx") as caught:
+        stage.workshop(grid.read(study), tmp_path)
+    assert caught.value.exit_code == Exit.REFUSED
+
+
+@pytest.mark.slow
+def test_interrupted_and_killed_it_goes_on_and_says_the_same(whole, study, tmp_path):
+    """Ctrl-C after the first cell, SIGKILL after the fourth, in processes of their own; nothing is computed twice."""
+    out = tmp_path / "out"
+    words = [sys.executable, str(ROOT / "cli.py"), "sweep", str(study), "-o", str(out), "--jobs", "2"]
+    kept: dict[str, int] = {}
+    for how, code, cells in ((signal.SIGINT, Exit.INTERRUPTED, 1), (signal.SIGKILL, -signal.SIGKILL, 4)):
+        process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": ""}, stderr=subprocess.PIPE, text=True)
+        while len(list(out.glob("cells/*.json"))) < cells and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(how)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == code, said
+        assert "Finished cells are kept" in said or how == signal.SIGKILL
+        now = {path.name: path.stat().st_mtime_ns for path in out.glob("cells/*.json")}
+        assert kept.items() <= now.items()
+        kept = now
+    made, computed = swept(grid.read(study), out)
+    assert len(computed) == len(ALL) - len(kept)
+    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("cells/*.json")}.items()
+    assert made["quality"] == whole[0]["quality"]
+    assert not list(out.glob("cells/.*.tmp"))

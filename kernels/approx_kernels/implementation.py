@@ -1,0 +1,65 @@
+"""Which implementation of an op runs: the plain one that specifies it, one for CPUs, or one in Triton."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch.compiler import is_compiling
+
+IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
+
+_wanted = ["auto"]
+_chosen: dict[str, str] = {}
+
+
+def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
+    """Say which implementation of an op runs, and keep it for `chosen`.
+
+    Args:
+        op: The public name of the op.
+        impl: One of `IMPLEMENTATIONS`; `auto` takes what `implementation` asks for, otherwise the first that can run.
+        obstacles: The implementations that the op has, the best for these inputs first, each with the reason why it cannot
+            run on them, which also says what to do; None where it can.
+
+    Returns:
+        A key of `obstacles`.
+
+    Raises:
+        ValueError: if the one asked for is unknown, does not exist for this op, or cannot run. There is no falling back.
+    """
+    asked = _wanted[-1] if impl == "auto" else impl
+    if asked not in IMPLEMENTATIONS:
+        raise ValueError(f"impl is {asked!r}; expected one of {', '.join(IMPLEMENTATIONS)}.")
+    if asked == "auto":
+        found = next((name for name, why in obstacles.items() if why is None), None)
+        if found is None:
+            raise ValueError(f"No implementation of {op} can run: " + " ".join(filter(None, obstacles.values())))
+    else:
+        found = asked
+        if asked not in obstacles:
+            raise ValueError(f"{op} has no implementation {asked!r}; it has {', '.join(obstacles)}. Or ask for 'auto'.")
+        if obstacles[asked] is not None:
+            raise ValueError(f"The implementation {asked!r} of {op} cannot run: {obstacles[asked]}")
+    if not is_compiling():
+        _chosen[op] = found
+    return found
+
+
+def chosen() -> dict[str, str]:
+    """The implementation that each op ran last in this process, by the op's name."""
+    return dict(_chosen)
+
+
+@contextmanager
+def implementation(name: str) -> Iterator[None]:
+    """Ask for one implementation wherever an op is called with `auto`; the innermost wish counts.
+
+    Raises:
+        ValueError: if there is none of that name.
+    """
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"impl is {name!r}; expected one of {', '.join(IMPLEMENTATIONS)}.")
+    _wanted.append(name)
+    try:
+        yield
+    finally:
+        _wanted.pop()

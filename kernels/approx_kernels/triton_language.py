@@ -7,7 +7,8 @@ whether its kernels can run on what they are given.
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,59 @@ except ImportError:
     triton: Any = None
     tl: Any = None
 
-__all__ = ["jit", "obstacle", "tl", "triton"]
+__all__ = ["Configuration", "first_that_fits", "jit", "obstacle", "tl", "triton"]
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CAPABILITY = (8, 0)
+
+
+class Configuration(NamedTuple):
+    """How a kernel is cut: tile sizes by the names of its constants, warps of a program, stages of its loops."""
+
+    tiles: Mapping[str, int]
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The keywords of a launch."""
+        return {**self.tiles, "num_warps": self.warps, "num_stages": self.stages}
+
+
+# The configuration that fitted last, by what was launched and where.
+_fitting: dict[tuple[Any, ...], int] = {}
+
+
+def first_that_fits(
+    run: Callable[[Configuration], Any], configurations: Sequence[Configuration], what: str, device: torch.device
+) -> Any:
+    """Run with the first configuration that the card has registers and shared memory for.
+
+    It is found once for `what` and a device and taken again, so results repeat; nothing is timed.
+
+    Args:
+        run: Launches with one configuration, and gives back what becomes the result.
+        configurations: At most four, the default first, the one that asks for the least last.
+        what: What is launched, with all that its needs depend on, such as dtype and head size.
+        device: Where.
+
+    Raises:
+        ValueError: if not even the last one fits.
+    """
+    if interpreted():
+        return run(configurations[0])
+    key, lack = (what, device), ""
+    for number in range(_fitting.get(key, 0), len(configurations)):
+        try:
+            out = run(configurations[number])
+        except triton.OutOfResources as error:
+            lack = str(error)
+            continue
+        _fitting[key] = number
+        return out
+    name = torch.cuda.get_device_name(device)
+    raise ValueError(f"{name} cannot hold the smallest tile of {what}: {lack} Ask for impl='reference'.")
 
 
 def jit(function: Any) -> Any:

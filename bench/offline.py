@@ -1,0 +1,238 @@
+"""What the compiler makes of every kernel, read without a GPU: registers, spills, shared memory, instructions.
+
+    python bench/offline.py -o reports/kernels
+
+Each file of `bench/launches` launches the kernels of one op on CPU tensors. The launches are caught, and compiled for
+compute capability 8.0 (A100) and 9.0 (H100, H200) with the arguments that they had. Written are `record.json` and, made
+from it, `report.md`; `--only OP` prints the figures of one op and writes nothing.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# In a checkout that is not installed, both packages lie beside this folder.
+sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (".", "kernels"))
+
+import torch
+
+CAPABILITIES = (80, 90)
+# Shared memory that one program may have: KiB. Cards of capability 8.6 and 8.9 have no more than 99.
+SHARED = {80: 99, 90: 227}
+TENSOR_CORES = ("HMMA", "IMMA", "HGMMA", "IGMMA", "QGMMA")
+TYPES = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+
+
+class Launch(NamedTuple):
+    """Something that launches one kernel or several, once; figures are kept under its name.
+
+    `tensor_cores` says whether every kernel of it must use them; products of true float32 cannot.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    tensor_cores: bool = True
+
+
+class Caught(NamedTuple):
+    """A kernel with the arguments of a launch."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+def ops() -> list[str]:
+    """The ops that have kernels."""
+    return sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent / "launches")]))
+
+
+def launches(op: str) -> list[Launch]:
+    """All launches of an op, each kernel in each of its configurations."""
+    return list(importlib.import_module(f"bench.launches.{op}").launches())
+
+
+def figures(op: str, only: str | None = None) -> Iterator[dict[str, Any]]:
+    """What the compiler says of every kernel of an op, a row for each launch and capability.
+
+    Args:
+        op: One of `ops()`.
+        only: Name of one launch.
+    """
+    for launch in launches(op):
+        if only in (None, launch.name):
+            for caught in catch(launch.run):
+                for capability in CAPABILITIES:
+                    yield {"op": op, "launch": launch.name} | compiled(caught, capability, launch.tensor_cores)
+
+
+def catch(run: Callable[[], Any]) -> list[Caught]:
+    """The launches that something makes, none of which takes place."""
+    from triton import JITFunction
+
+    found: list[Caught] = []
+
+    def instead(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+        values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+        if missing := set(kernel.arg_names) - set(values):
+            raise ValueError(f"{kernel.__name__} was launched without {', '.join(sorted(missing))}.")
+        found.append(Caught(kernel, values, options))
+
+    real = JITFunction.run
+    setattr(JITFunction, "run", instead)  # noqa: B010  # pyright takes a plain assignment for a mistake
+    try:
+        run()
+    finally:
+        setattr(JITFunction, "run", real)  # noqa: B010  # as above
+    return found
+
+
+def compiled(caught: Caught, capability: int, tensor_cores: bool) -> dict[str, Any]:
+    """Registers, spills, shared memory and instructions of a kernel on one compute capability."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(caught.kernel.params):
+        value = caught.arguments[parameter.name]
+        # What Triton itself makes constant: what is annotated so, None, and the number 1.
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[parameter.name], constants[(place,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        elif type(value) is int:
+            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32"
+    source = ASTSource(caught.kernel, signature, constants, attributes)
+    made = compile(source, target=GPUTarget("cuda", capability, 32), options=caught.options)
+    registers, spilled, instructions = disassembled(made.asm["cubin"])
+    tiles = {
+        name: constants[(caught.kernel.arg_names.index(name),)] for name in caught.kernel.arg_names if _is_tile(name)
+    }
+    return {
+        "kernel": caught.kernel.__name__,
+        "tiles": tiles,
+        **caught.options,
+        "capability": capability,
+        "registers": registers,
+        "spilled_bytes": spilled,
+        "shared_bytes": made.metadata.shared,
+        "tensor_cores": tensor_cores,
+        "instructions": instructions,
+    }
+
+
+def _is_tile(name: str) -> bool:
+    return re.fullmatch(r"B[A-Z]|BLOCK_[A-Z]+", name) is not None
+
+
+def disassembled(cubin: bytes) -> tuple[int, int, list[str]]:
+    """Registers of a thread, bytes that it spills, and the tensor-core instructions among its machine code."""
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+
+        def asked(option: str) -> str:
+            return subprocess.run([tool, option, path], check=True, capture_output=True, text=True).stdout
+
+        usage, code = asked("-res-usage"), asked("-sass")
+    (registers, stack), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    return int(registers), int(stack), [name for name in TENSOR_CORES if re.search(rf"\b{name}\b", code)]
+
+
+def wrong(row: dict[str, Any]) -> list[str]:
+    """One sentence for each limit that a kernel breaks."""
+    found = []
+    if row["spilled_bytes"]:
+        found.append(f"spills {row['spilled_bytes']} bytes")
+    if row["shared_bytes"] > SHARED[row["capability"]] * 1024:
+        found.append(f"needs {row['shared_bytes']} bytes of shared memory of {SHARED[row['capability']]} KiB")
+    if row["tensor_cores"] and not row["instructions"]:
+        found.append("uses no tensor cores")
+    name = f"{row['op']}, {row['launch']}, {row['kernel']} on {row['capability']}"
+    return [f"{name} {sentence}" for sentence in found]
+
+
+def report(record: dict[str, Any]) -> str:
+    """The record as tables in Markdown."""
+    lines = [
+        "# Kernels, as compiled",
+        "",
+        f"Read from the machine code that Triton {record['triton']} makes for compute capability 8.0 (A100) and 9.0 (H100, "
+        f"H200); nothing was run. Made by `{record['command']}`.",
+    ]
+    for op in dict.fromkeys(row["op"] for row in record["kernels"]):
+        lines += [
+            "",
+            f"## {op}",
+            "",
+            "| launch | kernel | tile | warps, stages | capability | registers | spilled | shared | tensor cores |",
+        ]
+        lines += ["|---|---|---|---|--:|--:|--:|--:|---|"]
+        for row in (row for row in record["kernels"] if row["op"] == op):
+            tile = "×".join(str(size) for size in row["tiles"].values()) or "–"
+            lines.append(
+                f"| {row['launch']} | `{row['kernel']}` | {tile} | {row['num_warps']}, {row['num_stages']} | "
+                f"{row['capability'] / 10:.1f} | {row['registers']} | {row['spilled_bytes']} | "
+                f"{row['shared_bytes'] / 1024:.0f} KiB | {', '.join(row['instructions']) or '–'} |"
+            )
+    return "\n".join([*lines, ""])
+
+
+def main() -> int:
+    """Compile, write and print; 1 if a limit is broken."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-o", "--output", type=Path, help="folder for the record and the report")
+    parser.add_argument("--only", metavar="OP", help="print the figures of one op as JSON")
+    options = parser.parse_args()
+    # Read when Triton is imported: kernels are compiled here, not interpreted.
+    os.environ["TRITON_INTERPRET"] = "0"
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    from triton import __version__
+
+    rows = [row for op in ([options.only] if options.only else ops()) for row in figures(op)]
+    if options.only:
+        sys.stdout.write(json.dumps(rows) + "\n")
+    elif options.output:
+        record = {
+            "command": "python bench/offline.py -o reports/kernels",
+            "triton": __version__,
+            "kernels": rows,
+        }
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (options.output / "report.md").write_text(report(record), encoding="utf-8")
+    broken = [sentence for row in rows for sentence in wrong(row)]
+    sys.stderr.write("".join(f"{sentence}\n" for sentence in broken))
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Kernels as operators of PyTorch: what compilers, CUDA graphs and counters of operations can see."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import flop_counter
+
+
+def custom_op(
+    fake: Callable[..., Any],
+    *,
+    flops: Callable[..., int] | None = None,
+    backward: Callable[..., Any] | None = None,
+    save: Callable[..., None] | None = None,
+    mutates: tuple[str, ...] = (),
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function that launches kernels an operator of PyTorch, which `torch.compile` takes as a whole.
+
+    The operator is called `<module>::<function>`, dots of the module written as `_`. A converted folder carries the module
+    under a name of its own, so the package and any number of folders each have their own operator in one process;
+    a module that is read again replaces its own.
+
+    Args:
+        fake: From the same arguments to empty outputs of the right shapes, dtypes and strides; also used for fake tensors.
+        flops: From the shapes of the tensors, and the other arguments as they are, to multiply-adds counted as 2;
+            it also gets the keyword `out_shape`. For `torch.utils.flop_counter`.
+        backward: As in `torch.library.register_autograd`: from the context and the gradients of all outputs to those of
+            all arguments. It calls another such operator. None where there is no gradient.
+        save: Keeps in the context what `backward` needs, from the keywords `inputs` and `output`.
+        mutates: Arguments that the function writes to.
+
+    Returns:
+        What makes the operator of the function, whose arguments and results must be annotated. No result may be a view of
+        an argument.
+    """
+
+    def registered(function: Callable[..., Any]) -> Callable[..., Any]:
+        namespace = re.sub(r"[^A-Za-z0-9_]", _spelled, function.__module__.replace(".", "_"))
+        name = function.__name__.lstrip("_")
+        op = torch.library.custom_op(f"{namespace}::{name}", function, mutates_args=mutates)
+        op.register_fake(fake)
+        if backward is not None:
+            op.register_autograd(backward, setup_context=save)
+        packet = getattr(getattr(torch.ops, namespace), name)
+        flop_counter.flop_registry.pop(packet, None)
+        if flops is not None:
+            flop_counter.register_flop_formula(packet)(flops)
+        return op
+
+    return registered
+
+
+def _spelled(found: re.Match[str]) -> str:
+    return f"_{ord(found[0]):x}_"

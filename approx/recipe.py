@@ -28,7 +28,8 @@ class EvaluateStage:
         streaming: Whether a hub dataset is read as it is downloaded, no further than the limit, and not kept.
         batch_size: Inputs per batch, or `auto`: as many as fit, by their length.
         margin: Loss in points that would be acceptable.
-        truncate: Whether inputs longer than the positions are cut instead of refused.
+        max_length: Read no more tokens than this, with `truncate`; as many as the positions allow without it.
+        truncate: Whether inputs that are longer are cut instead of refused.
         settings: Of the task itself, e.g. the length of generated documents.
         seeds: How many draws of each variant's mechanisms are scored, its own first.
     """
@@ -40,6 +41,7 @@ class EvaluateStage:
     streaming: bool = field(default=False, kw_only=True)
     batch_size: int | typing.Literal["auto"] = 32
     margin: float = 1.0
+    max_length: int | None = field(default=None, kw_only=True)
     truncate: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     seeds: int = 1

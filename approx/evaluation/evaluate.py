@@ -96,7 +96,7 @@ def evaluate(
 
     def predicted(subject: Subject) -> list[Any]:
         done = rows * next(turn)
-        advance = (lambda count: progress(done + count, total)) if progress else None
+        advance = None if progress is None else lambda count: progress(done + count, total)
         return predict(subject, task, prepared, device=device, advance=advance, kept=kept, halve=batch_size is None)
 
     predictions = {subject.name: predicted(subject) for subject in models}
@@ -121,7 +121,7 @@ def evaluate(
         "examples": len(examples),
         "subset": loaded.subset,
         "truncated": prepared.truncated,
-        "notes": list(loaded.notes),
+        "notes": [*loaded.notes, *([f"read to {max_length:,} tokens"] if max_length else [])],
         "tokens": {"median": median_low(prepared.lengths), "longest": max(prepared.lengths)},
         **entry,
         "outputs": outputs.name if outputs is not None else None,

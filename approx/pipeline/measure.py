@@ -100,7 +100,9 @@ def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> None:
     task.check(base.model)
     split = task.load(_path(stage.data), stage.split, stage.limit, streaming=stage.streaming)
     subject = Subject(BASE, base.model, checkpoint.processor(base.source))
-    prepare([subject], task, split, batch_size=batch_size(stage), truncate=stage.truncate)
+    prepare(
+        [subject], task, split, batch_size=batch_size(stage), max_length=stage.max_length, truncate=stage.truncate
+    )
 
 
 def batch_size(stage: EvaluateStage) -> int | None:
@@ -135,6 +137,7 @@ def measure_quality(
         limit=stage.limit,
         streaming=stage.streaming,
         batch_size=batch_size(stage),
+        max_length=stage.max_length,
         margin=stage.margin / (100 if METRICS[task.metrics[0]].fraction else 1),
         truncate=stage.truncate,
         seed=seed,

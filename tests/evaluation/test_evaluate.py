@@ -186,6 +186,9 @@ def test_inputs_longer_than_the_positions_are_refused_or_cut_and_counted(data):
     assert entry["tokens"]["longest"] == 16
     assert 0 < entry["truncated"] < 60
     refused(r"the limit is 8 \(--max-length\)", Exit.USAGE, lambda: evaluate(models, SST2, data=data, max_length=8))
+    shorter = evaluate(models, SST2, data=data, max_length=8, truncate=True)
+    assert (shorter["tokens"]["longest"], shorter["notes"]) == (8, ["read to 8 tokens"])
+    assert shorter["truncated"] > entry["truncated"]
 
 
 def test_robertas_positions_start_behind_the_padding_token():

@@ -191,6 +191,7 @@ def test_all_mistakes_are_told_before_any_work(study, tmp_path):
         (("checkpoint: /", "checkpoint: ./nowhere/"), Exit.UNAVAILABLE, "meant from the current folder"),
         (("task: glue/sst2", "task: glue/cola"), Exit.UNSUPPORTED, "has the labels unacceptable, acceptable"),
         (("margin: 0.5", "split: test"), Exit.UNAVAILABLE, "looked for SST-2/test.tsv"),
+        (("margin: 0.5", "max_length: 3"), Exit.USAGE, "the limit is 3"),
         (("device: cpu", "device: cuda"), Exit.MISSING, "torch sees no GPU"),
     ],
 )

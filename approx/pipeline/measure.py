@@ -100,9 +100,7 @@ def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> None:
     task.check(base.model)
     split = task.load(_path(stage.data), stage.split, stage.limit, streaming=stage.streaming)
     subject = Subject(BASE, base.model, checkpoint.processor(base.source))
-    prepare(
-        [subject], task, split, batch_size=batch_size(stage), max_length=stage.max_length, truncate=stage.truncate
-    )
+    prepare([subject], task, split, batch_size=batch_size(stage), max_length=stage.max_length, truncate=stage.truncate)
 
 
 def batch_size(stage: EvaluateStage) -> int | None:

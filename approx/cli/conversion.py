@@ -42,13 +42,19 @@ def mechanisms(
     from approx.conversion.support import support
 
     found = support(family)
-    abilities = ("bidirectional", "causal", "decode", "trainable")
+    abilities = ("bidirectional", "causal", "trainable")
     marks = [*abilities, *([] if family is None else ["fits"])]
     headings = [*abilities, *([] if family is None else [f"fits {family}"])]
     matrix = table(
-        ["mechanism", *headings, "padding", "gradient"],
+        ["mechanism", *headings, "decodes from", "padding", "gradient"],
         [
-            [row["name"], *("yes" if row[mark] else "–" for mark in marks), row["padding"], row["gradient"]]
+            [
+                row["name"],
+                *("yes" if row[mark] else "–" for mark in marks),
+                row["decode_state"] if row["decode"] else "–",
+                row["padding"],
+                row["gradient"],
+            ]
             for row in found
         ],
     )

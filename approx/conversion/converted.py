@@ -70,6 +70,12 @@ class ApproxModel:
         wanted = (module.penalty() for module in self.modules() if isinstance(module, Mechanism))
         return sum((each for each in wanted if each is not None), torch.zeros(()))
 
+    def step_attention(self, step: int) -> None:
+        """Tell the mechanisms that a step of training is done, counted from 1: some then draw their random state anew."""
+        for module in self.modules():
+            if isinstance(module, Mechanism):
+                module.after_step(step)
+
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
         """Save as transformers does, in the layout that converted classes load, with the code and the manifest.
 

@@ -24,10 +24,16 @@ def build(site: Mapping[str, Any]) -> Mechanism:
         site: heads, head_dim, causal and scale, and either what one part has or a list of `groups`.
 
     Raises:
-        ApproxError: if a mechanism is unknown or its settings are refused.
+        ApproxError: if a mechanism is unknown, its settings are refused, or the groups are not all of the heads, once each.
     """
     if "groups" not in site:
         return _part(site, site["heads"], site)
+    named = sorted(head for group in site["groups"] for head in group["heads"])
+    if named != list(range(site["heads"])):
+        raise ApproxError(
+            f"The groups of a converted layer name the heads {named}; each of 0-{site['heads'] - 1} belongs to one of them. "
+            "Its config.json is damaged: convert the base checkpoint again."
+        )
     return HeadGroups([(group["heads"], _part(group, len(group["heads"]), site)) for group in site["groups"]])
 
 

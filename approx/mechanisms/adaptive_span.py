@@ -13,8 +13,8 @@ class AdaptiveSpanAttention(Mechanism):
     """Softmax attention under a mask that falls off beyond the head's own span, in O(n (z + R) D) for each head.
 
     A weight at distance x is multiplied by m(x) = clip((R + z - x) / R, 0, 1) before the weights are made to sum to 1;
-    the distance counts to both sides unless causal. Training learns z, held as a fraction of the longest span so that
-    learning rates of other parameters fit it: add `penalty`, times a weight, to the loss, or nothing makes a span short.
+    the distance counts to both sides unless causal, and padding that stands between two tokens too. Training learns z,
+    held as a fraction of the longest span so that learning rates of other parameters fit it: add `penalty`, times a weight, to the loss, or nothing makes a span short.
     Training and inference compute the same, each head within its own window, heads of about the same span together;
     heads whose span covers every distance of the input run exact attention, to the bit.
 

@@ -33,7 +33,8 @@ class LinearAttention(Mechanism):
         eps: Added to the normaliser, above 0; with a window its least value.
         scale_inputs: Whether q and k are multiplied by the root of `scale` first; published without.
         window: Nearest keys that are weighed by a softmax, w: with `causal` the last w up to the own, otherwise w to
-            either side and the own. 0 for none. Brings a factor of the softmax part to be learned for each head.
+            either side and the own, counting padding between them. 0 for none. Brings a factor of the softmax part to be
+            learned for each head.
 
     Raises:
         ApproxError: if a setting is wrong.
@@ -75,6 +76,16 @@ class LinearAttention(Mechanism):
             return None
         rows = self.head_dim + (self.feature_map == "t2r")
         return nn.Parameter(torch.eye(rows, self.head_dim, device="cpu").repeat(self.heads, 1, 1))
+
+    @property
+    def warning(self) -> str | None:
+        """No pretrained model was made for a feature map."""
+        if self.window:
+            return None
+        return (
+            f"linear with feature_map '{self.feature_map}' and no window replaces the softmax by one that the checkpoint was not "
+            "trained with: the model is nearly broken until it is fine-tuned. A window keeps the nearest keys exact."
+        )
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0

@@ -13,6 +13,9 @@ from approx_kernels.ring import joined, newest
 class LocalAttention(Mechanism):
     """Softmax attention over the keys around each query, in O(n (left + right) D).
 
+    Distances are those of places in the input, by which models number their positions, and not of real tokens as in the
+    other patterns. The two differ only under masks with holes, where padding in between makes the window hold fewer keys.
+
     Source: Beltagy, Peters, Cohan, 2020, Longformer, arXiv 2004.05150; departs from it in having no global
     tokens.
 

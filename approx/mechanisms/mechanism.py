@@ -153,6 +153,9 @@ class Mechanism(nn.Module):
         """What training adds to its loss, times a weight that the trainer chooses, as a scalar; None for nothing."""
         return None
 
+    def after_step(self, step: int) -> None:
+        """What training calls once a step is done, counted from 1, for state that changes between steps."""
+
     @property
     def reads_tokens(self) -> bool:
         """Whether `forward` and `weights` need the token ids of the keys, [B, S], as the keyword `tokens`."""

@@ -27,6 +27,7 @@ class PerformerAttention(Mechanism):
         orthogonal: Whether the random rows are orthogonal in blocks of D, which lowers the error.
         kernel: `softmax`, or `relu`, the generalised attention that approximates no softmax.
         seed: Seed of the random rows, which are a buffer and saved with the checkpoint.
+        redraw_every: Steps of training after which `after_step` draws other rows; 0 for never, as it is outside of training.
 
     Raises:
         ApproxError: if a setting is wrong.
@@ -50,22 +51,37 @@ class PerformerAttention(Mechanism):
         orthogonal: bool = True,
         kernel: str = "softmax",
         seed: int = 0,
+        redraw_every: int = 0,
     ) -> None:
         super().__init__(heads, head_dim, causal=causal, scale=scale)
         self.features = whole_number("features", features, 1)
         self.orthogonal = true_or_false("orthogonal", orthogonal)
         self.kernel = one_of("kernel", kernel, KERNELS)
         self.seed = seed_number(seed)
-        self.register_buffer("projection", self._draw())
+        self.redraw_every = whole_number("redraw_every", redraw_every, 0)
+        self.register_buffer("projection", self._draw(self.seed))
+
+    def redraw(self, seed: int) -> None:
+        """Draw other random rows; nothing but this and `after_step` ever does."""
+        self.seed = seed_number(seed)
+        self.projection.copy_(self._draw(seed))
+
+    def after_step(self, step: int) -> None:
+        """Draw other random rows if it is time; they depend on the seed and the step alone, so that all processes agree."""
+        if self.redraw_every and step % self.redraw_every == 0:
+            self.projection.copy_(self._draw((self.seed + step // self.redraw_every) % 2**63))
 
     @torch.no_grad()
-    def redraw(self, seed: int) -> None:
-        """Draw other random rows; nothing else ever does."""
-        self.seed = seed_number(seed)
-        self.projection.copy_(self._draw())
+    def _draw(self, seed: int) -> Tensor:
+        return draw_projection(self.head_dim, features=self.features, orthogonal=self.orthogonal, seed=seed)
 
-    def _draw(self) -> Tensor:
-        return draw_projection(self.head_dim, features=self.features, orthogonal=self.orthogonal, seed=self.seed)
+    @property
+    def warning(self) -> str | None:
+        """Queries and keys of pretrained models are long, and `relu` is no softmax."""
+        why = "approximates no softmax" if self.kernel == "relu" else "is far from the softmax where attention is sharp"
+        return (
+            f"performer with kernel '{self.kernel}' {why}: the model loses most of its quality until it is fine-tuned."
+        )
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0

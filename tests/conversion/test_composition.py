@@ -9,6 +9,8 @@ from approx.conversion.anatomy import anatomy
 from approx.conversion.cost import predict
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan, Rule
+from approx.conversion.sites import build
+from approx.errors import ApproxError
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.head_groups import HeadGroups
 from conversion.zoo import difference, outputs, tiny
@@ -49,6 +51,14 @@ def test_heads_come_out_where_they_went_in(order):
     groups = HeadGroups([(heads, MECHANISMS["sdpa"](len(heads), 8, causal=False, scale=0.3)) for heads in order])
     torch.testing.assert_close(groups(q, k, v), exact(q, k, v))
     assert groups.flops(100) == exact.flops(100)
+
+
+@pytest.mark.parametrize("heads", [[[0, 1], [1, 2, 3]], [[0, 1], [3]], [[0, 1], [2, 3, 4]]], ids=["twice", "missing", "too many"])  # fmt: skip
+def test_groups_that_are_not_all_heads_once_each_are_refused(heads):
+    site = {"heads": 4, "head_dim": 8, "causal": False, "scale": 0.3}
+    site["groups"] = [{"heads": some, "mechanism": "sdpa", "settings": {}} for some in heads]
+    with pytest.raises(ApproxError, match="each of 0-3 belongs to one of them"):
+        build(site)
 
 
 @pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "Wav2Vec2ForCTC", "LlamaForCausalLM"])

@@ -107,6 +107,11 @@ def test_gradients_of_what_is_learned_are_right(causal, feature_map):
     assert torch.autograd.gradcheck(attend, drawn)
 
 
+def test_it_says_that_fine_tuning_has_to_follow_unless_a_window_is_left():
+    assert "until it is fine-tuned" in (make(causal=False).warning or "")
+    assert make(causal=False, window=4).warning is None
+
+
 def test_heads_learn_apart():
     q, k, v = torch.randn(3, 1, 2, 30, 8).unbind()
     mechanism = make(causal=False, feature_map="hedgehog", window=4)

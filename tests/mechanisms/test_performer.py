@@ -5,8 +5,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from approx.conversion import surgery
+from approx.conversion.plan import Plan
 from approx.mechanisms.full import FullAttention
 from approx.mechanisms.performer import PerformerAttention
+from conversion.zoo import tiny
 
 SIZE = 32
 FEATURES = [64, 128, 256, 512, 1024, 2048, 4096]
@@ -89,6 +92,45 @@ def test_redraw_is_explicit_and_a_checkpoint_keeps_what_was_drawn():
     again = make(features=64, seed=9)
     again.load_state_dict(mechanism.state_dict())
     assert torch.equal(again(q, k, v), mechanism(q, k, v))
+
+
+def test_training_draws_anew_every_so_many_steps_and_two_processes_agree():
+    q, k, v = drawn(4.0)
+    first, twin, resumed = (make(features=64, redraw_every=3, seed=2**63 - 1) for _ in range(3))
+    begun, kept, changed = first.projection.clone(), first.projection.clone(), []
+    for step in range(1, 8):
+        for mechanism in (first, twin):
+            mechanism.after_step(step)
+        if not torch.equal(first.projection, kept):
+            kept = first.projection.clone()
+            changed.append(step)
+        assert torch.equal(first(q, k, v), twin(q, k, v))
+    assert changed == [3, 6]
+    assert not torch.equal(kept, begun)
+    assert first.settings == twin.settings == make(features=64, redraw_every=3, seed=2**63 - 1).settings
+    # Whoever goes on after step 5 draws at step 6 what would have been drawn.
+    resumed.after_step(6)
+    assert torch.equal(resumed.projection, kept)
+    still = make(features=64)
+    before = still.projection.clone()
+    still.after_step(3)
+    assert torch.equal(still.projection, before)
+
+
+def test_a_converted_model_tells_its_mechanisms_of_each_step():
+    model = tiny("BertModel")
+    surgery.convert(model, Plan.of("performer", layers="0,2", features=8, redraw_every=2))
+    rows = [x for name, x in model.named_buffers() if name.endswith("projection")]
+    begun = [x.clone() for x in rows]
+    model.step_attention(1)
+    assert all(torch.equal(x, y) for x, y in zip(rows, begun, strict=True))
+    model.step_attention(2)
+    assert not any(torch.equal(x, y) for x, y in zip(rows, begun, strict=True))
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "relu"])
+def test_it_says_that_fine_tuning_has_to_follow(kernel):
+    assert "until it is fine-tuned" in (make(kernel=kernel).warning or "")
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "relu"])

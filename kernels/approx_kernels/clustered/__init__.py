@@ -2,8 +2,10 @@
 
 from torch import Tensor
 
+from approx_kernels.clustered import cpu
 from approx_kernels.clustered.causal import causal_samples
 from approx_kernels.clustered.reference import MOST_DEFAULT_CLUSTERS, clustered_samples, default_clusters
+from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
 from approx_kernels.tokens import without_padding
 
@@ -24,6 +26,7 @@ def clustered_attention(
     topk: int | None,
     scale: float,
     dropout: float = 0.0,
+    impl: str = "auto",
 ) -> Tensor:
     """Attend with the mean query of each cluster, in O(n C D); with `topk`, mend its largest weights too.
 
@@ -50,32 +53,24 @@ def clustered_attention(
         topk: Keys each member weighs itself, K, at most all; None for plain clustered attention.
         scale: Factor of the scores.
         dropout: Probability with which a weight is dropped: one of a cluster's, or one a member weighed itself.
+        impl: `reference`, or `cpu` in C on float32 and bfloat16 (see `approx_kernels.implementation`).
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or not just one way to cluster is given.
+        ValueError: if the shapes or dtypes do not fit together, not just one way to cluster is given, or `impl` cannot run.
     """
     check_shapes(q, k, v, key_mask)
     if (planes is None or draws is None) == (selectors is None):
         raise ValueError("Either planes and draws or selectors say which queries are alike; expected one of the two.")
     if selectors is not None:
         _check_fitted(q, "selectors", selectors, clusters, q.shape[3] + 1)
-    return clustered_samples(
-        q,
-        k,
-        v,
-        key_mask,
-        planes=planes,
-        draws=draws,
-        selectors=selectors,
-        clusters=clusters,
-        iterations=iterations,
-        topk=topk,
-        scale=scale,
-        dropout=dropout,
-    )
+    settings = {"clusters": clusters, "iterations": iterations, "topk": topk, "scale": scale}
+    ways = {"planes": planes, "draws": draws, "selectors": selectors}
+    if choose("clustered_attention", impl, {"cpu": cpu.obstacle(q, dropout), "reference": None}) == "cpu":
+        return cpu.clustered_batch(q, k, v, key_mask, **ways, **settings)
+    return clustered_samples(q, k, v, key_mask, **ways, **settings, dropout=dropout)
 
 
 def causal_clustered_attention(

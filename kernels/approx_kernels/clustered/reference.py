@@ -8,12 +8,14 @@ from approx_kernels.clustered.plain import plain_heads
 from approx_kernels.clustering import cluster_queries, nearest_centroids
 from approx_kernels.exact import exact_attention
 
+# Up to so many queries there are so many clusters by default.
+SHORT = (512, 25)
 MOST_DEFAULT_CLUSTERS = 100
 
 
 def default_clusters(queries: int) -> int:
     """Clusters for a sample of so many real queries: 25 up to 512, 100 beyond."""
-    return 25 if queries <= 512 else MOST_DEFAULT_CLUSTERS
+    return SHORT[1] if queries <= SHORT[0] else MOST_DEFAULT_CLUSTERS
 
 
 def clustered_samples(

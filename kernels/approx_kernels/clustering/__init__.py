@@ -1,14 +1,19 @@
 """Groups of similar queries: k-means among sign hashes, or centroids that are fitted once."""
 
+import torch
 from torch import Tensor
 
+from approx_kernels.clustering import cpu
 from approx_kernels.clustering.frozen import draw_centroids, fit_centroids, nearest_centroids
 from approx_kernels.clustering.reference import cluster_heads, draw_planes
+from approx_kernels.implementation import choose
 
 __all__ = ["cluster_queries", "draw_centroids", "draw_planes", "fit_centroids", "nearest_centroids"]
 
 
-def cluster_queries(q: Tensor, planes: Tensor, draws: Tensor, *, clusters: int, iterations: int) -> Tensor:
+def cluster_queries(
+    q: Tensor, planes: Tensor, draws: Tensor, *, clusters: int, iterations: int, impl: str = "auto"
+) -> Tensor:
     """Put each query of a head into one of C clusters, in O(n C bits) an iteration.
 
     A query becomes sign bits, bit_b = [q.a_b > bias_b]; k-means in Hamming space follows, with the majority
@@ -24,12 +29,13 @@ def cluster_queries(q: Tensor, planes: Tensor, draws: Tensor, *, clusters: int, 
         draws: Non-negative random int64 numbers, at least C of them: what a "random" query is.
         clusters: Number of clusters, C.
         iterations: Assignments; between two of them the centroids move, and once none does the rest is left out.
+        impl: `reference`, or `cpu` in C with the same clusters (see `approx_kernels.implementation`).
 
     Returns:
         Cluster of each query, [G, n], int64.
 
     Raises:
-        ValueError: if planes or draws do not fit q and the number of clusters.
+        ValueError: if planes or draws do not fit q and the number of clusters, or `impl` cannot run.
     """
     if planes.ndim != 2 or planes.shape[1] != q.shape[-1] + 1:
         raise ValueError(f"planes has shape {list(planes.shape)}; expected [bits, {q.shape[-1] + 1}] to fit q.")
@@ -37,4 +43,7 @@ def cluster_queries(q: Tensor, planes: Tensor, draws: Tensor, *, clusters: int, 
         raise ValueError(f"draws has shape {list(draws.shape)}; expected at least {clusters} numbers.")
     if not clusters < q.shape[1]:
         raise ValueError(f"{clusters} clusters for {q.shape[1]} queries; expected fewer clusters than queries.")
+    if choose("cluster_queries", impl, {"cpu": cpu.obstacle(q), "reference": None}) == "cpu":
+        counts = (torch.tensor([number]) for number in (q.shape[1], clusters))
+        return cpu.cluster_samples(q.detach()[None], None, *counts, planes, draws, iterations)[0].long()
     return cluster_heads(q, planes, draws, clusters, iterations)

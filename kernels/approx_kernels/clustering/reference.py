@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 # A prime, so that the draws of an empty cluster in successive iterations walk through the queries.
-_STRIDE = 2_147_483_647
+STRIDE = 2_147_483_647
 # Rows of 64 float32 bits that fit into half a MiB, the working set of one block of heads on a CPU.
 _CACHED_ROWS = 4096
 
@@ -32,16 +32,20 @@ def cluster_heads(q: Tensor, planes: Tensor, draws: Tensor, clusters: int, itera
     return torch.cat(blocks)
 
 
+def hash_heights(q: Tensor, planes: Tensor) -> Tensor:
+    """How far q lies above each plane, and in a last column 1, [G, n, bits + 1], float32 at least."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    normals, bias = planes[:, :-1].to(wide), planes[:, -1].to(wide)
+    # The plane of the last column has no normal and a bias below every product.
+    return F.linear(q.to(wide), F.pad(normals, (0, 0, 0, 1)), F.pad(-bias, (0, 1), value=1.0))
+
+
 def hash_bits(q: Tensor, planes: Tensor) -> Tensor:
     """The signs of q against the planes as +-1, and a last column of ones, [G, n, bits + 1], float32.
 
     The ones count the members of a cluster when bits are summed, and carry the index in `_nearest`.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    normals, bias = planes[:, :-1].to(wide), planes[:, -1].to(wide)
-    # The plane of the last column has no normal and a bias below every product.
-    heights = F.linear(q.to(wide), F.pad(normals, (0, 0, 0, 1)), F.pad(-bias, (0, 1), value=1.0))
-    return (heights > 0).float().mul_(2).sub_(1)
+    return (hash_heights(q, planes) > 0).float().mul_(2).sub_(1)
 
 
 def hamming_kmeans(bits: Tensor, draws: Tensor, clusters: int, iterations: int) -> Tensor:
@@ -65,7 +69,7 @@ def hamming_kmeans(bits: Tensor, draws: Tensor, clusters: int, iterations: int) 
         # Real queries settle well before the last iteration; from here on every one would repeat this one.
         if torch.equal(moved, centroids) and not empty.any():
             break
-        centroids = torch.where(empty, bits[:, (draws + iteration * _STRIDE) % n], moved)
+        centroids = torch.where(empty, bits[:, (draws + iteration * STRIDE) % n], moved)
         assignment = _nearest(products, centroids)
     return assignment
 
@@ -90,7 +94,7 @@ def _nearest(products: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _int8_is_exact_and_fast(bits: Tensor, clusters: int) -> bool:
-    """Whether products of int8 may stand in for those of float32.
+    """Whether products of int8 may stand in for those of float32: with AVX2 alone they are several times slower.
 
     Without VNNI, oneDNN adds pairs of (bit + 128) * centroid in 16 bits: at most 2 * 129 * 127 = 32766 < 2^15.
     """
@@ -98,5 +102,5 @@ def _int8_is_exact_and_fast(bits: Tensor, clusters: int) -> bool:
         bits.device.type == "cpu"
         and clusters <= 127
         and torch.backends.mkldnn.is_available()
-        and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+        and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     )

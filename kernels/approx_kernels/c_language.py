@@ -1,0 +1,109 @@
+"""C where there is a compiler for it: compiled once per machine, kept, and called without any build system."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_LOG = logging.getLogger(__name__)
+_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")
+# A small file takes one or two seconds; whoever waits for longer has a compiler that hangs.
+_SECONDS = 60
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def obstacle(source: str, *tensors: Tensor) -> str | None:
+    """Why functions of a C source cannot run on tensors, with the remedy; None where they can."""
+    for x in tensors:
+        if x.device.type != "cpu":
+            return f"a tensor is on the {x.device.type}; this runs on CPU tensors. Move it, or ask for 'auto'."
+        if x.dtype not in DTYPES:
+            return f"a tensor is {x.dtype}; allowed are float32 and bfloat16. Convert it, or ask for 'auto'."
+    found = library(source)
+    return found if isinstance(found, str) else None
+
+
+@cache
+def library(source: str) -> ctypes.CDLL | str:
+    """The functions of a C source, or why there are none.
+
+    The first process on a machine compiles it, a second or two that the log announces; later ones read the result from
+    $APPROX_CACHE, or `approx` in the user's cache folder. The compiler is $CC, or else what is called cc, gcc or clang.
+    """
+    asked = os.environ.get("CC")
+    compiler = next(filter(None, map(shutil.which, [asked] if asked else ["cc", "gcc", "clang"])), None)
+    if compiler is None:
+        missing = f"$CC, {asked!r}, is not a program" if asked else "there is no C compiler"
+        return _missing(f"{missing}. Install gcc, or set $CC to a compiler.")
+    # A folder may be shared by machines whose processors differ.
+    machine = [platform.machine(), platform.processor(), _processor(), torch.backends.cpu.get_cpu_capability()]
+    digest = hashlib.sha256("\0".join([source, compiler, *_FLAGS, *machine]).encode()).hexdigest()[:24]
+    try:
+        kept = _folder() / f"{digest}.so"
+        return ctypes.CDLL(str(kept if kept.is_file() else _compile(compiler, source, kept)))
+    except subprocess.TimeoutExpired:
+        return _missing(f"{compiler} took more than {_SECONDS} seconds. Set $CC to another compiler.")
+    except subprocess.CalledProcessError as error:
+        told = (error.stderr or "").strip().splitlines()
+        return _missing(f"{compiler} failed: {told[0] if told else error}. Set $CC to another compiler.")
+    except OSError as error:
+        return _missing(f"what {compiler} made could not be kept or read: {error}. Set $APPROX_CACHE to a folder for it.")
+
+
+def address(x: Tensor | None) -> ctypes.c_void_p:
+    """Where the numbers of a contiguous tensor lie; NULL for None."""
+    assert x is None or x.is_contiguous(), f"a tensor of shape {list(x.shape)} does not lie in one piece"
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
+def check(failed: int) -> None:
+    """Raise MemoryError if a function said that it got no memory."""
+    if failed:
+        raise MemoryError("compiled code got no memory for its working sets. Shorten the inputs or the batch.")
+
+
+def _compile(compiler: str, source: str, kept: Path) -> Path:
+    _LOG.info("Compiling %s with %s, once on this machine; it takes a few seconds.", kept.name, compiler)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+        text, made = Path(scratch) / "source.c", Path(scratch) / "made.so"
+        text.write_text(source, encoding="utf-8")
+        command = [compiler, *_FLAGS, str(text), "-o", str(made), "-lm"]
+        run = {"capture_output": True, "text": True, "timeout": _SECONDS}
+        # Not every compiler has OpenMP; without it there is one thread, and the results are the same.
+        if subprocess.run([*command, "-fopenmp"], check=False, **run).returncode:
+            subprocess.run(command, check=True, **run)
+        # Another process may have been as fast; both made the same.
+        os.replace(made, kept)
+    _LOG.info("Compiled in %.1f seconds.", time.perf_counter() - began)
+    return kept
+
+
+def _missing(why: str) -> str:
+    _LOG.warning("Slower code runs in place of compiled code, for %s", why)
+    return why
+
+
+def _folder() -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("APPROX_CACHE") or home / "approx") / "compiled"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))

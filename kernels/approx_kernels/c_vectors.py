@@ -1,0 +1,116 @@
+"""Vectors, exponentials and small matrix products in C, for whatever width the processor has."""
+
+VECTORS = r"""
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+#define INLINE static inline __attribute__((always_inline))
+typedef float vf __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+/* Rows of whatever stands on the right of a product are whole vectors. */
+INLINE int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
+
+INLINE float *floats(int64_t n) {
+    void *found = NULL;
+    return posix_memalign(&found, 64, sizeof(float) * (n + WIDTH)) ? NULL : found;
+}
+
+INLINE vf choose(vi which, vf yes, vf no) { return (vf)((which & (vi)yes) | (~which & (vi)no)); }
+INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
+
+/* exp for x <= 80, within two roundings; NaN stays NaN. */
+INLINE vf vexp(vf x) {
+    x = choose(x < -87.0f, (vf){0} - 87.0f, x);
+    vf shifted = x * 1.44269504f + 12582912.0f;
+    vf n = shifted - 12582912.0f;
+    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return (vf)((vi)p + ((vi)shifted << 23));
+}
+
+/* c[m][n] (+)= sum over p of a[m am + p ak] b[p][n], for a tile that stays in registers. */
+INLINE void tile(const int rows, const int vectors, int64_t depth, const float *a, int64_t am, int64_t ak,
+                 const float *b, int64_t ldb, float *c, int64_t ldc, int add) {
+    vf sum[6][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int x = 0; x < vectors; x++) sum[r][x] = (vf){0};
+    for (int64_t p = 0; p < depth; p++) {
+        vf right[2];
+#pragma GCC unroll 2
+        for (int x = 0; x < vectors; x++) right[x] = *(const vf *)(b + p * ldb + x * WIDTH);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            float left = a[r * am + p * ak];
+#pragma GCC unroll 2
+            for (int x = 0; x < vectors; x++) sum[r][x] += left * right[x];
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int x = 0; x < vectors; x++) {
+            vf *to = (vf *)(c + r * ldc + x * WIDTH);
+            *to = add ? (vf)(*to + sum[r][x]) : (vf)sum[r][x];
+        }
+}
+
+#define TILES(vectors)                                                                            \
+    switch (m - i) {                                                                              \
+        case 1: tile(1, vectors, depth, left, am, ak, b + j, ldb, to, ldc, add); break;           \
+        case 2: tile(2, vectors, depth, left, am, ak, b + j, ldb, to, ldc, add); break;           \
+        case 3: tile(3, vectors, depth, left, am, ak, b + j, ldb, to, ldc, add); break;           \
+        case 4: tile(4, vectors, depth, left, am, ak, b + j, ldb, to, ldc, add); break;           \
+        case 5: tile(5, vectors, depth, left, am, ak, b + j, ldb, to, ldc, add); break;           \
+        default: tile(6, vectors, depth, left, am, ak, b + j, ldb, to, ldc, add);                 \
+    }
+
+/* c [m, n] = or += a [m, depth] b [depth, n]; n is a multiple of a vector. */
+static void product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t am, int64_t ak, const float *b,
+                    int64_t ldb, float *c, int64_t ldc, int add) {
+    for (int64_t j = 0; j < n; j += 2 * WIDTH)
+        for (int64_t i = 0; i < m; i += 6) {
+            const float *left = a + i * am;
+            float *to = c + i * ldc + j;
+            if (n - j >= 2 * WIDTH) { TILES(2) } else { TILES(1) }
+        }
+}
+
+/* A tensor [B, H, n, size] of floats or bfloat16, whose last dimension lies in one piece. */
+typedef struct { void *data; int64_t batch, head, row; } tensor;
+
+INLINE void read_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_t size, float *to) {
+    int64_t at = b * x.batch + h * x.head + i * x.row;
+    if (!bf16) { memcpy(to, (float *)x.data + at, sizeof(float) * size); return; }
+    const uint16_t *from = (uint16_t *)x.data + at;
+    for (int64_t d = 0; d < size; d++) ((uint32_t *)to)[d] = (uint32_t)from[d] << 16;
+}
+
+INLINE void write_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_t size, const float *from) {
+    int64_t at = b * x.batch + h * x.head + i * x.row;
+    if (!bf16) { memcpy((float *)x.data + at, from, sizeof(float) * size); return; }
+    uint16_t *to = (uint16_t *)x.data + at;
+    for (int64_t d = 0; d < size; d++) {
+        uint32_t bits = ((const uint32_t *)from)[d];
+        /* To the nearest, ties to even; a NaN stays one. */
+        uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        to[d] = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
+    }
+}
+"""

@@ -1,0 +1,197 @@
+"""Clustered attention of a batch on a CPU, forward and backward in C: no padding is computed, no sample waits for another."""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx_kernels.c_language import address, check, library
+from approx_kernels.c_language import obstacle as c_obstacle
+from approx_kernels.clustered.backward_c import BACKWARD
+from approx_kernels.clustered.forward_c import FORWARD
+from approx_kernels.clustered.reference import MOST_DEFAULT_CLUSTERS, SHORT
+from approx_kernels.clustering.cpu import cluster_samples
+from approx_kernels.clustering.cpu import obstacle as clustering_obstacle
+from approx_kernels.clustering.frozen import nearest_centroids
+from approx_kernels.custom_op import custom_op
+
+_WHOLE = ctypes.c_int64
+_PLACE = ctypes.c_void_p
+
+
+class _Rows(ctypes.Structure):
+    """`tensor` of c_vectors.py."""
+
+    _fields_ = (("data", _PLACE), ("batch", _WHOLE), ("head", _WHOLE), ("row", _WHOLE))
+
+
+class _Problem(ctypes.Structure):
+    """`problem` of heads_c.py."""
+
+    _fields_ = (
+        *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "size", "values")),
+        *((name, _WHOLE) for name in ("most_clusters", "kept", "bf16", "threads")),
+        *((name, _Rows) for name in ("q", "k", "v", "out")),
+        *((name, _PLACE) for name in ("query_tokens", "key_tokens", "queries", "real_keys", "clusters", "groups")),
+        *((name, _PLACE) for name in ("rest", "sums", "mass", "top")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _BackwardProblem(ctypes.Structure):
+    """`backward_problem` of backward_c.py."""
+
+    _fields_ = (("all", _Problem), *((name, _Rows) for name in ("grad", "dq", "dk", "dv")))
+
+
+def obstacle(q: Tensor, dropout: float) -> str | None:
+    """Why clustered attention cannot run in C, with the remedy; None where it can."""
+    if dropout:
+        return "it drops no weights. Set the dropout of attention to 0, or ask for 'auto'."
+    reasons = (clustering_obstacle(q), c_obstacle(FORWARD, q), c_obstacle(BACKWARD, q))
+    return next(filter(None, reasons), None)
+
+
+def clustered_batch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    planes: Tensor | None,
+    draws: Tensor | None,
+    selectors: Tensor | None,
+    clusters: int | None,
+    iterations: int,
+    topk: int | None,
+    scale: float,
+) -> Tensor:
+    """Attend; a sample of at most C real queries has each of them for a cluster."""
+    batch, _, length, _ = q.shape
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    query_tokens = key_tokens = None
+    queries, keys = (torch.full((batch,), n, dtype=torch.int64) for n in (length, k.shape[2]))
+    if key_mask is not None:
+        keys = key_mask.sum(1)
+        key_tokens = key_mask.logical_not().byte().argsort(stable=True, dim=1).int()
+        if length == k.shape[2]:
+            queries, query_tokens = keys, key_tokens
+    wanted = clusters or torch.where(queries > SHORT[0], MOST_DEFAULT_CLUSTERS, SHORT[1])
+    own = torch.minimum(queries, torch.as_tensor(wanted)) * (keys > 0)
+    with torch.autocast("cpu", enabled=False):
+        if selectors is None:
+            assert planes is not None, "checked by the op"
+            assert draws is not None, "checked by the op"
+            groups = cluster_samples(q.detach(), query_tokens, queries, own, planes, draws, iterations)
+        else:
+            groups = nearest_centroids(q, selectors).int()
+            if query_tokens is not None:
+                groups = groups.gather(2, query_tokens[:, None].expand_as(groups).long())
+            apart = torch.arange(length, dtype=torch.int32)
+            groups = torch.where((own == queries)[:, None, None], apart, groups).contiguous()
+        most, kept = min(clusters or MOST_DEFAULT_CLUSTERS, length), min(topk or 0, k.shape[2])
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        return _attend(q, k, v, groups, query_tokens, key_tokens, queries, keys, own, most, kept, scale)[0]
+
+
+def _empty(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: Tensor,
+    query_tokens: Tensor | None,
+    key_tokens: Tensor | None,
+    queries: Tensor,
+    keys: Tensor,
+    clusters: Tensor,
+    most: int,
+    kept: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, length, _ = q.shape
+    # As models want it next: tokens before heads.
+    out = q.new_zeros(batch, length, heads, v.shape[3]).transpose(1, 2)
+    rest = q.new_empty(batch, heads, most, v.shape[3], dtype=torch.float32)
+    top = q.new_empty(batch, heads, most, kept, dtype=torch.int32)
+    sums, mass = (q.new_empty(batch, heads, most, dtype=torch.float32) for _ in range(2))
+    return out, rest, sums, mass, top
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.most, ctx.kept, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    found = _attend_backward(grad, *ctx.saved_tensors, ctx.most, ctx.kept, ctx.scale)
+    return *found, *[None] * 9
+
+
+def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_zeros(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
+    return dq, dk, dv
+
+
+@custom_op(_empty_gradients)
+def _attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: Tensor,
+    query_tokens: Tensor | None,
+    key_tokens: Tensor | None,
+    queries: Tensor,
+    keys: Tensor,
+    clusters: Tensor,
+    rest: Tensor,
+    sums: Tensor,
+    mass: Tensor,
+    top: Tensor,
+    most: int,
+    kept: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    made = _empty_gradients(grad, q, k, v)
+    state = (groups, query_tokens, key_tokens, queries, keys, clusters, rest, sums, mass, top)
+    problem = _BackwardProblem(_problem(q, k, v, grad, *state, most, kept, scale), *map(_rows, (grad, *made)))
+    check(library(BACKWARD).backward(ctypes.byref(problem)))
+    return made
+
+
+@custom_op(_empty, backward=_gradients, save=_keep)
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: Tensor,
+    query_tokens: Tensor | None,
+    key_tokens: Tensor | None,
+    queries: Tensor,
+    keys: Tensor,
+    clusters: Tensor,
+    most: int,
+    kept: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    state = (groups, query_tokens, key_tokens, queries, keys, clusters)
+    made = _empty(q, k, v, *state, most, kept, scale)
+    problem = _problem(q, k, v, made[0], *state, *made[1:], most, kept, scale)
+    check(library(FORWARD).forward(ctypes.byref(problem)))
+    return made
+
+
+def _rows(x: Tensor) -> _Rows:
+    return _Rows(x.data_ptr(), *x.stride()[:3])
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *state: Any) -> _Problem:
+    groups, query_tokens, key_tokens, queries, keys, clusters, rest, sums, mass, top, most, kept, scale = state
+    sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], most, kept)
+    places = map(address, (query_tokens, key_tokens, queries, keys, clusters, groups, rest, sums, mass, top))
+    return _Problem(
+        *sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *map(_rows, (q, k, v, out)), *places, scale
+    )

@@ -1,0 +1,65 @@
+"""Clusters of all samples and heads at once on a CPU: hashes by the reference's product, k-means on words of bits in C."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from approx_kernels.c_language import address, check, library
+from approx_kernels.c_language import obstacle as c_obstacle
+from approx_kernels.clustering.hamming_c import SOURCE
+from approx_kernels.clustering.reference import STRIDE, hash_heights
+from approx_kernels.custom_op import custom_op
+
+# Rows of float32 heights that a core's own cache holds beside the words made of them.
+_ROWS = 4096
+
+
+def obstacle(*tensors: Tensor) -> str | None:
+    """Why the clusters of these tensors cannot be found in C, with the remedy; None where they can."""
+    return c_obstacle(SOURCE, *tensors)
+
+
+def _empty(
+    q: Tensor, tokens: Tensor | None, counts: Tensor, clusters: Tensor, planes: Tensor, draws: Tensor, iterations: int
+) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.int32)
+
+
+@custom_op(_empty)
+def cluster_samples(
+    q: Tensor, tokens: Tensor | None, counts: Tensor, clusters: Tensor, planes: Tensor, draws: Tensor, iterations: int
+) -> Tensor:
+    """Cluster the real queries of each sample as `cluster_queries` does; a sample of no more queries than C keeps each apart.
+
+    Args:
+        q: Queries, [B, H, L, D], float32 or bfloat16.
+        tokens: Places of the real queries of each sample, in their order, before all others, [B, L] int32; None where all
+            are real.
+        counts: Number of real queries, [B] int64.
+        clusters: Number of clusters of each sample, [B] int64; 0 leaves the sample out.
+        planes: As for `cluster_queries`.
+        draws: As for `cluster_queries`.
+        iterations: As for `cluster_queries`.
+
+    Returns:
+        Cluster of each real query, in their order, [B, H, L] int32; what stands behind them has no meaning.
+    """
+    batch, heads, length, _ = q.shape
+    bits = planes.shape[0]
+    found = library(SOURCE)
+    words = q.new_empty(batch, heads, length, dtype=torch.int64)
+    samples, some = max(1, _ROWS // (heads * length)), max(1, _ROWS // length)
+    with torch.autocast("cpu", enabled=False):
+        for b in range(0, batch, samples):
+            for h in range(0, heads, some):
+                block = q[b : b + samples, h : h + some]
+                heights = hash_heights(block.flatten(0, 1), planes)
+                place = words[b : b + samples, h : h + some]
+                numbers = map(ctypes.c_int64, (place.numel(), heights.shape[-1], bits))
+                found.sign_words(address(heights), *numbers, address(place))
+    groups = q.new_empty(batch, heads, length, dtype=torch.int32)
+    tensors = map(address, (words, tokens, counts, clusters, draws))
+    numbers = map(ctypes.c_int64, (batch, heads, length, iterations, STRIDE, torch.get_num_threads()))
+    check(found.cluster(*tensors, *numbers, address(groups)))
+    return groups

@@ -1,0 +1,100 @@
+"""Hamming k-means of words of sign bits in C."""
+
+from approx_kernels.c_vectors import VECTORS
+
+SOURCE = (
+    VECTORS
+    + r"""
+/* Signs of rows of heights, the first `bits` of each, as words. */
+void sign_words(const float *heights, int64_t rows, int64_t width, int64_t bits, uint64_t *words) {
+    vi lane;
+    for (int l = 0; l < WIDTH; l++) lane[l] = 1 << l;
+    for (int64_t i = 0; i < rows; i++) {
+        float row[64] = {0};
+        memcpy(row, heights + i * width, sizeof(float) * bits);
+        uint32_t half[2] = {0, 0};
+        for (int side = 0; side < 2; side++) {
+            vi found = {0};
+            for (int d = 0; d < 32; d += WIDTH) found |= (*(vf *)(row + 32 * side + d) > 0.0f) & (lane << d);
+            for (int l = 0; l < WIDTH; l++) half[side] |= (uint32_t)found[l];
+        }
+        words[i] = (uint64_t)half[1] << 32 | half[0];
+    }
+}
+
+/* The centroid that differs in fewest bits from each word, the lowest among equals. */
+static void nearest(const uint64_t *words, int64_t n, const uint64_t *centroids, int64_t clusters, int32_t *groups) {
+    for (int64_t i = 0; i < n; i += 8) {
+        uint64_t row[8], best[8];
+        for (int r = 0; r < 8; r++) row[r] = words[i + r < n ? i + r : n - 1], best[r] = UINT64_MAX;
+        for (int64_t c = 0; c < clusters; c++)
+#pragma GCC unroll 8
+            for (int r = 0; r < 8; r++) {
+                uint64_t key = (uint64_t)__builtin_popcountll(row[r] ^ centroids[c]) << 32 | (uint64_t)c;
+                best[r] = key < best[r] ? key : best[r];
+            }
+        for (int r = 0; r < 8 && i + r < n; r++) groups[i + r] = (int32_t)best[r];
+    }
+}
+
+/* Move each centroid to the majority bits of its members; says whether any has moved. */
+static int move(const uint64_t *words, int64_t n, const int32_t *groups, uint64_t *centroids, int64_t clusters,
+                const int64_t *draws, int64_t step, int32_t *ones, int32_t *members) {
+    memset(ones, 0, sizeof(int32_t) * 64 * clusters);
+    memset(members, 0, sizeof(int32_t) * clusters);
+    for (int64_t i = 0; i < n; i++) {
+        int32_t *sums = ones + 64 * groups[i];
+        uint32_t low = (uint32_t)words[i], high = (uint32_t)(words[i] >> 32);
+        for (int b = 0; b < 32; b++) sums[b] += low >> b & 1;
+        for (int b = 0; b < 32; b++) sums[32 + b] += high >> b & 1;
+        members[groups[i]]++;
+    }
+    int moved = 0;
+    for (int64_t c = 0; c < clusters; c++) {
+        uint64_t majority = 0, tied = 0;
+        for (int b = 0; b < 64; b++) {
+            int32_t twice = 2 * ones[64 * c + b];
+            majority |= (uint64_t)(twice > members[c]) << b;
+            tied |= (uint64_t)(twice == members[c]) << b;
+        }
+        uint64_t next = members[c] ? majority | (tied & centroids[c]) : words[(draws[c] + step) % n];
+        moved |= !members[c] || next != centroids[c];
+        centroids[c] = next;
+    }
+    return moved;
+}
+
+/* words [B, H, L] -> groups [B, H, L], of the real tokens of each sample in their order; a sample without clusters is
+   left out, and one of no more queries than clusters keeps each apart. */
+int cluster(const uint64_t *words, const int32_t *tokens, const int64_t *counts, const int64_t *clusters,
+            const int64_t *draws, int64_t batch, int64_t heads, int64_t length, int64_t iterations, int64_t stride,
+            int64_t threads, int32_t *groups) {
+    int failed = 0;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(| : failed)
+    for (int64_t item = 0; item < batch * heads; item++) {
+        int64_t b = item / heads, n = counts[b], wanted = clusters[b];
+        if (!wanted) continue;
+        int32_t *found = groups + item * length;
+        if (n <= wanted) {
+            for (int64_t i = 0; i < n; i++) found[i] = (int32_t)i;
+            continue;
+        }
+        uint64_t *own = malloc(sizeof(uint64_t) * (n + wanted)), *centroids = own + n;
+        int32_t *ones = malloc(sizeof(int32_t) * 65 * wanted);
+        if (!own || !ones) { free(own), free(ones), failed = 1; continue; }
+        for (int64_t i = 0; i < n; i++) own[i] = words[item * length + (tokens ? tokens[b * length + i] : i)];
+        for (int64_t c = 0; c < wanted; c++) {
+            int64_t low = c * n / wanted, high = (c + 1) * n / wanted;
+            centroids[c] = own[low + draws[c] % (high - low)];
+        }
+        nearest(own, n, centroids, wanted, found);
+        for (int64_t step = 1; step < iterations; step++) {
+            if (!move(own, n, found, centroids, wanted, draws, step * stride, ones, ones + 64 * wanted)) break;
+            nearest(own, n, centroids, wanted, found);
+        }
+        free(own), free(ones);
+    }
+    return failed;
+}
+"""
+)

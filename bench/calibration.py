@@ -86,14 +86,13 @@ def speakers(generator: Generator, count: int, harm: float) -> Pair:
     words = generator.integers(5, 35, groups.size)
     rates = generator.gamma(1.5, 0.05, count).clip(0.005, 0.6)[groups] * words
     suits = np.exp(generator.normal(0, 0.15, count))[groups]
-    errors = (generator.poisson(rates * suits), generator.poisson(rates / suits * (1 + harm)))
-    base, converted = (np.stack([found, words], 1).astype(float) for found in errors)
-    return Pair(base, converted, groups)
+    base, converted = generator.poisson(rates * suits), generator.poisson(rates / suits * (1 + harm))
+    return Pair(np.stack([base, words], 1).astype(float), np.stack([converted, words], 1).astype(float), groups)
 
 
 def stretches(generator: Generator, count: int, harm: float) -> Pair:
     """Losses of stretches of text; models differ by noise so heavy-tailed that its fourth moment is infinite."""
-    size = generator.integers(1500, 2500, count)
+    size = generator.integers(1500, 2500, count).astype(float)
     loss = 0.8 * size * np.exp(generator.normal(0, 0.3, count))
     base, converted = (loss * (1 + 0.02 * generator.standard_t(3, count)) for _ in range(2))
     empty = np.ones(count)

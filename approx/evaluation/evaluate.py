@@ -96,7 +96,11 @@ def evaluate(
 
     def predicted(subject: Subject) -> list[Any]:
         done = rows * next(turn)
-        advance = None if progress is None else lambda count: progress(done + count, total)
+
+        def advance(count: int) -> None:
+            if progress:
+                progress(done + count, total)
+
         return predict(subject, task, prepared, device=device, advance=advance, kept=kept, halve=batch_size is None)
 
     predictions = {subject.name: predicted(subject) for subject in models}

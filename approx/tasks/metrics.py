@@ -5,8 +5,6 @@ Each is an `evaluate.Metric`, for Trainer and its kin; `approx.tasks.metric` say
 
 from __future__ import annotations
 
-import re
-import string
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
+from approx.tasks.answer_words import answer_words
 from approx.tasks.error_rates import CharacterErrorRate, WordErrorRate
 from approx.tasks.metric import TaskMetric
 
@@ -141,7 +140,10 @@ class ExactMatch(TaskMetric):
 
 
 class AnswerF1(ExactMatch):
-    """The words that an answer shares with the given one that it is closest to, as F1; the mean over questions."""
+    """The words that an answer shares with the given one that it is closest to, as F1; the mean over questions.
+
+    Where an answer is asked for, one without words shares none, even with a given one that is nothing but punctuation.
+    """
 
     key = "answer_f1"
 
@@ -149,7 +151,11 @@ class AnswerF1(ExactMatch):
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
         """F1 of each answer, [n, 1]."""
         pairs = zip(predictions, labels, strict=True)
-        return np.asarray([max(_overlap(said, one) for one in answers or [""]) for said, answers in pairs])[:, None]
+        found = [
+            max(_overlap(said, one) for one in answers) if answers else float(not answer_words(said))
+            for said, answers in pairs
+        ]
+        return np.asarray(found)[:, None]
 
 
 class MaskedLoss(TaskMetric):
@@ -208,18 +214,10 @@ class BitsPerByte(MaskedLoss):
         return float(loss / np.log(2) / size)
 
 
-def answer_words(text: str) -> list[str]:
-    """The words of an answer as SQuAD compares them: lower case, without punctuation and articles."""
-    plain = "".join(character for character in text.lower() if character not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
-
-
 def _overlap(said: str, given: str) -> float:
     first, second = answer_words(said), answer_words(given)
-    if not first or not second:
-        return float(first == second)
     shared = sum((Counter(first) & Counter(second)).values())
-    return 2 * shared / (len(first) + len(second))
+    return 2 * shared / (len(first) + len(second)) if shared else 0.0
 
 
 METRICS: dict[str, type[TaskMetric]] = {

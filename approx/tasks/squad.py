@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
+from approx.tasks.answer_words import answer_words
 from approx.tasks.hub import read_rows
 from approx.tasks.padding import padded
 from approx.tasks.settings import names_setting, number_setting, whole_setting
@@ -170,6 +171,9 @@ class Squad(Task):
         if impossible and self._version == 1:
             raise ApproxError(f"{place}: question {asked['id']} is marked as impossible. Use the task squad_v2.")
         answers = [] if impossible else list(texts)
+        if self._version == 2:
+            # The official scoring of 2.0 passes over what is nothing but punctuation or an article, that of 1.1 does not.
+            answers = [text for text in answers if answer_words(text)]
         return Example(str(asked["id"]), {"question": asked["question"].strip(), "context": context}, answers)
 
     def check(self, model: Any) -> None:

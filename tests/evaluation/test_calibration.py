@@ -92,6 +92,7 @@ def test_percentiles_would_be_too_narrow_for_few_speakers():
     generator = np.random.default_rng(0)
     for repetition in range(150):
         pair = world.models(generator, 8, 0.0)
+        assert pair.groups is not None
         totals = [
             np.stack([np.bincount(pair.groups, column) for column in evidence.T], 1)
             for evidence in (pair.base, pair.converted)

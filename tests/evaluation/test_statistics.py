@@ -1,6 +1,7 @@
 """Tests, intervals and verdicts, held to scipy where it has them and to simulation where it has not."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,14 +32,15 @@ def test_the_p_value_is_the_exact_binomial_of_the_discordant_examples(lost, won)
     found = compare_correct(*flags(700, lost, won, 100))
     assert found.p_value == (stats.binomtest(lost, lost + won, 0.5).pvalue if lost + won else 1.0)
     assert found.difference == pytest.approx((won - lost) / (800 + lost + won))
+    assert found.interval is not None
     assert found.interval[0] <= found.difference <= found.interval[1]
 
 
 def test_the_interval_of_a_difference_of_accuracies_is_that_of_the_paper():
     # Bonett and Price 2012, by hand: p12 = 21/874, p21 = 11/874.
-    low, high = compare_correct(*flags(700, 20, 10, 142)).interval
+    found = compare_correct(*flags(700, 20, 10, 142)).interval
     centre, half = -10 / 874, 1.959964 * math.sqrt((32 / 874 - (10 / 874) ** 2) / 874)
-    assert (low, high) == pytest.approx((centre - half, centre + half), abs=1e-6)
+    assert found == pytest.approx((centre - half, centre + half), abs=1e-6)
 
 
 def test_the_interval_of_an_accuracy_is_wilsons():
@@ -56,7 +58,7 @@ def test_identical_predictions_on_few_examples_settle_nothing():
 def test_the_bootstrap_agrees_with_theory_on_a_mean():
     values = np.random.default_rng(1).normal(0.3, 1.0, 400)
     found = compare_scores(lambda rows: float(values[rows].mean()), 400, seed=0)
-    exact = stats.ttest_1samp(values, 0)
+    exact: Any = stats.ttest_1samp(values, 0)
     assert found.interval == pytest.approx(exact.confidence_interval(0.95), abs=0.005)
     assert found.p_value == pytest.approx(exact.pvalue, rel=0.8)
     assert score_interval(lambda rows: float(values[rows].mean()), 400, seed=0) == pytest.approx(
@@ -75,7 +77,10 @@ def test_the_p_value_is_the_one_at_which_the_interval_touches_zero(bounded):
 
     p_value = compare(0.95).p_value
     assert 0.001 < p_value < 0.5
-    assert compare(1 - p_value * 0.999).interval[0] < 0 < compare(1 - p_value * 1.001).interval[0]
+    wider, narrower = compare(1 - p_value * 0.999).interval, compare(1 - p_value * 1.001).interval
+    assert wider is not None
+    assert narrower is not None
+    assert wider[0] < 0 < narrower[0]
 
 
 def test_few_groups_have_the_interval_of_their_means():
@@ -85,8 +90,9 @@ def test_few_groups_have_the_interval_of_their_means():
         lambda rows: float(means[groups[rows]].mean()), 100, seed=0, groups=groups, bounded=False, resamples=20_000
     )
     assert found.test == "paired bootstrap over 4 groups"
-    assert found.interval == pytest.approx(stats.ttest_1samp(means, 0).confidence_interval(0.95), abs=0.01)
-    assert found.p_value == pytest.approx(stats.ttest_1samp(means, 0).pvalue, abs=0.003)
+    exact: Any = stats.ttest_1samp(means, 0)
+    assert found.interval == pytest.approx(exact.confidence_interval(0.95), abs=0.01)
+    assert found.p_value == pytest.approx(exact.pvalue, abs=0.003)
 
 
 @pytest.mark.parametrize("groups", [None, np.zeros(20, int)])

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 
@@ -92,7 +93,7 @@ def test_a_damaged_archive_and_a_missing_file_are_named(tmp_path):
     with pytest.raises(ApproxError, match="is damaged"):
         open_task("documents").load(tmp_path)
     with pytest.raises(ApproxError, match=r"is none of \.jsonl"):
-        open_task("documents").load(__file__)
+        open_task("documents").load(Path(__file__))
 
 
 @pytest.mark.parametrize("labels", [["one"], ["same", "same"]])

@@ -13,6 +13,8 @@ from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel, GPT2Confi
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate
 from approx.tasks import Example, open_task
+from approx.tasks.language import LanguageModelling
+from approx.tasks.masked_language import MaskedLanguageModelling
 from approx.tasks.metrics import BitsPerByte, Perplexity
 from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
 
@@ -26,9 +28,10 @@ def data(tmp_path):
 
 
 def causal(positions=256):
-    shape = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": len(WORDS), "n_positions": positions}
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=len(WORDS), n_positions=positions)
+    config.update({"initializer_range": 0.5, "bos_token_id": None, "eos_token_id": None})
     torch.manual_seed(1)
-    return GPT2LMHeadModel(GPT2Config(**shape, initializer_range=0.5, bos_token_id=None, eos_token_id=None)).eval()
+    return GPT2LMHeadModel(config).eval()
 
 
 def masked(**changed):
@@ -53,7 +56,7 @@ def test_a_window_over_everything_gives_the_models_own_loss(data, stretch):
 @given(window=st.integers(2, 64), stride=st.integers(1, 64), stretch=st.integers(1, 400))
 def test_every_token_is_scored_once_with_enough_before_it(window, stride, stretch):
     stride = min(stride, window - 1)
-    task, tokenizer = open_task("lm", window=window, stride=stride, stretch=stretch), tiny_tokenizer()
+    task, tokenizer = LanguageModelling(window, stride, stretch), tiny_tokenizer()
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     scored, position = [], 1
     for example in task._stretches(TEXT, "text"):
@@ -96,7 +99,7 @@ def test_slices_go_by_the_tokens_before(data):
 
 def test_the_masked_loss_is_that_of_the_hidden_tokens(data):
     torch.manual_seed(2)
-    model, task, tokenizer = BertForMaskedLM(masked()).eval(), open_task("mlm", stretch=120), tiny_tokenizer()
+    model, task, tokenizer = BertForMaskedLM(masked()).eval(), MaskedLanguageModelling(stretch=120), tiny_tokenizer()
     tokenizer.mask_token = "[UNK]"
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     examples = list(task._stretches(TEXT, "valid"))

@@ -33,7 +33,9 @@ def test_correlations_equal_scipy(name, decimals):
     generator = np.random.default_rng(0)
     labels = generator.uniform(0, 5, 200).round(decimals)
     predictions = (labels + generator.normal(size=200)).round(decimals)
-    assert METRICS[name].value(predictions, labels) == pytest.approx(OFFICIAL[name](labels, predictions), abs=1e-12)
+    assert METRICS[name].value(predictions.tolist(), labels.tolist()) == pytest.approx(
+        OFFICIAL[name](labels, predictions), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("metric", [Matthews, Pearson, Spearman])

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from approx.errors import ApproxError, Exit
 from approx.tasks import Example, open_task
-from approx.tasks.metrics import AnswerF1, ExactMatch, answer_words
+from approx.tasks.answer_words import answer_words
+from approx.tasks.metrics import AnswerF1, ExactMatch
 from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
 
 CONTEXT = "the film is good"
@@ -104,6 +105,50 @@ def test_scores_take_the_closest_answer_and_know_that_there_is_none():
     assert AnswerF1.evidence(said, given_answers)[:, 0].tolist() == [pytest.approx(0.8), 1.0, 0.0, 0.0]
 
 
+SAID = st.sampled_from(
+    ["", ".", "The", "a film", "The good film!", "good, old film", "film film", "U.S.", "us", "2,000"]
+)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@given(asked=st.lists(st.tuples(SAID, st.lists(SAID, max_size=3)), min_size=1, max_size=6))
+def test_a_prediction_file_scores_what_the_official_rules_say(tmp_path_factory, version, asked):
+    """A file of predictions in the official format, question id -> answer, beside one of questions."""
+    folder = tmp_path_factory.mktemp("squad")
+    asked = [(said, answers or ["x"] if version == 1 else answers) for said, answers in asked]
+    questions = [
+        {"id": str(row), "question": "what", "answers": [{"text": text} for text in answers]}
+        | ({"is_impossible": not answers} if version == 2 else {})
+        for row, (_, answers) in enumerate(asked)
+    ]
+    (folder / "predictions.json").write_text(json.dumps({str(row): said for row, (said, _) in enumerate(asked)}))
+    predictions = json.loads((folder / "predictions.json").read_text())
+    task, layout = ("squad", "1.1") if version == 1 else ("squad_v2", "2.0")
+    examples = open_task(task).examples(written(folder, *questions, version=layout))
+    scores = [official(predictions[question["id"]], question["answers"], version) for question in questions]
+    found = [predictions[example.id] for example in examples], [example.label for example in examples]
+    exact, f1 = (sum(column) / len(asked) for column in zip(*scores, strict=True))
+    assert (ExactMatch.value(*found), AnswerF1.value(*found)) == pytest.approx((exact, f1))
+
+
+def official(said, answers, version):
+    """Exact match and F1 of one question by the rules of evaluate-v1.1.py and evaluate-v2.0.py, in other words."""
+    given_answers = [answer["text"] for answer in answers]
+    if version == 2:
+        given_answers = [text for text in given_answers if answer_words(text)] or [""]
+    said_words, best = answer_words(said), 0.0
+    for text in given_answers:
+        words = answer_words(text)
+        if version == 2 and not (said_words and words):
+            best = max(best, float(said_words == words))
+            continue
+        shared = sum(min(said_words.count(word), words.count(word)) for word in set(words))
+        if shared:
+            precision, recall = shared / len(said_words), shared / len(words)
+            best = max(best, 2 * precision * recall / (precision + recall))
+    return float(any(" ".join(said_words) == " ".join(answer_words(text)) for text in given_answers)), best
+
+
 @pytest.mark.network
 @pytest.mark.parametrize("version", ["squad", "squad_v2"])
 def test_scores_equal_those_of_the_official_metric(version):
@@ -119,6 +164,7 @@ def test_scores_equal_those_of_the_official_metric(version):
             for row, texts in enumerate(given_answers)
         ],
     )
+    assert theirs is not None
     assert AnswerF1.value(said, given_answers) * 100 == pytest.approx(theirs["f1"])
     exact = theirs.get("exact_match", theirs.get("exact"))
     assert ExactMatch.value(said, given_answers) * 100 == pytest.approx(exact)

@@ -1,0 +1,99 @@
+"""How fast attention could be at best on this machine: counted operations and bytes over measured rates."""
+
+from collections.abc import Callable
+from typing import Any
+
+import cpu_cases
+import torch
+
+from approx.evaluation.timing import timed
+
+_CPU = torch.device("cpu")
+_SIDE, _COPIED, _REPETITIONS = 2048, 2**28, 5
+# A product in another precision still counts as float32 below this relative error.
+_FLOAT32_ERROR = 1e-6
+# Rows of a tile of queries that share their keys, and the chunk of causal linear attention.
+_TILE, _CHUNK = 128, 64
+
+
+def calibrate(dtype: str, threads: int) -> dict[str, Any]:
+    """Operations a second of a large product, and bytes a second of a large copy, read and written, on so many threads.
+
+    In float32 the product may take the way that `exact` may take, where the error allows it.
+    """
+    torch.set_num_threads(threads)
+    kind = getattr(torch, dtype)
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(_SIDE, _SIDE, generator=generator).to(kind) for _ in range(2))
+    precisely = a.double() @ b.double()
+    ways = ("highest", "medium") if dtype == "float32" else ("highest",)
+    before, rates = torch.get_float32_matmul_precision(), {}
+    try:
+        for way in ways:
+            torch.set_float32_matmul_precision(way)
+            error = float(((a @ b).double() - precisely).norm() / precisely.norm())
+            if way == "highest" or error <= _FLOAT32_ERROR:
+                rates[way] = 2 * _SIDE**3 / _seconds(lambda: a @ b, threads)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    source = torch.ones(_COPIED, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return {
+        "dtype": dtype,
+        "threads": threads,
+        "flops": max(rates.values()),
+        "by_precision": rates,
+        "bytes": 2 * _COPIED / _seconds(lambda: target.copy_(source), threads),
+    }
+
+
+def _seconds(call: Callable[[], object], threads: int) -> float:
+    """The least of some repetitions: a rate is what the machine can do."""
+    call()
+    samples = [timed(call, 1, _CPU) for _ in range(_REPETITIONS)]
+    return min(sample.ms * (sample.busy if threads == 1 else 1) for sample in samples) / 1e3
+
+
+def floor_ms(name: str, length: int, causal: bool, rates: dict[str, Any]) -> float | None:
+    """Least milliseconds of a forward of one layer's attention, batch 1; None for what is no mechanism of ours.
+
+    The operations of its products at the rate of a large product, or what it must read and write at the rate of a large
+    copy, whichever takes longer. Exponentials, sorting and choosing are not counted; clustering is, as products.
+    """
+    case = next(
+        (one for one in [cpu_cases.Case("sdpa", "sdpa", {}), *cpu_cases.cases(causal, 1)] if one.name == name), None
+    )
+    if case is None:
+        return None
+    mechanism = cpu_cases.mechanism_of(case, causal)
+    size, half = cpu_cases.SIZE, 0.5 if causal else 1.0
+    # Queries, keys, values and outputs once, in numbers.
+    io = extra = 4 * size
+    pairs = None
+    if case.mechanism in ("full", "sdpa", "exact"):
+        flops = 4 * size * length * half
+    elif case.mechanism == "linear":
+        flops = 4 * size**2 + (2 * size * _CHUNK if causal else 0)
+    elif case.mechanism == "performer":
+        flops = 8 * size * mechanism.features
+    elif case.mechanism in ("clustered", "improved-clustered") and not causal:
+        clusters = 25 if length <= 512 else 100
+        flops = 2 * size * 64 + mechanism.iterations * 4 * 64 * clusters + 4 * clusters * size
+        extra = io + size
+        if case.mechanism == "improved-clustered":
+            flops += 4 * mechanism.topk * size
+            extra += 2 * size + 2 * clusters
+    elif case.mechanism == "lsh":
+        flops = mechanism.rounds * 4 * size * 2 * mechanism.cluster
+        extra = io * (1 + 2 * mechanism.rounds)
+    else:
+        pairs = {
+            "local": lambda: mechanism.left + (0 if causal else mechanism.right) + _TILE,
+            "longformer": lambda: mechanism.window // (2 if causal else 1) + _TILE,
+            "bigbird": lambda: mechanism.block * (5 + mechanism.random),
+        }.get(case.mechanism)
+        counted = mechanism.flops(length) / (cpu_cases.HEADS * length)
+        flops = counted if pairs is None else min(4 * size * pairs(), 4 * size * length * half)
+    tokens = cpu_cases.HEADS * length
+    width = getattr(torch, rates["dtype"]).itemsize
+    return 1e3 * tokens * max(flops / rates["flops"], extra * width / rates["bytes"])

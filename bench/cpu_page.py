@@ -1,0 +1,268 @@
+"""The page and the pictures that are made from a record of `bench/cpu.py`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from cpu_cases import COUNTERPARTS
+from cpu_floor import floor_ms
+from cpu_targets import LENGTHS, THREADS, against_peers, exponents, find, fits, judged, other_targets, row
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+_SUITES = {
+    "attention": "One layer's attention by itself",
+    "attention-causal": "One layer's causal attention by itself",
+    "roberta": "RoBERTa-base-sized encoder",
+    "gpt2": "GPT-2-small-sized decoder, prefill",
+    "decode": "GPT-2-small-sized decoder, one token on top of so many",
+    "wav2vec2": "Wav2Vec2-base-sized encoder, frames of 10, 30 and 60 s",
+}
+_MODES = {"forward": "forward", "train": "forward and backward"}
+
+
+def write(output: Path) -> str:
+    """Make `report.md` and the pictures in a folder from its `record.json`; returns the text."""
+    made = json.loads((output / "record.json").read_text(encoding="utf-8"))
+    pictures = [(suite, dtype) for suite in ("attention", "roberta") for dtype in ("float32", "bfloat16")]
+    drawn = [name for suite, dtype in pictures if (name := _draw(made, suite, dtype, output))]
+    text = report(made, drawn)
+    (output / "report.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def report(made: dict[str, Any], drawn: list[str]) -> str:
+    """The record in Markdown."""
+    machine, parts = made["environment"], made["parts"]
+    crowded = sum(part["crowded"] for part in parts)
+    accepted, rejected = (
+        sum(one.get(key, 0) for part in parts for one in part["contenders"]) for key in ("accepted", "rejected")
+    )
+    layers = sorted({part["layers"] for part in parts if not part["suite"].startswith("attention")})
+    text = [
+        "# Attention on a CPU",
+        f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}, transformers {machine['transformers']}; "
+        f"batch 1 where nothing else is said, 12 heads of 64. Models have {' or '.join(map(str, layers)) or 'no'} layers with random "
+        "weights, their word and position tables looked up but not trained; the encoder of Wav2Vec2 is timed without "
+        "its convolutions, GPT-2 without its head. Everything in one table was timed in one run, in turns. On one thread time is "
+        "the processor's; on more it is the wall clock's, without the repetitions in which a contender got less than 0.85 "
+        f"of the share of the cores that it gets at its best: {accepted:,} repetitions were kept, {rejected:,} rejected. In "
+        f"{crowded} of {len(parts)} parts other programs used the cores. Ratios are how many times as fast; bold where the "
+        "95 % interval lies above 1. Inputs of attention alone are random, on which clustering needs all its iterations. "
+        f"Made by `{made['command']}`.",
+    ]
+    if made["left"]:
+        text.append(f"{len(made['left'])} parts of the plan were not measured; they stand at the end.")
+    if not parts:
+        return "\n\n".join([*text, "Nothing was measured."]) + "\n"
+    head = ["where", "attention", "precision", "against", *(f"{length:,}" for length in LENGTHS)]
+    text += [
+        "## Numbers to reach",
+        f"Forward on {THREADS} threads: what was asked, then what was found.",
+        _table(head, judged(made), words=4),
+        _table(["what", "found"], other_targets(made), words=2),
+        *(f"![speed-up against length]({name})" for name in drawn),
+        "## What the machine can do",
+        _table(
+            ["precision", "threads", "products, GF/s", "copy, GB/s"],
+            [
+                [one["dtype"], str(one["threads"]), f"{one['flops'] / 1e9:.0f}", f"{one['bytes'] / 1e9:.0f}"]
+                for one in made["rates"]
+            ],
+        ),
+    ]
+    text += [piece for dtype in ("float32", "bfloat16") for piece in _floors(made, dtype)]
+    text += [piece for suite in _SUITES for piece in _suite(made, suite)]
+    text += [*_peers(made), *_memory(made)]
+    if made["left"]:
+        lengths: dict[str, list[str]] = {}
+        for name in made["left"]:
+            part, _, length = name.rpartition("/")
+            lengths.setdefault(part, []).append(length)
+        text += ["## Not measured", "\n".join(f"- `{part}` at {', '.join(found)}" for part, found in lengths.items())]
+    return "\n\n".join(text) + "\n"
+
+
+def readme_table(made: dict[str, Any]) -> str:
+    """The README's table: the encoder end to end, both precisions, on all threads."""
+    rows, lengths = [], [length for length in LENGTHS if length <= 8192]
+    for dtype in ("float32", "bfloat16"):
+        parts = {
+            n: find(made, suite="roberta", mode="forward", dtype=dtype, threads=THREADS, length=n) for n in lengths
+        }
+        for name in _names([part for part in parts.values() if part]):
+            if name == "sdpa":
+                continue
+            told = f"*{name}: the ceiling*" if name == "no attention" else f"`{name}`"
+            rows.append([told, dtype, *(_ratio(row(parts[n], name), "against_sdpa") for n in lengths)])
+    machine = made["environment"]
+    layers = sorted({part["layers"] for part in made["parts"] if part["suite"] == "roberta"})
+    return (
+        _table(["attention", "precision", *(f"×, {n:,} tokens" for n in lengths)], rows, words=2)
+        + f"\n\nForward time of "
+        f"{' or '.join(map(str, layers))} RoBERTa-base-sized layers relative to default SDPA in the same precision; batch 1, "
+        f"{machine['processor']}, {THREADS} threads, torch {machine['torch']}. Bold where the interval lies above 1."
+    )
+
+
+def _suite(made: dict[str, Any], suite: str) -> list[str]:
+    keys = ("mode", "dtype", "threads", "batch")
+    groups = sorted({tuple(part[key] for key in keys) for part in made["parts"] if part["suite"] == suite})
+    text = [f"## {_SUITES[suite]}"] if groups else []
+    for mode, dtype, threads, batch in groups:
+        same = {"suite": suite, "mode": mode, "dtype": dtype, "threads": threads, "batch": batch}
+        parts = sorted(
+            (part for part in made["parts"] if all(part[key] == value for key, value in same.items())),
+            key=lambda part: part["length"],
+        )
+        told = f"{_MODES[mode]}, {dtype}, {threads} thread{'s' * (threads > 1)}" + f", batch {batch}" * (batch > 1)
+        lines = []
+        for name in _names(parts):
+            found = [row(part, name) for part in parts]
+            if name == "sdpa":
+                cells = ["–" if one is None else f"{one['median_ms']:.3g} ms" for one in found]
+            else:
+                cells = [f"{_ratio(one, 'against_sdpa')} / {_ratio(one, 'against_best')}" for one in found]
+            lines.append([f"`{name}`", *cells])
+        best = ["best exact attention", *(part["best_exact"] or "–" for part in parts)]
+        spread = ["SDPA against itself", *(f"{part['spread']:.2f}" for part in parts)]
+        text += [
+            f"### {told[0].upper()}{told[1:]}",
+            "Against default SDPA / against the best exact.",
+            _table(["attention", *(f"{part['length']:,}" for part in parts)], [*lines, best, spread]),
+        ]
+    return text
+
+
+def _floors(made: dict[str, Any], dtype: str) -> list[str]:
+    rates = next((one for one in made["rates"] if (one["dtype"], one["threads"]) == (dtype, THREADS)), None)
+    place = {"mode": "forward", "dtype": dtype, "threads": THREADS}
+    parts = {
+        (suite, n): find(made, suite=suite, length=n, **place)
+        for suite in ("attention", "attention-causal")
+        for n in LENGTHS
+    }
+    lines = []
+    for suite, told in (("attention", ""), ("attention-causal", ", causal")):
+        here = [part for (of, _), part in parts.items() if of == suite and part]
+        for name in _names(here):
+            cells = []
+            for length in LENGTHS:
+                found = row(parts[suite, length], name)
+                least = None if rates is None else floor_ms(name, length, bool(told), rates)
+                cells.append("–" if found is None or least is None else f"{found['median_ms'] / least:.1f}")
+            if set(cells) != {"–"}:
+                lines.append([f"`{name}`{told}", *cells])
+    if not lines:
+        return []
+    return [
+        f"## Time ÷ floor, {dtype}",
+        f"Forward of attention by itself on {THREADS} threads, over the least time that its counted products take at the rate above, "
+        "or its inputs and outputs at the rate of the copy, whichever is longer. Exponentials, sorting and choosing are not counted.",
+        _table(["attention", *(f"{length:,}" for length in LENGTHS)], lines),
+    ]
+
+
+def _peers(made: dict[str, Any]) -> list[str]:
+    found = against_peers(made, dict(COUNTERPARTS))
+    lines: dict[tuple[str, ...], dict[int, str]] = {}
+    for one in found:
+        told = (one["peer"], f"`{one['ours']}`", _MODES[one["mode"]], one["dtype"], str(one["threads"]))
+        lines.setdefault(told, {})[one["length"]] = f"{one['ratio']:.2f}"
+    if not lines:
+        return []
+    head = ["peer", "ours", "mode", "precision", "threads", *(f"{length:,}" for length in LENGTHS)]
+    rows = [[*told, *(cells.get(length, "–") for length in LENGTHS)] for told, cells in sorted(lines.items())]
+    return [
+        "## Peers",
+        "Attention alone, projections exchanged for copies: how many times as fast as the peer ours is.",
+        _table(head, rows, words=4),
+    ]
+
+
+def _memory(made: dict[str, Any]) -> list[str]:
+    text, grown = [], exponents(made)
+    if grown:
+        place = {"suite": "attention", "mode": "forward", "dtype": "float32", "threads": THREADS}
+        lines = []
+        for name, slope in grown.items():
+            found = [row(find(made, **place, length=length), name) for length in LENGTHS]
+            lines.append(
+                [f"`{name}`", f"n^{slope:.2f}", *("–" if one is None else f"{one['peak_mb']:.1f}" for one in found)]
+            )
+        text += [
+            "## Peak memory",
+            "Megabytes that a forward of one layer's attention needs beyond its inputs, float32, and the exponent fitted from 1,024 on.",
+            _table(["attention", "grows as", *(f"{length:,}" for length in LENGTHS)], lines),
+        ]
+    if made["longest"]:
+        lines = [
+            [
+                f"`{one['name']}`",
+                *(
+                    [f"{one['ms'] / 1e3:.0f}", f"{one['peak_mb'] / 1e3:.2f}"]
+                    if one["status"] == "ok"
+                    else [one["status"], "–"]
+                ),
+                "yes" if fits(one) else "**no**",
+            ]
+            for one in made["longest"]
+        ]
+        text += [
+            "## 65,536 tokens through twelve layers",
+            "One forward, batch 1, float32; memory beyond model and input.",
+            _table(["attention", "seconds", "GB", "within 24 GB with the weights"], lines),
+        ]
+    return text
+
+
+def _names(parts: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(one["name"] for part in parts for one in part["contenders"]))
+
+
+def _ratio(found: dict[str, Any] | None, key: str) -> str:
+    if found is None or found[key] is None:
+        return "–"
+    ratio, low, _ = found[key]
+    return f"**{ratio:.2f}**" if low > 1 else f"{ratio:.2f}"
+
+
+def _table(head: list[str], rows: list[list[str]], words: int = 1) -> str:
+    """The first `words` columns hold words, the others figures."""
+    lines = [head, [*["---"] * words, *["--:"] * (len(head) - words)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _draw(made: dict[str, Any], suite: str, dtype: str, output: Path) -> str | None:
+    """Speed-up over default SDPA against length, a line a contender; the name of the file."""
+    place = {"suite": suite, "mode": "forward", "dtype": dtype, "threads": THREADS}
+    parts = [part for length in LENGTHS if (part := find(made, **place, length=length))]
+    if len(parts) < 2:
+        return None
+    name = f"{suite}-{dtype}.svg"
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({"svg.hashsalt": name, "svg.fonttype": "path", "font.size": 9})
+        figure = Figure(figsize=(9, 5.5), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_prop_cycle(color=matplotlib.colormaps["tab10"].colors)  # pyright: ignore[reportAttributeAccessIssue]  # a listed colormap
+        for number, contender in enumerate(name for name in _names(parts) if name != "sdpa"):
+            points = [(part["length"], found["against_sdpa"][0]) for part in parts if (found := row(part, contender))]
+            style = {
+                "linestyle": ("-", "--", ":")[number // 10 % 3],
+                "marker": "osD"[number // 10 % 3],
+                "markersize": 3,
+            }
+            axes.plot(*zip(*points, strict=True), label=contender, **style)
+        axes.axhline(1, color="black", linewidth=0.6)
+        axes.set_xlabel("tokens")
+        axes.set_ylabel(f"times as fast as default SDPA, {_SUITES[suite]}, {dtype}")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside right center", fontsize=7, frameon=False)
+        figure.savefig(output / name, format="svg", metadata={"Date": None, "Creator": None})
+    return name

@@ -1,0 +1,155 @@
+"""The numbers that the CPU work set out to reach, and what a record of `bench/cpu.py` says of each."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Target(NamedTuple):
+    """At least so many times as fast as exact attention end to end, by length: default SDPA, and the best exact found."""
+
+    suite: str
+    name: str
+    dtype: str
+    against_sdpa: tuple[float, ...]
+    against_best: tuple[float, ...] = ()
+    batch: int = 1
+
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+TARGETS = (
+    Target("roberta", "exact", "float32", (1.6, 1.75, 1.8, 1.85, 1.85)),
+    Target("roberta", "exact", "bfloat16", (1.25, 1.35, 1.6, 2.1, 2.2)),
+    Target("roberta", "linear", "bfloat16", (1.45, 1.75, 2.6, 4.6, 8.3), (1.17, 1.33, 1.65, 2.15, 3.9)),
+    Target("roberta", "local left=128 right=128", "bfloat16", (1.3, 1.55, 2.25, 3.8, 7.0), (1.05, 1.2, 1.4, 1.75, 3.2)),
+    Target("roberta", "clustered iterations=3", "bfloat16", (1.38, 1.6, 2.35, 4.0, 7.4), (1.1, 1.2, 1.45, 1.85, 3.4)),
+    Target(
+        "roberta", "improved-clustered iterations=3", "bfloat16", (1.2, 1.3, 2.0, 3.7, 6.6), (0.95, 1.0, 1.2, 1.7, 3.0)
+    ),
+    Target("gpt2", "linear", "bfloat16", (1.4, 1.45, 1.8, 2.45, 4.0)),
+    Target("decode", "linear", "float32", (1.25, 2.5, 4.0, 7.0), batch=8),
+)
+# Share of the speed-up that no attention at all would give, at 4,096 tokens.
+SHARES = {
+    "linear": 0.9,
+    "local left=128 right=128": 0.75,
+    "clustered iterations=3": 0.75,
+    "improved-clustered iterations=3": 0.7,
+}
+THREADS, SHARED_AT, LONGEST_GB, EXPONENT = 2, 4096, 24, 1.1
+RACED_IDIAP = (512, 1024, 2048, 4096)
+
+
+def find(made: dict[str, Any], **wanted: Any) -> dict[str, Any] | None:
+    """The part of a record with these properties."""
+    return next((part for part in made["parts"] if all(part[key] == value for key, value in wanted.items())), None)
+
+
+def row(part: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
+    """What a part says of one contender; None where it did not run, or ran out of memory."""
+    rows = [] if part is None else part["contenders"]
+    return next((one for one in rows if one["name"] == name and one["status"] == "ok"), None)
+
+
+def share(part: dict[str, Any] | None, name: str) -> float | None:
+    """The speed-up of one contender over that without attention."""
+    own, free = row(part, name), row(part, "no attention")
+    return None if own is None or free is None else own["against_sdpa"][0] / free["against_sdpa"][0]
+
+
+def judged(made: dict[str, Any]) -> list[list[str]]:
+    """A row a target: what it is, and for each length asked, found, and whether it was reached."""
+    lines = []
+    for target in TARGETS:
+        for key, asked in (("against_sdpa", target.against_sdpa), ("against_best", target.against_best)):
+            cells = []
+            for length, least in zip(LENGTHS, asked, strict=False):
+                place = {"suite": target.suite, "mode": "forward", "dtype": target.dtype, "threads": THREADS}
+                found = row(find(made, **place, length=length, batch=target.batch), target.name)
+                cells.append(_cell(None if found is None else found[key][0], least))
+            if cells:
+                where = {"roberta": "encoder", "gpt2": "GPT-2 prefill", "decode": f"GPT-2 decode, batch {target.batch}"}
+                against = "default SDPA" if key == "against_sdpa" else "best exact"
+                cells += ["–"] * (len(LENGTHS) - len(cells))
+                lines.append([where[target.suite], f"`{target.name}`", target.dtype, against, *cells])
+    return lines
+
+
+def other_targets(made: dict[str, Any]) -> list[list[str]]:
+    """The targets that are no speed-up at a length: share of the ceiling, peers, growth of memory, the longest input."""
+    lines = []
+    for name, least in SHARES.items():
+        for dtype in ("float32", "bfloat16"):
+            place = {"suite": "roberta", "mode": "forward", "dtype": dtype, "threads": THREADS, "length": SHARED_AT}
+            what = f"share of the ceiling at {SHARED_AT:,} tokens, `{name}`, {dtype}"
+            lines.append([what, _cell(share(find(made, **place), name), least)])
+    lines.append(
+        ["faster than idiap's fast-transformers, attention only, one thread, 512 to 4,096 tokens", _idiap(made)]
+    )
+    grown = exponents(made)
+    over = [f"`{name}` n^{slope:.2f}" for name, slope in grown.items() if slope > EXPONENT]
+    found = "not measured" if not grown else f"not reached: {', '.join(over)}" if over else "reached"
+    lines.append([f"peak memory of an approximation grows as n^{EXPONENT} at most", found])
+    failed = [one["name"] for one in made["longest"] if not fits(one)]
+    found = "not measured" if not made["longest"] else "reached" if not failed else f"not reached: {', '.join(failed)}"
+    lines.append([f"65,536 tokens through twelve layers in {LONGEST_GB} GB, of what was run", found])
+    return lines
+
+
+def fits(one: dict[str, Any]) -> bool:
+    """Whether a run of the longest input, weights included, stayed within the memory."""
+    return one["status"] == "ok" and one["peak_mb"] + one["weights_mb"] <= 1e3 * LONGEST_GB
+
+
+def exponents(made: dict[str, Any]) -> dict[str, float]:
+    """The slope of log memory over log length of a forward of one layer's attention, for each approximation."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for part in made["parts"]:
+        if (part["suite"], part["mode"], part["dtype"], part["threads"]) == (
+            "attention",
+            "forward",
+            "float32",
+            THREADS,
+        ):
+            for one in part["contenders"]:
+                exact = one["name"] in ("sdpa", "exact", "full", "exact-topk")
+                # Below this, buffers of a fixed size are most of it.
+                if one["role"] == "variant" and one["status"] == "ok" and not exact and part["length"] >= 1024:
+                    points.setdefault(one["name"], []).append((part["length"], one["peak_mb"]))
+    enough = {name: np.log2(seen) for name, seen in points.items() if len(seen) >= 3 and min(seen)[1] > 0}
+    return {name: float(np.polyfit(seen[:, 0], seen[:, 1], 1)[0]) for name, seen in enough.items()}
+
+
+def against_peers(made: dict[str, Any], counterparts: dict[str, str]) -> list[dict[str, Any]]:
+    """Each peer in each part, and how many times as fast our counterpart was beside it."""
+    found = []
+    for part in made["parts"]:
+        for one in part["contenders"]:
+            ours = row(part, counterparts.get(one["name"], ""))
+            if one["role"] == "peer" and one["status"] == "ok" and ours:
+                ratio = one["median_ms"] / ours["median_ms"]
+                found.append({**part, "peer": one["name"], "ours": ours["name"], "ratio": ratio})
+    return found
+
+
+def _idiap(made: dict[str, Any]) -> str:
+    from cpu_cases import COUNTERPARTS
+
+    found = [
+        one
+        for one in against_peers(made, dict(COUNTERPARTS))
+        if one["peer"].startswith("idiap") and one["threads"] == 1 and one["mode"] == "forward"
+    ]
+    if not found:
+        return "not measured: it is not installed here"
+    slower = [f"{one['peer']} at {one['length']}: {one['ratio']:.2f}" for one in found if one["ratio"] <= 1]
+    missing = sorted(set(RACED_IDIAP) - {one["length"] for one in found})
+    if missing:
+        slower.append(f"not measured at {', '.join(map(str, missing))}")
+    return f"not reached: {'; '.join(slower)}" if slower else "reached"
+
+
+def _cell(found: float | None, least: float) -> str:
+    if found is None:
+        return f"{least:g}: not measured"
+    return f"{least:g}: **{found:.2f}**, reached" if found >= least else f"{least:g}: {found:.2f}, not reached"

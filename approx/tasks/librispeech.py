@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.hub import load_rows, streamed
@@ -40,12 +41,14 @@ class LibriSpeech(Transcription):
 
     Args:
         split: A key of `LIBRISPEECH`.
+        settings: How to decode, as `Transcription` takes it: `beams`, `ngram`, `ngram_weight`, `word_reward`.
     """
 
     dataset = _HUB_DATASET
 
-    def __init__(self, split: str) -> None:
+    def __init__(self, split: str, **settings: Any) -> None:
         self.name = f"librispeech/{split}"
+        super().__init__(**settings)
         self._split = split
 
     def load(

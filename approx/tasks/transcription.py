@@ -1,4 +1,4 @@
-"""Transcription of recordings by a model with a CTC head, decoded greedily and scored by word error rate.
+"""Transcription of recordings by a model with a CTC head, scored by word error rate.
 
 Source: Graves et al., 2006, "Connectionist Temporal Classification", ICML; Baevski et al., 2020, "wav2vec 2.0", arXiv 2006.11477.
 """
@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
+from approx.tasks.beam_search import WordBonus, beam_search
+from approx.tasks.ngram import read_ngram
+from approx.tasks.settings import number_setting, whole_setting
 from approx.tasks.task import Encoding, Example, Task, doubling
 
 RATE = 16_000
@@ -32,19 +37,41 @@ class _Reader:
 class Transcription(Task):
     """Words for a recording (`Example.inputs`: `recording`, an `approx.tasks.recording.Recording`; the label is its text).
 
-    Decoding is greedy; a language model that lies beside a checkpoint is not asked.
+    Decoding is greedy, the likeliest character of every frame, unless beams are asked for; a language model is asked where one
+    is named, and not because it lies beside a checkpoint.
 
     Tokens are frames of 20 ms, what the attention of Wav2Vec2 and HuBERT sees. Words are compared without regard to case, in
     which vocabularies differ: predictions are in upper case, and labels have to be.
 
     A model that takes an attention mask reads batches of several lengths. One that takes none (its first layer is normalised
     over time, `feat_extract_norm: group`) would hear the padding, so its batches hold recordings of one length only.
+
+    Args:
+        beams: Beginnings of a text that are followed; 1 is greedy.
+        ngram: A model of words in the ARPA format, .arpa or .arpa.gz, that has a say in what the beams are worth.
+        ngram_weight: Of its log probabilities.
+        word_reward: In nats for each word, against its preference for few words; only beside an n-gram model.
+
+    Raises:
+        ApproxError: if a setting is out of range, or the model cannot be read.
     """
 
     head: ClassVar[str] = "ctc"
     metrics = ("wer", "cer")
     sliced_by: ClassVar[str] = "seconds"
     input_name: ClassVar[str] = "input_values"
+
+    def __init__(
+        self, beams: int = 1, ngram: str | None = None, ngram_weight: float = 0.5, word_reward: float = 1.5
+    ) -> None:
+        self._beams = whole_setting(self.name, "beams", beams, 1)
+        if ngram is not None and beams == 1:
+            raise ApproxError(
+                f"An n-gram model was given to {self.name}, but decoding by one beam asks none. Set beams, e.g. beams=32."
+            )
+        self._ngram_weight = number_setting(self.name, "ngram_weight", ngram_weight, -math.inf, math.inf)
+        self._word_reward = number_setting(self.name, "word_reward", word_reward, -math.inf, math.inf)
+        self._ngram = None if ngram is None else read_ngram(Path(ngram))
 
     def check(self, model: Any) -> None:
         """Refuse a model without a CTC head, or whose head has no output for the blank between characters."""
@@ -84,7 +111,7 @@ class Transcription(Task):
         return dict(processor.feature_extractor(sounds, sampling_rate=RATE, padding=True, return_tensors="pt"))
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[str]:
-        """The likeliest character of every frame, repetitions and blanks taken out, in upper case."""
+        """The text of each row, repetitions and blanks taken out, in upper case."""
         tokenizer = encodings[0]["reader"].processor.tokenizer
         if outputs.logits.shape[-1] > len(tokenizer) or tokenizer.pad_token_id != config.pad_token_id:
             raise ApproxError(
@@ -98,8 +125,19 @@ class Transcription(Task):
             # An argmax over NaN is the first character, and would pass for a prediction.
             if not heard.isfinite().all():
                 raise ApproxError("its logits are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
-            said.append(tokenizer.decode(heard.argmax(-1).tolist()).upper())
+            said.append((self._searched(heard, tokenizer) if self._beams > 1 else _greedy(heard, tokenizer)).upper())
         return said
+
+    def _searched(self, logits: Any, tokenizer: Any) -> str:
+        frames = logits.double().log_softmax(-1).cpu().numpy()
+        bonus = None
+        if self._ngram is not None:
+            spelling = tokenizer.convert_ids_to_tokens(list(range(frames.shape[1])))
+            space = tokenizer.word_delimiter_token_id
+            bonus = WordBonus(self._ngram, self._ngram_weight, self._word_reward, spelling, space)
+        found = beam_search(frames, tokenizer.pad_token_id, self._beams, bonus)
+        # Two like characters in a row are two: the blank between them is gone.
+        return tokenizer.decode(list(found), group_tokens=False)
 
     def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> None:
         """Right and wrong are matters of words, not of utterances."""
@@ -113,6 +151,10 @@ class Transcription(Task):
             rows = [row for row, length in enumerate(seconds) if start <= length < end]
             if rows:
                 yield start, end, [predictions[row] for row in rows], [labels[row] for row in rows]
+
+
+def _greedy(logits: Any, tokenizer: Any) -> str:
+    return tokenizer.decode(logits.argmax(-1).tolist())
 
 
 @functools.lru_cache(maxsize=8)

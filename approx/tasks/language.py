@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from approx.errors import ApproxError, Exit
-from approx.tasks.settings import whole_setting
+from approx.tasks.settings import whole_setting, window_within
 from approx.tasks.task import Encoding, Example
 from approx.tasks.text import Text, by_place, place_slices, tokenised
 
@@ -50,9 +50,10 @@ class LanguageModelling(Text):
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
         """The windows that score the tokens of a stretch."""
-        window = min(self._window or max_length or 1024, max_length or self._window or 1024)
+        window = window_within(self.name, self._window, max_length, max_length or 1024)
         # The first token of a window is only looked at.
-        stride = min(self._stride or max(window // 2, 1), window - 1)
+        stride = min(max(window // 2, 1), window - 1) if self._stride is None else self._stride
+        whole_setting(self.name, "stride", stride, 1, window - 1)
         tokens, starts = tokenised(processor, example.inputs["text"])
         first, last = np.searchsorted(starts, [example.inputs["start"], example.inputs["end"]])
         begun = [] if processor.bos_token_id is None else [processor.bos_token_id]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from approx.errors import ApproxError, Exit
-from approx.tasks.settings import number_setting, whole_setting
+from approx.tasks.settings import number_setting, whole_setting, window_within
 from approx.tasks.task import Encoding, Example
 from approx.tasks.text import Text, by_place, place_slices, tokenised
 
@@ -54,7 +54,7 @@ class MaskedLanguageModelling(Text):
         """Windows of a stretch with tokens hidden; the same ones whatever else is evaluated."""
         if processor.mask_token_id is None:
             raise ApproxError(f"{self.name} needs a tokenizer with a token for hidden ones; this one has none.")
-        window = min(self._window or max_length or 512, max_length or self._window or 512)
+        window = window_within(self.name, self._window, max_length, max_length or 512)
         room = window - processor.num_special_tokens_to_add()
         tokens, starts = tokenised(processor, example.inputs["text"])
         first, last = np.searchsorted(starts, [example.inputs["start"], example.inputs["end"]])

@@ -53,3 +53,19 @@ def number_setting(task: str, setting: str, value: Any, above: float, below: flo
         return float(value)
     bounds = "finite number" if math.isinf(below) else f"number above {above:g} and below {below:g}"
     raise ApproxError(f"The setting '{setting}' of the task '{task}' is {value!r}; it has to be a {bounds}.")
+
+
+def window_within(task: str, window: int | None, limit: int | None, default: int) -> int:
+    """Tokens of a window: what was asked for, or else the default where it is within the limit.
+
+    Raises:
+        ApproxError: if more was asked for than the limit.
+    """
+    if window is None:
+        return default if limit is None else min(default, limit)
+    if limit is not None and window > limit:
+        raise ApproxError(
+            f"The setting 'window' of the task '{task}' is {window}, but the limit is {limit} tokens: the positions of the models, "
+            f"or --max-length. Set a smaller window, or convert with --max-length {window} to extend the positions."
+        )
+    return window

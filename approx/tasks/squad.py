@@ -20,11 +20,12 @@ from approx.errors import ApproxError, Exit
 from approx.tasks.answer_words import answer_words
 from approx.tasks.hub import read_rows
 from approx.tasks.padding import padded
-from approx.tasks.settings import names_setting, number_setting, whole_setting
+from approx.tasks.settings import names_setting, number_setting, whole_setting, window_within
 from approx.tasks.task import Encoding, Example, Split, Task
 
 _SPLITS = ("dev", "train")
 _OURS = ("offsets",)
+_WINDOW = 384
 
 
 class Squad(Task):
@@ -35,8 +36,8 @@ class Squad(Task):
 
     Args:
         version: 1 or 2.
-        window: Tokens of a window, question and special tokens included, at most; a model with fewer positions has
-            smaller ones.
+        window: Tokens of a window, question and special tokens included, at most; None means 384, or the model's positions
+            where these are fewer.
         stride: Tokens that neighbouring windows share.
         best: Starts and ends of a window that are looked at, the likeliest ones.
         longest_answer: Tokens of an answer, at most.
@@ -56,7 +57,7 @@ class Squad(Task):
         self,
         version: int = 1,
         *,
-        window: int = 384,
+        window: int | None = None,
         stride: int = 128,
         best: int = 20,
         longest_answer: int = 30,
@@ -66,8 +67,8 @@ class Squad(Task):
         self.name = "squad" if version == 1 else "squad_v2"
         self.dataset = f"rajpurkar/{self.name}"
         self._version = version
-        self._window = whole_setting(self.name, "window", window, 16)
-        self._stride = whole_setting(self.name, "stride", stride, 0, window - 1)
+        self._window = None if window is None else whole_setting(self.name, "window", window, 16)
+        self._stride = whole_setting(self.name, "stride", stride, 0, (window or _WINDOW) - 1)
         self._best = whole_setting(self.name, "best", best, 1)
         self._longest = whole_setting(self.name, "longest_answer", longest_answer, 1)
         self._margin = number_setting(self.name, "no_answer_margin", no_answer_margin, -math.inf, math.inf)
@@ -194,7 +195,7 @@ class Squad(Task):
                 "tell. Put the tokenizer's tokenizer.json into the checkpoint's folder.",
                 Exit.UNSUPPORTED,
             )
-        window = min(self._window, max_length or self._window)
+        window = window_within(self.name, self._window, max_length, _WINDOW)
         asked = len(processor(example.inputs["question"])["input_ids"]) + processor.num_special_tokens_to_add(pair=True)
         if asked + self._stride >= window:
             raise ApproxError(

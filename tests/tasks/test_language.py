@@ -167,3 +167,14 @@ def test_the_stretches_of_a_text_are_words_and_bytes_of_it(shared_data):
         text = example.inputs["text"][example.inputs["start"] : example.inputs["end"]]
         assert example.label == len(text.encode())
         assert len(text) >= 2000
+
+
+@pytest.mark.parametrize(("name", "model"), [("lm", causal), ("mlm", lambda: BertForMaskedLM(masked()).eval())])
+def test_windows_beyond_the_positions_are_refused_and_not_cut(data, name, model):
+    model, tokenizer = model(), tiny_tokenizer()
+    tokenizer.mask_token = "[UNK]"
+    limit = model.config.max_position_embeddings
+    subject = Subject("exact", model, tokenizer)
+    with pytest.raises(ApproxError, match=f"is {limit + 1}, but the limit is {limit} tokens.*--max-length {limit + 1}"):
+        evaluate({"exact": subject}, open_task(name, window=limit + 1), data=data)
+    assert evaluate({"exact": subject}, open_task(name, window=limit), data=data)["base"]["scores"]

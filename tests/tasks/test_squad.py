@@ -216,6 +216,8 @@ def test_a_question_without_room_for_its_text_is_refused():
     example = Example("long", {"question": " ".join(["film"] * 30), "context": CONTEXT}, [])
     with pytest.raises(ApproxError, match="leaves no room for a text in windows of 32"):
         open_task("squad", window=32, stride=4).encode(example, tiny_tokenizer())
+    with pytest.raises(ApproxError, match="is 64, but the limit is 32 tokens"):
+        open_task("squad", window=64, stride=4).encode(example, tiny_tokenizer(), 32)
 
 
 def test_another_head_is_refused():

@@ -1,8 +1,15 @@
-"""What stands under reports/ and in the README is what the records say."""
+"""What stands under reports/ and in the README is what the records say, and verdicts on these pages are right."""
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from approx.evaluation import record
+from reports import clustered_paper, long_documents
+from reports.long_documents import Point
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -10,3 +17,86 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_pages_and_readme_are_made_from_the_records():
     done = subprocess.run([sys.executable, "reports/refresh.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("published", "left", "said"),
+    [
+        (0.97, (0.96, 1.01), "holds"),
+        (0.01, (0.2, 0.4), "holds"),
+        (0.97, (0.90, 0.96), "open: the interval allows both"),
+        (0.97, (0.80, 0.90), "does not hold: here it loses part of the score"),
+        (0.01, (0.96, 0.99), "does not hold: here it keeps the score"),
+        (0.97, (0.40, 0.60), "does not hold: the interval lies outside"),
+    ],
+)
+def test_a_finding_of_the_paper_holds_where_the_whole_interval_is_of_its_class(published, left, said):
+    assert clustered_paper.verdict(published, left).startswith(said)
+
+
+def test_the_papers_rows_are_found_by_their_plans_and_not_by_their_names():
+    made = record.load(ROOT / "reports" / "records" / "minilm-sst2.json")
+    for entry in (*made["quality"][0]["variants"], *made["variants"]):
+        entry["name"] = {"improved-clustered 25": "a", "clustered 25": "b"}.get(entry["name"], entry["name"])
+    found = clustered_paper.rows({"glue/sst2": made})
+    assert [(row.name, row.variant["name"]) for row in found] == [("improved-clustered", "a"), ("clustered", "b")]
+    for layer in made["variants"][0]["layers"]:
+        layer["settings"]["clusters"] = 100
+    assert [row.name for row in clustered_paper.rows({"glue/sst2": made})] == ["clustered"]
+
+
+def test_a_page_says_which_of_the_papers_tasks_was_not_measured():
+    made = record.load(ROOT / "reports" / "records" / "minilm-sst2.json")
+    assert "Not measured: squad, " in clustered_paper.page({"glue/sst2": made})
+
+
+def a_record(times: dict[tuple[str, int], float], scores: dict[tuple[str, int], float]) -> dict[str, Any]:
+    """Two lengths, exact attention and one other."""
+    quality = [
+        {
+            "task": "documents", "metric": "accuracy", "examples": 200, "truncated": 2048 - length,
+            "base": {"scores": {"accuracy": scores["exact", length]}, "interval": [0.8, 0.95]},
+            "variants": [
+                {"name": "local", "scores": {"accuracy": scores["local", length]}, "interval": [-0.02, 0.01]},
+            ],
+        }
+        for length in (512, 2048)
+    ]  # fmt: skip
+    speed = [
+        {
+            "length": length,
+            "batch": 1,
+            "base": {"median_ms": times["exact", length]},
+            "variants": [{"name": "local", "median_ms": times["local", length]}],
+        }
+        for length in (512, 2048)
+        if times
+    ]
+    stages = "".join(
+        f"  - {{task: documents, data: x/reviews.jsonl, max_length: {length}}}\n" for length in (512, 2048)
+    )
+    return {
+        "title": "Long", "command": "approx run x", "recipe": {"text": f"evaluate:\n{stages}"}, "quality": quality, "speed": speed,
+        "checkpoint": {"family": "bert", "layers": 6, "positions": 2048},
+        "environment": {"processor": "p", "threads": 2, "torch": "2"},
+    }  # fmt: skip
+
+
+TIMES = {("exact", 512): 10.0, ("local", 512): 11.0, ("exact", 2048): 90.0, ("local", 2048): 50.0}
+SCORES = {("exact", 512): 0.88, ("local", 512): 0.88, ("exact", 2048): 0.93, ("local", 2048): 0.92}
+
+
+def test_length_and_approximation_pay_off_together_where_nothing_quicker_scores_as_high():
+    text = long_documents.page(a_record(TIMES, SCORES))
+    assert "pay off together with `local` at 2,048 tokens (92.0 %, 50 ms)" in text
+    assert "| local | 88.0 (-2.0 … +1.0) | 11 | **92.0** (-2.0 … +1.0) | 50 |" in text
+    assert "1,536 at 512, 0 at 2,048" in text
+    worse = {**SCORES, ("local", 2048): 0.88}
+    assert "pay off together **nowhere**" in long_documents.page(a_record(TIMES, worse))
+    assert "Not timed yet" in long_documents.page(a_record({}, SCORES))
+
+
+def test_the_best_points_rise_in_time_and_in_score():
+    points = [Point("a", 1, 0.9, 5.0), Point("b", 1, 0.9, 4.0), Point("c", 1, 0.8, 4.5), Point("d", 1, 0.95, None)]
+    assert [point.name for point in long_documents.best(points)] == ["b"]
+    assert [point.name for point in long_documents.best([*points, Point("e", 1, 0.91, 5.0)])] == ["b", "e"]

@@ -176,9 +176,10 @@ def report(
 ) -> None:
     """Turn records into JSON, Markdown, CSV and one offline HTML page."""
     from approx.evaluation import record
+    from approx.evaluation.quality import over_records
     from approx.publishing.report import write_report
 
-    written = write_report([record.load(path) for path in records], output)
+    written = write_report(over_records([record.load(path) for path in records]), output)
     terminal.result({"files": [str(path) for path in written]}, *map(str, written))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -97,21 +99,43 @@ def compare(
 
 def over_tasks(quality: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Quality entries with `p_adjusted` beside each p-value: raised by Holm over the tasks of a variant, null for one task."""
-    found: dict[str, dict[int, float]] = {}
-    for number, task in enumerate(quality):
-        for entry in task["variants"]:
-            found.setdefault(entry["name"], {})[number] = entry["p_value"]
-    adjusted = {
-        name: dict(zip(own, holm(list(own.values())), strict=True)) for name, own in found.items() if len(own) > 1
-    }
+    names = [entry["name"] for task in quality for entry in task["variants"]]
+    return _adjusted(quality, names)
+
+
+def over_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records that are read together: their p-values are raised by Holm over all tasks on which a plan was tried.
+
+    A plan is the same if it gives every layer the same, whatever the checkpoints and the variants are called: a task often
+    has a checkpoint of its own. One record stays what it is.
+    """
+    if len(records) < 2:
+        return list(records)
+    plans = [
+        {one["name"]: json.dumps(one["layers"], sort_keys=True) for one in record["variants"]} for record in records
+    ]
+    families = [
+        plan[entry["name"]]
+        for record, plan in zip(records, plans, strict=True)
+        for task in record["quality"]
+        for entry in task["variants"]
+    ]
+    adjusted = iter(_adjusted([task for record in records for task in record["quality"]], families))
+    return [{**record, "quality": [next(adjusted) for _ in record["quality"]]} for record in records]
+
+
+def _adjusted(quality: Sequence[dict[str, Any]], families: Sequence[str]) -> list[dict[str, Any]]:
+    """Quality entries with the p-values of each family, one an entry of a variant, raised by Holm."""
+    p_values = [entry["p_value"] for task in quality for entry in task["variants"]]
+    raised: dict[int, float] = {}
+    for family in dict.fromkeys(families):
+        rows = [row for row, other in enumerate(families) if other == family]
+        if len(rows) > 1:
+            raised |= zip(rows, holm([p_values[row] for row in rows]), strict=True)
+    turn = count()
     return [
-        {
-            **task,
-            "variants": [
-                {**entry, "p_adjusted": adjusted.get(entry["name"], {}).get(number)} for entry in task["variants"]
-            ],
-        }
-        for number, task in enumerate(quality)
+        {**task, "variants": [{**entry, "p_adjusted": raised.get(next(turn))} for entry in task["variants"]]}
+        for task in quality
     ]
 
 

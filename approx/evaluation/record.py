@@ -19,7 +19,8 @@ never 0 or NaN. Its keys:
                    tokens: {median, longest: int}, notes: [str], what was left out or changed when the examples were read,
                    base: {scores: {metric: score}, interval}; an interval is null where there is one example or group,
                    variants: [{name, scores, difference, interval, confidence, test, p_value, margin, verdict,
-                               p_adjusted: p_value raised by Holm over the tasks of the variant, null if there is one,
+                               p_adjusted: p_value raised by Holm over the tasks of the variant, or of its plan where
+                               records are read together; null if there is one,
                                needed_examples: int or null,
                                seeds: {seeds: what was added to the seed of each layer, 0 first, scores: of the metric, one
                                        a seed, mean, sd, low, high}, all empty or null where nothing is drawn; only if asked,

@@ -1,6 +1,6 @@
 """Calibration of the comparison, by simulation: equal models are rarely called different, planted losses are found.
 
-`bench/calibration.py` has the simulated models, and more of them than are asked here; reports/calibration has the rates.
+`bench/calibration.py` has the simulated models, and simulates more of them than are asked here.
 """
 
 import math

@@ -16,6 +16,7 @@ from approx.evaluation import record
 from approx.patterns import figures, find_pattern, pattern_names
 from approx.pipeline.patterns import draw
 from approx.publishing.report import write_report
+from reports import clustered_paper, long_documents
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -108,6 +109,8 @@ def patterns(out: Path) -> None:
 def refresh(readme: str, out: Path) -> str:
     """Write every report and the page about patterns into `out` and return the README with its table made again."""
     patterns(out / "patterns")
+    for page in (clustered_paper, long_documents):
+        page.write(ROOT / "reports" / "records", out)
     for path in sorted((ROOT / "reports" / "records").glob("*.json")):
         write_report([record.load(path)], out / path.stem)
     table = results(record.load(ROOT / "reports" / "records" / f"{SHOWN}.json"))

@@ -1,0 +1,144 @@
+"""Train a classifier of reviews of up to 2,048 tokens, and write the reviews that it is to be measured on.
+
+    python bench/long_documents_model.py -o runs/long-documents \\
+        --start ../shared/checkpoints/minilm-sst2 --reviews ../shared/data/longdocs/movie_reviews/train.jsonl.gz \\
+        --imdb ../shared/data/imdb
+
+It starts from a BERT fine-tuned on SST-2, extends its positions as `--max-length` does, and trains the upper half of the
+layers with exact attention, on one thread, for some seven minutes. Batches hold about as many tokens at every length, so
+most of the texts are read in part; that is what a small budget buys, and no setting was tried twice. `model/` is the
+checkpoint; `movie-reviews.jsonl` and `imdb.jsonl` beside it hold reviews that were not trained on. Neither belongs
+into a repository.
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from approx.conversion import positions
+from approx.conversion.folder import atomic_folder, refuse_existing
+
+POSITIONS = 2048
+# Reviews of IMDb that reach beyond 512 tokens for certain.
+IMDB_WORDS = 700
+
+
+class Phase(NamedTuple):
+    """So many steps on batches of texts that are read to one length."""
+
+    length: int
+    steps: int
+    batch: int
+
+
+PHASES = (Phase(256, 24, 16), Phase(512, 24, 8), Phase(1024, 16, 4), Phase(2048, 8, 2))
+RATE, WARM_UP = 1e-4, 0.1
+
+
+def held_out(name: str) -> bool:
+    """Whether a text is one of the eighth that is measured and not trained on."""
+    return hashlib.sha256(name.encode()).digest()[0] % 8 == 0
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl.gz: `id`, `text` and `label`, 0 or 1."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def open_start(folder: Path) -> tuple[Any, Any]:
+    """Tokenizer and model, with longer positions, of which only the upper layers learn."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=POSITIONS)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    positions.resize(model, POSITIONS)
+    layers = model.base_model.encoder.layer
+    for part in (model.base_model.embeddings, *layers[: len(layers) // 2]):
+        part.requires_grad_(False)
+    return tokenizer, model
+
+
+def train(model: Any, tokenizer: Any, rows: list[dict[str, Any]], phases: tuple[Phase, ...], seed: int) -> None:
+    """Train in place; lengths take turns in an order drawn once, and every text is seen before one is seen twice."""
+    random = np.random.default_rng(seed)
+    order = random.permutation([number for number, phase in enumerate(phases) for _ in range(phase.steps)])
+    waiting: list[int] = []
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.01)
+    started, total = time.process_time(), len(order)
+    model.train()
+    for step, number in enumerate(order, start=1):
+        phase = phases[number]
+        if len(waiting) < phase.batch:
+            waiting += random.permutation(len(rows)).tolist()
+        chosen, waiting = waiting[: phase.batch], waiting[phase.batch :]
+        texts = [rows[row]["text"] for row in chosen]
+        inputs = tokenizer(texts, truncation=True, max_length=phase.length, padding=True, return_tensors="pt")
+        labels = torch.tensor([rows[row]["label"] for row in chosen])
+        optimizer.param_groups[0]["lr"] = RATE * min(
+            step / (WARM_UP * total), (total - step + 1) / (total * (1 - WARM_UP))
+        )
+        loss = model(**inputs, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        if step % 4 == 0:
+            seconds = time.process_time() - started
+            print(
+                f"step {step:3d} of {total}  {phase.length:5d} tokens  loss {loss.item():.3f}  {seconds:.0f} s",
+                flush=True,
+            )
+    model.eval().requires_grad_(True)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows for the task `documents`."""
+    lines = (json.dumps({key: row[key] for key in ("id", "text", "label")}, ensure_ascii=False) for row in rows)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Train, and write the checkpoint and the texts to measure it on."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--out", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--start", type=Path, required=True, help="a BERT with two classes, negative and positive")
+    parser.add_argument("--reviews", type=Path, required=True, help="the movie reviews of Pang and Lee, .jsonl.gz")
+    parser.add_argument("--imdb", type=Path, required=True, help="IMDb: train.jsonl.gz and test….jsonl.gz")
+    parser.add_argument("--force", action="store_true", help="replace the folder if it exists")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    refuse_existing(arguments.out, force=arguments.force)
+    # One thread adds in one order: the same seed gives the same model on the same machine.
+    torch.set_num_threads(1)
+    torch.manual_seed(arguments.seed)
+    reviews = read(arguments.reviews)
+    long = {
+        split: [
+            row
+            for path in sorted(arguments.imdb.glob(f"{split}*.jsonl.gz"))
+            for row in read(path)
+            if len(row["text"].split()) > IMDB_WORDS
+        ]
+        for split in ("train", "test")
+    }
+    tokenizer, model = open_start(arguments.start)
+    # The same work may be reviewed in both, by other people; no text is.
+    train(model, tokenizer, [row for row in reviews if not held_out(row["id"])] + long["train"], PHASES, arguments.seed)
+    with atomic_folder(arguments.out, force=arguments.force) as folder:
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        write(folder / "movie-reviews.jsonl", [row for row in reviews if held_out(row["id"])])
+        write(folder / "imdb.jsonl", long["test"])
+
+
+if __name__ == "__main__":
+    main()

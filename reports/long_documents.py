@@ -1,0 +1,128 @@
+"""The page about long inputs: what reading more of a text is worth, with exact attention and with others, and what it takes."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from approx.evaluation import record
+
+NAME = "long-documents"
+BASE = "exact"
+
+
+class Point(NamedTuple):
+    """One kind of attention that reads so many tokens of each text.
+
+    Attributes:
+        name: Of the attention.
+        length: Tokens, at most.
+        score: Share of the texts that are classified rightly.
+        milliseconds: For one text that fills the length; None if it was not timed.
+    """
+
+    name: str
+    length: int
+    score: float
+    milliseconds: float | None
+
+
+def points(task: dict[str, Any], length: int, speed: list[dict[str, Any]]) -> list[Point]:
+    """Exact attention and every variant of one task that was read to `length` tokens."""
+    row = next((row for row in speed if row["length"] == length and row["batch"] == 1), None)
+    times = {} if row is None else {BASE: row["base"], **{entry["name"]: entry for entry in row["variants"]}}
+    scores = {BASE: task["base"]["scores"], **{entry["name"]: entry["scores"] for entry in task["variants"]}}
+    return [
+        Point(name, length, found[task["metric"]], times.get(name, {}).get("median_ms"))
+        for name, found in scores.items()
+    ]
+
+
+def best(timed: list[Point]) -> list[Point]:
+    """The points that no other beats in score without taking more time, quickest first; those that were timed alone."""
+    kept: list[Point] = []
+    for point in sorted((p for p in timed if p.milliseconds is not None), key=lambda p: (p.milliseconds, -p.score)):
+        if not kept or point.score > kept[-1].score:
+            kept.append(point)
+    return kept
+
+
+def verdict(found: list[Point]) -> str:
+    """Whether longer context and another attention pay off together, in a sentence."""
+    if any(point.milliseconds is None for point in found):
+        return "Not timed yet, so nothing is said about what pays off."
+    shortest = min(point.length for point in found)
+    together = [point for point in best(found) if point.name != BASE and point.length > shortest]
+    if not together:
+        return (
+            "Longer context and another attention pay off together **nowhere**: whatever reads more tokens with another attention "
+            "is beaten by something quicker."
+        )
+    listed = ", ".join(
+        f"`{point.name}` at {point.length:,} tokens ({100 * point.score:.1f} %, {point.milliseconds:.0f} ms)"
+        for point in together
+    )
+    return f"Longer context and another attention pay off together with {listed}: nothing as quick scores as high."
+
+
+def page(made: dict[str, Any]) -> str:
+    """The page in Markdown."""
+    stages = yaml.safe_load(made["recipe"]["text"])["evaluate"]
+    texts: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for stage, task in zip(stages, made["quality"], strict=True):
+        texts.setdefault(Path(stage["data"]).name.partition(".")[0], []).append((stage["max_length"], task))
+    parts = [
+        f"# {made['title']}",
+        f"A {made['checkpoint']['family']} of {made['checkpoint']['layers']} layers with "
+        f"{made['checkpoint']['positions']:,} positions, fine-tuned for minutes with exact attention on texts of which most were read "
+        "in part (`bench/long_documents_model.py`); none of the texts below was trained on. Accuracy in per cent; in brackets the "
+        "difference from exact attention at the same length, with its 95 % interval, in points. *ms* is the median time of a "
+        "forward of one text that fills the length.",
+    ]
+    for name, entries in texts.items():
+        found = [point for length, task in entries for point in points(task, length, made["speed"])]
+        parts += [f"## {name}", _counts(entries), _table(entries, found), verdict(found)]
+    machine = made["environment"]
+    parts.append(
+        f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}; `{made['command']}`. "
+        "[The whole report](report.md)."
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _counts(entries: list[tuple[int, dict[str, Any]]]) -> str:
+    cut = ", ".join(f"{task['truncated']:,} at {length:,}" for length, task in entries)
+    return f"{entries[0][1]['examples']:,} texts, of which are cut: {cut}."
+
+
+def _table(entries: list[tuple[int, dict[str, Any]]], found: list[Point]) -> str:
+    on_front = best(found)
+    lines = ["| attention | " + " | ".join(f"{length:,} tokens | ms" for length, _ in entries) + " |"]
+    lines.append("|---|" + "---|--:|" * len(entries))
+    for name in dict.fromkeys(point.name for point in found):
+        cells = []
+        for length, task in entries:
+            point = next(point for point in found if (point.name, point.length) == (name, length))
+            low, high = _interval(task, name)
+            score = f"{100 * point.score:.1f}"
+            score = f"**{score}**" if point in on_front else score
+            sign = "" if name == BASE else "+"
+            cells.append(f"{score} ({100 * low:{sign}.1f} … {100 * high:{sign}.1f})")
+            cells.append("–" if point.milliseconds is None else f"{point.milliseconds:.0f}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    note = "Bold: nothing that is as quick scores as high. In the first row the brackets hold the interval of the score itself."
+    return "\n".join([*lines, "", note])
+
+
+def _interval(task: dict[str, Any], name: str) -> tuple[float, float]:
+    if name == BASE:
+        return task["base"]["interval"]
+    return next(entry for entry in task["variants"] if entry["name"] == name)["interval"]
+
+
+def write(folder: Path, out: Path) -> None:
+    """Write the page into `out/long-documents`, if its record is in `folder`."""
+    path = folder / f"{NAME}.json"
+    if path.is_file():
+        (out / NAME).mkdir(parents=True, exist_ok=True)
+        (out / NAME / "README.md").write_text(page(record.load(path)), encoding="utf-8")

@@ -1,0 +1,79 @@
+"""The scripts that train models to be measured: what they write can be opened, and what they hold out was not trained on."""
+
+import gzip
+import json
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from approx.conversion import checkpoint, positions
+from approx.evaluation.evaluate import Subject, evaluate
+from approx.tasks import open_task
+from bench import long_documents_model, speech_model
+from tiny_speech import some_utterances, write_utterances
+from tiny_study import tiny_checkpoint
+
+
+@pytest.fixture
+def documents(tmp_path, monkeypatch):
+    """What the script for long documents makes of a few texts and a tiny BERT; the start, and its folder."""
+    words = ["the", "film", "is", "not", "very", "good", "bad", "dull", "fine", "long"]
+    start = tiny_checkpoint(tmp_path / "start", positions=32)
+
+    def write(name: str, rows: int, length: int) -> None:
+        texts = [" ".join(words[(row + place) % len(words)] for place in range(length)) for row in range(rows)]
+        with gzip.open(tmp_path / name, "wt") as file:
+            file.writelines(
+                json.dumps({"id": f"{name[:3]}/{row}", "text": text, "label": row % 2, "rating": 3}) + "\n"
+                for row, text in enumerate(texts)
+            )
+
+    write("reviews.jsonl.gz", 40, 50)
+    write("train.jsonl.gz", 3, 701)
+    write("test_part.jsonl.gz", 2, 701)
+    write("test_short.jsonl.gz", 2, 700)
+    phases = (long_documents_model.Phase(8, 2, 2), long_documents_model.Phase(40, 1, 2))
+    monkeypatch.setattr(long_documents_model, "PHASES", phases)
+    given = ["--start", str(start), "--reviews", str(tmp_path / "reviews.jsonl.gz"), "--imdb", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["long_documents_model.py", "-o", str(tmp_path / "out"), *given])
+    long_documents_model.main()
+    return start, tmp_path / "out"
+
+
+def test_long_documents_are_learnt_by_the_upper_layers_on_longer_positions(documents):
+    start, out = documents
+    old, new = (AutoModelForSequenceClassification.from_pretrained(folder) for folder in (start, out / "model"))
+    assert positions.limit(new.config) == 2048
+    table = old.bert.embeddings.position_embeddings.weight
+    assert torch.equal(new.bert.embeddings.position_embeddings.weight, table.repeat(64, 1))
+    kept = [
+        torch.equal(*pair)
+        for pair in zip(old.parameters(), new.parameters(), strict=True)
+        if pair[0].shape == pair[1].shape
+    ]
+    lower = len(list(old.bert.embeddings.parameters())) - 1 + len(list(old.bert.encoder.layer[0].parameters()))
+    assert all(kept[:lower])
+    assert not any(kept[lower:])
+
+
+def test_long_documents_to_measure_are_those_not_trained_on(documents):
+    _, out = documents
+    ids = [json.loads(line)["id"] for line in (out / "movie-reviews.jsonl").read_text().splitlines()]
+    assert 0 < len(ids) < 20
+    assert all(map(long_documents_model.held_out, ids))
+    split = open_task("documents").load(out / "imdb.jsonl")
+    assert [example.id for example in split.examples] == ["tes/0", "tes/1"]
+
+
+def test_the_speech_model_transcribes(tmp_path, monkeypatch):
+    write_utterances(tmp_path / "test-other", some_utterances())
+    monkeypatch.setattr(speech_model, "STEPS", 3)
+    given = ["speech_model.py", "-o", str(tmp_path / "out"), "--utterances", str(tmp_path / "test-other")]
+    monkeypatch.setattr(sys, "argv", given)
+    speech_model.main()
+    opened = checkpoint.load(tmp_path / "out")
+    subject = Subject("exact", opened.model, checkpoint.processor(opened.source))
+    entry = evaluate({"exact": subject}, open_task("librispeech/test-other"), data=tmp_path)
+    assert entry["base"]["scores"]["wer"] > 0

@@ -43,8 +43,9 @@ TYPES = {
 
 
 class Launch(NamedTuple):
-    """Something that launches one kernel or several, once; figures are kept under its name.
+    """Something that launches one kernel or several on CPU tensors; figures are kept under its name.
 
+    Whatever `first_that_fits` launches is taken in each of its configurations.
     `tensor_cores` says whether every kernel of it must use them; products of true float32 cannot.
     """
 
@@ -67,7 +68,7 @@ def ops() -> list[str]:
 
 
 def launches(op: str) -> list[Launch]:
-    """All launches of an op, each kernel in each of its configurations."""
+    """All launches of an op."""
     return list(importlib.import_module(f"bench.launches.{op}").launches())
 
 
@@ -89,6 +90,8 @@ def catch(run: Callable[[], Any]) -> list[Caught]:
     """The launches that something makes, none of which takes place."""
     from triton import JITFunction
 
+    from approx_kernels.triton_language import configuration
+
     found: list[Caught] = []
 
     def instead(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -101,7 +104,8 @@ def catch(run: Callable[[], Any]) -> list[Caught]:
     real = JITFunction.run
     setattr(JITFunction, "run", instead)  # noqa: B010  # pyright takes a plain assignment for a mistake
     try:
-        run()
+        with configuration(None):
+            run()
     finally:
         setattr(JITFunction, "run", real)  # noqa: B010  # as above
     return found
@@ -116,14 +120,15 @@ def compiled(caught: Caught, capability: int, tensor_cores: bool) -> dict[str, A
     for place, parameter in enumerate(caught.kernel.params):
         value = caught.arguments[parameter.name]
         # What Triton itself makes constant: what is annotated so, None, and the number 1.
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        plain = type(value) is int and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (plain and value == 1):
             signature[parameter.name], constants[(place,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = TYPES[value.dtype]
             attributes[(place,)] = [["tt.divisibility", 16]]
         elif type(value) is int:
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if plain and value % 16 == 0:
                 attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32"

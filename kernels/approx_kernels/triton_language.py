@@ -7,7 +7,8 @@ whether its kernels can run on what they are given.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ except ImportError:
     triton: Any = None
     tl: Any = None
 
-__all__ = ["Configuration", "first_that_fits", "jit", "obstacle", "tl", "triton"]
+__all__ = ["Configuration", "first_that_fits", "jit", "obstacle", "ranked", "tl", "triton"]
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -42,6 +43,20 @@ class Configuration(NamedTuple):
 
 # The configuration that fitted last, by what was launched and where.
 _fitting: dict[tuple[Any, ...], int] = {}
+_wanted: list[int | None] = []
+
+
+@contextmanager
+def configuration(number: int | None) -> Iterator[None]:
+    """Launch kernels with that one of their configurations, -1 the one for the smallest cards; with None with each in turn.
+
+    For those who test them, time them, or read them off the compiler.
+    """
+    _wanted.append(number)
+    try:
+        yield
+    finally:
+        _wanted.pop()
 
 
 def first_that_fits(
@@ -60,6 +75,9 @@ def first_that_fits(
     Raises:
         ValueError: if not even the last one fits.
     """
+    if _wanted:
+        chosen = configurations if _wanted[-1] is None else [configurations[_wanted[-1]]]
+        return [run(each) for each in chosen][-1]
     if interpreted():
         return run(configurations[0])
     key, lack = (what, device), ""
@@ -75,9 +93,11 @@ def first_that_fits(
     raise ValueError(f"{name} cannot hold the smallest tile of {what}: {lack} Ask for impl='reference'.")
 
 
-def jit(function: Any) -> Any:
+def jit(function: Any = None, **options: Any) -> Any:
     """`triton.jit` where there is Triton; otherwise the function, which nobody calls."""
-    return function if triton is None else triton.jit(function)
+    if function is None:
+        return lambda function: jit(function, **options)
+    return function if triton is None else triton.jit(function, **options)
 
 
 def interpreted() -> bool:
@@ -95,6 +115,8 @@ def obstacle(*tensors: Tensor) -> str | None:
         if x.shape[-1] not in HEAD_SIZES:
             return f"the head size is {x.shape[-1]}; allowed are {', '.join(map(str, HEAD_SIZES))}."
         if interpreted():
+            if x.dtype == torch.bfloat16:
+                return "a tensor is bfloat16, which Triton's interpreter cannot multiply. Take float16 or float32, or a GPU."
             continue
         if x.device.type != "cuda":
             return f"a tensor is on the {x.device.type}; kernels need CUDA tensors. Move it to a GPU."
@@ -102,3 +124,10 @@ def obstacle(*tensors: Tensor) -> str | None:
             name = torch.cuda.get_device_name(x.device)
             return f"{name} is older than compute capability 8.0 (A100), which the kernels are made for."
     return None
+
+
+def ranked(x: Tensor, why: str | None, **others: str | None) -> dict[str, str | None]:
+    """The obstacles of `choose` with `why` for the kernels: on GPUs before the others, elsewhere behind them, so that
+    nobody interprets kernels unasked.
+    """
+    return {"triton": why, **others} if x.is_cuda else {**others, "triton": why}

@@ -1,0 +1,36 @@
+"""The flash kernels on what makes the compiler do something else."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from approx_kernels.flash import triton as flash
+from bench.offline import Launch
+
+
+def launches() -> Iterator[Launch]:
+    """Windows of each dtype and head size, key masks, spans, and block lists; forward and backward."""
+    for size in (64, 128):
+        yield Launch(f"bfloat16, {size}", _both(torch.bfloat16, size))
+        yield Launch(f"bfloat16, {size}, block list", _both(torch.bfloat16, size, listed=True))
+    yield Launch("bfloat16, 64, key mask and spans", _both(torch.bfloat16, 64, masked=True, ramp=32))
+    yield Launch("float32, 128", _both(torch.float32, 128), tensor_cores=False)
+    yield Launch("float32, 64, block list", _both(torch.float32, 64, listed=True), tensor_cores=False)
+
+
+def _both(
+    dtype: torch.dtype, size: int, *, masked: bool = False, ramp: int = 0, listed: bool = False
+) -> Callable[[], None]:
+    def run() -> None:
+        x, lse = torch.empty(2, 256, 4, size, dtype=dtype).transpose(1, 2), torch.empty(2, 4, 256)
+        bounds = torch.zeros(2, 5, dtype=torch.int32) if masked else None
+        mask = torch.ones(2, 256, dtype=torch.uint8) if masked else None
+        entries = torch.zeros(9, dtype=torch.int32)
+        half = entries.view(1, 3, 3), entries, entries
+        blocks = [*half, *half, torch.zeros(1, 64, dtype=torch.int64)] if listed else []
+        spans = torch.ones(4) if ramp else None
+        given = bounds, mask, spans, blocks, flash.ENDLESS, 0, ramp, 0.125, 0
+        flash.flash_forward(x, x, x, *given)
+        flash.flash_backward(x, lse, x, lse, x, x, x, *given)
+
+    return run

@@ -2,9 +2,16 @@
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from approx_kernels.linear import FEATURE_MAPS, linear_attention, reference, sums, window
+from approx_kernels.c_language import library
+from approx_kernels.implementation import chosen
+from approx_kernels.linear import FEATURE_MAPS, linear_attention, linear_decode, reference, sums, window
+from approx_kernels.linear.forward_c import FORWARD
 from closeness import assert_close
+
+needs_compiler = pytest.mark.skipif(isinstance(library(FORWARD), str), reason="there is no C compiler here")
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -18,11 +25,80 @@ def test_chunks_and_blocks_of_heads_change_nothing(monkeypatch, causal, queries,
         monkeypatch.setattr(window, "_BLOCK", cut[0])
         monkeypatch.setattr(reference, "_CACHED", cut[1])
         q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
-        out = linear_attention(q, k, v, mask, causal=causal, eps=1e-6)
+        out = linear_attention(q, k, v, mask, causal=causal, eps=1e-6, impl="reference")
         results[cut, dtype] = (out, *torch.autograd.grad(out, (q, k, v), grad.to(dtype)))
     exact, small, usual = results.values()
     for name, actual, plain, wanted in zip("oqkv", small, usual, exact, strict=True):
         assert_close(name, actual, plain, wanted, factor=4.0)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [None, "arbitrary", "nobody"])
+@pytest.mark.parametrize("feature_map", ["elu", "relu"])
+@given(
+    queries=st.integers(1, 140),
+    keys=st.integers(1, 140),
+    heads=st.integers(1, 3),
+    size=st.integers(1, 40),
+    values=st.integers(1, 40),
+)
+@settings(max_examples=12)
+@example(queries=64, keys=64, heads=2, size=64, values=64)
+@example(queries=33, keys=129, heads=1, size=24, values=17)
+@example(queries=129, keys=33, heads=1, size=8, values=16)
+@needs_compiler
+def test_c_gives_what_the_reference_gives(causal, dtype, kind, feature_map, queries, keys, heads, size, values):
+    # Values of one sign, as sums that cancel say nothing; as projections lay heads out.
+    shapes = (queries, size), (keys, size), (keys, values), (queries, values)
+    q, k, v, grad = (torch.randn(2, n, heads, width).to(dtype) for n, width in shapes)
+    v, grad = v.abs() + 0.1, grad.abs() + 0.1
+    mask = None if kind is None else torch.rand(2, keys) < (0.7 if kind == "arbitrary" else 0.0)
+    results = {}
+    for name, impl, wide in (("c", "cpu", dtype), ("plain", "reference", dtype), ("exact", "reference", torch.float64)):
+        inputs = [x.transpose(1, 2).to(wide).requires_grad_() for x in (q, k, v)]
+        form = {"causal": causal, "feature_map": feature_map, "input_scale": -0.7, "eps": 1e-3}
+        out = linear_attention(*inputs, mask, **form, impl=impl)
+        results[name] = (out, *torch.autograd.grad(out, inputs, grad.transpose(1, 2).to(wide)))
+    for name, found, plain, exact in zip("oqkv", *results.values(), strict=True):
+        # Gradients of queries and keys are differences of sums, which round on both sides.
+        assert_close(name, found, plain, exact, factor=8.0 if name in "qk" else 2.0)
+
+
+@needs_compiler
+def test_sums_are_overwritten_while_decoding_and_kept_while_training():
+    q, k, v = torch.randn(3, 2, 3, 70, 8)
+    whole = linear_attention(q, k, v, causal=True, impl="reference")
+    out, state = linear_decode(q[:, :, :40], k[:, :, :40], v[:, :, :40])
+    torch.testing.assert_close(out, whole[:, :, :40])
+    place = state["sums"].data_ptr()
+    for last in range(41, 71):
+        piece = slice(last - 1, last)
+        out, state = linear_decode(q[:, :, piece], k[:, :, piece], v[:, :, piece], None, state)
+        torch.testing.assert_close(out, whole[:, :, piece])
+    assert state["sums"].data_ptr() == place
+    assert chosen()["linear_decode"] == "cpu"
+    linear_decode(q.requires_grad_(), k, v, None, state)
+    assert chosen()["linear_decode"] == "reference"
+    with pytest.raises(ValueError, match="no_grad"):
+        linear_decode(q, k, v, None, state, impl="cpu")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"feature_map": "softmax"}, "feature_map is 'softmax'; it has elu and relu"),
+        ({"window": 3, "mix": torch.ones(2)}, "window is 3"),
+        ({"dropout": 0.1}, "drops no keys"),
+        ({"dtype": torch.float16}, "float16; allowed are"),
+    ],
+)
+def test_what_c_has_not_is_refused_when_asked_for_and_done_otherwise(changed, words):
+    q = torch.ones(1, 2, 5, 4, dtype=changed.pop("dtype", torch.float32))
+    with pytest.raises(ValueError, match=words):
+        linear_attention(q, q, q, causal=False, **changed, impl="cpu")
+    assert linear_attention(q, q, q, causal=False, **changed).shape == q.shape
+    assert chosen()["linear_attention"] == "reference"
 
 
 def test_numbers_of_a_long_sequence_stay_small_in_float16():

@@ -2,7 +2,9 @@
 
 from torch import Tensor
 
-from approx_kernels.linear.decode import continue_heads
+from approx_kernels.implementation import choose
+from approx_kernels.linear.cpu import linear_batch, obstacle
+from approx_kernels.linear.decode import continue_heads, continue_in_place, state_obstacle
 from approx_kernels.linear.features import FEATURE_MAPS
 from approx_kernels.linear.reference import linear_heads
 from approx_kernels.ring import State
@@ -26,6 +28,7 @@ def linear_attention(
     input_scale: float = 1.0,
     eps: float = 1e-6,
     dropout: float = 0.0,
+    impl: str = "auto",
 ) -> Tensor:
     """`o_i = f(q_i) sum_j f(k_j) v_j / (f(q_i) sum_j f(k_j) + eps)` for a feature map f, in O(n D E).
 
@@ -57,15 +60,20 @@ def linear_attention(
         eps: Added to the normaliser.
         dropout: Probability with which a key is dropped from the numerator, for all queries of a head at once:
             there are no weights of single pairs to drop.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, in one pass, for `elu` and `relu` without a window.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if the shapes or dtypes do not fit together, or the implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
+    no_cpu = obstacle(q, feature_map=feature_map, window=window, dropout=dropout)
+    if choose("linear_attention", impl, {"cpu": no_cpu, "reference": None}) == "cpu":
+        form = {"causal": causal, "feature_map": feature_map, "input_scale": input_scale, "eps": eps}
+        return linear_batch(q, k, v, key_mask, **form)
     out, _ = linear_heads(
         q,
         k,
@@ -98,22 +106,27 @@ def linear_decode(
     scale: float = 1.0,
     input_scale: float = 1.0,
     eps: float = 1e-6,
+    impl: str = "auto",
 ) -> tuple[Tensor, State]:
     """Causal `linear_attention` of tokens that follow others, of which a state of constant size is kept.
 
     Args: as for `linear_attention`, where not named here.
         k: Keys that are not in the state yet, [B, H, S, D], L <= S; the last L stand at the queries' positions.
-        state: What the last call returned; None before the first key.
+        state: What the last call returned; None before the first key. It belongs to the call, which may overwrite it.
 
     Returns:
         [B, H, L, E] in the dtype of q, and the state: `sums`, [B, H, F, E + 1] for F features, in float32 at least;
         with a window of the keys before it, beside its last w - 1 keys as a ring.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if the shapes or dtypes do not fit together, or the implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
+    no_cpu = obstacle(q, feature_map=feature_map, window=window, dropout=0.0) or state_obstacle(q, k, v)
+    if choose("linear_decode", impl, {"cpu": no_cpu, "reference": None}) == "cpu":
+        ways = {"feature_map": feature_map, "input_scale": input_scale, "eps": eps}
+        return continue_in_place(q, k, v, key_mask, state, **ways)
     return continue_heads(
         q,
         k,

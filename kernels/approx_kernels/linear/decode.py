@@ -6,10 +6,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.linear.cpu import linear_continue
 from approx_kernels.linear.features import features
 from approx_kernels.linear.reference import linear_heads, scaled
 from approx_kernels.linear.window import divided, near_weights
 from approx_kernels.ring import State, joined, newest
+
+
+def state_obstacle(*tensors: Tensor) -> str | None:
+    """Why sums cannot be overwritten while these are attended to, with the remedy; None where they can."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "gradients need sums that nothing overwrites. Decode under torch.no_grad(), or ask for 'auto'."
+    return None
+
+
+def continue_in_place(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: State | None, **ways: Any
+) -> tuple[Tensor, State]:
+    """As `continue_heads` without a window, in C; the sums of the state are overwritten, not copied."""
+    shape = *q.shape[:2], q.shape[3], v.shape[3] + 1
+    sums = q.new_zeros(shape, dtype=torch.float32) if state is None else state["sums"].contiguous()
+    return linear_continue(q, k, v, key_mask, sums, **ways), {"sums": sums}
 
 
 def continue_heads(

@@ -113,4 +113,31 @@ INLINE void write_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64
         to[d] = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
     }
 }
+
+INLINE int64_t token(const int32_t *tokens, int64_t i) { return tokens ? tokens[i] : i; }
+
+/* Rows of neighbouring tokens lie pages apart, where no processor looks ahead by itself. */
+#define AHEAD 8
+
+/* The n real tokens of a head, padded with zeros to `wide`, token i at row places[i]; in their order without places. */
+static void read_rows(tensor x, int bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
+                      int64_t wide, const int32_t *places, float *to) {
+    int64_t bytes = bf16 ? 2 : 4, start = b * x.batch + h * x.head;
+    for (int64_t i = 0; i < n; i++) {
+        if (i + AHEAD < n) {
+            const char *next = (char *)x.data + bytes * (start + token(tokens, i + AHEAD) * x.row);
+            for (int64_t d = 0; d < bytes * size; d += 64) __builtin_prefetch(next + d);
+        }
+        float *row = to + (places ? places[i] : i) * wide;
+        read_row(x, bf16, b, h, token(tokens, i), size, row);
+        for (int64_t d = size; d < wide; d++) row[d] = 0;
+    }
+}
+
+/* The reverse. */
+static void write_rows(tensor x, int bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
+                       int64_t wide, const int32_t *places, const float *from) {
+    for (int64_t i = 0; i < n; i++)
+        write_row(x, bf16, b, h, token(tokens, i), size, from + (places ? places[i] : i) * wide);
+}
 """

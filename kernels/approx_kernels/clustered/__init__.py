@@ -70,7 +70,7 @@ def clustered_attention(
     ways = {"planes": planes, "draws": draws, "selectors": selectors}
     if choose("clustered_attention", impl, {"cpu": cpu.obstacle(q, dropout), "reference": None}) == "cpu":
         return cpu.clustered_batch(q, k, v, key_mask, **ways, **settings)
-    return clustered_samples(q, k, v, key_mask, **ways, **settings, dropout=dropout)
+    return clustered_samples(q, k, v, key_mask, **ways, **settings, dropout=dropout, impl=impl)
 
 
 def causal_clustered_attention(

@@ -8,23 +8,20 @@ BACKWARD = (
 typedef struct { problem all; tensor grad, dq, dk, dv; } backward_problem;
 
 typedef struct {
-    const backward_problem *p;
-    float *dq, *dk, *dv;    /* [n, D], [S, D], [S, E] */
+    float *grad, *dq, *dk, *dv;    /* [n, E] and [n, D], sorted as the queries are; [S, D], [S, E] */
     float *shared, *mass;    /* gradients of what the mean queries attend to beside their largest keys, and of the mass */
 } grads;
 
 /* What comes back through the keys that each query weighs itself; sums up what the others receive. */
 static int through_members(const head *x, grads *g, int64_t item) {
     int64_t width = padded(x->kept), size = x->size, wide = x->values, c, i, r;
-    int64_t lists = width * (3 * size + 3 * wide) + MEMBERS * (2 * size + 2 * wide + 2 * width);
+    int64_t lists = width * (3 * size + 3 * wide) + MEMBERS * (wide + 2 * width);
     float *keys = floats(lists);
     if (!keys) return 0;
     memset(keys, 0, sizeof(float) * lists);
     float *across = keys + width * size, *values = across + width * size, *values_across = values + width * wide;
     float *dkeys = values_across + width * wide, *dvalues = dkeys + width * size;
-    float *queries = dvalues + width * wide, *dqueries = queries + MEMBERS * size;
-    float *outputs = dqueries + MEMBERS * size, *grad = outputs + MEMBERS * wide;
-    float *weights = grad + MEMBERS * wide, *change = weights + MEMBERS * width;
+    float *outputs = dvalues + width * wide, *weights = outputs + MEMBERS * wide, *change = weights + MEMBERS * width;
     for (c = 0; c < x->clusters; c++) {
         int64_t place = item * x->all->most_clusters + c, end = x->first[c + 1];
         const int32_t *top = x->all->top + place * x->all->kept;
@@ -36,17 +33,10 @@ static int through_members(const head *x, grads *g, int64_t item) {
         }
         for (int64_t from = x->first[c]; from < end; from += MEMBERS) {
             int64_t rows = end - from < MEMBERS ? end - from : MEMBERS;
-            for (r = 0; r < rows; r++) {
-                int64_t at = token(x->queries_at, x->order[from + r]);
-                float *row = grad + r * wide;
-                read_row(g->p->grad, x->all->bf16, x->b, x->h, at, x->all->values, row);
-                for (i = 0; i < wide; i++) shared[i] += row[i];
-            }
+            const float *queries = x->q + from * size, *grad = g->grad + from * wide;
+            for (r = 0; r < rows; r++)
+                for (i = 0; i < wide; i++) shared[i] += grad[r * wide + i];
             if (!x->kept) continue;
-            for (r = 0; r < rows; r++) {
-                read_query(x, x->order[from + r], queries + r * size);
-                for (i = 0; i < size; i++) queries[r * size + i] *= x->all->scale;
-            }
             product(rows, width, x->all->size, queries, size, 1, across, width, weights, width, 0);
             softmax_rows(weights, rows, x->kept, width);
             product(rows, wide, x->kept, weights, width, 1, values, wide, outputs, wide, 0);
@@ -60,9 +50,7 @@ static int through_members(const head *x, grads *g, int64_t item) {
                     change[r * width + i] = mass * weights[r * width + i] * (change[r * width + i] - along);
             }
             product(x->kept, size, rows, change, 1, width, queries, size, dkeys, size, 1);
-            product(rows, size, x->kept, change, width, 1, keys, size, dqueries, size, 0);
-            for (r = 0; r < rows; r++)
-                for (i = 0; i < size; i++) g->dq[x->order[from + r] * size + i] = x->all->scale * dqueries[r * size + i];
+            product(rows, size, x->kept, change, width, 1, keys, size, g->dq + from * size, size, 0);
         }
         for (r = 0; x->first[c] < end && r < x->kept; r++) {
             for (i = 0; i < size; i++) g->dk[top[r] * size + i] += dkeys[r * size + i];
@@ -76,12 +64,11 @@ static int through_members(const head *x, grads *g, int64_t item) {
 /* What comes back through the rows of weights of the mean queries. */
 static int through_means(const head *x, grads *g, int64_t item) {
     int64_t lanes = x->lanes, size = x->size, wide = x->values, c, j, e;
-    float *keys = floats(BLOCK * (size + wide + 2 * lanes) + 2 * lanes + wide * lanes + x->clusters * size);
+    float *weights = floats(2 * BLOCK * lanes + 2 * lanes + wide * lanes + x->clusters * size);
     int64_t *next = malloc(sizeof(int64_t) * 2 * x->clusters);
-    if (!keys || !next) { free(keys), free(next); return 0; }
-    float *values = keys + BLOCK * size, *weights = values + BLOCK * wide, *change = weights + BLOCK * lanes;
+    if (!weights || !next) { free(weights), free(next); return 0; }
+    float *change = weights + BLOCK * lanes;
     float *along = change + BLOCK * lanes, *sums = along + lanes, *across = sums + lanes, *dmeans = across + wide * lanes;
-    memset(keys, 0, sizeof(float) * BLOCK * (size + wide));
     memset(dmeans, 0, sizeof(float) * x->clusters * size);
     memset(across, 0, sizeof(float) * wide * lanes);
     transpose(g->shared, x->clusters, wide, wide, across, lanes);
@@ -97,9 +84,8 @@ static int through_means(const head *x, grads *g, int64_t item) {
         next[c] = x->first[c] < x->first[c + 1] ? 0 : x->kept;
     }
     for (int64_t begin = 0; begin < x->keys; begin += BLOCK) {
-        int64_t count = score_block(x, begin, keys, weights);
-        for (j = 0; j < count; j++) read_value(x, begin + j, values + j * wide);
-        product(count, lanes, x->all->values, values, wide, 1, across, lanes, change, lanes, 0);
+        int64_t count = score_block(x, begin, weights);
+        product(count, lanes, x->all->values, x->v + begin * wide, wide, 1, across, lanes, change, lanes, 0);
         for (c = 0; c < x->clusters; c++) {
             const int32_t *top = tops + c * x->all->kept;
             int64_t i = next[c];
@@ -118,38 +104,37 @@ static int through_means(const head *x, grads *g, int64_t item) {
         }
         product(count, wide, x->clusters, weights, lanes, 1, g->shared, wide, g->dv + begin * wide, wide, 1);
         product(count, size, x->clusters, change, lanes, 1, x->means, size, g->dk + begin * size, size, 1);
-        product(x->clusters, size, count, change, 1, lanes, keys, size, dmeans, size, 1);
+        product(x->clusters, size, count, change, 1, lanes, x->k + begin * size, size, dmeans, size, 1);
     }
-    for (j = 0; j < x->n; j++) {
-        c = x->groups[j];
-        float share = x->all->scale / (x->first[c + 1] - x->first[c]);
-        for (e = 0; e < size; e++) g->dq[j * size + e] += share * dmeans[c * size + e];
-    }
-    free(keys), free(next);
+    for (c = 0; c < x->clusters; c++)
+        for (j = x->first[c]; j < x->first[c + 1]; j++)
+            for (e = 0; e < size; e++) {
+                float *to = g->dq + j * size + e;
+                *to = x->all->scale * (*to + dmeans[c * size + e] / (x->first[c + 1] - x->first[c]));
+            }
+    free(weights), free(next);
     return 1;
 }
 
 static int backward_head(const backward_problem *p, int64_t item) {
     const problem *all = &p->all;
     head x;
-    grads g = {.p = p};
+    grads g = {0};
     int failed = 1;
-    int64_t i;
     if (gather(&x, all, item)) {
-        int64_t numbers = (x.n + x.keys) * x.size + x.keys * x.values + x.clusters * (x.values + 1);
+        int64_t numbers = (x.n + x.keys) * (x.size + x.values) + x.clusters * (x.values + 1);
         if ((g.dq = floats(numbers))) {
             memset(g.dq, 0, sizeof(float) * numbers);
-            g.dk = g.dq + x.n * x.size, g.dv = g.dk + x.keys * x.size;
-            g.shared = g.dv + x.keys * x.values, g.mass = g.shared + x.clusters * x.values;
+            g.dk = g.dq + x.n * x.size, g.dv = g.dk + x.keys * x.size, g.grad = g.dv + x.keys * x.values;
+            g.shared = g.grad + x.n * x.values, g.mass = g.shared + x.clusters * x.values;
+            read_rows(p->grad, all->bf16, x.b, x.h, x.queries_at, x.n, all->values, x.values, x.places, g.grad);
             failed = !through_members(&x, &g, item) || !through_means(&x, &g, item);
         }
     }
-    for (i = 0; !failed && i < x.n; i++)
-        write_row(p->dq, all->bf16, x.b, x.h, token(x.queries_at, i), all->size, g.dq + i * x.size);
-    for (i = 0; !failed && i < x.keys; i++) {
-        int64_t at = token(x.keys_at, i);
-        write_row(p->dk, all->bf16, x.b, x.h, at, all->size, g.dk + i * x.size);
-        write_row(p->dv, all->bf16, x.b, x.h, at, all->values, g.dv + i * x.values);
+    if (!failed) {
+        write_rows(p->dq, all->bf16, x.b, x.h, x.queries_at, x.n, all->size, x.size, x.places, g.dq);
+        write_rows(p->dk, all->bf16, x.b, x.h, x.keys_at, x.keys, all->size, x.size, NULL, g.dk);
+        write_rows(p->dv, all->bf16, x.b, x.h, x.keys_at, x.keys, all->values, x.values, NULL, g.dv);
     }
     release(&x), free(g.dq);
     return failed;

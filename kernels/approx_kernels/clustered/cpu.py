@@ -110,8 +110,9 @@ def _empty(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, heads, length, _ = q.shape
-    # As models want it next: tokens before heads.
-    out = q.new_zeros(batch, length, heads, v.shape[3]).transpose(1, 2)
+    # As models want it next, tokens before heads; what is not real is not written.
+    make = q.new_empty if key_tokens is None else q.new_zeros
+    out = make(batch, length, heads, v.shape[3]).transpose(1, 2)
     rest = q.new_empty(batch, heads, most, v.shape[3], dtype=torch.float32)
     top = q.new_empty(batch, heads, most, kept, dtype=torch.int32)
     sums, mass = (q.new_empty(batch, heads, most, dtype=torch.float32) for _ in range(2))

@@ -6,17 +6,11 @@ FORWARD = (
     HEADS
     + r"""
 /* A score and a key in one number: larger for larger scores, and for lower keys among equal ones. */
-INLINE uint64_t candidate(float score, int64_t key) {
+INLINE uint64_t candidate(float score, int32_t key) {
     int32_t bits;
     memcpy(&bits, &score, 4);
     uint32_t ordered = (uint32_t)bits ^ (bits < 0 ? 0xffffffffu : 0x80000000u);
-    return (uint64_t)ordered << 32 | (uint32_t)~(uint32_t)key;
-}
-INLINE float score_of(uint64_t found) {
-    uint32_t ordered = (uint32_t)(found >> 32), bits = ordered ^ (ordered >> 31 ? 0x80000000u : 0xffffffffu);
-    float score;
-    memcpy(&score, &bits, 4);
-    return score;
+    return (uint64_t)ordered << 32 | ~(uint32_t)key;
 }
 
 /* Bring the k largest of n to the front; quickselect. */
@@ -37,40 +31,78 @@ static void select_largest(uint64_t *x, int64_t n, int64_t k) {
     }
 }
 
+/* Candidates for the largest keys of one mean query: those at or above a floor that at least K of them reach. */
+typedef struct { float *scores, floor; int32_t *keys; int64_t count; } candidates;
+
+static int64_t reaching(const candidates *x, float floor) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < x->count; i++) found += x->scores[i] >= floor;
+    return found;
+}
+
+/* Drop most of those that are not among the k largest, by halving: cheaper than to sort them out. */
+static void thin(candidates *x, int64_t k) {
+    float low = x->scores[0], high = low;
+    for (int64_t i = 1; i < x->count; i++) {
+        low = x->scores[i] < low ? x->scores[i] : low;
+        high = x->scores[i] > high ? x->scores[i] : high;
+    }
+    for (int step = 0; step < 12; step++) {
+        float middle = 0.5f * (low + high);
+        int64_t found = reaching(x, middle);
+        if (found < k) high = middle; else low = middle;
+        if (found >= k && found <= k + k / 4) break;
+    }
+    if (reaching(x, low) < k) return;
+    int64_t left = 0;
+    for (int64_t i = 0; i < x->count; i++) {
+        float score = x->scores[i];
+        int32_t key = x->keys[i];
+        x->scores[left] = score, x->keys[left] = key;
+        left += score >= low;
+    }
+    x->count = left, x->floor = low;
+}
+
+/* Drop all but the k largest. */
+static void settle(candidates *x, int64_t k, uint64_t *scratch) {
+    for (int64_t i = 0; i < x->count; i++) scratch[i] = candidate(x->scores[i], x->keys[i]);
+    select_largest(scratch, x->count, k);
+    for (int64_t i = 0; i < k; i++) {
+        uint32_t ordered = (uint32_t)(scratch[i] >> 32), bits = ordered ^ (ordered >> 31 ? 0x80000000u : 0xffffffffu);
+        memcpy(x->scores + i, &bits, 4);
+        x->keys[i] = (int32_t)~(uint32_t)scratch[i];
+        x->floor = i && x->floor < x->scores[i] ? x->floor : x->scores[i];
+    }
+    x->count = k;
+}
+
 static int ascending(const void *a, const void *b) { return *(const int32_t *)a - *(const int32_t *)b; }
 
-typedef struct { float *keys, *values, *scores, *largest, *sums, *outputs; uint64_t *found; int64_t room, *count; } pass;
+typedef struct { float *scores, *largest, *sums, *outputs; candidates *top; uint64_t *scratch; int64_t room; } pass;
 
 /* What the mean queries attend to, not yet divided by the sums, and candidates for their largest keys. */
 static void attend_means(const head *x, pass *w) {
     int64_t lanes = x->lanes, wide = x->values, c, j;
     for (c = 0; c < lanes; c++) w->largest[c] = -1e30f, w->sums[c] = 0;
     memset(w->outputs, 0, sizeof(float) * x->clusters * wide);
-    float *seen = w->largest + lanes, *fade = seen + lanes, *floor = fade + lanes;
-    for (c = 0; c < x->clusters; c++) w->count ? (w->count[c] = 0) : 0, floor[c] = -INFINITY;
+    float *seen = w->largest + lanes, *fade = seen + lanes;
     for (int64_t begin = 0; begin < x->keys; begin += BLOCK) {
-        int64_t count = score_block(x, begin, w->keys, w->scores);
-        for (j = 0; j < count; j++) read_value(x, begin + j, w->values + j * wide);
+        int64_t count = score_block(x, begin, w->scores);
         for (c = 0; c < lanes; c += WIDTH) {
             vf most = *(vf *)(w->scores + c);
             for (j = 1; j < count; j++) most = larger(most, *(vf *)(w->scores + j * lanes + c));
             *(vf *)(seen + c) = most;
         }
-        for (c = 0; w->count && c < x->clusters; c++) {
-            if (seen[c] < floor[c]) continue;
-            uint64_t *found = w->found + c * w->room;
+        for (c = 0; x->kept && c < x->clusters; c++) {
+            candidates *top = w->top + c;
+            if (seen[c] < top->floor || x->first[c] == x->first[c + 1]) continue;
+            if (top->count + BLOCK > w->room) thin(top, x->kept);
+            if (top->count + BLOCK > w->room) settle(top, x->kept, w->scratch);
             for (j = 0; j < count; j++) {
                 float score = w->scores[j * lanes + c];
-                if (score < floor[c]) continue;
-                found[w->count[c]++] = candidate(score, begin + j);
-                if (w->count[c] < w->room) continue;
-                select_largest(found, w->room, x->kept);
-                w->count[c] = x->kept;
-                floor[c] = INFINITY;
-                for (int64_t i = 0; i < x->kept; i++) {
-                    float low = score_of(found[i]);
-                    floor[c] = low < floor[c] ? low : floor[c];
-                }
+                top->scores[top->count] = score, top->keys[top->count] = (int32_t)(begin + j);
+                top->count += !(score < top->floor);
             }
         }
         for (c = 0; c < lanes; c += WIDTH) {
@@ -86,28 +118,26 @@ static void attend_means(const head *x, pass *w) {
         for (c = 0; c < x->clusters; c++)
             if (fade[c] != 1.0f)
                 for (j = 0; j < wide; j++) w->outputs[c * wide + j] *= fade[c];
-        product(x->clusters, wide, count, w->scores, 1, lanes, w->values, wide, w->outputs, wide, 1);
+        product(x->clusters, wide, count, w->scores, 1, lanes, x->v + begin * wide, wide, w->outputs, wide, 1);
     }
 }
 
-/* Sort out the largest keys of a cluster and take their share from what its mean query attends to. */
-static void take_top(const head *x, pass *w, int64_t c, int32_t *top, float sums, float *mass, float *rest, float *row) {
-    uint64_t *found = w->found + c * w->room;
-    if (w->count[c] > x->kept) select_largest(found, w->count[c], x->kept);
-    for (int64_t i = 0; i < x->kept; i++) top[i] = (int32_t)~(uint32_t)found[i];
-    *mass = 0;
+/* Take the share of the largest keys from what a mean query attends to, and return their mass. */
+static float take_share(const head *x, const float *mean, const float *keys, const float *values, int64_t width,
+                        float *scores, float sums, float *rest) {
     if (x->kept == x->keys) {
         /* Nothing is left beside them, exactly. */
-        *mass = 1;
         memset(rest, 0, sizeof(float) * x->all->values);
-    } else
-        for (int64_t i = 0; i < x->kept; i++) {
-            float weight = expf(score_of(found[i]) - sums);
-            read_value(x, top[i], row);
-            for (int64_t e = 0; e < x->all->values; e++) rest[e] -= weight * row[e];
-            *mass += weight;
-        }
-    qsort(top, x->kept, sizeof(int32_t), ascending);
+        return 1;
+    }
+    float mass = 0;
+    product(1, width, x->all->size, mean, x->size, 1, keys, width, scores, width, 0);
+    for (int64_t i = 0; i < width; i += WIDTH) *(vf *)(scores + i) = vexp(*(vf *)(scores + i) - sums);
+    for (int64_t i = 0; i < x->kept; i++) {
+        mass += scores[i];
+        for (int64_t e = 0; e < x->all->values; e++) rest[e] -= scores[i] * values[i * x->values + e];
+    }
+    return mass;
 }
 
 static int forward_head(const problem *all, int64_t item) {
@@ -115,59 +145,60 @@ static int forward_head(const problem *all, int64_t item) {
     pass w = {0};
     int failed = 1;
     int64_t width, c, i, r;
-    float *own = NULL;
+    float *own = NULL, *out = NULL;
     if (!gather(&x, all, item)) goto done;
-    width = padded(x.kept);
-    w.room = x.kept + (x.kept > 64 ? x.kept : 64);
-    w.keys = floats(BLOCK * (x.size + x.values + x.lanes) + 5 * x.lanes + x.clusters * x.values);
-    if (!w.keys) goto done;
-    memset(w.keys, 0, sizeof(float) * BLOCK * (x.size + x.values));
-    w.values = w.keys + BLOCK * x.size, w.scores = w.values + BLOCK * x.values;
-    w.sums = w.scores + BLOCK * x.lanes, w.largest = w.sums + x.lanes;
-    w.outputs = w.sums + 5 * x.lanes;
+    width = padded(x.kept), w.room = 2 * x.kept + 2 * BLOCK;
+    w.scores = floats(BLOCK * x.lanes + 4 * x.lanes + x.clusters * x.values);
+    out = floats(x.n * x.values);
+    if (!w.scores || !out) goto done;
+    w.sums = w.scores + BLOCK * x.lanes, w.largest = w.sums + x.lanes, w.outputs = w.sums + 4 * x.lanes;
     if (x.kept) {
-        w.count = malloc(sizeof(int64_t) * x.clusters * (w.room + 1));
-        own = floats(MEMBERS * (x.size + x.values + width) + width * (2 * x.size + x.values));
-        if (!w.count || !own) goto done;
-        w.found = (uint64_t *)(w.count + x.clusters);
-        memset(own, 0, sizeof(float) * (MEMBERS * (x.size + x.values + width) + width * (2 * x.size + x.values)));
+        int64_t numbers = MEMBERS * width + width * (2 * x.size + x.values);
+        w.top = malloc((sizeof(candidates) + 8 * w.room) * x.clusters + 8 * w.room);
+        own = floats(numbers);
+        if (!w.top || !own) goto done;
+        memset(own, 0, sizeof(float) * numbers);
+        w.scratch = (uint64_t *)(w.top + x.clusters);
+        float *scores = (float *)(w.scratch + w.room);
+        int32_t *keys = (int32_t *)(scores + x.clusters * w.room);
+        for (c = 0; c < x.clusters; c++)
+            w.top[c] = (candidates){.scores = scores + c * w.room, .keys = keys + c * w.room, .floor = -INFINITY};
     }
     attend_means(&x, &w);
-    float *queries = own, *outputs = queries + MEMBERS * x.size, *weights = outputs + MEMBERS * x.values;
-    float *keys = weights + MEMBERS * width, *across = keys + width * x.size, *values = across + x.size * width;
+    float *keys = own, *across = keys + width * x.size, *values = across + x.size * width;
+    float *weights = values + width * x.values;
     for (c = 0; c < x.clusters; c++) {
-        int64_t place = item * all->most_clusters + c;
-        float *rest = all->rest + place * all->values, sum = w.sums[c], mass = 0;
-        for (i = 0; i < all->values; i++) rest[i] = w.outputs[c * x.values + i] / sum;
-        all->sums[place] = w.largest[c] + logf(sum);
-        if (x.first[c] == x.first[c + 1]) continue;
-        int32_t *top = all->top + place * all->kept;
-        if (x.kept) {
-            take_top(&x, &w, c, top, all->sums[place], &mass, rest, outputs);
-            all->mass[place] = mass;
+        int64_t place = item * all->most_clusters + c, end = x.first[c + 1];
+        float *rest = all->rest + place * all->values, mass = 0, sums = w.largest[c] + logf(w.sums[c]);
+        for (i = 0; i < all->values; i++) rest[i] = w.outputs[c * x.values + i] / w.sums[c];
+        all->sums[place] = sums;
+        if (x.kept && x.first[c] < end) {
+            int32_t *top = all->top + place * all->kept;
+            thin(w.top + c, x.kept);
+            settle(w.top + c, x.kept, w.scratch);
+            memcpy(top, w.top[c].keys, sizeof(int32_t) * x.kept);
+            qsort(top, x.kept, sizeof(int32_t), ascending);
             gather_keys(&x, top, keys, across, values, width);
+            mass = take_share(&x, x.means + c * x.size, across, values, width, weights, sums, rest);
         }
-        for (int64_t from = x.first[c]; from < x.first[c + 1]; from += MEMBERS) {
-            int64_t rows = x.first[c + 1] - from < MEMBERS ? x.first[c + 1] - from : MEMBERS;
-            for (r = 0; x.kept && r < rows; r++) {
-                read_query(&x, x.order[from + r], queries + r * x.size);
-                for (i = 0; i < x.size; i++) queries[r * x.size + i] *= all->scale;
-            }
+        all->mass[place] = mass;
+        for (int64_t from = x.first[c]; from < end; from += MEMBERS) {
+            int64_t rows = end - from < MEMBERS ? end - from : MEMBERS;
+            float *made = out + from * x.values;
             if (x.kept) {
-                product(rows, width, all->size, queries, x.size, 1, across, width, weights, width, 0);
+                product(rows, width, all->size, x.q + from * x.size, x.size, 1, across, width, weights, width, 0);
                 softmax_rows(weights, rows, x.kept, width);
-                product(rows, x.values, x.kept, weights, width, 1, values, x.values, outputs, x.values, 0);
+                product(rows, x.values, x.kept, weights, width, 1, values, x.values, made, x.values, 0);
             }
-            for (r = 0; r < rows; r++) {
-                float *row = x.kept ? outputs + r * x.values : rest;
-                for (i = 0; x.kept && i < all->values; i++) row[i] = rest[i] + mass * row[i];
-                write_row(all->out, all->bf16, x.b, x.h, token(x.queries_at, x.order[from + r]), all->values, row);
-            }
+            for (r = 0; r < rows; r++)
+                for (i = 0; i < all->values; i++)
+                    made[r * x.values + i] = rest[i] + (x.kept ? mass * made[r * x.values + i] : 0);
         }
     }
+    write_rows(all->out, all->bf16, x.b, x.h, x.queries_at, x.n, all->values, x.values, x.places, out);
     failed = 0;
 done:
-    release(&x), free(w.keys), free(w.count), free(own);
+    release(&x), free(w.scores), free(w.top), free(own), free(out);
     return failed;
 }
 

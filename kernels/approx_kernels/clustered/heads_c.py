@@ -21,33 +21,21 @@ typedef struct {
     float scale;
 } problem;
 
-/* One head of one sample. */
+/* One head of one sample, in one piece each: queries, scaled and sorted by cluster, keys and values. */
 typedef struct {
     const problem *all;
     int64_t b, h, n, keys, clusters, lanes, size, values, kept;
     const int32_t *queries_at, *keys_at, *groups;
-    int32_t *first, *order;    /* members of cluster c: order[first[c]] up to order[first[c + 1]] */
-    float *means, *across;    /* scaled mean queries, [C, D] and [D, C] */
+    int32_t *first, *places;    /* cluster c has rows first[c] up to first[c + 1]; places[i] is the row of query i */
+    float *q, *k, *v, *means, *across;    /* [n, D], [S, D], [S, E]; mean queries, [C, D] and [D, C] */
 } head;
-
-INLINE int64_t token(const int32_t *tokens, int64_t i) { return tokens ? tokens[i] : i; }
-
-INLINE void read_query(const head *x, int64_t i, float *to) {
-    read_row(x->all->q, x->all->bf16, x->b, x->h, token(x->queries_at, i), x->all->size, to);
-}
-INLINE void read_key(const head *x, int64_t j, float *to) {
-    read_row(x->all->k, x->all->bf16, x->b, x->h, token(x->keys_at, j), x->all->size, to);
-}
-INLINE void read_value(const head *x, int64_t j, float *to) {
-    read_row(x->all->v, x->all->bf16, x->b, x->h, token(x->keys_at, j), x->all->values, to);
-}
 
 static void transpose(const float *a, int64_t rows, int64_t columns, int64_t lda, float *to, int64_t ldt) {
     for (int64_t i = 0; i < rows; i++)
         for (int64_t d = 0; d < columns; d++) to[d * ldt + i] = a[i * lda + d];
 }
 
-static void release(head *x) { free(x->first), free(x->means); }
+static void release(head *x) { free(x->first), free(x->q); }
 
 /* Sort the queries of one head by cluster and average them; 0 where there is no memory. */
 static int gather(head *x, const problem *all, int64_t item) {
@@ -60,34 +48,36 @@ static int gather(head *x, const problem *all, int64_t item) {
     x->queries_at = all->query_tokens ? all->query_tokens + b * all->length : NULL;
     x->keys_at = all->key_tokens ? all->key_tokens + b * all->keys : NULL;
     x->groups = all->groups + item * all->length;
+    int64_t means = x->clusters * x->size + x->size * x->lanes;
     x->first = calloc(x->clusters + 2 + x->n, sizeof(int32_t));
-    x->means = floats(x->clusters * x->size + x->size * x->lanes + x->size);
-    if (!x->first || !x->means) return 0;
-    memset(x->means, 0, sizeof(float) * (x->clusters * x->size + x->size * x->lanes + x->size));
-    x->order = x->first + x->clusters + 2, x->across = x->means + x->clusters * x->size;
-    float *row = x->across + x->size * x->lanes;
+    x->q = floats((x->n + x->keys) * x->size + x->keys * x->values + means);
+    if (!x->first || !x->q) return 0;
+    x->places = x->first + x->clusters + 2;
+    x->k = x->q + x->n * x->size, x->v = x->k + x->keys * x->size, x->means = x->v + x->keys * x->values;
+    x->across = x->means + x->clusters * x->size;
+    memset(x->means, 0, sizeof(float) * means);
     /* Counted two places on, so that after the sort first[c] is where c begins. */
     for (i = 0; i < x->n; i++) x->first[x->groups[i] + 2]++;
     for (c = 0; c < x->clusters; c++) x->first[c + 2] += x->first[c + 1];
-    for (i = 0; i < x->n; i++) {
-        float *sum = x->means + x->groups[i] * x->size;
-        x->order[x->first[x->groups[i] + 1]++] = (int32_t)i;
-        read_query(x, i, row);
-        for (d = 0; d < x->size; d++) sum[d] += row[d];
-    }
+    for (i = 0; i < x->n; i++) x->places[i] = x->first[x->groups[i] + 1]++;
+    read_rows(all->q, all->bf16, b, x->h, x->queries_at, x->n, all->size, x->size, x->places, x->q);
+    read_rows(all->k, all->bf16, b, x->h, x->keys_at, x->keys, all->size, x->size, NULL, x->k);
+    read_rows(all->v, all->bf16, b, x->h, x->keys_at, x->keys, all->values, x->values, NULL, x->v);
     for (c = 0; c < x->clusters; c++) {
+        float *mean = x->means + c * x->size;
         int64_t count = x->first[c + 1] - x->first[c];
-        for (d = 0; d < x->size; d++) x->means[c * x->size + d] *= all->scale / (count ? count : 1);
+        for (i = x->first[c]; i < x->first[c + 1]; i++)
+            for (d = 0; d < x->size; d++) mean[d] += x->q[i * x->size + d] *= all->scale;
+        for (d = 0; d < x->size; d++) mean[d] /= count ? count : 1;
     }
     transpose(x->means, x->clusters, x->size, x->size, x->across, x->lanes);
     return 1;
 }
 
-/* Scores of a block of keys against all mean queries, [keys, C]; the keys stay behind. */
-static int64_t score_block(const head *x, int64_t begin, float *keys, float *scores) {
+/* Scores of a block of keys against all mean queries, [keys, C]. */
+static int64_t score_block(const head *x, int64_t begin, float *scores) {
     int64_t count = x->keys - begin < BLOCK ? x->keys - begin : BLOCK;
-    for (int64_t j = 0; j < count; j++) read_key(x, begin + j, keys + j * x->size);
-    product(count, x->lanes, x->all->size, keys, x->size, 1, x->across, x->lanes, scores, x->lanes, 0);
+    product(count, x->lanes, x->all->size, x->k + begin * x->size, x->size, 1, x->across, x->lanes, scores, x->lanes, 0);
     return count;
 }
 
@@ -105,8 +95,8 @@ static void softmax_rows(float *scores, int64_t rows, int64_t kept, int64_t widt
 /* Keys [D, K] and values [K, E] of a list, padded with zeros. */
 static void gather_keys(const head *x, const int32_t *list, float *rows, float *across, float *values, int64_t width) {
     for (int64_t j = 0; j < x->kept; j++) {
-        read_key(x, list[j], rows + j * x->size);
-        read_value(x, list[j], values + j * x->values);
+        memcpy(rows + j * x->size, x->k + list[j] * x->size, sizeof(float) * x->size);
+        memcpy(values + j * x->values, x->v + list[j] * x->values, sizeof(float) * x->values);
     }
     transpose(rows, x->kept, x->all->size, x->size, across, width);
 }

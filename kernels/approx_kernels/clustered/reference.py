@@ -32,8 +32,9 @@ def clustered_samples(
     topk: int | None,
     scale: float,
     dropout: float,
+    impl: str,
 ) -> Tensor:
-    """Take the real queries and keys of each sample, attend among them, put the outputs back."""
+    """Take the real queries and keys of each sample, attend among them, put the outputs back; `impl` clusters."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         queries = q.shape[2]
@@ -47,7 +48,7 @@ def clustered_samples(
         if selectors is None:
             assert planes is not None, "checked by the op"
             assert draws is not None, "checked by the op"
-            groups = cluster_queries(q.detach(), planes, draws, clusters=count, iterations=iterations)
+            groups = cluster_queries(q.detach(), planes, draws, clusters=count, iterations=iterations, impl=impl)
         if topk is None:
             out = plain_heads(q, k, v, groups, clusters=count, scale=scale, dropout=dropout)
         else:

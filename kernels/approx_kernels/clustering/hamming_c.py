@@ -22,17 +22,44 @@ void sign_words(const float *heights, int64_t rows, int64_t width, int64_t bits,
     }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512VPOPCNTDQ__)
+#include <immintrin.h>
+/* Bits set in each of four words: a table of sixteen for each half of a byte, summed over the bytes. */
+INLINE __m256i bits_set(__m256i x) {
+    const __m256i table = _mm256_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4,
+                                           0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4);
+    const __m256i half = _mm256_set1_epi8(15);
+    __m256i low = _mm256_shuffle_epi8(table, _mm256_and_si256(x, half));
+    __m256i high = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(x, 4), half));
+    return _mm256_sad_epu8(_mm256_add_epi8(low, high), _mm256_setzero_si256());
+}
+#endif
+
 /* The centroid that differs in fewest bits from each word, the lowest among equals. */
 static void nearest(const uint64_t *words, int64_t n, const uint64_t *centroids, int64_t clusters, int32_t *groups) {
     for (int64_t i = 0; i < n; i += 8) {
         uint64_t row[8], best[8];
         for (int r = 0; r < 8; r++) row[r] = words[i + r < n ? i + r : n - 1], best[r] = UINT64_MAX;
+#if defined(__AVX2__) && !defined(__AVX512VPOPCNTDQ__)
+        __m256i first = _mm256_loadu_si256((__m256i *)row), second = _mm256_loadu_si256((__m256i *)(row + 4));
+        __m256d most = _mm256_set1_pd(1e300), least[2] = {most, most};
+        for (int64_t c = 0; c < clusters; c++) {
+            /* Read as doubles, which have a minimum, keys keep their order; the one more keeps them normal. */
+            __m256i other = _mm256_set1_epi64x((long long)centroids[c]), number = _mm256_set1_epi64x(1ll << 52 | c);
+            __m256i one = _mm256_slli_epi64(bits_set(_mm256_xor_si256(first, other)), 52);
+            __m256i two = _mm256_slli_epi64(bits_set(_mm256_xor_si256(second, other)), 52);
+            least[0] = _mm256_min_pd(_mm256_castsi256_pd(_mm256_add_epi64(one, number)), least[0]);
+            least[1] = _mm256_min_pd(_mm256_castsi256_pd(_mm256_add_epi64(two, number)), least[1]);
+        }
+        _mm256_storeu_pd((double *)best, least[0]), _mm256_storeu_pd((double *)(best + 4), least[1]);
+#else
         for (int64_t c = 0; c < clusters; c++)
 #pragma GCC unroll 8
             for (int r = 0; r < 8; r++) {
                 uint64_t key = (uint64_t)__builtin_popcountll(row[r] ^ centroids[c]) << 32 | (uint64_t)c;
                 best[r] = key < best[r] ? key : best[r];
             }
+#endif
         for (int r = 0; r < 8 && i + r < n; r++) groups[i + r] = (int32_t)best[r];
     }
 }

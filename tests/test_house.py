@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "approx.mechanisms": "approx.errors approx_kernels",
     "approx.patterns": "approx.errors approx.mechanisms approx_kernels",
     "approx.tasks": "approx.errors",
-    "approx.conversion": "approx.errors approx.version approx.yaml_text approx.mechanisms",
+    "approx.conversion": "approx.errors approx.version approx.yaml_text approx.mechanisms approx_kernels",
     "approx.evaluation": "approx.errors approx.version approx.tasks",
     "approx.finetuning": "approx.errors approx.version approx.tasks",
     "approx.publishing": "approx.errors approx.version approx.evaluation.record",
@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "approx.grid": "approx.recipe",
     "approx.search": "approx.errors approx.conversion approx.evaluation",
     "approx.pipeline": "approx.errors approx.version approx.recipe approx.grid approx.search approx.publishing approx.evaluation"
-    " approx.finetuning approx.conversion approx.patterns approx.tasks",
+    " approx.finetuning approx.conversion approx.patterns approx.tasks approx_kernels",
     "approx.cli": "approx",
     "approx": "approx",
 }

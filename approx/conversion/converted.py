@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from approx.conversion.fast import fast_products_for
 from approx.conversion.manifest import seal_model
 from approx.conversion.seam import FORMAT, IMPLEMENTATION, attach
 from approx.errors import ApproxError, Exit
@@ -61,6 +63,13 @@ class ApproxModel:
                 Exit.UNAVAILABLE,
             )
         return (model, info) if wants_info else model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The call of the stock class; on a CPU, float32 products run at full speed where that costs no accuracy."""
+        if is_compiling():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
+        with fast_products_for(self, args, kwargs):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
 
     def attention_penalty(self) -> Tensor:
         """What the mechanisms want to be small, such as their spans, added up to a scalar; 0 if they want nothing.

@@ -19,6 +19,7 @@ from transformers.utils.import_utils import is_torchdynamo_compiling
 from approx.conversion.cache import drop_states, keep_states, take_layer, wants_weights
 from approx.conversion.sites import build
 from approx.errors import ApproxError, Exit
+from approx_kernels.exact import fastest_attention
 
 IMPLEMENTATION = "approx_v1"
 FORMAT = 1
@@ -129,6 +130,10 @@ def attention(
     weighs, layer = wants_weights(kwargs), take_layer(module)
 
     if mechanism is None or keys < mechanism.exact_below:
+        if not weighs and (attention_mask is None or attention_mask.dim() == 2):
+            key, value = _per_query_head(key, query), _per_query_head(value, query)
+            out = fastest_attention(query, key, value, attention_mask, causal=causal, scale=scale, dropout=dropout)
+            return out.transpose(1, 2), None
         mask = _dense_mask(attention_mask, causal, queries, keys, query.device)
         out, _ = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scale, is_causal=causal

@@ -8,8 +8,10 @@ from approx.mechanisms.adaptive_span import AdaptiveSpanAttention
 from approx.mechanisms.bigbird import BigBirdAttention
 from approx.mechanisms.block import BlockAttention
 from approx.mechanisms.clustered import ClusteredAttention, ImprovedClusteredAttention
+from approx.mechanisms.exact import ExactAttention
 from approx.mechanisms.exact_topk import ExactTopkAttention
 from approx.mechanisms.fixed import FixedAttention
+from approx.mechanisms.flash import FlashAttention
 from approx.mechanisms.full import FullAttention
 from approx.mechanisms.full_information import LtrAttention, RtlAttention
 from approx.mechanisms.linear import LinearAttention
@@ -25,6 +27,8 @@ from approx.mechanisms.strided import StridedAttention
 MECHANISMS: dict[str, type[Mechanism]] = {
     "full": FullAttention,
     "sdpa": SdpaAttention,
+    "exact": ExactAttention,
+    "flash": FlashAttention,
     "exact-topk": ExactTopkAttention,
     "clustered": ClusteredAttention,
     "improved-clustered": ImprovedClusteredAttention,

@@ -1,12 +1,19 @@
-"""Exact softmax attention: materialised (the oracle) or through PyTorch's fused kernels."""
+"""Exact softmax attention: materialised (the oracle), through PyTorch's fused kernels, or the fastest way there is."""
 
-from typing import Literal
-
+import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from approx_kernels.exact.cpu import chunked_attention
 from approx_kernels.exact.fused import fused_attention
+from approx_kernels.exact.lengths import by_lengths
+from approx_kernels.exact.probe import case_of, fastest
 from approx_kernels.exact.reference import dense_attention
+from approx_kernels.implementation import choose
+from approx_kernels.products import fast_products
 from approx_kernels.shapes import check_shapes
+
+CHUNK = 256
 
 
 def exact_attention(
@@ -18,7 +25,7 @@ def exact_attention(
     causal: bool,
     scale: float,
     dropout: float = 0.0,
-    impl: Literal["reference", "fused"] = "fused",
+    impl: str = "auto",
 ) -> Tensor:
     """Softmax attention, `o_i = sum_j softmax_j(scale q_i.k_j) v_j`, in O(L S D).
 
@@ -35,14 +42,68 @@ def exact_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: `reference` materialises the weights in float32 at least; `fused` is PyTorch's SDPA.
+        impl: `auto` is PyTorch's SDPA as it is; `reference` materialises the weights in float32 at least; `cpu` multiplies
+            matrices a chunk of queries at a time.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    attend = dense_attention if impl == "reference" else fused_attention
-    return attend(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
+    run = choose("exact attention", impl, {"fused": None, "cpu": _cpu_obstacle(q, dropout), "reference": None})
+    if run == "cpu":
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return chunked_attention(q, k, v, causal=causal, scale=scale, chunk=CHUNK)
+
+        return by_lengths(attend, q, k, v, key_mask, causal=causal)
+    attend_all = dense_attention if run == "reference" else fused_attention
+    return attend_all(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
+
+
+def fastest_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    impl: str = "auto",
+) -> Tensor:
+    """`exact_attention` in the way that is the fastest on this machine for inputs of this kind.
+
+    The first inputs of a kind (device, dtype, head size, length, causal, padded, training) wait for a probe of at most a few
+    seconds, which is kept for other processes in a file. With dropout, inside of compiled graphs and below 512 keys it is
+    PyTorch's SDPA without a question.
+
+    Args: as for `exact_attention`, whose implementations may be asked for by `impl`.
+
+    Returns:
+        [B, H, L, E] in the dtype of q, or in that of autocast.
+
+    Raises:
+        ValueError: as `exact_attention`.
+    """
+    check_shapes(q, k, v, key_mask)
+    run = choose("fastest attention", impl, {"probed": None, "cpu": _cpu_obstacle(q, dropout), "reference": None})
+    if run != "probed" or dropout or is_compiling() or torch._C._is_tracing() or type(q) is not Tensor:
+        run = "auto" if run == "probed" else run
+        return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout, impl=run)
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+    with fast_products(q.shape[2], q.device, q.dtype) as switched:
+        case = case_of(q, k, key_mask, causal=causal, switched=switched)
+        if case is None:
+            return exact_attention(q, k, v, key_mask, causal=causal, scale=scale)
+        return fastest(case)[1](q, k, v, key_mask, causal=causal, scale=scale)
+
+
+def _cpu_obstacle(q: Tensor, dropout: float) -> str | None:
+    if q.device.type != "cpu":
+        return f"the tensors are on the {q.device.type}. Move them to the cpu, or ask for 'auto'."
+    return f"it has no dropout, and {dropout} was asked for. Ask for 'auto'." if dropout else None

@@ -1,9 +1,20 @@
 """Softmax attention through PyTorch's fused kernels."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import (
+    flop_registry,
+    register_flop_formula,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from approx_kernels.exact.reference import allowed_pairs
+
+# PyTorch counts the operations of its fused kernels on GPUs alone.
+_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def fused_attention(
@@ -21,3 +32,16 @@ def fused_attention(
     allowed = allowed | ~reached
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scale)
     return out.masked_fill(~reached, 0.0)
+
+
+def _operations(q: list[int], k: list[int], v: list[int], *_: object, **__: object) -> int:
+    return sdpa_flop_count(q, k, v)
+
+
+def _operations_backward(grad: list[int], q: list[int], k: list[int], v: list[int], *_: object, **__: object) -> int:
+    return sdpa_backward_flop_count(grad, q, k, v)
+
+
+for _operator, _formula in ((_ON_CPU, _operations), (_BACKWARD_ON_CPU, _operations_backward)):
+    if _operator not in flop_registry:
+        register_flop_formula(_operator)(_formula)

@@ -1,0 +1,94 @@
+"""Padding by lengths on CUDA: the real tokens of all samples in one row, through PyTorch's variable-length attention."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn: Any = None
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def obstacle(q: Tensor) -> str | None:
+    """Why this cannot run on [B, H, L, D] queries; None where it can."""
+    if varlen_attn is None:
+        return "this torch has no torch.nn.attention.varlen; 2.10 and later have it."
+    if q.device.type != "cuda":
+        return f"the tensors are on the {q.device.type}; variable-length attention needs CUDA."
+    if q.dtype not in DTYPES:
+        return f"the tensors are {q.dtype}; variable-length attention takes float16 and bfloat16."
+    return None
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """Softmax attention among the real tokens of each sample, all of them in one launch.
+
+    Args:
+        q: Queries, [B, H, L, D], float16 or bfloat16.
+        k: Keys, [B, H, S, D].
+        v: Values, [B, H, S, E].
+        key_mask: [B, S] bool, True at real keys.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+
+    Returns:
+        [B, H, L, E] in the dtype of q; 0 at queries that are padding (queries are tokens of the keys where L == S or
+        `causal`) and at those of samples without any real key.
+    """
+    batch, heads, length, _ = q.shape
+    keys = k.shape[2]
+    if causal or length == keys:
+        asking = key_mask[:, keys - length :] if length <= keys else _padded(key_mask, length - keys)
+    else:
+        asking = key_mask.any(1, keepdim=True).expand(batch, length)
+    # Rows of [B L, H, D]; the sizes of what they select are read from the device once.
+    rows, columns = asking.reshape(-1).nonzero().squeeze(1), key_mask.reshape(-1).nonzero().squeeze(1)
+    out = q.new_zeros(batch * length, heads, v.shape[3])
+    if rows.numel():
+        packed = _rows(q, rows), _rows(k, columns), _rows(v, columns)
+        found = _attend(packed, _starts(asking), _starts(key_mask), length, keys, causal=causal, scale=scale)
+        out = out.index_copy(0, rows, found)
+    return out.view(batch, length, heads, -1).transpose(1, 2)
+
+
+def _attend(
+    packed: tuple[Tensor, Tensor, Tensor],
+    q_starts: Tensor,
+    k_starts: Tensor,
+    length: int,
+    keys: int,
+    *,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Call it by the names that its version has: 2.10 knows `is_causal` and no scale, 2.11 and later a window."""
+    q, k, v = packed
+    known = inspect.signature(varlen_attn).parameters
+    more: dict[str, Any] = {}
+    if "scale" in known:
+        more["scale"] = scale
+    else:
+        q = q * (scale * q.shape[-1] ** 0.5)
+    if causal:
+        more |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    return varlen_attn(q, k, v, q_starts, k_starts, length, keys, **more)
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """Some tokens of all samples in one row, [tokens, H, D]."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]).index_select(0, index)
+
+
+def _starts(real: Tensor) -> Tensor:
+    """Where each sample begins in the row, and where the last one ends, [B + 1]."""
+    ends = real.sum(1).cumsum(0)
+    return torch.cat([ends.new_zeros(1), ends]).int()
+
+
+def _padded(key_mask: Tensor, more: int) -> Tensor:
+    return torch.cat([key_mask.new_zeros(key_mask.shape[0], more), key_mask], 1)

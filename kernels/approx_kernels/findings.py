@@ -1,0 +1,145 @@
+"""What probes found out about this machine, kept in memory and, for the next process, on disk."""
+
+import contextlib
+import functools
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import torch
+
+# Another number after a change that makes what was found before mean something else.
+FORMAT = 1
+
+Finding = dict[str, Any]
+
+# Running programs per core from which on they are in each other's way; this one may use all cores itself.
+CROWDED = 1.5
+
+_known: dict[str, dict[str, Finding]] = {}
+_lock = RLock()
+
+
+def file() -> Path:
+    """Where findings are kept: in $APPROX_CACHE, or in `approx` in the user's cache folder."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("APPROX_CACHE") or home / "approx") / f"machine-{FORMAT}.json"
+
+
+def machine(device: str) -> str:
+    """What a finding depends on besides what was measured: hardware, threads and the build of torch."""
+    if device == "cuda":
+        at = torch.cuda.current_device()
+        return f"{torch.cuda.get_device_name(at)}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
+    level = torch.backends.cpu.get_cpu_capability()
+    return f"{_processor()}, {level}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def found(device: str) -> dict[str, Finding]:
+    """Everything that was found on this machine: what was asked -> the finding."""
+    with _lock:
+        here = machine(device)
+        if here not in _known:
+            _known[here] = _read().get(here, {})
+        return dict(_known[here])
+
+
+def find(device: str, asked: str, measure: Callable[[], Finding]) -> Finding:
+    """The finding about something; measured once a machine.
+
+    Args:
+        device: `cpu` or `cuda`.
+        asked: What it is about, in words that tell it from everything else.
+        measure: Finds it out. An error it raises passes through, and nothing is kept; what it found on a `crowded` machine is
+            kept for this process alone.
+    """
+    with _lock:
+        here, known = machine(device), found(device)
+        if asked in known:
+            return known[asked]
+        made = measure()
+        _known[here][asked] = made
+        if not made.get("crowded"):
+            # Where nothing can be written, it is measured once a process; `approx doctor` says so.
+            with contextlib.suppress(OSError):
+                _write(here, asked, made)
+        return made
+
+
+def crowded() -> bool:
+    """Whether other programs use so much of the cores that nothing measured now should be believed for long."""
+    # Systems without this figure are taken to be quiet.
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return load > CROWDED * (os.cpu_count() or 1)
+
+
+@contextlib.contextmanager
+def clock() -> Iterator[Callable[[], float]]:
+    """A clock, in seconds, for work on the CPU within the context.
+
+    It is the wall's, or where others would disturb it that of one thread's own time, to which this process then keeps.
+    """
+    threads = torch.get_num_threads()
+    if threads > 1 and crowded():
+        torch.set_num_threads(1)
+    try:
+        yield time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
+def forget() -> None:
+    """Forget everything about this machine, in memory and on disk.
+
+    Raises:
+        OSError: if the file is there and cannot be removed.
+    """
+    with _lock:
+        _known.clear()
+        file().unlink(missing_ok=True)
+
+
+def _read() -> dict[str, dict[str, Finding]]:
+    # What is damaged is measured anew and replaced.
+    try:
+        kept = json.loads(file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    whole = isinstance(kept, dict) and all(
+        isinstance(one, dict) and all(isinstance(each, dict) for each in one.values()) for one in kept.values()
+    )
+    return kept if whole else {}
+
+
+def _write(here: str, asked: str, made: Finding) -> None:
+    kept = _read()
+    kept.setdefault(here, {})[asked] = made
+    folder = file().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(kept, stream, indent=1)
+        os.replace(temporary, file())
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+@functools.cache
+def _processor() -> str:
+    # Virtual machines share the name of a family, so its features count too.
+    facts = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            facts.setdefault(name.strip(), value.strip())
+    features = sorted({"avx2", "avx512f", "avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split()))
+    return " ".join([facts.get("model name") or platform.processor() or platform.machine(), *features])

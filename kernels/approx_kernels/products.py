@@ -1,0 +1,137 @@
+"""Matrix products of float32 on a CPU at the speed of its widest instructions.
+
+PyTorch gives them to MKL, which on processors of other makers keeps to AVX2. Told that float32 may be computed as if it were
+bfloat16, it asks oneDNN instead, which uses AVX-512 and, unless the processor has tiles for bfloat16, still computes in
+float32. So the switch is thrown only where a probe finds it both faster and as exact.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from approx_kernels.findings import Finding, clock, crowded, find
+
+ASKED = "float32 products"
+# Above this relative error a product is no longer called one of float32.
+LABEL = 1e-6
+GAIN = 1.1
+# The rows of the left matrix that are tried, with the weights of a layer between 768 and 3072 features on the right.
+ROWS = (8, 64, 512)
+_FEATURES = (768, 3072)
+_REPEATS = 4
+
+_lock = Lock()
+_inside = 0
+
+
+@contextlib.contextmanager
+def fast_products(rows: int, device: torch.device | str, dtype: torch.dtype) -> Iterator[bool]:
+    """Throw the switch for as long as the context lasts, if it is worth it; yields whether it is thrown.
+
+    The switch belongs to the process, so contexts may be nested or held by several threads: the last one to end puts it
+    back, also after an error. Whoever has set the precision of these products keeps what was set. Inside of compiled
+    graphs nothing is done: enter the context around them.
+
+    Args:
+        rows: Rows of the products, such as the tokens of a call; few of them lose by the switch.
+        device: Where they are computed.
+        dtype: What in.
+    """
+    if is_compiling() or not _worth_it(rows, torch.device(device), dtype):
+        # A context around this one may have thrown it.
+        yield _inside > 0 and dtype == torch.float32
+        return
+    with _switched():
+        yield True
+
+
+def worth_rows() -> int | None:
+    """From how many rows on the switch is worth it on this machine; None if never. Measured once a machine."""
+    return find("cpu", ASKED, measure)["rows"]
+
+
+def measure() -> Finding:
+    """Compare products with the switch and without.
+
+    Returns:
+        `rows`, from which on it is worth it, or None; `gains`, how many times faster it is, by rows; `error` with it and
+        `plain_error` without, both relative to float64; `bfloat16`, the speed of products in bfloat16 relative to the faster
+        of the two.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(_FEATURES[1], _FEATURES[0], generator=generator).t()
+    gains, error, plain_error, of_row = {}, 0.0, 0.0, 0.0
+    with clock() as now, torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        for rows in ROWS:
+            x = torch.randn(rows, _FEATURES[0], generator=generator)
+            plain, plain_error = [], max(plain_error, _error(x, weight))
+            with _switched():
+                switched, error = [], max(error, _error(x, weight))
+            for _ in range(_REPEATS):
+                plain.append(_seconds(x, weight, now))
+                with _switched():
+                    switched.append(_seconds(x, weight, now))
+            gains[rows] = min(plain) / min(switched)
+            of_row = min(plain + switched) / rows
+        narrow = min(_seconds(x[:64].bfloat16(), weight.bfloat16(), now) for _ in range(2)) / 64
+    worth = None
+    for rows in reversed(ROWS):
+        if gains[rows] < GAIN or error > LABEL:
+            break
+        worth = rows
+    return {
+        "rows": worth,
+        "gains": {str(rows): round(gain, 2) for rows, gain in gains.items()},
+        "error": error,
+        "plain_error": plain_error,
+        "bfloat16": round(of_row / narrow, 2),
+    } | ({"crowded": True} if crowded() else {})
+
+
+def _worth_it(rows: int, device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cpu" or dtype != torch.float32 or rows < ROWS[0] or not torch.backends.mkldnn.is_available():
+        return False
+    if torch.is_autocast_enabled("cpu") or (not _inside and _switch() != "none"):
+        return False
+    least = worth_rows()
+    return least is not None and rows >= least
+
+
+def _switch(setting: str | None = None) -> str:
+    products: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]  # a module made at run time
+    before = products.fp32_precision
+    if setting is not None:
+        products.fp32_precision = setting
+    return before
+
+
+@contextlib.contextmanager
+def _switched() -> Iterator[None]:
+    global _inside
+    with _lock:
+        if not _inside:
+            _switch("bf16")
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                _switch("none")
+
+
+def _seconds(x: Tensor, weight: Tensor, now: Callable[[], float]) -> float:
+    begun = now()
+    torch.mm(x, weight)
+    return now() - begun
+
+
+def _error(x: Tensor, weight: Tensor) -> float:
+    exact = x.double() @ weight.double()
+    return float(((x @ weight).double() - exact).norm() / exact.norm())

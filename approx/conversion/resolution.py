@@ -1,6 +1,5 @@
 """Rules meet a model: which head of which layer gets what, and every mistake that only shows there."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,8 +11,7 @@ from approx.conversion.sites import parts
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.mechanism import Mechanism
-
-_SETTING = re.compile(r"Setting '(\w+)' is")
+from approx.mechanisms.refusals import refusals
 
 
 def resolve(rules: Sequence[Rule], anatomy: Anatomy) -> dict[Site, tuple[Rule, ...]]:
@@ -162,7 +160,7 @@ def _trial(
     for heads, head_dim, causal, scale in sorted(
         {(n, site.head_dim, _form(mechanism, site), site.scale) for site, counts in tried.items() for n in counts}
     ):
-        for error in _refusals(rule.mechanism, settings, heads, head_dim, causal, scale):
+        for error in refusals(rule.mechanism, mechanism, settings, heads, head_dim, causal=causal, scale=scale):
             (support if error.exit_code == Exit.UNSUPPORTED else usage).append(str(error))
     return usage, support
 
@@ -170,26 +168,3 @@ def _trial(
 def _form(mechanism: type[Mechanism], site: Site) -> bool:
     """Whether to try the causal form: that of the layer, or the only one that the mechanism has."""
     return mechanism.supports_causal and (site.causal or not mechanism.supports_bidirectional)
-
-
-def _refusals(
-    name: str, settings: dict[str, Any], heads: int, head_dim: int, causal: bool, scale: float
-) -> list[ApproxError]:
-    """All that the constructor has against the settings, though it stops at the first."""
-    mechanism, found = MECHANISMS[name], []
-    defaults = mechanism.defaults()
-    while True:
-        try:
-            mechanism(heads, head_dim, causal=causal, scale=scale, **mechanism.for_layer(settings, 0))
-        except ApproxError as error:
-            found.append(error)
-        except (TypeError, OverflowError, RuntimeError, MemoryError) as error:
-            text = f"'{name}' cannot be made with these settings: {str(error).splitlines()[0]}"
-            return [*found, ApproxError(text)]
-        else:
-            return found
-        wrong = _SETTING.match(str(found[-1]))
-        if wrong is None or settings.get(wrong[1]) == defaults.get(wrong[1]):
-            return found
-        # With this one at its default, the constructor comes to the next.
-        settings = {**settings, wrong[1]: defaults[wrong[1]]}

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS, Mechanism
+from approx.mechanisms.refusals import refusals
 from approx_kernels.patterns import pattern_mask
 
 # Every pair is looked at: 8,192 tokens take some seconds and about 2 GB, each doubling four times that.
@@ -130,17 +131,17 @@ def find_pattern(name: str, length: int, causal: bool, settings: dict[str, Any])
             "Patterns repeat themselves: a shorter length shows the same."
         )
     complete = {**defaults, **settings}
+    if wrong := refusals(name, kind, complete, 1, 1, causal=causal, scale=1.0):
+        codes = {error.exit_code for error in wrong}
+        raise ApproxError("\n".join(map(str, wrong)), codes.pop() if len(codes) == 1 else Exit.USAGE)
+    made: Any = kind(1, 1, causal=causal, scale=1.0, **complete)
+    if made.reads_tokens:
+        raise ApproxError(
+            f"With these settings '{name}' chooses keys by the words of each input, so it has no one pattern. Give "
+            "positions instead, e.g. --set global_tokens=[0,100]."
+        )
     try:
-        # The constructor is the one judge of settings.
-        made: Any = kind(1, 1, causal=causal, scale=1.0, **complete)
-        if made.reads_tokens:
-            raise ApproxError(
-                f"With these settings '{name}' chooses keys by the words of each input, so it has no one pattern. Give "
-                "positions instead, e.g. --set global_tokens=[0,100]."
-            )
         steps = pattern_mask(name, length, causal, complete).numpy()
-    except ApproxError:
-        raise
     except (ValueError, TypeError, OverflowError, RuntimeError, MemoryError) as error:
         raise ApproxError(f"'{name}' cannot be made with these settings: {str(error).splitlines()[0]}") from None
     step, stride = complete.get("step"), made.stride_over(length) if "stride" in complete else None

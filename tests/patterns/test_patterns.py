@@ -162,3 +162,11 @@ def test_all_wrong_settings_are_told_at_once():
         "'ltr' has no setting 'strid'. Did you mean 'stride'",
         "'ltr' has no setting 'sumary'. Did you mean 'summary'",
     ]
+    with pytest.raises(ApproxError) as caught:
+        find_pattern("fixed", 8, False, {"stride": 0, "summary": 1.5, "mode": "product", "step": 1})
+    lines = str(caught.value).splitlines()
+    assert [line.split("; allowed")[0] for line in lines] == [
+        "Setting 'stride' is 0",
+        "Setting 'summary' is 1.5",
+        "Setting 'mode' is 'product'",
+    ]

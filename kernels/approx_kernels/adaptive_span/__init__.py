@@ -6,7 +6,10 @@ from torch import Tensor
 
 from approx_kernels.adaptive_span.mass import mass_by_distance
 from approx_kernels.adaptive_span.reference import grouped_heads, window_sizes
+from approx_kernels.flash import flash, flash_obstacle
+from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
+from approx_kernels.triton_language import ranked
 
 __all__ = ["adaptive_span_attention", "mass_by_distance", "window_sizes"]
 
@@ -23,6 +26,7 @@ def adaptive_span_attention(
     causal: bool,
     scale: float,
     dropout: float = 0.0,
+    impl: str = "auto",
 ) -> Tensor:
     """Softmax attention whose weights fall off with the distance x as m(x) = clip((R + z - x) / R, 0, 1), then sum to 1.
 
@@ -45,16 +49,22 @@ def adaptive_span_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
+        impl: `triton` or `reference`.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
     if spans.shape != q.shape[1:2]:
         raise ValueError(f"spans has shape {list(spans.shape)}; expected [{q.shape[1]}], one for each head.")
+    run = choose("adaptive span", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
+    if run == "triton":
+        # Each head of the kernel ends where its own span does, so nobody has to read the spans first.
+        right = 0 if causal else None
+        return flash(q, k, v, key_mask, scale=scale, right=right, spans=spans, ramp=ramp, impl="triton")[0]
     known = spans.tolist() if known is None else known
     return grouped_heads(
         q, k, v, key_mask, spans=spans, known=known, ramp=ramp, causal=causal, scale=scale, dropout=dropout

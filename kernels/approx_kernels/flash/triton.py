@@ -138,7 +138,7 @@ def flash_forward(
     where = kind(q, v, bool(blocks))
 
     def run(cut: Configuration) -> None:
-        rows, columns, tiles, bits = (blocks[0], blocks[1], blocks[2], blocks[6]) if blocks else (None,) * 4
+        rows, columns, tiles, bits = (*blocks[:3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
         shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or q.shape[2])
         flash_forward_kernel[(_programs(q, bounds, longest, longest or q.shape[2], cut.tiles["BM"]),)](
             q, k, v, out, lse, bounds, key_mask, spans, rows, columns, tiles, bits,
@@ -178,7 +178,7 @@ def flash_backward(
     what = f"{where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}"
 
     def queries(cut: Configuration) -> None:
-        rows, columns, tiles, bits = (blocks[0], blocks[1], blocks[2], blocks[6]) if blocks else (None,) * 4
+        rows, columns, tiles, bits = (*blocks[:3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
         shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or q.shape[2])
         flash_queries_kernel[(_programs(q, bounds, longest, longest or q.shape[2], cut.tiles["BM"]),)](
             q, k, v, out, grad, lse, grad_lse, delta, dq, by_row, bounds, key_mask, spans, rows, columns, tiles, bits,
@@ -186,7 +186,7 @@ def flash_backward(
         )  # fmt: skip
 
     def keys(cut: Configuration) -> None:
-        rows, columns, tiles, bits = (blocks[3], blocks[4], blocks[5], blocks[6]) if blocks else (None,) * 4
+        rows, columns, tiles, bits = (*blocks[3:6], blocks[6].view(torch.int32)) if blocks else (None,) * 4
         shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or k.shape[2])
         flash_keys_kernel[(_programs(q, bounds, longest, longest or k.shape[2], cut.tiles["BN"]),)](
             q, k, v, grad, lse, delta, dk, dv, bounds, key_mask, spans, rows, columns, tiles, bits,

@@ -93,8 +93,10 @@ def shown(
         away = column - row - shift
         pairs = pairs & (away <= right) & (away >= -left)
     else:
-        words = tl.load(Bits + tl.cast(tl.maximum(tile, 0), tl.int64) * 64 + place)
-        pairs = pairs & ((tile < 0) | (((words >> bit.to(tl.int64)) & 1) != 0))
+        # A word of 64 bits as two of 32, which shift in half the registers.
+        at = Bits + (tl.cast(tl.maximum(tile, 0), tl.int64) * 64 + place) * 2
+        word = tl.where(bit < 32, tl.load(at), tl.load(at + 1))
+        pairs = pairs & ((tile < 0) | (((word >> (bit & 31)) & 1) != 0))
     if KeyMask is not None:
         real = tl.load(KeyMask + column, mask=(column >= k_begin) & (column < k_end), other=1)
         pairs = pairs & (real != 0)

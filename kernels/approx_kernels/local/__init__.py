@@ -2,8 +2,14 @@
 
 from torch import Tensor
 
+from approx_kernels.flash import flash, flash_obstacle
+from approx_kernels.implementation import choose
+from approx_kernels.implementation import choose
+from approx_kernels.key_lists.cpu import obstacle
+from approx_kernels.local.cpu import local_lists
 from approx_kernels.local.reference import local_blocks
 from approx_kernels.shapes import check_shapes
+from approx_kernels.triton_language import ranked
 
 
 def local_attention(
@@ -16,6 +22,7 @@ def local_attention(
     right: int,
     scale: float,
     dropout: float = 0.0,
+    impl: str = "auto",
 ) -> Tensor:
     """Softmax attention of each query over the keys around it, in O(L (left + right) D), never through L x S.
 
@@ -34,12 +41,16 @@ def local_attention(
         right: Keys seen after the own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
+        impl: `triton` or `reference`.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    run = choose("local attention", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
+    if run == "triton":
+        return flash(q, k, v, key_mask, scale=scale, left=left, right=right, impl="triton")[0]
     return local_blocks(q, k, v, key_mask, left=left, right=right, scale=scale, dropout=dropout)

@@ -1,0 +1,66 @@
+"""Patterns of positions through the flash kernels: their lists are made once, and parts of a pattern are joined."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx_kernels.flash import BlockList, block_list, flash, list_tile
+
+# Lists by pattern, sizes and place; the one that was made first goes first.
+_LISTS: dict[Hashable, Any] = {}
+_KEPT = 128
+
+
+def listed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Hashable,
+    pairs: Callable[[Tensor, Tensor], Tensor],
+    *,
+    scale: float,
+    first: int | None = None,
+    diagonal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the pairs of a pattern that is the same for all samples, by kernels.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, H, S, D].
+        v: Values, [B, H, S, E].
+        pattern: Name and settings: all that `pairs` depends on besides the numbers of queries and keys.
+        pairs: As for `block_list`.
+        scale: Factor of the scores.
+        first: Position of the first query; None is S - L.
+        diagonal: As for `block_list`.
+
+    Returns:
+        What `flash` gives: [B, H, L, E] and [B, H, L].
+    """
+    length, keys, tile = q.shape[2], k.shape[2], list_tile(q.dtype)
+
+    def make() -> BlockList:
+        return block_list(pairs, length, keys, tile=tile, device=q.device, first=first, diagonal=diagonal)
+
+    blocks = kept((pattern, length, keys, tile, first, q.device), make)
+    return flash(q, k, v, scale=scale, blocks=blocks, impl="triton")
+
+
+def kept(key: Hashable, make: Callable[[], Any]) -> Any:
+    """What was made under that key, or is made now; tensors of it may be saved for a backward pass."""
+    found = _LISTS.get(key)
+    if found is None:
+        if len(_LISTS) >= _KEPT:
+            del _LISTS[next(iter(_LISTS))]
+        with torch.inference_mode(False), torch.no_grad():
+            found = _LISTS[key] = make()
+    return found
+
+
+def joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
+    """One softmax over the keys of two parts, each an output and its log-sum-exps; every query has a key in the first."""
+    lse = torch.logaddexp(one[1], other[1])
+    shares = ((part[1] - lse).exp()[..., None] for part in (one, other))
+    return sum(share * part[0] for share, part in zip(shares, (one, other), strict=True)).to(one[0].dtype)

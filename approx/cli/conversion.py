@@ -46,7 +46,7 @@ def mechanisms(
     marks = [*abilities, *([] if family is None else ["fits"])]
     headings = [*abilities, *([] if family is None else [f"fits {family}"])]
     matrix = table(
-        ["mechanism", *headings, "decodes from", "padding", "gradient"],
+        ["mechanism", *headings, "decodes from", "padding", "gradient", "compiles"],
         [
             [
                 row["name"],
@@ -54,6 +54,7 @@ def mechanisms(
                 row["decode_state"] if row["decode"] else "–",
                 row["padding"],
                 row["gradient"],
+                "whole" if row["compiles"] == "whole" else "as one operator",
             ]
             for row in found
         ],

@@ -25,6 +25,7 @@ def support(family: str | None = None) -> list[dict[str, Any]]:
             "decode_state": kind.decode_state if kind.supports_causal else None,
             "padding": kind.padding,
             "gradient": kind.gradient,
+            "compiles": kind.compiles,
             "trainable": kind.trainable,
             "settings": kind.defaults(),
             "exact_when": kind.exact_when,

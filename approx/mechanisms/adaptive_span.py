@@ -41,6 +41,7 @@ class AdaptiveSpanAttention(Mechanism):
     supports_decode: ClassVar[bool] = True
     trainable: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
+    compiles: ClassVar[str] = "The spans, which are learned, decide the shapes."
     source: ClassVar[str] = "Sukhbaatar et al. 2019, Adaptive Attention Span in Transformers, arXiv 1905.07799"
     exact_when: ClassVar[str] = "The span of every head >= the length of the sequence - 1."
 

@@ -33,6 +33,7 @@ class BlockAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
+    compiles: ClassVar[str] = "How many tokens are real decides the shapes."
     source: ClassVar[str] = (
         "Qiu et al. 2019, Blockwise Self-Attention for Long Document Understanding, arXiv 1911.02972"
     )

@@ -53,6 +53,7 @@ class ClusteredAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     gradient: ClassVar[str] = "through weights, not choices"
+    compiles: ClassVar[str] = "How many tokens are real decides the shapes, and the k-means ends when nothing moves."
     source: ClassVar[str] = "Vyas et al. 2020, Fast Transformers with Clustered Attention, arXiv 2007.04825"
     exact_when: ClassVar[str] = "clusters, or chunk where causal, >= the number of real tokens of the sample."
 

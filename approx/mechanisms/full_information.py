@@ -42,6 +42,7 @@ class LtrAttention(Mechanism):
     supports_causal: ClassVar[bool] = False
     supports_decode: ClassVar[bool] = False
     sparse: ClassVar[bool] = True
+    compiles: ClassVar[str] = "How many tokens are real decides the shapes."
     source: ClassVar[str] = "Daras et al. 2019, Your Local GAN, arXiv 1911.12287"
     exact_when: ClassVar[str] = "summary = stride, with all steps merged."
 

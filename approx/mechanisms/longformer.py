@@ -41,6 +41,7 @@ class LongformerAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
+    compiles: ClassVar[str] = "How many tokens are real decides the shapes."
     source: ClassVar[str] = "Beltagy et al. 2020, Longformer, arXiv 2004.05150"
     exact_when: ClassVar[str] = "window / 2 >= the number of real tokens of the sample - 1."
 

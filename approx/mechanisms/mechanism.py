@@ -6,9 +6,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import assume_constant_result, is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from approx.errors import ApproxError, Exit
+from approx_kernels.opaque import attend_opaquely, name_kind, told
 
 
 class Mechanism(nn.Module):
@@ -23,6 +25,8 @@ class Mechanism(nn.Module):
     `forward`; a `ring` of the ones in reach; or a `recurrent` state. The latter two are bounded and read by `decode`.
     `padding` says which key masks are honoured, `any` being those of every form, and `gradient` whether the gradient is
     that of all that was computed, `exact`, or leaves out how keys or clusters were chosen, `through weights, not choices`.
+    `compiles` is `whole` where a compiler such as `torch.compile` follows every step; otherwise it says why it cannot, and
+    the compiler takes the mechanism as one operator.
     A plan sets `exact_below`, the number of keys below which exact attention takes the place of this, and `checkpoint`,
     whether training computes this again in the backward pass instead of keeping what it needs.
 
@@ -45,6 +49,7 @@ class Mechanism(nn.Module):
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "cache"
     padding: ClassVar[str] = "any"
     gradient: ClassVar[str] = "exact"
+    compiles: ClassVar[str] = "whole"
     source: ClassVar[str]
     exact_when: ClassVar[str]
 
@@ -81,9 +86,32 @@ class Mechanism(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward` with its hooks; where a plan says so, training keeps its inputs alone and runs it again."""
+        if self.compiles != "whole" and is_compiling():
+            return self._as_one_operator(*args, **kwargs)
         if self.checkpoint and self.training and torch.is_grad_enabled():
             return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
         return super().__call__(*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        name_kind(cls)
+
+    def _as_one_operator(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        *,
+        dropout: float = 0.0,
+        tokens: Tensor | None = None,
+    ) -> Tensor:
+        return attend_opaquely(self, self._told(), q, k, v, key_mask, dropout, tokens)
+
+    @assume_constant_result
+    def _told(self) -> str:
+        form = {"heads": self.heads, "head_dim": self.head_dim, "causal": self.causal, "scale": self.scale}
+        return told(self, form | self.settings)
 
     @property
     def settings(self) -> dict[str, Any]:

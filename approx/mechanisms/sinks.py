@@ -35,6 +35,7 @@ class SinksAttention(Mechanism):
     supports_decode: ClassVar[bool] = True
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "ring"
     sparse: ClassVar[bool] = True
+    compiles: ClassVar[str] = "How many tokens are real decides the shapes."
     source: ClassVar[str] = (
         "Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"
     )

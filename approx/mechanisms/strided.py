@@ -38,6 +38,7 @@ class StridedAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
+    compiles: ClassVar[str] = "How many tokens are real decides the shapes."
     source: ClassVar[str] = "Child et al. 2019, Generating Long Sequences with Sparse Transformers, arXiv 1904.10509"
     exact_when: ClassVar[str] = "stride >= the number of real tokens of the sample, with both steps merged."
 

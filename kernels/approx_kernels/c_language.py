@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 _LOG = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")
@@ -24,6 +25,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def obstacle(source: str, *tensors: Tensor) -> str | None:
     """Why functions of a C source cannot run on tensors, with the remedy; None where they can."""
+    # The length of the stack has no public name.
+    if is_compiling() or torch._C._len_torch_dispatch_stack():
+        return (
+            "the operations are being followed by a compiler or a counter, which see PyTorch's alone. Ask for 'auto'."
+        )
     for x in tensors:
         if x.device.type != "cpu":
             return f"a tensor is on the {x.device.type}; this runs on CPU tensors. Move it, or ask for 'auto'."
@@ -57,7 +63,9 @@ def library(source: str) -> ctypes.CDLL | str:
         told = (error.stderr or "").strip().splitlines()
         return _missing(f"{compiler} failed: {told[0] if told else error}. Set $CC to another compiler.")
     except OSError as error:
-        return _missing(f"what {compiler} made could not be kept or read: {error}. Set $APPROX_CACHE to a folder for it.")
+        return _missing(
+            f"what {compiler} made could not be kept or read: {error}. Set $APPROX_CACHE to a folder for it."
+        )
 
 
 def address(x: Tensor | None) -> ctypes.c_void_p:

@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from approx_kernels.clustered import cpu
 from approx_kernels.clustered.causal import causal_samples
+from approx_kernels.clustered.cpu import clustered_batch
+from approx_kernels.clustered.cpu import obstacle as cpu_obstacle
 from approx_kernels.clustered.reference import MOST_DEFAULT_CLUSTERS, clustered_samples, default_clusters
 from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
@@ -68,8 +69,8 @@ def clustered_attention(
         _check_fitted(q, "selectors", selectors, clusters, q.shape[3] + 1)
     settings = {"clusters": clusters, "iterations": iterations, "topk": topk, "scale": scale}
     ways = {"planes": planes, "draws": draws, "selectors": selectors}
-    if choose("clustered_attention", impl, {"cpu": cpu.obstacle(q, dropout), "reference": None}) == "cpu":
-        return cpu.clustered_batch(q, k, v, key_mask, **ways, **settings)
+    if choose("clustered_attention", impl, {"cpu": cpu_obstacle(q, dropout), "reference": None}) == "cpu":
+        return clustered_batch(q, k, v, key_mask, **ways, **settings)
     return clustered_samples(q, k, v, key_mask, **ways, **settings, dropout=dropout, impl=impl)
 
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from approx_kernels.clustering import cpu
+from approx_kernels.clustering.cpu import cluster_samples
+from approx_kernels.clustering.cpu import obstacle as cpu_obstacle
 from approx_kernels.clustering.frozen import draw_centroids, fit_centroids, nearest_centroids
 from approx_kernels.clustering.reference import cluster_heads, draw_planes
 from approx_kernels.implementation import choose
@@ -43,7 +44,7 @@ def cluster_queries(
         raise ValueError(f"draws has shape {list(draws.shape)}; expected at least {clusters} numbers.")
     if not clusters < q.shape[1]:
         raise ValueError(f"{clusters} clusters for {q.shape[1]} queries; expected fewer clusters than queries.")
-    if choose("cluster_queries", impl, {"cpu": cpu.obstacle(q), "reference": None}) == "cpu":
+    if choose("cluster_queries", impl, {"cpu": cpu_obstacle(q), "reference": None}) == "cpu":
         counts = (torch.tensor([number]) for number in (q.shape[1], clusters))
-        return cpu.cluster_samples(q.detach()[None], None, *counts, planes, draws, iterations)[0].long()
+        return cluster_samples(q.detach()[None], None, *counts, planes, draws, iterations)[0].long()
     return cluster_heads(q, planes, draws, clusters, iterations)

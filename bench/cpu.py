@@ -27,9 +27,6 @@ from typing import Any, NamedTuple
 # In a checkout that is not installed, both packages lie beside this folder.
 sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (".", "kernels"))
 
-import cpu_cases
-import cpu_floor
-import cpu_page
 import numpy as np
 import torch
 from rich.console import Console
@@ -39,6 +36,7 @@ from approx.evaluation.race import OK, Runner, race
 from approx.evaluation.record import environment
 from approx.evaluation.statistics import ratio_interval
 from approx.evaluation.timing import Neighbours, timed
+from bench import cpu_cases, cpu_floor, cpu_page
 
 CPU = torch.device("cpu")
 LENGTHS, DTYPES, THREADS = (512, 1024, 2048, 4096, 8192), ("float32", "bfloat16"), (1, 2)
@@ -291,7 +289,7 @@ def main() -> int:
             setattr(options, name, value)
     if not options.redraw:
         run(options, Console(stderr=True))
-    sys.stdout.write(cpu_page.write(options.output))
+    sys.stdout.write(cpu_page.write(options.output, options.output))
     return 0
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import cpu_cases
 import torch
 
 from approx.evaluation.timing import timed
+from bench import cpu_cases
 
 _CPU = torch.device("cpu")
 _SIDE, _COPIED, _REPETITIONS = 2048, 2**28, 5

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from cpu_cases import COUNTERPARTS
-from cpu_floor import floor_ms
-from cpu_targets import LENGTHS, THREADS, against_peers, exponents, find, fits, judged, other_targets, row
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+
+from bench.cpu_cases import COUNTERPARTS
+from bench.cpu_floor import floor_ms
+from bench.cpu_targets import LENGTHS, THREADS, against_peers, exponents, find, fits, judged, other_targets, row
 
 _SUITES = {
     "attention": "One layer's attention by itself",
@@ -22,9 +23,10 @@ _SUITES = {
 _MODES = {"forward": "forward", "train": "forward and backward"}
 
 
-def write(output: Path) -> str:
-    """Make `report.md` and the pictures in a folder from its `record.json`; returns the text."""
-    made = json.loads((output / "record.json").read_text(encoding="utf-8"))
+def write(source: Path, output: Path) -> str:
+    """Make `report.md` and the pictures in a folder from the `record.json` of another, or its own; returns the text."""
+    made = json.loads((source / "record.json").read_text(encoding="utf-8"))
+    output.mkdir(parents=True, exist_ok=True)
     pictures = [(suite, dtype) for suite in ("attention", "roberta") for dtype in ("float32", "bfloat16")]
     drawn = [name for suite, dtype in pictures if (name := _draw(made, suite, dtype, output))]
     text = report(made, drawn)

@@ -133,7 +133,7 @@ def against_peers(made: dict[str, Any], counterparts: dict[str, str]) -> list[di
 
 
 def _idiap(made: dict[str, Any]) -> str:
-    from cpu_cases import COUNTERPARTS
+    from bench.cpu_cases import COUNTERPARTS
 
     found = [
         one

@@ -16,7 +16,7 @@ from approx.evaluation import record
 from approx.patterns import figures, find_pattern, pattern_names
 from approx.pipeline.patterns import draw
 from approx.publishing.report import write_report
-from reports import clustered_paper, long_documents
+from reports import clustered_paper, cpu_speed, long_documents
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -113,6 +113,8 @@ def refresh(readme: str, out: Path) -> str:
         page.write(ROOT / "reports" / "records", out)
     for path in sorted((ROOT / "reports" / "records").glob("*.json")):
         write_report([record.load(path)], out / path.stem)
+    cpu_speed.write(ROOT / "reports", out)
+    readme = cpu_speed.in_readme(readme, ROOT / "reports")
     table = results(record.load(ROOT / "reports" / "records" / f"{SHOWN}.json"))
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)

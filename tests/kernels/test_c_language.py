@@ -1,0 +1,69 @@
+"""C that is compiled where it runs: kept, announced, and never a wall."""
+
+import logging
+
+import pytest
+import torch
+
+from approx_kernels import c_language
+from approx_kernels.c_language import library, obstacle
+
+SOURCE = "int answer(void) {{ return {}; }}"
+
+
+def test_what_is_compiled_once_is_read_again(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
+    caplog.set_level(logging.INFO)
+    source = SOURCE.format(41)
+    if isinstance(found := library(source), str):
+        pytest.skip(found)
+    assert found.answer() == 41
+    (kept,) = (tmp_path / "compiled").iterdir()
+    assert "once on this machine" in caplog.text
+    library.cache_clear()
+    monkeypatch.setattr(c_language, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert library(source).answer() == 41
+    assert [kept] == list((tmp_path / "compiled").iterdir()), "nothing half-made is left"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "source", "words"),
+    [
+        ("no-such-compiler", SOURCE.format(1), "is not a program"),
+        (None, "this is not C", "failed"),
+    ],
+)
+def test_without_a_compiler_that_works_it_is_said_once_why(monkeypatch, tmp_path, caplog, compiler, source, words):
+    monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
+    if compiler:
+        monkeypatch.setenv("CC", compiler)
+    elif isinstance(found := library(SOURCE.format(2)), str):
+        pytest.skip(found)
+    library.cache_clear()
+    for _ in range(2):
+        assert words in (obstacle(source, torch.ones(1)) or "")
+    assert sum("Slower code" in message for message in caplog.messages) == 1
+    library.cache_clear()
+
+
+def test_a_compiler_that_hangs_is_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
+    slow.chmod(0o755)
+    monkeypatch.setenv("CC", str(slow))
+    monkeypatch.setattr(c_language, "_SECONDS", 0.2)
+    assert "took more than" in str(library(SOURCE.format(3)))
+    library.cache_clear()
+
+
+def test_a_folder_that_cannot_be_made_is_named(monkeypatch, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("APPROX_CACHE", str(file))
+    assert "APPROX_CACHE" in str(library(SOURCE.format(4)))
+    library.cache_clear()
+
+
+def test_other_dtypes_are_refused_with_the_remedy():
+    assert "float64" in (obstacle(SOURCE.format(5), torch.ones(1, dtype=torch.float64)) or "")

@@ -1,0 +1,155 @@
+"""Clustered attention in C against its specification: the same clusters, closeness, padding, and what it refuses."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from approx_kernels.c_language import library
+from approx_kernels.clustered import clustered_attention, cpu
+from approx_kernels.clustering import cluster_queries, draw_centroids, draw_planes
+from approx_kernels.implementation import chosen
+from closeness import assert_close
+
+pytestmark = pytest.mark.skipif(
+    cpu.obstacle(torch.ones(1), 0.0) is not None, reason=str(cpu.obstacle(torch.ones(1), 0.0))
+)
+
+
+def attend(impl, dtype, q, k, v, grad, mask, **settings):
+    """The output and the gradients, on inputs that are rounded to 16 bits, so that every dtype finds the same clusters."""
+    inputs = [x.bfloat16().to(dtype).requires_grad_() for x in (q, k, v)]
+    out = clustered_attention(*inputs, mask, impl=impl, **settings)
+    assert chosen()["clustered_attention"] == impl
+    return out, *torch.autograd.grad(out, inputs, grad.bfloat16().to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("frozen", [False, True], ids=["k-means", "frozen"])
+@settings(max_examples=10)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 120), st.integers(1, 120)),
+    square=st.booleans(),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    clusters=st.sampled_from([1, 5, 33, None]),
+    topk=st.sampled_from([None, 1, 7, 40, 200]),
+    bits=st.integers(1, 63),
+    fill=st.sampled_from([None, 0.0, 0.5, 0.9]),
+    seed=st.integers(0, 1000),
+)
+def test_it_is_as_close_as_the_reference(dtype, frozen, shape, square, sizes, clusters, topk, bits, fill, seed):
+    torch.manual_seed(seed)
+    batch, heads, length, keys = shape
+    keys = length if square else keys
+    q, k = (torch.randn(batch, n, heads, sizes[0]).transpose(1, 2) for n in (length, keys))
+    v, grad = torch.randn(batch, heads, keys, sizes[1]), torch.randn(batch, heads, length, sizes[1])
+    mask = None if fill is None else torch.rand(batch, keys) < fill
+    if mask is not None and length == keys:
+        grad = grad * mask[:, None, :, None]
+    if frozen:
+        clusters = clusters or 33
+        _, selectors = draw_centroids(heads, sizes[0], clusters=clusters, seed=seed)
+        way = {"selectors": selectors}
+    else:
+        planes, draws = draw_planes(sizes[0], bits=bits, bias=True, clusters=clusters or 100, seed=seed)
+        way = {"planes": planes, "draws": draws}
+    way |= {"clusters": clusters, "iterations": 3, "topk": topk, "scale": 0.3}
+    exact = attend("reference", torch.float64, q, k, v, grad, mask, **way)
+    plain, made = (attend(impl, dtype, q, k, v, grad, mask, **way) for impl in ("reference", "cpu"))
+    for name, actual, reference, right in zip("oqkv", made, plain, exact, strict=True):
+        assert_close(name, actual, reference, right, factor=8.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "clusters", "bits"), [(60, 9, 5), (513, 100, 63), (1500, 300, 63), (700, 699, 40)])
+def test_the_clusters_are_those_of_the_reference(dtype, n, clusters, bits):
+    q = torch.randn(3, n, 24).to(dtype)
+    # Equal queries make ties and empty clusters.
+    q[:, n // 2 : n // 2 + 30] = q[:, :1]
+    planes, draws = draw_planes(24, bits=bits, bias=True, clusters=clusters, seed=0)
+    for iterations in (1, 2, 6):
+        found = [
+            cluster_queries(q, planes, draws, clusters=clusters, iterations=iterations, impl=impl)
+            for impl in ("reference", "cpu")
+        ]
+        assert torch.equal(*found)
+
+
+def test_equal_keys_and_far_scores_change_nothing():
+    q, v = torch.randn(1, 2, 300, 16) * 30, torch.randn(1, 2, 300, 16)
+    k = torch.randn(1, 2, 3, 16).repeat(1, 1, 100, 1)
+    planes, draws = draw_planes(16, bits=63, bias=True, clusters=25, seed=0)
+    # Copies of a key have equal scores, of which any may be among the largest, so their values are equal, too.
+    v = v[:, :, :3].repeat(1, 1, 100, 1)
+    way = {"planes": planes, "draws": draws, "clusters": 25, "iterations": 3, "topk": 32, "scale": 1.0}
+    exact = attend("reference", torch.float64, q, k, v, v, None, **way)
+    plain, made = (attend(impl, torch.float32, q, k, v, v, None, **way) for impl in ("reference", "cpu"))
+    for name, actual, reference, right in zip("oqkv", made, plain, exact, strict=True):
+        assert_close(name, actual, reference, right, factor=8.0)
+
+
+@pytest.mark.parametrize("topk", [None, 16], ids=["plain", "improved"])
+def test_threads_neighbours_and_repetition_change_no_bit(topk):
+    q, k, v, grad = torch.randn(4, 3, 5, 200, 24).unbind()
+    mask = torch.arange(200) < torch.tensor([[200], [20], [150]])
+    planes, draws = draw_planes(24, bits=63, bias=True, clusters=25, seed=0)
+    way = {"planes": planes, "draws": draws, "clusters": 25, "iterations": 3, "topk": topk, "scale": 0.2}
+    first = attend("cpu", torch.float32, q, k, v, grad, mask, **way)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        again = attend("cpu", torch.float32, q, k, v, grad, mask, **way)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    for sample, count in enumerate(mask.sum(1).tolist()):
+        alone = (x[sample : sample + 1, :, :count] for x in (q, k, v, grad))
+        for one, all_of_them in zip(attend("cpu", torch.float32, *alone, None, **way), first, strict=True):
+            assert torch.equal(one[0], all_of_them[sample, :, :count])
+
+
+def test_nan_is_not_hidden():
+    q, k, v = torch.randn(3, 1, 1, 80, 8).unbind()
+    planes, draws = draw_planes(8, bits=20, bias=True, clusters=9, seed=0)
+    k[0, 0, 40, 3] = float("nan")
+    for topk in (None, 4):
+        out = clustered_attention(
+            q, k, v, planes=planes, draws=draws, clusters=9, iterations=2, topk=topk, scale=0.3, impl="cpu"
+        )
+        assert out.isnan().any(-1).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "words"), [(torch.float64, 0.0, "float64"), (torch.float32, 0.1, "drops no weights")]
+)
+def test_what_it_cannot_do_is_refused_by_name_and_left_to_the_reference(dtype, dropout, words):
+    q = torch.randn(1, 2, 40, 8, dtype=dtype)
+    planes, draws = draw_planes(8, bits=20, bias=True, clusters=9, seed=0)
+    way = {
+        "planes": planes,
+        "draws": draws,
+        "clusters": 9,
+        "iterations": 2,
+        "topk": 4,
+        "scale": 0.3,
+        "dropout": dropout,
+    }
+    with pytest.raises(ValueError, match=words):
+        clustered_attention(q, q, q, impl="cpu", **way)
+    clustered_attention(q, q, q, **way)
+    assert chosen()["clustered_attention"] == "reference"
+
+
+def test_without_a_compiler_it_runs_all_the_same(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    library.cache_clear()
+    try:
+        q = torch.randn(1, 2, 40, 8)
+        planes, draws = draw_planes(8, bits=20, bias=True, clusters=9, seed=0)
+        way = {"planes": planes, "draws": draws, "clusters": 9, "iterations": 2, "topk": 4, "scale": 0.3}
+        clustered_attention(q, q, q, **way)
+        assert chosen()["clustered_attention"] == "reference"
+        with pytest.raises(ValueError, match="Install gcc"):
+            clustered_attention(q, q, q, impl="cpu", **way)
+    finally:
+        library.cache_clear()

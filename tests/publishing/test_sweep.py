@@ -8,6 +8,7 @@ def entry(kind: str, plan: str, *, difference: float = 0.0, seed: int | None = N
     """One outcome of a cell, as they are kept."""
     variant = {"name": plan, "difference": difference, "scores": {"accuracy": 0.9 + difference}, "p_value": 0.5}
     task = {"task": "glue/sst2", "split": "dev", "metric": "accuracy", "examples": 10, "subset": False, "truncated": 0}
+    task |= {"fraction": True, "lower_is_better": False}
     quality = {**task, "base": BASE, "variants": [{**variant, "interval": [-0.1, 0.1], "verdict": "inconclusive"}]}
     place = {"batch": 1, "length": 512, "inputs": "real", "device": "cpu", "dtype": "float32", "mode": "forward"}
     timed = {"name": plan, "ratio": 1 + difference, "status": "ok", "median_ms": 5.0, "interval": [0.9, 1.1]}

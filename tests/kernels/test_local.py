@@ -2,8 +2,16 @@
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from approx_kernels.c_language import library
+from approx_kernels.implementation import chosen
+from approx_kernels.key_lists.forward_c import FORWARD
 from approx_kernels.local import local_attention, reference
+from closeness import assert_close
+
+needs_compiler = pytest.mark.skipif(isinstance(library(FORWARD), str), reason="there is no C compiler here")
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (63, 63), (129, 129), (17, 129), (129, 17)])
@@ -17,7 +25,7 @@ def test_blocks_change_nothing(monkeypatch, queries, keys, masked):
     results = []
     for block in (1000, 64, 5):
         monkeypatch.setattr(reference, "_BLOCK", block)
-        out = local_attention(q, k, v, mask, left=9, right=4, scale=0.3)
+        out = local_attention(q, k, v, mask, left=9, right=4, scale=0.3, impl="reference")
         results.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):
@@ -30,3 +38,50 @@ def test_the_window_is_inclusive_on_both_sides():
     assert seen[0, 0, 10].nonzero().flatten().tolist() == [7, 8, 9, 10, 11, 12]
     assert seen[0, 0, 0].nonzero().flatten().tolist() == [0, 1, 2]
     assert seen[0, 0, 29].nonzero().flatten().tolist() == [26, 27, 28, 29]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [None, "arbitrary", "nobody"])
+@given(
+    queries=st.integers(1, 210),
+    keys=st.integers(1, 210),
+    left=st.integers(0, 150),
+    right=st.integers(0, 150),
+    size=st.integers(1, 40),
+    values=st.integers(1, 40),
+)
+@settings(max_examples=12)
+@example(queries=97, keys=97, left=2**40, right=2**40, size=64, values=64)
+@example(queries=129, keys=17, left=128, right=128, size=8, values=24)
+@example(queries=17, keys=129, left=70, right=0, size=8, values=24)
+def test_c_gives_what_the_reference_gives(dtype, kind, queries, keys, left, right, size, values):
+    # Values of one sign, as sums that cancel say nothing; as projections lay heads out.
+    q, grad = (torch.randn(2, queries, 2, width).to(dtype) for width in (size, values))
+    k, v = (torch.randn(2, keys, 2, width).to(dtype) for width in (size, values))
+    v = v.abs()
+    mask = None if kind is None else torch.rand(2, keys) < (0.7 if kind == "arbitrary" else 0.0)
+    results: list[tuple[torch.Tensor, ...]] = []
+    for impl, wide in (("cpu", dtype), ("reference", dtype), ("reference", torch.float64)):
+        inputs = [x.transpose(1, 2).to(wide).requires_grad_() for x in (q, k, v)]
+        out = local_attention(inputs[0], inputs[1], inputs[2], mask, left=left, right=right, scale=0.3, impl=impl)
+        results.append((out, *torch.autograd.grad(out, inputs, grad.transpose(1, 2).to(wide))))
+    for name, found, plain, exact in zip("oqkv", results[0], results[1], results[2], strict=True):
+        # Gradients of queries and keys are differences, of next to nothing where a query sees a key or two.
+        if name in "ov" or min(queries, keys, left + right) > 16:
+            assert_close(name, found, plain, exact, factor=4.0)
+        else:
+            assert (found - exact).abs().max() < 100 * torch.finfo(dtype).eps
+
+
+@needs_compiler
+def test_c_runs_where_it_can_and_is_refused_elsewhere():
+    q = torch.randn(1, 2, 5, 4)
+    local_attention(q, q, q, left=1, right=1, scale=1.0)
+    assert chosen()["local attention"] == "cpu"
+    local_attention(q, q, q, left=1, right=1, scale=1.0, dropout=0.5)
+    assert chosen()["local attention"] == "reference"
+    with pytest.raises(ValueError, match="drops no weights"):
+        local_attention(q, q, q, left=1, right=1, scale=1.0, dropout=0.5, impl="cpu")
+    with pytest.raises(ValueError, match="float64; allowed are"):
+        local_attention(*(q.double() for _ in range(3)), left=1, right=1, scale=1.0, impl="cpu")

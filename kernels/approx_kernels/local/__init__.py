@@ -4,7 +4,6 @@ from torch import Tensor
 
 from approx_kernels.flash import flash, flash_obstacle
 from approx_kernels.implementation import choose
-from approx_kernels.implementation import choose
 from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.local.cpu import local_lists
 from approx_kernels.local.reference import local_blocks
@@ -41,7 +40,7 @@ def local_attention(
         right: Keys seen after the own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: `triton` or `reference`.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16 without dropout.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -50,7 +49,10 @@ def local_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    run = choose("local attention", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
+    ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
+    run = choose("local attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
     if run == "triton":
         return flash(q, k, v, key_mask, scale=scale, left=left, right=right, impl="triton")[0]
+    if run == "cpu":
+        return local_lists(q, k, v, key_mask, left=left, right=right, scale=scale)
     return local_blocks(q, k, v, key_mask, left=left, right=right, scale=scale, dropout=dropout)

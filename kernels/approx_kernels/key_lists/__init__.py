@@ -1,0 +1,1 @@
+"""Softmax attention of blocks of queries to lists of keys."""

@@ -1,0 +1,173 @@
+"""Softmax attention to listed keys in C: a tile of scores at a time, under a running softmax."""
+
+from approx_kernels.c_vectors import VECTORS
+
+TILES = (
+    VECTORS
+    + r"""
+/* Strips of rows are whole tiles of a product, and skip the columns that none of them sees. */
+enum { STRIP = 24, ROWS = 4 * STRIP, KEYS = 64 };
+
+/* Keys from begin to end; the query at position i sees key j of them where low <= j - i <= high. */
+typedef struct { int32_t begin, end, low, high; } entry;
+
+typedef struct {
+    int64_t batch, heads, length, keys, size, values, before, blocks, bf16, threads;
+    tensor q, k, v, out;
+    const uint8_t *mask;   /* [B, S], 0 at padding; NULL when all keys are real */
+    const int64_t *starts; /* first query of each block, and the end of the last; ROWS queries at most */
+    const int64_t *first;  /* first entry of each block, and the end of the last */
+    const entry *entries;
+    float *lse;            /* [B, H, L] */
+    float scale;
+} problem;
+
+/* Some keys that a block of queries sees; the query at position i sees key j where from[j] <= i <= to[j]. */
+typedef struct {
+    int64_t entry, next, count;
+    int partial;
+    int32_t key[KEYS], from[KEYS], to[KEYS];
+} keys_of_block;
+
+INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* The next keys of a block whose queries stand from position `early` to `late`; 0 when there are no more. */
+static int64_t next_keys(const problem *p, int64_t b, int64_t block, int64_t early, int64_t late, keys_of_block *t) {
+    t->count = t->partial = 0;
+    for (; t->entry < p->first[block + 1]; t->entry++, t->next = 0) {
+        const entry *e = p->entries + t->entry;
+        int64_t begin = greater(greater(e->begin, early + e->low), t->next), end = lesser(e->end, late + e->high + 1);
+        for (int64_t j = begin; j < end; j++) {
+            if (p->mask && !p->mask[b * p->keys + j]) continue;
+            if (t->count == KEYS) { t->next = j; return KEYS; }
+            t->partial |= j - e->high > early || j - e->low < late;
+            t->key[t->count] = (int32_t)j;
+            t->from[t->count] = (int32_t)(j - e->high), t->to[t->count++] = (int32_t)(j - e->low);
+        }
+    }
+    /* What fills up the last vector is seen by nobody. */
+    for (int64_t c = t->count; c % WIDTH; c++) t->partial = 1, t->from[c] = INT32_MAX, t->to[c] = INT32_MIN;
+    return t->count;
+}
+
+static void gather(const problem *p, tensor x, int64_t b, int64_t h, const keys_of_block *t, int64_t size, float *to) {
+    int64_t stride = padded(size);
+    for (int64_t c = 0; c < t->count; c++) {
+        read_row(x, p->bf16, b, h, t->key[c], size, to + c * stride);
+        for (int64_t d = size; d < stride; d++) to[c * stride + d] = 0.0f;
+    }
+}
+
+static void read_queries(const problem *p, tensor x, int64_t b, int64_t h, int64_t first, int64_t rows, int64_t size,
+                         float scale, float *to) {
+    int64_t stride = padded(size);
+    for (int64_t i = 0; i < rows; i++, to += stride) {
+        read_row(x, p->bf16, b, h, first + i, size, to);
+        for (int64_t d = 0; d < stride; d++) to[d] = d < size ? to[d] * scale : 0.0f;
+    }
+}
+
+/* rows [count, size] -> [size, KEYS]; what stands beyond the count is finite. */
+static void upright(int64_t count, int64_t size, const float *rows, float *to) {
+    int64_t stride = padded(size), full = padded(count);
+    for (int64_t first = 0; first < full; first += 8)
+        for (int64_t d = 0; d < size; d++)
+            for (int64_t c = first; c < first + 8 && c < full; c++)
+                to[d * KEYS + c] = c < count ? rows[c * stride + d] : 0.0f;
+}
+
+/* Columns of a tile that any query from position `early` to `late` sees, as whole vectors. */
+INLINE void columns(const keys_of_block *t, int64_t early, int64_t late, int64_t *begin, int64_t *end) {
+    *begin = 0, *end = padded(t->count);
+    if (!t->partial) return;
+    while (*begin < t->count && (t->from[*begin] > late || t->to[*begin] < early)) ++*begin;
+    int64_t last = t->count;
+    while (last > *begin && (t->from[last - 1] > late || t->to[last - 1] < early)) last--;
+    *begin = *begin / WIDTH * WIDTH, *end = padded(last);
+}
+
+INLINE vi seen(const keys_of_block *t, int64_t c, int32_t position) {
+    return (*(const vi *)(t->from + c) <= position) & (*(const vi *)(t->to + c) >= position);
+}
+"""
+)
+
+FORWARD = (
+    TILES
+    + r"""
+/* Scores of a query in columns from begin to end become weights relative to the largest so far. */
+INLINE void weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t position, float *row, int64_t width,
+                  float *out, float *top, float *sum) {
+    vf lowest = (vf){0} - INFINITY, tops = lowest, sums = {0};
+    for (int64_t c = begin; c < end; c += WIDTH) {
+        vf at = *(vf *)(row + c);
+        tops = larger(t->partial ? choose(seen(t, c, position), at, lowest) : at, tops);
+    }
+    float most = *top, added = 0.0f;
+    for (int l = 0; l < WIDTH; l++) most = tops[l] > most ? tops[l] : most;
+    /* Nothing seen yet: any finite number makes weights of 0 of what is hidden. */
+    float origin = most == -INFINITY ? 0.0f : most;
+    for (int64_t c = begin; c < end; c += WIDTH) {
+        vf weight = vexp(*(vf *)(row + c) - origin);
+        if (t->partial) weight = choose(seen(t, c, position), weight, (vf){0});
+        *(vf *)(row + c) = weight;
+        sums += weight;
+    }
+    for (int l = 0; l < WIDTH; l++) added += sums[l];
+    if (most > *top) {
+        float kept = expf(*top - most);
+        *sum *= kept;
+        for (int64_t e = 0; e < width; e += WIDTH) *(vf *)(out + e) *= kept;
+        *top = most;
+    }
+    *sum += added;
+}
+
+static int attend(const problem *p, int64_t b, int64_t h) {
+    int64_t size = padded(p->size), width = padded(p->values), D = p->size, E = p->values;
+    float *memory = floats((ROWS + KEYS) * (size + width) + D * KEYS + STRIP * KEYS + 2 * ROWS);
+    if (!memory) return 1;
+    float *queries = memory, *keys = queries + ROWS * size, *values = keys + KEYS * size, *out = values + KEYS * width;
+    float *standing = out + ROWS * width, *scores = standing + D * KEYS, *top = scores + STRIP * KEYS, *sum = top + ROWS;
+    for (int64_t block = 0; block < p->blocks; block++) {
+        int64_t first = p->starts[block], rows = p->starts[block + 1] - first, early = first + p->before;
+        read_queries(p, p->q, b, h, first, rows, D, p->scale, queries);
+        memset(out, 0, sizeof(float) * rows * width);
+        for (int64_t i = 0; i < rows; i++) top[i] = -INFINITY, sum[i] = 0.0f;
+        keys_of_block t = {.entry = p->first[block]};
+        while (next_keys(p, b, block, early, early + rows - 1, &t)) {
+            gather(p, p->k, b, h, &t, D, keys), gather(p, p->v, b, h, &t, E, values);
+            upright(t.count, D, keys, standing);
+            for (int64_t strip = 0; strip < rows; strip += STRIP) {
+                int64_t deep = lesser(STRIP, rows - strip), begin, end;
+                columns(&t, early + strip, early + strip + deep - 1, &begin, &end);
+                if (begin >= end) continue;
+                product(deep, end - begin, D, queries + strip * size, size, 1, standing + begin, KEYS, scores + begin,
+                        KEYS, 0);
+                for (int64_t i = 0; i < deep; i++)
+                    weigh(&t, begin, end, (int32_t)(early + strip + i), scores + i * KEYS, width,
+                          out + (strip + i) * width, top + strip + i, sum + strip + i);
+                product(deep, width, lesser(end, t.count) - begin, scores + begin, KEYS, 1, values + begin * width,
+                        width, out + strip * width, width, 1);
+            }
+        }
+        for (int64_t i = 0; i < rows; i++) {
+            float factor = sum[i] > 0.0f ? 1.0f / sum[i] : sum[i] == 0.0f ? 0.0f : sum[i];
+            for (int64_t e = 0; e < width; e += WIDTH) *(vf *)(out + i * width + e) *= factor;
+            write_row(p->out, p->bf16, b, h, first + i, E, out + i * width);
+            p->lse[(b * p->heads + h) * p->length + first + i] = top[i] + logf(sum[i]);
+        }
+    }
+    free(memory);
+    return 0;
+}
+
+int forward(const problem *p) {
+    int failed = 0;
+#pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(| : failed)
+    for (int64_t item = 0; item < p->batch * p->heads; item++) failed |= attend(p, item / p->heads, item % p->heads);
+    return failed;
+}
+"""
+)

@@ -1,5 +1,7 @@
 """Commands about this machine: doctor, and the versions that `approx --version --verbose` prints."""
 
+from typing import Annotated
+
 import typer
 
 from approx.cli import options
@@ -8,16 +10,23 @@ from approx.cli.terminal import Terminal, table
 from approx.errors import ApproxError, Exit
 from approx.version import __version__
 
+Probe = Annotated[
+    bool, typer.Option("--probe", help="Forget which exact attention is the fastest here, and measure it anew.")
+]
+
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands of this file to the app."""
-    command(app, "Machine", "approx doctor", "approx doctor --offline --json")(doctor)
+    command(app, "Machine", "approx doctor", "approx doctor --offline --json", "approx doctor --probe")(doctor)
 
 
-def doctor(terminal: Terminal, offline: options.Offline = False) -> None:
+def doctor(terminal: Terminal, offline: options.Offline = False, probe: Probe = False) -> None:
     """Check versions, kernels, GPU, hub and data, and say how to mend what is wrong."""
-    from approx.pipeline import health
+    from approx.pipeline import health, probing
 
+    if probe:
+        with terminal.progress() as bar:
+            probing.probe(bar)
     findings = health.examine(offline=offline)
     rows = [[finding.what, finding.state, finding.found] for finding in findings]
     terminal.result([vars(finding) for finding in findings], table(["what", "state", "found"], rows))

@@ -6,7 +6,8 @@ exact attention. This file travels with converted checkpoints, so it knows nothi
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -181,6 +182,18 @@ def _per_query_head(shared: Tensor, query: Tensor) -> Tensor:
 
 AttentionInterface.register(IMPLEMENTATION, attention)
 AttentionMaskInterface.register(IMPLEMENTATION, key_mask)
+
+
+@contextmanager
+def fastest_exact(model: Any) -> Iterator[None]:
+    """Run a model that is not converted with exact attention in the way that is the fastest on this machine."""
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation_internal = IMPLEMENTATION
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before
 
 
 def attach(model: Any, sites: Mapping[str, Mapping[str, Any]]) -> None:

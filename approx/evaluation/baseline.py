@@ -1,7 +1,7 @@
-"""The honest baseline: the fastest exact attention that PyTorch offers on this device for these inputs."""
+"""The honest baseline: the fastest exact attention that there is on this device for these inputs."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,18 +26,21 @@ HOPELESS = 1.5
 REPETITIONS = 5
 
 
-def best_exact(call: Callable[[], object], device: torch.device) -> tuple[str, Callable[[], object]]:
-    """Choose among SDPA's back ends the fastest that runs this call without running out of memory.
+def best_exact(
+    call: Callable[[], object], device: torch.device, others: Mapping[str, Callable[[], object]] | None = None
+) -> tuple[str, Callable[[], object]]:
+    """Choose the fastest exact attention that runs this call without running out of memory.
 
     Args:
         call: Executes one forward of the exact model, attention through SDPA.
         device: Where it runs.
+        others: Calls that compute the same in other exact ways, by name; they run beside SDPA's back ends.
 
     Returns:
         The name of the baseline, such as "default SDPA" or "cudnn SDPA", and the call that uses it. The
         default where nothing runs.
     """
-    calls = {DEFAULT: call} | {
+    calls = {DEFAULT: call, **(others or {})} | {
         f"{name} SDPA": _through(back_end, call) for name, back_end in BACK_ENDS[device.type].items()
     }
     milliseconds: dict[str, float] = {}

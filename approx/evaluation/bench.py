@@ -33,13 +33,14 @@ class Contender:
     Args:
         name: What the report calls it; unique among the contenders.
         run: Executes one forward (or train step, or generation) on what `make_inputs` made.
-        role: "base" is exact attention through SDPA (exactly one), "ceiling" is the same model with attention
-            replaced by its values (at most one), everything else is a "variant".
+        role: "base" is exact attention through SDPA (exactly one), "exact" computes the same as the base in another
+            way and takes its place where it is faster, "ceiling" is the same model with attention replaced by its
+            values (at most one), everything else is a "variant".
     """
 
     name: str
     run: Callable[[Any], object]
-    role: Literal["base", "ceiling", "variant"] = "variant"
+    role: Literal["base", "exact", "ceiling", "variant"] = "variant"
 
 
 def bench(
@@ -61,7 +62,7 @@ def bench(
     """Time every contender at every batch size and length.
 
     Args:
-        contenders: One base, at most one ceiling, any number of variants.
+        contenders: One base, at most one ceiling, any number of variants and of other exact ways.
         make_inputs: Given batch size and length, what the contenders' `run` takes, already on the device.
         lengths: Tokens per sequence.
         batches: Sequences per call.
@@ -139,9 +140,11 @@ def _check(
 ) -> None:
     roles = [contender.role for contender in contenders]
     names = [contender.name for contender in contenders]
-    if roles.count("base") != 1 or roles.count("ceiling") > 1 or len(set(names)) < len(names):
+    if roles.count("base") != 1 or roles.count("ceiling") > 1 or len({*names, DEFAULT}) <= len(names):
         found = ", ".join(f"{contender.name} ({contender.role})" for contender in contenders) or "none"
-        raise ApproxError(f"Contenders found: {found}. Give one base, at most one ceiling, unique names.")
+        raise ApproxError(
+            f"Contenders found: {found}. Give one base, at most one ceiling, unique names other than '{DEFAULT}'."
+        )
     for what, numbers in (("lengths", lengths), ("batch sizes", batches)):
         if not numbers or min(numbers) < 1:
             raise ApproxError(f"Asked to bench at {what} {list(numbers)}. Give at least one, each 1 or more.")
@@ -170,16 +173,20 @@ def _prepare(
         )
         for contender in contenders
     }
+    others = {contender.name: runners.pop(contender.name).call for contender in contenders if contender.role == "exact"}
     baseline = DEFAULT
     if maker.status == OK:
         # The others keep SDPA's default where they use it at all: that is what their users get.
         base = next(runner for runner in runners.values() if runner.turns == 2)
-        baseline, base.call = best_exact(base.call, device)
+        default = base.call
+        baseline, base.call = best_exact(default, device, others)
+        if baseline != DEFAULT:
+            runners[DEFAULT] = Runner(default)
     return baseline, runners
 
 
 def _results(contenders: Sequence[Contender], runners: dict[str, Runner], seed: int) -> dict[str, Any]:
-    of_role: dict[str, list[str]] = {"base": [], "ceiling": [], "variant": []}
+    of_role: dict[str, list[str]] = {"base": [], "exact": [], "ceiling": [], "variant": []}
     for contender in contenders:
         of_role[contender.role].append(contender.name)
     base = runners[of_role["base"][0]]
@@ -199,7 +206,10 @@ def _results(contenders: Sequence[Contender], runners: dict[str, Runner], seed: 
                 "verdict": _verdict(ratio, spread),
             }
         )
-    return {"base": _times(base), "ceiling": ceiling, "spread": spread, "variants": variants}
+    default = None
+    if DEFAULT in runners:
+        default = {**_times(runners[DEFAULT]), **_ratio(base, runners[DEFAULT], seed)}
+    return {"base": _times(base), "default": default, "ceiling": ceiling, "spread": spread, "variants": variants}
 
 
 def _times(runner: Runner) -> dict[str, Any]:

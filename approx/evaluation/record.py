@@ -26,10 +26,12 @@ never 0 or NaN. Its keys:
                                        a seed, mean, sd, low, high}, all empty or null where nothing is drawn; only if asked,
                                slices: [{from, to (excluded), examples, base, converted: scores by slice_metric}]}],
                    outputs: name of the parquet of per-example outputs, beside the record, or null}]
-    speed        [{device, dtype, threads, batch, length, mode, inputs: "real" or "synthetic", baseline: the SDPA back end,
+    speed        [{device, dtype, threads, batch, length, mode, inputs: "real" or "synthetic", baseline: the exact attention
+                   that is the base, the fastest that was found,
                    crowded: whether other programs used the cores all the while,
                    base: {median_ms, p10_ms, p90_ms, first_ms, samples, rejected, peak_mb,
                           status: "ok" or "out of memory"},
+                   default: the same of PyTorch's default SDPA, with ratio and interval, or null where that is the base,
                    ceiling: the same of the model without attention, with ratio and interval, or null,
                    spread: {ratio, interval} of base against itself,
                    variants: [the same as base with name, ratio, interval, share_of_ceiling,

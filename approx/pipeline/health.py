@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from packaging.specifiers import SpecifierSet
 
+from approx.pipeline.probing import said
 from approx.tasks.hub import reachable
 
 _RANGES = {"torch": ">=2.10", "transformers": ">=5.17,<6"}
@@ -45,6 +46,7 @@ def examine(*, offline: bool) -> list[Finding]:
         _triton(),
         _compiler(),
         _processor(),
+        *(Finding(what, "ok" if well else "missing", text) for what, well, text in said()),
         _data(),
     ]
     return findings if offline else [*findings, _hub()]

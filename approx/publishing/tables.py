@@ -163,6 +163,8 @@ def _from(length: int | None) -> str:
 
 def _times(row: dict[str, Any]) -> list[dict[str, str]]:
     entries = [{"name": f"exact ({row['baseline']})", **row["base"]}]
+    if row.get("default"):
+        entries.append({"name": "exact (default SDPA)", **row["default"]})
     if row.get("ceiling"):
         entries.append({"name": "ceiling: attention removed", **row["ceiling"]})
     return [

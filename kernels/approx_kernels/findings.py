@@ -46,7 +46,10 @@ def found(device: str) -> dict[str, Finding]:
     with _lock:
         here = machine(device)
         if here not in _known:
-            _known[here] = _read().get(here, {})
+            kept = _read().get(here, {})
+            # What was found while others used the cores holds until they are gone.
+            busy = crowded()
+            _known[here] = {asked: one for asked, one in kept.items() if busy or not one.get("crowded")}
         return dict(_known[here])
 
 
@@ -56,8 +59,7 @@ def find(device: str, asked: str, measure: Callable[[], Finding]) -> Finding:
     Args:
         device: `cpu` or `cuda`.
         asked: What it is about, in words that tell it from everything else.
-        measure: Finds it out. An error it raises passes through, and nothing is kept; what it found on a `crowded` machine is
-            kept for this process alone.
+        measure: Finds it out. An error it raises passes through, and nothing is kept.
     """
     with _lock:
         here, known = machine(device), found(device)
@@ -65,10 +67,9 @@ def find(device: str, asked: str, measure: Callable[[], Finding]) -> Finding:
             return known[asked]
         made = measure()
         _known[here][asked] = made
-        if not made.get("crowded"):
-            # Where nothing can be written, it is measured once a process; `approx doctor` says so.
-            with contextlib.suppress(OSError):
-                _write(here, asked, made)
+        # Where nothing can be written, it is measured once a process; `approx doctor` says so.
+        with contextlib.suppress(OSError):
+            _write(here, asked, made)
         return made
 
 

@@ -107,6 +107,23 @@ def test_running_out_in_the_middle_of_the_rounds_drops_only_that_contender():
     assert found["speed"][0]["base"]["samples"] >= 1
 
 
+def test_a_faster_exact_way_becomes_the_base_and_the_default_is_timed_beside_it():
+    contenders = [
+        Contender("exact", lambda q: [attend(q) for _ in range(50)], "base"),
+        Contender("another way", lambda q: q, "exact"),
+        Contender("variant", attend),
+    ]
+    row = run_bench(contenders, lengths=[16], batches=[1])["speed"][0]
+    assert row["baseline"] == "another way"
+    assert row["default"]["ratio"] < 1
+    assert row["default"]["median_ms"] > row["base"]["median_ms"]
+    assert [entry["name"] for entry in row["variants"]] == ["variant"]
+    slower = [contenders[0], Contender("another way", lambda q: [attend(q) for _ in range(500)], "exact")]
+    row = run_bench(slower, lengths=[16], batches=[1])["speed"][0]
+    assert row["baseline"] != "another way"
+    assert (row["default"] is None) == (row["baseline"] == "default SDPA")
+
+
 def test_inputs_that_do_not_fit_are_a_row_too():
     def too_big(batch: int, length: int) -> torch.Tensor:
         return torch.empty(batch * length * 2**50, dtype=torch.uint8)
@@ -143,6 +160,7 @@ def test_gradients_are_on_for_training_only():
         ([Contender("a", attend)], {}, "One base|one base"),
         ([Contender("a", attend, "base"), Contender("a", attend)], {}, "unique"),
         ([Contender("a", attend, "base"), *(Contender(n, attend, "ceiling") for n in "bc")], {}, "ceiling"),
+        ([Contender("default SDPA", attend, "base")], {}, "other than 'default SDPA'"),
         ([Contender("a", attend, "base")], {"lengths": []}, "lengths"),
         ([Contender("a", attend, "base")], {"batches": [0]}, "batch sizes"),
     ],

@@ -1,9 +1,17 @@
-"""The fused form of exact attention against the oracle."""
+"""The forms of exact attention against the oracle, and against each other."""
+
+import inspect
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
 
-from approx_kernels.exact import exact_attention
+from approx_kernels.exact import exact_attention, fastest_attention, varlen
+from approx_kernels.exact.cpu import batched_attention, chunked_attention
+from approx_kernels.exact.lengths import by_lengths
 from closeness import assert_close
 
 
@@ -36,3 +44,138 @@ def test_a_masked_key_is_as_if_it_were_not_there():
         shorter = exact_attention(q, k[:, :, :6], v[:, :, :6], causal=False, scale=0.3, impl=impl)
         # What padded queries receive has no meaning.
         torch.testing.assert_close(out[:, :, :6], shorter[:, :, :6])
+
+
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 70), st.integers(1, 70), st.integers(0, 2**16))
+
+
+def draw(shape, dtype=torch.float32):
+    """q, k, v laid out as a model lays them out, and a mask with holes whose last key is real."""
+    batch, heads, length, keys, seed = shape
+    generator = torch.Generator().manual_seed(seed)
+    tensors = (
+        torch.randn(batch, n, heads, d, generator=generator).to(dtype).transpose(1, 2)
+        for n, d in ((length, 8), (keys, 8), (keys, 5))
+    )
+    mask = torch.rand(batch, keys, generator=generator) < 0.6
+    mask[:, -1] = True
+    return *tensors, mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@given(shape=shapes, chunk=st.integers(1, 80))
+@settings(max_examples=15)
+def test_chunks_equal_float64_forward_and_backward(dtype, causal, shape, chunk):
+    assume(not causal or shape[2] <= shape[3])
+    *tensors, _ = draw(shape, dtype)
+    # Of one sign: where outputs cancel, their relative error says nothing.
+    tensors[2] = tensors[2].abs()
+
+    def run(attend, dtype):
+        q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
+        out = attend(q, k, v)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    found = run(lambda *x: chunked_attention(*x, causal=causal, scale=0.3, chunk=chunk), dtype)
+    plain = run(lambda *x: exact_attention(*x, causal=causal, scale=0.3, impl="reference"), dtype)
+    exact = run(lambda *x: exact_attention(*x, causal=causal, scale=0.3, impl="reference"), torch.float64)
+    # In 16 bits scores and weights are rounded, which the reference keeps in float32.
+    assert_close("output", found[0], plain[0], exact[0], factor=4.0)
+    if dtype == torch.float32 and shape[3] > 1:
+        for name, *each in zip(("q", "k", "v"), found[1:], plain[1:], exact[1:], strict=True):
+            assert_close(f"gradient of {name}", *each, factor=8.0)
+
+
+@pytest.mark.parametrize(("queries", "causal"), [(7, False), (7, True), (4, True), (4, False)])
+def test_gradients_of_chunks_are_right(queries, causal):
+    q, k, v = (torch.randn(2, 2, n, 3, dtype=torch.double, requires_grad=True) for n in (queries, 7, 7))
+    mask = torch.rand(2, 7) < 0.7
+
+    def attend(q, k, v):
+        return chunked_attention(q, k, v, causal=causal, scale=0.4, chunk=3)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: by_lengths(attend, *x, mask, causal=causal), (q, k, v))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@given(shape=shapes, empty=st.booleans())
+@settings(max_examples=30)
+def test_lengths_equal_a_mask_wherever_a_query_is_real(causal, shape, empty):
+    q, k, v, mask = draw(shape)
+    if empty:
+        mask[0] = False
+    masked = exact_attention(q, k, v, mask, causal=causal, scale=0.3)
+    found = exact_attention(q, k, v, mask, causal=causal, scale=0.3, impl="cpu")
+    batched = batched_attention(q, k, v, mask, causal=causal, scale=0.3)
+    length, keys = q.shape[2], k.shape[2]
+    real = mask.any(1, keepdim=True).expand(-1, length)
+    if causal or length == keys:
+        real = F.pad(mask, (max(length - keys, 0), 0))[:, -length:]
+    for out in (found, batched):
+        torch.testing.assert_close(out.transpose(1, 2)[real], masked.transpose(1, 2)[real])
+        assert out[~mask.any(1)].eq(0).all()
+
+
+def test_padding_of_any_value_cannot_matter_by_lengths():
+    q, k, v, mask = draw((3, 2, 30, 30, 5), torch.float16)
+    mask[0] = False
+    hidden = ~mask[:, None, :, None]
+    out = exact_attention(q, k, v, mask, causal=False, scale=0.3, impl="cpu")
+    wild = (x.masked_fill(hidden, float("inf")) for x in (q, k, v))
+    assert torch.equal(exact_attention(*wild, mask, causal=False, scale=0.3, impl="cpu"), out)
+
+
+def varlen_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    return plain_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, query.shape[-1] ** -0.5)
+
+
+def varlen_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    assert window_size in ((-1, -1), (-1, 0))
+    return plain_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size == (-1, 0), scale)
+
+
+def plain_varlen(query, key, value, q_starts, k_starts, max_q, max_k, causal, scale):
+    """What `varlen_attn` is documented to compute, [tokens, H, D], sample by sample."""
+    assert q_starts.dtype == k_starts.dtype == torch.int32
+    out = []
+    for (a, b), (c, d) in zip(pairwise(q_starts.tolist()), pairwise(k_starts.tolist()), strict=True):
+        assert b - a <= max_q
+        assert d - c <= max_k
+        if b > a:
+            parts = (x.transpose(0, 1)[None] for x in (query[a:b], key[c:d], value[c:d]))
+            out.append(exact_attention(*parts, causal=causal, scale=scale)[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("version", [varlen_2_10, varlen_2_11])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@given(shape=shapes)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_packed_samples_equal_a_mask_in_every_version_of_varlen(monkeypatch, version, causal, shape):
+    monkeypatch.setattr(varlen, "varlen_attn", version)
+    q, k, v, mask = draw(shape)
+    mask[0] = False
+    out = varlen.packed_attention(q, k, v, mask, causal=causal, scale=0.3)
+    lengths = exact_attention(q, k, v, mask, causal=causal, scale=0.3, impl="cpu")
+    torch.testing.assert_close(out, lengths)
+
+
+def test_this_version_of_varlen_takes_what_it_is_given():
+    known = inspect.signature(varlen.varlen_attn).parameters
+    assert {"window_size", "is_causal"} & known.keys()
+    assert "CUDA" in str(varlen.obstacle(torch.zeros(1, 1, 1, 8)))
+
+
+@pytest.mark.parametrize("attend", [exact_attention, fastest_attention])
+def test_an_implementation_that_cannot_run_is_refused_with_the_remedy(attend):
+    q = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(ValueError, match=r"no dropout, and 0\.5 was asked for\. Ask for 'auto'"):
+        attend(q, q, q, causal=False, scale=1.0, dropout=0.5, impl="cpu")
+    with pytest.raises(ValueError, match=r"no implementation 'triton'; it has .*reference"):
+        attend(q, q, q, causal=False, scale=1.0, impl="triton")
+    with pytest.raises(ValueError, match=r"on the meta\. Move them to the cpu"):
+        attend(*(q.to("meta"),) * 3, causal=False, scale=1.0, impl="cpu")

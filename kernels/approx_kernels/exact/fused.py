@@ -42,6 +42,6 @@ def _operations_backward(grad: list[int], q: list[int], k: list[int], v: list[in
     return sdpa_backward_flop_count(grad, q, k, v)
 
 
-for _operator, _formula in ((_ON_CPU, _operations), (_BACKWARD_ON_CPU, _operations_backward)):
-    if _operator not in flop_registry:
-        register_flop_formula(_operator)(_formula)
+if _ON_CPU not in flop_registry:
+    register_flop_formula([_ON_CPU])(_operations)
+    register_flop_formula([_BACKWARD_ON_CPU])(_operations_backward)

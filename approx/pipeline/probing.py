@@ -1,0 +1,94 @@
+"""What probes found out about exact attention on this machine, and how to find it out anew."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from approx.errors import ApproxError, Exit
+from approx_kernels import findings, products
+from approx_kernels.exact.probe import Case, fastest
+from approx_kernels.exact.ways import DEFAULT
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_LENGTHS = (512, 2048)
+_FORMS = ({}, {"causal": True}, {"padded": True})
+_AGAIN = "measure anew with `approx doctor --probe`"
+
+
+def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
+    """Forget what was found, and measure the usual kinds of input; others are measured when they first occur.
+
+    Raises:
+        ApproxError: if what was found before cannot be removed.
+    """
+    try:
+        findings.forget()
+    except OSError as error:
+        raise ApproxError(
+            f"{findings.file()} cannot be removed: {error.strerror}. Remove it, or set APPROX_CACHE to another folder.",
+            Exit.UNAVAILABLE,
+        ) from None
+    device = _device()
+    if device == "cpu":
+        products.worth_rows()
+    kinds = [(dtype, length, form) for dtype in _DTYPES for length in _LENGTHS for form in _FORMS]
+    for done, (dtype, length, form) in enumerate(kinds):
+        with products.fast_products(length, device, dtype) as switched:
+            case = Case(device, dtype, 64, length, switched=switched, **form)
+            if progress:
+                progress(str(case), done, len(kinds))
+            fastest(case)
+
+
+def said() -> Iterator[tuple[str, bool, str]]:
+    """What was found, line by line: what it is about, whether all is well, and what was found with its remedy."""
+    known = findings.found(_device())
+    for asked, finding in known.items():
+        about, _, kind = asked.partition(", ")
+        if asked == products.ASKED:
+            yield about, True, _of_products(finding)
+        elif about == "exact attention":
+            yield about, DEFAULT not in finding["refused"], f"{kind}: {_of_way(finding)}"
+    if not known:
+        yield "exact attention", False, f"not measured yet: it will be when it is first used, or {_AGAIN}"
+    if not _kept():
+        remedy = "set APPROX_CACHE to a folder that can be written; until then every process measures for itself"
+        yield "findings", False, f"cannot be kept in {findings.file()}: {remedy}"
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _kept() -> bool:
+    holder = findings.file()
+    while not holder.exists():
+        holder = holder.parent
+    return os.access(holder, os.W_OK)
+
+
+def _of_products(finding: dict[str, Any]) -> str:
+    gains = ", ".join(f"{gain}× at {rows} rows" for rows, gain in finding["gains"].items())
+    if finding["rows"] is not None:
+        text = f"switched from {finding['rows']} rows on ({gains}, error {finding['error']:.1e})"
+    elif finding["error"] > products.LABEL:
+        text = f"as PyTorch has them: the switch rounds to bfloat16 here (error {finding['error']:.1e})"
+    else:
+        text = f"as PyTorch has them: the switch gains too little here ({gains})"
+    if finding["bfloat16"] < 1:
+        text += f"; bfloat16 has only {finding['bfloat16']} of their speed on this processor, so prefer float32"
+    return text + _doubt(finding)
+
+
+def _of_way(finding: dict[str, Any]) -> str:
+    way, times = finding["way"], finding["milliseconds"]
+    if DEFAULT in finding["refused"]:
+        return f"{DEFAULT}, for the probe failed: {finding['refused'][DEFAULT]}. Free some memory, then {_AGAIN}"
+    gain = "" if way == DEFAULT else f", {times[DEFAULT] / times[way]:.2f}× {DEFAULT}"
+    return f"{way}{gain}, error {finding['errors'][way]:.1e}{_doubt(finding)}"
+
+
+def _doubt(finding: dict[str, Any]) -> str:
+    return f"; other programs used the cores, so {_AGAIN}" if finding.get("crowded") else ""

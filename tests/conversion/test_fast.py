@@ -1,0 +1,123 @@
+"""Float32 products at full speed around the call of a converted model, and exact attention at its fastest in it."""
+
+import pytest
+import torch
+
+from approx.conversion import surgery
+from approx.conversion.fast import _rows, fast_products_for
+from approx.conversion.inputs import example_inputs
+from approx.conversion.plan import Plan
+from approx.conversion.seam import IMPLEMENTATION, fastest_exact
+from approx_kernels import products
+from conversion.zoo import difference, outputs, tiny
+
+
+@pytest.fixture(autouse=True)
+def worth_it_from_eight_rows(monkeypatch):
+    monkeypatch.setattr(products, "worth_rows", lambda: 8)
+
+
+def watched(model):
+    """The states of the switch that the first layer sees, filled call by call."""
+    seen = []
+    next(iter(model.base_model.children())).register_forward_hook(lambda *_: seen.append(products._switch()))
+    return seen
+
+
+@pytest.mark.parametrize("mechanism", ["exact", "linear"])
+def test_it_is_thrown_for_long_calls_of_converted_models_alone(mechanism):
+    model = tiny("BertModel").eval()
+    inputs = example_inputs(model, 20, batch=2)
+    seen = watched(model)
+    outputs(model, inputs)
+    surgery.convert(model, Plan.of(mechanism))
+    outputs(model, inputs)
+    outputs(model, {name: x[:1, :4] for name, x in inputs.items()})
+    assert seen == ["none", "bf16", "none"]
+    assert products._switch() == "none"
+
+
+def test_an_error_in_the_forward_puts_it_back():
+    model = tiny("BertModel").eval()
+    surgery.convert(model, Plan.of("exact"))
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    model.encoder.register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        outputs(model, example_inputs(model, 20))
+    assert products._switch() == "none"
+
+
+def test_in_a_generation_the_prompt_is_fast_and_single_tokens_are_left():
+    model = tiny("GPT2LMHeadModel").eval()
+    ids = example_inputs(model, 20)["input_ids"]
+    before = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    surgery.convert(model, Plan.of("exact"))
+    seen = watched(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False), before)
+    assert seen == ["bf16", "none", "none", "none"]
+
+
+def test_training_that_computes_layers_again_ends_with_it_put_back():
+    model = tiny("BertForSequenceClassification").train()
+    surgery.convert(model, Plan.of("exact"))
+    model.gradient_checkpointing_enable()
+    inputs = example_inputs(model, 20, batch=2)
+    model(**inputs, labels=torch.tensor([0, 1])).loss.backward()
+    assert products._switch() == "none"
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_a_compiled_model_is_whole_and_the_same():
+    model = tiny("BertModel").eval()
+    surgery.convert(model, Plan.of("exact"))
+    inputs = example_inputs(model, 20, batch=2)
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert difference([whole(**inputs)[0]], [model(**inputs)[0]]) < 1e-5
+    # Compiled in place, the graph runs inside of the call.
+    seen = watched(model)
+    model.compile(backend="eager")
+    outputs(model, inputs)
+    assert products._switch() == "none"
+    assert set(seen) <= {"bf16"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "rows"),
+    [
+        ((2, 20), torch.int64, 40),
+        ((2, 20, 32), torch.float32, 40),
+        ((2, 3, 32, 32), torch.float32, 192),
+        ((2, 16000), torch.float32, 100),
+    ],
+    ids=["tokens", "embeddings", "pixels", "sound"],
+)
+def test_rows_of_an_input(shape, dtype, rows):
+    assert _rows(torch.zeros(shape, dtype=dtype)) == rows
+
+
+def test_inputs_may_be_given_by_place_or_not_at_all():
+    model = tiny("BertModel")
+    with fast_products_for(model, (torch.zeros(2, 20, dtype=torch.int64),), {}) as thrown:
+        assert thrown
+    with fast_products_for(model, (), {}) as thrown:
+        assert not thrown
+
+
+@pytest.mark.parametrize("architecture", ["BertModel", "GPT2Model", "LlamaModel", "WhisperModel"])
+def test_a_model_that_is_not_converted_attends_exactly_by_the_seam(architecture):
+    model = tiny(architecture).eval()
+    inputs = (
+        example_inputs(model, 20, batch=2, padded=5) if architecture != "WhisperModel" else example_inputs(model, 20)
+    )
+    before, stock = outputs(model, inputs), model.config._attn_implementation
+    with fastest_exact(model):
+        assert model.config._attn_implementation == IMPLEMENTATION
+        after = outputs(model, inputs)
+    assert model.config._attn_implementation == stock
+    mask = inputs.get("attention_mask", torch.ones(1, 1)).bool()
+    real = mask if mask.shape == before[0].shape[:2] else slice(None)
+    assert difference([before[0][real]], [after[0][real]]) < 1e-5

@@ -1,0 +1,203 @@
+"""What a probe chooses and keeps; nothing here asserts how fast this machine is."""
+
+import time
+import warnings
+
+import pytest
+import torch
+
+from approx_kernels import findings
+from approx_kernels.exact import exact_attention, fastest_attention, probe, ways
+from approx_kernels.exact.probe import Case, case_of, fastest, measure
+
+CASE = Case("cpu", torch.float32, 64, 512)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch, tmp_path):
+    monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(findings, "_known", {})
+    monkeypatch.setattr(findings, "crowded", lambda: False)
+    monkeypatch.setattr(probe, "crowded", lambda: False)
+    # Small and quick: what is chosen depends on the ways alone.
+    monkeypatch.setattr(probe, "SHORT", 16)
+    monkeypatch.setattr(probe, "LENGTHS", (32, 64))
+    monkeypatch.setattr(probe, "SECONDS", 0.0)
+
+
+def delayed(seconds, change=lambda out: out):
+    def way(q, k, v, key_mask, *, causal, scale):
+        # Enough arithmetic would take as long; a thread that sleeps uses no time of its own.
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+        return change(exact_attention(q, k, v, key_mask, causal=causal, scale=scale))
+
+    return way
+
+
+def failing(*args, **kwargs):
+    raise RuntimeError("No available kernel. Aborting execution.\nmore")
+
+
+def choose_among(monkeypatch, **others):
+    known = {ways.DEFAULT: delayed(0.01), **others}
+    monkeypatch.setattr(probe, "ways", lambda device, *, padded, few: known)
+    return known
+
+
+def small(**changed):
+    return Case("cpu", torch.float32, 64, 32, **changed)
+
+
+def test_the_fastest_way_is_chosen_and_every_other_is_told(monkeypatch):
+    known = choose_among(
+        monkeypatch,
+        quick=delayed(0.002),
+        wrong=delayed(0.0, lambda out: out * (1 + 1e-4)),
+        absent=failing,
+        hopeless=delayed(0.05),
+    )
+    finding = measure(small())
+    assert finding["way"] == "quick"
+    assert finding["errors"]["quick"] < 1e-6
+    assert "error 1.0e-04 is above 1.0e-06" in finding["refused"]["wrong"]
+    assert finding["refused"]["absent"] == "No available kernel. Aborting execution."
+    assert "times the default's time" in finding["refused"]["hopeless"]
+    assert fastest(small()) == ("quick", known["quick"])
+
+
+def test_the_default_keeps_its_place_against_a_small_gain(monkeypatch):
+    choose_among(monkeypatch, other=delayed(0.0098))
+    assert measure(small())["way"] == ways.DEFAULT
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"few": True}, {"causal": True}, {"padded": True}, {"training": True, "padded": True}]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_way_on_a_cpu_runs_and_is_exact_in_its_dtype(form, dtype):
+    case = Case("cpu", dtype, 64, 32, **form)
+    finding = measure(case)
+    assert finding["errors"].keys() == ways.ways("cpu", padded=case.padded, few=case.few).keys()
+    assert max(finding["errors"].values()) <= probe.LABEL[dtype]
+    assert not [why for why in finding["refused"].values() if "error" in why]
+
+
+def test_a_probe_repeats_nothing_and_draws_nothing(monkeypatch):
+    choose_among(monkeypatch, quick=delayed(0.0))
+    before = torch.random.get_rng_state()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert fastest(small(training=True))[0] == "quick"
+    assert torch.equal(torch.random.get_rng_state(), before)
+    choose_among(monkeypatch, quick=failing)
+    assert fastest(small(training=True))[0] == "quick", "it was measured again"
+
+
+def test_a_failing_probe_says_so_once_and_the_default_runs(monkeypatch):
+    monkeypatch.setattr(probe, "ways", lambda device, *, padded, few: {ways.DEFAULT: failing})
+    with pytest.warns(UserWarning, match=r"could not be measured: No available kernel.*approx doctor --probe"):
+        assert fastest(small())[0] == ways.DEFAULT
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fastest(small())[0] == ways.DEFAULT
+
+
+def test_kinds_of_input():
+    def kind(length, keys, **more):
+        x = torch.zeros(1, 1, max(length, keys), 24, requires_grad=more.pop("training", False))
+        mask = torch.ones(1, keys, dtype=torch.bool) if more.pop("padded", False) else None
+        return case_of(x[:, :, :length], x[:, :, :keys], mask, causal=more.pop("causal", False), switched=False)
+
+    assert kind(31, 31) is None
+    assert kind(40, 40) == small()
+    assert kind(100, 1000) == Case("cpu", torch.float32, 64, 64)
+    assert kind(1, 40, causal=True) == small(few=True)
+    assert kind(40, 40, causal=True, padded=True, training=True) == small(causal=True, padded=True, training=True)
+    with torch.no_grad():
+        assert kind(40, 40, training=True) == small()
+    tensors = torch.zeros(2, 1, 1, 40, 8, dtype=torch.float64).unbind()
+    assert case_of(*tensors, None, causal=False, switched=False) is None
+
+
+@pytest.mark.parametrize("way", ["chunks of 256", "default SDPA by lengths"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_was_chosen_runs(monkeypatch, way, causal):
+    monkeypatch.setattr(probe, "find", lambda *_: {"way": way})
+    q, k, v = torch.randn(3, 2, 2, 70, 8).unbind()
+    mask = torch.arange(70) < torch.tensor([[70], [40]])
+    found = fastest_attention(q, k, v, mask, causal=causal, scale=0.3)
+    plain = exact_attention(q, k, v, mask, causal=causal, scale=0.3, impl="reference")
+    torch.testing.assert_close(found.transpose(1, 2)[mask], plain.transpose(1, 2)[mask])
+    # Nothing but SDPA drops weights; the mean of the dropped ones is right in any case.
+    assert torch.isfinite(fastest_attention(q, k, v, mask, causal=causal, scale=0.3, dropout=0.5)).all()
+
+
+def test_findings_reach_the_next_process_until_they_are_forgotten(monkeypatch):
+    findings.find("cpu", "a thing", lambda: {"way": "x"})
+    monkeypatch.setattr(findings, "_known", {})
+    assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
+    monkeypatch.setattr(findings, "machine", lambda device: "another machine")
+    assert findings.find("cpu", "a thing", lambda: {"way": "y"}) == {"way": "y"}
+    findings.forget()
+    assert not findings.file().exists()
+    assert findings.find("cpu", "a thing", lambda: {"way": "z"}) == {"way": "z"}
+
+
+def test_what_was_found_on_a_crowded_machine_holds_while_it_is_crowded(monkeypatch):
+    findings.find("cpu", "a thing", lambda: {"way": "x", "crowded": True})
+    for busy in (True, False):
+        monkeypatch.setattr(findings, "_known", {})
+        monkeypatch.setattr(findings, "crowded", lambda busy=busy: busy)
+        assert ("a thing" in findings.found("cpu")) == busy
+
+
+def test_a_crowded_machine_is_measured_on_one_thread(monkeypatch):
+    monkeypatch.setattr(findings, "crowded", lambda: True)
+    torch.set_num_threads(2)
+    try:
+        with findings.clock() as now:
+            assert (torch.get_num_threads(), now) == (1, time.thread_time)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("damaged", ["{", "[]", '{"x": 3}', '{"x": {"y": 3}}', "\0"])
+def test_a_damaged_file_is_measured_anew_and_replaced(monkeypatch, damaged):
+    findings.file().parent.mkdir()
+    findings.file().write_text(damaged)
+    assert findings.find("cpu", "a thing", lambda: {"way": "x"}) == {"way": "x"}
+    monkeypatch.setattr(findings, "_known", {})
+    assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
+
+
+def test_a_folder_that_cannot_be_written_only_costs_the_next_process_a_probe(tmp_path):
+    (tmp_path / "cache").write_text("a file in the way")
+    assert findings.find("cpu", "a thing", lambda: {"way": "x"}) == {"way": "x"}
+    assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
+
+
+def test_on_cuda_every_back_end_and_lengths_are_asked():
+    plain = ways.ways("cuda", padded=False, few=False)
+    assert {ways.DEFAULT, "cudnn SDPA", "flash SDPA", "efficient SDPA", "math SDPA"} == plain.keys()
+    padded = ways.ways("cuda", padded=True, few=False)
+    assert {"varlen", "flash SDPA by lengths", *plain} < padded.keys()
+    # Preferring a back end leaves the others open, so each of these runs on a CPU too.
+    q, k, v = torch.randn(3, 2, 2, 20, 8).unbind()
+    mask = torch.arange(20) < torch.tensor([[20], [12]])
+    expected = exact_attention(q, k, v, mask, causal=True, scale=0.3).transpose(1, 2)[mask]
+    for name, way in padded.items():
+        if name != "varlen":
+            torch.testing.assert_close(way(q, k, v, mask, causal=True, scale=0.3).transpose(1, 2)[mask], expected)
+    with pytest.raises(RuntimeError, match="needs CUDA"):
+        padded["varlen"](q, k, v, mask, causal=True, scale=0.3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("form", [{}, {"causal": True}, {"padded": True}, {"padded": True, "training": True}])
+def test_on_cuda_the_ways_that_run_are_exact(form):
+    finding = measure(Case("cuda", torch.bfloat16, 64, 512, **form))
+    assert finding["errors"][finding["way"]] <= probe.LABEL[torch.bfloat16]
+    assert ("varlen" in finding["milliseconds"]) == ("padded" in form)

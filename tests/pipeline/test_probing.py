@@ -1,0 +1,87 @@
+import os
+
+import pytest
+import torch
+
+from approx.errors import ApproxError
+from approx.pipeline import health, probing
+from approx_kernels import findings, products
+from approx_kernels.exact import probe
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch, tmp_path):
+    monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(findings, "_known", {})
+    monkeypatch.setattr(findings, "crowded", lambda: False)
+    monkeypatch.setattr(probing, "_LENGTHS", (512,))
+    monkeypatch.setattr(probing, "_DTYPES", (torch.float32,))
+
+
+def told() -> dict[str, tuple[str, str]]:
+    return {f"{one.what} {one.found}".partition(":")[0]: (one.state, one.found) for one in health.examine(offline=True)}
+
+
+def test_before_a_probe_the_doctor_says_how_to_start_one():
+    state, text = told()["exact attention not measured yet"]
+    assert state == "missing"
+    assert "approx doctor --probe" in text
+
+
+def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
+    monkeypatch.setattr(probe, "SECONDS", 0.0)
+    seen = []
+    probing.probe(lambda *where: seen.append(where))
+    assert [(done, total) for _, done, total in seen] == [(0, 3), (1, 3), (2, 3)]
+    lines = told()
+    for form in ("", ", causal", ", padded"):
+        found = [
+            line for what, line in lines.items() if what.endswith(f"512 keys{form}") or f"512 keys{form}, sw" in what
+        ]
+        assert found
+        assert found[0][0] == "ok"
+        assert "error" in found[0][1]
+    assert any(what.startswith("float32 products") for what in lines)
+    assert findings.file().exists()
+    monkeypatch.setattr(
+        probe, "find", lambda device, asked, measure: findings.find(device, asked, lambda: {"way": "none"})
+    )
+    monkeypatch.setattr(probing, "fastest", lambda case: findings.find("cpu", "another thing", dict))
+    probing.probe()
+    assert not any("exact attention" in asked for asked in findings.found("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"rows": 8}, "switched from 8 rows on (2.0× at 8 rows, error 4.0e-07)"),
+        ({}, "the switch gains too little here (2.0× at 8 rows)"),
+        ({"error": 2e-3}, "the switch rounds to bfloat16 here (error 2.0e-03)"),
+        ({"bfloat16": 0.13}, "bfloat16 has only 0.13 of their speed on this processor, so prefer float32"),
+        ({"crowded": True}, "other programs used the cores, so measure anew with `approx doctor --probe`"),
+    ],
+)
+def test_what_is_said_of_products(changed, words):
+    finding = {"rows": None, "gains": {"8": 2.0}, "error": 4e-7, "plain_error": 3e-7, "bfloat16": 2.0, **changed}
+    findings.find("cpu", products.ASKED, lambda: finding)
+    assert words in told()[f"float32 products {probing._of_products(finding)}".partition(":")[0]][1]
+
+
+def test_a_probe_that_failed_is_told_with_the_remedy():
+    failed = {"way": "default SDPA", "milliseconds": {}, "errors": {}, "refused": {"default SDPA": "out of memory"}}
+    findings.find("cpu", "exact attention, float32, 512 keys", lambda: failed)
+    state, text = told()["exact attention float32, 512 keys"]
+    assert state == "missing"
+    assert "the probe failed: out of memory. Free some memory, then measure anew with `approx doctor --probe`" in text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders have other rights elsewhere")
+def test_findings_that_cannot_be_kept_are_told(monkeypatch):
+    monkeypatch.setattr(probing.os, "access", lambda *_: False)
+    assert "set APPROX_CACHE to a folder that can be written" in " ".join(text for _, text in told().values())
+
+
+def test_findings_that_cannot_be_removed_are_an_error_with_the_remedy():
+    findings.file().mkdir(parents=True)
+    with pytest.raises(ApproxError, match=r"cannot be removed: .*APPROX_CACHE"):
+        probing.probe()

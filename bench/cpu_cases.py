@@ -258,7 +258,7 @@ def _transformers_peers(hidden: Tensor) -> Iterator[tuple[str, Callable[[], Tens
         blocked = _without_projections(big_bird.BigBirdBlockSparseAttention(config, seed=0))
         names = ("from_blocked_mask", "band_mask", "from_mask", "to_mask")
         made = big_bird.BigBirdModel.create_masks_for_block_sparse_attn(torch.ones_like(hidden[..., 0]), 64)
-        masks = dict(zip(names, made, strict=True))
+        masks: dict[str, Tensor] = dict(zip(names, made, strict=True))
         masks["to_blocked_mask"] = masks["from_blocked_mask"]
         yield "transformers BigBird", lambda: blocked(hidden, **masks)[0]
 

@@ -131,7 +131,7 @@ def attend_backward(
     """The gradients of q, k, v and the state; of what has none, zeros."""
     inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in (q, k, v, *state)]
     with _differentiable():
-        out = _run(*inputs[:3], key_mask, tokens, inputs[3:], text, training, dropout, seed)
+        out = _run(inputs[0], inputs[1], inputs[2], key_mask, tokens, inputs[3:], text, training, dropout, seed)
         learned = [x for x in inputs if x.requires_grad]
         found = iter(torch.autograd.grad(out, learned, grad, allow_unused=True))
     slopes = [next(found) if x.requires_grad else None for x in inputs]

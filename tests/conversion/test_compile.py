@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from torch.utils.flop_counter import FlopCounterMode
 
 from approx.conversion import surgery
@@ -62,7 +63,7 @@ def test_those_listed_as_one_operator_cannot_be_followed(name, monkeypatch):
         mechanism = make(name, causal, heads=4, size=8)
         try:
             compiled(mechanism)(*draw(**SHAPE), draw_mask("arbitrary", **SHAPE))
-        except (torch._dynamo.exc.TorchDynamoException, RuntimeError):
+        except (TorchDynamoException, RuntimeError):
             followed.append(False)
         else:
             followed.append(True)
@@ -102,7 +103,8 @@ def test_the_operator_passes_pytorchs_own_checks(name):
     q, k, v = (x.detach().requires_grad_() for x in draw(**SHAPE))
     state = [*mechanism.parameters(), *mechanism.buffers()]
     arguments = (q, k, v, draw_mask("right", **SHAPE), None, state, mechanism._told(), False, 0.0)
-    torch.library.opcheck(opaque.attend, arguments)
+    # An operator is typed as the function that it was made of.
+    torch.library.opcheck(opaque.attend, arguments)  # pyright: ignore[reportArgumentType]
 
 
 def test_what_is_learned_is_learned_through_the_operator():

@@ -2,7 +2,7 @@
 
     python bench/speech_model.py -o runs/speech-model --utterances ../shared/data/librispeech/test-other
 
-It starts from random weights and trains for some minutes on one thread. What it hears it has been trained on: it shows what
+It starts from random weights and trains for some ten minutes on one thread. What it hears it has been trained on: it shows what
 a conversion changes of a model that has learnt its lesson by heart, and nothing about recognising speech.
 """
 
@@ -53,8 +53,8 @@ def make_model(processor: Any) -> Wav2Vec2ForCTC:
         intermediate_size=256,
         num_hidden_layers=4,
         num_attention_heads=4,
-        conv_dim=(64, 128, 128),
-        conv_kernel=(20, 8, 4),
+        conv_dim=(32, 64, 128),
+        conv_kernel=(10, 8, 4),
         conv_stride=(10, 8, 4),
         num_feat_extract_layers=3,
         feat_extract_norm="layer",

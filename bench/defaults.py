@@ -1,6 +1,6 @@
 """What the settings of the approximations buy on real activations: the error of attention's output, and the time.
 
-    python bench/defaults.py -o reports/defaults [--data DIR] [--checkpoints DIR]
+    python bench/defaults.py -o reports/defaults --data DIR --checkpoints DIR
 
 Queries, keys and values are those of all layers of MiniLM, fine-tuned on SST-2 (for sentences, reviews and long documents) and
 on SQuAD, on texts of each data set; half of the texts fit what is fitted, the errors are those of the others. Long documents
@@ -10,7 +10,8 @@ is the CPU time of one thread, the best of `PASSES` passes, and that of exact at
 
 Two rules say what a default should be, and were written down before anything was measured. Settings that only cost time
 (iterations, bits): the smallest value whose error exceeds that of the largest by at most `FREE` on every data set. Settings
-that trade quality for time: as they are, unless another value is cheaper and closer on every data set. Written are
+that trade quality for time: as they are, unless another value is cheaper and closer on every data set. Frozen centroids are
+never a default: they need a calibration text. Written are
 `record.json` and, made from it, `report.md` and `defaults.svg`; `--redraw` makes only these two anew.
 """
 
@@ -26,8 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # In a checkout that is not installed, both packages lie beside this folder.
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.extend(str(ROOT / name) for name in (".", "kernels"))
+sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (".", "kernels"))
 
 import matplotlib
 import torch
@@ -45,22 +45,16 @@ from approx.evaluation.timing import Neighbours
 from approx.mechanisms import MECHANISMS
 
 SEEDS, PASSES, FREE = 3, 3, 0.02
-SWEEPS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "clustered": {
-        "iterations": (1, 2, 3, 5, 10),
-        "bits": (16, 32, 48, 63),
-        "clusters": (25, 50, 100, 200),
-        "hash_bias": (True, False),
-        "frozen": (False, True),
-    },
-    "improved-clustered": {
-        "iterations": (1, 2, 3, 5, 10),
-        "bits": (16, 32, 48, 63),
-        "clusters": (25, 50, 100, 200),
-        "topk": (8, 16, 32, 64, 128),
-        "hash_bias": (True, False),
-        "frozen": (False, True),
-    },
+_CLUSTERS: dict[str, tuple[Any, ...]] = {
+    "iterations": (1, 2, 3, 5, 10),
+    "bits": (16, 32, 48, 63),
+    "clusters": (25, 50, 100, 200),
+    "hash_bias": (True, False),
+    "frozen": (False, True),
+}
+SWEEPS = {
+    "clustered": _CLUSTERS,
+    "improved-clustered": _CLUSTERS | {"topk": (8, 16, 32, 64, 128)},
     "local": {"left": (32, 64, 128, 256)},
     "performer": {"features": (64, 128, 256, 512)},
 }
@@ -206,11 +200,6 @@ def record(data: Path, checkpoints: Path) -> dict[str, Any]:
     }
 
 
-def default(mechanism: str, setting: str) -> Any:
-    """The default of a setting, as the mechanism has it now."""
-    return MECHANISMS[mechanism].defaults()[setting]
-
-
 def best(made: dict[str, Any], mechanism: str, swept: str, now: Any) -> Any:
     """The value that the rules choose for a swept setting whose default is `now`."""
     sweep = [case for case in made["cases"] if (case["mechanism"], case["swept"]) == (mechanism, swept)]
@@ -220,7 +209,7 @@ def best(made: dict[str, Any], mechanism: str, swept: str, now: Any) -> Any:
         free = [c for c in sweep if all(c["found"][n]["error"] <= (1 + FREE) * full[n]["error"] for n in names)]
         return min(case["value"] for case in free)
     here = next((case["found"] for case in sweep if case["value"] == now), None)
-    for case in sweep if here else []:
+    for case in sweep if here and swept != "frozen" else []:
         if all(case["found"][n][what] < here[n][what] for n in names for what in ("error", "ms")):
             return case["value"]
     return now
@@ -248,7 +237,7 @@ def report(made: dict[str, Any]) -> str:
         lines = [head, ["---", "--:", *["--:"] * (2 * len(sources))]]
         chosen = []
         for swept in sweeps:
-            now = default(mechanism, swept)
+            now = MECHANISMS[mechanism].defaults()[swept]
             rule = best(made, mechanism, swept, now)
             chosen.append(f"`{swept}` {rule}" + ("" if rule == now else f" (the default is {now})"))
             for case in made["cases"]:
@@ -291,13 +280,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for the record and what is made of it")
     for name in ("data", "checkpoints"):
-        where = os.environ.get(f"APPROX_{name.upper()}_DIR", ROOT.parent / "shared" / name)
+        where = os.environ.get(f"APPROX_{name.upper()}_DIR")
         parser.add_argument(f"--{name}", type=Path, default=where, help=f"folder of {name}; $APPROX_{name.upper()}_DIR")
     parser.add_argument("--redraw", action="store_true", help="measure nothing; make page and drawing from the record")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "record.json"
     if not options.redraw:
+        if options.data is None or options.checkpoints is None:
+            parser.error("name the folders of the data and the checkpoints, --data and --checkpoints")
         made = record(options.data, options.checkpoints)
         path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     made = json.loads(path.read_text(encoding="utf-8"))

@@ -179,14 +179,13 @@ def record(data: Path, checkpoints: Path) -> dict[str, Any]:
     """Measure all cases on all data sets, one thread."""
     torch.set_num_threads(1)
     neighbours, made, sources = Neighbours(), cases(), []
-    console = Console(stderr=True)
     for source in SOURCES:
         texts = activations(source, data, checkpoints)
         with torch.inference_mode():
             exact = [[F.scaled_dot_product_attention(*layer) for layer in text] for text in texts]
             half = texts[len(texts) // 2 :]
             sdpa = min(timed(lambda x, _: F.scaled_dot_product_attention(*x), half) for _ in range(PASSES))
-            for case in track(made, source.name, console=console):
+            for case in track(made, source.name, console=Console(stderr=True)):
                 case.setdefault("found", {})[source.name] = measure(case, texts, exact)
         tokens = sorted(text[0][0].shape[2] for text in half)
         sources.append({"name": source.name, "texts": len(half), "tokens": [tokens[0], tokens[-1]], "sdpa_ms": sdpa})
@@ -263,8 +262,7 @@ def draw(made: dict[str, Any], path: Path) -> None:
         axes = figure.add_subplot(
             xscale="log", yscale="log", xlabel=f"CPU milliseconds, {last}", ylabel="relative error"
         )
-        lines = [(mechanism, swept) for mechanism, sweeps in SWEEPS.items() for swept in sweeps]
-        for number, key in enumerate(lines):
+        for number, key in enumerate((mechanism, swept) for mechanism, sweeps in SWEEPS.items() for swept in sweeps):
             found = [c["found"][last] for c in made["cases"] if (c["mechanism"], c["swept"]) == key]
             style = {"linestyle": ("-", "--")[number // 10], "marker": "os"[number // 10], "markersize": 3}
             axes.plot([f["ms"] for f in found], [f["error"] for f in found], label=": ".join(key), **style)

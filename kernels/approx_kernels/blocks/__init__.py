@@ -3,8 +3,12 @@
 from torch import Tensor
 
 from approx_kernels.blocks.reference import bigbird_lists, draw_blocks, listed_blocks, neighbour_blocks
+from approx_kernels.blocks.triton import bigbird_tiles, block_tiles
+from approx_kernels.flash import flash_obstacle
+from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
 from approx_kernels.tokens import without_padding
+from approx_kernels.triton_language import ranked
 
 __all__ = ["bigbird_attention", "bigbird_lists", "block_attention", "draw_blocks"]
 
@@ -21,6 +25,7 @@ def block_attention(
     causal: bool,
     scale: float,
     dropout: float = 0.0,
+    impl: str = "auto",
 ) -> Tensor:
     """Softmax attention inside blocks and to neighbouring blocks, in O(L (2 neighbours + 1) size D).
 
@@ -41,16 +46,20 @@ def block_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
+        impl: `triton` or `reference`.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    run = choose("block attention", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if run == "triton":
+            return block_tiles(q, k, v, size=size, neighbours=neighbours, shift=shift, causal=causal, scale=scale)
         return neighbour_blocks(
             q, k, v, size=size, neighbours=neighbours, shift=shift, causal=causal, scale=scale, dropout=dropout
         )
@@ -69,6 +78,7 @@ def bigbird_attention(
     compatible: bool = False,
     scale: float,
     dropout: float = 0.0,
+    impl: str = "auto",
 ) -> Tensor:
     """Softmax attention of each block to its neighbours, the first, the last and random blocks, in O(L (5 + r) block D).
 
@@ -92,17 +102,21 @@ def bigbird_attention(
         compatible: Whether to attend as Hugging Face's BigBird does in evaluation mode.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
+        impl: `triton` or `reference`.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    run = choose("bigbird", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         lists = bigbird_lists(-(-k.shape[2] // block), draws, compatible)
+        if run == "triton":
+            return bigbird_tiles(q, k, v, size=block, lists=lists, scale=scale)
         return listed_blocks(q, k, v, size=block, lists=lists, scale=scale, dropout=dropout)
 
     return without_padding(attend, q, k, v, key_mask)

@@ -20,6 +20,7 @@ def listed_attention(
     pattern: Hashable,
     pairs: Callable[[Tensor, Tensor], Tensor],
     *,
+    key_mask: Tensor | None = None,
     scale: float,
     first: int | None = None,
     diagonal: bool = True,
@@ -32,6 +33,7 @@ def listed_attention(
         v: Values, [B, H, S, E].
         pattern: Name and settings: all that `pairs` depends on besides the numbers of queries and keys.
         pairs: As for `block_list`.
+        key_mask: As for `flash`.
         scale: Factor of the scores.
         first: Position of the first query; None is S - L.
         diagonal: As for `block_list`.
@@ -45,7 +47,7 @@ def listed_attention(
         return block_list(pairs, length, keys, tile=tile, device=q.device, first=first, diagonal=diagonal)
 
     blocks = kept((pattern, length, keys, tile, first, q.device), make)
-    return flash(q, k, v, scale=scale, blocks=blocks, impl="triton")
+    return flash(q, k, v, key_mask, scale=scale, blocks=blocks, impl="triton")
 
 
 def kept(key: Hashable, make: Callable[[], Any]) -> Any:

@@ -21,26 +21,26 @@ def _cut(rows: int, columns: int, warps: int, stages: int) -> Configuration:
     return Configuration({"BM": rows, "BN": columns}, warps, stages)
 
 
-# By what they are given, see `kind`: the default, then what asks for less.
+# By what they are given, see `kind`: the default, and what asks for less where that may be too much.
 FORWARD = {
     "narrow": (_cut(128, 64, 8, 3), _cut(64, 64, 8, 2)),
     "wide": (_cut(128, 64, 8, 2), _cut(64, 32, 4, 2)),
     "float32": (_cut(64, 32, 8, 2), _cut(32, 32, 4, 1)),
-    "listed": (_cut(64, 64, 8, 2), _cut(64, 64, 8, 1)),
-    "listed float32": (_cut(32, 32, 4, 2), _cut(32, 32, 4, 1)),
+    "listed": (_cut(64, 64, 8, 2),),
+    "listed float32": (_cut(32, 32, 4, 1),),
 }
 QUERIES = {
-    "narrow": (_cut(128, 64, 8, 2), _cut(64, 32, 4, 2)),
-    "wide": (_cut(64, 64, 8, 2), _cut(64, 32, 8, 1)),
+    "narrow": (_cut(128, 64, 8, 2),),
+    "wide": (_cut(64, 64, 8, 2),),
     "float32": (_cut(32, 32, 4, 1),),
-    "listed": (_cut(64, 64, 8, 2), _cut(64, 64, 8, 1)),
+    "listed": (_cut(64, 64, 8, 2),),
     "listed float32": (_cut(32, 32, 4, 1),),
 }
 KEYS = {
-    "narrow": (_cut(64, 64, 8, 2), _cut(32, 64, 4, 2)),
-    "wide": (_cut(32, 64, 8, 2), _cut(32, 64, 8, 1)),
+    "narrow": (_cut(64, 64, 8, 2),),
+    "wide": (_cut(32, 64, 8, 2),),
     "float32": (_cut(32, 32, 4, 1),),
-    "listed": (_cut(64, 64, 8, 2), _cut(64, 64, 8, 1)),
+    "listed": (_cut(64, 64, 8, 2),),
     "listed float32": (_cut(32, 32, 4, 1),),
 }
 

@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from approx_kernels.flash import flash_obstacle
+from approx_kernels.flash.listed import listed_attention
 from approx_kernels.global_tokens.reference import places, seeing_rows, window_blocks
+from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
 from approx_kernels.tokens import without_padding
+from approx_kernels.triton_language import ranked
 
 
 def global_token_attention(
@@ -25,6 +29,7 @@ def global_token_attention(
     causal: bool,
     scale: float,
     dropout: float = 0.0,
+    impl: str = "auto",
 ) -> Tensor:
     """Softmax attention of each query to the keys around it and to chosen tokens, in O(L (left + right + g) D).
 
@@ -49,17 +54,25 @@ def global_token_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
+        impl: `triton` or `reference`.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
     right = 0 if causal else right
+    elsewhere = "tokens that each sample chooses need a list for each. Give positions, or ask for 'reference'."
+    why = elsewhere if isinstance(tokens, Tensor) else flash_obstacle(q, v, dropout)
+    run = choose("global tokens", impl, ranked(q, why, reference=None))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[int] | Tensor) -> Tensor:
+        if run == "triton":
+            return _tiles(
+                q, k, v, left=left, right=right, tokens=tuple(tokens), see_all=see_all, causal=causal, scale=scale
+            )
         chosen = places(tokens, k.shape[2], k.device)
         how: dict[str, Any] = {"chosen": chosen, "causal": causal, "scale": scale, "dropout": dropout}
         out = window_blocks(q, k, v, left=left, right=right, **how)
@@ -78,3 +91,26 @@ def global_token_attention(
     for *qkv, real, own in zip(q.split(1), k.split(1), v.split(1), key_mask, tokens, strict=True):
         out.append(without_padding(partial(attend, tokens=own[real][None]), *qkv, key_mask=real[None]))
     return torch.cat(out)
+
+
+def _tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    left: int,
+    right: int,
+    tokens: tuple[int, ...],
+    see_all: bool,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """The window and the tokens as one list of blocks for the flash kernels."""
+
+    def pairs(i: Tensor, j: Tensor) -> Tensor:
+        chosen = torch.tensor(tokens, dtype=torch.long, device=i.device)
+        seen = (j >= i - left) & (j <= i + right) | torch.isin(j, chosen)
+        seen = seen | torch.isin(i, chosen) if see_all else seen
+        return seen & (j <= i) if causal else seen
+
+    return listed_attention(q, k, v, ("global tokens", left, right, tokens, see_all, causal), pairs, scale=scale)[0]

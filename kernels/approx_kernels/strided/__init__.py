@@ -4,10 +4,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from approx_kernels.flash import flash_obstacle
+from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
 from approx_kernels.strided.reference import strided_heads
+from approx_kernels.strided.triton import strided_tiles
 from approx_kernels.strides import root_above
 from approx_kernels.tokens import by_step, without_padding
+from approx_kernels.triton_language import ranked
 
 __all__ = ["root_above", "strided_attention"]
 
@@ -23,6 +27,7 @@ def strided_attention(
     steps: Sequence[int | None] = (None,),
     scale: float,
     dropout: float = 0.0,
+    impl: str = "auto",
 ) -> Tensor:
     """Softmax attention to the keys nearer than l and to every l-th key, in O(L (l + S / l) D).
 
@@ -43,17 +48,21 @@ def strided_attention(
         steps: 1, 2 or None (both merged): what each head uses, repeated over the heads.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
+        impl: `triton` or `reference`.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    run = choose("strided attention", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
         own = stride(k.shape[2])
+        if run == "triton":
+            return strided_tiles(q, k, v, stride=own, causal=causal, step=step, scale=scale)
         return strided_heads(q, k, v, stride=own, causal=causal, step=step, scale=scale, dropout=dropout)
 
     return without_padding(lambda q, k, v: by_step(attend, q, k, v, steps), q, k, v, key_mask)

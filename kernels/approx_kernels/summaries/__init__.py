@@ -4,10 +4,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from approx_kernels.flash import flash_obstacle
+from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
 from approx_kernels.strides import root_below
 from approx_kernels.summaries.reference import Inside, summary_blocks
+from approx_kernels.summaries.triton import summary_tiles
 from approx_kernels.tokens import by_step, without_padding
+from approx_kernels.triton_language import ranked
 
 __all__ = ["root_below", "summary_attention"]
 
@@ -25,6 +29,7 @@ def summary_attention(
     steps: Sequence[int | None] = (None,),
     scale: float,
     dropout: float = 0.0,
+    impl: str = "auto",
 ) -> Tensor:
     """Softmax attention of each block to its own keys and c columns of every block, in O(L (l + c S / l) D).
 
@@ -50,21 +55,27 @@ def summary_attention(
         steps: 1, 2, ... or None (all merged): what each head uses, repeated over the heads.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
+        impl: `triton` or `reference`.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or a causal pattern would look ahead.
+        ValueError: if the shapes or dtypes do not fit together, a causal pattern would look ahead, or the implementation
+            asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
     if causal and inside != "past":
         raise ValueError(f"A causal pattern with inside={inside!r}; expected inside='past'.")
+    run = choose("summaries", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
         side: Inside = inside
         if inside == "both" and step is not None:
             side, step = ("past", step) if step < 3 else ("future", step - 2)
+        if run == "triton":
+            how = {"stride": stride(k.shape[2]), "summary": summary, "causal": causal, "scale": scale}
+            return summary_tiles(q, k, v, inside=side, step=step, **how)
         return summary_blocks(
             q,
             k,

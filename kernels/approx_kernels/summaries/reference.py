@@ -26,7 +26,7 @@ def summary_blocks(
     keys, before = k.shape[2], k.shape[2] - q.shape[2]
     place = torch.arange(keys, device=q.device)
     sizes = (keys - place // stride * stride).clamp(max=stride)
-    columns = _summary(place % stride, sizes, summary, inside).nonzero().squeeze(1)
+    columns = summary_columns(place % stride, sizes, summary, inside).nonzero().squeeze(1)
     key_summaries, value_summaries = k.index_select(2, columns), v.index_select(2, columns)
     # Columns of the summary of a complete block; only the last block may have fewer.
     each = min((2 if inside == "both" else 1) * summary, stride)
@@ -52,7 +52,7 @@ def summary_blocks(
     return torch.cat(out, 2)
 
 
-def _summary(column: Tensor, size: Tensor | int, summary: int, inside: Inside) -> Tensor:
+def summary_columns(column: Tensor, size: Tensor | int, summary: int, inside: Inside) -> Tensor:
     """Which columns of blocks of that size summarise them."""
     first, last = column < summary, column >= size - summary
     return first | last if inside == "both" else first if inside == "future" else last
@@ -73,6 +73,6 @@ def _pairs(
     if step != 2:
         allowed = allowed | (column >= row if inside == "future" else column <= row)
     if step != 1:
-        allowed = allowed | _summary(column, whole, summary, inside)
+        allowed = allowed | summary_columns(column, whole, summary, inside)
     allowed = allowed & (column <= row) if causal else allowed
     return F.pad(allowed, (0, others), value=True)

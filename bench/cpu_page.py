@@ -8,8 +8,8 @@ import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from bench.cpu_cases import COUNTERPARTS
 from bench.cpu_floor import floor_ms
+from bench.cpu_peers import COUNTERPARTS
 from bench.cpu_targets import LENGTHS, THREADS, against_peers, exponents, find, fits, judged, other_targets, row
 
 _SUITES = {

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench.cpu_peers import COUNTERPARTS
+
 
 class Target(NamedTuple):
     """At least so many times as fast as exact attention end to end, by length: default SDPA, and the best exact found."""
@@ -133,7 +135,6 @@ def against_peers(made: dict[str, Any], counterparts: dict[str, str]) -> list[di
 
 
 def _idiap(made: dict[str, Any]) -> str:
-    from bench.cpu_cases import COUNTERPARTS
 
     found = [
         one

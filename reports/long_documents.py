@@ -110,7 +110,10 @@ def _table(entries: list[tuple[int, dict[str, Any]]], found: list[Point]) -> str
             cells.append(f"{score} ({100 * low:{sign}.1f} … {100 * high:{sign}.1f})")
             cells.append("–" if point.milliseconds is None else f"{point.milliseconds:.0f}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    note = "Bold: nothing that is as quick scores as high. In the first row the brackets hold the interval of the score itself."
+    note = (
+        "Bold: nothing that is as quick scores as high; of the scores as measured, so mind the intervals. In the first row the "
+        "brackets hold the interval of the score itself."
+    )
     return "\n".join([*lines, "", note])
 
 

@@ -1,0 +1,237 @@
+"""The flash kernels against their specification in float64: windows, lists of blocks, masks, spans, and every gradient.
+
+Under Triton's interpreter, which takes a second for a few dozen tokens, or on a GPU where there is one.
+"""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from approx_kernels.flash import block_list, flash, flash_attention
+from approx_kernels.flash import triton as launching
+from approx_kernels.triton_language import configuration
+from closeness import assert_close
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+
+def draw(length, keys, *, size=16, values=16, heads=2, batch=1, dtype=torch.float32):
+    # Heads beside each other in memory, as a model has them.
+    shapes = (length, size), (keys, size), (keys, values)
+    return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
+
+
+def run(tensors, impl, **how):
+    """Outputs, finite log-sum-exps, and the gradients of both in everything that has one."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    spans = {"spans": leaves[3]} if len(leaves) > 3 else {}
+    out, lse = flash(*leaves[:3], scale=0.3, impl=impl, **spans, **how)
+    generator = torch.Generator().manual_seed(1)
+    grads = (torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for x in (out, lse))
+    seen = lse > -torch.inf
+    total = sum((x * g)[keep].sum() for x, g, keep in zip((out, lse), grads, (..., seen), strict=True))
+    return [out, lse.masked_fill(~seen, 0), *torch.autograd.grad(total, leaves)], seen
+
+
+def check(tensors, **how):
+    wide, seen = run([x.double() for x in tensors], "reference", **how)
+    plain, _ = run(tensors, "reference", **how)
+    found, own = run(tensors, "triton", **how)
+    assert torch.equal(seen, own)
+    for name, *each in zip(("out", "lse", "dq", "dk", "dv", "dspans"), found, plain, wide, strict=False):
+        # Scores become logarithms to the base 2, and sums are rescaled with every tile: a few roundings more.
+        assert_close(name, *each, factor=6.0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Outputs are full of NaN before they are written."""
+    made = launching._beside
+    monkeypatch.setattr(launching, "_beside", lambda *given: made(*given).fill_(torch.nan))
+
+
+KINDS = {
+    "dense": {},
+    "causal": {"right": 0},
+    "window": {"left": 9, "right": 3},
+    "before itself": {"right": -1},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_windows(name):
+    check(draw(37, 37), **KINDS[name])
+
+
+@pytest.mark.parametrize(("length", "keys"), [(1, 50), (20, 41), (41, 20)])
+def test_other_numbers_of_keys_than_of_queries(length, keys):
+    check(draw(length, keys), right=0)
+
+
+@pytest.mark.parametrize("size", [32, 64, 80, 96, 128])
+def test_head_sizes(size):
+    check(draw(20, 20, size=size, values=16 if size == 80 else size, heads=1))
+
+
+def test_half_precision():
+    check(draw(37, 37, dtype=torch.float16), right=0)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bfloat16")
+def test_bfloat16():
+    check(draw(300, 300, size=64, dtype=torch.bfloat16), right=0)
+
+
+def test_tiles_for_smaller_cards():
+    with configuration(-1):
+        check(draw(70, 70, heads=1, dtype=torch.float16), right=0)
+
+
+def mask(kind, keys):
+    position = torch.arange(keys, device=DEVICE)
+    rows = {
+        "right": [position < 20, position < keys],
+        "left": [position >= 7, position >= 0],
+        "holes": [position % 3 != 0, position % 2 == 0],
+        "nobody": [position < 0, position < 9],
+    }
+    return torch.stack(rows[kind])
+
+
+@pytest.mark.parametrize("kind", ["right", "left", "holes", "nobody"])
+def test_key_masks(kind):
+    check(draw(37, 37, heads=1, batch=2), key_mask=mask(kind, 37), right=0)
+
+
+def test_padding_is_not_read():
+    tensors = draw(37, 37, heads=1, batch=2)
+    right = mask("right", 37)
+    for x in tensors:
+        x[0, :, 20:] = torch.nan
+    found, _ = run(tensors, "triton", key_mask=right)
+    assert all(torch.isfinite(x).all() for x in found)
+
+
+def test_samples_one_behind_the_other_do_not_meet():
+    check(draw(50, 50, heads=1), lengths=[20, 1, 29], right=0)
+
+
+@pytest.mark.parametrize("right", [0, None])
+def test_spans(right):
+    spans = torch.tensor([3.0, 20.5], device=DEVICE)
+    check([*draw(37, 37), spans], right=right, ramp=5)
+
+
+def pairs(i, j):
+    return ((i - j).abs() < 4) | (j % 16 == 0)
+
+
+LISTS = {
+    "a pattern": pairs,
+    "pairs that count more than once": lambda i, j: pairs(i, j) * 1 + (j < 16),
+    "heads that differ": lambda i, j: torch.stack([pairs(i, j), j <= i]),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_blocks(name):
+    check(draw(50, 50), blocks=block_list(LISTS[name], 50, 50, tile=32, device=DEVICE))
+
+
+def test_a_list_under_a_key_mask():
+    blocks = block_list(pairs, 37, 37, tile=32, device=DEVICE)
+    check(draw(37, 37, heads=1, batch=2), blocks=blocks, key_mask=mask("holes", 37))
+
+
+def test_a_list_says_what_the_pattern_says():
+    i, j = torch.arange(30)[:, None] + 20, torch.arange(50)
+    counted = block_list(LISTS["pairs that count more than once"], 30, 50, tile=16).counts()
+    assert torch.equal(counted[0], LISTS["pairs that count more than once"](i, j).int())
+
+
+def test_strides_do_not_matter():
+    q, k, v = draw(37, 37)
+    odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
+    spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
+    expected = flash(q, k, spread.contiguous(), scale=0.3, impl="triton")[0]
+    assert torch.equal(flash(*odd, spread, scale=0.3, impl="triton")[0], expected)
+
+
+def test_it_repeats_bit_by_bit():
+    tensors = draw(50, 50, dtype=torch.float16)
+    one, two = (run(tensors, "triton", right=0)[0] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_the_operator_passes_pytorchs_own_checks():
+    q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1))
+    blocks = block_list(pairs, 17, 17, tile=32, device=DEVICE).tensors
+    spans = torch.tensor([3.0], device=DEVICE, requires_grad=True)
+    rest = 0, 4, 0.3, 0
+    torch.library.opcheck(launching.flash_forward, (q, k, v, None, None, spans, blocks, launching.ENDLESS, *rest))
+
+
+def test_it_compiles_without_a_break():
+    q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1, batch=2))
+    real = mask("left", 17)
+
+    def attend(q, k, v):
+        return flash_attention(q, k, v, real, causal=True, scale=0.3, impl="triton")
+
+    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
+    expected = attend(q, k, v)
+    assert torch.equal(out, expected)
+    grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize(("right", "pairs"), [(None, 20 * 20), (0, 20 * 21 // 2)])
+def test_operations_are_counted(right, pairs):
+    q, k, v = (x.requires_grad_() for x in draw(20, 20, values=32))
+    with FlopCounterMode(display=False) as counter:
+        out = flash(q, k, v, scale=0.3, right=right, impl="triton")[0]
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    assert forward == 2 * 2 * pairs * (16 + 32)
+    assert counter.get_total_flops() - forward == 2 * 2 * pairs * (4 * 16 + 3 * 32)
+
+
+def test_without_kernels_it_is_pytorchs_attention():
+    q, k, v = (x.cpu() for x in draw(20, 20))
+    found = flash_attention(q, k, v, causal=True, scale=0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    assert torch.equal(found, expected)
+
+
+REFUSED = {
+    "on the cpu": (lambda: flash(*(x.cpu() for x in draw(20, 20)), scale=0.3, impl="triton"), "need CUDA tensors"),
+    "head size": (lambda: flash(*draw(20, 20, size=24), scale=0.3, impl="triton"), "head size is 24; allowed are 16, 32"),
+    "dtype": (lambda: flash(*draw(20, 20, dtype=torch.float64), scale=0.3, impl="triton"), "allowed are float16"),
+    "dropout": (lambda: flash_attention(*draw(20, 20), causal=True, scale=0.3, dropout=0.1, impl="triton"), "dropout"),
+    "lengths": (lambda: flash(*draw(20, 20), scale=0.3, lengths=[9, 10]), "2 that sum to 19"),
+    "an empty sample": (lambda: flash(*draw(20, 20), scale=0.3, lengths=[20, 0]), "above 0"),
+    "no diagonal": (lambda: block_list(lambda i, j: (j < i) | (j < 3), 20, 20, tile=16), "position 3"),
+    "a tile": (lambda: block_list(pairs, 20, 20, tile=24), "allowed are 16, 32"),
+    "another list": (lambda: flash(*draw(20, 20), scale=0.3, blocks=block_list(pairs, 20, 21, tile=32, device=DEVICE)), "21 keys"),
+    "another tile": (
+        lambda: flash(*draw(20, 20), scale=0.3, blocks=block_list(pairs, 20, 20, tile=16, device=DEVICE), impl="triton"),
+        "takes 32",
+    ),
+    "list and window": (
+        lambda: flash(*draw(20, 20), scale=0.3, right=0, blocks=block_list(pairs, 20, 20, tile=32, device=DEVICE)),
+        "together",
+    ),
+    "spans": (lambda: flash(*draw(20, 20), scale=0.3, spans=torch.ones(3)), "one for each head"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused(what, monkeypatch):
+    if what == "on the cpu":
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    call, said = REFUSED[what]
+    with pytest.raises(ValueError, match=said):
+        call()

@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
+from approx_kernels.blocks.cpu import block_lists, neighbour_lists
 from approx_kernels.blocks.reference import bigbird_lists, draw_blocks, listed_blocks, neighbour_blocks
 from approx_kernels.blocks.triton import bigbird_tiles, block_tiles
 from approx_kernels.flash import flash_obstacle
 from approx_kernels.implementation import choose
+from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.shapes import check_shapes
 from approx_kernels.tokens import without_padding
 from approx_kernels.triton_language import ranked
@@ -46,7 +48,7 @@ def block_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: `triton` or `reference`.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16 without dropout.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -55,11 +57,15 @@ def block_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    run = choose("block attention", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
+    ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
+    run = choose("block attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if run == "triton":
             return block_tiles(q, k, v, size=size, neighbours=neighbours, shift=shift, causal=causal, scale=scale)
+        if run == "cpu":
+            how = {"size": size, "neighbours": neighbours, "shift": shift, "causal": causal}
+            return neighbour_lists(q, k, v, **how, scale=scale)
         return neighbour_blocks(
             q, k, v, size=size, neighbours=neighbours, shift=shift, causal=causal, scale=scale, dropout=dropout
         )
@@ -102,7 +108,7 @@ def bigbird_attention(
         compatible: Whether to attend as Hugging Face's BigBird does in evaluation mode.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: `triton` or `reference`.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16 without dropout.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -111,12 +117,15 @@ def bigbird_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    run = choose("bigbird", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
+    ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
+    run = choose("bigbird", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         lists = bigbird_lists(-(-k.shape[2] // block), draws, compatible)
         if run == "triton":
             return bigbird_tiles(q, k, v, size=block, lists=lists, scale=scale)
+        if run == "cpu":
+            return block_lists(q, k, v, size=block, lists=lists, scale=scale)
         return listed_blocks(q, k, v, size=block, lists=lists, scale=scale, dropout=dropout)
 
     return without_padding(attend, q, k, v, key_mask)

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from approx_kernels.flash import flash_obstacle
 from approx_kernels.flash.listed import listed_attention
+from approx_kernels.global_tokens.cpu import window_lists
 from approx_kernels.global_tokens.reference import places, seeing_rows, window_blocks
 from approx_kernels.implementation import choose
+from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.shapes import check_shapes
 from approx_kernels.tokens import without_padding
 from approx_kernels.triton_language import ranked
@@ -54,7 +56,7 @@ def global_token_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: `triton` or `reference`.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16 without dropout.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -65,8 +67,9 @@ def global_token_attention(
     check_shapes(q, k, v, key_mask)
     right = 0 if causal else right
     elsewhere = "tokens that each sample chooses need a list for each. Give positions, or ask for 'reference'."
-    why = elsewhere if isinstance(tokens, Tensor) else flash_obstacle(q, v, dropout)
-    run = choose("global tokens", impl, ranked(q, why, reference=None))
+    own = isinstance(tokens, Tensor)
+    ways = {"cpu": elsewhere if own else obstacle(q, dropout=dropout), "reference": None}
+    run = choose("global tokens", impl, ranked(q, elsewhere if own else flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[int] | Tensor) -> Tensor:
         if run == "triton":
@@ -75,7 +78,11 @@ def global_token_attention(
             )
         chosen = places(tokens, k.shape[2], k.device)
         how: dict[str, Any] = {"chosen": chosen, "causal": causal, "scale": scale, "dropout": dropout}
-        out = window_blocks(q, k, v, left=left, right=right, **how)
+        if run == "cpu":
+            near = {"left": left, "right": right, "causal": causal, "scale": scale}
+            out = window_lists(q, k, v, **near, tokens=[int(token) for token in tokens])
+        else:
+            out = window_blocks(q, k, v, left=left, right=right, **how)
         return seeing_rows(out, q, k, v, **how) if see_all else out
 
     if not isinstance(tokens, Tensor):

@@ -56,6 +56,12 @@ def obstacle(q: Tensor, *, dropout: float) -> str | None:
     return c_obstacle(FORWARD, q) or c_obstacle(BACKWARD, q)
 
 
+def cut(begin: int, end: int) -> list[int]:
+    """First queries of blocks of about equal size, none above `MOST_ROWS`, from begin to before end."""
+    count = -(-(end - begin) // MOST_ROWS)
+    return [begin + (end - begin) * block // count for block in range(count)]
+
+
 def attend_lists(
     q: Tensor,
     k: Tensor,

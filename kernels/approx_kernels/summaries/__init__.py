@@ -6,8 +6,10 @@ from torch import Tensor
 
 from approx_kernels.flash import flash_obstacle
 from approx_kernels.implementation import choose
+from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.shapes import check_shapes
 from approx_kernels.strides import root_below
+from approx_kernels.summaries.cpu import summary_lists
 from approx_kernels.summaries.reference import Inside, summary_blocks
 from approx_kernels.summaries.triton import summary_tiles
 from approx_kernels.tokens import by_step, without_padding
@@ -55,7 +57,7 @@ def summary_attention(
         steps: 1, 2, ... or None (all merged): what each head uses, repeated over the heads.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: `triton` or `reference`.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16 without dropout.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -67,15 +69,17 @@ def summary_attention(
     check_shapes(q, k, v, key_mask)
     if causal and inside != "past":
         raise ValueError(f"A causal pattern with inside={inside!r}; expected inside='past'.")
-    run = choose("summaries", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
+    ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
+    run = choose("summaries", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
         side: Inside = inside
         if inside == "both" and step is not None:
             side, step = ("past", step) if step < 3 else ("future", step - 2)
-        if run == "triton":
+        if run != "reference":
             how = {"stride": stride(k.shape[2]), "summary": summary, "causal": causal, "scale": scale}
-            return summary_tiles(q, k, v, inside=side, step=step, **how)
+            attend_side = summary_tiles if run == "triton" else summary_lists
+            return attend_side(q, k, v, inside=side, step=step, **how)
         return summary_blocks(
             q,
             k,

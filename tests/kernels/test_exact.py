@@ -96,7 +96,7 @@ def test_gradients_of_chunks_are_right(queries, causal):
         return chunked_attention(q, k, v, causal=causal, scale=0.4, chunk=3)
 
     assert torch.autograd.gradcheck(attend, (q, k, v))
-    assert torch.autograd.gradcheck(lambda *x: by_lengths(attend, *x, mask, causal=causal), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: by_lengths(attend, x[0], x[1], x[2], mask, causal=causal), (q, k, v))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -123,8 +123,8 @@ def test_padding_of_any_value_cannot_matter_by_lengths():
     mask[0] = False
     hidden = ~mask[:, None, :, None]
     out = exact_attention(q, k, v, mask, causal=False, scale=0.3, impl="cpu")
-    wild = (x.masked_fill(hidden, float("inf")) for x in (q, k, v))
-    assert torch.equal(exact_attention(*wild, mask, causal=False, scale=0.3, impl="cpu"), out)
+    wild = [x.masked_fill(hidden, float("inf")) for x in (q, k, v)]
+    assert torch.equal(exact_attention(wild[0], wild[1], wild[2], mask, causal=False, scale=0.3, impl="cpu"), out)
 
 
 def varlen_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):

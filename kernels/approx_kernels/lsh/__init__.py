@@ -1,18 +1,23 @@
 """Attention among tokens that locality-sensitive hashing brings together."""
 
-from typing import Literal
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.exact import exact_attention
+from approx_kernels.flash import flash_obstacle
+from approx_kernels.implementation import choose
 from approx_kernels.lsh.buckets import bucket_plan
 from approx_kernels.lsh.clusters import cluster_plan
 from approx_kernels.lsh.hashing import draw_projections, unit_keys
 from approx_kernels.lsh.reference import dense_union
+from approx_kernels.lsh.triton import sorted_tiles
 from approx_kernels.lsh.union import tile_union
 from approx_kernels.shapes import check_shapes
+from approx_kernels.tokens import without_padding
+from approx_kernels.triton_language import ranked
 
 __all__ = ["VARIANTS", "draw_projections", "lsh_attention"]
 
@@ -32,7 +37,7 @@ def lsh_attention(
     causal: bool,
     scale: float,
     dropout: float = 0.0,
-    impl: Literal["reference", "tiles"] = "tiles",
+    impl: str = "auto",
 ) -> Tensor:
     """Softmax attention of each query over the keys that hashing puts beside it, in O(rounds n cluster D) and sorting.
 
@@ -66,13 +71,14 @@ def lsh_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped, in each round.
-        impl: `tiles`, or `reference`, which materialises all pairs.
+        impl: `triton`, `tiles`, or `reference`, which materialises all pairs.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or the shared variant gets L != S.
+        ValueError: if the shapes or dtypes do not fit together, the shared variant gets L != S, or the
+            implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
     length, keys = q.shape[2], k.shape[2]
@@ -82,6 +88,11 @@ def lsh_attention(
     with torch.autocast(q.device.type, enabled=False):
         if variant == "asymmetric" and max(length, keys) <= (2 * cluster if causal else cluster):
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
+        obstacles = ranked(q, _obstacle(q, k, v, key_mask, variant, dedup, causal, dropout), tiles=None, reference=None)
+        run = choose("lsh", impl, obstacles)
+        if run == "triton":
+            attend_tiles = partial(sorted_tiles, projections=projections, cluster=cluster, scale=scale)
+            return without_padding(attend_tiles, q, k, v, key_mask)
         wide = torch.promote_types(q.dtype, torch.float32)
         out_dtype = q.dtype
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
@@ -89,7 +100,7 @@ def lsh_attention(
         make = bucket_plan if causal else cluster_plan
         with torch.no_grad():
             plan = make(q, k, key_mask, projections=projections, variant=variant, cluster=cluster)
-        attend = dense_union if impl == "reference" else tile_union
+        attend = dense_union if run == "reference" else tile_union
         own = "last resort" if variant == "shared" else "always" if causal else "as any other"
         out = attend(q, k, v, plan, own=own, scale=scale, dedup=dedup, dropout=dropout)
         if key_mask is not None and (causal or length == keys):
@@ -97,3 +108,21 @@ def lsh_attention(
             real = key_mask[:, max(keys - length, 0) :]
             out = out * F.pad(real, (length - real.shape[1], 0))[:, None, :, None]
         return out.to(out_dtype)
+
+
+def _obstacle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    variant: str,
+    dedup: bool,
+    causal: bool,
+    dropout: float,
+) -> str | None:
+    """Why kernels cannot run; None where they can."""
+    if variant != "asymmetric" or causal or dedup:
+        return "kernels are for the asymmetric variant, bidirectional and without dedup. Ask for 'auto'."
+    if key_mask is not None and q.shape[2] != k.shape[2]:
+        return "kernels take a key mask where there are as many queries as keys only. Ask for 'auto'."
+    return flash_obstacle(q, v, dropout)

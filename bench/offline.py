@@ -4,7 +4,7 @@
 
 Each file of `bench/launches` launches the kernels of one op on CPU tensors. The launches are caught, and compiled for
 compute capability 8.0 (A100) and 9.0 (H100, H200) with the arguments that they had. Written are `record.json` and, made
-from it, `report.md`; `--only OP` prints the figures of one op and writes nothing.
+from it, `report.md`; `--only OP` reads one op. Without `-o` the figures are printed as JSON.
 """
 
 import argparse
@@ -72,18 +72,16 @@ def launches(op: str) -> list[Launch]:
     return list(importlib.import_module(f"bench.launches.{op}").launches())
 
 
-def figures(op: str, only: str | None = None) -> Iterator[dict[str, Any]]:
+def figures(op: str) -> Iterator[dict[str, Any]]:
     """What the compiler says of every kernel of an op, a row for each launch and capability.
 
     Args:
         op: One of `ops()`.
-        only: Name of one launch.
     """
     for launch in launches(op):
-        if only in (None, launch.name):
-            for caught in catch(launch.run):
-                for capability in CAPABILITIES:
-                    yield {"op": op, "launch": launch.name} | compiled(caught, capability, launch.tensor_cores)
+        for caught in catch(launch.run):
+            for capability in CAPABILITIES:
+                yield {"op": op, "launch": launch.name} | compiled(caught, capability, launch.tensor_cores)
 
 
 def catch(run: Callable[[], Any]) -> list[Caught]:
@@ -211,11 +209,27 @@ def report(record: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def write(rows: list[dict[str, Any]], folder: Path, version: str) -> None:
+    """Put rows into the record, in place of what it says of their ops, and make the report anew."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "record.json"
+    old = json.loads(path.read_text(encoding="utf-8"))["kernels"] if path.is_file() else []
+    new = {row["op"] for row in rows}
+    kept = [row for row in old if row["op"] in ops() and row["op"] not in new]
+    record = {
+        "command": "python bench/offline.py -o reports/kernels",
+        "triton": version,
+        "kernels": sorted(kept + rows, key=lambda row: row["op"]),
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(report(record), encoding="utf-8")
+
+
 def main() -> int:
     """Compile, write and print; 1 if a limit is broken."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-o", "--output", type=Path, help="folder for the record and the report")
-    parser.add_argument("--only", metavar="OP", help="print the figures of one op as JSON")
+    parser.add_argument("--only", metavar="OP", help="read this op alone")
     options = parser.parse_args()
     # Read when Triton is imported: kernels are compiled here, not interpreted.
     os.environ["TRITON_INTERPRET"] = "0"
@@ -223,17 +237,10 @@ def main() -> int:
     from triton import __version__
 
     rows = [row for op in ([options.only] if options.only else ops()) for row in figures(op)]
-    if options.only:
+    if options.output:
+        write(rows, options.output, __version__)
+    else:
         sys.stdout.write(json.dumps(rows) + "\n")
-    elif options.output:
-        record = {
-            "command": "python bench/offline.py -o reports/kernels",
-            "triton": __version__,
-            "kernels": rows,
-        }
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        (options.output / "report.md").write_text(report(record), encoding="utf-8")
     broken = [sentence for row in rows for sentence in wrong(row)]
     sys.stderr.write("".join(f"{sentence}\n" for sentence in broken))
     return int(bool(broken))

@@ -14,8 +14,9 @@ def launches() -> Iterator[Launch]:
         yield Launch(f"bfloat16, {size}", _both(torch.bfloat16, size))
         yield Launch(f"bfloat16, {size}, block list", _both(torch.bfloat16, size, listed=True))
     yield Launch("bfloat16, 64, key mask and spans", _both(torch.bfloat16, 64, masked=True, ramp=32))
-    yield Launch("float32, 128", _both(torch.float32, 128), tensor_cores=False)
-    yield Launch("float32, 64, block list", _both(torch.float32, 64, listed=True), tensor_cores=False)
+    # The largest head size would take the compiler minutes: true float32 products are written out one by one.
+    yield Launch("float32, 32", _both(torch.float32, 32), tensor_cores=False)
+    yield Launch("float32, 32, block list", _both(torch.float32, 32, listed=True), tensor_cores=False)
 
 
 def _both(

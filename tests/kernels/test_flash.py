@@ -218,7 +218,7 @@ REFUSED = {
     "another list": (lambda: flash(*draw(20, 20), scale=0.3, blocks=block_list(pairs, 20, 21, tile=32, device=DEVICE)), "21 keys"),
     "another tile": (
         lambda: flash(*draw(20, 20), scale=0.3, blocks=block_list(pairs, 20, 20, tile=16, device=DEVICE), impl="triton"),
-        "takes 32",
+        "take 32",
     ),
     "list and window": (
         lambda: flash(*draw(20, 20), scale=0.3, right=0, blocks=block_list(pairs, 20, 20, tile=32, device=DEVICE)),

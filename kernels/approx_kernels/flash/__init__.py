@@ -89,7 +89,7 @@ def flash(
         left: Keys seen before the own position, any number with a minus sign or without; None is all.
         right: Keys seen after it; None is all, 0 is causal.
         blocks: Which pairs count, instead of a window. For kernels its tiles must be
-            `list_tile(q.dtype)` wide.
+            `list_tile(q, v)` wide.
         spans: z, [H], float: weights at distance x are multiplied by m = clip((R + z - x) / R, 0, 1), then sum to 1.
         ramp: R, in tokens.
         lengths: Where B = 1, the tokens of the samples that lie one behind the other; none sees another.
@@ -108,7 +108,7 @@ def flash(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if blocks is not None:
-        _check_blocks(q, k, blocks, left, right, run == "triton")
+        _check_blocks(q, k, blocks, left, right, list_tile(q, v) if run == "triton" else None)
     if spans is not None and spans.shape != q.shape[1:2]:
         raise ValueError(f"spans has shape {list(spans.shape)}; expected [{q.shape[1]}], one for each head.")
     bounds = _stretches(key_mask, q.shape[2]) if lengths is None else _packed(q, k, key_mask, lengths)
@@ -134,7 +134,9 @@ def flash_obstacle(q: Tensor, v: Tensor, dropout: float) -> str | None:
     return obstacle(q, v)
 
 
-def _check_blocks(q: Tensor, k: Tensor, blocks: BlockList, left: int | None, right: int | None, kernels: bool) -> None:
+def _check_blocks(
+    q: Tensor, k: Tensor, blocks: BlockList, left: int | None, right: int | None, tile: int | None
+) -> None:
     if left is not None or right is not None:
         raise ValueError("A window and a list of blocks were asked for together; put the window into the list.")
     heads = blocks.rows.shape[0]
@@ -143,8 +145,8 @@ def _check_blocks(q: Tensor, k: Tensor, blocks: BlockList, left: int | None, rig
             f"The list of blocks is for {heads} heads, {blocks.queries} queries and {blocks.keys} keys, but there are "
             f"{q.shape[1]}, {q.shape[2]} and {k.shape[2]}. Make it for them; one head serves all."
         )
-    if kernels and blocks.tile != list_tile(q.dtype):
-        raise ValueError(f"The list's tiles are {blocks.tile} wide; {q.dtype} takes {list_tile(q.dtype)}.")
+    if tile not in (None, blocks.tile):
+        raise ValueError(f"The list's tiles are {blocks.tile} wide; {q.dtype} and these head sizes take {tile}.")
     if blocks.rows.device != q.device:
         raise ValueError(
             f"The list of blocks is on {blocks.rows.device}, the queries are on {q.device}. Make it there."

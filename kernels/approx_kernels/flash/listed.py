@@ -41,7 +41,7 @@ def listed_attention(
     Returns:
         What `flash` gives: [B, H, L, E] and [B, H, L].
     """
-    length, keys, tile = q.shape[2], k.shape[2], list_tile(q.dtype)
+    length, keys, tile = q.shape[2], k.shape[2], list_tile(q, v)
 
     def make() -> BlockList:
         return block_list(pairs, length, keys, tile=tile, device=q.device, first=first, diagonal=diagonal)

@@ -24,37 +24,46 @@ def _cut(rows: int, columns: int, warps: int, stages: int) -> Configuration:
 # By what they are given, see `kind`: the default, and what asks for less where that may be too much.
 FORWARD = {
     "narrow": (_cut(128, 64, 8, 3), _cut(64, 64, 8, 2)),
-    "wide": (_cut(128, 64, 8, 2), _cut(64, 32, 4, 2)),
-    "float32": (_cut(64, 32, 8, 2), _cut(32, 32, 4, 1)),
+    "wide": (_cut(64, 64, 8, 2), _cut(64, 32, 4, 2)),
+    "spans": (_cut(64, 64, 8, 2),),
+    "float32": (_cut(32, 32, 4, 1),),
     "listed": (_cut(64, 64, 8, 2),),
+    "listed wide": (_cut(32, 32, 4, 2),),
     "listed float32": (_cut(32, 32, 4, 1),),
 }
 QUERIES = {
     "narrow": (_cut(128, 64, 8, 2),),
     "wide": (_cut(64, 64, 8, 2),),
+    "spans": (_cut(64, 32, 4, 2),),
     "float32": (_cut(32, 32, 4, 1),),
     "listed": (_cut(64, 64, 8, 2),),
+    "listed wide": (_cut(32, 32, 4, 2),),
     "listed float32": (_cut(32, 32, 4, 1),),
 }
 KEYS = {
     "narrow": (_cut(64, 64, 8, 2),),
     "wide": (_cut(32, 64, 8, 2),),
+    "spans": (_cut(32, 64, 4, 2),),
     "float32": (_cut(32, 32, 4, 1),),
     "listed": (_cut(64, 64, 8, 2),),
+    "listed wide": (_cut(32, 32, 4, 2),),
     "listed float32": (_cut(32, 32, 4, 1),),
 }
 
 
-def list_tile(dtype: torch.dtype) -> int:
-    """Queries and keys of the tiles of a block list, for inputs of that dtype."""
-    return 32 if dtype == torch.float32 else 64
+def list_tile(q: Tensor, v: Tensor) -> int:
+    """Queries and keys of the tiles of a block list, for inputs of that dtype and head size."""
+    return 32 if q.dtype == torch.float32 or max(q.shape[3], v.shape[3]) > 64 else 64
 
 
-def kind(q: Tensor, v: Tensor, listed: bool) -> str:
+def kind(q: Tensor, v: Tensor, spans: Tensor | None, listed: bool) -> str:
     """Which of the configurations are for these inputs."""
     if q.dtype == torch.float32:
         return "listed float32" if listed else "float32"
-    return "listed" if listed else "narrow" if max(q.shape[3], v.shape[3]) <= 64 else "wide"
+    wide = max(q.shape[3], v.shape[3]) > 64
+    if listed:
+        return "listed wide" if wide else "listed"
+    return "spans" if spans is not None else "wide" if wide else "narrow"
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -74,7 +83,8 @@ def _pairs(
     length, keys = q_shape[2], k_shape[2]
     if blocks:
         heads, entries = blocks[0][0], blocks[1][0]
-        return min(entries // heads * 64 * 64, length * keys)
+        tile = 32 if blocks[0][1] > -(-length // 64) else 64
+        return min(entries // heads * tile * tile, length * keys)
     # The triangle of keys beyond a side is not reached: [L, S] less what lies left and right of the window.
     before, after = max(keys - 1 - left, 0), max(keys - 1 - right, 0)
     return max(length * keys - before * (before + 1) // 2 - after * (after + 1) // 2, length)
@@ -135,7 +145,7 @@ def flash_forward(
         [B, H, L, E] in the dtype of q, and the log-sum-exp of the scores of each query, [B, H, L] float32.
     """
     out, lse = _fake_forward(q, k, v)
-    where = kind(q, v, bool(blocks))
+    where = kind(q, v, spans, bool(blocks))
 
     def run(cut: Configuration) -> None:
         rows, columns, tiles, bits = (*blocks[:3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
@@ -174,7 +184,7 @@ def flash_backward(
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
     grad_lse, delta = grad_lse.contiguous(), torch.empty_like(lse)
     by_row = torch.zeros_like(lse) if spans is not None else None
-    where = kind(q, v, bool(blocks))
+    where = kind(q, v, spans, bool(blocks))
     what = f"{where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}"
 
     def queries(cut: Configuration) -> None:

@@ -78,6 +78,7 @@ class Recipe:
         variants: Name -> plan, as plain data: a rule or a list of rules.
         evaluate: Tasks, in order.
         bench: Grids, in order.
+        calibrate: A text, or for speech a recording, as `approx convert --calibrate` takes it.
         revision: Commit of the hub.
         notice: A sentence that the report shows above everything else.
         seed: Of everything random.
@@ -92,6 +93,7 @@ class Recipe:
     variants: dict[str, Any]
     evaluate: list[EvaluateStage] = field(default_factory=list)
     bench: list[BenchStage] = field(default_factory=list)
+    calibrate: str | None = None
     revision: str | None = None
     notice: str | None = None
     seed: int = 0
@@ -119,8 +121,7 @@ CHOICES = {
 _LEAST = {"limit": 1, "batch_size": 1, "lengths": 1, "batches": 1, "max_length": 1}
 _LEAST |= {"rounds": 3, "seconds": 0, "margin": 0, "seed": 0, "seeds": 0}
 _NOT_IN_THE_FILE = ("text", "mistakes", "points")
-# Stands for a value that was refused, so that its key keeps its default while the rest is looked at.
-_WRONG = object()
+_WRONG = object()  # stands for a value that was refused: its key keeps its default while the rest is looked at
 
 
 def read(path: Path) -> Recipe:

@@ -60,7 +60,7 @@ Checkpoint = Annotated[
 Calibrate = Annotated[
     Path | None,
     typer.Option(
-        help="A text file to fit mechanisms to and to measure their damage on; a built-in English one without it.",
+        help="A text, or for speech a recording, to fit mechanisms to and to measure their damage on; without it some built-in English, or noise.",
         rich_help_panel=_PLAN,
     ),
 ]

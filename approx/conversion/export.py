@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from approx.conversion import families, travel, verify
-from approx.conversion.calibration_text import CalibrationText
+from approx.conversion.calibration_inputs import CalibrationFile
 from approx.conversion.checkpoint import Checkpoint
 from approx.conversion.manifest import MANIFEST
 from approx.conversion.resolution import described
@@ -45,7 +45,7 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def recipe_entry(
-    checkpoint: Checkpoint, plan: list[dict[str, Any]], max_length: int | None, text: CalibrationText | None = None
+    checkpoint: Checkpoint, plan: list[dict[str, Any]], max_length: int | None, file: CalibrationFile | None = None
 ) -> dict[str, Any]:
     """What this conversion appends to the recipe chain of the checkpoint."""
     return {
@@ -59,7 +59,7 @@ def recipe_entry(
         },
         "plan": plan,
         "max_length": max_length,
-        "calibration": None if text is None else {"name": text.name, "sha256": text.sha256},
+        "calibration": None if file is None else {"name": file.name, "sha256": file.sha256},
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from approx.conversion import checkpoint, damage, export, positions, surgery, verify
 from approx.conversion.anatomy import anatomy
-from approx.conversion.calibration_text import CalibrationText, calibration_batch
+from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch
 from approx.conversion.folder import atomic_folder, refuse_existing
 from approx.conversion.plan import Plan
 from approx.conversion.separator import of_checkpoint, with_separator
@@ -34,8 +34,8 @@ def convert(
         out: The folder to make.
         plan: Which layer gets what.
         max_length: Usable positions afterwards, in tokens, if the position table is to be extended.
-        calibrate: A text file that mechanisms are fitted to and the damage of each layer is measured on; without it, and
-            for models that read no text, what `calibration_batch` chooses.
+        calibrate: A text, or for speech a recording, that mechanisms are fitted to and the damage of each layer is measured
+            on; without it what `calibration_batch` chooses.
         force: Whether an existing `out` is replaced, once the new folder is complete.
         revision: Commit of the hub.
         offline: Whether only local files and the hub's cache may be used.
@@ -46,7 +46,7 @@ def convert(
         The receipt as plain data: what was swapped, left and added, the error of each layer, the checks.
 
     Raises:
-        ApproxError: if the checkpoint, the plan or the text is refused, or a check fails (exit code 6; the result is kept beside
+        ApproxError: if the checkpoint, the plan or that file is refused, or a check fails (exit code 6; the result is kept beside
             `out` with the suffix `.failed`).
     """
     out = Path(out)
@@ -59,17 +59,17 @@ def convert(
         )
     plan = with_separator(plan, lambda: of_checkpoint(source))
     plan.resolve(anatomy(source.config, source.stock_class))
-    text = None if calibrate is None else CalibrationText.read(calibrate)
+    file = None if calibrate is None else CalibrationFile.read(calibrate, source.stock_class.main_input_name)
     progress("loading the weights")
     opened = checkpoint.load(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
     model = opened.model
-    batch = calibration_batch(source, model, text)
+    batch = calibration_batch(source, model, file)
     progress("checking the exact limit")
     checks = [verify.exact_limit(model, plan)]
     reference = dict(model.state_dict())
     progress("exchanging attention")
     receipt = surgery.convert(model, plan, max_length=max_length, calibration=batch)
-    model.config.approx["recipe"] = [export.recipe_entry(opened, plan.to_data(), max_length, text)]
+    model.config.approx["recipe"] = [export.recipe_entry(opened, plan.to_data(), max_length, file)]
     progress("checking padding and causality")
     checks += [verify.padding(model), verify.causality(model)]
     receipt.lost(damage.layer_damage(model, batch))

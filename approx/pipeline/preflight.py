@@ -4,6 +4,7 @@ from pathlib import Path
 
 from approx.conversion import checkpoint
 from approx.conversion.anatomy import Anatomy, anatomy
+from approx.conversion.calibration_inputs import CalibrationFile
 from approx.conversion.plan import Plan
 from approx.errors import ApproxError, Exit
 from approx.pipeline.measure import choose_device, task_of
@@ -62,6 +63,12 @@ def _facts(recipe: Recipe, offline: bool) -> Anatomy:
             f"Checkpoint: {recipe.checkpoint} is converted already. A recipe starts from a base checkpoint.",
             Exit.REFUSED,
         )
+    if recipe.calibrate is not None:
+        try:
+            CalibrationFile.read(Path(recipe.calibrate), source.stock_class.main_input_name)
+        except ApproxError as error:
+            hint = "" if Path(recipe.calibrate).exists() else _from_where(recipe.calibrate)
+            raise ApproxError(f"Calibrate: {error}{hint}", error.exit_code) from None
     return anatomy(source.config, source.stock_class)
 
 

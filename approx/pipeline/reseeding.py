@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from approx.conversion.calibration import calibrate, mechanisms
-from approx.conversion.calibration_text import calibration_batch
+from approx.conversion.calibration_inputs import calibration_batch
 from approx.conversion.checkpoint import Checkpoint
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject

@@ -95,14 +95,16 @@ def _convert(
 ) -> dict[str, str]:
     """Convert the base into every variant that is not there yet; name -> folder."""
     folders = {name: out / slug(name) for name in plans}
+    calibrate = None if recipe.calibrate is None else Path(recipe.calibrate)
     for number, (name, folder) in enumerate(folders.items()):
 
         def make_folder(number: int = number, name: str = name, folder: Path = folder) -> dict[str, Any]:
             progress(f"convert to {name}", number, len(plans))
             # What is there was not finished, or was made under another key.
             return make.convert(
-                recipe.checkpoint, folder, plans[name], force=True, revision=recipe.revision, offline=offline
-            )
+                recipe.checkpoint, folder, plans[name], calibrate=calibrate, force=True, revision=recipe.revision,
+                offline=offline,
+            )  # fmt: skip
 
         journal.once(f"convert-{slug(name)}", make_folder, folder)
     progress("convert", len(plans), len(plans))

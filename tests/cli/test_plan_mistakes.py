@@ -92,7 +92,7 @@ def test_rules_may_overlap_and_the_last_one_wins(gpt2):
     [
         (None, Exit.UNAVAILABLE, "text.txt cannot be read: No such file"),
         (b"\xff\xfe\x00", Exit.UNAVAILABLE, "it is not UTF-8 text"),
-        (b" \n", Exit.UNAVAILABLE, "text.txt is empty"),
+        (b" \n", Exit.UNAVAILABLE, "text.txt cannot be read: it is empty"),
         # The tiny decoder has no tokenizer; transformers makes an empty one of nothing.
         (b"the film is good", Exit.UNAVAILABLE, "no tokens"),
     ],

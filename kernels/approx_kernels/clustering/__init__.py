@@ -7,7 +7,10 @@ from approx_kernels.clustering.cpu import cluster_samples
 from approx_kernels.clustering.cpu import obstacle as cpu_obstacle
 from approx_kernels.clustering.frozen import draw_centroids, fit_centroids, nearest_centroids
 from approx_kernels.clustering.reference import cluster_heads, draw_planes
+from approx_kernels.clustering.triton import cluster_samples as cluster_on_gpu
+from approx_kernels.clustering.triton import obstacle as triton_obstacle
 from approx_kernels.implementation import choose
+from approx_kernels.triton_language import ranked
 
 __all__ = ["cluster_queries", "draw_centroids", "draw_planes", "fit_centroids", "nearest_centroids"]
 
@@ -30,7 +33,7 @@ def cluster_queries(
         draws: Non-negative random int64 numbers, at least C of them: what a "random" query is.
         clusters: Number of clusters, C.
         iterations: Assignments; between two of them the centroids move, and once none does the rest is left out.
-        impl: `reference`, or `cpu` in C with the same clusters (see `approx_kernels.implementation`).
+        impl: `reference`, `cpu` in C or `triton`, with the same clusters (see `approx_kernels.implementation`).
 
     Returns:
         Cluster of each query, [G, n], int64.
@@ -44,7 +47,12 @@ def cluster_queries(
         raise ValueError(f"draws has shape {list(draws.shape)}; expected at least {clusters} numbers.")
     if not clusters < q.shape[1]:
         raise ValueError(f"{clusters} clusters for {q.shape[1]} queries; expected fewer clusters than queries.")
-    if choose("cluster_queries", impl, {"cpu": cpu_obstacle(q), "reference": None}) == "cpu":
-        counts = (torch.tensor([number]) for number in (q.shape[1], clusters))
-        return cluster_samples(q.detach()[None], None, *counts, planes, draws, iterations)[0].long()
+    ways = ranked(q, triton_obstacle(q, clusters, len(planes)), cpu=cpu_obstacle(q), reference=None)
+    run = choose("cluster_queries", impl, ways)
+    if run != "reference":
+        q = (q if q.stride(-1) == 1 else q.contiguous()).detach()[None]
+        counts = [torch.full((1,), number, device=q.device) for number in (q.shape[2], clusters)]
+        if run == "triton":
+            return cluster_on_gpu(q, None, *counts, planes, draws, clusters, iterations)[0].long()
+        return cluster_samples(q, None, *counts, planes, draws, iterations)[0].long()
     return cluster_heads(q, planes, draws, clusters, iterations)

@@ -6,9 +6,12 @@ from approx_kernels.clustered.causal import causal_samples
 from approx_kernels.clustered.cpu import clustered_batch
 from approx_kernels.clustered.cpu import obstacle as cpu_obstacle
 from approx_kernels.clustered.reference import MOST_DEFAULT_CLUSTERS, clustered_samples, default_clusters
+from approx_kernels.clustered.triton import clustered_on_gpu
+from approx_kernels.clustered.triton import obstacle as triton_obstacle
 from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
 from approx_kernels.tokens import without_padding
+from approx_kernels.triton_language import ranked
 
 __all__ = ["MOST_DEFAULT_CLUSTERS", "causal_clustered_attention", "clustered_attention", "default_clusters"]
 
@@ -54,7 +57,7 @@ def clustered_attention(
         topk: Keys each member weighs itself, K, at most all; None for plain clustered attention.
         scale: Factor of the scores.
         dropout: Probability with which a weight is dropped: one of a cluster's, or one a member weighed itself.
-        impl: `reference`, or `cpu` in C on float32 and bfloat16 (see `approx_kernels.implementation`).
+        impl: `reference`, `cpu` in C on float32 and bfloat16, or `triton` (see `approx_kernels.implementation`).
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -69,8 +72,10 @@ def clustered_attention(
         _check_fitted(q, "selectors", selectors, clusters, q.shape[3] + 1)
     settings = {"clusters": clusters, "iterations": iterations, "topk": topk, "scale": scale}
     ways = {"planes": planes, "draws": draws, "selectors": selectors}
-    if choose("clustered_attention", impl, {"cpu": cpu_obstacle(q, dropout), "reference": None}) == "cpu":
-        return clustered_batch(q, k, v, key_mask, **ways, **settings)
+    why = triton_obstacle(q, v, clusters, 0 if planes is None else len(planes), dropout)
+    run = choose("clustered_attention", impl, ranked(q, why, cpu=cpu_obstacle(q, dropout), reference=None))
+    if run != "reference":
+        return (clustered_on_gpu if run == "triton" else clustered_batch)(q, k, v, key_mask, **ways, **settings)
     return clustered_samples(q, k, v, key_mask, **ways, **settings, dropout=dropout, impl=impl)
 
 

@@ -1,0 +1,190 @@
+"""Kernels of clustered attention against the reference in float64: masks, odd numbers, and every gradient.
+
+Under Triton's interpreter, which takes a second for a few dozen tokens, or on a GPU where there is one.
+"""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from approx_kernels.clustered import clustered_attention, triton_top
+from approx_kernels.clustered import triton as batched
+from approx_kernels.clustered import triton_members as members
+from approx_kernels.clustered import triton_own as launching
+from approx_kernels.clustering import draw_centroids, draw_planes
+from closeness import assert_close
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+
+def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.float32):
+    # Heads beside each other in memory, as a model has them.
+    shapes = (length, size), (keys, size), (keys, values)
+    return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
+
+
+def settings(size=16, *, clusters=3, topk=4, iterations=2):
+    planes, draws = draw_planes(size, bits=20, bias=True, clusters=100, seed=0)
+    drawn = {"planes": planes.to(DEVICE), "draws": draws.to(DEVICE)}
+    return {**drawn, "clusters": clusters, "iterations": iterations, "topk": topk, "scale": 0.3}
+
+
+def run(tensors, impl, key_mask=None, **how):
+    """Outputs and the gradients in q, k and v."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = clustered_attention(*leaves, key_mask, impl=impl, **how)
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(out.shape, generator=generator).to(out.device, out.dtype)
+    return [out, *torch.autograd.grad(out, leaves, grad)]
+
+
+def check(tensors, *given, **how):
+    wide = run([x.double() for x in tensors], "reference", *given, **how)
+    plain, found = (run(tensors, impl, *given, **how) for impl in ("reference", "triton"))
+    for name, *each in zip(("out", "dq", "dk", "dv"), found, plain, wide, strict=True):
+        # Sums tile by tile round a little differently from one sum.
+        assert_close(name, *each, factor=4.0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Results that need not be zeros at padding are full of NaN before they are written."""
+    made, summed = launching._beside, members._sums
+
+    def full(x, size, padded):
+        return made(x, size, padded) if padded else made(x, size, padded).fill_(torch.nan)
+
+    monkeypatch.setattr(launching, "_beside", full)
+    monkeypatch.setattr(members, "_sums", lambda *given: summed(*given).fill_(torch.nan))
+
+
+@pytest.mark.parametrize("topk", [None, 1, 25], ids=["plain", "top 1", "all keys"])
+def test_one_sample(topk):
+    check(draw(21, 25, heads=2), **settings(topk=topk))
+
+
+@pytest.mark.parametrize("size", [32, 80, 128])
+def test_head_sizes(size):
+    check(draw(20, 20, size=size, values=16 if size == 80 else size), **settings(size, clusters=3, topk=3))
+
+
+def mask(length):
+    position = torch.arange(length, device=DEVICE)
+    rows = [position < 9, position % 3 != 0, position < 0, position < 2]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("topk", [None, 4], ids=["plain", "improved"])
+def test_padding_of_samples_many_few_and_none_of_which_are_real(topk):
+    check(draw(13, 13, batch=4), mask(13), **settings(topk=topk))
+
+
+def test_keys_alone_are_padded():
+    check(draw(9, 13, batch=2), mask(13)[[1, 2]], **settings())
+
+
+@pytest.mark.parametrize("topk", [None, 3], ids=["plain", "improved"])
+def test_a_cluster_for_each_query_is_exact(topk):
+    tensors, real = draw(11, 11, batch=4), mask(11)
+    how = settings(topk=topk, clusters=30)
+    pairs = (real[:, None, None] & real[:, None, :, None]).expand(4, 1, 11, 11)
+    scores = (tensors[0] @ tensors[1].mT * 0.3).masked_fill(~pairs, -torch.inf)
+    expected = scores.softmax(-1).nan_to_num() @ tensors[2]
+    torch.testing.assert_close(clustered_attention(*tensors, real, impl="triton", **how), expected)
+
+
+def test_padding_is_not_read():
+    # Behind the last real token and before the first, that is: within a tile keys are read before they are masked.
+    tensors, real = draw(13, 13, batch=3), mask(13)[[0, 2, 3]]
+    for x in tensors:
+        x.masked_fill_(~real[:, None, :, None], torch.nan)
+    assert all(torch.isfinite(x).all() for x in run(tensors, "triton", real, **settings()))
+
+
+def test_frozen_centroids():
+    selectors = draw_centroids(1, 16, clusters=4, seed=0)[1].to(DEVICE)
+    how = {"selectors": selectors, "clusters": 4, "iterations": 1, "topk": 4, "scale": 0.3}
+    check(draw(13, 13, batch=2), mask(13)[[1, 3]], **how)
+
+
+def test_half_precision():
+    # All keys, for which of two that 16 bits cannot tell apart is larger, nobody says.
+    check(draw(17, 17, dtype=torch.float16), **settings(topk=17))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bfloat16")
+def test_bfloat16():
+    check(draw(600, 600, size=64, dtype=torch.bfloat16), **settings(64, clusters=25, topk=None))
+
+
+def test_parts_of_a_cluster_change_nothing(monkeypatch):
+    tensors = draw(45, 20)
+    how = settings(clusters=2, topk=5)
+    whole = run(tensors, "triton", **how)
+    monkeypatch.setattr(launching, "_parts", lambda *_: 3)
+    assert all(torch.equal(*each) for each in zip(whole, run(tensors, "triton", **how), strict=True))
+
+
+def test_strides_do_not_matter():
+    q, k, v = draw(20, 20)
+    odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
+    spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
+    expected = clustered_attention(q, k, spread.contiguous(), impl="triton", **settings())
+    assert torch.equal(clustered_attention(*odd, spread, impl="triton", **settings()), expected)
+
+
+def test_the_operators_pass_pytorchs_own_checks():
+    q, k, v = (x.requires_grad_() for x in draw(9, 9))
+    order = torch.arange(9, dtype=torch.int32, device=DEVICE).view(1, 1, 9)
+    begins = torch.tensor([[[0, 4, 9]]], dtype=torch.int32, device=DEVICE)
+    torch.library.opcheck(members.sum_rows, (q, order, begins, True))
+    means, shared = members.sum_rows(q, order, begins, True).detach(), torch.randn(1, 1, 2, 16, device=DEVICE)
+    torch.library.opcheck(members.spread_rows, (shared.requires_grad_(), order, begins, 9, False))
+    torch.library.opcheck(triton_top.largest_keys, (means, k.detach(), None, 3, 0.3), test_utils="test_faketensor")
+    top = torch.tensor([[[[1, 5, -1], [0, 8, 1]]]], dtype=torch.int32, device=DEVICE)
+    lse = torch.full((1, 1, 2), 3.0, device=DEVICE)
+    torch.library.opcheck(launching.improved_forward, (q, k, v, means, shared, lse, top, order, begins, 0.3, False))
+
+
+def test_it_compiles_without_a_break():
+    q, k, v = (x.requires_grad_() for x in draw(12, 12, batch=2))
+    real, how = mask(12)[1:3], settings(clusters=3, topk=2)
+
+    def attend(q, k, v):
+        return clustered_attention(q, k, v, real, impl="triton", **how)
+
+    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
+    expected = attend(q, k, v)
+    assert torch.equal(out, expected)
+    grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_operations_are_counted():
+    with FlopCounterMode(display=False) as counter:
+        clustered_attention(*draw(12, 14, values=32), impl="triton", **settings(clusters=3, topk=2))
+    hashed, compared = 12 * 20 * 16, 2 * 2 * 12 * 20 * 3
+    attended, chosen, own = 3 * 14 * (16 + 32), 3 * 14 * 16, (12 + 3) * 2 * (16 + 32)
+    assert counter.get_total_flops() == 2 * (hashed + compared + attended + chosen + own)
+
+
+def test_what_it_has_no_kernel_for_is_told():
+    with pytest.raises(ValueError, match="no dropout, and 0\\.1 was asked for"):
+        clustered_attention(*draw(9, 9), impl="triton", dropout=0.1, **settings())
+    with pytest.raises(ValueError, match="at most 128 clusters, and 129"):
+        clustered_attention(*draw(140, 9), impl="triton", **settings(clusters=129))
+
+
+def test_keys_in_parts(monkeypatch):
+    monkeypatch.setattr(batched, "_parts", lambda *_: 3)
+    check(draw(12, 12, batch=2), mask(12)[[0, 2]], **settings())
+
+
+@pytest.mark.parametrize(
+    ("programs", "keys", "parts"), [(12, 16384, 8), (96, 2048, 1), (12, 16383, 3), (1, 4096, 8), (12, 509, 1)]
+)
+def test_few_heads_have_their_keys_in_parts_of_equal_length(programs, keys, parts):
+    assert batched._parts(programs, keys) == parts

@@ -7,8 +7,11 @@ from approx_kernels.linear.cpu import linear_batch, obstacle
 from approx_kernels.linear.decode import continue_heads, continue_in_place, state_obstacle
 from approx_kernels.linear.features import FEATURE_MAPS
 from approx_kernels.linear.reference import linear_heads
+from approx_kernels.linear.triton_decode import continue_by_kernels, step_obstacle
+from approx_kernels.linear.triton_heads import linear_kernels, linear_obstacle
 from approx_kernels.ring import State
 from approx_kernels.shapes import check_shapes
+from approx_kernels.triton_language import ranked
 
 __all__ = ["FEATURE_MAPS", "linear_attention", "linear_decode"]
 
@@ -60,7 +63,8 @@ def linear_attention(
         eps: Added to the normaliser.
         dropout: Probability with which a key is dropped from the numerator, for all queries of a head at once:
             there are no weights of single pairs to drop.
-        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, in one pass, for `elu` and `relu` without a window.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, in one pass, for `elu` and `relu` without a window; `triton`
+            has every map, without a window.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -71,8 +75,12 @@ def linear_attention(
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
     no_cpu = obstacle(q, feature_map=feature_map, window=window, dropout=dropout)
-    if choose("linear_attention", impl, {"cpu": no_cpu, "reference": None}) == "cpu":
-        form = {"causal": causal, "feature_map": feature_map, "input_scale": input_scale, "eps": eps}
+    no_kernels = linear_obstacle(q, v, feature_map=feature_map, window=window, dropout=dropout)
+    run = choose("linear_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
+    form = {"causal": causal, "feature_map": feature_map, "input_scale": input_scale, "eps": eps}
+    if run == "triton":
+        return linear_kernels(q, k, v, key_mask, maps=maps, **form)
+    if run == "cpu":
         return linear_batch(q, k, v, key_mask, **form)
     out, _ = linear_heads(
         q,
@@ -124,8 +132,13 @@ def linear_decode(
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
     no_cpu = obstacle(q, feature_map=feature_map, window=window, dropout=0.0) or state_obstacle(q, k, v)
-    if choose("linear_decode", impl, {"cpu": no_cpu, "reference": None}) == "cpu":
-        ways = {"feature_map": feature_map, "input_scale": input_scale, "eps": eps}
+    no_kernels = linear_obstacle(q, v, feature_map=feature_map, window=window, dropout=0.0)
+    no_kernels = no_kernels or state_obstacle(q, k, v) or step_obstacle(q, k, state)
+    run = choose("linear_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
+    ways = {"feature_map": feature_map, "input_scale": input_scale, "eps": eps}
+    if run == "triton":
+        return continue_by_kernels(q, k, v, key_mask, state, maps=maps, **ways)
+    if run == "cpu":
         return continue_in_place(q, k, v, key_mask, state, **ways)
     return continue_heads(
         q,

@@ -2,10 +2,13 @@
 
 from torch import Tensor
 
+from approx_kernels.implementation import choose
 from approx_kernels.performer.projection import draw_projection
 from approx_kernels.performer.reference import performer_heads
+from approx_kernels.performer.triton import performer_kernels, performer_obstacle
 from approx_kernels.ring import State
 from approx_kernels.shapes import check_shapes
+from approx_kernels.triton_language import ranked
 
 __all__ = ["KERNELS", "draw_projection", "performer_attention", "performer_decode"]
 
@@ -23,6 +26,7 @@ def performer_attention(
     causal: bool,
     scale: float,
     dropout: float = 0.0,
+    impl: str = "auto",
 ) -> Tensor:
     """`o_i = f(q_i) sum_j f(k_j) v_j / (f(q_i) sum_j f(k_j))` for M random features f, in O(n M E).
 
@@ -51,14 +55,19 @@ def performer_attention(
         scale: Factor of the scores.
         dropout: Probability with which a key is dropped from the numerator, for all queries of a head at once:
             there are no weights of single pairs to drop.
+        impl: One of `IMPLEMENTATIONS`: `triton` has all but the causal form of `softmax`.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if the shapes or dtypes do not fit together, or the implementation cannot run.
     """
     _check_parts(q, k, v, key_mask, projection, kernel)
+    no_kernels = performer_obstacle(q, v, projection, kernel=kernel, causal=causal, dropout=dropout)
+    if choose("performer_attention", impl, ranked(q, no_kernels, reference=None)) == "triton":
+        how = {"projection": projection, "kernel": kernel, "causal": causal, "scale": scale}
+        return performer_kernels(q, k, v, key_mask, **how)
     out, _ = performer_heads(
         q, k, v, key_mask, projection=projection, kernel=kernel, causal=causal, scale=scale, dropout=dropout
     )

@@ -14,9 +14,9 @@ _CACHED = 2**17
 # Queries or keys whose features exist at a time.
 _CHUNK = 64
 # Added to the features of the relu kernel: a query whose features all are 0 would attend to nothing.
-_FLOOR = 1e-3
+FLOOR = 1e-3
 # Added to a normaliser of at least the square of that, so it only decides what is without a key.
-_EPS = 1e-15
+EPS = 1e-15
 
 
 def performer_heads(
@@ -60,11 +60,11 @@ def performer_heads(
 def _relu(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tensor, causal: bool, state: State | None
 ) -> tuple[Tensor, State]:
-    queries, keys = (F.relu(x @ rows.T) + _FLOOR for x in (q, k))
+    queries, keys = (F.relu(x @ rows.T) + FLOOR for x in (q, k))
     keys = keys if keep is None else keys * keep
     if not causal:
-        return attend_features(queries, keys, v, _EPS), {}
-    out, sums = continue_features(queries, keys, v, None if state is None else state["sums"], _EPS)
+        return attend_features(queries, keys, v, EPS), {}
+    out, sums = continue_features(queries, keys, v, None if state is None else state["sums"], EPS)
     return out, {"sums": sums}
 
 

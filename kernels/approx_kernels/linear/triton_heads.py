@@ -1,0 +1,86 @@
+"""Linear attention by kernels: what they can be given, and how they are called."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from approx_kernels.linear.features import features
+from approx_kernels.linear.triton import linear_forward, power
+from approx_kernels.triton_language import obstacle
+
+FUSED = ("elu", "relu")
+# Numbers of a state, which a program holds in registers.
+_STATE = 128 * 128
+
+
+def linear_obstacle(q: Tensor, v: Tensor, *, feature_map: str, window: int, dropout: float) -> str | None:
+    """Why the kernels of linear attention cannot run, with the remedy; None where they can."""
+    if window:
+        return f"window is {window}; they have none yet. Ask for 'auto'."
+    if dropout:
+        return "they drop no keys. Set the dropout of attention to 0, or ask for 'auto'."
+    count = q.shape[3] * (2 if feature_map == "hedgehog" else 1)
+    return obstacle(q, v) or size_obstacle(count, v.shape[3])
+
+
+def size_obstacle(count: int, values: int) -> str | None:
+    """Why kernels cannot hold the sums of so many features times so many values; None where they can."""
+    if power(count) * power(values) > _STATE:
+        return f"there are {count} features and values of {values} numbers; a kernel holds sums of 128 x 128. Ask for 'auto'."
+    return None
+
+
+def linear_kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    causal: bool,
+    feature_map: str,
+    maps: tuple[Tensor, Tensor] | None,
+    input_scale: float,
+    eps: float,
+) -> Tensor:
+    """Attend; maps that are fused are computed again in the backward pass, others are inputs of the kernels."""
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v, how = as_features(q, k, v, feature_map, maps, input_scale)
+        return attend(q, k, v, key_mask, causal, *how, eps)[0]
+
+
+def as_features(
+    q: Tensor, k: Tensor, v: Tensor, feature_map: str, maps: tuple[Tensor, Tensor] | None, input_scale: float
+) -> tuple[Tensor, Tensor, Tensor, tuple[str, float]]:
+    """What the kernels take: tensors of one dtype as they are, or features where the map is not fused; and how to map them."""
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    if feature_map in FUSED:
+        return q, k, v, (feature_map, input_scale)
+    # As wide as the products inside.
+    wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    query_map, key_map = maps or (None, None)
+    queries, keys = (
+        features(x.float() * input_scale, feature_map, weight).to(wide) for x, weight in ((q, query_map), (k, key_map))
+    )
+    return queries, keys, v, ("given", 1.0)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    causal: bool,
+    feature_map: str,
+    input_scale: float,
+    eps: float,
+    *,
+    whole: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, and the sums of each segment of keys, as `linear_forward` returns them; for any strides and any L."""
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
+    # Bottom-right: with L > S the first L - S queries stand before all keys, and see none.
+    blind = max(q.shape[2] - k.shape[2], 0) if causal else 0
+    out, _, *sums = linear_forward(q[:, :, blind:], k, v, mask, causal, whole, feature_map, input_scale, eps)
+    return torch.nn.functional.pad(out, (0, 0, blind, 0)) if blind else out, *sums

@@ -1,0 +1,219 @@
+"""The kernels of linear attention against their specification in float64, forward and every gradient.
+
+Under Triton's interpreter, which takes a second for a few dozen tokens, or on a GPU where there is one.
+"""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from approx_kernels.implementation import chosen
+from approx_kernels.linear import linear_attention, linear_decode
+from approx_kernels.linear import triton as launching
+from approx_kernels.triton_language import configuration
+from closeness import assert_close
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+
+
+def draw(length, keys, *, size=16, values=16, heads=2, batch=1, dtype=torch.float32):
+    # Heads beside each other in memory, as a model has them.
+    shapes = (length, size), (keys, size), (keys, values)
+    return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
+
+
+def run(tensors, key_mask, impl, **how):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = linear_attention(*leaves, key_mask, impl=impl, **how)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    return [out, *torch.autograd.grad(out, leaves, grad.to(out.device, out.dtype))]
+
+
+def check(tensors, key_mask=None, **how):
+    wide = run([x.double() for x in tensors], key_mask, "reference", **how)
+    plain, found = (run(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
+    for name, *each in zip(("out", "dq", "dk", "dv"), found, plain, wide, strict=True):
+        # Sums tile by tile round a little differently from one sum.
+        assert_close(name, *each, factor=4.0)
+
+
+def holes(keys):
+    """Two samples: keys missing here and there, and none at all."""
+    return torch.stack([torch.arange(keys, device=DEVICE) % 3 != 1, torch.zeros(keys, dtype=torch.bool, device=DEVICE)])
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Outputs, sums and what is kept are full of NaN before they are written; a few tokens have several segments."""
+    made, sums = launching._beside, launching._fake_sums
+    monkeypatch.setattr(launching, "_beside", lambda *given: made(*given).fill_(torch.nan))
+    monkeypatch.setattr(launching, "_fake_sums", lambda *given: tuple(x.fill_(torch.nan) for x in sums(*given)))
+    monkeypatch.setattr(launching, "LEAST", 64)
+
+
+@CAUSAL
+@pytest.mark.parametrize(("length", "keys"), [(37, 37), (1, 150), (20, 150), (150, 90)])
+def test_lengths(causal, length, keys):
+    check(draw(length, keys, values=32, heads=1), causal=causal, input_scale=-0.7)
+
+
+@CAUSAL
+@pytest.mark.parametrize("feature_map", ["relu", "softmax"])
+def test_feature_maps(causal, feature_map):
+    check(draw(70, 70, heads=1), causal=causal, feature_map=feature_map)
+
+
+@pytest.mark.parametrize("feature_map", ["t2r", "hedgehog"])
+def test_learned_maps_get_gradients(feature_map):
+    tensors, rows = draw(37, 37, heads=1), 17 if feature_map == "t2r" else 16
+    drawn = torch.randn(2, 1, rows, 16).to(DEVICE)
+    grads = {}
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float32), ("reference", torch.float64)):
+        maps = [x.to(dtype).requires_grad_() for x in drawn.unbind()]
+        given = [x.to(dtype) for x in tensors]
+        out = linear_attention(*given, causal=True, feature_map=feature_map, maps=tuple(maps), impl=impl)
+        grads[impl, dtype] = torch.autograd.grad(out.square().sum(), maps)
+    for name, *each in zip(("query map", "key map"), *grads.values(), strict=True):
+        assert_close(name, *each, factor=4.0)
+
+
+@pytest.mark.parametrize(("size", "values"), [(32, 128), (64, 64), (80, 16), (96, 96), (128, 32)])
+def test_head_sizes(size, values):
+    check(draw(20, 20, size=size, values=values, heads=1), causal=True)
+
+
+@CAUSAL
+def test_half_precision(causal):
+    check(draw(37, 70, dtype=torch.float16), causal=causal)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bfloat16")
+@CAUSAL
+def test_bfloat16(causal):
+    check(draw(300, 300, size=64, dtype=torch.bfloat16), causal=causal)
+
+
+def test_sums_may_be_greater_than_a_float16():
+    tensors = [x.fill_(30.0) for x in draw(150, 150, heads=1, dtype=torch.float16)]
+    check(tensors, causal=True)
+
+
+def test_tiles_for_smaller_cards():
+    with configuration(-1):
+        check(draw(70, 70, heads=1, dtype=torch.float16), causal=True)
+
+
+@CAUSAL
+@pytest.mark.parametrize("feature_map", ["elu", "softmax"])
+def test_key_masks(causal, feature_map):
+    check(draw(37, 37, heads=1, batch=2), holes(37), causal=causal, feature_map=feature_map)
+
+
+@CAUSAL
+def test_masked_keys_and_values_are_not_read(causal):
+    q, k, v = draw(37, 37, heads=1, batch=2)
+    mask = holes(37)
+    for x in (k, v):
+        x.masked_fill_(~mask[:, None, :, None], torch.nan)
+    found = run([q, k, v], mask, "triton", causal=causal)
+    assert all(torch.isfinite(x).all() for x in found)
+    assert all((x[1] == 0).all() for x in found)
+    assert all((x[0, 0, 1::3] == 0).all() for x in found[2:])
+
+
+@CAUSAL
+def test_strides_do_not_matter(causal):
+    q, k, v = draw(37, 37)
+    odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
+    spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
+    expected = linear_attention(q, k, spread.contiguous(), causal=causal, impl="triton")
+    assert torch.equal(linear_attention(*odd, spread, causal=causal, impl="triton"), expected)
+
+
+@CAUSAL
+def test_it_repeats_bit_by_bit(causal):
+    tensors = draw(70, 70, heads=1, dtype=torch.float16)
+    one, two = (run(tensors, None, "triton", causal=causal) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_the_operator_passes_pytorchs_own_checks():
+    q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1))
+    torch.library.opcheck(launching.linear_forward, (q, k, v, None, True, True, "elu", 1.0, 1e-6))
+
+
+def test_it_compiles_without_a_break():
+    q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1, batch=2))
+    mask = holes(17)
+
+    def attend(q, k, v):
+        return linear_attention(q, k, v, mask, causal=True, impl="triton")
+
+    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
+    expected = attend(q, k, v)
+    assert torch.equal(out, expected)
+    grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_operations_are_counted():
+    q, k, v = (x.requires_grad_() for x in draw(20, 30, values=32))
+    with FlopCounterMode(display=False) as counter:
+        out = linear_attention(q, k, v, causal=True, impl="triton")
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    assert forward == 2 * 2 * 16 * 32 * (20 + 30)
+    assert counter.get_total_flops() - forward == 2 * 2 * 16 * 32 * (2 * 20 + 3 * 30)
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "softmax"])
+def test_decoding_overwrites_the_sums(feature_map):
+    q, k, v = draw(23, 23, batch=2)
+    mask = holes(23)
+    whole = linear_attention(q.double(), k.double(), v.double(), mask, causal=True, feature_map=feature_map)
+    plain = linear_attention(q, k, v, mask, causal=True, feature_map=feature_map, impl="reference")
+    state, found, places = None, [], set()
+    for piece in (slice(0, 20), *(slice(n, n + 1) for n in range(20, 23))):
+        given = (x[:, :, piece] for x in (q, k, v))
+        out, state = linear_decode(*given, mask[:, piece], state, feature_map=feature_map, impl="triton")
+        found.append(out)
+        places.add(state["sums"].data_ptr())
+    assert_close("out", torch.cat(found, 2), plain, whole, factor=4.0)
+    assert len(places) == 1
+    after = linear_decode(q, k, v, mask, feature_map=feature_map, impl="reference")[1]["sums"]
+    torch.testing.assert_close(state["sums"], after)
+
+
+REFUSED = {
+    "tokens after a state": (
+        lambda q: linear_decode(q, q, q, None, {"sums": torch.zeros(1, 2, 16, 17)}, impl="triton"), "one at a time"
+    ),
+    "gradients": (lambda q: linear_decode(q.requires_grad_(), q, q, impl="triton"), "no_grad"),
+    "a window": (lambda q: linear_attention(q, q, q, causal=True, window=3, mix=torch.ones(2), impl="triton"), "none yet"),
+    "dropout": (lambda q: linear_attention(q, q, q, causal=True, dropout=0.1, impl="triton"), "drop no keys"),
+    "head size": (lambda q: linear_attention(*(q[..., :12],) * 3, causal=True, impl="triton"), "head size is 12; allowed"),
+    "features": (
+        lambda q: linear_attention(
+            *(q.repeat(1, 1, 1, 8),) * 3, causal=True, feature_map="hedgehog", maps=(torch.ones(2, 128, 128),) * 2,
+            impl="triton",
+        ),
+        "256 features and values of 128",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_kernels_have_not_is_refused(what):
+    call, said = REFUSED[what]
+    with pytest.raises(ValueError, match=said):
+        call(draw(5, 5)[0])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there auto takes the kernels")
+def test_nobody_interprets_unasked():
+    linear_attention(*draw(5, 5), causal=True)
+    assert chosen()["linear_attention"] != "triton"

@@ -3,6 +3,8 @@
 Under Triton's interpreter, which takes a second for a few dozen tokens, or on a GPU where there is one.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,15 +22,15 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 
 
-def draw(length, keys, *, size=16, values=16, heads=2, batch=1, dtype=torch.float32):
+def draw(length, keys, *, size=16, values=16, heads=2, batch=1, dtype=torch.float32) -> Any:
     # Heads beside each other in memory, as a model has them.
     shapes = (length, size), (keys, size), (keys, values)
     return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
 
 
 def run(tensors, key_mask, impl, **how):
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    out = linear_attention(*leaves, key_mask, impl=impl, **how)
+    leaves: Any = [x.detach().clone().requires_grad_() for x in tensors]
+    out = linear_attention(leaves[0], leaves[1], leaves[2], key_mask, impl=impl, **how)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     return [out, *torch.autograd.grad(out, leaves, grad.to(out.device, out.dtype))]
 
@@ -74,8 +76,8 @@ def test_learned_maps_get_gradients(feature_map):
     grads = {}
     for impl, dtype in (("triton", torch.float32), ("reference", torch.float32), ("reference", torch.float64)):
         maps = [x.to(dtype).requires_grad_() for x in drawn.unbind()]
-        given = [x.to(dtype) for x in tensors]
-        out = linear_attention(*given, causal=True, feature_map=feature_map, maps=tuple(maps), impl=impl)
+        given: Any = [x.to(dtype) for x in tensors]
+        out = linear_attention(*given, causal=True, feature_map=feature_map, maps=(maps[0], maps[1]), impl=impl)
         grads[impl, dtype] = torch.autograd.grad(out.square().sum(), maps)
     for name, *each in zip(("query map", "key map"), *grads.values(), strict=True):
         assert_close(name, *each, factor=4.0)
@@ -131,7 +133,7 @@ def test_strides_do_not_matter(causal):
     odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
     spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
     expected = linear_attention(q, k, spread.contiguous(), causal=causal, impl="triton")
-    assert torch.equal(linear_attention(*odd, spread, causal=causal, impl="triton"), expected)
+    assert torch.equal(linear_attention(odd[0], odd[1], spread, causal=causal, impl="triton"), expected)
 
 
 @CAUSAL
@@ -143,7 +145,8 @@ def test_it_repeats_bit_by_bit(causal):
 
 def test_the_operator_passes_pytorchs_own_checks():
     q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1))
-    torch.library.opcheck(launching.linear_forward, (q, k, v, None, True, True, "elu", 1.0, 1e-6))
+    op: Any = launching.linear_forward
+    torch.library.opcheck(op, (q, k, v, None, True, True, "elu", 1.0, 1e-6))
 
 
 def test_it_compiles_without_a_break():
@@ -176,10 +179,13 @@ def test_decoding_overwrites_the_sums(feature_map):
     mask = holes(23)
     whole = linear_attention(q.double(), k.double(), v.double(), mask, causal=True, feature_map=feature_map)
     plain = linear_attention(q, k, v, mask, causal=True, feature_map=feature_map, impl="reference")
-    state, found, places = None, [], set()
+    state: Any = None
+    found, places = [], set()
     for piece in (slice(0, 20), *(slice(n, n + 1) for n in range(20, 23))):
-        given = (x[:, :, piece] for x in (q, k, v))
-        out, state = linear_decode(*given, mask[:, piece], state, feature_map=feature_map, impl="triton")
+        given: Any = [x[:, :, piece] for x in (q, k, v)]
+        out, state = linear_decode(
+            given[0], given[1], given[2], mask[:, piece], state, feature_map=feature_map, impl="triton"
+        )
         found.append(out)
         places.add(state["sums"].data_ptr())
     assert_close("out", torch.cat(found, 2), plain, whole, factor=4.0)
@@ -198,7 +204,7 @@ REFUSED = {
     "head size": (lambda q: linear_attention(*(q[..., :12],) * 3, causal=True, impl="triton"), "head size is 12; allowed"),
     "features": (
         lambda q: linear_attention(
-            *(q.repeat(1, 1, 1, 8),) * 3, causal=True, feature_map="hedgehog", maps=(torch.ones(2, 128, 128),) * 2,
+            *(q.repeat(1, 1, 1, 8),) * 3, causal=True, feature_map="hedgehog", maps=(torch.ones(2, 128, 128), torch.ones(2, 128, 128)),
             impl="triton",
         ),
         "256 features and values of 128",

@@ -3,6 +3,8 @@
 Under Triton's interpreter, or on a GPU where there is one.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,15 +17,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
-def draw(length, keys, *, batch=1, dtype=torch.float32):
+def draw(length, keys, *, batch=1, dtype=torch.float32) -> Any:
     # Heads beside each other in memory, as a model has them.
     return [torch.randn(batch, n, 1, 16).to(DEVICE, dtype).transpose(1, 2) for n in (length, keys, keys)]
 
 
 def attend(tensors, key_mask, impl, features=24, **how):
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    leaves: Any = [x.detach().clone().requires_grad_() for x in tensors]
     rows = draw_projection(16, features=features, orthogonal=True, seed=0).to(DEVICE)
-    out = performer_attention(*leaves, key_mask, projection=rows, scale=0.25, impl=impl, **how)
+    out = performer_attention(leaves[0], leaves[1], leaves[2], key_mask, projection=rows, scale=0.25, impl=impl, **how)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     return [out, *torch.autograd.grad(out, leaves, grad.to(out.device, out.dtype))]
 

@@ -41,7 +41,7 @@ SUMS = {
 # The scan, where it computes pairs and carries a state, and where it reads one state.
 CAUSAL = {
     "bfloat16": _scan(32, 64, 8, 2),
-    "bfloat16, wide": _scan(32, 64, 8, 1),
+    "bfloat16, wide": _scan(16, 32, 8, 1),
     "bfloat16, many features": _scan(16, 32, 8, 1),
     "float16": _scan(32, 32, 8, 1),
     "float16, wide": _scan(16, 32, 8, 1),

@@ -3,6 +3,8 @@
 Under Triton's interpreter, which takes a second for a few dozen tokens, or on a GPU where there is one.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +18,8 @@ from closeness import assert_close
 
 pytest.importorskip("triton")
 
+# Its types do not know what `custom_op` of this package returns.
+opcheck: Any = torch.library.opcheck
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
@@ -26,7 +30,7 @@ def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.floa
     return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
 
 
-def settings(size=16, *, clusters=3, topk=4, iterations=2):
+def settings(size=16, *, clusters=3, topk: int | None = 4, iterations=2) -> dict[str, Any]:
     planes, draws = draw_planes(size, bits=20, bias=True, clusters=100, seed=0)
     drawn = {"planes": planes.to(DEVICE), "draws": draws.to(DEVICE)}
     return {**drawn, "clusters": clusters, "iterations": iterations, "topk": topk, "scale": 0.3}
@@ -35,7 +39,7 @@ def settings(size=16, *, clusters=3, topk=4, iterations=2):
 def run(tensors, impl, key_mask=None, **how):
     """Outputs and the gradients in q, k and v."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    out = clustered_attention(*leaves, key_mask, impl=impl, **how)
+    out = clustered_attention(*leaves, key_mask=key_mask, impl=impl, **how)
     generator = torch.Generator().manual_seed(1)
     grad = torch.randn(out.shape, generator=generator).to(out.device, out.dtype)
     return [out, *torch.autograd.grad(out, leaves, grad)]
@@ -93,7 +97,7 @@ def test_a_cluster_for_each_query_is_exact(topk):
     pairs = (real[:, None, None] & real[:, None, :, None]).expand(4, 1, 11, 11)
     scores = (tensors[0] @ tensors[1].mT * 0.3).masked_fill(~pairs, -torch.inf)
     expected = scores.softmax(-1).nan_to_num() @ tensors[2]
-    torch.testing.assert_close(clustered_attention(*tensors, real, impl="triton", **how), expected)
+    torch.testing.assert_close(clustered_attention(*tensors, key_mask=real, impl="triton", **how), expected)
 
 
 def test_padding_is_not_read():
@@ -133,20 +137,20 @@ def test_strides_do_not_matter():
     odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
     spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
     expected = clustered_attention(q, k, spread.contiguous(), impl="triton", **settings())
-    assert torch.equal(clustered_attention(*odd, spread, impl="triton", **settings()), expected)
+    assert torch.equal(clustered_attention(odd[0], odd[1], spread, impl="triton", **settings()), expected)
 
 
 def test_the_operators_pass_pytorchs_own_checks():
     q, k, v = (x.requires_grad_() for x in draw(9, 9))
     order = torch.arange(9, dtype=torch.int32, device=DEVICE).view(1, 1, 9)
     begins = torch.tensor([[[0, 4, 9]]], dtype=torch.int32, device=DEVICE)
-    torch.library.opcheck(members.sum_rows, (q, order, begins, True))
+    opcheck(members.sum_rows, (q, order, begins, True))
     means, shared = members.sum_rows(q, order, begins, True).detach(), torch.randn(1, 1, 2, 16, device=DEVICE)
-    torch.library.opcheck(members.spread_rows, (shared.requires_grad_(), order, begins, 9, False))
-    torch.library.opcheck(triton_top.largest_keys, (means, k.detach(), None, 3, 0.3), test_utils="test_faketensor")
+    opcheck(members.spread_rows, (shared.requires_grad_(), order, begins, 9, False))
+    opcheck(triton_top.largest_keys, (means, k.detach(), None, 3, 0.3), test_utils="test_faketensor")
     top = torch.tensor([[[[1, 5, -1], [0, 8, 1]]]], dtype=torch.int32, device=DEVICE)
     lse = torch.full((1, 1, 2), 3.0, device=DEVICE)
-    torch.library.opcheck(launching.improved_forward, (q, k, v, means, shared, lse, top, order, begins, 0.3, False))
+    opcheck(launching.improved_forward, (q, k, v, means, shared, lse, top, order, begins, 0.3, False))
 
 
 def test_it_compiles_without_a_break():

@@ -187,7 +187,7 @@ def improved_keys_kernel(
             ds = p * (tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         weights = _centroid_weights(mean, k, key, factor, lse)
-        ds = weights * (dmass - tl.sum(v.to(tl.float32) * grads[None, :], 1))
+        ds = weights * (dmass - tl.sum(v.to(tl.float32) * grads[None, :], 1))  # pyright: ignore[reportOperatorIssue]  # a sum is a tensor
         dv -= weights[:, None] * grads[None, :]
         dk += ds[:, None] * mean[None, :]
         dmean += tl.sum(ds[:, None] * k.to(tl.float32), 0)

@@ -141,9 +141,9 @@ def _empty_gradients(
     lse: Tensor, top: Tensor, order: Tensor, begins: Tensor, scale: float, padded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, heads, most, kept = top.shape
-    added = (lse.new_empty(batch, heads, most * kept, x.shape[3]) for x in (k, v))
+    dk, dv = (lse.new_empty(batch, heads, most * kept, x.shape[3]) for x in (k, v))
     dshared = shared.new_empty(shared.shape)
-    return _beside(q, q.shape[3], padded), *added, torch.empty_like(means), dshared, torch.empty_like(lse)
+    return _beside(q, q.shape[3], padded), dk, dv, torch.empty_like(means), dshared, torch.empty_like(lse)
 
 
 @custom_op(_empty_gradients, flops=_flops_backward)

@@ -97,9 +97,9 @@ def _assign(
     # One maximum holds both the most bits and the lowest cluster among equals.
     key = tl.where((c < clusters)[None, :], shared * WIDE_C + (WIDE_C - 1 - c)[None, :], -(2**30))
     best = tl.max(key, 1)
-    tl.store(Groups + row, WIDE_C - 1 - (best & (WIDE_C - 1)), mask=row < count)
+    tl.store(Groups + row, WIDE_C - 1 - (best & (WIDE_C - 1)), mask=row < count)  # pyright: ignore[reportOperatorIssue]  # a maximum is a tensor
     # Rows behind the last are zeros and add nothing.
-    own = (key == best[:, None]).to(tl.int8)
+    own = (key == best[:, None]).to(tl.int8)  # pyright: ignore[reportCallIssue, reportArgumentType]  # as above
     return tl.dot(tl.trans(own), x, sums, out_dtype=tl.int32)
 
 
@@ -166,7 +166,7 @@ def sweep_kernel(
         tl.store(Changed + step * items + item, changed)
     if changed > 0:
         sums = tl.zeros([WIDE_C, WIDTH], tl.int32)
-        for first in range(part * BN, count, parts * BN):
+        for first in range(part * BN, count, parts * BN):  # pyright: ignore[reportArgumentType]  # a tile is a number
             sums = _assign(Bits, Groups, centroids, sums, first, count, clusters, WIDE_C, WIDTH, BN)
         # Whole numbers: the order of their additions does not show.
         tl.atomic_add(Sums + here, sums)

@@ -11,6 +11,8 @@ from approx.mechanisms.local import LocalAttention
 DEFAULTS = {
     "full": {},
     "sdpa": {},
+    "exact": {},
+    "flash": {},
     "clustered": {
         "clusters": None,
         "bits": 63,
@@ -181,7 +183,7 @@ def test_every_mechanism_says_what_it_is(name):
 def test_costs_grow_with_length_and_only_exact_ones_quadruple(name):
     mechanism = make(name, 12, 64)
     growth = mechanism.flops(16384) / mechanism.flops(8192) / MORE_KEYS.get(name, 1)
-    assert growth == pytest.approx(4 if name in ("full", "sdpa", "exact-topk") else 2, rel=1e-3)
+    assert growth == pytest.approx(4 if name in ("full", "sdpa", "exact", "flash", "exact-topk") else 2, rel=1e-3)
     assert mechanism.flops(16384) <= MECHANISMS["full"](12, 64, causal=False, scale=0.125).flops(16384)
     assert 0 < mechanism.memory(8192) < mechanism.memory(16384)
 

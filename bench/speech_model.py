@@ -56,7 +56,6 @@ def make_model(processor: Any) -> Wav2Vec2ForCTC:
         conv_dim=(32, 64, 128),
         conv_kernel=(10, 8, 4),
         conv_stride=(10, 8, 4),
-        num_feat_extract_layers=3,
         feat_extract_norm="layer",
         do_stable_layer_norm=True,
         num_conv_pos_embeddings=32,

@@ -1,5 +1,7 @@
 """Clustered attention in C against its specification: the same clusters, closeness, padding, and what it refuses."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,10 +18,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def attend(impl, dtype, q, k, v, grad, mask, **settings):
+def attend(impl: str, dtype: torch.dtype, *given: Any, **settings: Any) -> tuple[torch.Tensor, ...]:
     """The output and the gradients, on inputs that are rounded to 16 bits, so that every dtype finds the same clusters."""
-    inputs = [x.bfloat16().to(dtype).requires_grad_() for x in (q, k, v)]
-    out = clustered_attention(*inputs, mask, impl=impl, **settings)
+    *tensors, grad, mask = given
+    q, k, v = inputs = tuple(x.bfloat16().to(dtype).requires_grad_() for x in tensors)
+    out = clustered_attention(q, k, v, mask, impl=impl, **settings)
     assert chosen()["clustered_attention"] == impl
     return out, *torch.autograd.grad(out, inputs, grad.bfloat16().to(dtype))
 

@@ -159,7 +159,9 @@ def _attend_backward(
     made = _empty_gradients(grad, q, k, v)
     state = (groups, query_tokens, key_tokens, queries, keys, clusters, rest, sums, mass, top)
     problem = _BackwardProblem(_problem(q, k, v, grad, *state, most, kept, scale), *map(_rows, (grad, *made)))
-    check(library(BACKWARD).backward(ctypes.byref(problem)))
+    found = library(BACKWARD)
+    assert not isinstance(found, str), "checked by the op"
+    check(found.backward(ctypes.byref(problem)))
     return made
 
 
@@ -181,7 +183,9 @@ def _attend(
     state = (groups, query_tokens, key_tokens, queries, keys, clusters)
     made = _empty(q, k, v, *state, most, kept, scale)
     problem = _problem(q, k, v, made[0], *state, *made[1:], most, kept, scale)
-    check(library(FORWARD).forward(ctypes.byref(problem)))
+    found = library(FORWARD)
+    assert not isinstance(found, str), "checked by the op"
+    check(found.forward(ctypes.byref(problem)))
     return made
 
 

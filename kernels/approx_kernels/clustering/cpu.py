@@ -48,6 +48,7 @@ def cluster_samples(
     batch, heads, length, _ = q.shape
     bits = planes.shape[0]
     found = library(SOURCE)
+    assert not isinstance(found, str), "checked by the op"
     words = q.new_empty(batch, heads, length, dtype=torch.int64)
     samples, some = max(1, _ROWS // (heads * length)), max(1, _ROWS // length)
     with torch.autocast("cpu", enabled=False):

@@ -64,5 +64,5 @@ def kept(key: Hashable, make: Callable[[], Any]) -> Any:
 def joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
     """One softmax over the keys of two parts, each an output and its log-sum-exps; every query has a key in the first."""
     lse = torch.logaddexp(one[1], other[1])
-    shares = ((part[1] - lse).exp()[..., None] for part in (one, other))
-    return sum(share * part[0] for share, part in zip(shares, (one, other), strict=True)).to(one[0].dtype)
+    first, second = ((part[1] - lse).exp()[..., None] * part[0] for part in (one, other))
+    return (first + second).to(one[0].dtype)

@@ -74,7 +74,15 @@ def global_token_attention(
     def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[int] | Tensor) -> Tensor:
         if run == "triton":
             return _tiles(
-                q, k, v, left=left, right=right, tokens=tuple(tokens), see_all=see_all, causal=causal, scale=scale
+                q,
+                k,
+                v,
+                left=left,
+                right=right,
+                tokens=tuple(map(int, tokens)),
+                see_all=see_all,
+                causal=causal,
+                scale=scale,
             )
         chosen = places(tokens, k.shape[2], k.device)
         how: dict[str, Any] = {"chosen": chosen, "causal": causal, "scale": scale, "dropout": dropout}

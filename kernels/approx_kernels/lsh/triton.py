@@ -32,7 +32,7 @@ def sorted_tiles(q: Tensor, k: Tensor, v: Tensor, *, projections: Tensor, cluste
         outs.append(_at(out, back))
         lses.append(lse.gather(-1, back))
     shares = torch.stack(lses).softmax(0)
-    return sum(share[..., None] * out for share, out in zip(shares, outs, strict=True)).to(q.dtype)
+    return (shares[..., None] * torch.stack(outs)).sum(0).to(q.dtype)
 
 
 def _at(x: Tensor, order: Tensor) -> Tensor:

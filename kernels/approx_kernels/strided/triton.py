@@ -22,7 +22,7 @@ def strided_tiles(
         if step == 1:
             return near[0]
     before = (keys - q.shape[2]) % stride
-    columns = [_columns(x, stride, begin) for x, begin in ((q, before), (k, 0), (v, 0))]
+    columns = _columns(q, stride, before), _columns(k, stride, 0), _columns(v, stride, 0)
     # Cells behind the last key; a causal query stands before them anyway.
     real = None if causal or keys % stride == 0 else _real(keys, stride, q)
     if near is None:

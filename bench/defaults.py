@@ -208,12 +208,10 @@ def best(made: dict[str, Any], mechanism: str, swept: str, now: Any) -> Any:
         free = [c for c in sweep if all(c["found"][n]["error"] <= (1 + FREE) * full[n]["error"] for n in names)]
         return min(case["value"] for case in free)
     here = next((case["found"] for case in sweep if case["value"] == now), None)
-    for case in sweep if swept != "frozen" else []:
-        if here is None:
-            break
-        if all(case["found"][n][what] < here[n][what] for n in names for what in ("error", "ms")):
-            return case["value"]
-    return now
+    if here is None or swept == "frozen":
+        return now
+    whats = [(n, what) for n in names for what in ("error", "ms")]
+    return next((case["value"] for case in sweep if all(case["found"][n][w] < here[n][w] for n, w in whats)), now)
 
 
 def report(made: dict[str, Any]) -> str:

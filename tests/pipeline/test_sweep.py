@@ -228,7 +228,7 @@ def test_interrupted_and_killed_it_goes_on_and_says_the_same(whole, study, tmp_p
         while len(list(out.glob("cells/*.json"))) < cells and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(how)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=300)
         assert process.returncode == code, said
         assert "Finished cells are kept" in said or how == signal.SIGKILL
         now = {path.name: path.stat().st_mtime_ns for path in out.glob("cells/*.json")}

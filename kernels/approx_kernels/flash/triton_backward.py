@@ -79,7 +79,7 @@ def flash_queries_kernel(
         ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
-    for each in tl.range(begin, end - (after - whole), num_stages=1):  # type: ignore[reportGeneralTypeIssues]  # Triton unrolls it
+    for each in tl.range(begin, end - (after - whole), num_stages=1):  # type: ignore[reportGeneralTypeIssues]  # a loop of Triton, not of Python
         block = each + tl.where(each < whole, 0, after - whole)
         kind = -1
         if Rows is not None:
@@ -174,7 +174,7 @@ def flash_keys_kernel(
         ds = p * (tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
-    for each in tl.range(begin, end - (after - whole), num_stages=1):  # type: ignore[reportGeneralTypeIssues]  # Triton unrolls it
+    for each in tl.range(begin, end - (after - whole), num_stages=1):  # type: ignore[reportGeneralTypeIssues]  # a loop of Triton, not of Python
         block = each + tl.where(each < whole, 0, after - whole)
         kind = -1
         if Rows is not None:

@@ -83,7 +83,7 @@ def flash_forward_kernel(
         v = load_rows(V, block * BN, v_n, k_begin, k_end, E, WIDE_E, BN, False)
         total, top, out = _fold(s, v, total, top, out, PRECISION)
 
-    for each in tl.range(begin, end - (after - whole), num_stages=1):  # type: ignore[reportGeneralTypeIssues]  # Triton unrolls it
+    for each in tl.range(begin, end - (after - whole), num_stages=1):  # type: ignore[reportGeneralTypeIssues]  # a loop of Triton, not of Python
         block = each + tl.where(each < whole, 0, after - whole)
         kind = -1
         if Rows is not None:

@@ -12,7 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Outputs that one test keeps must not be found by another run of the tests.
-os.environ["APPROX_CACHE"] = tempfile.mkdtemp(prefix="approx-tests-")
+_CACHE = tempfile.TemporaryDirectory(prefix="approx-tests-", ignore_cleanup_errors=True)
+os.environ["APPROX_CACHE"] = _CACHE.name
 
 import numpy as np
 import torch

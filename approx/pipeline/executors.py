@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -74,10 +74,6 @@ def choose(name: str, *, jobs: int | None, options: dict[str, Any], folder: Path
             f"The executor '{name}' needs the package {name}, which is not installed: pip install '{name}'.",
             Exit.MISSING,
         )
-    # A job starts where this package may not be installed: it finds it where this process does.
-    places = [str(Path(sys.modules["approx"].__path__[0]).parent), str(_parent("approx_kernels"))]
-    given = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*places, *([given] if given else [])])
     return Submitit(jobs, options, folder) if name == "submitit" else Ray(jobs, options)
 
 
@@ -186,7 +182,7 @@ class Submitit:
                 room = limit - len(running)
                 if waiting and room > 0:
                     now, waiting = waiting[:room], waiting[room:]
-                    with executor.batch():
+                    with _importable(), executor.batch():
                         jobs = [executor.submit(work, item, threads) for item in now]
                     running |= dict(zip(jobs, now, strict=True))
                 finished = [job for job in running if job.done()]
@@ -221,7 +217,8 @@ class Ray:
         started = not ray.is_initialized()
         if started:
             size = {} if address else {"num_cpus": cores}
-            ray.init(address=address, include_dashboard=None if address else False, log_to_driver=False, **size)
+            with _importable():
+                ray.init(address=address, include_dashboard=None if address else False, log_to_driver=False, **size)
         try:
             task = ray.remote(work).options(**{**options, "num_cpus": threads})
             waiting = {task.remote(item, threads): item for item in items}
@@ -236,6 +233,21 @@ class Ray:
         finally:
             if started:
                 ray.shutdown()
+
+
+@contextmanager
+def _importable() -> Iterator[None]:
+    """Let what is started inside find this package, which need not be installed, where this process does."""
+    places = [str(Path(sys.modules["approx"].__path__[0]).parent), str(_parent("approx_kernels"))]
+    given = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*places, *([given] if given else [])])
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = given
 
 
 def _parent(package: str) -> Path:

@@ -119,6 +119,8 @@ def test_a_commit_of_somebody_elses_repository_is_not_ours(tmp_path):
     for name in ("errors.py", "evaluation/record.py"):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_bytes((source / name).read_bytes())
+        # Without it a folder of the same name that is a package comes first, wherever it lies on the path.
+        (package / name).with_name("__init__.py").touch()
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)

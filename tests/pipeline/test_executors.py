@@ -57,6 +57,14 @@ def test_submitit_runs_jobs_and_tells_of_those_that_were_lost(tmp_path):
     assert "it fails" in str(found["fails"])
 
 
+def test_submitit_leaves_this_process_its_environment(tmp_path):
+    pytest.importorskip("submitit")
+    before = dict(os.environ)
+    executor = choose("submitit", jobs=1, options={"cluster": "local", "timeout_min": 5}, folder=tmp_path / "jobs")
+    assert collected(executor, ["a"])["a"][0] == "a"
+    assert dict(os.environ) == before
+
+
 def test_ray_runs_tasks_and_tells_of_those_that_were_lost(tmp_path):
     pytest.importorskip("ray")
     found = collected(choose("ray", jobs=1, options={}, folder=tmp_path), ["a", "fails"])

@@ -1,7 +1,9 @@
 """What every test stands on: no network, one thread, fixed seeds, and real data where this machine has it."""
 
+import atexit
 import os
 import random
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -12,8 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Outputs that one test keeps must not be found by another run of the tests.
-_CACHE = tempfile.TemporaryDirectory(prefix="approx-tests-", ignore_cleanup_errors=True)
-os.environ["APPROX_CACHE"] = _CACHE.name
+os.environ["APPROX_CACHE"] = tempfile.mkdtemp(prefix="approx-tests-")
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
+atexit.register(shutil.rmtree, os.environ["APPROX_CACHE"], ignore_errors=True)
 
 # The same examples in every run; a loaded machine may take its time over one.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)

@@ -131,6 +131,16 @@ def test_padded_tokens_are_as_if_they_were_not_there(variant, causal, dedup):
     assert out.transpose(1, 2)[~mask].eq(0).all()
 
 
+@pytest.mark.parametrize(("variant", "causal", "dedup"), CASES)
+def test_how_many_heads_are_sorted_together_changes_nothing(variant, causal, dedup, monkeypatch):
+    q, k, v = drawn(47, 47, batch=2)
+    mask = torch.rand(2, 47) < 0.7
+    together, _ = attend(q, k, v, mask, variant=variant, causal=causal, dedup=dedup)
+    monkeypatch.setattr("approx_kernels.lsh._TOGETHER", 1)
+    one_by_one, _ = attend(q, k, v, mask, variant=variant, causal=causal, dedup=dedup)
+    torch.testing.assert_close(one_by_one, together)
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("variant", ["asymmetric", "shared"])
 def test_the_backward_pass_drops_what_the_forward_pass_dropped(variant, causal):

@@ -29,13 +29,16 @@ def linear_heads(
     dropout: float = 0.0,
     sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Linear attention; on a CPU a few heads at a time, whose features then stay in its cache.
+    """Linear attention; on a CPU without a window a few heads at a time, whose features then stay in its cache.
 
     Causal, it goes on from the sums of earlier keys, [B, H, F, E + 1], and returns the sums for later queries.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     keep = None if key_mask is None else key_mask[:, None, :, None]
-    heads = max(1, _CACHED // (q.shape[0] * k.shape[2] * k.shape[3])) if q.device.type == "cpu" else q.shape[1]
+    heads = q.shape[1]
+    # A window is walked block by block, which is little work at a time for all heads together.
+    if q.device.type == "cpu" and mix is None:
+        heads = max(1, _CACHED // (q.shape[0] * k.shape[2] * k.shape[3]))
     out, reached = [], []
     with torch.autocast(q.device.type, enabled=False):
         for first in range(0, q.shape[1], heads):

@@ -23,6 +23,9 @@ __all__ = ["VARIANTS", "draw_projections", "lsh_attention"]
 
 VARIANTS = ("asymmetric", "shared")
 
+# Tokens of all heads that are sorted together on a CPU: the tables of more do not stay in its caches.
+_TOGETHER = 2**16
+
 
 def lsh_attention(
     q: Tensor,
@@ -81,7 +84,7 @@ def lsh_attention(
             implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    length, keys = q.shape[2], k.shape[2]
+    heads, length, keys = q.shape[1], q.shape[2], k.shape[2]
     if variant == "shared" and length != keys:
         raise ValueError(f"The shared variant makes its keys from the queries, but got {length} queries, {keys} keys.")
     k, v = k.to(q.dtype), v.to(q.dtype)
@@ -98,11 +101,15 @@ def lsh_attention(
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
         k = unit_keys(q, k) if variant == "shared" else k
         make = bucket_plan if causal else cluster_plan
-        with torch.no_grad():
-            plan = make(q, k, key_mask, projections=projections, variant=variant, cluster=cluster)
         attend = dense_union if run == "reference" else tile_union
         own = "last resort" if variant == "shared" else "always" if causal else "as any other"
-        out = attend(q, k, v, plan, own=own, scale=scale, dedup=dedup, dropout=dropout)
+        together = heads if q.device.type != "cpu" else max(1, _TOGETHER // (q.shape[0] * keys))
+        parts = []
+        for some_q, some_k, some_v in zip(*(x.split(together, 1) for x in (q, k, v)), strict=True):
+            with torch.no_grad():
+                plan = make(some_q, some_k, key_mask, projections=projections, variant=variant, cluster=cluster)
+            parts.append(attend(some_q, some_k, some_v, plan, own=own, scale=scale, dedup=dedup, dropout=dropout))
+        out = torch.cat(parts, 1)
         if key_mask is not None and (causal or length == keys):
             # A query without a position (L > S) sees nothing anyway.
             real = key_mask[:, max(keys - length, 0) :]

@@ -15,7 +15,7 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
     """Say which implementation of an op runs, and keep it for `chosen`.
 
     Args:
-        op: The public name of the op.
+        op: The name of the public function that is the op.
         impl: One of `IMPLEMENTATIONS`; `auto` takes what `implementation` asks for, otherwise the first that can run.
         obstacles: The implementations that the op has, the best for these inputs first, each with the reason why it cannot
             run on them, which also says what to do; None where it can.

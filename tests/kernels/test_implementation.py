@@ -1,7 +1,11 @@
 """Which implementation runs: the best that can, or exactly the one asked for."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import approx_kernels
 from approx_kernels.implementation import choose, chosen, implementation
 
 WAYS = {"triton": "the tensor is on the cpu.", "cpu": None, "reference": None}
@@ -34,3 +38,24 @@ def test_a_wish_holds_inside_its_block_and_not_against_an_explicit_choice():
     assert choose("sample", "auto", WAYS) == "cpu"
     with pytest.raises(ValueError, match="expected one of"), implementation("fast"):
         pass
+
+
+def named(source):
+    """From public functions to the names under which they choose."""
+    return {
+        function.name: node.args[0].value
+        for function in ast.walk(ast.parse(source))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "choose"
+        if isinstance(node.args[0], ast.Constant)
+    }
+
+
+def test_an_op_is_called_as_its_function():
+    assert named('def attend(q):\n    choose("attention", "auto", {})') == {"attend": "attention"}
+    found: dict[str, object] = {}
+    for path in Path(approx_kernels.__path__[0]).glob("*/__init__.py"):
+        found |= named(path.read_text("utf-8"))
+    assert len(found) > 10
+    assert {function: op for function, op in found.items() if function != op} == {}

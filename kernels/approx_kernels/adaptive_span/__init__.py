@@ -60,7 +60,7 @@ def adaptive_span_attention(
     check_shapes(q, k, v, key_mask)
     if spans.shape != q.shape[1:2]:
         raise ValueError(f"spans has shape {list(spans.shape)}; expected [{q.shape[1]}], one for each head.")
-    run = choose("adaptive span", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
+    run = choose("adaptive_span_attention", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
     if run == "triton":
         # Each head of the kernel ends where its own span does, so nobody has to read the spans first.
         right = 0 if causal else None

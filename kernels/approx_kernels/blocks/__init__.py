@@ -58,7 +58,7 @@ def block_attention(
     """
     check_shapes(q, k, v, key_mask)
     ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
-    run = choose("block attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
+    run = choose("block_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if run == "triton":
@@ -118,7 +118,7 @@ def bigbird_attention(
     """
     check_shapes(q, k, v, key_mask)
     ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
-    run = choose("bigbird", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
+    run = choose("bigbird_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         lists = bigbird_lists(-(-k.shape[2] // block), draws, compatible)

@@ -52,7 +52,7 @@ def exact_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    run = choose("exact attention", impl, {"fused": None, "cpu": _cpu_obstacle(q, dropout), "reference": None})
+    run = choose("exact_attention", impl, {"fused": None, "cpu": _cpu_obstacle(q, dropout), "reference": None})
     if run == "cpu":
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def fastest_attention(
         ValueError: as `exact_attention`.
     """
     check_shapes(q, k, v, key_mask)
-    run = choose("fastest attention", impl, {"probed": None, "cpu": _cpu_obstacle(q, dropout), "reference": None})
+    run = choose("fastest_attention", impl, {"probed": None, "cpu": _cpu_obstacle(q, dropout), "reference": None})
     if run != "probed" or dropout or is_compiling() or torch._C._is_tracing() or type(q) is not Tensor:
         run = "auto" if run == "probed" else run
         return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout, impl=run)

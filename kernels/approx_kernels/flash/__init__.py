@@ -52,7 +52,7 @@ def flash_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    run = choose("flash attention", impl, ranked(q, flash_obstacle(q, v, dropout), fused=None, reference=None))
+    run = choose("flash_attention", impl, ranked(q, flash_obstacle(q, v, dropout), fused=None, reference=None))
     if run == "triton":
         return flash(q, k, v, key_mask, scale=scale, right=0 if causal else None, impl="triton")[0]
     way = "reference" if run == "reference" else "auto"

@@ -69,7 +69,7 @@ def global_token_attention(
     elsewhere = "tokens that each sample chooses need a list for each. Give positions, or ask for 'reference'."
     own = isinstance(tokens, Tensor)
     ways = {"cpu": elsewhere if own else obstacle(q, dropout=dropout), "reference": None}
-    run = choose("global tokens", impl, ranked(q, elsewhere if own else flash_obstacle(q, v, dropout), **ways))
+    run = choose("global_token_attention", impl, ranked(q, elsewhere if own else flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[int] | Tensor) -> Tensor:
         if run == "triton":

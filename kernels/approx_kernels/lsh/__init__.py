@@ -92,7 +92,7 @@ def lsh_attention(
         if variant == "asymmetric" and max(length, keys) <= (2 * cluster if causal else cluster):
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
         obstacles = ranked(q, _obstacle(q, k, v, key_mask, variant, dedup, causal, dropout), tiles=None, reference=None)
-        run = choose("lsh", impl, obstacles)
+        run = choose("lsh_attention", impl, obstacles)
         if run == "triton":
             attend_tiles = partial(sorted_tiles, projections=projections, cluster=cluster, scale=scale)
             return without_padding(attend_tiles, q, k, v, key_mask)

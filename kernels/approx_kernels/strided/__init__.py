@@ -57,7 +57,7 @@ def strided_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    run = choose("strided attention", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
+    run = choose("strided_attention", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
         own = stride(k.shape[2])

@@ -70,7 +70,7 @@ def summary_attention(
     if causal and inside != "past":
         raise ValueError(f"A causal pattern with inside={inside!r}; expected inside='past'.")
     ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
-    run = choose("summaries", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
+    run = choose("summary_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
         side: Inside = inside

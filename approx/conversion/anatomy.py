@@ -5,7 +5,8 @@ import copy
 import difflib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -83,6 +84,15 @@ class Anatomy:
         return self.flops_fixed + self.flops_per_position * length
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """All models of a class whose configs say the same; observed once."""
+
+    model_class: type
+    said: str
+    config: Any = field(compare=False)
+
+
 _Call = tuple[nn.Module, Tensor, Tensor, float | None, dict[str, Any]]
 
 
@@ -153,7 +163,6 @@ def anatomy(config: Any, model_class: type) -> Anatomy:
     Raises:
         ApproxError: if the family does not dispatch its attention, or passes something to it that no mechanism honours.
     """
-    config = copy.deepcopy(config)
     if not model_class._can_set_attn_implementation():  # type: ignore[attr-defined]  # every PreTrainedModel has it
         raise ApproxError(
             f"{model_class.__name__} (family '{config.model_type}') computes its attention inside its own modules instead of "
@@ -161,6 +170,12 @@ def anatomy(config: Any, model_class: type) -> Anatomy:
             "DistilBERT, ELECTRA, GPT-2, Llama, Wav2Vec2, HuBERT, ViT and Whisper, can be converted.",
             Exit.UNSUPPORTED,
         )
+    return _observe(_Kind(model_class, repr(config.to_dict()), copy.deepcopy(config)))
+
+
+@lru_cache(maxsize=64)
+def _observe(kind: _Kind) -> Anatomy:
+    model_class, config = kind.model_class, kind.config
     # A made-up name per call keeps concurrent probes apart.
     observer, name = _Observer(), f"approx_observer_{id(config)}"
     AttentionInterface.register(name, observer.attention)  # type: ignore[arg-type]  # a bound method is a function here

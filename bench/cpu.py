@@ -37,6 +37,7 @@ from approx.evaluation.record import environment
 from approx.evaluation.statistics import ratio_interval
 from approx.evaluation.timing import Neighbours, timed
 from bench import cpu_cases, cpu_floor, cpu_page
+from bench.parts import all_kept, keep, kept
 
 CPU = torch.device("cpu")
 LENGTHS, DTYPES, THREADS = (512, 1024, 2048, 4096, 8192), ("float32", "bfloat16"), (1, 2)
@@ -163,9 +164,9 @@ def _ratio(base: Runner, other: Runner, threads: int) -> list[float] | None:
     if base.status != OK or other.status != OK:
         return None
     (first, good), (second, fine) = _times(base, threads), _times(other, threads)
-    kept = good & fine if (good & fine).sum() >= FEW else np.ones_like(good)
-    low, high = ratio_interval(first[kept].tolist(), second[kept].tolist())
-    return [float(np.median(first[kept]) / np.median(second[kept])), low, high]
+    both = good & fine if (good & fine).sum() >= FEW else np.ones_like(good)
+    low, high = ratio_interval(first[both].tolist(), second[both].tolist())
+    return [float(np.median(first[both]) / np.median(second[both])), low, high]
 
 
 def longest(case: cpu_cases.Case, threads: int) -> dict[str, Any]:
@@ -191,34 +192,33 @@ def longest(case: cpu_cases.Case, threads: int) -> dict[str, Any]:
 def run(options: argparse.Namespace, console: Console) -> None:
     """Measure what is asked for and not kept yet, as far as the minutes reach; then put the record together."""
     folder, begun = options.output / "parts", time.perf_counter()
-    folder.mkdir(parents=True, exist_ok=True)
     rates: dict[str, Any] = {}
     for threads in options.threads:
         for dtype in options.dtypes:
             key = f"{dtype}/{threads}"
-            rates[key] = _kept(folder, f"rates/{key}") or cpu_floor.calibrate(dtype, threads)
-            _keep(folder, f"rates/{key}", rates[key])
+            rates[key] = kept(folder, f"rates/{key}") or cpu_floor.calibrate(dtype, threads)
+            keep(folder, f"rates/{key}", rates[key])
     parts = [part for part in planned(options.threads, options.dtypes, options.lengths) if _asked(part.id, options)]
     ordered = sorted(((cost(part, rates), part) for part in parts), key=lambda each: each[0])
     for place, (turn, part) in enumerate(ordered):
-        if _kept(folder, part.id):
+        if kept(folder, part.id):
             continue
         rounds = ROUNDS if turn < LONG else FEW
         # Warm-up, memory and rounds, at half of the speed of a plain product, and making the models.
         expected = 5 + options.seconds + 2 * turn * (rounds + 4)
         if time.perf_counter() - begun + expected > 60 * options.minutes:
-            left = sum(_kept(folder, other.id) is None for _, other in ordered[place:])
+            left = sum(kept(folder, other.id) is None for _, other in ordered[place:])
             console.print(f"The minutes are used up; {left} parts are left. Run the same command again to go on.")
             break
         console.print(f"{place + 1}/{len(ordered)} {part.id}", highlight=False)
-        _keep(folder, part.id, measure(part, options.seconds, rounds))
+        keep(folder, part.id, measure(part, options.seconds, rounds))
         gc.collect()
     if options.longest:
         for case in cpu_cases.cases(False, LONGEST):
             name = f"longest/{case.name}"
-            if _asked(name, options) and not _kept(folder, name):
+            if _asked(name, options) and not kept(folder, name):
                 console.print(name, highlight=False)
-                _keep(folder, name, longest(case, max(options.threads)))
+                keep(folder, name, longest(case, max(options.threads)))
     _gather(options.output, planned(THREADS, DTYPES, LENGTHS))
 
 
@@ -226,31 +226,15 @@ def _asked(name: str, options: argparse.Namespace) -> bool:
     return fnmatch.fnmatchcase(name, options.only)
 
 
-def _path(folder: Path, name: str) -> Path:
-    return folder / f"{name.replace('/', '.').replace(' ', '_')}.json"
-
-
-def _kept(folder: Path, name: str) -> dict[str, Any] | None:
-    path = _path(folder, name)
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
-def _keep(folder: Path, name: str, found: dict[str, Any]) -> None:
-    path = _path(folder, name)
-    half = path.with_suffix(".half")
-    half.write_text(json.dumps(found, allow_nan=False), encoding="utf-8")
-    half.replace(path)
-
-
 def _gather(output: Path, everything: Iterator[Part]) -> None:
     """Write the record of all parts that are kept, and name those of the whole plan that are not."""
-    kept = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((output / "parts").glob("*.json"))]
-    done = {Part(**{name: one[name] for name in Part._fields}).id for one in kept if "contenders" in one}
+    found = all_kept(output / "parts")
+    done = {Part(**{name: one[name] for name in Part._fields}).id for one in found if "contenders" in one}
     made = {
         "command": shlex.join(["python", "bench/cpu.py", *sys.argv[1:]]),
-        "rates": [one for one in kept if "flops" in one],
-        "parts": [one for one in kept if "contenders" in one],
-        "longest": [one for one in kept if one.get("suite") == "longest"],
+        "rates": [one for one in found if "flops" in one],
+        "parts": [one for one in found if "contenders" in one],
+        "longest": [one for one in found if one.get("suite") == "longest"],
         "left": sorted(part.id for part in everything if part.id not in done),
         "environment": environment(),
     }

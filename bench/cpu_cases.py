@@ -58,8 +58,15 @@ class Contender(NamedTuple):
     call: Callable[[], object]
 
 
-def cases(causal: bool, length: int, *, decoding: bool = False) -> list[Case]:
-    """Every mechanism that has this form, but SDPA, which is the base."""
+def cases(
+    causal: bool,
+    length: int,
+    *,
+    decoding: bool = False,
+    chosen: Mapping[str, tuple[dict[str, Any], ...]] | None = None,
+) -> list[Case]:
+    """Every mechanism that has this form, but SDPA, which is the base; `chosen` are settings in place of those above."""
+    chosen = (_CAUSAL_SETTINGS if causal else _SETTINGS) if chosen is None else chosen
     found = []
     for name, kind in MECHANISMS.items():
         able = (kind.supports_causal if causal else kind.supports_bidirectional) and (
@@ -67,7 +74,7 @@ def cases(causal: bool, length: int, *, decoding: bool = False) -> list[Case]:
         )
         if name == SDPA or not able or (name in REFERENCES and length > LONGEST_REFERENCE):
             continue
-        for settings in (_CAUSAL_SETTINGS if causal else _SETTINGS).get(name, ({},)):
+        for settings in chosen.get(name, ({},)):
             told = " ".join(f"{key}={value}" for key, value in settings.items())
             found.append(Case(f"{name} {told}".strip(), name, settings))
     return found
@@ -105,7 +112,7 @@ def model(suite: str, length: int, dtype: torch.dtype, *, batch: int, train: boo
     """`LAYERS` layers of a base-sized model with random weights under every mechanism, with exact attention and without any."""
     base = build(suite, LAYERS, length).to(dtype).train(train)
     causal = suite in ("gpt2", "decode")
-    run = {"roberta": _tokens, "gpt2": _tokens, "decode": _decoding, "wav2vec2": _frames}[suite]
+    run = {"roberta": on_tokens, "gpt2": on_tokens, "decode": one_token, "wav2vec2": _frames}[suite]
 
     def contender(name: str, role: str, one: nn.Module) -> Contender:
         forward, grad = run(one, length, batch, dtype)
@@ -179,35 +186,40 @@ def build(suite: str, layers: int, length: int) -> Any:
 def converted(base: nn.Module, case: Case) -> nn.Module:
     """The same model, its weights shared, with another attention."""
     twin = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
-    inputs = example_inputs(twin, 512)
+    inputs = example_inputs(twin, 512, device=next(base.parameters()).device)
     # Fitting runs the model, in the precision that it has.
     inputs = {name: x.to(twin.dtype) if x.is_floating_point() else x for name, x in inputs.items()}  # type: ignore[arg-type]  # a dtype
     surgery.convert(twin, Plan.of(case.mechanism, **case.settings), calibration=inputs)
     return twin.train(base.training)
 
 
-_Forward = tuple[Callable[[], object], Tensor]
+Forward = tuple[Callable[[], object], Tensor]
 
 
-def _tokens(model: Any, length: int, batch: int, dtype: torch.dtype) -> _Forward:
-    inputs = example_inputs(model, length, batch=batch)
+def on_tokens(model: Any, length: int, batch: int, dtype: torch.dtype) -> Forward:
+    """A forward of that many tokens, and what has the shape of its outputs."""
+    inputs = example_inputs(model, length, batch=batch, device=model.device)
     more = {"use_cache": False} if model.config.model_type.endswith("gpt2") else {}
-    return lambda: model(**inputs, **more).last_hidden_state, torch.ones(batch, length, HEADS * SIZE, dtype=dtype)
+    return lambda: model(**inputs, **more).last_hidden_state, torch.ones(
+        batch, length, HEADS * SIZE, dtype=dtype, device=model.device
+    )
 
 
-def _frames(model: Any, length: int, batch: int, dtype: torch.dtype) -> _Forward:
+def _frames(model: Any, length: int, batch: int, dtype: torch.dtype) -> Forward:
     hidden = torch.randn(batch, length, HEADS * SIZE, generator=torch.Generator().manual_seed(length)).to(dtype)
     return lambda: model.encoder(hidden).last_hidden_state, torch.ones_like(hidden)
 
 
-def _decoding(model: Any, length: int, batch: int, dtype: torch.dtype) -> _Forward:
+def one_token(model: Any, length: int, batch: int, dtype: torch.dtype) -> Forward:
     """One token on top of `length`; a cache of tokens is cut back afterwards, a state goes on."""
     generator = torch.Generator().manual_seed(length)
     cache = DynamicCache()
-    for layer in range(LAYERS):
-        k, v = torch.randn(2, batch, HEADS, length, SIZE, generator=generator).to(dtype)
+    for layer in range(model.config.num_hidden_layers):
+        k, v = torch.randn(2, batch, HEADS, length, SIZE, generator=generator).to(model.device, dtype)
         cache.update(k, v, layer)
-    word = example_inputs(model, 1, batch=batch)
+    word = example_inputs(model, 1, batch=batch, device=model.device)
+    # A state counts the tokens that it has seen, more of them than there are positions.
+    word["position_ids"] = torch.full((batch, 1), length, device=model.device)
 
     def step() -> None:
         model(**word, past_key_values=cache, use_cache=True)

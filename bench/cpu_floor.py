@@ -1,7 +1,7 @@
 """How fast attention could be at best on this machine: counted operations and bytes over measured rates."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ _SIDE, _COPIED, _REPETITIONS = 2048, 2**28, 5
 _FLOAT32_ERROR = 1e-6
 # Rows of a tile of queries that share their keys, and the chunk of causal linear attention.
 _TILE, _CHUNK = 128, 64
+EXACT = ("full", "sdpa", "exact", "flash")
 
 
 def calibrate(dtype: str, threads: int) -> dict[str, Any]:
@@ -54,6 +55,20 @@ def _seconds(call: Callable[[], object], threads: int) -> float:
     return min(sample.ms * (sample.busy if threads == 1 else 1) for sample in samples) / 1e3
 
 
+class Work(NamedTuple):
+    """What attention must do for one token of one head.
+
+    Attributes:
+        flops: Operations of products, multiplications and additions apart.
+        signs: Operations of products of +-1, which need 8 bits.
+        numbers: Numbers that are read or written.
+    """
+
+    flops: float
+    signs: float
+    numbers: float
+
+
 def floor_ms(name: str, length: int, causal: bool, rates: dict[str, Any]) -> float | None:
     """Least milliseconds of a forward of one layer's attention, batch 1; None for what is no mechanism of ours.
 
@@ -65,12 +80,19 @@ def floor_ms(name: str, length: int, causal: bool, rates: dict[str, Any]) -> flo
     )
     if case is None:
         return None
+    work, tokens = work_of(case, length, causal), cpu_cases.HEADS * length
+    width = getattr(torch, rates["dtype"]).itemsize
+    return 1e3 * tokens * max((work.flops + work.signs) / rates["flops"], work.numbers * width / rates["bytes"])
+
+
+def work_of(case: cpu_cases.Case, length: int, causal: bool) -> Work:
+    """What a forward of a mechanism does at least for each token of each head."""
     mechanism = cpu_cases.mechanism_of(case, causal)
     size, half = cpu_cases.SIZE, 0.5 if causal else 1.0
-    # Queries, keys, values and outputs once, in numbers.
-    io = extra = 4 * size
-    pairs = None
-    if case.mechanism in ("full", "sdpa", "exact"):
+    # Queries, keys, values and outputs once.
+    io = numbers = 4 * size
+    signs, pairs = 0, None
+    if case.mechanism in EXACT:
         flops = 4 * size * length * half
     elif case.mechanism == "linear":
         flops = 4 * size**2 + (2 * size * _CHUNK if causal else 0)
@@ -78,14 +100,14 @@ def floor_ms(name: str, length: int, causal: bool, rates: dict[str, Any]) -> flo
         flops = 8 * size * mechanism.features
     elif case.mechanism in ("clustered", "improved-clustered") and not causal:
         clusters = 25 if length <= 512 else 100
-        flops = 2 * size * 64 + mechanism.iterations * 4 * 64 * clusters + 4 * clusters * size
-        extra = io + size
+        flops, signs = 2 * size * 64 + 4 * clusters * size, mechanism.iterations * 4 * 64 * clusters
+        numbers = io + size
         if case.mechanism == "improved-clustered":
             flops += 4 * mechanism.topk * size
-            extra += 2 * size + 2 * clusters
+            numbers += 2 * size + 2 * clusters
     elif case.mechanism == "lsh":
         flops = mechanism.rounds * 4 * size * 2 * mechanism.cluster
-        extra = io * (1 + 2 * mechanism.rounds)
+        numbers = io * (1 + 2 * mechanism.rounds)
     else:
         pairs = {
             "local": lambda: mechanism.left + (0 if causal else mechanism.right) + _TILE,
@@ -94,6 +116,4 @@ def floor_ms(name: str, length: int, causal: bool, rates: dict[str, Any]) -> flo
         }.get(case.mechanism)
         counted = mechanism.flops(length) / (cpu_cases.HEADS * length)
         flops = counted if pairs is None else min(4 * size * pairs(), 4 * size * length * half)
-    tokens = cpu_cases.HEADS * length
-    width = getattr(torch, rates["dtype"]).itemsize
-    return 1e3 * tokens * max(flops / rates["flops"], extra * width / rates["bytes"])
+    return Work(flops, signs, numbers)

@@ -4,13 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-
 from bench.cpu_floor import floor_ms
 from bench.cpu_peers import COUNTERPARTS
-from bench.cpu_targets import LENGTHS, THREADS, against_peers, exponents, find, fits, judged, other_targets, row
+from bench.cpu_targets import LENGTHS, THREADS, against_peers, exponents, fits, judged, other_targets
+from bench.pages import draw, ratio, table
+from bench.parts import find, names, row
 
 _SUITES = {
     "attention": "One layer's attention by itself",
@@ -62,11 +60,11 @@ def report(made: dict[str, Any], drawn: list[str]) -> str:
     text += [
         "## Numbers to reach",
         f"Forward on {THREADS} threads: what was asked, then what was found.",
-        _table(head, judged(made), words=4),
-        _table(["what", "found"], other_targets(made), words=2),
+        table(head, judged(made), words=4),
+        table(["what", "found"], other_targets(made), words=2),
         *(f"![speed-up against length]({name})" for name in drawn),
         "## What the machine can do",
-        _table(
+        table(
             ["precision", "threads", "products, GF/s", "copy, GB/s"],
             [
                 [one["dtype"], str(one["threads"]), f"{one['flops'] / 1e9:.0f}", f"{one['bytes'] / 1e9:.0f}"]
@@ -93,15 +91,15 @@ def readme_table(made: dict[str, Any]) -> str:
         parts = {
             n: find(made, suite="roberta", mode="forward", dtype=dtype, threads=THREADS, length=n) for n in lengths
         }
-        for name in _names([part for part in parts.values() if part]):
+        for name in names([part for part in parts.values() if part]):
             if name == "sdpa":
                 continue
             told = f"*{name}: the ceiling*" if name == "no attention" else f"`{name}`"
-            rows.append([told, dtype, *(_ratio(row(parts[n], name), "against_sdpa") for n in lengths)])
+            rows.append([told, dtype, *(ratio(row(parts[n], name), "against_sdpa") for n in lengths)])
     machine = made["environment"]
     layers = sorted({part["layers"] for part in made["parts"] if part["suite"] == "roberta"})
     return (
-        _table(["attention", "precision", *(f"×, {n:,} tokens" for n in lengths)], rows, words=2)
+        table(["attention", "precision", *(f"×, {n:,} tokens" for n in lengths)], rows, words=2)
         + f"\n\nForward time of "
         f"{' or '.join(map(str, layers))} RoBERTa-base-sized layers relative to default SDPA in the same precision; batch 1, "
         f"{machine['processor']}, {THREADS} threads, torch {machine['torch']}. Bold where the interval lies above 1."
@@ -120,19 +118,19 @@ def _suite(made: dict[str, Any], suite: str) -> list[str]:
         )
         told = f"{_MODES[mode]}, {dtype}, {threads} thread{'s' * (threads > 1)}" + f", batch {batch}" * (batch > 1)
         lines = []
-        for name in _names(parts):
+        for name in names(parts):
             found = [row(part, name) for part in parts]
             if name == "sdpa":
                 cells = ["–" if one is None else f"{one['median_ms']:.3g} ms" for one in found]
             else:
-                cells = [f"{_ratio(one, 'against_sdpa')} / {_ratio(one, 'against_best')}" for one in found]
+                cells = [f"{ratio(one, 'against_sdpa')} / {ratio(one, 'against_best')}" for one in found]
             lines.append([f"`{name}`", *cells])
         best = ["best exact attention", *(part["best_exact"] or "–" for part in parts)]
         spread = ["SDPA against itself", *(f"{part['spread']:.2f}" for part in parts)]
         text += [
             f"### {told[0].upper()}{told[1:]}",
             "Against default SDPA / against the best exact.",
-            _table(["attention", *(f"{part['length']:,}" for part in parts)], [*lines, best, spread]),
+            table(["attention", *(f"{part['length']:,}" for part in parts)], [*lines, best, spread]),
         ]
     return text
 
@@ -148,7 +146,7 @@ def _floors(made: dict[str, Any], dtype: str) -> list[str]:
     lines = []
     for suite, told in (("attention", ""), ("attention-causal", ", causal")):
         here = [part for (of, _), part in parts.items() if of == suite and part]
-        for name in _names(here):
+        for name in names(here):
             cells = []
             for length in LENGTHS:
                 found = row(parts[suite, length], name)
@@ -162,7 +160,7 @@ def _floors(made: dict[str, Any], dtype: str) -> list[str]:
         f"## Time ÷ floor, {dtype}",
         f"Forward of attention by itself on {THREADS} threads, over the least time that its counted products take at the rate above, "
         "or its inputs and outputs at the rate of the copy, whichever is longer. Exponentials, sorting and choosing are not counted.",
-        _table(["attention", *(f"{length:,}" for length in LENGTHS)], lines),
+        table(["attention", *(f"{length:,}" for length in LENGTHS)], lines),
     ]
 
 
@@ -179,7 +177,7 @@ def _peers(made: dict[str, Any]) -> list[str]:
     return [
         "## Peers",
         "Attention alone, projections exchanged for copies: how many times as fast as the peer ours is.",
-        _table(head, rows, words=4),
+        table(head, rows, words=4),
     ]
 
 
@@ -196,7 +194,7 @@ def _memory(made: dict[str, Any]) -> list[str]:
         text += [
             "## Peak memory",
             "Megabytes that a forward of one layer's attention needs beyond its inputs, float32, and the exponent fitted from 1,024 on.",
-            _table(["attention", "grows as", *(f"{length:,}" for length in LENGTHS)], lines),
+            table(["attention", "grows as", *(f"{length:,}" for length in LENGTHS)], lines),
         ]
     if made["longest"]:
         lines = [
@@ -214,26 +212,9 @@ def _memory(made: dict[str, Any]) -> list[str]:
         text += [
             "## 65,536 tokens through twelve layers",
             "One forward, batch 1, float32; memory beyond model and input.",
-            _table(["attention", "seconds", "GB", "within 24 GB with the weights"], lines),
+            table(["attention", "seconds", "GB", "within 24 GB with the weights"], lines),
         ]
     return text
-
-
-def _names(parts: list[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(one["name"] for part in parts for one in part["contenders"]))
-
-
-def _ratio(found: dict[str, Any] | None, key: str) -> str:
-    if found is None or found[key] is None:
-        return "–"
-    ratio, low, _ = found[key]
-    return f"**{ratio:.2f}**" if low > 1 else f"{ratio:.2f}"
-
-
-def _table(head: list[str], rows: list[list[str]], words: int = 1) -> str:
-    """The first `words` columns hold words, the others figures."""
-    lines = [head, [*["---"] * words, *["--:"] * (len(head) - words)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _draw(made: dict[str, Any], suite: str, dtype: str, output: Path) -> str | None:
@@ -243,28 +224,11 @@ def _draw(made: dict[str, Any], suite: str, dtype: str, output: Path) -> str | N
     if len(parts) < 2:
         return None
     name = f"{suite}-{dtype}.svg"
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.hashsalt": name, "svg.fonttype": "path", "font.size": 9})
-        figure = Figure(figsize=(9, 5.5), layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_prop_cycle(color=matplotlib.colormaps["tab10"].colors)  # pyright: ignore[reportAttributeAccessIssue]  # a listed colormap
-        for number, contender in enumerate(name for name in _names(parts) if name != "sdpa"):
-            points = [(part["length"], found["against_sdpa"][0]) for part in parts if (found := row(part, contender))]
-            style = {
-                "linestyle": ("-", "--", ":")[number // 10 % 3],
-                "marker": "osD"[number // 10 % 3],
-                "markersize": 3,
-            }
-            axes.plot(*zip(*points, strict=True), label=contender, **style)
-        axes.axhline(1, color="black", linewidth=0.6)
-        axes.set_xlabel("tokens")
-        axes.set_ylabel(f"times as fast as default SDPA, {_SUITES[suite]}, {dtype}")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside right center", fontsize=7, frameon=False)
-        figure.savefig(output / name, format="svg", metadata={"Date": None, "Creator": None})
+    lines = {
+        one: [(part["length"], found["against_sdpa"][0]) for part in parts if (found := row(part, one))]
+        for one in names(parts)
+        if one != "sdpa"
+    }
+    told = f"times as fast as default SDPA, {_SUITES[suite]}, {dtype}"
+    draw({one: points for one, points in lines.items() if points}, told, output / name)
     return name

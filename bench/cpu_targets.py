@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.cpu_peers import COUNTERPARTS
+from bench.pages import asked_and_found
+from bench.parts import find, row
 
 
 class Target(NamedTuple):
@@ -42,17 +44,6 @@ THREADS, SHARED_AT, LONGEST_GB, EXPONENT = 2, 4096, 24, 1.1
 RACED_IDIAP = (512, 1024, 2048, 4096)
 
 
-def find(made: dict[str, Any], **wanted: Any) -> dict[str, Any] | None:
-    """The part of a record with these properties."""
-    return next((part for part in made["parts"] if all(part[key] == value for key, value in wanted.items())), None)
-
-
-def row(part: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
-    """What a part says of one contender; None where it did not run, or ran out of memory."""
-    rows = [] if part is None else part["contenders"]
-    return next((one for one in rows if one["name"] == name and one["status"] == "ok"), None)
-
-
 def share(part: dict[str, Any] | None, name: str) -> float | None:
     """The speed-up of one contender over that without attention."""
     own, free = row(part, name), row(part, "no attention")
@@ -68,7 +59,7 @@ def judged(made: dict[str, Any]) -> list[list[str]]:
             for length, least in zip(LENGTHS, asked, strict=False):
                 place = {"suite": target.suite, "mode": "forward", "dtype": target.dtype, "threads": THREADS}
                 found = row(find(made, **place, length=length, batch=target.batch), target.name)
-                cells.append(_cell(None if found is None else found[key][0], least))
+                cells.append(asked_and_found(None if found is None else found[key][0], least))
             if cells:
                 where = {"roberta": "encoder", "gpt2": "GPT-2 prefill", "decode": f"GPT-2 decode, batch {target.batch}"}
                 against = "default SDPA" if key == "against_sdpa" else "best exact"
@@ -84,7 +75,7 @@ def other_targets(made: dict[str, Any]) -> list[list[str]]:
         for dtype in ("float32", "bfloat16"):
             place = {"suite": "roberta", "mode": "forward", "dtype": dtype, "threads": THREADS, "length": SHARED_AT}
             what = f"share of the ceiling at {SHARED_AT:,} tokens, `{name}`, {dtype}"
-            lines.append([what, _cell(share(find(made, **place), name), least)])
+            lines.append([what, asked_and_found(share(find(made, **place), name), least)])
     lines.append(
         ["faster than idiap's fast-transformers, attention only, one thread, 512 to 4,096 tokens", _idiap(made)]
     )
@@ -135,7 +126,6 @@ def against_peers(made: dict[str, Any], counterparts: dict[str, str]) -> list[di
 
 
 def _idiap(made: dict[str, Any]) -> str:
-
     found = [
         one
         for one in against_peers(made, dict(COUNTERPARTS))
@@ -148,9 +138,3 @@ def _idiap(made: dict[str, Any]) -> str:
     if missing:
         slower.append(f"not measured at {', '.join(map(str, missing))}")
     return f"not reached: {'; '.join(slower)}" if slower else "reached"
-
-
-def _cell(found: float | None, least: float) -> str:
-    if found is None:
-        return f"{least:g}: not measured"
-    return f"{least:g}: **{found:.2f}**, reached" if found >= least else f"{least:g}: {found:.2f}, not reached"

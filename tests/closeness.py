@@ -7,9 +7,6 @@ from torch import Tensor
 def assert_close(name: str, actual: Tensor, reference: Tensor, exact64: Tensor, factor: float = 2.0) -> None:
     """Assert that a result is about as close to the exact one as a plain computation in its dtype is.
 
-    Errors are root mean squares relative to the exact result. The budget is `factor` times the reference's own
-    error, and at least `factor` roundings of the dtype, so that a lucky reference asks for nothing impossible.
-
     Args:
         name: What is compared, for the message.
         actual: The result under test.
@@ -21,8 +18,16 @@ def assert_close(name: str, actual: Tensor, reference: Tensor, exact64: Tensor, 
     assert actual.shape == reference.shape == exact64.shape, f"{name}: shapes differ"
     assert exact64.dtype == torch.float64, f"{name}: the exact result is {exact64.dtype}"
     assert torch.isfinite(actual).all(), f"{name}: not finite"
-    size = exact64.square().mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
-    error = ((actual.double() - exact64).square().mean().sqrt() / size).item()
-    own = ((reference.double() - exact64).square().mean().sqrt() / size).item()
-    budget = factor * max(own, torch.finfo(actual.dtype).eps)
+    error, budget = error_and_budget(actual, reference, exact64, factor)
     assert error <= budget, f"{name}: error {error:.2e} exceeds its budget {budget:.2e}"
+
+
+def error_and_budget(actual: Tensor, reference: Tensor, exact64: Tensor, factor: float) -> tuple[float, float]:
+    """The error of a result, and what it may be: root mean squares relative to the exact result.
+
+    The budget is `factor` times the reference's own error, and at least `factor` roundings of the dtype, so that a
+    lucky reference asks for nothing impossible.
+    """
+    size = exact64.square().mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+    error, own = (((x.double() - exact64).square().mean().sqrt() / size).item() for x in (actual, reference))
+    return error, factor * max(own, torch.finfo(actual.dtype).eps)

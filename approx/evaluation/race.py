@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from approx.evaluation.memory import is_out_of_memory, peak_mb
-from approx.evaluation.timing import Sample, repeats_for, timed, undisturbed, warm_up
+from approx.evaluation.timing import BLOCK_MS, Sample, repeats_for, timed, undisturbed, warm_up
 
 T = TypeVar("T")
 
@@ -64,7 +64,16 @@ class Runner:
         return np.asarray(np.where(good.any(0), mean, ms.mean(0))), np.asarray(good.any(0))
 
 
-def race(runners: list[Runner], device: torch.device, *, rounds: int, seconds: float, warm_up_seconds: float) -> None:
+def race(
+    runners: Sequence[Runner],
+    device: torch.device,
+    *,
+    rounds: int,
+    seconds: float,
+    warm_up_seconds: float,
+    block_ms: float = BLOCK_MS,
+    memory: bool = True,
+) -> None:
     """Warm every runner up, measure its memory, then let them take turns round by round.
 
     The order rotates by one place a round (A B C, B C A, …), so that nobody always runs behind the same one.
@@ -75,6 +84,8 @@ def race(runners: list[Runner], device: torch.device, *, rounds: int, seconds: f
         rounds: At least so many; rounds that were disturbed are made up for by at most as many again.
         seconds: At least so long.
         warm_up_seconds: At most so long for each.
+        block_ms: A repetition takes so long at least.
+        memory: Whether memory is measured, which runs everybody once more.
     """
     for runner in runners:
         if runner.status != OK:
@@ -82,8 +93,9 @@ def race(runners: list[Runner], device: torch.device, *, rounds: int, seconds: f
         warm = runner.attempt(lambda runner=runner: warm_up(runner.call, device, warm_up_seconds))
         if warm:
             runner.first_ms, ms = warm
-            runner.repeats = repeats_for(ms)
-            runner.peak_mb = runner.attempt(lambda runner=runner: peak_mb(runner.call, device))
+            runner.repeats = repeats_for(ms, block_ms)
+            if memory:
+                runner.peak_mb = runner.attempt(lambda runner=runner: peak_mb(runner.call, device))
 
     order = _order(runners)
     gc.collect()
@@ -100,7 +112,7 @@ def race(runners: list[Runner], device: torch.device, *, rounds: int, seconds: f
         gc.enable()
 
 
-def _order(runners: list[Runner]) -> list[Runner]:
+def _order(runners: Sequence[Runner]) -> list[Runner]:
     """Return everybody's turns: second turns come half a round after the first, or drift could not show."""
     once, twice = list(runners), [runner for runner in runners if runner.turns == 2]
     for runner in twice:
@@ -121,6 +133,6 @@ def _round(order: list[Runner], device: torch.device) -> None:
             runner.rounds.append(samples)
 
 
-def _believable(runners: list[Runner]) -> int:
+def _believable(runners: Sequence[Runner]) -> int:
     """Return the rounds that can be believed of the runner that has fewest of them."""
     return min((int(runner.by_round()[1].sum()) for runner in runners if runner.status == OK), default=0)

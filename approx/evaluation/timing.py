@@ -68,9 +68,9 @@ def warm_up(call: Callable[[], object], device: torch.device, seconds: float) ->
             return first, middle
 
 
-def repeats_for(ms: float) -> int:
-    """Return how many calls make one repetition, for a call that takes `ms`."""
-    return max(1, math.ceil(BLOCK_MS / max(ms, 1e-3)))
+def repeats_for(ms: float, block_ms: float = BLOCK_MS) -> int:
+    """Return how many calls make one repetition of `block_ms`, for a call that takes `ms`."""
+    return max(1, math.ceil(block_ms / max(ms, 1e-3)))
 
 
 def undisturbed(samples: list[Sample]) -> np.ndarray:

@@ -1,0 +1,63 @@
+"""Tables and pictures of the pages that are made from records of benchmarks."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+
+def table(head: list[str], rows: list[list[str]], words: int = 1) -> str:
+    """A table in Markdown, whose first `words` columns hold words and the others figures."""
+    lines = [head, [*["---"] * words, *["--:"] * (len(head) - words)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def ratio(found: dict[str, Any] | None, key: str) -> str:
+    """A ratio of a contender, bold where its interval lies above 1; a dash where there is none."""
+    if found is None or found[key] is None:
+        return "–"
+    middle, low, _ = found[key]
+    return f"**{middle:.2f}**" if low > 1 else f"{middle:.2f}"
+
+
+def asked_and_found(found: float | None, least: float) -> str:
+    """What was asked at least, what was found, and whether that is reached."""
+    if found is None:
+        return f"{least:g}: not measured"
+    return f"{least:g}: **{found:.2f}**, reached" if found >= least else f"{least:g}: {found:.2f}, not reached"
+
+
+def draw(lines: Mapping[str, Sequence[tuple[int, float]]], told: str, path: Path) -> None:
+    """Draw points over tokens, a line a contender; both axes are logarithmic.
+
+    Args:
+        lines: Name -> tokens and how many times as fast.
+        told: What the second is.
+        path: The SVG file.
+    """
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({"svg.hashsalt": path.name, "svg.fonttype": "path", "font.size": 9})
+        figure = Figure(figsize=(9, 5.5), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_prop_cycle(color=matplotlib.colormaps["tab10"].colors)  # pyright: ignore[reportAttributeAccessIssue]  # a listed colormap
+        for number, (name, points) in enumerate(lines.items()):
+            style = {
+                "linestyle": ("-", "--", ":")[number // 10 % 3],
+                "marker": "osD"[number // 10 % 3],
+                "markersize": 3,
+            }
+            axes.plot(*zip(*points, strict=True), label=name, **style)
+        axes.axhline(1, color="black", linewidth=0.6)
+        axes.set_xlabel("tokens")
+        axes.set_ylabel(told)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside right center", fontsize=7, frameon=False)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})

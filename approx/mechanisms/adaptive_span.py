@@ -85,7 +85,7 @@ class AdaptiveSpanAttention(Mechanism):
             v,
             key_mask,
             spans=self.spans,
-            known=self._known(),
+            known=self._known,
             ramp=self.ramp,
             causal=self.causal,
             scale=self.scale,

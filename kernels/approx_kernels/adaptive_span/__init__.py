@@ -1,6 +1,6 @@
 """Attention within a soft window whose length each head has for itself."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ def adaptive_span_attention(
     key_mask: Tensor | None = None,
     *,
     spans: Tensor,
-    known: Sequence[float] | None = None,
+    known: Callable[[], Sequence[float]] | None = None,
     ramp: int,
     causal: bool,
     scale: float,
@@ -44,7 +44,8 @@ def adaptive_span_attention(
         v: Values, [B, H, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         spans: z, [H], float, 0 or more, in tokens.
-        known: `spans` as Python numbers, if they were read before; reading them waits for an accelerator.
+        known: Gives `spans` as Python numbers, if they may have been read before; it is asked only where windows follow from
+            them, since reading them waits for an accelerator.
         ramp: R, in tokens, 1 or more.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
@@ -65,7 +66,7 @@ def adaptive_span_attention(
         # Each head of the kernel ends where its own span does, so nobody has to read the spans first.
         right = 0 if causal else None
         return flash(q, k, v, key_mask, scale=scale, right=right, spans=spans, ramp=ramp, impl="triton")[0]
-    known = spans.tolist() if known is None else known
+    numbers = spans.tolist() if known is None else known()
     return grouped_heads(
-        q, k, v, key_mask, spans=spans, known=known, ramp=ramp, causal=causal, scale=scale, dropout=dropout
+        q, k, v, key_mask, spans=spans, known=numbers, ramp=ramp, causal=causal, scale=scale, dropout=dropout
     )

@@ -201,6 +201,15 @@ def draw(made: dict[str, Any], path: Path) -> None:
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
+def write(source: Path, output: Path) -> dict[str, Any]:
+    """Make `report.md` and the drawing in a folder from the `record.json` of another, or its own; returns the record."""
+    made = json.loads((source / "record.json").read_text(encoding="utf-8"))
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "report.md").write_text(report(made), encoding="utf-8")
+    draw(made, output / "growth.svg")
+    return made
+
+
 def main() -> int:
     """Measure, write and print; 1 if a bound is exceeded."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -211,13 +220,11 @@ def main() -> int:
         "--redraw", action="store_true", help="measure nothing; make report and drawing from the record"
     )
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "record.json"
     if not options.redraw:
-        path.write_text(json.dumps(record(), indent=1) + "\n", encoding="utf-8")
-    made = json.loads(path.read_text(encoding="utf-8"))
-    (options.output / "report.md").write_text(report(made), encoding="utf-8")
-    draw(made, options.output / "growth.svg")
+        made = json.dumps(record(), indent=1)
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "record.json").write_text(made + "\n", encoding="utf-8")
+    made = write(options.output, options.output)
     sys.stdout.write(report(made))
     return int(any(exceeds(case) for case in made["cases"]))
 

@@ -16,6 +16,7 @@ from approx.evaluation import record
 from approx.patterns import figures, find_pattern, pattern_names
 from approx.pipeline.patterns import draw
 from approx.publishing.report import write_report
+from bench import growth
 from reports import clustered_paper, cpu_speed, long_documents
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,6 +114,7 @@ def refresh(readme: str, out: Path) -> str:
         page.write(ROOT / "reports" / "records", out)
     for path in sorted((ROOT / "reports" / "records").glob("*.json")):
         write_report([record.load(path)], out / path.stem)
+    growth.write(ROOT / "reports" / "growth", out / "growth")
     cpu_speed.write(ROOT / "reports", out)
     readme = cpu_speed.in_readme(readme, ROOT / "reports")
     table = results(record.load(ROOT / "reports" / "records" / f"{SHOWN}.json"))

@@ -4,10 +4,12 @@
 
 Each file of `bench/launches` launches the kernels of one op on CPU tensors. The launches are caught, and compiled for
 compute capability 8.0 (A100) and 9.0 (H100, H200) with the arguments that they had. Written are `record.json` and, made
-from it, `report.md`; `--only OP` reads one op. Without `-o` the figures are printed as JSON.
+from it, `report.md`; `--only OP` reads one op, `--first` the first launch of each. Without `-o` the figures are printed as
+JSON. The record keeps a digest of what it was read from, so that a table that fell behind is found without compiling.
 """
 
 import argparse
+import hashlib
 import importlib
 import json
 import os
@@ -72,13 +74,28 @@ def launches(op: str) -> list[Launch]:
     return list(importlib.import_module(f"bench.launches.{op}").launches())
 
 
-def figures(op: str) -> Iterator[dict[str, Any]]:
+def digest(op: str) -> str:
+    """A number that changes with the kernels of an op and their launches; comments and empty lines aside."""
+    root = Path(__file__).resolve().parent.parent
+    kernels = root / "kernels" / "approx_kernels"
+    paths = [
+        kernels / "triton_language.py",
+        *sorted((kernels / op).glob("triton*.py")),
+        root / f"bench/launches/{op}.py",
+    ]
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    kept = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
+
+
+def figures(op: str, *, first: bool = False) -> Iterator[dict[str, Any]]:
     """What the compiler says of every kernel of an op, a row for each launch and capability.
 
     Args:
         op: One of `ops()`.
+        first: Whether only the first launch is taken.
     """
-    for launch in launches(op):
+    for launch in launches(op)[: 1 if first else None]:
         for caught in catch(launch.run):
             for capability in CAPABILITIES:
                 yield {"op": op, "launch": launch.name} | compiled(caught, capability, launch.tensor_cores)
@@ -213,12 +230,13 @@ def write(rows: list[dict[str, Any]], folder: Path, version: str) -> None:
     """Put rows into the record, in place of what it says of their ops, and make the report anew."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "record.json"
-    old = json.loads(path.read_text(encoding="utf-8"))["kernels"] if path.is_file() else []
+    old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"kernels": [], "digests": {}}
     new = {row["op"] for row in rows}
-    kept = [row for row in old if row["op"] in ops() and row["op"] not in new]
+    kept = [row for row in old["kernels"] if row["op"] in ops() and row["op"] not in new]
     record = {
         "command": "python bench/offline.py -o reports/kernels",
         "triton": version,
+        "digests": {op: digest(op) if op in new else old["digests"].get(op) for op in ops()},
         "kernels": sorted(kept + rows, key=lambda row: row["op"]),
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -229,14 +247,17 @@ def main() -> int:
     """Compile, write and print; 1 if a limit is broken."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-o", "--output", type=Path, help="folder for the record and the report")
-    parser.add_argument("--only", metavar="OP", help="read this op alone")
+    parser.add_argument("--only", metavar="OP", choices=ops(), help="read this op alone")
+    parser.add_argument("--first", action="store_true", help="the first launch of each op; not for the record")
     options = parser.parse_args()
+    if options.first and options.output:
+        parser.error("--first reads too little for the record of -o")
     # Read when Triton is imported: kernels are compiled here, not interpreted.
     os.environ["TRITON_INTERPRET"] = "0"
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     from triton import __version__
 
-    rows = [row for op in ([options.only] if options.only else ops()) for row in figures(op)]
+    rows = [row for op in ([options.only] if options.only else ops()) for row in figures(op, first=options.first)]
     if options.output:
         write(rows, options.output, __version__)
     else:

@@ -40,7 +40,8 @@ def first_and_newest(k: Tensor, v: Tensor, key_mask: Tensor | None, first: int, 
     if k.shape[2] <= first + count:
         return newest(k, v, key_mask, k.shape[2])
     if key_mask is None:
-        kept = torch.cat([torch.arange(first), torch.arange(k.shape[2] - count, k.shape[2])]).to(k.device)
+        place = torch.arange(k.shape[2], device=k.device)
+        kept = torch.cat([place[:first], place[k.shape[2] - count :]])
         return {"k": k.index_select(2, kept), "v": v.index_select(2, kept)}
     rank = key_mask.cumsum(1)
     reached = key_mask & ((rank <= first) | (rank > rank[:, -1:] - count))

@@ -81,14 +81,16 @@ def first_that_fits(
     if interpreted():
         return run(configurations[0])
     key, lack = (what, device), ""
-    for number in range(_fitting.get(key, 0), len(configurations)):
-        try:
-            out = run(configurations[number])
-        except triton.OutOfResources as error:
-            lack = str(error)
-            continue
-        _fitting[key] = number
-        return out
+    # Triton launches on the current device, whatever the tensors are on.
+    with torch.cuda.device(device):
+        for number in range(_fitting.get(key, 0), len(configurations)):
+            try:
+                out = run(configurations[number])
+            except triton.OutOfResources as error:
+                lack = str(error)
+                continue
+            _fitting[key] = number
+            return out
     name = torch.cuda.get_device_name(device)
     raise ValueError(f"{name} cannot hold the smallest tile of {what}: {lack} Ask for impl='reference'.")
 
@@ -120,7 +122,9 @@ def obstacle(*tensors: Tensor) -> str | None:
             continue
         if x.device.type != "cuda":
             return f"a tensor is on the {x.device.type}; kernels need CUDA tensors. Move it to a GPU."
-        if torch.cuda.get_device_capability(x.device) < CAPABILITY:
+        # Of the ways to ask for it this is the one that a compiler follows.
+        card = torch.cuda.get_device_properties(x.device)
+        if (card.major, card.minor) < CAPABILITY:
             name = torch.cuda.get_device_name(x.device)
             return f"{name} is older than compute capability 8.0 (A100), which the kernels are made for."
     return None

@@ -116,6 +116,10 @@ def refresh(readme: str, out: Path) -> str:
         write_report([record.load(path)], out / path.stem)
     growth.write(ROOT / "reports" / "growth", out / "growth")
     cpu_speed.write(ROOT / "reports", out)
+    if (ROOT / "reports" / "gpu" / "record.json").is_file():
+        from bench import gpu_page
+
+        gpu_page.write(ROOT / "reports" / "gpu", out / "gpu")
     readme = cpu_speed.in_readme(readme, ROOT / "reports")
     table = results(record.load(ROOT / "reports" / "records" / f"{SHOWN}.json"))
     before, _, rest = readme.partition(BEGIN)

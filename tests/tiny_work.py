@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 
 def work(item: str, threads: int | None) -> tuple[str, int | None, int]:
@@ -11,3 +12,19 @@ def work(item: str, threads: int | None) -> tuple[str, int | None, int]:
     if item == "fails":
         raise ValueError("it fails")
     return item, threads, os.getpid()
+
+
+def stages(given: dict, say, without: dict) -> dict:
+    """Say each of the names given and do what it stands for, but for those that are left out."""
+    done = []
+    for name in given["names"]:
+        if name not in without:
+            say(name)
+            if name == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if name == "hangs":
+                time.sleep(60)
+            if name == "fails":
+                raise ValueError("it fails")
+            done.append(name)
+    return {"done": done, "without": dict(without), "process": os.getpid()}

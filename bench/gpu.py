@@ -1,0 +1,255 @@
+"""Every kernel on one NVIDIA GPU: the tests, float64, and then the time, beside SDPA's back ends, the ceiling, and peers.
+
+    python bench/gpu.py -o reports/gpu                        # all of it in ten minutes; again, to go on
+    python bench/gpu.py -o DIR --no-tests --only 'attention/forward/*' --minutes 3
+    python bench/gpu.py -o reports/gpu --redraw               # page and picture from the record, nothing measured
+
+One stage follows the other: what the card copies and multiplies; `pytest -m gpu`; outputs, gradients and CUDA graphs of
+every contender against float64, since what is not right is not timed; one layer's attention by itself, eagerly and as a
+graph; models of twelve layers; decoding. Each has a share of the minutes, and what it leaves goes to the next.
+
+The parts of a stage, suite/mode/dtype/length x batch/way, come in the order of what they tell. Everybody in a part takes
+turns with the base; each part is kept as soon as it is done, and what is kept is not measured again. A contender that
+fails is a row with its error. Written are `record.json` and, made from it, `report.md` and a picture.
+"""
+
+import argparse
+import fnmatch
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# In a checkout that is not installed, both packages lie beside this folder.
+sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (".", "kernels"))
+
+import torch
+from rich.console import Console
+
+from approx.errors import ApproxError, Exit
+from bench import gpu_page, parts
+from bench.gpu_cases import SUITES, TOKENS, contenders, of_suite
+from bench.gpu_jobs import UNVERIFIED, work
+from bench.gpu_machine import suite_passes
+from bench.gpu_models import MEASURED
+from bench.gpu_peers import peers
+from bench.gpu_race import Part, compiled_for
+from bench.gpu_workers import Job, carry_out, told
+
+DEVICE = "cuda"
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+MINUTES = 10.0
+# Of the minutes.
+SHARES = {"machine": 0.04, "tests": 0.2, "verification": 0.22, "attention": 0.31, "models": 0.15, "decode": 0.08}
+# Processes that compile and verify side by side; seconds after which one that says nothing hangs.
+LANES, SILENCE = 8, 120.0
+# Seconds that the tests have at least.
+LEAST = 30.0
+
+
+def planned() -> Iterator[Part]:
+    """All parts, those first that tell most."""
+
+    def step(suite: str, mode: str, length: int, way: str, dtype: str = "bfloat16") -> Part:
+        return Part(suite, mode, dtype, length, max(TOKENS // length, 1), way)
+
+    attention, causal, padded = SUITES
+    yield from (step(attention, "forward", length, "graph") for length in LENGTHS)
+    yield from (step(padded, "forward", length, "graph") for length in (512, 2048, 8192))
+    yield from (step(causal, mode, length, "graph") for length in (2048, 8192) for mode in ("forward", "train"))
+    yield from (step(attention, "train", length, "graph") for length in LENGTHS)
+    yield from (step(attention, "forward", length, "eager") for length in LENGTHS)
+    yield from (Part(attention, "forward", "bfloat16", length, 1, "graph") for length in LENGTHS if length < TOKENS)
+    yield from (step(causal, "forward", length, "graph") for length in (512, 1024, 4096, 16384))
+    yield from (
+        step(attention, mode, 2048, "graph", dtype) for dtype in ("float16", "float32") for mode in ("forward", "train")
+    )
+    yield from (step(padded, "train", length, "graph") for length in (512, 2048, 8192))
+    yield from (Part(attention, "forward", "bfloat16", length, 1, "eager") for length in LENGTHS if length < TOKENS)
+    yield from (step(attention, "train", length, "eager") for length in LENGTHS)
+    yield from (Part(attention, "train", "bfloat16", length, 1, "graph") for length in LENGTHS if length < TOKENS)
+    yield from (step(causal, "train", length, "graph") for length in (512, 1024, 4096, 16384))
+    for length in (2048, 512, 8192, 4096, 1024, 16384):
+        yield from (step(suite, "forward", length, "graph") for suite in ("roberta", "gpt2"))
+    yield from (
+        step(suite, "forward", length, "eager") for suite in ("roberta", "gpt2") for length in (512, 2048, 8192)
+    )
+    for length in (1024, 256, 4096):
+        yield from (Part("decode", "forward", "bfloat16", length, batch, "graph") for batch in (32, 1))
+    yield from (Part("decode", "forward", "bfloat16", 1024, batch, "eager") for batch in (32, 1))
+
+
+def stage_of(part: Part) -> str:
+    """The stage whose minutes it is measured in."""
+    return "attention" if part.suite in SUITES else "decode" if part.suite == "decode" else "models"
+
+
+def verifications(chosen: list[Part]) -> Iterator[Job]:
+    """Everybody who runs in some parts, once for each dtype; what takes long to compile is compiled in between."""
+    wanted = list(dict.fromkeys((part.dtype, part.suite) for part in chosen))
+    wanted = [(dtype, {"roberta": SUITES[0], "gpt2": SUITES[1]}.get(suite, suite)) for dtype, suite in wanted]
+    for dtype, suite in sorted(set(wanted), key=lambda pair: (pair[0] != "bfloat16", pair)):
+        if suite == "decode":
+            names = [case.name for case in of_suite("decode", 1) if case.mechanism in MEASURED["decode"]]
+        else:
+            kind, causal, padded = getattr(torch, dtype), suite == SUITES[1], suite == SUITES[2]
+            names = [one.name for one in contenders(suite, "train", 1, kind, torch.device("cpu"))]
+            others = peers(causal, padded, compiled=True)
+            names += [one.name for one in others if dtype == "bfloat16" or one.role == "exact"]
+        for name in names:
+            yield Job(
+                f"verification/{suite}/{dtype}/{name}",
+                {"kind": "verification", "suite": suite, "dtype": dtype, "name": name},
+            )
+    # Both ways run the same shapes.
+    for part in dict.fromkeys(part._replace(way="graph") for part in chosen if compiled_for(part)):
+        for name in ("FlexAttention", "FlexAttention, window")[: 1 if part.suite == SUITES[2] else 2]:
+            yield Job(f"compilation/{part.id}/{name}", {"kind": "compilation", "part": part._asdict(), "name": name})
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """One stage after the other, then the record of all that is kept."""
+    folder, begun, passed = options.output / "parts", time.monotonic(), 0.0
+    folder.mkdir(parents=True, exist_ok=True)
+    stages = {name: share for name, share in SHARES.items() if name != "tests" or options.tests}
+    chosen = [
+        part for part in planned() if fnmatch.fnmatchcase(part.id, options.only) and part.length in options.lengths
+    ]
+    for stage, share in stages.items():
+        passed += share / sum(stages.values())
+        deadline = begun + 60 * options.minutes * passed
+        if stage == "tests":
+            if parts.kept(folder, "tests") is None:
+                console.print("tests", highlight=False)
+                seconds = max(deadline - time.monotonic(), LEAST)
+                parts.keep(folder, "tests", suite_passes(options.output / "tests.log", seconds))
+        elif stage == "machine":
+            # Nothing goes on without it.
+            deadline = begun + 60 * options.minutes
+            _carry_out([Job("machine", {"kind": "machine"})], folder, deadline, 1, options, console)
+            if (found := parts.kept(folder, "machine")) is None or "error" in found:
+                why = "it took too long" if found is None else found["error"]
+                raise ApproxError(f"The GPU was asked to copy and multiply, but {why}. Mend that first.", Exit.MISSING)
+        elif stage == "verification":
+            lanes = min(LANES, max(1, (os.cpu_count() or 2) // 2))
+            _carry_out(list(verifications(chosen)), folder, deadline, lanes, options, console)
+        else:
+            jobs = [_measuring(part, folder) for part in chosen if stage_of(part) == stage]
+            _carry_out(jobs, folder, deadline, 1, options, console)
+    _gather(options.output, (time.monotonic() - begun) / 60)
+
+
+def _measuring(part: Part, folder: Path) -> Job:
+    suite = {"roberta": SUITES[0], "gpt2": SUITES[1]}.get(part.suite, part.suite)
+    found = [one for one in parts.all_kept(folder) if one.get("kind") == "verification"]
+    verified = {one["name"]: one for one in found if (one["suite"], one["dtype"]) == (suite, part.dtype)}
+    return Job(part.id, {"kind": "part", "part": part._asdict(), "verified": verified})
+
+
+def _carry_out(
+    jobs: list[Job], folder: Path, deadline: float, lanes: int, options: argparse.Namespace, console: Console
+) -> None:
+    """Do what is not kept yet; what failed as a whole is tried again by the next run."""
+    left = [job for job in jobs if _unfinished(parts.kept(folder, job.id))]
+    left = [job._replace(given={**job.given, "device": options.device}) for job in left]
+    done = 0
+
+    def keep(job: Job, found: dict[str, Any]) -> None:
+        nonlocal done
+        done += 1
+        console.print(
+            f"{done}/{len(left)} {job.id}" + (f": {found['error']}" if "error" in found else ""), highlight=False
+        )
+        about = {**job.given.get("part", {}), **{key: job.given[key] for key in ("suite", "name") if key in job.given}}
+        about |= {"dtype": job.given["dtype"]} if "dtype" in job.given else {}
+        empty = {"contenders": []} if job.given["kind"] == "part" else {}
+        whole = {"kind": job.given["kind"], **empty, **about}
+        try:
+            parts.keep(folder, job.id, {**whole, **found})
+        except ValueError as error:
+            # A number that is none, which no record may hold, must not stop the others.
+            parts.keep(folder, job.id, {**whole, "error": told(error)})
+
+    undone = carry_out(
+        left, work, keep, lanes=lanes, deadline=deadline, silence=SILENCE, log=options.output / "processes.log"
+    )
+    if undone:
+        console.print(f"The minutes of this stage are used up; {len(undone)} of {len(left)} are left.", highlight=False)
+
+
+def _unfinished(found: dict[str, Any] | None) -> bool:
+    """Whether something is still to be found out: it failed as a whole, or somebody had not been verified in time."""
+    return found is None or "error" in found or any(one["status"] == UNVERIFIED for one in found.get("contenders", ()))
+
+
+def _gather(output: Path, minutes: float) -> None:
+    """Write the record of all that is kept, and name the parts of the whole plan that are not."""
+    found = parts.all_kept(output / "parts")
+    raced = [one for one in found if one.get("kind") == "part"]
+    done = {Part(**{name: one[name] for name in Part._fields}).id for one in raced if "error" not in one}
+    order = {part.id: place for place, part in enumerate(planned())}
+    machine = next(one for one in found if one.get("kind") == "machine")
+    made = {
+        "command": shlex.join(["python", "bench/gpu.py", *sys.argv[1:]]),
+        "minutes": minutes,
+        "environment": machine["environment"],
+        "rates": machine["rates"],
+        "tests": parts.kept(output / "parts", "tests"),
+        "verified": [one for one in found if one.get("kind") == "verification"],
+        "parts": sorted(
+            raced, key=lambda one: order.get(Part(**{name: one[name] for name in Part._fields}).id, len(order))
+        ),
+        "left": [name for name in order if name not in done],
+    }
+    (output / "record.json").write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse to begin what cannot be done.
+
+    Raises:
+        ApproxError: if there is no GPU, or no Triton.
+    """
+    if not torch.cuda.is_available():
+        raise ApproxError(
+            f"bench/gpu.py measures an NVIDIA GPU, and torch {torch.__version__} finds none. Run it where there is one, with a "
+            "build of PyTorch for CUDA; or make the page from a record with --redraw; or measure this processor with bench/cpu.py.",
+            Exit.MISSING,
+        )
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ApproxError("TRITON_INTERPRET is 1, so kernels would be interpreted, not timed. Unset it.")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(one) for one in text.split(","))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, write and print; 6 if a test failed or a kernel is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder of the parts, the record and the page")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"what all stages share ({MINUTES:g})")
+    parser.add_argument("--no-tests", dest="tests", action="store_false", help="leave out pytest -m gpu")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="parts whose name matches")
+    parser.add_argument("--lengths", type=_numbers, default=(256, *LENGTHS), help="tokens, separated by commas")
+    parser.add_argument("--redraw", action="store_true", help="measure nothing; make the page from the record")
+    options = parser.parse_args(arguments)
+    options.device = DEVICE
+    try:
+        if not options.redraw:
+            _check(options)
+            run(options, Console(stderr=True))
+        text, right = gpu_page.write(options.output, options.output)
+    except ApproxError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    sys.stdout.write(text)
+    return Exit.OK if right else Exit.VERIFICATION
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""What `bench/gpu.py` lets run side by side on one layer's attention: mechanisms with their settings, SDPA, and peers."""
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from bench.cpu_cases import HEADS, SIZE, Case, cases, mechanism_of
+from bench.gpu_peers import Attention, Inputs, Step, peers, scaled
+
+# Tokens of a step, in samples of whatever length; shorter steps are bound by launches.
+TOKENS = 16_384
+SUITES = ("attention", "attention-causal", "attention-padded")
+# Mechanisms that read a mask of padding without waiting for the device.
+PADDED = ("exact", "flash", "linear", "performer", "clustered", "improved-clustered", "local")
+# Settings that are measured in place of the defaults; the targets name them.
+SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
+    {
+        "clustered": ({"iterations": 3}, {"iterations": 10}),
+        "improved-clustered": ({"iterations": 3}, {"iterations": 10}),
+        "local": ({"left": 128, "right": 128}, {"left": 256, "right": 256}),
+        "lsh": ({"rounds": 1}, {"rounds": 4}),
+        "adaptive-span": ({"max_span": 256},),
+        "fixed": ({"stride": None},),
+    }
+)
+CAUSAL_SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
+    {
+        "local": ({"left": 512, "right": 0},),
+        "sinks": ({"window": 508},),
+        "adaptive-span": ({"max_span": 256},),
+        "fixed": ({"stride": None},),
+    }
+)
+# What is measured in float16 and float32 as well.
+FEW = (
+    "flash",
+    "linear",
+    "local left=128 right=128",
+    "bigbird",
+    "clustered iterations=3",
+    "improved-clustered iterations=3",
+)
+# Bytes of the second level of cache where nobody says.
+_CACHE = 64 * 2**20
+_MOST_SETS = 48
+
+
+def of_suite(suite: str, length: int) -> list[Case]:
+    """The mechanisms of a suite, but SDPA; those that hold or sort all pairs only while inputs are short."""
+    causal = suite in ("attention-causal", "gpt2", "decode")
+    found = cases(causal, length, decoding=suite == "decode", chosen=CAUSAL_SETTINGS if causal else SETTINGS)
+    return [case for case in found if suite != "attention-padded" or case.mechanism in PADDED]
+
+
+def contenders(
+    suite: str, mode: str, length: int, dtype: torch.dtype, device: torch.device, compiled: bool = True
+) -> Iterator[Attention]:
+    """Everybody in a suite, the base first; few beside bfloat16; `train` is forward and backward."""
+    causal, padded, whole = suite == "attention-causal", suite == "attention-padded", dtype == torch.bfloat16
+    yield scaled(causal)
+    for case in of_suite(suite, length):
+        if not (whole or case.name in FEW):
+            continue
+        make = _made(case, causal, dtype, device, mode == "train")
+        yield Attention(case.name, "variant", case.name, make)
+    if device.type == "cuda":
+        yield from (one for one in peers(causal, padded, compiled) if whole or one.role == "exact")
+
+
+def built(case: Case, causal: bool, dtype: torch.dtype, device: torch.device, given: Inputs) -> Any:
+    """The mechanism on the device, fitted to inputs where it must be."""
+    mechanism = mechanism_of(case, causal).to(device, dtype)
+    if mechanism.needs_calibration:
+        with torch.no_grad():
+            mechanism.calibrate(given.q, given.k, given.v)
+    return mechanism
+
+
+def _made(case: Case, causal: bool, dtype: torch.dtype, device: torch.device, train: bool) -> Callable[[Inputs], Step]:
+    kept: list[Any] = []
+
+    def make(given: Inputs) -> Step:
+        if not kept:
+            kept.append(built(case, causal, dtype, device, given).train(train))
+        return lambda: kept[0](given.q, given.k, given.v, given.mask), given[:3], given.grad
+
+    return make
+
+
+def inputs(
+    suite: str,
+    *,
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    sets: int = 1,
+    train: bool = False,
+    seed: int = 0,
+) -> list[Inputs]:
+    """Random inputs as a model lays them out; of those of `attention-padded` half are padding, unevenly over the samples."""
+    generator = torch.Generator(device).manual_seed(seed)
+    mask = None
+    if suite == "attention-padded":
+        share = torch.linspace(0.25, 0.75, batch) if batch > 1 else torch.tensor([0.5])
+        real = (share * length).ceil().long().to(device)
+        mask = torch.arange(length, device=device) < real[:, None]
+    found = []
+    for _ in range(sets):
+        q, k, v, grad = (
+            torch.randn(batch, length, HEADS, SIZE, generator=generator, device=device).to(dtype).transpose(1, 2)
+            for _ in range(4)
+        )
+        # What padded queries receive has no meaning, so nobody asks for its gradient.
+        grad = grad if mask is None else grad * mask[:, None, :, None]
+        found.append(Inputs(*(x.requires_grad_(train) for x in (q, k, v)), grad, mask))
+    return found
+
+
+def sets_for(batch: int, length: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Sets of inputs that are taken in turns, so that none is still in the cache when it comes again; three at least."""
+    size = 4 * batch * length * HEADS * SIZE * dtype.itemsize
+    cache = _CACHE
+    if device.type == "cuda":
+        cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", _CACHE)
+    return max(3, min(-(-2 * cache // size), _MOST_SETS))

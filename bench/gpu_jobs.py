@@ -1,0 +1,114 @@
+"""What the processes of `bench/gpu.py` do: look at the machine, verify a contender, compile one, or let all of a part race."""
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from bench import gpu_cases
+from bench.gpu_machine import calibrate, described
+from bench.gpu_race import Part, measure
+from bench.gpu_verify import verify, verify_decoding
+from bench.gpu_workers import SPENT, Lost, Say, told
+
+# What has not been verified for these inputs is not timed.
+UNVERIFIED = "not verified in time, so not timed"
+
+
+def work(given: dict[str, Any], say: Say, without: Mapping[str, str]) -> dict[str, Any]:
+    """Do one job: `given` has its `kind`, the `device`, and what that kind needs."""
+    device = torch.device(given["device"])
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    # Every length is compiled for itself, and after a few the compiler would give up.
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    return {"machine": _machine, "verification": _verification, "compilation": _compilation, "part": _part}[
+        given["kind"]
+    ](given, device, say, without)
+
+
+def _machine(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
+    return {"environment": described(device), "rates": calibrate(device)}
+
+
+def _verification(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
+    # Which exact attention is the fastest here cannot be learnt beside others: what is found out now is not kept.
+    os.environ["APPROX_CACHE"] = os.devnull
+    name, found = given["name"], {"errors": {}, "kernels": [], "graphs": {}}
+    if name in without:
+        return found | {"status": without[name]}
+    say(name)
+    try:
+        dtype = getattr(torch, given["dtype"])
+        decoding = given["suite"] == "decode"
+        found = verify_decoding(name, dtype, device) if decoding else verify(given["suite"], name, dtype, device)
+    except Exception as error:  # what fails here is not timed, and the page says why
+        found["status"] = told(error)
+    _alive(device, found["status"])
+    spent = any(said and said.startswith("cannot") for said in found["graphs"].values())
+    return found | ({SPENT: True} if spent else {})
+
+
+def _compilation(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
+    """Let what takes long to compile be compiled here, side by side with others, and not where time is measured."""
+    part, name = Part(**given["part"]), given["name"]
+    if name in without:
+        return {"status": without[name]}
+    say(name)
+    train, dtype = part.mode == "train", getattr(torch, part.dtype)
+    how = {"batch": part.batch, "length": part.length, "dtype": dtype, "device": device, "train": train}
+    only = gpu_cases.inputs(part.suite, **how)
+    one = next(
+        each for each in gpu_cases.contenders(part.suite, part.mode, part.length, dtype, device) if each.name == name
+    )
+    with torch.set_grad_enabled(train):
+        forward, leaves, grad = one.make(only[0])
+        out = forward()
+        if train:
+            torch.autograd.grad(out, leaves, grad)
+    _alive(device, "ok")
+    return {"status": "ok"}
+
+
+def _part(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
+    part = Part(**given["part"])
+    # Captures collect garbage, and would each look through all that was ever imported.
+    gc.collect()
+    gc.freeze()
+    return measure(part, device, say, _refusing(part, given["verified"], without))
+
+
+def _refusing(part: Part, verified: Mapping[str, Any], without: Mapping[str, str]) -> Callable[[str, str], str | None]:
+    """Who is not run: what was lost before, what is not right, and of graphs what cannot be one.
+
+    In a model only mechanisms are asked for; the rest of it is PyTorch's.
+    """
+    alone = part.suite.startswith("attention")
+
+    def refuse(name: str, role: str) -> str | None:
+        if name in without:
+            return without[name]
+        if not alone and role != "variant":
+            return None
+        found = verified.get(name)
+        if found is None:
+            return UNVERIFIED
+        if found["status"] != "ok":
+            return f"not timed: {found['status']}"
+        said = found["graphs"].get(part.mode) if alone and part.way == "graph" else None
+        return said if said and said.startswith(("cannot", "gives")) else None
+
+    return refuse
+
+
+def _alive(device: torch.device, status: str) -> None:
+    """Lose the process where its device no longer answers."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            raise Lost(status) from None

@@ -1,0 +1,153 @@
+"""The machine that `bench/gpu.py` runs on: what it is, how fast it copies and multiplies, and whether the tests pass on it."""
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from approx.evaluation.record import environment
+from approx.evaluation.timing import timed
+from bench.gpu_peers import versions
+
+ROOT = Path(__file__).resolve().parent.parent
+# Numbers of a side of the matrices, bytes that are copied, and how often either is done.
+SIDE, COPIED, REPETITIONS = 8192, 2**30, 7
+PRODUCTS = (
+    ("bfloat16", torch.bfloat16, "highest"),
+    ("float16", torch.float16, "highest"),
+    ("tf32", torch.float32, "high"),
+    ("float32", torch.float32, "highest"),
+)
+WATCHED = ("temperature.gpu", "clocks.sm", "clocks.mem", "power.draw", "utilization.gpu", "memory.used")
+# Of pytest: whatever needs a GPU.
+TESTS = ("-m", "gpu", "tests")
+# Processes that the tests are spread over: compiling takes most of their time.
+TESTERS = 8
+_DONE = re.compile(
+    r"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>[A-Z]+) (?P<name>tests/.+?)|(?P<own>tests/.+?) (?P<second>[A-Z]+)(?: \(.*\))?(?: +\[ *\d+%\])?)\s*$"
+)
+
+
+def described(device: torch.device) -> dict[str, Any]:
+    """Versions, processor and GPU."""
+    found = environment(gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+    found |= versions()
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        found |= {
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+            "multiprocessors": facts.multi_processor_count,
+            "memory_gb": facts.total_memory / 1e9,
+            "cache_mb": getattr(facts, "L2_cache_size", 0) / 1e6,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "driver": _asked("driver_version").get("driver_version"),
+            "highest_clock_mhz": _asked("clocks.max.sm").get("clocks.max.sm"),
+        }
+    return found | {"watched": watched()}
+
+
+def watched() -> dict[str, str]:
+    """Temperature, clocks, power and use of the GPU, as nvidia-smi reads them; empty without it."""
+    return _asked(*WATCHED)
+
+
+def _asked(*what: str) -> dict[str, str]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}
+    # The first of the GPUs that this process may use, by a number or by a name.
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    command = [tool, f"--id={chosen}", f"--query-gpu={','.join(what)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(what, (word.strip() for word in done.stdout.splitlines()[0].split(",")), strict=False))
+
+
+def calibrate(device: torch.device, side: int = SIDE, copied: int = COPIED) -> dict[str, float]:
+    """Operations a second of large products, by precision, and `copy`, bytes a second of a large copy, read and written.
+
+    `int8` is left out where PyTorch has no product for it.
+    """
+    rates: dict[str, float] = {}
+    before = torch.get_float32_matmul_precision()
+    try:
+        for name, dtype, precision in PRODUCTS:
+            torch.set_float32_matmul_precision(precision)
+            a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+            out = torch.empty_like(a)
+            rates[name] = 2 * side**3 / _seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    try:
+        a, b = (torch.randint(-1, 2, (side, side), device=device, dtype=torch.int8) for _ in range(2))
+        rates["int8"] = 2 * side**3 / _seconds(lambda: torch._int_mm(a, b.t()), device)
+    except (RuntimeError, AttributeError):
+        pass
+    source = torch.ones(copied, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    rates["copy"] = 2 * copied / _seconds(lambda: target.copy_(source), device)
+    return rates
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The least of some repetitions: a rate is what the machine can do."""
+    call()
+    return min(timed(call, 3, device).ms for _ in range(REPETITIONS)) / 1e3
+
+
+def suite_passes(log: Path, seconds: float, arguments: Sequence[str] = TESTS) -> dict[str, Any]:
+    """Run the tests that need a GPU, in processes of their own, and count what they say.
+
+    Args:
+        log: The file to which they write.
+        seconds: After which they are called off; what they said until then counts.
+        arguments: Of pytest.
+
+    Returns:
+        `passed`, `failed` and `skipped`, how many; `failures`, the names; `finished`, whether they came to an end; `command`.
+    """
+    command = [sys.executable, "-m", "pytest", *arguments, "-v", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if importlib.util.find_spec("xdist") and cores >= 4:
+        command += ["-n", str(min(TESTERS, cores // 2)), "--dist", "worksteal"]
+    with log.open("w", encoding="utf-8") as out:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    said = counted(log.read_text(encoding="utf-8", errors="replace"))
+    told = ["python", *command[1:]]
+    # pytest ends with 0 or 1 once it has run all that there was.
+    return {"command": " ".join(told), "finished": code in (0, 1), "exit_code": code, **said}
+
+
+def counted(text: str) -> dict[str, Any]:
+    """What pytest said of each test with `-v`, alone or over processes."""
+    outcomes: dict[str, str] = {}
+    for line in text.splitlines():
+        if found := _DONE.match(line):
+            outcomes[found["name"] or found["own"]] = found["first"] or found["second"]
+    words = list(outcomes.values())
+    failures = sorted(name for name, word in outcomes.items() if word in ("FAILED", "ERROR"))
+    return {
+        "passed": words.count("PASSED"),
+        "failed": len(failures),
+        "skipped": words.count("SKIPPED"),
+        "failures": failures,
+    }

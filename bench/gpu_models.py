@@ -1,0 +1,144 @@
+"""Models of twelve layers on a GPU under every mechanism: RoBERTa-base and GPT-2-small by their sizes, weights at random."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from approx.conversion.anatomy import attention_free
+from approx.conversion.inputs import example_inputs
+from bench.cpu_cases import CEILING, HEADS, SIZE, build, converted, on_tokens, one_token
+from bench.gpu_cases import of_suite
+from bench.gpu_peers import BACK_ENDS
+
+LAYERS = 12
+# Positions of the models, which so serve all lengths.
+LONGEST = 16_384
+# What the targets are about; a model is converted in a second or two.
+MEASURED = {
+    "roberta": (
+        *("exact", "flash", "linear", "performer", "local", "bigbird", "clustered", "improved-clustered", "lsh"),
+    ),
+    "gpt2": ("exact", "flash", "linear", "local", "sinks"),
+    "decode": ("flash", "linear", "sinks"),
+}
+# Where the cache of a decoder grows, as transformers makes it by itself.
+GROWING = "sdpa, growing cache"
+
+Contender = tuple[str, str, Callable[[], object]]
+
+
+class Held(DynamicLayer):
+    """Keys and values in memory that does not grow: every token is written to the last place. Without any, what comes passes.
+
+    It is what a static cache does at best, without the mask that hides the places not yet written. Passing spares a prefill
+    the copies of a cache that nobody reads, and models the search for packed sequences, which waits for the device.
+
+    Args:
+        keys: [B, H, n, D], the tokens before and a place for the next.
+        values: The same of values.
+    """
+
+    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+        super().__init__()
+        self.keys, self.values, self.is_initialized = keys, values, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """All keys and values, the new ones in the last place."""
+        if self.keys is None or self.values is None:
+            return key_states, value_states
+        self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Tokens before the next."""
+        return 0 if self.keys is None else self.keys.shape[2] - 1
+
+
+def contenders(suite: str, length: int, batch: int, dtype: torch.dtype, device: torch.device) -> Iterator[Contender]:
+    """Name, role and call of everybody in a suite: `roberta`, `gpt2` (prefill) or `decode` (one token on top of `length`)."""
+    run = {"roberta": _encoding, "gpt2": _prefill, "decode": _decoding}[suite]
+    family = "roberta" if suite == "roberta" else "gpt2"
+    made = family, dtype, device, LAYERS, max(length, LONGEST) if device.type == "cuda" else length
+    base = _base(*made)
+    plain = _later(run, lambda: base, length, batch, dtype)
+    yield "sdpa", "base", plain
+    for name, back_end in BACK_ENDS.items():
+        # It holds all pairs; nobody asked of a model how slow that is.
+        if name != "sdpa math" and device.type == "cuda":
+            yield name, "exact", _within(lambda back_end=back_end: sdpa_kernel(back_end), plain)
+    if suite == "decode":
+        yield GROWING, "user", _later(one_token, lambda: base, length, batch, dtype)
+    else:
+        yield CEILING, "ceiling", _within(lambda: attention_free(base), plain)
+    for case in of_suite(suite, length):
+        if case.mechanism in MEASURED[suite]:
+            twin = functools.partial(_twin, *made, case.name)
+            # A mechanism that keeps a state needs a cache that it can put it into.
+            way = one_token if suite == "decode" and case.mechanism != "flash" else run
+            yield case.name, "variant", _later(way, twin, length, batch, dtype)
+
+
+@functools.cache
+def _base(family: str, dtype: torch.dtype, device: torch.device, layers: int, positions: int) -> Any:
+    with torch.device(device):
+        return build(family, layers, positions).to(dtype).eval().requires_grad_(False)
+
+
+@functools.cache
+def _twin(family: str, dtype: torch.dtype, device: torch.device, layers: int, positions: int, name: str) -> Any:
+    case = next(case for case in of_suite(family, 1) if case.name == name)
+    return converted(_base(family, dtype, device, layers, positions), case)
+
+
+def _later(
+    run: Callable[..., tuple[Callable[[], object], Tensor]],
+    model: Callable[[], Any],
+    length: int,
+    batch: int,
+    dtype: torch.dtype,
+) -> Callable[[], object]:
+    """The call that a way to run a model gives, made when it is called first."""
+    kept: list[Callable[[], object]] = []
+
+    def call() -> object:
+        if not kept:
+            kept.append(run(model(), length, batch, dtype)[0])
+        return kept[0]()
+
+    return call
+
+
+def _within(context: Callable[[], Any], call: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        with context():
+            return call()
+
+    return run
+
+
+def _encoding(model: Any, length: int, batch: int, dtype: torch.dtype) -> tuple[Callable[[], object], Tensor]:
+    return on_tokens(model, length, batch, dtype)
+
+
+def _prefill(model: Any, length: int, batch: int, dtype: torch.dtype) -> tuple[Callable[[], object], Tensor]:
+    inputs = example_inputs(model, length, batch=batch, device=model.device)
+    cache = DynamicCache()
+    cache.layers = [Held() for _ in range(model.config.num_hidden_layers)]
+    return lambda: model(**inputs, past_key_values=cache, use_cache=True).last_hidden_state, torch.empty(0)
+
+
+def _decoding(model: Any, length: int, batch: int, dtype: torch.dtype) -> tuple[Callable[[], object], Tensor]:
+    generator = torch.Generator(model.device).manual_seed(length)
+    cache, shape = DynamicCache(), (2, batch, HEADS, length + 1, SIZE)
+    cache.layers = [
+        Held(*torch.randn(shape, generator=generator, device=model.device).to(dtype))
+        for _ in range(model.config.num_hidden_layers)
+    ]
+    word = example_inputs(model, 1, batch=batch, device=model.device)
+    word["position_ids"] = torch.full((batch, 1), length, device=model.device)
+    return lambda: model(**word, past_key_values=cache, use_cache=True).last_hidden_state, torch.empty(0)

@@ -1,0 +1,232 @@
+"""The page and the picture that are made from a record of `bench/gpu.py`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from approx.errors import ApproxError, Exit
+from bench.gpu_cases import SUITES, TOKENS, of_suite
+from bench.gpu_models import LAYERS
+from bench.gpu_targets import LENGTHS, judged, over_floor, part_of
+from bench.pages import draw, ratio, table
+from bench.parts import names, row
+
+_SUITES = {
+    "attention": "One layer's attention by itself",
+    "attention-causal": "One layer's causal attention by itself",
+    "attention-padded": "One layer's attention by itself, half of it padding",
+    "roberta": "RoBERTa-base by its sizes",
+    "gpt2": "GPT-2-small by its sizes, prefill",
+    "decode": "GPT-2-small by its sizes, one token on top of so many",
+}
+_MODES = {"forward": "forward", "train": "forward and backward"}
+_WAYS = {"graph": "as a CUDA graph", "eager": "eagerly"}
+
+
+def write(source: Path, output: Path) -> tuple[str, bool]:
+    """Make `report.md` and the picture in a folder from the `record.json` of another, or its own.
+
+    Returns:
+        The text, and whether all tests passed and all of our kernels are right.
+
+    Raises:
+        ApproxError: if there is no record.
+    """
+    path = source / "record.json"
+    if not path.is_file():
+        raise ApproxError(
+            f"{path} is not there. Run `python bench/gpu.py -o {source}` on a machine with a GPU.", Exit.UNAVAILABLE
+        )
+    made = json.loads(path.read_text(encoding="utf-8"))
+    output.mkdir(parents=True, exist_ok=True)
+    text = report(made, _drawn(made, output))
+    (output / "report.md").write_text(text, encoding="utf-8")
+    return text, right(made)
+
+
+def right(made: dict[str, Any]) -> bool:
+    """Whether no test failed and what is ours passed its verification."""
+    ours = {case.name for suite in (*SUITES, "decode") for case in of_suite(suite, 1)}
+    wrong = [one for one in made["verified"] if one["name"] in ours and one.get("status") != "ok"]
+    return not wrong and not (made["tests"] or {}).get("failed")
+
+
+def report(made: dict[str, Any], picture: str | None) -> str:
+    """The record in Markdown."""
+    machine = made["environment"]
+    text = [
+        "# Attention on a GPU",
+        f"{machine['gpu']}, {machine.get('memory_gb', 0):.0f} GB, driver {machine.get('driver') or 'unknown'}, CUDA "
+        f"{machine.get('cuda')}, cuDNN {machine.get('cudnn')}, torch {machine['torch']}, triton {machine['triton']}, transformers "
+        f"{machine['transformers']}, {_others(machine)}; {machine['processor']}. 12 heads of 64; {TOKENS:,} tokens a step where no "
+        f"other batch is given. Models have {LAYERS} layers with random weights, without a head. Everything in one table was timed "
+        "in one run, in turns with SDPA, as medians; ratios are how many times as fast, bold where the 95 % interval lies above 1. "
+        "Inputs are random, which clustering needs all its iterations for, and change from call to call, so that no cache "
+        "holds them. The first call of each, which compiles, is timed apart. The best exact is the fastest of SDPA's back ends. "
+        f"Made by `{made['command']}` in {made['minutes']:.0f} minutes.",
+    ]
+    if made["left"]:
+        text.append(f"{len(made['left'])} parts of the plan were not measured; they stand at the end.")
+    text += ["## Numbers to reach", "What was asked on an H200, then what was found."]
+    text.append(table(["what", *(f"{length:,}" for length in LENGTHS)], judged(made)))
+    if picture:
+        text.append(f"![speed-up against length]({picture})")
+    text += [*_tests(made), *_machine(made), *_verified(made), *_floors(made)]
+    text += [piece for suite in _SUITES for piece in _suite(made, suite)]
+    failed = [f"- `{_told(one)}`: {one['error']}" for one in made["parts"] if "error" in one]
+    text += ["## Parts that failed", "\n".join(failed)] if failed else []
+    if made["left"]:
+        text += ["## Not measured", "\n".join(f"- `{name}`" for name in made["left"])]
+    return "\n\n".join(text) + "\n"
+
+
+def _others(machine: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {machine.get(name) or 'not installed'}" for name in ("fla", "xformers"))
+
+
+def _told(one: dict[str, Any]) -> str:
+    return f"{one['suite']}/{one['mode']}/{one['dtype']}/{one['length']}x{one['batch']}/{one['way']}"
+
+
+def _tests(made: dict[str, Any]) -> list[str]:
+    found = made["tests"]
+    if found is None:
+        return ["## Tests", "They were not run."]
+    end = "" if found["finished"] else f" They did not come to an end (exit code {found['exit_code']})."
+    text = ["## Tests", f"{found['passed']} passed, {found['failed']} failed, {found['skipped']} were skipped.{end}"]
+    return [*text, "\n".join(f"- {name}" for name in found["failures"])] if found["failures"] else text
+
+
+def _machine(made: dict[str, Any]) -> list[str]:
+    rates = made["rates"]
+    rows = [[name, f"{rate / 1e12:.1f} TFLOP/s"] for name, rate in rates.items() if name != "copy"]
+    seen = [one["watched"] for one in made["parts"] if one.get("watched")]
+    text = [
+        "## What the card can do",
+        table(["what", "rate"], [*rows, ["copy, read and written", f"{rates['copy'] / 1e9:.0f} GB/s"]]),
+    ]
+    if seen:
+        spans = [
+            f"{key} {min(words, key=_number)} to {max(words, key=_number)}"
+            for key in seen[0]
+            if (words := [one[key] for one in seen if key in one])
+        ]
+        text.append(f"As nvidia-smi read it after each part: {', '.join(spans)}.")
+    return text
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        return 0.0
+
+
+def _verified(made: dict[str, Any]) -> list[str]:
+    """What ran kernels or is not right, one row; the others are counted."""
+    rows, fine = [], 0
+    for one in made["verified"]:
+        status = one.get("status") or one["error"]
+        if status == "ok" and not one["kernels"]:
+            fine += 1
+            continue
+        errors = [one.get("errors", {}).get(name) for name in ("out", "dq", "dk", "dv")]
+        graphs = one.get("graphs") or {}
+        rows.append(
+            [
+                f"`{one['name']}`", one["suite"], one["dtype"], ", ".join(one.get("kernels", [])) or "–", _cell(status),
+                *(_cell(graphs.get(mode) or "–") for mode in ("forward", "train")),
+                *("–" if pair is None else f"{pair[0]:.1e} of {pair[1]:.1e}" for pair in errors),
+            ]
+        )  # fmt: skip
+    head = [
+        "attention",
+        "suite",
+        "precision",
+        "kernels",
+        "found",
+        "graph, forward",
+        "graph, backward too",
+        "out",
+        "dq",
+        "dk",
+        "dv",
+    ]
+    return [
+        "## Right before fast",
+        "Root mean square errors against float64, relative, and what is allowed: six times what the plain computation in "
+        "the same precision errs, or six roundings; of others, that they compute the same. A graph is compared with eager calls, bit "
+        f"by bit. {fine} more, which run no kernel of ours, are right as well.",
+        table(head, rows, words=7),
+    ]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/").replace("\n", " ")
+
+
+def _floors(made: dict[str, Any]) -> list[str]:
+    rows = []
+    for suite, told in (("attention", ""), ("attention-causal", ", causal")):
+        parts = {length: part_of(made, suite, "forward", length) for length in LENGTHS}
+        for name in names([part for part in parts.values() if part]):
+            found = [over_floor(made, parts[length], name) for length in LENGTHS]
+            if any(found):
+                rows.append([f"`{name}`{told}", *("–" if one is None else f"{one:.1f}" for one in found)])
+    if not rows:
+        return []
+    return [
+        "## Time ÷ floor",
+        "Forward of attention by itself in bfloat16 as a CUDA graph, over the least time that its counted products take at the "
+        "rates above, or its inputs and outputs at the rate of the copy, whichever is longer. Exponentials, sorting and choosing are "
+        "not counted.",
+        table(["attention", *(f"{length:,}" for length in LENGTHS)], rows),
+    ]
+
+
+def _suite(made: dict[str, Any], suite: str) -> list[str]:
+    parts = [part for part in made["parts"] if part["suite"] == suite and part["contenders"]]
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for part in parts:
+        whole = suite != "decode" and part["batch"] == max(TOKENS // part["length"], 1) and part["length"] < TOKENS
+        step = None if whole or part["length"] == TOKENS else part["batch"]
+        groups.setdefault((part["mode"], part["dtype"], part["way"], step), []).append(part)
+    text = [f"## {_SUITES[suite]}"] if groups else []
+    for (mode, dtype, way, batch), own in groups.items():
+        own = sorted(own, key=lambda part: part["length"])
+        told = f"{_MODES[mode]}, {dtype}, {_WAYS[way]}" + (f", batch {batch}" if batch else "")
+        rows = [[f"`{name}`", *(_figure(part, name) for part in own)] for name in names(own)]
+        rows.append(["best exact attention", *(part["best_exact"] or "–" for part in own)])
+        rows.append(
+            ["SDPA against itself", *("–" if part["spread"] is None else f"{part['spread']:.2f}" for part in own)]
+        )
+        text += [
+            f"### {told[0].upper()}{told[1:]}",
+            "Milliseconds; against default SDPA / against the best exact.",
+            table(["attention", *(f"{part['length']:,}" for part in own)], rows),
+        ]
+    return text
+
+
+def _figure(part: dict[str, Any], name: str) -> str:
+    one = next((one for one in part["contenders"] if one["name"] == name), None)
+    if one is None:
+        return "–"
+    if one["status"] != "ok":
+        return _cell(one["status"])
+    return f"{one['median_ms']:.3g}; {ratio(one, 'against_sdpa')} / {ratio(one, 'against_best')}"
+
+
+def _drawn(made: dict[str, Any], output: Path) -> str | None:
+    """Speed-up over the best exact attention against length, a line a mechanism; the name of the file."""
+    parts = [part for length in LENGTHS if (part := part_of(made, "attention", "forward", length))]
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for part in parts:
+        for name in names([part]):
+            found = row(part, name)
+            if found and found["role"] in ("variant", "peer") and found["against_best"]:
+                lines.setdefault(name, []).append((part["length"], found["against_best"][0]))
+    if not lines:
+        return None
+    draw(lines, "times as fast as the best of SDPA, one layer's attention, bfloat16", output / "attention.svg")
+    return "attention.svg"

@@ -1,0 +1,230 @@
+"""Attention of PyTorch and of others on a GPU, side by side with ours: exact, windows, and linear."""
+
+import importlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+BACK_ENDS: Mapping[str, SDPBackend] = MappingProxyType(
+    {
+        "sdpa math": SDPBackend.MATH,
+        "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "sdpa flash": SDPBackend.FLASH_ATTENTION,
+        "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+    }
+)
+# What takes the compiler half a minute for each shape is timed at few of them: mode and tokens, at all tokens of a step.
+COMPILED = (("forward", 1024), ("forward", 4096), ("forward", 16384), ("train", 4096))
+# Keys that windows see before and after the own position.
+WINDOW, CAUSAL_WINDOW = (128, 128), (512, 0)
+
+
+class Inputs(NamedTuple):
+    """What attention is given: q, k and v, [B, H, N, D] with the heads of a token side by side in memory, which may want
+    gradients; the gradient of the output; and the real keys, [B, N] bool, or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    mask: Tensor | None
+
+
+# A forward, what it is differentiated in, and the gradient of its outputs.
+Step = tuple[Callable[[], Tensor], tuple[Tensor, ...], Tensor]
+
+
+class Attention(NamedTuple):
+    """One that runs.
+
+    Attributes:
+        name: What pages call it.
+        role: `base`, `exact` for the other back ends of SDPA, `variant` for a mechanism of ours, or `peer`.
+        like: The contender of ours that computes the same, as `gpu_cases` calls it.
+        make: From inputs to a forward on them, in [B, H, N, D], or [real tokens, H, D] where it is packed.
+        packed: Whether it has only the real tokens.
+    """
+
+    name: str
+    role: str
+    like: str
+    make: Callable[[Inputs], Step]
+    packed: bool = False
+
+
+def peers(causal: bool, padded: bool, compiled: bool) -> Iterator[Attention]:
+    """All of others that have this form and are installed; what cannot run says so when it is made or called.
+
+    `compiled` adds those that the compiler has to make for each shape.
+    """
+    for name, back_end in BACK_ENDS.items():
+        yield Attention(name, "exact", "sdpa", _scaled(causal, back_end))
+    window = "local left=512 right=0" if causal else "local left=128 right=128"
+    reach = CAUSAL_WINDOW if causal else WINDOW
+    yield Attention("varlen_attn", "peer", "sdpa", _variable((-1, 0) if causal else (-1, -1)), packed=padded)
+    if compiled:
+        yield Attention("FlexAttention", "peer", "sdpa", _compiled(causal, None))
+    if padded:
+        return
+    yield Attention("varlen_attn, window", "peer", window, _variable(reach))
+    if compiled:
+        yield Attention("FlexAttention, window", "peer", window, _compiled(causal, reach))
+    if _installed("xformers.ops"):
+        yield Attention("xFormers", "peer", "sdpa", _xformers(causal))
+    if causal and _installed("fla.ops.linear_attn"):
+        for name in ("chunk_linear_attn", "fused_chunk_linear_attn"):
+            yield Attention(f"fla {name}", "peer", "linear", _fla(name))
+
+
+def scaled(causal: bool) -> Attention:
+    """PyTorch's default SDPA as models call it, the base of all."""
+    return Attention("sdpa", "base", "sdpa", _scaled(causal, None))
+
+
+def versions() -> dict[str, str | None]:
+    """Those of the packages that need not be installed."""
+    found = {}
+    for name in ("fla", "xformers"):
+        try:
+            found[name] = str(getattr(importlib.import_module(name), "__version__", "installed"))
+        except Exception:  # a broken package is as good as none
+            found[name] = None
+    return found
+
+
+def _installed(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except Exception:  # a broken package is as good as none
+        return False
+    return True
+
+
+def _scaled(causal: bool, back_end: SDPBackend | None) -> Callable[[Inputs], Step]:
+    def make(given: Inputs) -> Step:
+        mask = None if given.mask is None else given.mask[:, None, None, :]
+
+        def forward() -> Tensor:
+            return F.scaled_dot_product_attention(given.q, given.k, given.v, attn_mask=mask, is_causal=causal)
+
+        def forced() -> Tensor:
+            assert back_end is not None, "it is what is forced"
+            with sdpa_kernel(back_end):
+                return forward()
+
+        return forward if back_end is None else forced, (given.q, given.k, given.v), given.grad
+
+    return make
+
+
+def packed(given: Inputs) -> tuple[list[Tensor], Tensor, Tensor, int]:
+    """The real tokens of q, k and v, then of the gradient, [tokens, H, D]; where samples begin; and the longest of them."""
+    tensors = [x.detach().transpose(1, 2) for x in (given.q, given.k, given.v, given.grad)]
+    batch, length = tensors[0].shape[:2]
+    if given.mask is None:
+        lengths = torch.full((batch,), length, device=given.q.device)
+        tensors = [x.reshape(batch * length, *x.shape[2:]) for x in tensors]
+    else:
+        lengths = given.mask.sum(1)
+        tensors = [x[given.mask] for x in tensors]
+    starts = F.pad(lengths.cumsum(0), (1, 0)).int()
+    *qkv, grad = tensors
+    return [x.requires_grad_(given.q.requires_grad) for x in qkv], grad, starts, int(lengths.max())
+
+
+def _variable(window: tuple[int, int]) -> Callable[[Inputs], Step]:
+    def make(given: Inputs) -> Step:
+        from torch.nn.attention.varlen import varlen_attn
+
+        (q, k, v), grad, starts, longest = packed(given)
+        batch, heads, length, _ = given.q.shape
+
+        def rows() -> Tensor:
+            out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=window)
+            assert isinstance(out, Tensor), "nothing besides was asked for"
+            return out
+
+        if given.mask is not None:
+            return rows, (q, k, v), grad
+        return lambda: rows().view(batch, length, heads, -1).transpose(1, 2), (q, k, v), given.grad
+
+    return make
+
+
+def _compiled(causal: bool, window: tuple[int, int] | None) -> Callable[[Inputs], Step]:
+    kept: dict[str, Any] = {}
+
+    def make(given: Inputs) -> Step:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        batch, _, length, _ = given.q.shape
+        lengths = None if given.mask is None else given.mask.sum(1)
+
+        def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            # Of one comparison at least, as the tracer wants it.
+            allowed = j >= 0
+            if lengths is not None:
+                allowed = allowed & (j < lengths[b])
+            if window is not None:
+                allowed = allowed & (j >= i - window[0]) & (j <= i + window[1])
+            return allowed & (j <= i) if causal else allowed
+
+        if not kept:
+            # One for all inputs of a shape: the compiler gives up on a function that it has met too many shapes of.
+            kept["attend"] = torch.compile(flex_attention, dynamic=False)
+            kept["mask"] = None
+            if causal or window is not None or lengths is not None:
+                samples = None if lengths is None else batch
+                kept["mask"] = create_block_mask(seen, samples, None, length, length, device=given.q.device)
+        return lambda: kept["attend"](given.q, given.k, given.v, block_mask=kept["mask"]), given[:3], given.grad
+
+    return make
+
+
+def _xformers(causal: bool) -> Callable[[Inputs], Step]:
+    def make(given: Inputs) -> Step:
+        ops = importlib.import_module("xformers.ops")
+        bias = ops.LowerTriangularMask() if causal else None
+
+        def forward() -> Tensor:
+            rows = (x.transpose(1, 2) for x in given[:3])
+            return ops.memory_efficient_attention(*rows, attn_bias=bias).transpose(1, 2)
+
+        return forward, given[:3], given.grad
+
+    return make
+
+
+def _fla(name: str) -> Callable[[Inputs], Step]:
+    def make(given: Inputs) -> Step:
+        attend = getattr(importlib.import_module("fla.ops.linear_attn"), name)
+
+        def forward() -> Tensor:
+            # The feature map is no part of its kernels.
+            q, k = (F.elu(x).add(1.0).transpose(1, 2) for x in given[:2])
+            return attend(q, k, given.v.transpose(1, 2), normalize=True)[0].transpose(1, 2)
+
+        return forward, given[:3], given.grad
+
+    return make
+
+
+def rotating(make: Callable[[Inputs], Step], given: Sequence[Inputs], train: bool) -> Callable[[], object]:
+    """What runs on another of the inputs at each call, so that no cache holds those of the next."""
+    steps: list[Step] = []
+    places = itertools.cycle(range(len(given)))
+
+    def call() -> object:
+        if not steps:
+            steps.extend(make(each) for each in given)
+        forward, leaves, grad = steps[next(places)]
+        out = forward()
+        return torch.autograd.grad(out, leaves, grad) if train else out
+
+    return call

@@ -1,0 +1,202 @@
+"""One part of `bench/gpu.py`: its contenders side by side, eagerly or as CUDA graphs, and what was seen of each."""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from approx.evaluation.memory import is_out_of_memory
+from approx.evaluation.race import OK, OUT_OF_MEMORY, Runner, race
+from approx.evaluation.statistics import ratio_interval
+from approx.evaluation.timing import timed
+from bench import gpu_cases, gpu_models
+from bench.gpu_graphs import captured
+from bench.gpu_machine import watched
+from bench.gpu_peers import COMPILED, rotating
+from bench.gpu_workers import SPENT, Lost, Say, told
+
+T = TypeVar("T")
+
+ROUNDS, BLOCK_MS, WARM_UP_SECONDS = 20, 2.0, 0.05
+# A graph takes so long at least, and holds so many calls at most.
+GRAPH_MS, MOST_CALLS = 1.0, 64
+# Enough for an interval of two digits; the default would take longer than the rounds.
+RESAMPLES = 1000
+
+
+class Part(NamedTuple):
+    """A race: everybody of a suite on inputs of one kind, `eager` or as a `graph`."""
+
+    suite: str
+    mode: str
+    dtype: str
+    length: int
+    batch: int
+    way: str
+
+    @property
+    def id(self) -> str:
+        """What `--only` is matched with, and the name of the file in which it is kept."""
+        return f"{self.suite}/{self.mode}/{self.dtype}/{self.length}x{self.batch}/{self.way}"
+
+
+def compiled_for(part: Part) -> bool:
+    """Whether those run in a part that the compiler has to make for its shape."""
+    whole = part.batch * part.length == gpu_cases.TOKENS and part.dtype == "bfloat16"
+    return whole and part.suite in gpu_cases.SUITES and (part.mode, part.length) in COMPILED
+
+
+@dataclass(eq=False)
+class Guarded(Runner):
+    """A runner whose every error becomes its status; a device that no longer answers loses the process.
+
+    Args:
+        name: Of the contender.
+        role: Of the contender.
+        say: Told the name before anything of it runs.
+        device: Where it runs.
+        calls: Calls of the contender in one call of the runner.
+    """
+
+    name: str = ""
+    role: str = ""
+    say: Say = print
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  # it never changes
+    calls: int = 1
+    first_s: float | None = None
+
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """Do something for this runner; the answer is None where it fails."""
+        self.say(self.name)
+        try:
+            return action()
+        except Exception as error:  # one that fails must not stop the others
+            self.status = OUT_OF_MEMORY if is_out_of_memory(error) else told(error)
+        # Outside of the handler, where the traceback no longer holds the tensors of the failed call.
+        gc.collect()
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except RuntimeError:
+                raise Lost(self.status) from None
+        return None
+
+
+Contenders = Iterator[tuple[str, str, Callable[[], object], int]]
+
+
+def measure(
+    part: Part,
+    device: torch.device,
+    say: Say,
+    refuse: Callable[[str, str], str | None] = lambda name, role: None,
+    rounds: int = ROUNDS,
+) -> dict[str, Any]:
+    """Let all contenders of a part take turns.
+
+    Args:
+        part: Which.
+        device: Where.
+        say: Told the name of whoever runs next.
+        refuse: From a contender's name and role to why it is not to run, or None.
+        rounds: Turns of each.
+    """
+    begun, train = time.perf_counter(), part.mode == "train"
+    runners: list[Guarded] = []
+    spent = False
+    with torch.set_grad_enabled(train):
+        for name, role, call, sets in _contenders(part, device):
+            runner = Guarded(call, name=name, role=role, say=say, device=device, turns=2 if role == "base" else 1)
+            runners.append(runner)
+            if why := refuse(name, role):
+                runner.status = why
+                continue
+            runner.attempt(lambda runner=runner: _first(runner))
+            if runner.status == OK and part.way == "graph":
+                runner.attempt(lambda runner=runner, sets=sets: _as_graph(runner, sets))
+                spent = spent or runner.status != OK
+        race(
+            runners,
+            device,
+            rounds=rounds,
+            seconds=0.0,
+            warm_up_seconds=WARM_UP_SECONDS,
+            block_ms=BLOCK_MS,
+            memory=part.way == "eager",
+        )
+    exact = [one for one in runners if one.role in ("base", "exact") and one.status == OK]
+    best = min(exact, key=lambda one: float(np.median(_ms(one))), default=None)
+    base = next((one for one in runners if one.role == "base"), None)
+    turns = None if base is None or base.status != OK else base.by_turn()[0]
+    made = {
+        **part._asdict(),
+        "best_exact": None if best is None else best.name,
+        "spread": None if turns is None else float(np.median(turns[0]) / np.median(turns[1])),
+        "took_s": time.perf_counter() - begun,
+        "watched": watched(),
+        "contenders": [_row(one, base, best) for one in runners],
+    }
+    return made | ({SPENT: True} if spent else {})
+
+
+def _contenders(part: Part, device: torch.device) -> Contenders:
+    """Name, role and call of everybody, and after how many calls the same inputs come again."""
+    dtype = getattr(torch, part.dtype)
+    if not part.suite.startswith("attention"):
+        for name, role, call in gpu_models.contenders(part.suite, part.length, part.batch, dtype, device):
+            yield name, role, call, 1
+        return
+    train = part.mode == "train"
+    sets = gpu_cases.sets_for(part.batch, part.length, dtype, device)
+    how = {"batch": part.batch, "length": part.length, "dtype": dtype, "device": device, "sets": sets, "train": train}
+    given = gpu_cases.inputs(part.suite, **how)
+    for one in gpu_cases.contenders(part.suite, part.mode, part.length, dtype, device, compiled_for(part)):
+        yield one.name, one.role, rotating(one.make, given, train), sets
+
+
+def _first(runner: Guarded) -> None:
+    """The first call, which compiles what no other process has compiled yet."""
+    begun = time.perf_counter()
+    runner.call()
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize()
+    runner.first_s = time.perf_counter() - begun
+
+
+def _as_graph(runner: Guarded, sets: int) -> None:
+    """Put as many calls into one graph as take long enough to be timed, and as many as there are inputs at least."""
+    ms = timed(runner.call, sets, runner.device).ms
+    rounds = math.ceil(GRAPH_MS / max(ms, 1e-3) / sets)
+    calls = sets * max(1, min(rounds, MOST_CALLS // sets))
+    runner.call, runner.calls = captured(runner.call, calls), calls
+
+
+def _ms(runner: Guarded) -> np.ndarray:
+    """Milliseconds of one call, a round."""
+    return runner.by_round()[0] / runner.calls
+
+
+def _row(one: Guarded, base: Guarded | None, best: Guarded | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": one.name, "role": one.role, "status": one.status, "first_s": one.first_s}
+    if one.status != OK:
+        return row
+    ms = _ms(one)
+    low, middle, high = (float(x) for x in np.quantile(ms, (0.1, 0.5, 0.9)))
+    row |= {"median_ms": middle, "p10_ms": low, "p90_ms": high, "least_ms": float(ms.min()), "samples": len(ms)}
+    row |= {"peak_mb": one.peak_mb, "calls": one.calls}
+    return row | {"against_sdpa": _ratio(base, one), "against_best": _ratio(best, one)}
+
+
+def _ratio(base: Guarded | None, other: Guarded) -> list[float] | None:
+    """Base over other, with its interval."""
+    if base is None or base.status != OK:
+        return None
+    first, second = _ms(base), _ms(other)
+    low, high = ratio_interval(first.tolist(), second.tolist(), resamples=RESAMPLES)
+    return [float(np.median(first) / np.median(second)), low, high]

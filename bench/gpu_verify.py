@@ -1,0 +1,163 @@
+"""Whether kernels are right before they are timed: outputs and gradients against float64, and CUDA graphs against eager calls."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx_kernels.implementation import chosen, implementation
+from bench.cpu_cases import SDPA, Case
+from bench.gpu_cases import built, contenders, inputs, of_suite
+from bench.gpu_graphs import captured
+from bench.gpu_peers import Inputs, Step
+from bench.gpu_workers import told
+from tests.closeness import error_and_budget
+
+# Samples and tokens: an odd number, in few programs; and one at which few heads are split to fill a card.
+SHAPES = ((2, 1000), (1, 2048))
+# As in the tests: tile by tile sums round a few times more than one sum.
+FACTOR = 6.0
+# Those of others are not ours to judge; they must compute the same.
+SAME = 0.05
+NAMES = ("out", "dq", "dk", "dv")
+# Keys that improved clusters weigh anew by default.
+KEPT = 32
+# Tokens that are decoded one by one.
+LAST = 3
+
+
+def verify(
+    suite: str, name: str, dtype: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int]] = SHAPES
+) -> dict[str, Any]:
+    """Run one contender of a suite on fresh inputs.
+
+    Returns:
+        `status`, `ok` or what is wrong; `errors`, for outputs and gradients the largest of the shapes with its budget; the ops
+        that ran `kernels`; and `graphs`, for forward and train whether a captured graph gives what eager calls give: `equal`,
+        or why it cannot be used, or None where there are no graphs.
+    """
+    causal = suite == "attention-causal"
+    found: dict[str, Any] = {"errors": {}, "kernels": [], "graphs": {"forward": None, "train": None}}
+    wrong: list[str] = []
+    for batch, length in shapes:
+        how = {"batch": batch, "length": length, "dtype": dtype, "device": device, "train": True}
+        given = inputs(suite, **how, seed=length)[0]
+        one = next(each for each in contenders(suite, "train", length, dtype, device) if each.name == name)
+        like = next(case for case in [Case(SDPA, SDPA, {}), *of_suite(suite, 1)] if case.name == one.like)
+        if like.mechanism == "improved-clustered":
+            _set_apart(given)
+        mechanism = built(like, causal, dtype, device, given)
+        with implementation("reference"):
+            plain = _real(_run(_step(mechanism, given)), given)
+            wide = [x.detach().double().requires_grad_() for x in given[:3]]
+            wide = Inputs(*wide, given.grad.double(), given.mask)
+            exact = _real(_run(_step(copy.deepcopy(mechanism).double(), wide)), given)
+        before, ours = chosen(), one.role == "variant"
+        step = _step(mechanism, given) if ours else one.make(given)
+        # On a GPU kernels come first by themselves, elsewhere they are interpreted.
+        with implementation("auto" if device.type == "cuda" else "triton"):
+            results = [x.detach() for x in _run(step)]
+        found["kernels"] = sorted(op for op, way in chosen().items() if way == "triton" != before.get(op))
+        actual = results if one.packed else _real(results, given)
+        for place, *each in zip(NAMES, actual, plain, exact, strict=True):
+            error, budget = error_and_budget(*each, FACTOR)
+            budget = budget if ours else max(budget, SAME)
+            # What is no number is not within it either.
+            if not error <= budget:
+                wrong.append(f"{place} at {length} tokens has error {error:.1e}, allowed is {budget:.1e}")
+            worst = found["errors"].get(place, [0.0, budget])
+            if math.isfinite(error) and error / budget >= worst[0] / worst[1]:
+                found["errors"][place] = [error, budget]
+        if device.type == "cuda":
+            # Those of the last shape.
+            found["graphs"] = _graphs(step, results)
+    return found | {"status": "failed: " + "; ".join(wrong) if wrong else "ok"}
+
+
+@torch.no_grad()
+def verify_decoding(name: str, dtype: torch.dtype, device: torch.device, length: int = SHAPES[0][1]) -> dict[str, Any]:
+    """Give a mechanism the last tokens of a sequence one by one; returned is what `verify` returns, of outputs alone."""
+    given = inputs("attention-causal", batch=2, length=length, dtype=dtype, device=device, seed=length)[0]
+    case = next(case for case in of_suite("decode", 1) if case.name == name)
+    mechanism = built(case, True, dtype, device, given)
+    last = range(length - LAST, length)
+    with implementation("reference"):
+        plain = mechanism(given.q, given.k, given.v)[:, :, last.start :]
+        exact = copy.deepcopy(mechanism).double()(*(x.double() for x in given[:3]))[:, :, last.start :]
+    before, outs, state = chosen(), [], None
+    keeps = mechanism.decode_state != "cache"
+    with implementation("auto" if device.type == "cuda" else "triton"):
+        if keeps:
+            _, state = mechanism.decode(*(x[:, :, : last.start] for x in given[:3]))
+        for place in last:
+            q, k, v = (x[:, :, place : place + 1] for x in given[:3])
+            if keeps:
+                out, state = mechanism.decode(q, k, v, None, state)
+            else:
+                out = mechanism(q, *(x[:, :, : place + 1] for x in given[1:3]))
+            outs.append(out)
+    error, budget = error_and_budget(torch.cat(outs, 2), plain, exact, FACTOR)
+    wrong = "" if error <= budget else f"failed: out has error {error:.1e}, allowed is {budget:.1e}"
+    kernels = sorted(op for op, way in chosen().items() if way == "triton" != before.get(op))
+    errors = {"out": [error, budget]} if math.isfinite(error) else {}
+    return {"status": wrong or "ok", "errors": errors, "kernels": kernels, "graphs": {}}
+
+
+@torch.no_grad()
+def _set_apart(given: Inputs) -> None:
+    """Let all queries weigh the first keys most, so many as improved clusters weigh anew.
+
+    Of others, whose scores are equal in 16 bits, it may choose any, and the gradients follow the choice.
+    """
+    given.q[..., 0] += 3.0
+    given.k[:, :, :KEPT, 0] += 8.0
+
+
+def _step(mechanism: Any, given: Inputs) -> Step:
+    return lambda: mechanism(given.q, given.k, given.v, given.mask), given[:3], given.grad
+
+
+def _run(step: Step) -> list[Tensor]:
+    forward, leaves, grad = step
+    out = forward()
+    return [out, *torch.autograd.grad(out, leaves, grad)]
+
+
+def _real(results: list[Tensor], given: Inputs) -> list[Tensor]:
+    """What belongs to real tokens, [tokens, H, D], where there is padding."""
+    return results if given.mask is None else [x.transpose(1, 2)[given.mask] for x in results]
+
+
+def _graphs(step: Step, eager: list[Tensor]) -> dict[str, str | None]:
+    with torch.no_grad():
+        forward = _replayed(lambda: [step[0]()], eager[:1])
+    usable = forward == "equal" or forward.startswith("close")
+    return {"forward": forward, "train": _replayed(lambda: _run(step), eager) if usable else forward}
+
+
+def _replayed(run: Callable[[], list[Tensor]], eager: list[Tensor]) -> str:
+    made: list[Tensor] = []
+
+    def keeping() -> None:
+        made[:] = run()
+
+    try:
+        replay = captured(keeping, 1)
+        for x in made:
+            x.detach().fill_(torch.nan)
+        replay()
+        torch.cuda.synchronize()
+    except Exception as error:  # whatever it is, it is what the page says
+        return f"cannot be captured: {told(error)}"
+    if all(torch.equal(one, other) for one, other in zip(made, eager, strict=True)):
+        return "equal"
+    apart = max(
+        float((one.double() - other.double()).norm() / other.double().norm().clamp(min=1e-30))
+        for one, other in zip(made, eager, strict=True)
+    )
+    # Those whose sums depend on the order of additions, such as PyTorch's backward passes, never give the same bits.
+    close = apart <= 4 * torch.finfo(eager[0].dtype).eps
+    return f"close, {apart:.0e} apart" if close else f"gives something else: {apart:.1e} apart"

@@ -1,0 +1,198 @@
+"""The script for GPUs, as far as it goes without one: what is wrong is not timed, what fails or dies is a row, and the page
+says what the record says.
+"""
+
+import argparse
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from approx.errors import Exit
+from approx.mechanisms import MECHANISMS
+from bench import gpu, gpu_cases, gpu_jobs, gpu_machine, gpu_models, gpu_page, gpu_race, gpu_targets, gpu_verify, parts
+from bench.gpu_peers import Attention
+from bench.gpu_race import Part
+
+pytest.importorskip("triton")
+
+CPU = torch.device("cpu")
+LENGTH = 20
+PARTS = (
+    Part("attention", "forward", "float32", LENGTH, 2, "eager"),
+    Part("attention-padded", "train", "float32", LENGTH, 2, "eager"),
+    Part("decode", "forward", "float32", 16, 2, "eager"),
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """One head, and few mechanisms."""
+    monkeypatch.setattr(gpu_cases, "HEADS", 1)
+    monkeypatch.setattr(gpu_cases, "FEW", ("flash", "linear"))
+    monkeypatch.setattr(gpu_cases, "mechanism_of", lambda case, causal: of_one_head(case, causal))
+
+
+def of_one_head(case, causal):
+    return MECHANISMS[case.mechanism](1, gpu_cases.SIZE, causal=causal, scale=gpu_cases.SIZE**-0.5, **case.settings)
+
+
+@pytest.fixture
+def measured(tiny, tmp_path, monkeypatch):
+    """The folder of a run over three small parts, whose jobs all run in this process."""
+    monkeypatch.setattr(gpu_models, "LAYERS", 1)
+    monkeypatch.setattr(gpu, "planned", lambda: iter(PARTS))
+    monkeypatch.setattr(gpu_jobs, "calibrate", partial(gpu_machine.calibrate, side=32, copied=2**16))
+    monkeypatch.setattr(gpu_jobs, "verify", partial(gpu_verify.verify, shapes=[(2, LENGTH)]))
+    monkeypatch.setattr(gpu_jobs, "verify_decoding", partial(gpu_verify.verify_decoding, length=9))
+    monkeypatch.setattr(gpu_jobs, "measure", partial(gpu_race.measure, rounds=2))
+
+    def here(jobs, work, keep, **how):
+        for job in jobs:
+            keep(job, work(job.given, lambda name: None, {}))
+        return []
+
+    monkeypatch.setattr(gpu, "carry_out", here)
+    how = {"output": tmp_path, "minutes": 5.0, "tests": False, "only": "*", "lengths": (16, LENGTH), "device": "cpu"}
+    gpu.run(argparse.Namespace(**how), Console(quiet=True))
+    return tmp_path
+
+
+def record(folder):
+    return json.loads((folder / "record.json").read_text("utf-8"))
+
+
+@pytest.mark.slow
+def test_everything_is_verified_before_it_is_timed_and_the_page_says_what_the_record_says(measured, capsys):
+    made = record(measured)
+    assert {
+        (one["suite"], one["name"]): one["status"] for one in made["verified"] if one["name"] in ("flash", "linear")
+    } == {(suite, name): "ok" for suite in ("attention", "attention-padded", "decode") for name in ("flash", "linear")}
+    assert next(one for one in made["verified"] if one["name"] == "linear")["kernels"] == ["linear_attention"]
+    assert [part["suite"] for part in made["parts"]] == [part.suite for part in PARTS]
+    for part in made["parts"]:
+        rows = {one["name"]: one for one in part["contenders"]}
+        assert rows["sdpa"]["status"] == rows["linear"]["status"] == "ok"
+        assert rows["sdpa"]["against_sdpa"][0] == 1
+        assert rows["linear"]["against_sdpa"][0] == pytest.approx(
+            rows["sdpa"]["median_ms"] / rows["linear"]["median_ms"]
+        )
+        assert part["best_exact"] == "sdpa"
+    text, right = gpu_page.write(measured, measured)
+    assert right
+    assert text == (measured / "report.md").read_text("utf-8")
+    linear = parts.row(made["parts"][0], "linear")
+    assert linear is not None
+    assert f"{linear['median_ms']:.3g}; " in text
+    assert gpu.main(["-o", str(measured), "--redraw"]) == Exit.OK
+    assert capsys.readouterr().out == text
+
+    # The same figures, as if they were of the inputs that the targets are about.
+    part = made["parts"][0] | {"dtype": "bfloat16", "length": 2048, "batch": 8, "way": "graph"}
+    asked = {row[0]: row[3] for row in gpu_targets.judged(made | {"parts": [part]})}
+    over = gpu_targets.over_floor({"rates": made["rates"]}, part, "linear")
+    assert over is not None
+    assert asked["`linear`, time over floor, at most"].startswith(f"2: {'**' * (over <= 2)}{over:.2f}")
+    assert asked["own flash against cuDNN, forward"] == "0.95: not measured"
+
+
+def test_what_is_wrong_is_told_and_not_timed(tiny, monkeypatch):
+    monkeypatch.setattr(gpu_verify, "FACTOR", 1e-3)
+    how = {"kind": "verification", "device": "cpu", "suite": "attention", "dtype": "float32"}
+    monkeypatch.setattr(gpu_jobs, "verify", partial(gpu_verify.verify, shapes=[(1, LENGTH)]))
+    found = gpu_jobs.work({**how, "name": "flash"}, lambda name: None, {})
+    assert found["status"].startswith(f"failed: out at {LENGTH} tokens has error")
+    given = {"kind": "part", "device": "cpu", "part": PARTS[0]._asdict(), "verified": {"flash": found}}
+    monkeypatch.setattr(gpu_jobs, "measure", partial(gpu_race.measure, rounds=1))
+    rows = {one["name"]: one for one in gpu_jobs.work(given, lambda name: None, {})["contenders"]}
+    assert rows["flash"]["status"] == f"not timed: {found['status']}"
+    assert rows["linear"]["status"] == gpu_jobs.UNVERIFIED
+    assert "median_ms" not in rows["flash"]
+
+
+def test_a_contender_that_fails_is_a_row_and_the_others_go_on(tiny, monkeypatch):
+    def failing(given):
+        raise RuntimeError("no kernel\nfor this")
+
+    everybody = list(gpu_cases.contenders("attention", "forward", LENGTH, torch.float32, CPU))[:1]
+    everybody.append(Attention("broken", "peer", "sdpa", failing))
+    everybody.append(everybody[0]._replace(name="again", role="exact"))
+    monkeypatch.setattr(gpu_cases, "contenders", lambda *given: iter(everybody))
+    seen: list[str] = []
+    found = gpu_race.measure(PARTS[0], CPU, seen.append, rounds=2)
+    assert [one["status"] for one in found["contenders"]] == ["ok", "RuntimeError: no kernel", "ok"]
+    assert set(seen) == {"sdpa", "broken", "again"}
+    assert found["best_exact"] in ("sdpa", "again")
+
+
+def test_a_graph_that_cannot_be_captured_is_not_tried():
+    part = Part("attention", "train", "bfloat16", 512, 32, "graph")
+    verified = {"lsh": {"status": "ok", "graphs": {"forward": "equal", "train": "cannot be captured: it waits"}}}
+    refuse = gpu_jobs._refusing(part, verified, {"local": "it did not end"})
+    assert refuse("lsh", "variant") == "cannot be captured: it waits"
+    assert gpu_jobs._refusing(part._replace(way="eager"), verified, {})("lsh", "variant") is None
+    assert refuse("local", "variant") == "it did not end"
+    assert gpu_jobs._refusing(part._replace(suite="roberta"), {}, {})("sdpa cudnn", "exact") is None
+
+
+def test_without_a_gpu_it_says_what_to_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main(["-o", str(tmp_path / "out")]) == Exit.MISSING
+    assert "finds none. Run it where there is one" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert gpu.main(["-o", str(tmp_path), "--redraw"]) == Exit.UNAVAILABLE
+    assert "record.json is not there" in capsys.readouterr().err
+
+
+def test_the_plan_names_every_part_once_and_verifies_whoever_runs_in_it():
+    plan = list(gpu.planned())
+    assert len({part.id for part in plan}) == len(plan)
+    jobs = {job.id for job in gpu.verifications(plan)}
+    for part in plan:
+        if part.suite in gpu_cases.SUITES:
+            dtype = getattr(torch, part.dtype)
+            for one in gpu_cases.contenders(part.suite, part.mode, part.length, dtype, CPU):
+                assert f"verification/{part.suite}/{part.dtype}/{one.name}" in jobs
+    assert "verification/decode/bfloat16/linear" in jobs
+    assert "verification/attention/bfloat16/sdpa cudnn" in jobs
+    assert "compilation/attention/forward/bfloat16/4096x4/graph/FlexAttention" in jobs
+    known = {case.name for suite in ("attention", "gpt2") for case in gpu_cases.of_suite(suite, 1)}
+    assert {*gpu_targets.ENCODER, *gpu_targets.PREFILL, *gpu_targets.FLOORS} <= known
+
+
+@pytest.mark.parametrize("length", [512, 1000])
+def test_tiles_of_a_window_are_counted_as_the_kernel_cuts_them(length):
+    cut = gpu_targets.FORWARD["narrow"][0].tiles
+    place = torch.arange(length)
+    near = (place[:, None] - place).abs() <= 128
+    tiles = [
+        near[i : i + cut["BM"], j : j + cut["BN"]].any().item()
+        for i in range(0, length, cut["BM"])
+        for j in range(0, length, cut["BN"])
+    ]
+    assert gpu_targets.computed_pairs(gpu_targets.WINDOWS[0], length) == sum(tiles) * cut["BM"] * cut["BN"]
+
+
+def test_what_the_tests_say_is_counted_even_if_they_are_cut_off():
+    text = """
+[gw1] [ 12%] PASSED tests/kernels/test_flash.py::test_windows[before itself]
+[gw0] [ 25%] FAILED tests/kernels/test_flash.py::test_spans[0]
+tests/kernels/test_probe.py::test_on_a_gpu[few] PASSED      [ 40%]
+tests/kernels/test_probe.py::test_other SKIPPED (no reason) [ 50%]
+tests/kernels/test_flash.py:51: AssertionError
+"""
+    found = gpu_machine.counted(text)
+    assert (found["passed"], found["failed"], found["skipped"]) == (2, 1, 1)
+    assert found["failures"] == ["tests/kernels/test_flash.py::test_spans[0]"]
+
+
+def test_the_machine_is_asked_without_nvidia_smi_too(monkeypatch):
+    monkeypatch.setattr(gpu_machine.shutil, "which", lambda name: None)
+    assert gpu_machine.watched() == {}
+    said = SimpleNamespace(stdout="41, 1980\n")
+    monkeypatch.setattr(gpu_machine.shutil, "which", lambda name: name)
+    monkeypatch.setattr(gpu_machine.subprocess, "run", lambda *given, **how: said)
+    assert gpu_machine._asked("temperature.gpu", "clocks.sm") == {"temperature.gpu": "41", "clocks.sm": "1980"}

@@ -112,35 +112,44 @@ def verifications(chosen: list[Part]) -> Iterator[Job]:
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """One stage after the other, then the record of all that is kept."""
-    folder, begun, passed = options.output / "parts", time.monotonic(), 0.0
+    """One stage after the other; whatever happens, the record of all that is kept.
+
+    Raises:
+        ApproxError: if the card could not even be made to copy and multiply.
+    """
+    folder, begun = options.output / "parts", time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
+    # Nothing goes on without it.
+    _carry_out([Job("machine", {"kind": "machine"})], folder, begun + 60 * options.minutes, 1, options, console)
+    if (found := parts.kept(folder, "machine")) is None or "error" in found:
+        why = "it took too long" if found is None else found["error"]
+        raise ApproxError(f"The GPU was asked to copy and multiply, but {why}. Mend that first.", Exit.MISSING)
+    try:
+        _stages(options, folder, begun, console)
+    finally:
+        _gather(options.output, (time.monotonic() - begun) / 60)
+
+
+def _stages(options: argparse.Namespace, folder: Path, begun: float, console: Console) -> None:
     stages = {name: share for name, share in SHARES.items() if name != "tests" or options.tests}
     chosen = [
         part for part in planned() if fnmatch.fnmatchcase(part.id, options.only) and part.length in options.lengths
     ]
+    passed = 0.0
     for stage, share in stages.items():
         passed += share / sum(stages.values())
         deadline = begun + 60 * options.minutes * passed
         if stage == "tests":
-            if parts.kept(folder, "tests") is None:
+            if not (parts.kept(folder, "tests") or {"finished": False})["finished"]:
                 console.print("tests", highlight=False)
                 seconds = max(deadline - time.monotonic(), LEAST)
                 parts.keep(folder, "tests", suite_passes(options.output / "tests.log", seconds))
-        elif stage == "machine":
-            # Nothing goes on without it.
-            deadline = begun + 60 * options.minutes
-            _carry_out([Job("machine", {"kind": "machine"})], folder, deadline, 1, options, console)
-            if (found := parts.kept(folder, "machine")) is None or "error" in found:
-                why = "it took too long" if found is None else found["error"]
-                raise ApproxError(f"The GPU was asked to copy and multiply, but {why}. Mend that first.", Exit.MISSING)
         elif stage == "verification":
             lanes = min(LANES, max(1, (os.cpu_count() or 2) // 2))
             _carry_out(list(verifications(chosen)), folder, deadline, lanes, options, console)
-        else:
+        elif stage != "machine":
             jobs = [_measuring(part, folder) for part in chosen if stage_of(part) == stage]
             _carry_out(jobs, folder, deadline, 1, options, console)
-    _gather(options.output, (time.monotonic() - begun) / 60)
 
 
 def _measuring(part: Part, folder: Path) -> Job:

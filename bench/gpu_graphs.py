@@ -18,15 +18,19 @@ def captured(call: Callable[[], object], calls: int) -> Callable[[], None]:
         RuntimeError: if something in the call waits for the device or cannot be captured. The process is then better not
             used for another graph.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    current, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+    beside.wait_stream(current)
+    with torch.cuda.stream(beside):
         for _ in range(_WARM):
             call()
-    torch.cuda.current_stream().wait_stream(stream)
+    current.wait_stream(beside)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                call()
+    finally:
+        # A capture that fails leaves its own stream behind.
+        torch.cuda.set_stream(current)
     return graph.replay

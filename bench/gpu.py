@@ -44,7 +44,7 @@ DEVICE = "cuda"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 MINUTES = 10.0
 # Of the minutes.
-SHARES = {"machine": 0.04, "tests": 0.2, "verification": 0.22, "attention": 0.31, "models": 0.15, "decode": 0.08}
+SHARES = {"machine": 0.04, "tests": 0.17, "verification": 0.2, "attention": 0.28, "models": 0.23, "decode": 0.08}
 # Processes that compile and verify side by side; seconds after which one that says nothing hangs.
 LANES, SILENCE = 8, 120.0
 # Seconds that the tests have at least.

@@ -23,6 +23,10 @@ from bench.gpu_workers import SPENT, Lost, Say, told
 T = TypeVar("T")
 
 ROUNDS, BLOCK_MS, WARM_UP_SECONDS = 20, 2.0, 0.05
+# Twenty turns of who takes longer would cost the others theirs.
+SLOW_MS = 200.0
+# A whole model takes longer, and swings less.
+ROUNDS_OF_MODELS = 10
 # A graph takes so long at least, and holds so many calls at most.
 GRAPH_MS, MOST_CALLS = 1.0, 64
 # Enough for an interval of two digits; the default would take longer than the rounds.
@@ -96,7 +100,7 @@ def measure(
     device: torch.device,
     say: Say,
     refuse: Callable[[str, str], str | None] = lambda name, role: None,
-    rounds: int = ROUNDS,
+    rounds: int | None = None,
 ) -> dict[str, Any]:
     """Let all contenders of a part take turns.
 
@@ -105,9 +109,10 @@ def measure(
         device: Where.
         say: Told the name of whoever runs next.
         refuse: From a contender's name and role to why it is not to run, or None.
-        rounds: Turns of each.
+        rounds: Turns of each; None is as many as a record needs.
     """
     begun, train = time.perf_counter(), part.mode == "train"
+    rounds = rounds or (ROUNDS if part.suite in gpu_cases.SUITES else ROUNDS_OF_MODELS)
     runners: list[Guarded] = []
     spent = False
     with torch.set_grad_enabled(train):
@@ -161,12 +166,15 @@ def _contenders(part: Part, device: torch.device) -> Contenders:
 
 
 def _first(runner: Guarded) -> None:
-    """The first call, which compiles what no other process has compiled yet."""
+    """The first call, which compiles what no other process has compiled yet; who is very slow has only one more."""
     begun = time.perf_counter()
     runner.call()
     if runner.device.type == "cuda":
         torch.cuda.synchronize()
     runner.first_s = time.perf_counter() - begun
+    if runner.device.type == "cuda" and runner.role != "base":
+        ms = timed(runner.call, 1, runner.device).ms
+        runner.status = f"{ms:.0f} ms, too slow to take turns" if ms > SLOW_MS else runner.status
 
 
 def _as_graph(runner: Guarded, sets: int) -> None:

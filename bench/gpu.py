@@ -31,10 +31,11 @@ import torch
 from rich.console import Console
 
 from approx.errors import ApproxError, Exit
+from approx_kernels.triton_language import CAPABILITY, triton
 from bench import gpu_page, parts
 from bench.gpu_cases import SUITES, TOKENS, contenders, of_suite
 from bench.gpu_jobs import UNVERIFIED, work
-from bench.gpu_machine import suite_passes
+from bench.gpu_machine import asked, suite_passes
 from bench.gpu_models import MEASURED
 from bench.gpu_peers import peers
 from bench.gpu_race import Part, compiled_for
@@ -115,15 +116,27 @@ def run(options: argparse.Namespace, console: Console) -> None:
     """One stage after the other; whatever happens, the record of all that is kept.
 
     Raises:
-        ApproxError: if the card could not even be made to copy and multiply.
+        ApproxError: if the folder is that of another card, or this one cannot even be made to copy and multiply.
     """
     folder, begun = options.output / "parts", time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
+    then, now = (parts.kept(folder, "machine") or {}).get("environment"), asked("name").get("name")
+    if then and now and now != then["gpu"]:
+        raise ApproxError(
+            f"{folder} holds what was measured on {then['gpu']}, and this is {now}. Take another folder with -o.",
+            Exit.REFUSED,
+        )
     # Nothing goes on without it.
     _carry_out([Job("machine", {"kind": "machine"})], folder, begun + 60 * options.minutes, 1, options, console)
     if (found := parts.kept(folder, "machine")) is None or "error" in found:
         why = "it took too long" if found is None else found["error"]
         raise ApproxError(f"The GPU was asked to copy and multiply, but {why}. Mend that first.", Exit.MISSING)
+    card = found["environment"]
+    if "capability" in card and tuple(map(int, card["capability"].split("."))) < CAPABILITY:
+        raise ApproxError(
+            f"{card['gpu']} has compute capability {card['capability']}; the kernels are for 8.0 (A100) and later.",
+            Exit.UNSUPPORTED,
+        )
     try:
         _stages(options, folder, begun, console)
     finally:
@@ -217,7 +230,7 @@ def _gather(output: Path, minutes: float) -> None:
     (output / "record.json").write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check() -> None:
     """Refuse to begin what cannot be done.
 
     Raises:
@@ -228,6 +241,10 @@ def _check(options: argparse.Namespace) -> None:
             f"bench/gpu.py measures an NVIDIA GPU, and torch {torch.__version__} finds none. Run it where there is one, with a "
             "build of PyTorch for CUDA; or make the page from a record with --redraw; or measure this processor with bench/cpu.py.",
             Exit.MISSING,
+        )
+    if triton is None:
+        raise ApproxError(
+            "bench/gpu.py times kernels in Triton, which is not installed. pip install triton.", Exit.MISSING
         )
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ApproxError("TRITON_INTERPRET is 1, so kernels would be interpreted, not timed. Unset it.")
@@ -250,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.device = DEVICE
     try:
         if not options.redraw:
-            _check(options)
+            _check()
             run(options, Console(stderr=True))
         text, right = gpu_page.write(options.output, options.output)
     except ApproxError as error:

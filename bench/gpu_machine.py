@@ -49,22 +49,23 @@ def described(device: torch.device) -> dict[str, Any]:
             "cache_mb": getattr(facts, "L2_cache_size", 0) / 1e6,
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "driver": _asked("driver_version").get("driver_version"),
-            "highest_clock_mhz": _asked("clocks.max.sm").get("clocks.max.sm"),
+            "driver": asked("driver_version").get("driver_version"),
+            "highest_clock_mhz": asked("clocks.max.sm").get("clocks.max.sm"),
         }
     return found | {"watched": watched()}
 
 
 def watched() -> dict[str, str]:
     """Temperature, clocks, power and use of the GPU, as nvidia-smi reads them; empty without it."""
-    return _asked(*WATCHED)
+    return asked(*WATCHED)
 
 
-def _asked(*what: str) -> dict[str, str]:
+def asked(*what: str) -> dict[str, str]:
+    """What nvidia-smi says of the first GPU that this process may use, read and never set."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}
-    # The first of the GPUs that this process may use, by a number or by a name.
+    # By a number or by a name.
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     command = [tool, f"--id={chosen}", f"--query-gpu={','.join(what)}", "--format=csv,noheader,nounits"]
     try:

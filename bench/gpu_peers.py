@@ -123,36 +123,32 @@ def _scaled(causal: bool, back_end: SDPBackend | None) -> Callable[[Inputs], Ste
     return make
 
 
-def packed(given: Inputs) -> tuple[list[Tensor], Tensor, Tensor, int]:
-    """The real tokens of q, k and v, then of the gradient, [tokens, H, D]; where samples begin; and the longest of them."""
-    tensors = [x.detach().transpose(1, 2) for x in (given.q, given.k, given.v, given.grad)]
-    batch, length = tensors[0].shape[:2]
-    if given.mask is None:
-        lengths = torch.full((batch,), length, device=given.q.device)
-        tensors = [x.reshape(batch * length, *x.shape[2:]) for x in tensors]
-    else:
-        lengths = given.mask.sum(1)
-        tensors = [x[given.mask] for x in tensors]
-    starts = F.pad(lengths.cumsum(0), (1, 0)).int()
-    *qkv, grad = tensors
-    return [x.requires_grad_(given.q.requires_grad) for x in qkv], grad, starts, int(lengths.max())
-
-
 def _variable(window: tuple[int, int]) -> Callable[[Inputs], Step]:
     def make(given: Inputs) -> Step:
         from torch.nn.attention.varlen import varlen_attn
 
-        (q, k, v), grad, starts, longest = packed(given)
         batch, heads, length, _ = given.q.shape
 
-        def rows() -> Tensor:
+        def attend(rows: Sequence[Tensor], starts: Tensor, longest: int) -> Tensor:
+            q, k, v = rows
             out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=window)
             assert isinstance(out, Tensor), "nothing besides was asked for"
             return out
 
-        if given.mask is not None:
-            return rows, (q, k, v), grad
-        return lambda: rows().view(batch, length, heads, -1).transpose(1, 2), (q, k, v), given.grad
+        if given.mask is None:
+            starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=given.q.device)
+
+            def forward() -> Tensor:
+                rows = [x.transpose(1, 2).flatten(0, 1) for x in given[:3]]
+                return attend(rows, starts, length).view(batch, length, heads, -1).transpose(1, 2)
+
+            return forward, given[:3], given.grad
+        # Only real tokens are there, one sample behind the other; packing them is not timed.
+        *rows, grad = (x.detach().transpose(1, 2)[given.mask] for x in (given.q, given.k, given.v, given.grad))
+        leaves = tuple(x.requires_grad_(given.q.requires_grad) for x in rows)
+        lengths = given.mask.sum(1)
+        starts, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
+        return lambda: attend(leaves, starts, longest), leaves, grad
 
     return make
 

@@ -20,6 +20,10 @@ from bench.gpu_race import Part
 pytest.importorskip("triton")
 
 CPU = torch.device("cpu")
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="kernels are interpreted only where there is no GPU; with one, run the script itself",
+)
 LENGTH = 20
 PARTS = (
     Part("attention", "forward", "float32", LENGTH, 2, "eager"),
@@ -65,6 +69,7 @@ def record(folder):
     return json.loads((folder / "record.json").read_text("utf-8"))
 
 
+@interpreted
 @pytest.mark.slow
 def test_everything_is_verified_before_it_is_timed_and_the_page_says_what_the_record_says(measured, capsys):
     made = record(measured)
@@ -99,6 +104,7 @@ def test_everything_is_verified_before_it_is_timed_and_the_page_says_what_the_re
     assert asked["own flash against cuDNN, forward"] == "0.95: not measured"
 
 
+@interpreted
 def test_what_is_wrong_is_told_and_not_timed(tiny, monkeypatch):
     monkeypatch.setattr(gpu_verify, "FACTOR", 1e-3)
     how = {"kind": "verification", "device": "cpu", "suite": "attention", "dtype": "float32"}
@@ -195,4 +201,4 @@ def test_the_machine_is_asked_without_nvidia_smi_too(monkeypatch):
     said = SimpleNamespace(stdout="41, 1980\n")
     monkeypatch.setattr(gpu_machine.shutil, "which", lambda name: name)
     monkeypatch.setattr(gpu_machine.subprocess, "run", lambda *given, **how: said)
-    assert gpu_machine._asked("temperature.gpu", "clocks.sm") == {"temperature.gpu": "41", "clocks.sm": "1980"}
+    assert gpu_machine.asked("temperature.gpu", "clocks.sm") == {"temperature.gpu": "41", "clocks.sm": "1980"}

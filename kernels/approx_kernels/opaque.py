@@ -129,7 +129,12 @@ def attend_backward(
     dropout: float,
 ) -> list[Tensor]:
     """The gradients of q, k, v and the state; of what has none, zeros."""
-    inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in (q, k, v, *state)]
+    # Parameters come first in the state; buffers are not learned.
+    learnable = 3 + len(dict(_made(text).named_parameters()))
+    inputs = [
+        x.detach().requires_grad_(place < learnable and x.is_floating_point())
+        for place, x in enumerate((q, k, v, *state))
+    ]
     with _differentiable():
         out = _run(inputs[0], inputs[1], inputs[2], key_mask, tokens, inputs[3:], text, training, dropout, seed)
         learned = [x for x in inputs if x.requires_grad]

@@ -1,4 +1,4 @@
-"""Linear attention on a CPU, forward and backward in C: one pass over queries, keys and values, with sums in float32."""
+"""Attention by features on a CPU, forward and backward in C: one pass over queries, keys and values, with sums in float32."""
 
 import ctypes
 from typing import Any
@@ -12,7 +12,9 @@ from approx_kernels.custom_op import custom_op
 from approx_kernels.linear.backward_c import BACKWARD
 from approx_kernels.linear.forward_c import FORWARD
 
-_MAPS = ("elu", "relu")
+# What takes single numbers; exponentials are of random rows only. In the order of features_c.py.
+_PLAIN = ("elu", "relu")
+_MAPS = (*_PLAIN, "exp")
 _WHOLE = ctypes.c_int64
 _PLACE = ctypes.c_void_p
 
@@ -24,14 +26,14 @@ class _Rows(ctypes.Structure):
 
 
 class _Problem(ctypes.Structure):
-    """`problem` of forward_c.py."""
+    """`problem` of features_c.py."""
 
     _fields_ = (
-        *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "size", "values")),
-        *((name, _WHOLE) for name in ("causal", "relu", "bf16", "threads")),
+        *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "size", "features", "values")),
+        *((name, _WHOLE) for name in ("causal", "map", "bf16", "threads")),
         *((name, _Rows) for name in ("q", "k", "v", "out")),
-        *((name, _PLACE) for name in ("mask", "sums")),
-        *((name, ctypes.c_float) for name in ("input_scale", "eps")),
+        *((name, _PLACE) for name in ("mask", "sums", "tops", "rows")),
+        *((name, ctypes.c_float) for name in ("input_scale", "eps", "floor")),
     )
 
 
@@ -43,10 +45,15 @@ class _BackwardProblem(ctypes.Structure):
 
 def obstacle(q: Tensor, *, feature_map: str, window: int, dropout: float) -> str | None:
     """Why linear attention cannot run in C, with the remedy; None where it can."""
-    if feature_map not in _MAPS:
-        return f"feature_map is {feature_map!r}; it has {' and '.join(_MAPS)}. Ask for 'auto'."
+    if feature_map not in _PLAIN:
+        return f"feature_map is {feature_map!r}; it has {' and '.join(_PLAIN)}. Ask for 'auto'."
     if window:
         return f"window is {window}; it has none. Ask for 'auto'."
+    return features_obstacle(q, dropout)
+
+
+def features_obstacle(q: Tensor, dropout: float) -> str | None:
+    """Why attention by the features that C has cannot run on such tensors, with the remedy; None where it can."""
     if dropout:
         return "it drops no keys. Set the dropout of attention to 0, or ask for 'auto'."
     return c_obstacle(FORWARD, q) or c_obstacle(BACKWARD, q)
@@ -62,14 +69,20 @@ def linear_batch(
     feature_map: str,
     input_scale: float,
     eps: float,
+    rows: Tensor | None = None,
+    floor: float = 0.0,
 ) -> Tensor:
-    """Attend; the backward pass keeps the inputs alone and computes their features again."""
+    """Attend; the backward pass keeps the inputs alone and computes their features again.
+
+    With random rows w [F, D], features are `relu(w.x) + floor`, or for the map `exp` exp(w.x - |x|^2 / 2).
+    """
     q, k, v = _laid_out(q, k, v)
     key_mask = None if key_mask is None else key_mask.contiguous()
     # Bottom-right: with L > S the first L - S queries stand before all keys, and see none.
     blind = max(q.shape[2] - k.shape[2], 0) if causal else 0
     with torch.autocast("cpu", enabled=False):
-        out = _attend(q[:, :, blind:], k, v, key_mask, causal, feature_map == "relu", input_scale, eps)
+        rows = _whole(rows)
+        out = _attend(q[:, :, blind:], k, v, key_mask, rows, causal, feature_map, input_scale, eps, floor)
     return torch.nn.functional.pad(out, (0, 0, blind, 0)) if blind else out
 
 
@@ -83,21 +96,31 @@ def linear_continue(
     feature_map: str,
     input_scale: float,
     eps: float,
+    tops: Tensor | None = None,
+    rows: Tensor | None = None,
+    floor: float = 0.0,
 ) -> Tensor:
-    """Causal attention after keys whose sums are [B, H, D, E + 1], float32; these get the new keys too, in place."""
+    """Causal attention after keys whose sums are [B, H, F, E + 1], float32; these get the new keys too, in place.
+
+    For the map `exp` they are relative to exponentials of the tops, [B, H, F], float32, which are overwritten likewise.
+    """
     q, k, v = _laid_out(q, k, v)
     blind = max(q.shape[2] - k.shape[2], 0)
     out = _empty(q, k, v)
     out[:, :, :blind] = 0.0
-    relu, mask = feature_map == "relu", None if key_mask is None else key_mask.contiguous()
-    problem = _problem(q[:, :, blind:], k, v, out[:, :, blind:], mask, sums, True, relu, input_scale, eps)
-    _run(FORWARD, problem)
+    how = True, feature_map, input_scale, eps, floor
+    mask = None if key_mask is None else key_mask.contiguous()
+    _run(FORWARD, _problem(q[:, :, blind:], k, v, out[:, :, blind:], mask, _whole(rows), sums, tops, *how))
     return out
 
 
 def _laid_out(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     return q, k, v
+
+
+def _whole(rows: Tensor | None) -> Tensor | None:
+    return None if rows is None else rows.float().contiguous()
 
 
 def _empty(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
@@ -111,21 +134,28 @@ def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> 
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.causal, ctx.relu, ctx.input_scale, ctx.eps = inputs
+    tensors, ctx.how = inputs[:5], inputs[5:]
     ctx.save_for_backward(*tensors)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    found = _attend_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.relu, ctx.input_scale, ctx.eps)
-    return *found, *[None] * 5
+    return *_attend_backward(grad, *ctx.saved_tensors, *ctx.how), *[None] * 7
 
 
-def _count(q: list[int], k: list[int], v: list[int], *_: Any, out_shape: Any = None) -> int:
-    return 2 * q[0] * q[1] * q[3] * v[3] * (q[2] + k[2])
+def _products(q: list[int], k: list[int], v: list[int], rows: list[int] | None, passes: int) -> int:
+    """Twice the multiply-adds of random features, once, and of so many passes of features against values."""
+    features, random = (q[3], 0) if rows is None else (rows[0], q[3] * rows[0] * (q[2] + k[2]))
+    return 2 * q[0] * q[1] * (random + passes * features * v[3])
 
 
-def _count_backward(grad: list[int], q: list[int], k: list[int], v: list[int], *_: Any, out_shape: Any = None) -> int:
-    return 2 * q[0] * q[1] * q[3] * v[3] * (2 * q[2] + 3 * k[2])
+def _count(q: list[int], k: list[int], v: list[int], mask: Any, rows: Any, *_: Any, out_shape: Any = None) -> int:
+    return _products(q, k, v, rows, q[2] + k[2])
+
+
+def _count_backward(
+    grad: Any, q: list[int], k: list[int], v: list[int], mask: Any, rows: Any, *_: Any, out_shape: Any = None
+) -> int:
+    return _products(q, k, v, rows, 2 * q[2] + 3 * k[2])
 
 
 @custom_op(_empty_gradients, flops=_count_backward)
@@ -135,14 +165,16 @@ def _attend_backward(
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
+    rows: Tensor | None,
     causal: bool,
-    relu: bool,
+    feature_map: str,
     input_scale: float,
     eps: float,
+    floor: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     made = _empty_gradients(grad, q, k, v)
-    problem = _problem(q, k, v, grad, key_mask, None, causal, relu, input_scale, eps)
+    problem = _problem(q, k, v, grad, key_mask, rows, None, None, causal, feature_map, input_scale, eps, floor)
     _run(BACKWARD, _BackwardProblem(problem, *map(_rows, (grad, *made))))
     return made
 
@@ -153,15 +185,17 @@ def _attend(
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
+    rows: Tensor | None,
     causal: bool,
-    relu: bool,
+    feature_map: str,
     input_scale: float,
     eps: float,
+    floor: float,
 ) -> Tensor:
     out = _empty(q, k, v)
-    sums = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3] + 1, dtype=torch.float32)
-    problem = _problem(q, k, v, out, key_mask, sums, causal, relu, input_scale, eps)
-    _run(FORWARD, problem)
+    features = q.shape[3] if rows is None else rows.shape[0]
+    sums = q.new_zeros(*q.shape[:2], features, v.shape[3] + 1, dtype=torch.float32)
+    _run(FORWARD, _problem(q, k, v, out, key_mask, rows, sums, None, causal, feature_map, input_scale, eps, floor))
     return out
 
 
@@ -181,12 +215,17 @@ def _problem(
     v: Tensor,
     out: Tensor,
     key_mask: Tensor | None,
+    rows: Tensor | None,
     sums: Tensor | None,
+    tops: Tensor | None,
     causal: bool,
-    relu: bool,
+    feature_map: str,
     input_scale: float,
     eps: float,
+    floor: float,
 ) -> _Problem:
-    sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3])
-    how = causal, relu, q.dtype == torch.bfloat16, torch.get_num_threads()
-    return _Problem(*sizes, *how, *map(_rows, (q, k, v, out)), address(key_mask), address(sums), input_scale, eps)
+    features = q.shape[3] if rows is None else rows.shape[0]
+    sizes = (*q.shape[:3], k.shape[2], q.shape[3], features, v.shape[3])
+    how = causal, _MAPS.index(feature_map), q.dtype == torch.bfloat16, torch.get_num_threads()
+    places = map(address, (key_mask, sums, tops, rows))
+    return _Problem(*sizes, *how, *map(_rows, (q, k, v, out)), *places, input_scale, eps, floor)

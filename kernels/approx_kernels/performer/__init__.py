@@ -3,6 +3,8 @@
 from torch import Tensor
 
 from approx_kernels.implementation import choose
+from approx_kernels.linear.decode import state_obstacle
+from approx_kernels.performer.cpu import obstacle, performer_batch, performer_continue
 from approx_kernels.performer.projection import draw_projection
 from approx_kernels.performer.reference import performer_heads
 from approx_kernels.performer.triton import performer_kernels, performer_obstacle
@@ -55,7 +57,8 @@ def performer_attention(
         scale: Factor of the scores.
         dropout: Probability with which a key is dropped from the numerator, for all queries of a head at once:
             there are no weights of single pairs to drop.
-        impl: One of `IMPLEMENTATIONS`: `triton` has all but the causal form of `softmax`.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, in one pass, without dropout; `triton` has all but the
+            causal form of `softmax`.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -65,12 +68,12 @@ def performer_attention(
     """
     _check_parts(q, k, v, key_mask, projection, kernel)
     no_kernels = performer_obstacle(q, v, projection, kernel=kernel, causal=causal, dropout=dropout)
-    if choose("performer_attention", impl, ranked(q, no_kernels, reference=None)) == "triton":
-        how = {"projection": projection, "kernel": kernel, "causal": causal, "scale": scale}
-        return performer_kernels(q, k, v, key_mask, **how)
-    out, _ = performer_heads(
-        q, k, v, key_mask, projection=projection, kernel=kernel, causal=causal, scale=scale, dropout=dropout
-    )
+    no_cpu = obstacle(q, projection, dropout)
+    run = choose("performer_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
+    how = {"projection": projection, "kernel": kernel, "causal": causal, "scale": scale}
+    if run != "reference":
+        return (performer_kernels if run == "triton" else performer_batch)(q, k, v, key_mask, **how)
+    out, _ = performer_heads(q, k, v, key_mask, **how, dropout=dropout)
     return out
 
 
@@ -84,24 +87,27 @@ def performer_decode(
     projection: Tensor,
     kernel: str = "softmax",
     scale: float,
+    impl: str = "auto",
 ) -> tuple[Tensor, State]:
     """Causal `performer_attention` of tokens that follow others, of which a state of constant size is kept.
 
     Args: as for `performer_attention`, where not named here.
         k: Keys that are not in the state yet, [B, H, S, D], L <= S; the last L stand at the queries' positions.
-        state: What the last call returned; None before the first key.
+        state: What the last call returned; None before the first key. It belongs to the call, which may overwrite it.
 
     Returns:
         [B, H, L, E] in the dtype of q, and the state, in float32 at least: `sums` of features times values and a
         one, [B, H, M, E + 1]; for the softmax kernel beside the `top` that they are relative to, [B, H, 1, M].
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if the shapes or dtypes do not fit together, or the implementation cannot run.
     """
     _check_parts(q, k, v, key_mask, projection, kernel)
-    return performer_heads(
-        q, k, v, key_mask, projection=projection, kernel=kernel, causal=True, scale=scale, state=state
-    )
+    no_cpu = obstacle(q, projection) or state_obstacle(q, k, v)
+    ways = {"projection": projection, "kernel": kernel, "scale": scale}
+    if choose("performer_decode", impl, {"cpu": no_cpu, "reference": None}) == "cpu":
+        return performer_continue(q, k, v, key_mask, state, **ways)
+    return performer_heads(q, k, v, key_mask, **ways, causal=True, state=state)
 
 
 def _check_parts(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, projection: Tensor, kernel: str) -> None:

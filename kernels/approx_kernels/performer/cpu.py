@@ -1,0 +1,59 @@
+"""Performer attention on a CPU: the compiled pass of linear attention, which makes the random features tile by tile."""
+
+import torch
+from torch import Tensor
+
+from approx_kernels.linear.cpu import features_obstacle, linear_batch, linear_continue
+from approx_kernels.performer.reference import EPS, FLOOR
+from approx_kernels.performer.sums import lowest
+from approx_kernels.ring import State
+
+
+def obstacle(q: Tensor, projection: Tensor, dropout: float = 0.0) -> str | None:
+    """Why random features cannot be made in C, with the remedy; None where they can."""
+    if projection.requires_grad and torch.is_grad_enabled():
+        return "it has no gradient of the projection. Detach it, or ask for 'auto'."
+    return features_obstacle(q, dropout)
+
+
+def performer_batch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    projection: Tensor,
+    kernel: str,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Attend; the backward pass keeps the inputs alone."""
+    return linear_batch(q, k, v, key_mask, causal=causal, **_form(projection, kernel, scale))
+
+
+def performer_continue(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    state: State | None,
+    *,
+    projection: Tensor,
+    kernel: str,
+    scale: float,
+) -> tuple[Tensor, State]:
+    """As `performer_heads` with a state, whose tensors are overwritten, not copied."""
+    if state is None:
+        features = *q.shape[:2], projection.shape[0]
+        state = {"sums": q.new_zeros(*features, v.shape[3] + 1, dtype=torch.float32)}
+        if kernel == "softmax":
+            start = lowest(torch.float32)
+            state["top"] = q.new_full((*features[:2], 1, features[2]), start, dtype=torch.float32)
+    state = {name: x.contiguous() for name, x in state.items()}
+    form = _form(projection, kernel, scale)
+    return linear_continue(q, k, v, key_mask, state["sums"], tops=state.get("top"), **form), state
+
+
+def _form(projection: Tensor, kernel: str, scale: float) -> dict:
+    way = {"feature_map": "relu", "floor": FLOOR} if kernel == "relu" else {"feature_map": "exp"}
+    return {**way, "rows": projection, "input_scale": scale**0.5, "eps": EPS}

@@ -14,6 +14,7 @@ from packaging.specifiers import SpecifierSet
 
 from approx.pipeline.probing import said
 from approx.tasks.hub import reachable
+from approx_kernels.c_language import find_compiler
 
 _RANGES = {"torch": ">=2.10", "transformers": ">=5.17,<6"}
 
@@ -45,6 +46,7 @@ def examine(*, offline: bool) -> list[Finding]:
         _gpu(),
         _triton(),
         _compiler(),
+        _c_compiler(),
         _processor(),
         *(Finding(what, "ok" if well else "missing", text) for what, well, text in said()),
         _data(),
@@ -80,6 +82,13 @@ def _compiler() -> Finding:
     if found is None:
         return Finding("c++ compiler", "missing", "none: torch.compile on the CPU needs one, e.g. the package g++")
     return Finding("c++ compiler", "ok", str(shutil.which(found)))
+
+
+def _c_compiler() -> Finding:
+    found, why = find_compiler()
+    if found is None:
+        return Finding("c compiler", "missing", f"none, and mechanisms are slower on the CPU: {why}")
+    return Finding("c compiler", "ok", f"{found}; APPROX_COMPILE_C=0 does without")
 
 
 def _processor() -> Finding:

@@ -20,6 +20,7 @@ _LOG = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")
 # A small file takes one or two seconds; whoever waits for longer has a compiler that hangs.
 _SECONDS = 60
+_SWITCH = "APPROX_COMPILE_C"
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -44,13 +45,11 @@ def library(source: str) -> ctypes.CDLL | str:
     """The functions of a C source, or why there are none.
 
     The first process on a machine compiles it, a second or two that the log announces; later ones read the result from
-    $APPROX_CACHE, or `approx` in the user's cache folder. The compiler is $CC, or else what is called cc, gcc or clang.
+    $APPROX_CACHE, or `approx` in the user's cache folder. Nothing is compiled or read where $APPROX_COMPILE_C is 0.
     """
-    asked = os.environ.get("CC")
-    compiler = next(filter(None, map(shutil.which, [asked] if asked else ["cc", "gcc", "clang"])), None)
+    compiler, why = find_compiler()
     if compiler is None:
-        missing = f"$CC, {asked!r}, is not a program" if asked else "there is no C compiler"
-        return _missing(f"{missing}. Install gcc, or set $CC to a compiler.")
+        return why if os.environ.get(_SWITCH) == "0" else _missing(why)
     # A folder may be shared by machines whose processors differ.
     machine = [platform.machine(), platform.processor(), _processor(), torch.backends.cpu.get_cpu_capability()]
     digest = hashlib.sha256("\0".join([source, compiler, *_FLAGS, *machine]).encode()).hexdigest()[:24]
@@ -60,12 +59,29 @@ def library(source: str) -> ctypes.CDLL | str:
     except subprocess.TimeoutExpired:
         return _missing(f"{compiler} took more than {_SECONDS} seconds. Set $CC to another compiler.")
     except subprocess.CalledProcessError as error:
-        told = (error.stderr or "").strip().splitlines()
-        return _missing(f"{compiler} failed: {told[0] if told else error}. Set $CC to another compiler.")
+        told = (error.stderr or "").strip().splitlines() or [str(error)]
+        first = next((line for line in told if "error" in line), told[0])
+        return _missing(f"{compiler} failed: {first}. Set $CC to another compiler.")
     except OSError as error:
         return _missing(
             f"what {compiler} made could not be kept or read: {error}. Set $APPROX_CACHE to a folder for it."
         )
+
+
+def find_compiler() -> tuple[str | None, str]:
+    """$CC, or else what is called cc, gcc or clang; None where there is no such program or $APPROX_COMPILE_C forbids it.
+
+    Returns:
+        Its path, and why there is none, with the remedy.
+    """
+    wish, asked = os.environ.get(_SWITCH, "1"), os.environ.get("CC")
+    if wish == "0":
+        return None, f"${_SWITCH} is 0, so no C is compiled. Unset it, or ask for 'auto'."
+    if wish != "1":
+        return None, f"${_SWITCH} is {wish!r}; expected 1, or 0 for no C at all. Set it to one of them, or unset it."
+    found = next(filter(None, map(shutil.which, [asked] if asked else ["cc", "gcc", "clang"])), None)
+    missing = f"$CC, {asked!r}, is not a program" if asked else "there is no C compiler"
+    return found, f"{missing}. Install gcc, or set $CC to a compiler."
 
 
 def address(x: Tensor | None) -> ctypes.c_void_p:

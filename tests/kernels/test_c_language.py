@@ -48,6 +48,22 @@ def test_without_a_compiler_that_works_it_is_said_once_why(monkeypatch, tmp_path
     library.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("value", "words", "warnings"), [("0", "so no C is compiled", 0), ("no", "expected 1, or 0", 1)]
+)
+def test_a_switch_turns_compiling_off(monkeypatch, tmp_path, caplog, value, words, warnings):
+    monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
+    monkeypatch.setenv("APPROX_COMPILE_C", value)
+    library.cache_clear()
+    said = obstacle(SOURCE.format(6), torch.ones(1)) or ""
+    assert "APPROX_COMPILE_C" in said
+    assert words in said
+    assert not list(tmp_path.iterdir())
+    # Whoever turned it off need not be told.
+    assert len(caplog.messages) == warnings
+    library.cache_clear()
+
+
 def test_a_compiler_that_hangs_is_not_waited_for(monkeypatch, tmp_path):
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
     slow = tmp_path / "slow"

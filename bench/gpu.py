@@ -46,8 +46,9 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 MINUTES = 10.0
 # Of the minutes.
 SHARES = {"machine": 0.04, "tests": 0.17, "verification": 0.2, "attention": 0.28, "models": 0.23, "decode": 0.08}
-# Processes that compile and verify side by side; seconds after which one that says nothing hangs.
-LANES, SILENCE = 8, 120.0
+# Processes that compile and verify side by side; seconds after which one that says nothing hangs, where it may have to
+# compile kernels, and where all have been compiled.
+LANES, COMPILING, SILENCE = 8, 240.0, 90.0
 # Seconds that the tests have at least.
 LEAST = 30.0
 
@@ -158,7 +159,7 @@ def _stages(options: argparse.Namespace, folder: Path, begun: float, console: Co
                 seconds = max(deadline - time.monotonic(), LEAST)
                 parts.keep(folder, "tests", suite_passes(options.output / "tests.log", seconds))
         elif stage == "verification":
-            lanes = min(LANES, max(1, (os.cpu_count() or 2) // 2))
+            lanes = min(LANES, max(2, (os.cpu_count() or 2) // 2))
             _carry_out(list(verifications(chosen)), folder, deadline, lanes, options, console)
         elif stage != "machine":
             jobs = [_measuring(part, folder) for part in chosen if stage_of(part) == stage]
@@ -196,8 +197,9 @@ def _carry_out(
             # A number that is none, which no record may hold, must not stop the others.
             parts.keep(folder, job.id, {**whole, "error": told(error)})
 
+    silence = COMPILING if lanes > 1 else SILENCE
     undone = carry_out(
-        left, work, keep, lanes=lanes, deadline=deadline, silence=SILENCE, log=options.output / "processes.log"
+        left, work, keep, lanes=lanes, deadline=deadline, silence=silence, log=options.output / "processes.log"
     )
     if undone:
         console.print(f"The minutes of this stage are used up; {len(undone)} of {len(left)} are left.", highlight=False)

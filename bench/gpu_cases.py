@@ -115,7 +115,7 @@ def inputs(
         )
         # What padded queries receive has no meaning, so nobody asks for its gradient.
         grad = grad if mask is None else grad * mask[:, None, :, None]
-        found.append(Inputs(*(x.requires_grad_(train) for x in (q, k, v)), grad, mask))
+        found.append(Inputs(q.requires_grad_(train), k.requires_grad_(train), v.requires_grad_(train), grad, mask))
     return found
 
 

@@ -92,7 +92,7 @@ def calibrate(device: torch.device, side: int = SIDE, copied: int = COPIED) -> d
         torch.set_float32_matmul_precision(before)
     try:
         a, b = (torch.randint(-1, 2, (side, side), device=device, dtype=torch.int8) for _ in range(2))
-        rates["int8"] = 2 * side**3 / _seconds(lambda: torch._int_mm(a, b.t()), device)
+        rates["int8"] = 2 * side**3 / _seconds(lambda: torch._int_mm(a, b.t()), device)  # pyright: ignore[reportPrivateImportUsage]  # there is no other of int8
     except (RuntimeError, AttributeError):
         pass
     source = torch.ones(copied, dtype=torch.uint8, device=device)

@@ -128,17 +128,17 @@ def _encoding(model: Any, length: int, batch: int, dtype: torch.dtype) -> tuple[
 def _prefill(model: Any, length: int, batch: int, dtype: torch.dtype) -> tuple[Callable[[], object], Tensor]:
     inputs = example_inputs(model, length, batch=batch, device=model.device)
     cache = DynamicCache()
-    cache.layers = [Held() for _ in range(model.config.num_hidden_layers)]
+    cache.layers.extend(Held() for _ in range(model.config.num_hidden_layers))
     return lambda: model(**inputs, past_key_values=cache, use_cache=True).last_hidden_state, torch.empty(0)
 
 
 def _decoding(model: Any, length: int, batch: int, dtype: torch.dtype) -> tuple[Callable[[], object], Tensor]:
     generator = torch.Generator(model.device).manual_seed(length)
     cache, shape = DynamicCache(), (2, batch, HEADS, length + 1, SIZE)
-    cache.layers = [
+    cache.layers.extend(
         Held(*torch.randn(shape, generator=generator, device=model.device).to(dtype))
         for _ in range(model.config.num_hidden_layers)
-    ]
+    )
     word = example_inputs(model, 1, batch=batch, device=model.device)
     word["position_ids"] = torch.full((batch, 1), length, device=model.device)
     return lambda: model(**word, past_key_values=cache, use_cache=True).last_hidden_state, torch.empty(0)

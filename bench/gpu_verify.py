@@ -52,8 +52,8 @@ def verify(
         mechanism = built(like, causal, dtype, device, given)
         with implementation("reference"):
             plain = _real(_run(_step(mechanism, given)), given)
-            wide = [x.detach().double().requires_grad_() for x in given[:3]]
-            wide = Inputs(*wide, given.grad.double(), given.mask)
+            q, k, v = (x.detach().double().requires_grad_() for x in given[:3])
+            wide = Inputs(q, k, v, given.grad.double(), given.mask)
             exact = _real(_run(_step(copy.deepcopy(mechanism).double(), wide)), given)
         before, ours = chosen(), one.role == "variant"
         step = _step(mechanism, given) if ours else one.make(given)
@@ -62,8 +62,8 @@ def verify(
             results = [x.detach() for x in _run(step)]
         found["kernels"] = sorted(op for op, way in chosen().items() if way == "triton" != before.get(op))
         actual = results if one.packed else _real(results, given)
-        for place, *each in zip(NAMES, actual, plain, exact, strict=True):
-            error, budget = error_and_budget(*each, FACTOR)
+        for place, one_found, one_plain, one_exact in zip(NAMES, actual, plain, exact, strict=True):
+            error, budget = error_and_budget(one_found, one_plain, one_exact, FACTOR)
             budget = budget if ours else max(budget, SAME)
             # What is no number is not within it either.
             if not error <= budget:

@@ -1,6 +1,7 @@
 """Jobs in processes of their own: what kills one or never ends is left out, and all the rest is done."""
 
 import time
+from typing import Any
 
 import tiny_work
 from bench.gpu_workers import Job, carry_out
@@ -13,7 +14,7 @@ def test_jobs_go_on_without_what_kills_their_process_or_never_ends(tmp_path):
         Job("two", {"names": ["c"]}),
         Job("three", {"names": ["fails"]}),
     ]
-    how = {"lanes": 1, "deadline": time.monotonic() + 300, "silence": 4.0, "log": tmp_path / "log"}
+    how: dict[str, Any] = {"lanes": 1, "deadline": time.monotonic() + 300, "silence": 4.0, "log": tmp_path / "log"}
     assert carry_out(jobs, tiny_work.stages, lambda job, found: kept.__setitem__(job.id, found), **how) == []
     assert kept["one"]["done"] == ["a", "b"]
     assert kept["one"]["without"] == {

@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 def work(item: str, threads: int | None) -> tuple[str, int | None, int]:
@@ -14,7 +16,7 @@ def work(item: str, threads: int | None) -> tuple[str, int | None, int]:
     return item, threads, os.getpid()
 
 
-def stages(given: dict, say, without: dict) -> dict:
+def stages(given: dict[str, Any], say: Callable[[str], None], without: Mapping[str, str]) -> dict[str, Any]:
     """Say each of the names given and do what it stands for, but for those that are left out."""
     done = []
     for name in given["names"]:

@@ -16,7 +16,7 @@ def launches() -> Iterator[Launch]:
         yield Launch(f"bfloat16, {size}, causal", _both(torch.bfloat16, size))
         yield Launch(f"float16, {size}, causal", _both(torch.float16, size))
     yield Launch("float32, 64, causal", _both(torch.float32, 64), tensor_cores=False)
-    yield Launch("bfloat16, 80, causal, key mask", _both(torch.bfloat16, 80, masked=True))
+    yield Launch("bfloat16, 80, causal, key mask and window", _both(torch.bfloat16, 80, masked=True, window=True))
     yield Launch("bfloat16, 256 features, causal", _both(torch.bfloat16, 64, features=256))
     yield Launch("float16, 256 features", _both(torch.float16, 64, features=256, causal=False))
     for size in (64, 128):
@@ -24,7 +24,7 @@ def launches() -> Iterator[Launch]:
 
 
 def _both(
-    dtype: torch.dtype, size: int, *, features: int = 0, causal: bool = True, masked: bool = False
+    dtype: torch.dtype, size: int, *, features: int = 0, causal: bool = True, masked: bool = False, window: bool = False
 ) -> Callable[[], None]:
     def run() -> None:
         wide = torch.float32 if features and dtype == torch.float16 else dtype
@@ -33,7 +33,8 @@ def _both(
         mask = torch.ones(2, 1024, dtype=torch.uint8) if masked else None
         made = "given" if features else "elu"
         found = linear.linear_forward(q, q, v, mask, causal, False, made, 1.0, 1e-6)
-        linear.linear_backward(v, *found, q, q, v, mask, causal, made, 1.0)
+        grad_inverse = found[1] if window else None
+        linear.linear_backward(v, grad_inverse, *found, q, q, v, mask, causal, made, 1.0)
 
     return run
 

@@ -171,11 +171,12 @@ def test_it_repeats_bit_by_bit():
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def test_the_operator_passes_pytorchs_own_checks():
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_operator_passes_pytorchs_own_checks(apart):
     q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1))
     blocks = block_list(pairs, 17, 17, tile=32, device=DEVICE).tensors
     spans = torch.tensor([3.0], device=DEVICE, requires_grad=True)
-    rest = 0, 4, 0.3, 0
+    rest = 0, 4, 0.3, 0, apart
     opcheck(launching.flash_forward, (q, k, v, None, None, spans, blocks, launching.ENDLESS, *rest))
 
 

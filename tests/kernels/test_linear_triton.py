@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from approx_kernels.flash import triton as flash_launching
 from approx_kernels.implementation import chosen
 from approx_kernels.linear import linear_attention, linear_decode
 from approx_kernels.linear import triton as launching
@@ -30,7 +31,8 @@ def draw(length, keys, *, size=16, values=16, heads=2, batch=1, dtype=torch.floa
 
 def run(tensors, key_mask, impl, **how):
     leaves: Any = [x.detach().clone().requires_grad_() for x in tensors]
-    out = linear_attention(leaves[0], leaves[1], leaves[2], key_mask, impl=impl, **how)
+    given = {"mix": leaves[3]} if len(leaves) > 3 else {}
+    out = linear_attention(leaves[0], leaves[1], leaves[2], key_mask, impl=impl, **given, **how)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     return [out, *torch.autograd.grad(out, leaves, grad.to(out.device, out.dtype))]
 
@@ -38,7 +40,7 @@ def run(tensors, key_mask, impl, **how):
 def check(tensors, key_mask=None, **how):
     wide = run([x.double() for x in tensors], key_mask, "reference", **how)
     plain, found = (run(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
-    for name, *each in zip(("out", "dq", "dk", "dv"), found, plain, wide, strict=True):
+    for name, *each in zip(("out", "dq", "dk", "dv", "dmix"), found, plain, wide, strict=False):
         # Sums tile by tile round a little differently from one sum.
         assert_close(name, *each, factor=4.0)
 
@@ -55,6 +57,12 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(launching, "_beside", lambda *given: made(*given).fill_(torch.nan))
     monkeypatch.setattr(launching, "_fake_sums", lambda *given: tuple(x.fill_(torch.nan) for x in sums(*given)))
     monkeypatch.setattr(launching, "LEAST", 64)
+    fake = flash_launching._fake_forward
+    monkeypatch.setattr(flash_launching, "_fake_forward", lambda *given: tuple(_poison(x) for x in fake(*given)))
+
+
+def _poison(x):
+    return x.fill_(torch.nan if x.is_floating_point() else 5)
 
 
 @CAUSAL
@@ -115,6 +123,44 @@ def test_key_masks(causal, feature_map):
     check(draw(37, 37, heads=1, batch=2), holes(37), causal=causal, feature_map=feature_map)
 
 
+def mix(heads):
+    return torch.tensor([0.3, 0.8], device=DEVICE)[:heads]
+
+
+@CAUSAL
+@pytest.mark.parametrize(("length", "keys", "window"), [(37, 37, 5), (20, 90, 30), (90, 20, 5), (1, 50, 7)])
+def test_windows(causal, length, keys, window):
+    check([*draw(length, keys, values=32, heads=1), mix(1)], causal=causal, window=window, scale=0.3)
+
+
+@CAUSAL
+def test_windows_under_a_key_mask(causal):
+    tensors = [*draw(37, 37, heads=1, batch=2), mix(1)]
+    check(tensors, holes(37), causal=causal, window=3, scale=0.3, feature_map="softmax")
+
+
+def test_windows_in_half_precision():
+    check([*draw(37, 37, heads=1, dtype=torch.float16), mix(1)], causal=True, window=9, scale=0.3)
+
+
+@CAUSAL
+def test_a_window_over_everything_is_softmax_attention(causal):
+    q, k, v = draw(20, 20)
+    found = linear_attention(q, k, v, causal=causal, window=20, mix=mix(2), scale=0.3, impl="triton")
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
+    torch.testing.assert_close(found, expected)
+
+
+def test_nobody_sees_keys_of_a_window_twice():
+    # Without eps, and with values that say which keys were seen, of which the far ones are weighed alike.
+    q, k, _ = draw(30, 30, heads=1)
+    how: Any = {"causal": False, "window": 4, "mix": mix(1), "eps": 0.0, "impl": "triton"}
+    seen = linear_attention(q * 0, k * 0, torch.eye(30, 32, device=DEVICE)[None, None], **how)[0, 0, :, :30]
+    away = (torch.arange(30, device=DEVICE)[:, None] - torch.arange(30, device=DEVICE)).abs()
+    weights = torch.where(away <= 4, 0.3, 16.0)
+    torch.testing.assert_close(seen, weights / weights.sum(1, keepdim=True))
+
+
 @CAUSAL
 def test_masked_keys_and_values_are_not_read(causal):
     q, k, v = draw(37, 37, heads=1, batch=2)
@@ -149,14 +195,16 @@ def test_the_operator_passes_pytorchs_own_checks():
     torch.library.opcheck(op, (q, k, v, None, True, True, "elu", 1.0, 1e-6))
 
 
-def test_it_compiles_without_a_break():
+@pytest.mark.parametrize("window", [0, 5])
+def test_it_compiles_without_a_break(window):
     q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1, batch=2))
     mask = holes(17)
 
     def attend(q, k, v):
-        return linear_attention(q, k, v, mask, causal=True, impl="triton")
+        return linear_attention(q, k, v, mask, causal=True, window=window, mix=mix(1), impl="triton")
 
-    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
+    # Not dynamic: a window that differs from the last one compiled would be taken for one that may vary.
+    out = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=False)(q, k, v)
     expected = attend(q, k, v)
     assert torch.equal(out, expected)
     grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)]
@@ -199,7 +247,7 @@ REFUSED = {
         lambda q: linear_decode(q, q, q, None, {"sums": torch.zeros(1, 2, 16, 17)}, impl="triton"), "one at a time"
     ),
     "gradients": (lambda q: linear_decode(q.requires_grad_(), q, q, impl="triton"), "no_grad"),
-    "a window": (lambda q: linear_attention(q, q, q, causal=True, window=3, mix=torch.ones(2), impl="triton"), "none yet"),
+    "a window": (lambda q: linear_decode(q, q, q, window=3, mix=torch.ones(2), impl="triton"), "no keys of a window"),
     "dropout": (lambda q: linear_attention(q, q, q, causal=True, dropout=0.1, impl="triton"), "drop no keys"),
     "head size": (lambda q: linear_attention(*(q[..., :12],) * 3, causal=True, impl="triton"), "head size is 12; allowed"),
     "features": (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from approx_kernels.clustered.reference import MOST_DEFAULT_CLUSTERS, SHORT
 from approx_kernels.clustered.triton_members import spread_rows, sum_rows
@@ -68,12 +67,13 @@ def _attended(means: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scal
     batch, heads, most, _ = means.shape
     parts = _parts(batch * heads * -(-most // 128), k.shape[2])
     if parts == 1:
-        return _rows(means, k, v, key_mask, scale)
+        return flash(means, k, v, key_mask, scale=scale, both=False, impl="triton")
     rows = means[:, None].expand(-1, parts, -1, -1, -1).flatten(0, 1)
     # Of tokens that lie one behind the other in memory, as models have them, these are views.
     k, v = (x.unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1) for x in (k, v))
     mask = None if key_mask is None else key_mask.reshape(batch * parts, -1)
-    shared, lse = (x.unflatten(0, (batch, parts)) for x in _rows(rows, k, v, mask, scale))
+    found = flash(rows, k, v, mask, scale=scale, both=False, impl="triton")
+    shared, lse = (x.unflatten(0, (batch, parts)) for x in found)
     # A part without a real key has no weight, and no gradient that is not a number.
     lse = lse.masked_fill(lse == float("-inf"), -1e30)
     whole = lse.logsumexp(1)
@@ -84,15 +84,6 @@ def _attended(means: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scal
 def _parts(programs: int, keys: int) -> int:
     """Parts of equal length that let so many programs fill a card, each with enough keys to be worth its while."""
     return next((parts for parts in range(min(FULL // programs, keys // 512), 1, -1) if keys % parts == 0), 1)
-
-
-def _rows(means: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    most = means.shape[2]
-    if key_mask is not None and most == k.shape[2]:
-        # With as many queries as keys the mask would be for both; a row more says that it is not.
-        shared, lse = flash(F.pad(means, (0, 0, 0, 1)), k, v, key_mask, scale=scale, impl="triton")
-        return shared[:, :, :most], lse[:, :, :most].contiguous()
-    return flash(means, k, v, key_mask, scale=scale, impl="triton")
 
 
 def _groups(

@@ -8,6 +8,7 @@ from torch import Tensor
 from approx_kernels.exact import exact_attention
 from approx_kernels.flash.blocks import BlockList, block_list
 from approx_kernels.flash.reference import flash_reference
+from approx_kernels.flash.samples import behind_each_other, stretches
 from approx_kernels.flash.triton import ENDLESS, flash_forward, list_tile
 from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
@@ -72,6 +73,7 @@ def flash(
     spans: Tensor | None = None,
     ramp: int = 1,
     lengths: Sequence[int] | None = None,
+    both: bool = True,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention within a window or a list of blocks, `softmax(s_ij + log C_ij + log m(i, j)) v`, and its log-sum-exps.
@@ -83,8 +85,8 @@ def flash(
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, H, S, D].
         v: Values, [B, H, S, E].
-        key_mask: [B, S] bool, True at real keys and, when L == S, with that at their queries: those before the first and
-            after the last real key give 0. None when all are real.
+        key_mask: [B, S] bool, True at real keys and, when L == S and `both`, with that at their queries: those before the
+            first and after the last real key give 0. None when all are real.
         scale: Factor of the scores.
         left: Keys seen before the own position, any number with a minus sign or without; None is all.
         right: Keys seen after it; None is all, 0 is causal.
@@ -93,6 +95,7 @@ def flash(
         spans: z, [H], float: weights at distance x are multiplied by m = clip((R + z - x) / R, 0, 1), then sum to 1.
         ramp: R, in tokens.
         lengths: Where B = 1, the tokens of the samples that lie one behind the other; none sees another.
+        both: Whether queries are those of the keys where there are as many of both.
         impl: `triton` or `reference`.
 
     Returns:
@@ -111,7 +114,7 @@ def flash(
         _check_blocks(q, k, blocks, left, right, list_tile(q, v) if run == "triton" else None)
     if spans is not None and spans.shape != q.shape[1:2]:
         raise ValueError(f"spans has shape {list(spans.shape)}; expected [{q.shape[1]}], one for each head.")
-    bounds = _stretches(key_mask, q.shape[2]) if lengths is None else _packed(q, k, key_mask, lengths)
+    bounds = stretches(key_mask, q.shape[2], both) if lengths is None else behind_each_other(q, k, key_mask, lengths)
     left, right = (ENDLESS if reach is None else max(min(reach, ENDLESS), -ENDLESS) for reach in (left, right))
     with torch.autocast(q.device.type, enabled=False):
         if run == "reference":
@@ -124,7 +127,7 @@ def flash(
         tensors = [] if blocks is None else blocks.tensors
         own_spans = None if spans is None else spans.float()
         longest = 0 if lengths is None else max(lengths)
-        return flash_forward(q, k, v, bounds, mask, own_spans, tensors, left, right, ramp, scale, longest)
+        return flash_forward(q, k, v, bounds, mask, own_spans, tensors, left, right, ramp, scale, longest, False)[:2]
 
 
 def flash_obstacle(q: Tensor, v: Tensor, dropout: float) -> str | None:
@@ -151,31 +154,3 @@ def _check_blocks(
         raise ValueError(
             f"The list of blocks is on {blocks.rows.device}, the queries are on {q.device}. Make it there."
         )
-
-
-def _stretches(key_mask: Tensor | None, length: int) -> Tensor | None:
-    """From the first to behind the last real row of queries and keys, and whether some between are not, [B, 5] int32.
-
-    It is found on the device; nobody waits for it.
-    """
-    if key_mask is None:
-        return None
-    keys = key_mask.shape[1]
-    count, real = key_mask.sum(1), key_mask.to(torch.int8)
-    begin = real.argmax(1)
-    end = torch.where(count > 0, keys - real.flip(1).argmax(1), begin)
-    queries = (begin, end) if length == keys else (torch.zeros_like(begin), torch.full_like(begin, length))
-    return torch.stack([*queries, begin, end, (count != end - begin).long()], 1).int()
-
-
-def _packed(q: Tensor, k: Tensor, key_mask: Tensor | None, lengths: Sequence[int]) -> Tensor:
-    total = sum(lengths)
-    fits = q.shape[0] == 1 and q.shape[2] == k.shape[2] == total and key_mask is None
-    if not (fits and min(lengths) > 0):
-        raise ValueError(
-            f"lengths are {len(lengths)} that sum to {total}, q has shape {list(q.shape)}, k {list(k.shape)}; expected one "
-            "row of samples, whose lengths are above 0 and sum to the number of queries and of keys, and no key_mask."
-        )
-    end = torch.tensor(lengths, dtype=torch.int32, device=q.device).cumsum(0, dtype=torch.int32)
-    begin = torch.cat([end.new_zeros(1), end[:-1]])
-    return torch.stack([begin, end, begin, end, torch.zeros_like(end)], 1)

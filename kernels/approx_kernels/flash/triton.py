@@ -66,8 +66,14 @@ def kind(q: Tensor, v: Tensor, spans: Tensor | None, listed: bool) -> str:
     return "spans" if spans is not None else "wide" if wide else "narrow"
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return _beside(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Any, key_mask: Any, spans: Any, blocks: Any, left: Any, right: Any, ramp: Any,
+    scale: Any, longest: Any, apart: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, heads, length = q.shape[:3]
+    lse = q.new_empty(batch, heads, length, dtype=torch.float32)
+    total = lse.new_empty(batch, heads, length if apart else 0)
+    return _beside(q, v.shape[3]), lse, total, total.new_empty(total.shape, dtype=torch.int32)
 
 
 def _beside(x: Tensor, size: int) -> Tensor:
@@ -98,32 +104,39 @@ def _flops_forward(
 
 
 def _flops_backward(
-    grad: Any, grad_lse: Any, out: Any, lse: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], bounds: Any,
-    key_mask: Any, spans: Any, blocks: Any, left: int, right: int, *others: Any, out_shape: Any = None,
+    grad: Any, grad_lse: Any, less: Any, out: Any, lse: Any, place: Any, q: Sequence[int], k: Sequence[int],
+    v: Sequence[int], bounds: Any, key_mask: Any, spans: Any, blocks: Any, left: int, right: int, *others: Any, out_shape: Any = None,
 ) -> int:  # fmt: skip
     # Scores and the gradients of weights twice, then one product for each of dq, dk and dv.
     return 2 * q[0] * q[1] * _pairs(q, k, blocks, left, right) * (4 * q[3] + 3 * v[3])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bounds, key_mask, spans, blocks, *numbers = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, bounds, key_mask, spans, blocks, *numbers, ctx.apart = inputs
     ctx.save_for_backward(q, k, v, bounds, key_mask, spans, *blocks, *output)
     ctx.numbers = numbers
+    ctx.mark_non_differentiable(output[3])
 
 
-def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-    q, k, v, bounds, key_mask, spans, *blocks, out, lse = ctx.saved_tensors
+def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor, grad_total: Tensor, _: Any) -> tuple[Any, ...]:
+    q, k, v, bounds, key_mask, spans, *blocks, out, lse, total, place = ctx.saved_tensors
+    less = None
+    if ctx.apart:
+        # The sum is exp(lse - largest): what it gives to all scores of a query, it takes from the largest.
+        less = grad_total * total
+        grad_lse = grad_lse + less
     dq, dk, dv, dspans = flash_backward(
-        grad, grad_lse, out, lse, q, k, v, bounds, key_mask, spans, blocks, *ctx.numbers
+        grad, grad_lse, less, out, lse, place, q, k, v, bounds, key_mask, spans, blocks, *ctx.numbers
     )
-    return dq, dk, dv, None, None, None if spans is None else dspans, [None] * len(blocks), *[None] * len(ctx.numbers)
+    none = [None] * (len(ctx.numbers) + 1)
+    return dq, dk, dv, None, None, None if spans is None else dspans, [None] * len(blocks), *none
 
 
 @custom_op(_fake_forward, flops=_flops_forward, backward=_gradients, save=_save)
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, key_mask: Tensor | None, spans: Tensor | None,
-    blocks: Sequence[Tensor], left: int, right: int, ramp: int, scale: float, longest: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    blocks: Sequence[Tensor], left: int, right: int, ramp: int, scale: float, longest: int, apart: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel.
 
     Args:
@@ -140,35 +153,38 @@ def flash_forward(
         ramp: Of the spans, in tokens.
         scale: Factor of the scores.
         longest: 0, or the rows of the longest of N samples that lie one behind the other where B = 1.
+        apart: Whether the largest score of each query is wanted apart from the sum.
 
     Returns:
-        [B, H, L, E] in the dtype of q, and the log-sum-exp of the scores of each query, [B, H, L] float32.
+        [B, H, L, E] in the dtype of q, and the log-sum-exp of the scores of each query, [B, H, L] float32; with `apart` also
+        the sum of exp(score - largest), [B, H, L] float32, and a key whose score is the largest, int32, -1 without any.
     """
-    out, lse = _fake_forward(q, k, v)
+    out, lse, *found = _fake_forward(q, k, v, bounds, key_mask, spans, blocks, left, right, ramp, scale, longest, apart)
     where = kind(q, v, spans, bool(blocks))
 
     def run(cut: Configuration) -> None:
         rows, columns, tiles, bits = (*blocks[:3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
         shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or q.shape[2])
         flash_forward_kernel[(_programs(q, bounds, longest, longest or q.shape[2], cut.tiles["BM"]),)](
-            q, k, v, out, lse, bounds, key_mask, spans, rows, columns, tiles, bits,
+            q, k, v, out, lse, *(found if apart else (None, None)), bounds, key_mask, spans, rows, columns, tiles, bits,
             *_strides(q, k, v, out), **shared,
         )  # fmt: skip
 
     first_that_fits(run, FORWARD[where], f"flash forward, {where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}", q.device)
-    return out, lse
+    return out, lse, *found
 
 
 def _fake_backward(
-    grad: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad: Tensor, grad_lse: Tensor, less: Any, out: Tensor, lse: Tensor, place: Any, q: Tensor, k: Tensor, v: Tensor,
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _beside(q, q.shape[3]), _beside(k, k.shape[3]), _beside(v, v.shape[3]), lse.new_empty(q.shape[1])
 
 
 @custom_op(_fake_backward, flops=_flops_backward)
 def flash_backward(
-    grad: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    bounds: Tensor | None, key_mask: Tensor | None, spans: Tensor | None,
+    grad: Tensor, grad_lse: Tensor, less: Tensor | None, out: Tensor, lse: Tensor, place: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, key_mask: Tensor | None, spans: Tensor | None,
     blocks: Sequence[Tensor], left: int, right: int, ramp: int, scale: float, longest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the backward kernels: gradients of q, k, v and spans, each sum in one order always.
@@ -176,13 +192,14 @@ def flash_backward(
     Args:
         grad: Gradient of the outputs.
         grad_lse: Gradient of the log-sum-exps.
-        out: What `flash_forward` returned.
-        lse: The same.
+        less: What the score at `place` has less of a gradient, [B, H, L] float32, or None.
+        out: What `flash_forward` returned, as `lse` and `place`.
         q: And all others: as for `flash_forward`.
     """
-    dq, dk, dv, dspans = _fake_backward(grad, grad_lse, out, lse, q, k, v)
+    dq, dk, dv, dspans = _fake_backward(grad, grad_lse, less, out, lse, place, q, k, v)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
     grad_lse, delta = grad_lse.contiguous(), torch.empty_like(lse)
+    taken = (None, None) if less is None else (place, less.contiguous())
     by_row = torch.zeros_like(lse) if spans is not None else None
     where = kind(q, v, spans, bool(blocks))
     what = f"{where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}"
@@ -191,7 +208,7 @@ def flash_backward(
         rows, columns, tiles, bits = (*blocks[:3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
         shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or q.shape[2])
         flash_queries_kernel[(_programs(q, bounds, longest, longest or q.shape[2], cut.tiles["BM"]),)](
-            q, k, v, out, grad, lse, grad_lse, delta, dq, by_row, bounds, key_mask, spans, rows, columns, tiles, bits,
+            q, k, v, out, grad, lse, grad_lse, *taken, delta, dq, by_row, bounds, key_mask, spans, rows, columns, tiles, bits,
             *_strides(q, k, v, out, grad, dq), **shared,
         )  # fmt: skip
 
@@ -199,7 +216,7 @@ def flash_backward(
         rows, columns, tiles, bits = (*blocks[3:6], blocks[6].view(torch.int32)) if blocks else (None,) * 4
         shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or k.shape[2])
         flash_keys_kernel[(_programs(q, bounds, longest, longest or k.shape[2], cut.tiles["BN"]),)](
-            q, k, v, grad, lse, delta, dk, dv, bounds, key_mask, spans, rows, columns, tiles, bits,
+            q, k, v, grad, lse, *taken, delta, dk, dv, bounds, key_mask, spans, rows, columns, tiles, bits,
             *_strides(q, k, v, grad, dk, dv), **shared,
         )  # fmt: skip
 

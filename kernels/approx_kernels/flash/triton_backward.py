@@ -17,7 +17,7 @@ def _logarithms(base, start, begin, end, ROWS: tl.constexpr):
 
 @jit(do_not_specialize=LENGTHS)
 def flash_queries_kernel(
-    Q, K, V, Out, dOut, Lse, dLse, Delta, dQ, dSpans, Bounds, KeyMask, Spans, Rows, Columns, Tiles, Bits,
+    Q, K, V, Out, dOut, Lse, dLse, Place, Less, Delta, dQ, dSpans, Bounds, KeyMask, Spans, Rows, Columns, Tiles, Bits,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, g_b, g_h, g_n, dq_b, dq_h, dq_n, rows_h,
     H, L, S, longest, shift, left, right, ramp, scale,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
@@ -49,6 +49,9 @@ def flash_queries_kernel(
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1) - tl.load(dLse + line + row, mask=row < past, other=0.0)
     delta = tl.where(lse == float("inf"), 0.0, delta)
     tl.store(Delta + line + row, delta, mask=row < past)
+    if Place is not None:
+        place = tl.load(Place + line + row, mask=row < past, other=-1)
+        less = tl.load(Less + line + row, mask=row < past, other=0.0)
     factor = scale * 1.4426950408889634
     dq = tl.zeros([BM, WIDE_D], tl.float32)
     dspan = tl.zeros([BM], tl.float32)
@@ -77,6 +80,8 @@ def flash_queries_kernel(
         v = load_rows(V, block * BN, v_n, k_begin, k_end, E, WIDE_E, BN, False)
         p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor - lse[:, None])
         ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        if Place is not None:
+            ds -= tl.where((block * BN + tl.arange(0, BN))[None, :] == place[:, None], less[:, None], 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
     for each in tl.range(begin, end - (after - whole), num_stages=1):  # type: ignore[reportGeneralTypeIssues]  # a loop of Triton, not of Python
@@ -103,6 +108,8 @@ def flash_queries_kernel(
             # The mask rises with the span where it is neither 0 nor held at 1; at the very edge of 1 it does.
             rising = pairs & (share > 0) & (tl.abs(column[None, :] - row[:, None] - shift) >= span)
             dspan += tl.sum(tl.where(rising, ds / (tl.maximum(share, 1.0e-38) * ramp), 0.0), 1)
+        if Place is not None:
+            ds -= tl.where((block * BN + tl.arange(0, BN))[None, :] == place[:, None], less[:, None], 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
     store_rows(dQ + batch * dq_b + head_at * dq_h, first, dq_n, past, dq * scale, D, WIDE_D, BM)
@@ -112,7 +119,7 @@ def flash_queries_kernel(
 
 @jit(do_not_specialize=LENGTHS)
 def flash_keys_kernel(
-    Q, K, V, dOut, Lse, Delta, dK, dV, Bounds, KeyMask, Spans, Rows, Columns, Tiles, Bits,
+    Q, K, V, dOut, Lse, Place, Less, Delta, dK, dV, Bounds, KeyMask, Spans, Rows, Columns, Tiles, Bits,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, rows_h,
     H, L, S, longest, shift, left, right, ramp, scale,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
@@ -172,6 +179,9 @@ def flash_keys_kernel(
         p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * factor - lse[None, :])
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
         ds = p * (tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :])
+        if Place is not None:
+            at = line + block * BM + tl.arange(0, BM)
+            ds -= tl.where(column[:, None] == tl.load(Place + at)[None, :], tl.load(Less + at)[None, :], 0.0)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
     for each in tl.range(begin, end - (after - whole), num_stages=1):  # type: ignore[reportGeneralTypeIssues]  # a loop of Triton, not of Python
@@ -197,6 +207,10 @@ def flash_keys_kernel(
         p = tl.exp2(s - lse[None, :])
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
         ds = p * (tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :])
+        if Place is not None:
+            place = tl.load(Place + line + row, mask=(row >= q_begin) & (row < q_end), other=-1)
+            less = tl.load(Less + line + row, mask=(row >= q_begin) & (row < q_end), other=0.0)
+            ds -= tl.where(column[:, None] == place[None, :], less[None, :], 0.0)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
     store_rows(dK + batch * dk_b + head_at * dk_h, first, dk_n, past, dk * scale, D, WIDE_D, BN)

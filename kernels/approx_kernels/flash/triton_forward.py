@@ -24,13 +24,13 @@ def _fold(s, v, total, top, out, PRECISION: tl.constexpr):
 
 @jit(do_not_specialize=LENGTHS)
 def flash_forward_kernel(
-    Q, K, V, Out, Lse, Bounds, KeyMask, Spans, Rows, Columns, Tiles, Bits,
+    Q, K, V, Out, Lse, Total, Place, Bounds, KeyMask, Spans, Rows, Columns, Tiles, Bits,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, rows_h,
     H, L, S, longest, shift, left, right, ramp, scale,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and log-sum-exps of BM queries of one head of one sample."""
+    """Outputs and log-sum-exps of BM queries of one head of one sample; with Place also sums relative to the largest score."""
     tiles = tl.cdiv(longest, BM)
     # Under a causal mask the last queries have most to do, so they begin.
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -56,6 +56,7 @@ def flash_forward_kernel(
     total = tl.zeros([BM], tl.float32)
     top = tl.full([BM], float("-inf"), tl.float32)
     out = tl.zeros([BM, WIDE_E], tl.float32)
+    place = tl.full([BM], -1, tl.int32)
 
     if Rows is None:
         low, high = tl.maximum(first, q_begin) + shift, tl.minimum(first + BM, q_end) - 1 + shift
@@ -81,6 +82,8 @@ def flash_forward_kernel(
         k = load_rows(K, block * BN, k_n, k_begin, k_end, D, WIDE_D, BN, False)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
         v = load_rows(V, block * BN, v_n, k_begin, k_end, E, WIDE_E, BN, False)
+        if Place is not None:
+            place = tl.where(tl.max(s, 1) > top, block * BN + tl.argmax(s, 1), place)
         total, top, out = _fold(s, v, total, top, out, PRECISION)
 
     for each in tl.range(begin, end - (after - whole), num_stages=1):  # type: ignore[reportGeneralTypeIssues]  # a loop of Triton, not of Python
@@ -101,6 +104,8 @@ def flash_forward_kernel(
         else:
             s = with_mass(s, pairs, mass(row[:, None], column[None, :], shift, span, ramp))
         v = load_rows(V, block * BN, v_n, k_begin, k_end, E, WIDE_E, BN, True)
+        if Place is not None:
+            place = tl.where(tl.max(s, 1) > top, block * BN + tl.argmax(s, 1), place)
         total, top, out = _fold(s, v, total, top, out, PRECISION)
 
     # Queries that are padding have been in whole tiles, too.
@@ -110,3 +115,6 @@ def flash_forward_kernel(
     Out += batch * o_b + tl.cast(head, tl.int64) * o_h
     store_rows(Out, first, o_n, past, out, E, WIDE_E, BM)
     tl.store(Lse + (batch * H + head) * L + row, lse, mask=row < past)
+    if Place is not None:
+        tl.store(Total + (batch * H + head) * L + row, tl.where(seen, total, 0.0), mask=row < past)
+        tl.store(Place + (batch * H + head) * L + row, place, mask=row < past)

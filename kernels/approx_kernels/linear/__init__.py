@@ -9,6 +9,7 @@ from approx_kernels.linear.features import FEATURE_MAPS
 from approx_kernels.linear.reference import linear_heads
 from approx_kernels.linear.triton_decode import continue_by_kernels, step_obstacle
 from approx_kernels.linear.triton_heads import linear_kernels, linear_obstacle
+from approx_kernels.linear.triton_window import windowed_kernels
 from approx_kernels.ring import State
 from approx_kernels.shapes import check_shapes
 from approx_kernels.triton_language import ranked
@@ -64,7 +65,7 @@ def linear_attention(
         dropout: Probability with which a key is dropped from the numerator, for all queries of a head at once:
             there are no weights of single pairs to drop.
         impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, in one pass, for `elu` and `relu` without a window; `triton`
-            has every map, without a window.
+            has every map.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -75,10 +76,13 @@ def linear_attention(
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
     no_cpu = obstacle(q, feature_map=feature_map, window=window, dropout=dropout)
-    no_kernels = linear_obstacle(q, v, feature_map=feature_map, window=window, dropout=dropout)
+    no_kernels = linear_obstacle(q, v, feature_map=feature_map, dropout=dropout)
     run = choose("linear_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
     form = {"causal": causal, "feature_map": feature_map, "input_scale": input_scale, "eps": eps}
     if run == "triton":
+        if window:
+            assert mix is not None, "checked above"
+            return windowed_kernels(q, k, v, key_mask, maps=maps, window=window, mix=mix, scale=scale, **form)
         return linear_kernels(q, k, v, key_mask, maps=maps, **form)
     if run == "cpu":
         return linear_batch(q, k, v, key_mask, **form)
@@ -132,8 +136,8 @@ def linear_decode(
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
     no_cpu = obstacle(q, feature_map=feature_map, window=window, dropout=0.0) or state_obstacle(q, k, v)
-    no_kernels = linear_obstacle(q, v, feature_map=feature_map, window=window, dropout=0.0)
-    no_kernels = no_kernels or state_obstacle(q, k, v) or step_obstacle(q, k, state)
+    no_kernels = linear_obstacle(q, v, feature_map=feature_map, dropout=0.0)
+    no_kernels = no_kernels or state_obstacle(q, k, v) or step_obstacle(q, k, state, window)
     run = choose("linear_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
     ways = {"feature_map": feature_map, "input_scale": input_scale, "eps": eps}
     if run == "triton":

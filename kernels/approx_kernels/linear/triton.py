@@ -100,7 +100,7 @@ def _flops_forward(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any
 
 
 def _flops_backward(
-    grad: Any, out: Any, inverse: Any, sums: Any, totals: Any,
+    grad: Any, grad_inverse: Any, out: Any, inverse: Any, sums: Any, totals: Any,
     q: Sequence[int], k: Sequence[int], v: Sequence[int], key_mask: Any, causal: bool, *_: Any, out_shape: Any = None,
 ) -> int:  # fmt: skip
     # The causal form sums keys again, on the way to each query.
@@ -110,10 +110,14 @@ def _flops_backward(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, key_mask, ctx.causal, _, ctx.feature_map, ctx.input_scale, _ = inputs
     ctx.save_for_backward(*output, q, k, v, key_mask)
+    ctx.mark_non_differentiable(*output[2:])
+    # Hardly anybody asks for the normalisers.
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    found = linear_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.feature_map, ctx.input_scale)
+def _gradients(ctx: Any, grad: Tensor | None, grad_inverse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    grad = torch.zeros_like(ctx.saved_tensors[0]) if grad is None else grad
+    found = linear_backward(grad, grad_inverse, *ctx.saved_tensors, ctx.causal, ctx.feature_map, ctx.input_scale)
     return *found, *[None] * 6
 
 
@@ -153,31 +157,34 @@ def linear_forward(
 
     if known:
         first_that_fits(keys, SUMS[where], f"linear sums, {what}", q.device)
-    given = q, k, v, None, None, key_mask, sums, totals, inverse, None
+    given = q, k, v, None, None, key_mask, sums, totals, inverse, None, None
     _launch_scan("out", given, out, causal, feature_map, input_scale, eps)
     return out, inverse, sums, totals
 
 
 def _fake_backward(
-    grad: Tensor, out: Tensor, inverse: Tensor, sums: Tensor, totals: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, grad_inverse: Any, out: Tensor, inverse: Tensor, sums: Tensor, totals: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _beside(q, q), _beside(k, k), _beside(v, v)
 
 
 @custom_op(_fake_backward, flops=_flops_backward)
 def linear_backward(
-    grad: Tensor, out: Tensor, inverse: Tensor, sums: Tensor, totals: Tensor,
+    grad: Tensor, grad_inverse: Tensor | None, out: Tensor, inverse: Tensor, sums: Tensor, totals: Tensor,
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, feature_map: str, input_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the backward kernels: gradients of q, k and v; features are computed again.
 
     Args:
         grad: Gradient of the outputs.
+        grad_inverse: That of `inverse`, or None.
         out: What `linear_forward` returned, as `inverse`, `sums` and `totals`.
         q: And all others: as for `linear_forward`.
     """
-    dq, dk, dv = _fake_backward(grad, out, inverse, sums, totals, q, k, v)
+    dq, dk, dv = _fake_backward(grad, grad_inverse, out, inverse, sums, totals, q, k, v)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
+    grad_inverse = None if grad_inverse is None else grad_inverse.contiguous()
     where = kind(q, v)
     what = f"{where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}"
     heads, shape = q.shape[0] * q.shape[1], _shape(q, k, causal)
@@ -193,11 +200,11 @@ def linear_backward(
         )  # fmt: skip
 
     # The first of them says what the others need to know of each query.
-    given = q, k, v, grad, out, key_mask, sums, totals, inverse, share
+    given = q, k, v, grad, out, key_mask, sums, totals, inverse, grad_inverse, share
     _launch_scan("dq", given, dq, causal, feature_map, input_scale, 0.0)
     if read:
         first_that_fits(queries, SUMS[where], f"linear sums, {what}", q.device)
-    given = q, k, v, grad, out, key_mask, query_sums, query_totals, inverse, share
+    given = q, k, v, grad, out, key_mask, query_sums, query_totals, inverse, None, share
     _launch_scan("dk", given, dk, causal, feature_map, input_scale, 0.0)
     _launch_scan("dv", given, dv, causal, feature_map, input_scale, 0.0)
     return dq, dk, dv

@@ -22,8 +22,10 @@ STEP = (Configuration({}, 4, 1),)
 WIDE_STEP = (Configuration({}, 8, 1),)
 
 
-def step_obstacle(q: Tensor, k: Tensor, state: State | None) -> str | None:
+def step_obstacle(q: Tensor, k: Tensor, state: State | None, window: int) -> str | None:
     """Why kernels cannot go on from a state, with the remedy; None where they can."""
+    if window:
+        return f"window is {window}; they keep no keys of a window. Ask for 'auto'."
     if state is not None and k.shape[2] != 1:
         return f"{k.shape[2]} keys follow those of a state; the kernel adds one at a time. Ask for 'auto'."
     if q.shape[2] > k.shape[2]:
@@ -47,7 +49,7 @@ def continue_by_kernels(
     with torch.autocast(q.device.type, enabled=False):
         q, k, v, how = as_features(q, k, v, feature_map, maps, input_scale)
         if state is None:
-            out, sums, totals = attend(q, k, v, key_mask, True, *how, eps, whole=True)
+            out, _, sums, totals = attend(q, k, v, key_mask, True, *how, eps, whole=True)
             return out, {"sums": torch.cat([sums.sum(2), totals.sum(2)[..., None]], -1)}
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from approx_kernels.linear.features import features
 from approx_kernels.linear.triton import linear_forward, power
@@ -14,10 +15,8 @@ FUSED = ("elu", "relu")
 _STATE = 128 * 128
 
 
-def linear_obstacle(q: Tensor, v: Tensor, *, feature_map: str, window: int, dropout: float) -> str | None:
+def linear_obstacle(q: Tensor, v: Tensor, *, feature_map: str, dropout: float) -> str | None:
     """Why the kernels of linear attention cannot run, with the remedy; None where they can."""
-    if window:
-        return f"window is {window}; they have none yet. Ask for 'auto'."
     if dropout:
         return "they drop no keys. Set the dropout of attention to 0, or ask for 'auto'."
     count = q.shape[3] * (2 if feature_map == "hedgehog" else 1)
@@ -76,11 +75,13 @@ def attend(
     eps: float,
     *,
     whole: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, and the sums of each segment of keys, as `linear_forward` returns them; for any strides and any L."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `linear_forward` returns, for any strides and any L; of queries before all keys outputs are 0, one over normalisers 1 / eps."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
     # Bottom-right: with L > S the first L - S queries stand before all keys, and see none.
     blind = max(q.shape[2] - k.shape[2], 0) if causal else 0
-    out, _, *sums = linear_forward(q[:, :, blind:], k, v, mask, causal, whole, feature_map, input_scale, eps)
-    return torch.nn.functional.pad(out, (0, 0, blind, 0)) if blind else out, *sums
+    out, inverse, *sums = linear_forward(q[:, :, blind:], k, v, mask, causal, whole, feature_map, input_scale, eps)
+    if blind:
+        out, inverse = F.pad(out, (0, 0, blind, 0)), F.pad(inverse, (blind, 0), value=1 / eps if eps else 0.0)
+    return out, inverse, *sums

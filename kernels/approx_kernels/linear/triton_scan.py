@@ -1,6 +1,6 @@
 """The kernels of linear attention: sums over segments of rows, and the scan that reads them, forward and backward.
 
-With features f of queries and g of keys, normalisers n, gradients c of outputs over n, and s = c.o,
+With features f of queries and g of keys, normalisers n, gradients c of outputs over n, and s = c.o less the gradient of n,
 
     o_i = sum_j (f_i.g_j) v_j / n_i             df_i = sum_j (c_i.v_j - s_i) g_j
     dv_j = sum_i (g_j.f_i) c_i                  dg_j = sum_i (v_j.c_i - s_i) f_i
@@ -63,7 +63,7 @@ def linear_sums_kernel(
 
 @jit(do_not_specialize=LENGTHS)
 def linear_scan_kernel(
-    Q, K, V, Grad, Out, KeyMask, Sums, Totals, Inverse, Share, Made,
+    Q, K, V, Grad, Out, KeyMask, Sums, Totals, Inverse, dInverse, Share, Made,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, o_b, o_h, o_n, m_b, m_h, m_n,
     H, L, S, shift, rows, segments, sums, scale, eps,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, WHAT: tl.constexpr,
@@ -125,6 +125,9 @@ def linear_scan_kernel(
         if WHAT == "dq":
             c = read_rows(Grad, first - shift, g_n, asked, 0, E, WIDE_E, BT).to(tl.float32) * inverse[:, None]
             share = tl.sum(read_rows(Out, first - shift, o_n, asked, 0, E, WIDE_E, BT).to(tl.float32) * c, 1)
+            if dInverse is not None:
+                dinverse = tl.load(dInverse + tl.cast(line, tl.int64) * L + own, mask=asked, other=0.0)
+                share += dinverse * inverse * inverse
             if left == 0:
                 tl.store(Share + own, share, mask=asked)
             x = factor(c, NARROW)

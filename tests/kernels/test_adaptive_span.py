@@ -64,7 +64,7 @@ def test_blocks_change_nothing(monkeypatch, needed):
     results = []
     for block in (1000, 64, 5):
         monkeypatch.setattr(reference, "_BLOCK", block)
-        out = adaptive_span_attention(q, k, v, spans=spans, ramp=RAMP, causal=True, scale=0.3)
+        out = adaptive_span_attention(q, k, v, spans=spans, ramp=RAMP, causal=True, scale=0.3, impl="reference")
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], atol=1e-5, rtol=1e-4)
@@ -87,7 +87,7 @@ def test_each_head_pays_for_its_own_window_only(monkeypatch):
 
     monkeypatch.setattr(reference, "_fused", counted)
     spans = torch.tensor([20.0, 200.0, 30.0, 20.0])
-    adaptive_span_attention(q, k, v, spans=spans, ramp=32, causal=True, scale=0.3)
+    adaptive_span_attention(q, k, v, spans=spans, ramp=32, causal=True, scale=0.3, impl="reference")
     three, one = (sum(each for heads, each in pairs if heads == group) for group in (3, 1))
     assert {heads for heads, _ in pairs} == {1, 3}
     assert three <= 1024 * (64 + 64)

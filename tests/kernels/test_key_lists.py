@@ -5,11 +5,14 @@ from functools import partial
 import pytest
 import torch
 
+from approx_kernels.adaptive_span import adaptive_span_attention
 from approx_kernels.blocks import bigbird_attention, block_attention, draw_blocks
 from approx_kernels.c_language import library
 from approx_kernels.global_tokens import global_token_attention
 from approx_kernels.key_lists.cpu import FAR, attend_lists, cut
 from approx_kernels.key_lists.forward_c import FORWARD
+from approx_kernels.lsh import draw_projections, lsh_attention
+from approx_kernels.strided import strided_attention
 from approx_kernels.summaries import summary_attention
 from closeness import assert_close
 
@@ -20,7 +23,26 @@ def summaries(*tensors, stride, steps=(None,), **how):
     return summary_attention(*tensors, stride=lambda tokens: stride, steps=steps, **how)
 
 
+def lsh(q, k, v, mask, **how):
+    # Where there are other numbers of queries than of keys it has no key mask.
+    drawn = draw_projections(q.shape[3], rounds=3, variant="asymmetric", causal=False, seed=0)
+    kind = {"variant": "asymmetric", "cluster": 20, "dedup": False, "causal": False}
+    return lsh_attention(q, k, v, mask if q.shape[2] == k.shape[2] else None, projections=drawn, **kind, **how)
+
+
 PATTERNS = {
+    "lsh": lsh,
+    **{
+        f"adaptive span {causal}": partial(
+            adaptive_span_attention, spans=torch.tensor([7.0, 40.25]), ramp=12, causal=causal
+        )
+        for causal in (False, True)
+    },
+    **{
+        f"strided {step} {causal}": partial(strided_attention, stride=lambda tokens: 11, causal=causal, steps=(step,))
+        for step in (None, 1, 2)
+        for causal in (False, True)
+    },
     **{
         f"block {size} {causal}": partial(block_attention, size=size, neighbours=1, shift=5, causal=causal)
         for size in (16, 128)
@@ -56,6 +78,27 @@ def test_lists_give_what_the_reference_gives(name, dtype, queries, keys, masked)
         results.append((out, *torch.autograd.grad(out, inputs, grad.transpose(1, 2).to(wide))))
     for which, found, plain, exact in zip("oqkv", results[0], results[1], results[2], strict=True):
         assert_close(f"{name} {which}", found, plain, exact, factor=4.0)
+
+
+@needs_compiler
+def test_all_queries_are_hashed_where_there_are_fewer_keys():
+    q, k, v = torch.randn(2, 90, 8)[:, None], torch.randn(2, 41, 8)[:, None], torch.rand(2, 41, 8)[:, None]
+    found, plain = (lsh(q, k, v, None, scale=0.3, impl=impl) for impl in ("cpu", "reference"))
+    torch.testing.assert_close(found, plain)
+
+
+@needs_compiler
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_spans_are_learned_through_c(causal):
+    q, k, v = torch.randn(3, 2, 3, 90, 8).unbind()
+    found = []
+    for impl, dtype in (("cpu", torch.float32), ("reference", torch.float64)):
+        # At whole numbers one distance lies where the ramp begins.
+        spans = torch.tensor([0.0, 17.3, 40.0], dtype=dtype, requires_grad=True)
+        how = {"spans": spans, "ramp": 9, "causal": causal, "scale": 0.4, "impl": impl}
+        out = adaptive_span_attention(q.to(dtype), k.to(dtype), v.to(dtype), **how)
+        found.append(torch.autograd.grad(out.square().sum(), spans)[0].float())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 @needs_compiler

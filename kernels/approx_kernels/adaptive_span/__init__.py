@@ -8,6 +8,7 @@ from approx_kernels.adaptive_span.mass import mass_by_distance
 from approx_kernels.adaptive_span.reference import grouped_heads, window_sizes
 from approx_kernels.flash import flash, flash_obstacle
 from approx_kernels.implementation import choose
+from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.shapes import check_shapes
 from approx_kernels.triton_language import ranked
 
@@ -50,7 +51,7 @@ def adaptive_span_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: `triton` or `reference`.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16 without dropout.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -61,12 +62,12 @@ def adaptive_span_attention(
     check_shapes(q, k, v, key_mask)
     if spans.shape != q.shape[1:2]:
         raise ValueError(f"spans has shape {list(spans.shape)}; expected [{q.shape[1]}], one for each head.")
-    run = choose("adaptive_span_attention", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
+    ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
+    run = choose("adaptive_span_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
     if run == "triton":
         # Each head of the kernel ends where its own span does, so nobody has to read the spans first.
         right = 0 if causal else None
         return flash(q, k, v, key_mask, scale=scale, right=right, spans=spans, ramp=ramp, impl="triton")[0]
     numbers = spans.tolist() if known is None else known()
-    return grouped_heads(
-        q, k, v, key_mask, spans=spans, known=numbers, ramp=ramp, causal=causal, scale=scale, dropout=dropout
-    )
+    how = {"ramp": ramp, "causal": causal, "scale": scale, "dropout": dropout}
+    return grouped_heads(q, k, v, key_mask, spans=spans, known=numbers, **how, by_lists=run == "cpu")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.adaptive_span.cpu import span_lists
 from approx_kernels.exact import exact_attention
 from approx_kernels.tokens import stretches
 
@@ -40,12 +41,13 @@ def grouped_heads(
     causal: bool,
     scale: float,
     dropout: float,
+    by_lists: bool = False,
 ) -> Tensor:
-    """Exact attention for heads that span everything, a window for each group of the others."""
+    """Exact attention for heads that span everything, a window for each group of the others, or C for all of these."""
     length, keys = q.shape[2], k.shape[2]
     groups = defaultdict(list)
     for head, window in enumerate(window_sizes(known, ramp, (keys if causal else max(length, keys)) - 1)):
-        groups[window].append(head)
+        groups[0 if by_lists and window is not None else window].append(head)
 
     def attend(window: int | None, q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> Tensor:
         if window is None:
@@ -53,6 +55,8 @@ def grouped_heads(
         # Autocast would round the logarithms of the mask.
         with torch.autocast(q.device.type, enabled=False):
             k, v = k.to(q.dtype), v.to(q.dtype)
+            if by_lists:
+                return span_lists(q, k, v, key_mask, spans=spans, ramp=ramp, causal=causal, scale=scale)
             return _windowed(q, k, v, key_mask, spans, window, ramp, causal, scale, dropout)
 
     if len(groups) == 1:

@@ -36,17 +36,21 @@ class _Problem(ctypes.Structure):
 
     _fields_ = (
         *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "size", "values")),
-        *((name, _WHOLE) for name in ("before", "blocks", "bf16", "threads")),
+        *((name, _WHOLE) for name in ("before", "blocks", "parts", "own_orders", "bf16", "threads")),
         *((name, _Rows) for name in ("q", "k", "v", "out")),
-        *((name, _PLACE) for name in ("mask", "starts", "first", "entries", "lse")),
+        *(
+            (name, _PLACE)
+            for name in ("mask", "starts", "first", "entries", "query_order", "key_order", "lse", "spans")
+        ),
         ("scale", ctypes.c_float),
+        ("ramp", ctypes.c_float),
     )
 
 
 class _BackwardProblem(ctypes.Structure):
     """`backward_problem` of backward_c.py."""
 
-    _fields_ = (("all", _Problem), *((name, _Rows) for name in ("grad", "dq", "dk", "dv")))
+    _fields_ = (("all", _Problem), *((name, _Rows) for name in ("grad", "dq", "dk", "dv")), ("dspans", _PLACE))
 
 
 def obstacle(q: Tensor, *, dropout: float) -> str | None:
@@ -72,11 +76,17 @@ def attend_lists(
     starts: Sequence[int],
     entries: Sequence[Sequence[Entry]],
     scale: float,
+    orders: tuple[Tensor, Tensor] | None = None,
+    spans: Tensor | None = None,
+    ramp: int = 1,
 ) -> Tensor:
     """Softmax attention of each block of queries to the keys on its list, each of which may hold for some queries only.
 
     Query i stands at position `before` + i, key j at j. A query without any key that it sees gives 0. The backward pass keeps inputs,
     outputs and the logarithm of each normaliser.
+
+    With `orders`, queries and keys are counted by their ranks in an order, and the softmax may have several parts, each
+    with an order of its own: queries of part p are counted from p L on, and every part has all of them.
 
     Args:
         q: Queries, [B, H, L, D], float32 or bfloat16.
@@ -84,9 +94,12 @@ def attend_lists(
         v: Values, [B, H, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         before: Position of the first query.
-        starts: First query of each block, and L; at most `MOST_ROWS` apart.
+        starts: First query of each block, and L (times the parts); at most `MOST_ROWS` apart.
         entries: The list of each block; no query may see a key by two of its entries, or it counts twice.
         scale: Factor of the scores.
+        orders: Queries and keys by rank, whole numbers [P, L] and [P, S] for all heads, or [P, B, H, L] and [P, B, H, S].
+        spans: z [H], float32: a weight at distance x is multiplied by clip((R + z - x) / R, 0, 1). Differentiable.
+        ramp: R.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -95,29 +108,55 @@ def attend_lists(
     mask = None if key_mask is None else key_mask.contiguous()
     counts = torch.tensor([0, *(len(own) for own in entries)], dtype=torch.int64).cumsum(0)
     listed = torch.tensor([each for own in entries for each in own], dtype=torch.int32).view(-1, 4)
+    by_rank = [None, None] if orders is None else [x.int().contiguous() for x in orders]
     with torch.autocast("cpu", enabled=False):
-        return _attend(q, k, v, mask, torch.tensor(starts), counts, listed, before, scale)[0]
+        lists = mask, torch.tensor(starts), counts, listed, *by_rank, spans
+        return _attend(q, k, v, *lists, before, scale, ramp)[0].to(q.dtype)
 
 
-def _empty(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    # As models want it next: tokens before heads.
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+def _parts(query_order: Tensor | None) -> int:
+    return 1 if query_order is None else query_order.shape[0]
+
+
+def _empty(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, starts: Any, first: Any, entries: Any, query_order: Any, *_: Any
+) -> tuple[Tensor, Tensor]:
+    # As models want it next: tokens before heads. What several parts add to is float32.
+    dtype = q.dtype if _parts(query_order) == 1 else torch.float32
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=dtype).transpose(1, 2)
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    starts: Any,
+    first: Any,
+    entries: Any,
+    query_order: Any,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
-    return dq, dk, dv
+    dq = dq if _parts(query_order) == 1 else dq.float()
+    return dq, dk, dv, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.before, ctx.scale = inputs
+    *tensors, ctx.before, ctx.scale, ctx.ramp = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return *_attend_backward(grad, *ctx.saved_tensors, ctx.before, ctx.scale), *[None] * 6
+    q, *_, spans, out, lse = ctx.saved_tensors
+    tensors = ctx.saved_tensors[:-2]
+    dq, dk, dv, dspans = _attend_backward(
+        grad.to(q.dtype), *tensors, out.to(q.dtype), lse, ctx.before, ctx.scale, ctx.ramp
+    )
+    return dq.to(q.dtype), dk, dv, *[None] * 6, None if spans is None else dspans.sum(0), *[None] * 3
 
 
 @custom_op(_empty_gradients)
@@ -130,17 +169,22 @@ def _attend_backward(
     starts: Tensor,
     first: Tensor,
     entries: Tensor,
+    query_order: Tensor | None,
+    key_order: Tensor | None,
+    spans: Tensor | None,
     out: Tensor,
     lse: Tensor,
     before: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    ramp: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    made = _empty_gradients(grad, q, k, v)
-    problem = _problem(q, k, v, out, key_mask, starts, first, entries, lse, before, scale)
+    lists = key_mask, starts, first, entries, query_order, key_order
+    made = _empty_gradients(grad, q, k, v, *lists)
+    problem = _problem(q, k, v, out, *lists, lse, spans, before, scale, ramp)
     found = library(BACKWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(_rows, (grad, *made))))))
+    check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(_rows, (grad, *made[:3])), address(made[3])))))
     return made
 
 
@@ -153,13 +197,18 @@ def _attend(
     starts: Tensor,
     first: Tensor,
     entries: Tensor,
+    query_order: Tensor | None,
+    key_order: Tensor | None,
+    spans: Tensor | None,
     before: int,
     scale: float,
+    ramp: int,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _empty(q, k, v)
+    lists = key_mask, starts, first, entries, query_order, key_order
+    out, lse = _empty(q, k, v, *lists)
     found = library(FORWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.forward(ctypes.byref(_problem(q, k, v, out, key_mask, starts, first, entries, lse, before, scale))))
+    check(found.forward(ctypes.byref(_problem(q, k, v, out, *lists, lse, spans, before, scale, ramp))))
     return out, lse
 
 
@@ -168,8 +217,9 @@ def _rows(x: Tensor) -> _Rows:
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lists: Any) -> _Problem:
-    key_mask, starts, first, entries, lse, before, scale = lists
-    sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], before, starts.numel() - 1)
-    places = map(address, (key_mask, starts, first, entries, lse))
+    key_mask, starts, first, entries, query_order, key_order, lse, spans, before, scale, ramp = lists
+    own = query_order is not None and query_order.ndim == 4
+    sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], before, starts.numel() - 1, _parts(query_order), own)
+    places = map(address, (key_mask, starts, first, entries, query_order, key_order, lse, spans))
     rows = map(_rows, (q, k, v, out))
-    return _Problem(*sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *rows, *places, scale)
+    return _Problem(*sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *rows, *places, scale, ramp)

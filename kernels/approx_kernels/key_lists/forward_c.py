@@ -8,46 +8,71 @@ TILES = (
 /* Strips of rows are whole tiles of a product, and skip the columns that none of them sees. */
 enum { STRIP = 24, ROWS = 4 * STRIP, KEYS = 64 };
 
-/* Keys from begin to end; the query at position i sees key j of them where low <= j - i <= high. */
+/* Keys from begin to end; the query at position i sees key j of them where low <= j - i <= high. Queries and keys are
+   counted by their ranks where they have an order. */
 typedef struct { int32_t begin, end, low, high; } entry;
 
 typedef struct {
-    int64_t batch, heads, length, keys, size, values, before, blocks, bf16, threads;
+    int64_t batch, heads, length, keys, size, values, before, blocks, parts, own_orders, bf16,
+        threads;
     tensor q, k, v, out;
     const uint8_t *mask;   /* [B, S], 0 at padding; NULL when all keys are real */
-    const int64_t *starts; /* first query of each block, and the end of the last; ROWS queries at most */
+    const int64_t *starts; /* first query of each block, and the end of the last; ROWS queries at most; P times L */
     const int64_t *first;  /* first entry of each block, and the end of the last */
     const entry *entries;
+    const int32_t *query_order, *key_order; /* tokens by rank, [P, B H or 1, n]; NULL where each has its own */
     float *lse;            /* [B, H, L] */
-    float scale;
+    const float *spans;    /* [H]: weights fall to 0 from that distance on; NULL where they do not */
+    float scale, ramp;
 } problem;
 
 /* Some keys that a block of queries sees; the query at position i sees key j where from[j] <= i <= to[j]. */
 typedef struct {
     int64_t entry, next, count;
-    int partial;
-    int32_t key[KEYS], from[KEYS], to[KEYS];
+    int partial, soft;
+    float span, ramp;
+    int32_t reach;
+    const int32_t *order;
+    int32_t key[KEYS], place[KEYS], from[KEYS], to[KEYS];
 } keys_of_block;
 
 INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Ranks of one part of the softmax as tokens. */
+INLINE const int32_t *order_of(const problem *p, const int32_t *order, int64_t b, int64_t h, int64_t part, int64_t n) {
+    if (!order) return NULL;
+    return order + (p->own_orders ? (part * p->batch + b) * p->heads + h : part) * n;
+}
+
+static keys_of_block keys_from(const problem *p, int64_t b, int64_t h, int64_t block) {
+    int64_t part = p->starts[block] / p->length;
+    keys_of_block t = {.entry = p->first[block], .order = order_of(p, p->key_order, b, h, part, p->keys)};
+    t.reach = INT32_MAX;
+    if (!p->spans) return t;
+    t.soft = 1, t.span = p->spans[h], t.ramp = p->ramp;
+    if (t.span + t.ramp < (float)(p->keys + p->length)) t.reach = (int32_t)ceilf(t.span + t.ramp) - 1;
+    return t;
+}
 
 /* The next keys of a block whose queries stand from position `early` to `late`; 0 when there are no more. */
 static int64_t next_keys(const problem *p, int64_t b, int64_t block, int64_t early, int64_t late, keys_of_block *t) {
     t->count = t->partial = 0;
     for (; t->entry < p->first[block + 1]; t->entry++, t->next = 0) {
         const entry *e = p->entries + t->entry;
-        int64_t begin = greater(greater(e->begin, early + e->low), t->next), end = lesser(e->end, late + e->high + 1);
+        int64_t low = greater(e->low, -(int64_t)t->reach), high = lesser(e->high, t->reach);
+        int64_t begin = greater(greater(e->begin, early + low), t->next), end = lesser(e->end, late + high + 1);
         for (int64_t j = begin; j < end; j++) {
-            if (p->mask && !p->mask[b * p->keys + j]) continue;
+            int64_t key = token(t->order, j);
+            if (p->mask && !p->mask[b * p->keys + key]) continue;
             if (t->count == KEYS) { t->next = j; return KEYS; }
-            t->partial |= j - e->high > early || j - e->low < late;
-            t->key[t->count] = (int32_t)j;
-            t->from[t->count] = (int32_t)(j - e->high), t->to[t->count++] = (int32_t)(j - e->low);
+            t->partial |= j - high > early || j - low < late;
+            t->key[t->count] = (int32_t)key, t->place[t->count] = (int32_t)j;
+            t->from[t->count] = (int32_t)(j - high), t->to[t->count++] = (int32_t)(j - low);
         }
     }
     /* What fills up the last vector is seen by nobody. */
-    for (int64_t c = t->count; c % WIDTH; c++) t->partial = 1, t->from[c] = INT32_MAX, t->to[c] = INT32_MIN;
+    for (int64_t c = t->count; c % WIDTH; c++) t->partial = 1, t->from[c] = INT32_MAX, t->to[c] = INT32_MIN, t->place[c] = 0;
     return t->count;
 }
 
@@ -59,11 +84,11 @@ static void gather(const problem *p, tensor x, int64_t b, int64_t h, const keys_
     }
 }
 
-static void read_queries(const problem *p, tensor x, int64_t b, int64_t h, int64_t first, int64_t rows, int64_t size,
-                         float scale, float *to) {
+static void read_queries(tensor x, int bf16, int64_t b, int64_t h, const int32_t *order, int64_t first, int64_t rows,
+                         int64_t size, float scale, float *to) {
     int64_t stride = padded(size);
     for (int64_t i = 0; i < rows; i++, to += stride) {
-        read_row(x, p->bf16, b, h, first + i, size, to);
+        read_row(x, bf16, b, h, token(order, first + i), size, to);
         for (int64_t d = 0; d < stride; d++) to[d] = d < size ? to[d] * scale : 0.0f;
     }
 }
@@ -90,6 +115,13 @@ INLINE void columns(const keys_of_block *t, int64_t early, int64_t late, int64_t
 INLINE vi seen(const keys_of_block *t, int64_t c, int32_t position) {
     return (*(const vi *)(t->from + c) <= position) & (*(const vi *)(t->to + c) >= position);
 }
+
+/* How much the distance leaves of weights, before it is cut at 1. */
+INLINE vf left_over(const keys_of_block *t, int64_t c, int32_t position) {
+    vi away = *(const vi *)(t->place + c) - position;
+    vf distance = __builtin_convertvector(away, vf);
+    return (t->span + t->ramp - larger(distance, -distance)) / t->ramp;
+}
 """
 )
 
@@ -110,6 +142,7 @@ INLINE void weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t po
     float origin = most == -INFINITY ? 0.0f : most;
     for (int64_t c = begin; c < end; c += WIDTH) {
         vf weight = vexp(*(vf *)(row + c) - origin);
+        if (t->soft) weight *= -larger(-left_over(t, c, position), (vf){0} - 1.0f);
         if (t->partial) weight = choose(seen(t, c, position), weight, (vf){0});
         *(vf *)(row + c) = weight;
         sums += weight;
@@ -130,12 +163,22 @@ static int attend(const problem *p, int64_t b, int64_t h) {
     if (!memory) return 1;
     float *queries = memory, *keys = queries + ROWS * size, *values = keys + KEYS * size, *out = values + KEYS * width;
     float *standing = out + ROWS * width, *scores = standing + D * KEYS, *top = scores + STRIP * KEYS, *sum = top + ROWS;
+    float *lse = p->lse + (b * p->heads + h) * p->length;
+    /* What is added to is float32. */
+    int half = p->bf16 && p->parts == 1;
     for (int64_t block = 0; block < p->blocks; block++) {
-        int64_t first = p->starts[block], rows = p->starts[block + 1] - first, early = first + p->before;
-        read_queries(p, p->q, b, h, first, rows, D, p->scale, queries);
-        memset(out, 0, sizeof(float) * rows * width);
-        for (int64_t i = 0; i < rows; i++) top[i] = -INFINITY, sum[i] = 0.0f;
-        keys_of_block t = {.entry = p->first[block]};
+        int64_t part = p->starts[block] / p->length, first = p->starts[block] % p->length;
+        int64_t rows = p->starts[block + 1] - p->starts[block], early = first + p->before;
+        const int32_t *order = order_of(p, p->query_order, b, h, part, p->length);
+        read_queries(p->q, p->bf16, b, h, order, first, rows, D, p->scale, queries);
+        /* What earlier parts made is one weight of 1. */
+        if (part) read_queries(p->out, half, b, h, order, first, rows, E, 1.0f, out);
+        else memset(out, 0, sizeof(float) * rows * width);
+        for (int64_t i = 0; i < rows; i++) {
+            top[i] = part ? lse[token(order, first + i)] : -INFINITY;
+            sum[i] = top[i] == -INFINITY ? 0.0f : 1.0f;
+        }
+        keys_of_block t = keys_from(p, b, h, block);
         while (next_keys(p, b, block, early, early + rows - 1, &t)) {
             gather(p, p->k, b, h, &t, D, keys), gather(p, p->v, b, h, &t, E, values);
             upright(t.count, D, keys, standing);
@@ -155,8 +198,8 @@ static int attend(const problem *p, int64_t b, int64_t h) {
         for (int64_t i = 0; i < rows; i++) {
             float factor = sum[i] > 0.0f ? 1.0f / sum[i] : sum[i] == 0.0f ? 0.0f : sum[i];
             for (int64_t e = 0; e < width; e += WIDTH) *(vf *)(out + i * width + e) *= factor;
-            write_row(p->out, p->bf16, b, h, first + i, E, out + i * width);
-            p->lse[(b * p->heads + h) * p->length + first + i] = top[i] + logf(sum[i]);
+            write_row(p->out, half, b, h, token(order, first + i), E, out + i * width);
+            lse[token(order, first + i)] = top[i] + logf(sum[i]);
         }
     }
     free(memory);

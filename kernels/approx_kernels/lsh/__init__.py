@@ -9,8 +9,10 @@ from torch.nn import functional as F
 from approx_kernels.exact import exact_attention
 from approx_kernels.flash import flash_obstacle
 from approx_kernels.implementation import choose
+from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.lsh.buckets import bucket_plan
 from approx_kernels.lsh.clusters import cluster_plan
+from approx_kernels.lsh.cpu import sorted_lists
 from approx_kernels.lsh.hashing import draw_projections, unit_keys
 from approx_kernels.lsh.reference import dense_union
 from approx_kernels.lsh.triton import sorted_tiles
@@ -74,7 +76,8 @@ def lsh_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped, in each round.
-        impl: `triton`, `tiles`, or `reference`, which materialises all pairs.
+        impl: `triton`, and `cpu`, which is compiled C, have the asymmetric variant, bidirectional and without dedup;
+            `tiles` has all, and `reference`, which materialises all pairs.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -91,11 +94,14 @@ def lsh_attention(
     with torch.autocast(q.device.type, enabled=False):
         if variant == "asymmetric" and max(length, keys) <= (2 * cluster if causal else cluster):
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
-        obstacles = ranked(q, _obstacle(q, k, v, key_mask, variant, dedup, causal, dropout), tiles=None, reference=None)
-        run = choose("lsh_attention", impl, obstacles)
-        if run == "triton":
-            attend_tiles = partial(sorted_tiles, projections=projections, cluster=cluster, scale=scale)
-            return without_padding(attend_tiles, q, k, v, key_mask)
+        limit = _obstacle(q, k, key_mask, variant, dedup, causal)
+        ways = {"cpu": limit or obstacle(q, dropout=dropout), "tiles": None, "reference": None}
+        run = choose("lsh_attention", impl, ranked(q, limit or flash_obstacle(q, v, dropout), **ways))
+        if run in ("triton", "cpu"):
+            sort = sorted_tiles if run == "triton" else sorted_lists
+            attend_tiles = partial(sort, projections=projections, cluster=cluster, scale=scale)
+            # Without padding there is no position either: with L > S all queries take part.
+            return attend_tiles(q, k, v) if key_mask is None else without_padding(attend_tiles, q, k, v, key_mask)
         wide = torch.promote_types(q.dtype, torch.float32)
         out_dtype = q.dtype
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
@@ -117,19 +123,10 @@ def lsh_attention(
         return out.to(out_dtype)
 
 
-def _obstacle(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    variant: str,
-    dedup: bool,
-    causal: bool,
-    dropout: float,
-) -> str | None:
-    """Why kernels cannot run; None where they can."""
+def _obstacle(q: Tensor, k: Tensor, key_mask: Tensor | None, variant: str, dedup: bool, causal: bool) -> str | None:
+    """Why what runs among sorted tokens alone cannot; None where it can."""
     if variant != "asymmetric" or causal or dedup:
-        return "kernels are for the asymmetric variant, bidirectional and without dedup. Ask for 'auto'."
+        return "it is for the asymmetric variant, bidirectional and without dedup. Ask for 'auto'."
     if key_mask is not None and q.shape[2] != k.shape[2]:
-        return "kernels take a key mask where there are as many queries as keys only. Ask for 'auto'."
-    return flash_obstacle(q, v, dropout)
+        return "it takes a key mask where there are as many queries as keys only. Ask for 'auto'."
+    return None

@@ -6,7 +6,9 @@ from torch import Tensor
 
 from approx_kernels.flash import flash_obstacle
 from approx_kernels.implementation import choose
+from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.shapes import check_shapes
+from approx_kernels.strided.cpu import strided_lists
 from approx_kernels.strided.reference import strided_heads
 from approx_kernels.strided.triton import strided_tiles
 from approx_kernels.strides import root_above
@@ -48,7 +50,7 @@ def strided_attention(
         steps: 1, 2 or None (both merged): what each head uses, repeated over the heads.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: `triton` or `reference`.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16 without dropout.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -57,12 +59,15 @@ def strided_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    run = choose("strided_attention", impl, ranked(q, flash_obstacle(q, v, dropout), reference=None))
+    ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
+    run = choose("strided_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
         own = stride(k.shape[2])
         if run == "triton":
             return strided_tiles(q, k, v, stride=own, causal=causal, step=step, scale=scale)
+        if run == "cpu":
+            return strided_lists(q, k, v, stride=own, causal=causal, step=step, scale=scale)
         return strided_heads(q, k, v, stride=own, causal=causal, step=step, scale=scale, dropout=dropout)
 
     return without_padding(lambda q, k, v: by_step(attend, q, k, v, steps), q, k, v, key_mask)

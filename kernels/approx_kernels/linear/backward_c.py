@@ -61,7 +61,7 @@ static int gradients(const backward_problem *g, const float *across, int64_t b, 
         read_keys(&x, first, rows, keys, values);
         if (lift(&x, first, rows, keys)) shrink_columns(&x, E, state), multiply_row(size, x.fall, total);
         relate(&x, first, rows, rows, keys, values);
-        for (int64_t i = 0; i < rows; i++) add_row(size, 1.0f, keys + i * size, total);
+        add_keys(&x, rows, keys, queries, total);
         product(E, size, rows, values, 1, width, keys, size, state, size, 1);
     }
     if (exponential) memcpy(tops, x.top, sizeof(float) * size);

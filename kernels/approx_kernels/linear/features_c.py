@@ -199,6 +199,13 @@ static int64_t near(head *x, int64_t first, int64_t rows, const float *logs) {
     return rows;
 }
 
+/* Features of some keys are added up before they meet the sum of all: one by one, what is small would round alike each time. */
+static void add_keys(const head *x, int64_t rows, const float *keys, float *part, float *total) {
+    memset(part, 0, sizeof(float) * x->size);
+    for (int64_t i = 0; i < rows; i++) add_row(x->size, 1.0f, keys + i * x->size, part);
+    add_row(x->size, 1.0f, part, total);
+}
+
 /* Sums over keys, [F, n], with what they are relative to. */
 static void shrink_rows(const head *x, int64_t n, float *sums) {
     for (int64_t f = 0; f < x->all->features; f++) scale_row(n, x->fall[f], sums + f * n);

@@ -49,7 +49,7 @@ static int attend(const problem *p, const float *across, int64_t b, int64_t h) {
         read_keys(&x, first, rows, keys, values);
         if (lift(&x, first, rows, keys)) shrink_rows(&x, width, state), multiply_row(size, x.fall, total);
         relate(&x, first, rows, rows, keys, values);
-        for (int64_t i = 0; i < rows; i++) add_row(size, 1.0f, keys + i * size, total);
+        add_keys(&x, rows, keys, queries, total);
         product(F, width, rows, keys, 1, size, values, width, state, width, 1);
     }
     int64_t step = seen < p->keys ? CHUNK : TOKENS;

@@ -23,5 +23,5 @@ def test_jobs_go_on_without_what_kills_their_process_or_never_ends(tmp_path):
     }
     assert kept["two"]["done"] == ["c"]
     assert kept["three"] == {"error": "ValueError: it fails"}
-    late = how | {"deadline": time.monotonic() - 1}
+    late: dict[str, Any] = {**how, "deadline": time.monotonic() - 1}
     assert carry_out(jobs, tiny_work.stages, lambda job, found: None, **late) == jobs

@@ -107,7 +107,7 @@ def flash_queries_kernel(
             ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
             # The mask rises with the span where it is neither 0 nor held at 1; at the very edge of 1 it does.
             rising = pairs & (share > 0) & (tl.abs(column[None, :] - row[:, None] - shift) >= span)
-            dspan += tl.sum(tl.where(rising, ds / (tl.maximum(share, 1.0e-38) * ramp), 0.0), 1)
+            dspan += tl.sum(tl.where(rising, ds / (tl.maximum(share, 1.2e-38) * ramp), 0.0), 1)
         if Place is not None:
             ds -= tl.where((block * BN + tl.arange(0, BN))[None, :] == place[:, None], less[:, None], 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)

@@ -113,5 +113,6 @@ def mass(row, column, shift, span, ramp):
 @jit
 def with_mass(s, pairs, share):
     """Scores, as logarithms to the base 2, with those of the mask added; -inf where a pair does not count."""
-    weight = tl.log2(tl.maximum(share, 1.0e-38))
+    # A normal float32: Triton 3.6 makes a smaller constant a float64, and all that it meets.
+    weight = tl.log2(tl.maximum(share, 1.2e-38))
     return tl.where(pairs & (share > 0), s + weight, float("-inf"))

@@ -159,19 +159,20 @@ def flash_forward(
         [B, H, L, E] in the dtype of q, and the log-sum-exp of the scores of each query, [B, H, L] float32; with `apart` also
         the sum of exp(score - largest), [B, H, L] float32, and a key whose score is the largest, int32, -1 without any.
     """
-    out, lse, *found = _fake_forward(q, k, v, bounds, key_mask, spans, blocks, left, right, ramp, scale, longest, apart)
+    given = q, k, v, bounds, key_mask, spans, blocks, left, right, ramp, scale, longest, apart
+    out, lse, total, largest = _fake_forward(*given)
     where = kind(q, v, spans, bool(blocks))
 
     def run(cut: Configuration) -> None:
         rows, columns, tiles, bits = (*blocks[:3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
         shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or q.shape[2])
         flash_forward_kernel[(_programs(q, bounds, longest, longest or q.shape[2], cut.tiles["BM"]),)](
-            q, k, v, out, lse, *(found if apart else (None, None)), bounds, key_mask, spans, rows, columns, tiles, bits,
+            q, k, v, out, lse, *((total, largest) if apart else (None, None)), bounds, key_mask, spans, rows, columns, tiles, bits,
             *_strides(q, k, v, out), **shared,
         )  # fmt: skip
 
     first_that_fits(run, FORWARD[where], f"flash forward, {where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}", q.device)
-    return out, lse, *found
+    return out, lse, total, largest
 
 
 def _fake_backward(

@@ -145,14 +145,14 @@ def _empty_gradients(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.before, ctx.scale, ctx.ramp = inputs
-    ctx.save_for_backward(*tensors, *output)
+    ctx.before, ctx.scale, ctx.ramp = inputs[-3:]
+    ctx.save_for_backward(*inputs[:-3], *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    q, *_, spans, out, lse = ctx.saved_tensors
-    tensors = ctx.saved_tensors[:-2]
+    *tensors, out, lse = ctx.saved_tensors
+    q, spans = tensors[0], tensors[-1]
     dq, dk, dv, dspans = _attend_backward(
         grad.to(q.dtype), *tensors, out.to(q.dtype), lse, ctx.before, ctx.scale, ctx.ramp
     )

@@ -1,6 +1,7 @@
 """How fast attention could be at best on this machine: counted operations and bytes over measured rates."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,22 @@ _TILE, _CHUNK = 128, 64
 EXACT = ("full", "sdpa", "exact", "flash")
 
 
+@contextlib.contextmanager
+def products_in(precision: str) -> Iterator[None]:
+    """Compute products of float32 in this of PyTorch's precisions, and put back what was set for each kind of device.
+
+    Setting what `torch.get_float32_matmul_precision` said would not: its "highest" is also said where nothing is set.
+    """
+    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore[reportAttributeAccessIssue]  # a module made at run time
+    before = [one.fp32_precision for one in settings]
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        for one, was in zip(settings, before, strict=True):
+            one.fp32_precision = was
+
+
 def calibrate(dtype: str, threads: int) -> dict[str, Any]:
     """Operations a second of a large product, and bytes a second of a large copy, read and written, on so many threads.
 
@@ -28,15 +45,12 @@ def calibrate(dtype: str, threads: int) -> dict[str, Any]:
     a, b = (torch.randn(_SIDE, _SIDE, generator=generator).to(kind) for _ in range(2))
     precisely = a.double() @ b.double()
     ways = ("highest", "medium") if dtype == "float32" else ("highest",)
-    before, rates = torch.get_float32_matmul_precision(), {}
-    try:
-        for way in ways:
-            torch.set_float32_matmul_precision(way)
+    rates = {}
+    for way in ways:
+        with products_in(way):
             error = float(((a @ b).double() - precisely).norm() / precisely.norm())
             if way == "highest" or error <= _FLOAT32_ERROR:
                 rates[way] = 2 * _SIDE**3 / _seconds(lambda: a @ b, threads)
-    finally:
-        torch.set_float32_matmul_precision(before)
     source = torch.ones(_COPIED, dtype=torch.uint8)
     target = torch.empty_like(source)
     return {

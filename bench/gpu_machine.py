@@ -15,6 +15,7 @@ import torch
 
 from approx.evaluation.record import environment
 from approx.evaluation.timing import timed
+from bench.cpu_floor import products_in
 from bench.gpu_peers import versions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,15 +82,11 @@ def calibrate(device: torch.device, side: int = SIDE, copied: int = COPIED) -> d
     `int8` is left out where PyTorch has no product for it.
     """
     rates: dict[str, float] = {}
-    before = torch.get_float32_matmul_precision()
-    try:
-        for name, dtype, precision in PRODUCTS:
-            torch.set_float32_matmul_precision(precision)
+    for name, dtype, precision in PRODUCTS:
+        with products_in(precision):
             a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
             out = torch.empty_like(a)
             rates[name] = 2 * side**3 / _seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device)
-    finally:
-        torch.set_float32_matmul_precision(before)
     try:
         a, b = (torch.randint(-1, 2, (side, side), device=device, dtype=torch.int8) for _ in range(2))
         rates["int8"] = 2 * side**3 / _seconds(lambda: torch._int_mm(a, b.t()), device)  # pyright: ignore[reportPrivateImportUsage]  # there is no other of int8

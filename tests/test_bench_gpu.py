@@ -202,3 +202,10 @@ def test_the_machine_is_asked_without_nvidia_smi_too(monkeypatch):
     monkeypatch.setattr(gpu_machine.shutil, "which", lambda name: name)
     monkeypatch.setattr(gpu_machine.subprocess, "run", lambda *given, **how: said)
     assert gpu_machine.asked("temperature.gpu", "clocks.sm") == {"temperature.gpu": "41", "clocks.sm": "1980"}
+
+
+def test_rating_products_leaves_their_precision_as_it_was():
+    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [one.fp32_precision for one in settings]
+    gpu_machine.calibrate(torch.device("cpu"), side=32, copied=2**16)
+    assert [one.fp32_precision for one in settings] == before

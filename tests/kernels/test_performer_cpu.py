@@ -43,6 +43,19 @@ def test_c_gives_what_the_reference_gives(kernel, causal, dtype, queries, keys, 
         assert_close(which, found, plain, exact, factor=8.0 if which in "qk" else 4.0)
 
 
+@needs_compiler
+def test_a_long_causal_sum_gathers_no_roundings():
+    q, k, v = *torch.randn(2, 1, 2, 4096, 16), torch.rand(1, 2, 4096, 16)
+    how = {"projection": draw_projection(16, features=32, orthogonal=True, seed=0), "kernel": "relu", "causal": True}
+    results: list[tuple[torch.Tensor, ...]] = []
+    for impl, wide in (("cpu", torch.float32), ("reference", torch.float32), ("reference", torch.float64)):
+        inputs = [x.to(wide).requires_grad_() for x in (q, k, v)]
+        out = performer_attention(*inputs, None, **how, scale=0.25, impl=impl)
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    for which, found, plain, exact in zip("oqkv", *results, strict=True):
+        assert_close(which, found, plain, exact)
+
+
 @pytest.mark.parametrize("kernel", ["softmax", "relu"])
 @needs_compiler
 def test_sums_are_overwritten_while_decoding_and_kept_while_training(kernel):

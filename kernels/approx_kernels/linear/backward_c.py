@@ -78,12 +78,16 @@ static int gradients(const backward_problem *g, const float *across, int64_t b, 
         read_queries(&x, first, rows, queries);
         read_values(&x, g->grad, first, rows, given);
         if (p->causal) memset(given + rows * width, 0, sizeof(float) * (CHUNK - rows) * width);
+        /* As in add_keys, what a chunk adds to a sum is added up apart. */
+        memset(other, 0, sizeof(float) * size);
         for (int64_t i = 0; i < rows; i++) {
-            if (p->causal) add_row(size, 1.0f, keys + i * size, total);
-            memcpy(totals + i * size, total, sizeof(float) * size);
-            inverse[first + i] = 1.0f / (dot(size, queries + i * size, total) + p->eps);
+            float *sum = totals + i * size;
+            memcpy(sum, total, sizeof(float) * size);
+            if (p->causal) add_row(size, 1.0f, keys + i * size, other), add_row(size, 1.0f, other, sum);
+            inverse[first + i] = 1.0f / (dot(size, queries + i * size, sum) + p->eps);
             scale_row(width, inverse[first + i], given + i * width);
         }
+        if (p->causal) memcpy(total, totals + (rows - 1) * size, sizeof(float) * size);
         product(rows, size, E, given, width, 1, state, size, change, size, 0);
         if (p->causal) {
             transpose(CHUNK, E, values, width, other, CHUNK);
@@ -95,9 +99,10 @@ static int gradients(const backward_problem *g, const float *across, int64_t b, 
         for (int64_t i = 0; i < rows; i++) {
             float part = dot(size, queries + i * size, change + i * size) * inverse[first + i];
             share[first + i] = part;
-            if (!p->causal) add_row(size, -part, queries + i * size, rise);
+            if (!p->causal) add_row(size, -part, queries + i * size, other);
             add_row(size, -part, totals + i * size, change + i * size);
         }
+        if (!p->causal) add_row(size, 1.0f, other, rise);
         write_inputs(&x, g->dq, first, rows, queries, change, x.asking, 0);
     }
     starts[chunks] = L;
@@ -125,11 +130,13 @@ static int gradients(const backward_problem *g, const float *across, int64_t b, 
         product(rows, width, CHUNK, weights, 1, CHUNK, given, width, out, width, 1);
         product(E, size, rows, given, 1, width, queries, size, up, size, 1);
         product(F, width, rows, queries, 1, size, given, width, down, width, 1);
+        memset(other, 0, sizeof(float) * size);
         for (int64_t i = rows - 1; i >= 0; i--) {
-            add_row(size, -share[first + i], queries + i * size, rise);
-            add_row(size, 1.0f, rise, change + i * size);
+            add_row(size, -share[first + i], queries + i * size, other);
+            add_row(size, 1.0f, rise, change + i * size), add_row(size, 1.0f, other, change + i * size);
             write_row(g->dv, p->bf16, b, h, seen + first + i, E, out + i * width);
         }
+        add_row(size, 1.0f, other, rise);
         write_inputs(&x, g->dk, seen + first, rows, keys, change, x.asked, exponential);
     }
     if (exponential && move_top(&x, tops)) shrink_rows(&x, width, down), multiply_row(size, x.fall, rise);

@@ -51,12 +51,22 @@ INLINE void scale_row(int64_t n, float factor, float *row) {
     for (int64_t d = 0; d < n; d += WIDTH) *(vf *)(row + d) *= factor;
 }
 
-INLINE float dot(int64_t n, const float *a, const float *b) {
-    vf sums = {0};
-    for (int64_t d = 0; d < n; d += WIDTH) sums += *(const vf *)(a + d) * *(const vf *)(b + d);
+INLINE float lane_sum(vf sums) {
     float sum = 0.0f;
     for (int l = 0; l < WIDTH; l++) sum += sums[l];
     return sum;
+}
+
+INLINE float row_sum(int64_t n, const float *row) {
+    vf sums = {0};
+    for (int64_t d = 0; d < n; d += WIDTH) sums += *(const vf *)(row + d);
+    return lane_sum(sums);
+}
+
+INLINE float dot(int64_t n, const float *a, const float *b) {
+    vf sums = {0};
+    for (int64_t d = 0; d < n; d += WIDTH) sums += *(const vf *)(a + d) * *(const vf *)(b + d);
+    return lane_sum(sums);
 }
 
 /* The random rows as columns, [D, F], then as rows, [F, D], each in whole vectors; NULL where there is no memory. */

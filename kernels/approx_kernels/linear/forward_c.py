@@ -73,10 +73,12 @@ static int attend(const problem *p, const float *across, int64_t b, int64_t h) {
             product(F, width, rows, keys, 1, size, values, width, state, width, 1);
         }
         for (int64_t i = 0; i < rows; i++) {
-            if (seen < p->keys) add_row(size, 1.0f, keys + i * size, total);
-            scale_row(width, 1.0f / (dot(size, queries + i * size, total) + p->eps), out + i * width);
+            float weight = dot(size, queries + i * size, total);
+            if (seen < p->keys) weight += row_sum(CHUNK, pairs + i * CHUNK);
+            scale_row(width, 1.0f / (weight + p->eps), out + i * width);
             write_row(p->out, p->bf16, b, h, first + i, E, out + i * width);
         }
+        if (seen < p->keys) add_keys(&x, rows, keys, queries, total);
     }
     if (lift(&x, 0, 0, NULL)) shrink_rows(&x, width, state), multiply_row(size, x.fall, total);
     for (int64_t f = 0; f < F; f++) {

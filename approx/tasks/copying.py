@@ -9,28 +9,27 @@ from __future__ import annotations
 import functools
 import string
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from approx.errors import ApproxError, Exit
+from approx.tasks.generated import Generated
 from approx.tasks.language import check_causal
 from approx.tasks.padding import padded
 from approx.tasks.settings import whole_setting
-from approx.tasks.task import Encoding, Example, Split, Task
+from approx.tasks.task import Encoding, Example
 
 SEPARATOR = "|"
 SYMBOLS = string.ascii_lowercase + string.ascii_uppercase
 
-_SPLITS = ("train", "dev")
 # Of a sequence: a separator, at least one symbol, a separator and the copy.
 _SHORTEST = 4
 # What a model says that is none of the symbols.
 _NO_SYMBOL = "?"
 
 
-class Copying(Task):
+class Copying(Generated):
     """Sequences `| w | w`: every symbol of the second w is predicted from all before it.
 
     Symbols are drawn alike and the length of w from a half to all of what `length` allows, so that nothing but w itself says
@@ -57,29 +56,8 @@ class Copying(Task):
         self.size = whole_setting(self.name, "examples", examples, 1)
         self.seed = whole_setting(self.name, "seed", seed, 0)
 
-    def load(
-        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
-    ) -> Split:
-        """Generate a split: `dev` (the default) or `train`.
-
-        Raises:
-            ApproxError: if a data folder is given, the split is unknown or the limit is below 1.
-        """
-        if data is not None:
-            raise ApproxError(
-                f"The task '{self.name}' generates its examples and reads none from {data}. Omit the data."
-            )
-        split = split or "dev"
-        if split not in _SPLITS:
-            raise ApproxError(f"Unknown split '{split}' of the task '{self.name}'. Known: {', '.join(_SPLITS)}.")
-        if limit is not None:
-            whole_setting(self.name, "limit", limit, 1)
-        rows = range(min(self.size, limit or self.size))
-        return Split(split, [self._example(split, row) for row in rows], subset=len(rows) < self.size)
-
-    def _example(self, split: str, row: int) -> Example:
-        # A generator per row: a row is the same whatever the number of rows around it.
-        random = np.random.default_rng([self.seed, _SPLITS.index(split), row])
+    def example(self, split: str, row: int, random: np.random.Generator) -> Example:
+        """A sequence and its copy."""
         longest = self.length // 2 - 1
         count = random.integers(max(1, longest // 2), longest, endpoint=True)
         copied = "".join(SYMBOLS[index] for index in random.integers(self.symbols, size=count))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 
-from approx.errors import ApproxError
+from approx.tasks.generated import Generated
 from approx.tasks.settings import whole_setting
-from approx.tasks.task import Example, SequenceClassification, Split
+from approx.tasks.task import Example, SequenceClassification
 
 QUESTION = "find"
 VALUES = ("black", "blue", "brown", "green", "grey", "red", "white", "yellow")
@@ -27,12 +26,11 @@ NEEDLES = tuple(f"{key}:{value}" for key, value in product(KEYS, VALUES))
 WORDS = (QUESTION, *KEYS, *NEEDLES, *FILLERS)
 """Every word that an example may hold; a tokenizer that knows them reads one token a word."""
 
-_SPLITS = ("train", "dev")
 _SPECIAL_TOKENS = 2
 _QUESTION_WORDS = 2
 
 
-class Needle(SequenceClassification):
+class Needle(Generated, SequenceClassification):
     """Documents of made-up words that hide `needles` pairs `key:value`, anywhere and in any order.
 
     A text is the question (`find` and a key) and then the document; the label is the value of that key. All
@@ -61,29 +59,8 @@ class Needle(SequenceClassification):
         whole_setting(self.name, "seed", seed, 0)
         self.length, self.size, self.needles, self.seed = length, examples, needles, seed
 
-    def load(
-        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
-    ) -> Split:
-        """Generate a split: `dev` (the default) or `train`; the classes of its rows take turns.
-
-        Raises:
-            ApproxError: if a data folder is given, the split is unknown or the limit is below 1.
-        """
-        if data is not None:
-            raise ApproxError(
-                f"The task '{self.name}' generates its examples and reads none from {data}. Omit the data."
-            )
-        split = split or "dev"
-        if split not in _SPLITS:
-            raise ApproxError(f"Unknown split '{split}' of the task '{self.name}'. Known: {', '.join(_SPLITS)}.")
-        if limit is not None:
-            whole_setting(self.name, "limit", limit, 1)
-        rows = range(min(self.size, limit or self.size))
-        return Split(split, [self._example(split, row) for row in rows], subset=len(rows) < self.size)
-
-    def _example(self, split: str, row: int) -> Example:
-        # A generator per row: a row is the same whatever the number of rows around it.
-        random = np.random.default_rng([self.seed, _SPLITS.index(split), row])
+    def example(self, split: str, row: int, random: np.random.Generator) -> Example:
+        """A document; the classes of the rows take turns."""
         keys = random.permutation(len(KEYS))[: self.needles]
         values = random.integers(len(VALUES), size=self.needles)
         values[0] = row % len(VALUES)

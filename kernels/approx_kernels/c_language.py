@@ -84,6 +84,22 @@ def find_compiler() -> tuple[str | None, str]:
     return found, f"{missing}. Install gcc, or set $CC to a compiler."
 
 
+class Rows(ctypes.Structure):
+    """`tensor` of c_vectors.py: where a tensor [B, H, N, D] begins, and its first three strides."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("row", ctypes.c_int64),
+    )
+
+
+def rows_of(x: Tensor) -> Rows:
+    """The rows of a tensor [B, H, N, D], numbers of a row side by side."""
+    return Rows(x.data_ptr(), *x.stride()[:3])
+
+
 def address(x: Tensor | None) -> ctypes.c_void_p:
     """Where the numbers of a contiguous tensor lie; NULL for None."""
     assert x is None or x.is_contiguous(), f"a tensor of shape {list(x.shape)} does not lie in one piece"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.c_language import address, check, library
+from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.clustered.backward_c import BACKWARD
 from approx_kernels.clustered.forward_c import FORWARD
@@ -20,19 +20,13 @@ _WHOLE = ctypes.c_int64
 _PLACE = ctypes.c_void_p
 
 
-class _Rows(ctypes.Structure):
-    """`tensor` of c_vectors.py."""
-
-    _fields_ = (("data", _PLACE), ("batch", _WHOLE), ("head", _WHOLE), ("row", _WHOLE))
-
-
 class _Problem(ctypes.Structure):
     """`problem` of heads_c.py."""
 
     _fields_ = (
         *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "size", "values")),
         *((name, _WHOLE) for name in ("most_clusters", "kept", "bf16", "threads")),
-        *((name, _Rows) for name in ("q", "k", "v", "out")),
+        *((name, Rows) for name in ("q", "k", "v", "out")),
         *((name, _PLACE) for name in ("query_tokens", "key_tokens", "queries", "real_keys", "clusters", "groups")),
         *((name, _PLACE) for name in ("rest", "sums", "mass", "top")),
         ("scale", ctypes.c_float),
@@ -42,7 +36,7 @@ class _Problem(ctypes.Structure):
 class _BackwardProblem(ctypes.Structure):
     """`backward_problem` of backward_c.py."""
 
-    _fields_ = (("all", _Problem), *((name, _Rows) for name in ("grad", "dq", "dk", "dv")))
+    _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")))
 
 
 def obstacle(q: Tensor, dropout: float) -> str | None:
@@ -158,7 +152,7 @@ def _attend_backward(
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     made = _empty_gradients(grad, q, k, v)
     state = (groups, query_tokens, key_tokens, queries, keys, clusters, rest, sums, mass, top)
-    problem = _BackwardProblem(_problem(q, k, v, grad, *state, most, kept, scale), *map(_rows, (grad, *made)))
+    problem = _BackwardProblem(_problem(q, k, v, grad, *state, most, kept, scale), *map(rows_of, (grad, *made)))
     found = library(BACKWARD)
     assert not isinstance(found, str), "checked by the op"
     check(found.backward(ctypes.byref(problem)))
@@ -189,14 +183,10 @@ def _attend(
     return made
 
 
-def _rows(x: Tensor) -> _Rows:
-    return _Rows(x.data_ptr(), *x.stride()[:3])
-
-
 def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *state: Any) -> _Problem:
     groups, query_tokens, key_tokens, queries, keys, clusters, rest, sums, mass, top, most, kept, scale = state
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], most, kept)
     places = map(address, (query_tokens, key_tokens, queries, keys, clusters, groups, rest, sums, mass, top))
     return _Problem(
-        *sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *map(_rows, (q, k, v, out)), *places, scale
+        *sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *map(rows_of, (q, k, v, out)), *places, scale
     )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.c_language import address, check, library
+from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.custom_op import custom_op
 from approx_kernels.key_lists.backward_c import BACKWARD
@@ -25,19 +25,13 @@ _WHOLE = ctypes.c_int64
 _PLACE = ctypes.c_void_p
 
 
-class _Rows(ctypes.Structure):
-    """`tensor` of c_vectors.py."""
-
-    _fields_ = (("data", _PLACE), ("batch", _WHOLE), ("head", _WHOLE), ("row", _WHOLE))
-
-
 class _Problem(ctypes.Structure):
     """`problem` of forward_c.py."""
 
     _fields_ = (
         *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "size", "values")),
         *((name, _WHOLE) for name in ("before", "blocks", "parts", "own_orders", "bf16", "threads")),
-        *((name, _Rows) for name in ("q", "k", "v", "out")),
+        *((name, Rows) for name in ("q", "k", "v", "out")),
         *(
             (name, _PLACE)
             for name in ("mask", "starts", "first", "entries", "query_order", "key_order", "lse", "spans")
@@ -50,7 +44,7 @@ class _Problem(ctypes.Structure):
 class _BackwardProblem(ctypes.Structure):
     """`backward_problem` of backward_c.py."""
 
-    _fields_ = (("all", _Problem), *((name, _Rows) for name in ("grad", "dq", "dk", "dv")), ("dspans", _PLACE))
+    _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")), ("dspans", _PLACE))
 
 
 def obstacle(q: Tensor, *, dropout: float) -> str | None:
@@ -184,7 +178,7 @@ def _attend_backward(
     problem = _problem(q, k, v, out, *lists, lse, spans, before, scale, ramp)
     found = library(BACKWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(_rows, (grad, *made[:3])), address(made[3])))))
+    check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(rows_of, (grad, *made[:3])), address(made[3])))))
     return made
 
 
@@ -212,14 +206,10 @@ def _attend(
     return out, lse
 
 
-def _rows(x: Tensor) -> _Rows:
-    return _Rows(x.data_ptr(), *x.stride()[:3])
-
-
 def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lists: Any) -> _Problem:
     key_mask, starts, first, entries, query_order, key_order, lse, spans, before, scale, ramp = lists
     own = query_order is not None and query_order.ndim == 4
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], before, starts.numel() - 1, _parts(query_order), own)
     places = map(address, (key_mask, starts, first, entries, query_order, key_order, lse, spans))
-    rows = map(_rows, (q, k, v, out))
+    rows = map(rows_of, (q, k, v, out))
     return _Problem(*sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *rows, *places, scale, ramp)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.c_language import address, check, library
+from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.custom_op import custom_op
 from approx_kernels.linear.backward_c import BACKWARD
@@ -19,19 +19,13 @@ _WHOLE = ctypes.c_int64
 _PLACE = ctypes.c_void_p
 
 
-class _Rows(ctypes.Structure):
-    """`tensor` of c_vectors.py."""
-
-    _fields_ = (("data", _PLACE), ("batch", _WHOLE), ("head", _WHOLE), ("row", _WHOLE))
-
-
 class _Problem(ctypes.Structure):
     """`problem` of features_c.py."""
 
     _fields_ = (
         *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "size", "features", "values")),
         *((name, _WHOLE) for name in ("causal", "map", "bf16", "threads")),
-        *((name, _Rows) for name in ("q", "k", "v", "out")),
+        *((name, Rows) for name in ("q", "k", "v", "out")),
         *((name, _PLACE) for name in ("mask", "sums", "tops", "rows")),
         *((name, ctypes.c_float) for name in ("input_scale", "eps", "floor")),
     )
@@ -40,7 +34,7 @@ class _Problem(ctypes.Structure):
 class _BackwardProblem(ctypes.Structure):
     """`backward_problem` of backward_c.py."""
 
-    _fields_ = (("all", _Problem), *((name, _Rows) for name in ("grad", "dq", "dk", "dv")))
+    _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")))
 
 
 def obstacle(q: Tensor, *, feature_map: str, window: int, dropout: float) -> str | None:
@@ -175,7 +169,7 @@ def _attend_backward(
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     made = _empty_gradients(grad, q, k, v)
     problem = _problem(q, k, v, grad, key_mask, rows, None, None, causal, feature_map, input_scale, eps, floor)
-    _run(BACKWARD, _BackwardProblem(problem, *map(_rows, (grad, *made))))
+    _run(BACKWARD, _BackwardProblem(problem, *map(rows_of, (grad, *made))))
     return made
 
 
@@ -205,10 +199,6 @@ def _run(source: str, problem: _Problem | _BackwardProblem) -> None:
     check((found.forward if source is FORWARD else found.backward)(ctypes.byref(problem)))
 
 
-def _rows(x: Tensor) -> _Rows:
-    return _Rows(x.data_ptr(), *x.stride()[:3])
-
-
 def _problem(
     q: Tensor,
     k: Tensor,
@@ -228,4 +218,4 @@ def _problem(
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], features, v.shape[3])
     how = causal, _MAPS.index(feature_map), q.dtype == torch.bfloat16, torch.get_num_threads()
     places = map(address, (key_mask, sums, tops, rows))
-    return _Problem(*sizes, *how, *map(_rows, (q, k, v, out)), *places, input_scale, eps, floor)
+    return _Problem(*sizes, *how, *map(rows_of, (q, k, v, out)), *places, input_scale, eps, floor)

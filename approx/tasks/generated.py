@@ -1,0 +1,49 @@
+"""What tasks share whose examples are made, not read: the splits, and a row that never depends on its neighbours."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+
+import numpy as np
+
+from approx.errors import ApproxError
+from approx.tasks.settings import whole_setting
+from approx.tasks.task import Example, Split, Task
+
+_SPLITS = ("train", "dev")
+
+
+class Generated(Task):
+    """A task that draws its rows from a seed, `train` and `dev` apart."""
+
+    size: int
+    """Rows of a split."""
+    seed: int
+
+    @abstractmethod
+    def example(self, split: str, row: int, random: np.random.Generator) -> Example:
+        """Make a row of a split from what is drawn for it."""
+
+    def load(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> Split:
+        """Generate a split: `dev` (the default) or `train`.
+
+        Raises:
+            ApproxError: if a data folder is given, the split is unknown or the limit is below 1.
+        """
+        if data is not None:
+            raise ApproxError(
+                f"The task '{self.name}' generates its examples and reads none from {data}. Omit the data."
+            )
+        split = split or "dev"
+        if split not in _SPLITS:
+            raise ApproxError(f"Unknown split '{split}' of the task '{self.name}'. Known: {', '.join(_SPLITS)}.")
+        if limit is not None:
+            whole_setting(self.name, "limit", limit, 1)
+        rows = range(min(self.size, limit or self.size))
+        # A generator per row: a row is the same whatever the number of rows around it.
+        drawn = (np.random.default_rng([self.seed, _SPLITS.index(split), row]) for row in rows)
+        examples = [self.example(split, row, random) for row, random in zip(rows, drawn, strict=True)]
+        return Split(split, examples, subset=len(rows) < self.size)

@@ -4,11 +4,14 @@ import atexit
 import os
 import random
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
 import pytest
 
+# A runner in the background ignores Ctrl-C, and so would every process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Read once at import by the libraries concerned, and inherited by the processes that tests start.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from approx.conversion import checkpoint, damage, export, positions, surgery, verify
+from approx.conversion import checkpoint, damage, export, fresh, positions, surgery, verify
 from approx.conversion.anatomy import anatomy
 from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch
 from approx.conversion.folder import atomic_folder, refuse_existing
@@ -61,6 +61,7 @@ def convert(
     plan.resolve(anatomy(source.config, source.stock_class))
     file = None if calibrate is None else CalibrationFile.read(calibrate, source.stock_class.main_input_name)
     progress("loading the weights")
+    fresh.begin()
     opened = checkpoint.load(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
     model = opened.model
     batch = calibration_batch(source, model, file)

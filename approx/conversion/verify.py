@@ -1,19 +1,15 @@
 """The checks that a conversion must pass before its folder gets its name."""
 
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from approx.conversion import positions, surgery, travel
+from approx.conversion import fresh, positions, surgery, travel
 from approx.conversion.anatomy import anatomy
 from approx.conversion.calibration import evaluating
 from approx.conversion.families import stock_class
@@ -132,50 +128,13 @@ def fresh_process(folder: Path, model: Any) -> Check:
     # Some heads tell padding by a token that not every config has, and take one row only without it.
     rows = 2 if getattr(model.config, "pad_token_id", None) is not None else 1
     inputs = {key: tensor[:rows].to("cpu") for key, tensor in _examples(model).items()}
-    with tempfile.TemporaryDirectory() as scratch:
-        save_file({key: tensor.contiguous() for key, tensor in inputs.items()}, f"{scratch}/inputs.safetensors")
-        child = subprocess.run(
-            [
-                sys.executable,
-                "-P",
-                "-c",
-                _RELOAD,
-                str(folder),
-                auto or "AutoModel",
-                scratch,
-                str(torch.get_num_threads()),
-            ],
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": f"{scratch}/modules"},
-            stdin=subprocess.DEVNULL,  # transformers may ask whether to trust code; here nobody answers
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if child.returncode:
-            return Check(name, False, child.stderr.strip().splitlines()[-1] if child.stderr.strip() else "it died")
-        there = load_file(f"{scratch}/outputs.safetensors")["first"]
+    try:
+        there = fresh.first_output(folder, auto or "AutoModel", inputs)
+    except fresh.ReloadError as error:
+        return Check(name, False, str(error))
     with evaluating(model.to("cpu")), torch.inference_mode():
         here = model(**inputs)[0]
     return Check(name, torch.equal(here, there), f"largest difference {(here.float() - there.float()).abs().max():.1e}")
-
-
-# Runs in a process of its own, so it is text: whatever this process has imported must not help it.
-_RELOAD = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("approx", "approx_kernels", "triton"):
-            raise ModuleNotFoundError(f"{name} is kept out of this check", name=name)
-sys.meta_path.insert(0, Absent())
-import torch, transformers
-from safetensors.torch import load_file, save_file
-folder, auto, scratch, threads = sys.argv[1:]
-torch.set_num_threads(int(threads))
-model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True).eval()
-with torch.inference_mode():
-    out = model(**load_file(f"{scratch}/inputs.safetensors"))
-save_file({"first": out[0].contiguous()}, f"{scratch}/outputs.safetensors")
-"""
 
 
 def _examples(model: Any) -> dict[str, Tensor]:

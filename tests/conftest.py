@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-# A runner in the background ignores Ctrl-C, and so would every process that a test starts and interrupts.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 # Read once at import by the libraries concerned, and inherited by the processes that tests start.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +24,8 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
+# A runner in the background ignores Ctrl-C, and so would every process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 atexit.register(shutil.rmtree, os.environ["APPROX_CACHE"], ignore_errors=True)
 
 # The same examples in every run; a loaded machine may take its time over one.

@@ -1,6 +1,7 @@
 """What every test stands on: no network, one thread, fixed seeds, and real data where this machine has it."""
 
 import atexit
+import gc
 import os
 import random
 import shutil
@@ -33,6 +34,15 @@ settings.register_profile("suite", deadline=None, derandomize=True, database=Non
 settings.load_profile("suite")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_finish():
+    # What was imported stays; benchmarks collect garbage between repetitions, and would walk through all of it.
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -104,7 +104,7 @@ class Local:
     def _pooled(
         self, work: Work, items: Sequence[T], jobs: int, threads: int, lost: list[T]
     ) -> Iterator[tuple[T, Any]]:
-        context = _context()
+        context = processes()
         lifeline, end = context.Pipe(duplex=False)
         # The end is held by this process alone, so that it breaks however this process goes.
         with lifeline, closing(end), ProcessPoolExecutor(jobs, context, _start, (lifeline,)) as pool:
@@ -128,8 +128,8 @@ class Local:
                 raise
 
 
-def _context() -> BaseContext:
-    """Where processes can be forked after these imports, which take seconds, they are done once for all."""
+def processes() -> BaseContext:
+    """How processes are made: forked from one that has done the imports that take seconds, where it can be forked then."""
     if sys.platform != "linux":
         return get_context("spawn")
     context = get_context("forkserver")

@@ -1,20 +1,17 @@
 import copy
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import killable
 from approx import recipe
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.pipeline.run import run
 from tiny_study import small_recipe, tiny_checkpoint, tiny_data, tiny_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("convert-local-2", "convert-linear", "evaluate-0", "bench-0", "bench-1")
 TIMES = {"median_ms", "p10_ms", "p90_ms", "first_ms", "ratio", "interval", "share_of_ceiling", "verdict", "samples"}
 TIMES |= {"rejected", "peak_mb", "baseline", "crowded", "status"}
@@ -72,17 +69,11 @@ def test_killed_at_any_stage_it_goes_on_and_ends_with_the_same_record(study, tmp
     check(whole, study, tmp_path / "whole")
     out, seen = tmp_path / "run", {}
     for stage in ("convert-local-2", "evaluate-0"):
-        words = ["run", str(study), "-o", str(out), "--resume"]
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "cli.py"), *words],
-            env={**os.environ, "PYTHONPATH": ""},
-            stderr=subprocess.DEVNULL,
-        )
+        process = killable.start("run", study, "-o", out, "--resume", errors=tmp_path / "errors")
         entry = out / "journal" / f"{stage}.json"
-        while not entry.exists() and process.poll() is None:
+        while not entry.exists() and process.is_alive():
             time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+        assert killable.ended(process, signal.SIGKILL) == -signal.SIGKILL, (tmp_path / "errors").read_text("utf-8")
         assert not (out / "record.json").exists()
         kept = {path.name: path.stat().st_mtime_ns for path in (out / "journal").glob("*.json")}
         assert seen.items() <= kept.items()

@@ -1,15 +1,13 @@
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import killable
 from approx import grid
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
@@ -17,8 +15,6 @@ from approx.pipeline import sweep as stage
 from approx.pipeline.cells import Cell
 from approx.publishing.report import write_report
 from tiny_study import tiny_checkpoint, tiny_data
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Here:
@@ -221,16 +217,14 @@ def test_a_folder_with_something_else_is_refused(study, tmp_path):
 def test_interrupted_and_killed_it_goes_on_and_says_the_same(whole, study, tmp_path):
     """Ctrl-C after the first cell, SIGKILL after the fourth, in processes of their own; nothing is computed twice."""
     out = tmp_path / "out"
-    words = [sys.executable, str(ROOT / "cli.py"), "sweep", str(study), "-o", str(out), "--jobs", "2"]
     kept: dict[str, int] = {}
     for how, code, cells in ((signal.SIGINT, Exit.INTERRUPTED, 1), (signal.SIGKILL, -signal.SIGKILL, 4)):
-        process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": ""}, stderr=subprocess.PIPE, text=True)
-        while len(list(out.glob("cells/*.json"))) < cells and process.poll() is None:
+        errors = tmp_path / how.name
+        process = killable.start("sweep", study, "-o", out, "--jobs", 2, errors=errors)
+        while len(list(out.glob("cells/*.json"))) < cells and process.is_alive():
             time.sleep(0.01)
-        process.send_signal(how)
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == code, said
-        assert "Finished cells are kept" in said or how == signal.SIGKILL
+        assert killable.ended(process, how) == code, errors.read_text("utf-8")
+        assert "Finished cells are kept" in errors.read_text("utf-8") or how == signal.SIGKILL
         now = {path.name: path.stat().st_mtime_ns for path in out.glob("cells/*.json")}
         assert kept.items() <= now.items()
         kept = now

@@ -1,0 +1,35 @@
+"""The command line in a process of its own, to be interrupted or killed."""
+
+import os
+import signal
+import sys
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from approx.pipeline.executors import processes
+
+
+def start(*words: object, errors: Path) -> BaseProcess:
+    """Start `approx` with these words; what it says of its work goes into a file."""
+    context: BaseContext = processes()
+    process = context.Process(target=_run, args=([str(word) for word in words], str(errors)))  # pyright: ignore[reportAttributeAccessIssue]  # every context has it
+    process.start()
+    return process
+
+
+def ended(process: BaseProcess, how: signal.Signals) -> int | None:
+    """Send a signal and wait for the end; its exit code."""
+    assert process.pid
+    os.kill(process.pid, how)
+    process.join(300)
+    return process.exitcode
+
+
+def _run(words: list[str], errors: str) -> None:
+    from approx.cli import main
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    sys.argv = ["approx", *words]
+    main()

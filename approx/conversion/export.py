@@ -2,21 +2,27 @@
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
 from approx.conversion import families, travel, verify
 from approx.conversion.calibration_inputs import CalibrationFile
-from approx.conversion.checkpoint import Checkpoint
+from approx.conversion.checkpoint import Checkpoint, processor
 from approx.conversion.manifest import MANIFEST
 from approx.conversion.resolution import described
 from approx.conversion.surgery import Receipt
+from approx.errors import ApproxError
 from approx.version import __version__
 
 RECEIPT = "approx_receipt.json"
 # Everything else beside the weights (tokenizer, feature extractor, generation settings) goes along as it is.
 _NOT_COPIED = {"config.json", "README.md", "model.safetensors.index.json", MANIFEST, RECEIPT, ".gitattributes"}
+# What in the settings of a feature extractor names its class.
+_CLASSES = {"feature_extractor_type", "image_processor_type"}
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
 
 
@@ -29,12 +35,37 @@ def write(folder: Path, checkpoint: Checkpoint, max_length: int | None = None) -
         max_length: Input length in tokens that the tokenizer is to announce, if the positions were changed.
     """
     copy_companions(checkpoint.source.folder, folder)
+    if not checkpoint.source.converted:
+        # A checkpoint without a processor is one without a processor.
+        with suppress(ApproxError):
+            _name_classes(folder, processor(checkpoint.source))
     checkpoint.model.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
     if max_length is not None and settings.is_file():
-        data = json.loads(settings.read_text(encoding="utf-8"))
-        data["model_max_length"] = max_length
-        settings.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        _change(settings, {"model_max_length": max_length})
+
+
+def _name_classes(folder: Path, processor: Any) -> None:
+    """Let the settings of a processor name their classes: the type of the config, which may have told them, is another now."""
+    whole = {"processor_class": type(processor).__name__} if isinstance(processor, ProcessorMixin) else {}
+    for part in ("tokenizer", "feature_extractor", "image_processor") if whole else (None,):
+        read = getattr(processor, part, None) if part else processor
+        if isinstance(read, PreTrainedTokenizerBase):
+            path, named = folder / "tokenizer_config.json", {"tokenizer_class": type(read).__name__}
+        elif (path := folder / "preprocessor_config.json").is_file() and read is not None:
+            named = {key: name for key, name in read.to_dict().items() if key in _CLASSES}
+        else:
+            continue
+        _change(path, {**named, **whole, **_settings(path)})
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _change(path: Path, settings: dict[str, Any]) -> None:
+    if settings != (before := _settings(path)):
+        path.write_text(json.dumps(before | settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def copy_companions(source: Path, target: Path) -> None:

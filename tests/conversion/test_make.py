@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,6 +18,7 @@ from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from conversion.zoo import FAMILIES, OTHER_HEADS, difference, outputs, tiny
 from tiny_classifier import tiny_model, tiny_tokenizer
+from tiny_speech import recogniser, speech_processor
 
 PLAN = Plan((Rule("improved-clustered", "all", {"clusters": 4}), Rule("linear", "1")))
 
@@ -222,3 +224,29 @@ def test_the_real_checkpoint_converts_and_comes_back(shared_checkpoints, tmp_pat
     model, stock = checkpoint.load(tmp_path / "out").model, checkpoint.load(folder).model
     surgery.revert(model)
     assert difference(outputs(model), outputs(stock)) == 0.0
+
+
+def test_a_processor_whose_class_only_the_config_told_comes_along(tmp_path):
+    texts, sounds = tmp_path / "texts", tmp_path / "sounds"
+    tiny("GPT2LMHeadModel").save_pretrained(texts)
+    letters = ["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz"]
+    (texts / "vocab.json").write_text(json.dumps({letter: index for index, letter in enumerate(letters)}))
+    (texts / "merges.txt").write_text("#version: 0.2\n")
+    recogniser().save_pretrained(sounds)
+    settings = speech_processor(sounds).feature_extractor.to_dict()
+    del settings["feature_extractor_type"]
+    (sounds / "preprocessor_config.json").write_text(json.dumps(settings))
+    for base, auto, given in (
+        (texts, transformers.AutoTokenizer, "abba"),
+        (sounds, transformers.AutoProcessor, np.ones(4000)),
+    ):
+        out = base.with_name(f"{base.name}-converted")
+        make.convert(base, out, Plan.of("local", left=3))
+        before, after = auto.from_pretrained(base), auto.from_pretrained(out)
+        assert type(after) is type(before)
+        read, wanted = (dict(reader(given, return_tensors="pt")) for reader in (after, before))
+        assert read.keys() == wanted.keys()
+        assert all(torch.equal(read[key], wanted[key]) for key in wanted)
+        make.revert(out, base.with_name(f"{base.name}-reverted"))
+        assert type(auto.from_pretrained(base.with_name(f"{base.name}-reverted"))) is type(before)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "texts-converted").eos_token == "<|endoftext|>"

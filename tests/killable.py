@@ -13,7 +13,7 @@ from approx.pipeline.executors import processes
 def start(*words: object, errors: Path) -> BaseProcess:
     """Start `approx` with these words; what it says of its work goes into a file."""
     context: BaseContext = processes()
-    process = context.Process(target=_run, args=([str(word) for word in words], str(errors)))  # pyright: ignore[reportAttributeAccessIssue]  # every context has it
+    process = context.Process(target=_run, args=([str(word) for word in words], str(errors), dict(os.environ)))  # pyright: ignore[reportAttributeAccessIssue]  # every context has it
     process.start()
     return process
 
@@ -26,9 +26,12 @@ def ended(process: BaseProcess, how: signal.Signals) -> int | None:
     return process.exitcode
 
 
-def _run(words: list[str], errors: str) -> None:
+def _run(words: list[str], errors: str, environment: dict[str, str]) -> None:
     from approx.cli import main
 
+    # What it was forked from has the environment of the moment when that began.
+    os.environ.clear()
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     sys.argv = ["approx", *words]

@@ -106,8 +106,9 @@ class Local:
     ) -> Iterator[tuple[T, Any]]:
         context = processes()
         lifeline, end = context.Pipe(duplex=False)
+        told = lifeline, dict(os.environ)
         # The end is held by this process alone, so that it breaks however this process goes.
-        with lifeline, closing(end), ProcessPoolExecutor(jobs, context, _start, (lifeline,)) as pool:
+        with lifeline, closing(end), ProcessPoolExecutor(jobs, context, _start, told) as pool:
             futures: dict[Future[Any], T] = {}
             try:
                 for item in items:
@@ -138,10 +139,13 @@ def processes() -> BaseContext:
     return context
 
 
-def _start(lifeline: Connection) -> None:
+def _start(lifeline: Connection, environment: dict[str, str]) -> None:
     """Begin a worker: Ctrl-C is the parent's business, and with the parent the worker goes."""
     import signal
 
+    # What it was forked from has the environment of the moment when that began.
+    os.environ.clear()
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def follow() -> None:

@@ -205,7 +205,7 @@ def test_the_machine_is_asked_without_nvidia_smi_too(monkeypatch):
 
 
 def test_rating_products_leaves_their_precision_as_it_was():
-    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore[reportAttributeAccessIssue]  # a module made at run time
     before = [one.fp32_precision for one in settings]
     gpu_machine.calibrate(torch.device("cpu"), side=32, copied=2**16)
     assert [one.fp32_precision for one in settings] == before

@@ -50,7 +50,7 @@ def test_a_long_causal_sum_gathers_no_roundings():
     results: list[tuple[torch.Tensor, ...]] = []
     for impl, wide in (("cpu", torch.float32), ("reference", torch.float32), ("reference", torch.float64)):
         inputs = [x.to(wide).requires_grad_() for x in (q, k, v)]
-        out = performer_attention(*inputs, None, **how, scale=0.25, impl=impl)
+        out = performer_attention(inputs[0], inputs[1], inputs[2], None, **how, scale=0.25, impl=impl)
         results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     for which, found, plain, exact in zip("oqkv", *results, strict=True):
         assert_close(which, found, plain, exact)

@@ -7,6 +7,7 @@ import torch
 
 from approx_kernels.clustering import cluster_queries, draw_planes
 from approx_kernels.clustering import triton as launching
+from approx_kernels.triton_language import configuration
 
 pytest.importorskip("triton")
 
@@ -27,19 +28,30 @@ def random(size, *, bits, clusters):
     return [x.to(DEVICE) for x in draw_planes(size, bits=bits, bias=True, clusters=clusters, seed=1)]
 
 
-CASES = [(20, 4, 16, 5, 1), (60, 9, 80, 9, 4), (150, 128, 32, 31, 3), (300, 25, 64, 63, 10), (40, 39, 128, 2, 5)]
-
-
-@pytest.mark.parametrize(("n", "clusters", "size", "bits", "iterations"), CASES)
-@pytest.mark.parametrize("parts", [1, 3])
-def test_clusters_are_those_of_the_reference(monkeypatch, n, clusters, size, bits, iterations, parts):
-    monkeypatch.setattr(launching, "parts_of", lambda *_: parts)
+def check(n, clusters, size, bits, iterations):
     q, (planes, draws) = draw(n, size), random(size, bits=bits, clusters=clusters)
     found, expected = (
         cluster_queries(q, planes, draws, clusters=clusters, iterations=iterations, impl=impl)
         for impl in ("triton", "reference")
     )
     assert torch.equal(found, expected)
+
+
+CASES = [(20, 4, 16, 5, 1), (60, 9, 80, 9, 4), (150, 128, 32, 31, 3), (300, 25, 64, 63, 10), (40, 39, 128, 2, 5)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_clusters_are_those_of_the_reference(monkeypatch, case, parts):
+    monkeypatch.setattr(launching, "parts_of", lambda *_: parts)
+    check(*case)
+
+
+@pytest.mark.parametrize(("case", "parts"), [((150, 100, 32, 31, 3), 1), ((150, 9, 80, 9, 4), 3)])
+def test_tiles_for_smaller_cards(monkeypatch, case, parts):
+    monkeypatch.setattr(launching, "parts_of", lambda *_: parts)
+    with configuration(-1):
+        check(*case)
 
 
 def test_half_precision_and_strides():

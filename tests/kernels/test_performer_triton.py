@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from approx_kernels.performer import draw_projection, performer_attention
+from approx_kernels.triton_language import configuration
 from closeness import assert_close
 
 pytest.importorskip("triton")
@@ -50,8 +51,11 @@ def test_key_masks(kernel, causal):
     check(draw(37, 37, batch=2), torch.stack([real, real & False]), kernel=kernel, causal=causal)
 
 
-def test_half_precision_and_many_features():
-    check(draw(37, 37, dtype=torch.float16), causal=False, features=200)
+# The default tiles, and those for smaller cards.
+@pytest.mark.parametrize("number", [0, -1])
+def test_half_precision_and_many_features(number):
+    with configuration(number):
+        check(draw(37, 37, dtype=torch.float16), causal=False, features=200)
 
 
 def test_large_inputs_overflow_nothing():

@@ -18,9 +18,14 @@ MOST_CLUSTERS, MOST_BITS = 128, 63
 # Programs below which heads are split into parts: those that fill an H100 once.
 FULL = 132
 
-HASH = (Configuration({"BM": 64}, 8, 2),)
+# The default, and what asks for less where that may be too much.
+HASH = (Configuration({"BM": 64}, 8, 2), Configuration({"BM": 32}, 8, 1))
 # By the power of two that holds the clusters.
-LLOYD = {64: (Configuration({"BN": 128}, 4, 3),), 128: (Configuration({"BN": 128}, 8, 3),)}
+LLOYD = {
+    64: (Configuration({"BN": 128}, 4, 3), Configuration({"BN": 64}, 4, 1)),
+    128: (Configuration({"BN": 128}, 8, 3), Configuration({"BN": 64}, 8, 1)),
+}
+# It has nothing in shared memory.
 SORT = (Configuration({"BN": 64}, 4, 1),)
 
 

@@ -18,48 +18,49 @@ SEGMENTS = 16
 LEAST = 256
 
 
-def _sums(rows: int, warps: int, stages: int) -> tuple[Configuration, ...]:
-    return (Configuration({"BT": rows}, warps, stages),)
+def _sums(rows: int, warps: int, stages: int) -> Configuration:
+    return Configuration({"BT": rows}, warps, stages)
 
 
-def _scan(rows: int, columns: int, warps: int, stages: int) -> tuple[Configuration, ...]:
-    return (Configuration({"BT": rows, "BC": columns}, warps, stages),)
+def _scan(rows: int, columns: int, warps: int, stages: int) -> Configuration:
+    return Configuration({"BT": rows, "BC": columns}, warps, stages)
 
 
-# By what they are given, see `kind`.
+# By what they are given, see `kind`: the default, and what asks for less where that may be too much. One alone is the
+# smallest tile that there is.
 SUMS = {
-    "bfloat16": _sums(64, 8, 2),
-    "bfloat16, wide": _sums(64, 8, 2),
-    "bfloat16, many features": _sums(64, 8, 2),
-    "float16": _sums(32, 8, 2),
-    "float16, wide": _sums(32, 8, 1),
-    "float16, many features": _sums(32, 8, 1),
-    "float32": _sums(32, 8, 1),
-    "float32, wide": _sums(16, 8, 1),
-    "float32, many features": _sums(16, 8, 1),
+    "bfloat16": (_sums(64, 8, 2), _sums(32, 8, 1)),
+    "bfloat16, wide": (_sums(64, 8, 2), _sums(32, 8, 1)),
+    "bfloat16, many features": (_sums(64, 8, 2), _sums(32, 8, 1)),
+    "float16": (_sums(32, 8, 2), _sums(16, 8, 1)),
+    "float16, wide": (_sums(32, 8, 1), _sums(16, 8, 1)),
+    "float16, many features": (_sums(32, 8, 1), _sums(16, 8, 1)),
+    "float32": (_sums(32, 8, 1), _sums(16, 8, 1)),
+    "float32, wide": (_sums(16, 8, 1),),
+    "float32, many features": (_sums(16, 8, 1),),
 }
 # The scan, where it computes pairs and carries a state, and where it reads one state.
 CAUSAL = {
-    "bfloat16": _scan(32, 64, 8, 2),
-    "bfloat16, wide": _scan(16, 32, 8, 1),
-    "bfloat16, many features": _scan(16, 32, 8, 1),
-    "float16": _scan(32, 32, 8, 1),
-    "float16, wide": _scan(16, 32, 8, 1),
-    "float16, many features": _scan(16, 16, 8, 1),
-    "float32": _scan(16, 16, 8, 1),
-    "float32, wide": _scan(16, 16, 8, 1),
-    "float32, many features": _scan(16, 16, 8, 1),
+    "bfloat16": (_scan(32, 64, 8, 2), _scan(16, 32, 8, 1)),
+    "bfloat16, wide": (_scan(16, 32, 8, 1), _scan(16, 16, 8, 1)),
+    "bfloat16, many features": (_scan(16, 32, 8, 1), _scan(16, 16, 8, 1)),
+    "float16": (_scan(32, 32, 8, 1), _scan(16, 16, 8, 1)),
+    "float16, wide": (_scan(16, 32, 8, 1), _scan(16, 16, 8, 1)),
+    "float16, many features": (_scan(16, 16, 8, 1),),
+    "float32": (_scan(16, 16, 8, 1),),
+    "float32, wide": (_scan(16, 16, 8, 1),),
+    "float32, many features": (_scan(16, 16, 8, 1),),
 }
 PARALLEL = {
-    "bfloat16": _scan(64, 64, 8, 2),
-    "bfloat16, wide": _scan(64, 64, 8, 2),
-    "bfloat16, many features": _scan(32, 32, 8, 2),
-    "float16": _scan(32, 64, 8, 2),
-    "float16, wide": _scan(32, 32, 8, 1),
-    "float16, many features": _scan(32, 16, 8, 1),
-    "float32": _scan(32, 32, 8, 1),
-    "float32, wide": _scan(16, 16, 8, 1),
-    "float32, many features": _scan(16, 16, 8, 1),
+    "bfloat16": (_scan(64, 64, 8, 2), _scan(32, 32, 8, 1)),
+    "bfloat16, wide": (_scan(64, 64, 8, 2), _scan(32, 32, 8, 1)),
+    "bfloat16, many features": (_scan(32, 32, 8, 2), _scan(16, 16, 8, 1)),
+    "float16": (_scan(32, 64, 8, 2), _scan(16, 32, 8, 1)),
+    "float16, wide": (_scan(32, 32, 8, 1), _scan(16, 16, 8, 1)),
+    "float16, many features": (_scan(32, 16, 8, 1), _scan(16, 16, 8, 1)),
+    "float32": (_scan(32, 32, 8, 1), _scan(16, 16, 8, 1)),
+    "float32, wide": (_scan(16, 16, 8, 1),),
+    "float32, many features": (_scan(16, 16, 8, 1),),
 }
 
 

@@ -12,7 +12,7 @@ from bench import gpu_cases
 from bench.gpu_machine import calibrate, described
 from bench.gpu_race import Part, measure
 from bench.gpu_verify import verify, verify_decoding
-from bench.gpu_workers import SPENT, Lost, Say, told
+from bench.gpu_workers import SPENT, LostError, Say, told
 
 # What has not been verified for these inputs is not timed.
 UNVERIFIED = "not verified in time, so not timed"
@@ -111,4 +111,4 @@ def _alive(device: torch.device, status: str) -> None:
         try:
             torch.cuda.synchronize()
         except RuntimeError:
-            raise Lost(status) from None
+            raise LostError(status) from None

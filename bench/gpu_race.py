@@ -18,9 +18,10 @@ from bench import gpu_cases, gpu_models
 from bench.gpu_graphs import captured
 from bench.gpu_machine import watched
 from bench.gpu_peers import COMPILED, rotating
-from bench.gpu_workers import SPENT, Lost, Say, told
+from bench.gpu_workers import SPENT, LostError, Say, told
 
 T = TypeVar("T")
+_CPU = torch.device("cpu")
 
 ROUNDS, BLOCK_MS, WARM_UP_SECONDS = 20, 2.0, 0.05
 # Twenty turns of who takes longer would cost the others theirs.
@@ -70,7 +71,7 @@ class Guarded(Runner):
     name: str = ""
     role: str = ""
     say: Say = print
-    device: torch.device = torch.device("cpu")  # noqa: RUF009  # it never changes
+    device: torch.device = _CPU
     calls: int = 1
     first_s: float | None = None
 
@@ -88,7 +89,7 @@ class Guarded(Runner):
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
             except RuntimeError:
-                raise Lost(self.status) from None
+                raise LostError(self.status) from None
         return None
 
 

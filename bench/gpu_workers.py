@@ -24,7 +24,7 @@ TRIES = 4
 BEGINNING = 300.0
 
 
-class Lost(Exception):  # noqa: N818  # no mistake, but what becomes of a process
+class LostError(Exception):
     """The device answers this process no more."""
 
 
@@ -175,7 +175,7 @@ def _serve(pipe: Connection, work: Work, log: str) -> None:
             return
         try:
             found = work(job.given, lambda name: pipe.send(("about", name)), without)
-        except Lost as error:
+        except LostError as error:
             pipe.send(("lost", told(error)))
             os._exit(1)
         except Exception as error:

@@ -19,6 +19,8 @@ from torch import Tensor, get_num_threads
 
 # Libraries of macOS do not survive a fork, and Windows has none.
 _FORKS = sys.platform == "linux"
+# The check is one of the CPU, and what has looked for GPUs cannot be forked.
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class ReloadError(Exception):
@@ -37,7 +39,7 @@ class Reloader:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _SERVER, *(["forks"] if _FORKS else [])],
                 cwd=self._home.name,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": f"{self._home.name}/modules"},
+                env={**os.environ, **_ENVIRONMENT, "HF_MODULES_CACHE": f"{self._home.name}/modules"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=said,

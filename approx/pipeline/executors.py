@@ -130,8 +130,9 @@ class Local:
 
 
 def processes() -> BaseContext:
-    """How processes are made: forked from one that has done the imports that take seconds, where it can be forked then."""
-    if sys.platform != "linux":
+    """How processes are made: forked from one that has done the imports that take seconds, where that can be forked."""
+    # Libraries of macOS do not survive it, nor does what has looked for GPUs, and the imports may.
+    if sys.platform != "linux" or torch.cuda.is_available():
         return get_context("spawn")
     context = get_context("forkserver")
     # The file of one family brings what those of all import.

@@ -229,6 +229,6 @@ def _draw(made: dict[str, Any], suite: str, dtype: str, output: Path) -> str | N
         for one in names(parts)
         if one != "sdpa"
     }
-    told = f"times as fast as default SDPA, {_SUITES[suite]}, {dtype}"
+    told = f"{_SUITES[suite]}, {dtype}: times as fast as default SDPA"
     draw({one: points for one, points in lines.items() if points}, told, output / name)
     return name

@@ -195,6 +195,8 @@ def draw(made: dict[str, Any], path: Path) -> None:
             axes.plot([p["length"] for p in points], [p["ms"] for p in points], label=case["name"], **style)
         axes.set_xlabel("tokens")
         axes.set_ylabel("milliseconds of a forward")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:,g}")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right center", fontsize=7.5, frameon=False)

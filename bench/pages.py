@@ -57,6 +57,8 @@ def draw(lines: Mapping[str, Sequence[tuple[int, float]]], told: str, path: Path
         axes.axhline(1, color="black", linewidth=0.6)
         axes.set_xlabel("tokens")
         axes.set_ylabel(told)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right center", fontsize=7, frameon=False)

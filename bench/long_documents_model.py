@@ -1,14 +1,16 @@
-"""Train a classifier of reviews of up to 2,048 tokens, and write the reviews that it is to be measured on.
+"""Train a classifier of texts of up to 2,048 tokens, and write the texts that it is to be measured on.
 
-    python bench/long_documents_model.py -o runs/long-documents \\
+    python bench/long_documents_model.py reviews -o runs/long-documents \\
         --start ../shared/checkpoints/minilm-sst2 --reviews ../shared/data/longdocs/movie_reviews/train.jsonl.gz \\
         --imdb ../shared/data/imdb
+    python bench/long_documents_model.py genres -o runs/genres \\
+        --start ../shared/checkpoints/minilm-sst2 --brown ../shared/data/longdocs/brown/train.jsonl.gz
 
 It starts from a BERT fine-tuned on SST-2, extends its positions as `--max-length` does, and trains the upper half of the
-layers with exact attention, on one thread, for some seven minutes. Batches hold about as many tokens at every length, so
+layers with exact attention, on one thread, for some minutes. Batches hold about as many tokens at every length, so
 most of the texts are read in part; that is what a small budget buys, and no setting was tried twice. `model/` is the
-checkpoint; `movie-reviews.jsonl` and `imdb.jsonl` beside it hold reviews that were not trained on. Neither belongs
-into a repository.
+checkpoint; the .jsonl files beside it hold texts that were not trained on: movie reviews and IMDb, or half of the Brown
+corpus, whose other half is learnt from, whole and from later words on. None belongs into a repository.
 """
 
 import argparse
@@ -32,6 +34,14 @@ POSITIONS = 2048
 IMDB_WORDS = 700
 
 
+class Course(NamedTuple):
+    """Rows to learn from, and by file those to measure on; `labels` are the classes, None if they are those of the start."""
+
+    labels: list[str] | None
+    learnt: list[dict[str, Any]]
+    held: dict[str, list[dict[str, Any]]]
+
+
 class Phase(NamedTuple):
     """So many steps on batches of texts that are read to one length."""
 
@@ -40,7 +50,15 @@ class Phase(NamedTuple):
     batch: int
 
 
-PHASES = (Phase(256, 24, 16), Phase(512, 24, 8), Phase(1024, 16, 4), Phase(2048, 8, 2))
+PHASES = {
+    "reviews": (Phase(256, 24, 16), Phase(512, 24, 8), Phase(1024, 16, 4), Phase(2048, 8, 2)),
+    # Fifteen classes instead of two, and none of them known before.
+    "genres": (Phase(256, 72, 16), Phase(512, 36, 8), Phase(1024, 16, 4), Phase(2048, 8, 2)),
+}
+# One in so many is measured and not trained on: of the reviews, and of the few documents of Brown.
+HELD_OUT = {"reviews": 8, "genres": 2}
+# A document is also learnt from later words on: every so many of them begin another text, and none is shorter.
+STRIDE = 250
 RATE, WARM_UP = 1e-4, 0.1
 
 
@@ -49,21 +67,25 @@ def digest(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-def held_out(name: str) -> bool:
-    """Whether a text is one of the eighth that is measured and not trained on."""
-    return digest(name)[0] % 8 == 0
+def held_out(name: str, course: str) -> bool:
+    """Whether a text is one of the share that is measured and not trained on."""
+    return digest(name)[0] % HELD_OUT[course] == 0
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl.gz: `id`, `text` and `label`, 0 or 1."""
+    """The rows of a .jsonl.gz: `id`, `text` and `label`, or `genre`."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 
-def open_start(folder: Path) -> tuple[Any, Any]:
-    """Tokenizer and model, with longer positions, of which only the upper layers learn."""
+def open_start(folder: Path, labels: list[str] | None) -> tuple[Any, Any]:
+    """Tokenizer and model, with longer positions, of which only the upper layers learn; with a new head for new labels."""
     tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=POSITIONS)
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    head: dict[str, Any] = {}
+    if labels is not None:
+        head = {"id2label": dict(enumerate(labels)), "label2id": {name: number for number, name in enumerate(labels)}}
+        head["ignore_mismatched_sizes"] = True
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, **head)
     positions.resize(model, POSITIONS)
     layers = model.base_model.encoder.layer
     for part in (model.base_model.embeddings, *layers[: len(layers) // 2]):
@@ -112,20 +134,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    """Train, and write the checkpoint and the texts to measure it on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--out", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--start", type=Path, required=True, help="a BERT with two classes, negative and positive")
-    parser.add_argument("--reviews", type=Path, required=True, help="the movie reviews of Pang and Lee, .jsonl.gz")
-    parser.add_argument("--imdb", type=Path, required=True, help="IMDb: train.jsonl.gz and test….jsonl.gz")
-    parser.add_argument("--force", action="store_true", help="replace the folder if it exists")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    refuse_existing(arguments.out, force=arguments.force)
-    # One thread adds in one order: the same seed gives the same model on the same machine.
-    torch.set_num_threads(1)
-    torch.manual_seed(arguments.seed)
+def of_reviews(arguments: argparse.Namespace) -> Course:
+    """Movie reviews, of which some are held out, and the long reviews of IMDb in its own splits."""
     reviews = read(arguments.reviews)
     long = {
         split: [
@@ -136,14 +146,56 @@ def main() -> None:
         ]
         for split in ("train", "test")
     }
-    tokenizer, model = open_start(arguments.start)
+    held = [row for row in reviews if held_out(row["id"], "reviews")]
     # The same work may be reviewed in both, by other people; no text is.
-    train(model, tokenizer, [row for row in reviews if not held_out(row["id"])] + long["train"], PHASES, arguments.seed)
+    learnt = [row for row in reviews if not held_out(row["id"], "reviews")] + long["train"]
+    return Course(None, learnt, {"movie-reviews": held, "imdb": long["test"]})
+
+
+def of_genres(arguments: argparse.Namespace) -> Course:
+    """The documents of Brown by genre, of which half are held out; the others also from later words on."""
+    documents = read(arguments.brown)
+    labels = sorted({row["genre"] for row in documents})
+    rows = [{"id": row["id"], "text": row["text"], "label": labels.index(row["genre"])} for row in documents]
+    learnt = [
+        {**row, "text": " ".join(words[start:])}
+        for row in rows
+        if not held_out(row["id"], "genres")
+        for words in [row["text"].split()]
+        for start in range(0, max(1, len(words) - STRIDE + 1), STRIDE)
+    ]
+    return Course(labels, learnt, {"brown": [row for row in rows if held_out(row["id"], "genres")]})
+
+
+def main() -> None:
+    """Train, and write the checkpoint and the texts to measure it on."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("-o", "--out", type=Path, required=True, help="the folder to write")
+    common.add_argument("--start", type=Path, required=True, help="a BERT with two classes, negative and positive")
+    common.add_argument("--force", action="store_true", help="replace the folder if it exists")
+    common.add_argument("--seed", type=int, default=0)
+    courses = parser.add_subparsers(dest="course", required=True)
+    reviews = courses.add_parser("reviews", parents=[common], help="whether a review is positive")
+    reviews.add_argument("--reviews", type=Path, required=True, help="the movie reviews of Pang and Lee, .jsonl.gz")
+    reviews.add_argument("--imdb", type=Path, required=True, help="IMDb: train.jsonl.gz and test….jsonl.gz")
+    genres = courses.add_parser("genres", parents=[common], help="which of the 15 genres of Brown a text is of")
+    genres.add_argument(
+        "--brown", type=Path, required=True, help="documents of Brown with `id`, `genre` and `text`, .jsonl.gz"
+    )
+    arguments = parser.parse_args()
+    refuse_existing(arguments.out, force=arguments.force)
+    # One thread adds in one order: the same seed gives the same model on the same machine.
+    torch.set_num_threads(1)
+    torch.manual_seed(arguments.seed)
+    course = of_reviews(arguments) if arguments.course == "reviews" else of_genres(arguments)
+    tokenizer, model = open_start(arguments.start, course.labels)
+    train(model, tokenizer, course.learnt, PHASES[arguments.course], arguments.seed)
     with atomic_folder(arguments.out, force=arguments.force) as folder:
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-        write(folder / "movie-reviews.jsonl", [row for row in reviews if held_out(row["id"])])
-        write(folder / "imdb.jsonl", long["test"])
+        for name, rows in course.held.items():
+            write(folder / f"{name}.jsonl", rows)
 
 
 if __name__ == "__main__":

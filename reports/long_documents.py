@@ -1,13 +1,16 @@
 """The page about long inputs: what reading more of a text is worth, with exact attention and with others, and what it takes."""
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import yaml
 
 from approx.evaluation import record
+from approx.evaluation.statistics import accuracy_interval
 
-NAME = "long-documents"
+NAMES = ("long-documents", "genres")
 BASE = "exact"
 
 
@@ -47,22 +50,47 @@ def best(timed: list[Point]) -> list[Point]:
     return kept
 
 
-def verdict(found: list[Point]) -> str:
-    """Whether longer context and another attention pay off together, in a sentence."""
+def newcombe(right: int, of: int, other_right: int, other_of: int) -> tuple[float, float]:
+    """The 95 % interval of the difference between two shares of different texts.
+
+    Source: Newcombe, 1998, "Interval estimation for the difference between independent proportions", Statistics in
+    Medicine 17, method 10.
+    """
+    (low, high), (least, most) = (
+        accuracy_interval(np.arange(n) < k) for k, n in ((right, of), (other_right, other_of))
+    )
+    share, other = right / of, other_right / other_of
+    return share - other - math.hypot(share - low, most - other), share - other + math.hypot(
+        high - share, other - least
+    )
+
+
+def verdict(found: list[Point], examples: int) -> str:
+    """Whether longer context and another attention pay off together, and how sure that is, in two sentences."""
     if any(point.milliseconds is None for point in found):
         return "Not timed yet, so nothing is said about what pays off."
-    shortest = min(point.length for point in found)
-    together = [point for point in best(found) if point.name != BASE and point.length > shortest]
+    first = min((point for point in found if point.name == BASE), key=lambda point: point.length)
+    together = [point for point in best(found) if point.name != BASE and point.length > first.length]
     if not together:
         return (
             "Longer context and another attention pay off together **nowhere**: whatever reads more tokens with another attention "
             "is beaten by something quicker."
         )
-    listed = ", ".join(
-        f"`{point.name}` at {point.length:,} tokens ({100 * point.score:.1f} %, {point.milliseconds:.0f} ms)"
-        for point in together
+    told, sure = [], []
+    for point in together:
+        counts = (round(point.score * examples), examples, round(first.score * examples), examples)
+        low, high = (100 * end for end in newcombe(*counts))
+        told.append(
+            f"`{point.name}` at {point.length:,} tokens ({100 * point.score:.1f} %, {point.milliseconds:.0f} ms; "
+            f"{100 * (point.score - first.score):+.1f} ({low:+.1f} … {high:+.1f}) points against exact attention at {first.length:,})"
+        )
+        if low > 0:
+            sure.append(f"`{point.name}` at {point.length:,}")
+    certainty = f"More than chance: {', '.join(sure)}." if sure else "None of these gains is more than chance may give."
+    return (
+        f"Longer context and another attention pay off together with {', '.join(told)}: nothing as quick scores as high. "
+        f"{certainty} These intervals do not know that the texts are the same ones, and are too wide rather than too narrow."
     )
-    return f"Longer context and another attention pay off together with {listed}: nothing as quick scores as high."
 
 
 def page(made: dict[str, Any]) -> str:
@@ -81,7 +109,7 @@ def page(made: dict[str, Any]) -> str:
     ]
     for name, entries in texts.items():
         found = [point for length, task in entries for point in points(task, length, made["speed"])]
-        parts += [f"## {name}", _counts(entries), _table(entries, found), verdict(found)]
+        parts += [f"## {name}", _counts(entries), _table(entries, found), verdict(found, entries[0][1]["examples"])]
     machine = made["environment"]
     parts.append(
         f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}; `{made['command']}`. "
@@ -124,8 +152,9 @@ def _interval(task: dict[str, Any], name: str) -> tuple[float, float]:
 
 
 def write(folder: Path, out: Path) -> None:
-    """Write the page into `out/long-documents`, if its record is in `folder`."""
-    path = folder / f"{NAME}.json"
-    if path.is_file():
-        (out / NAME).mkdir(parents=True, exist_ok=True)
-        (out / NAME / "README.md").write_text(page(record.load(path)), encoding="utf-8")
+    """Write the page of each record that is in `folder` into a folder of its name in `out`."""
+    for name in NAMES:
+        path = folder / f"{name}.json"
+        if path.is_file():
+            (out / name).mkdir(parents=True, exist_ok=True)
+            (out / name / "README.md").write_text(page(record.load(path)), encoding="utf-8")

@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from approx.tasks import open_task
 from bench import long_documents_model, speech_model
 from tiny_speech import some_utterances, write_utterances
 from tiny_study import tiny_checkpoint
+
+PHASES = (long_documents_model.Phase(8, 2, 2), long_documents_model.Phase(40, 1, 2))
 
 
 @pytest.fixture
@@ -34,10 +37,9 @@ def documents(tmp_path, monkeypatch):
     write("train.jsonl.gz", 3, 701)
     write("test_part.jsonl.gz", 2, 701)
     write("test_short.jsonl.gz", 2, 700)
-    phases = (long_documents_model.Phase(8, 2, 2), long_documents_model.Phase(40, 1, 2))
-    monkeypatch.setattr(long_documents_model, "PHASES", phases)
+    monkeypatch.setitem(long_documents_model.PHASES, "reviews", PHASES)
     given = ["--start", str(start), "--reviews", str(tmp_path / "reviews.jsonl.gz"), "--imdb", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["long_documents_model.py", "-o", str(tmp_path / "out"), *given])
+    monkeypatch.setattr(sys, "argv", ["long_documents_model.py", "reviews", "-o", str(tmp_path / "out"), *given])
     long_documents_model.main()
     return start, tmp_path / "out"
 
@@ -62,9 +64,36 @@ def test_long_documents_to_measure_are_those_not_trained_on(documents):
     _, out = documents
     ids = [json.loads(line)["id"] for line in (out / "movie-reviews.jsonl").read_text().splitlines()]
     assert 0 < len(ids) < 20
-    assert all(map(long_documents_model.held_out, ids))
+    assert all(long_documents_model.held_out(name, "reviews") for name in ids)
     split = open_task("documents").load(out / "imdb.jsonl")
     assert [example.id for example in split.examples] == ["tes/0", "tes/1"]
+
+
+def test_genres_are_learnt_from_one_half_of_the_documents_and_measured_on_the_other(tmp_path, monkeypatch):
+    start = tiny_checkpoint(tmp_path / "start", positions=32)
+    genres = ["news", "humor", "lore"]
+    with gzip.open(tmp_path / "brown.jsonl.gz", "wt") as file:
+        file.writelines(
+            json.dumps({"id": f"c{row}", "text": f"film {row} " * 300, "genre": genres[row % 3]}) + "\n"
+            for row in range(24)
+        )
+    monkeypatch.setitem(long_documents_model.PHASES, "genres", PHASES)
+    given = ["--start", str(start), "--brown", str(tmp_path / "brown.jsonl.gz")]
+    monkeypatch.setattr(sys, "argv", ["long_documents_model.py", "genres", "-o", str(tmp_path / "out"), *given])
+    learnt = []
+    train = long_documents_model.train
+    monkeypatch.setattr(long_documents_model, "train", lambda *given: (learnt.extend(given[2]), train(*given)))
+    long_documents_model.main()
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "model")
+    assert model.config.id2label == {0: "humor", 1: "lore", 2: "news"}
+    split = open_task("documents", labels=sorted(genres)).load(tmp_path / "out" / "brown.jsonl")
+    held = {example.id for example in split.examples}
+    # Each other document is read from its words 0, 250 (of 600, at least 250 at the end) on.
+    words = Counter(row["id"] for row in learnt)
+    assert set(words) | held == {f"c{row}" for row in range(24)}
+    assert not set(words) & held
+    assert set(words.values()) == {2}
+    assert {len(row["text"].split()) for row in learnt} == {600, 350}
 
 
 def test_the_speech_model_transcribes(tmp_path, monkeypatch):

@@ -90,12 +90,23 @@ SCORES = {("exact", 512): 0.88, ("local", 512): 0.88, ("exact", 2048): 0.93, ("l
 
 def test_length_and_approximation_pay_off_together_where_nothing_quicker_scores_as_high():
     text = long_documents.page(a_record(TIMES, SCORES))
-    assert "pay off together with `local` at 2,048 tokens (92.0 %, 50 ms)" in text
+    assert (
+        "pay off together with `local` at 2,048 tokens (92.0 %, 50 ms; +4.0 (-2.0 … +10.0) points against exact" in text
+    )
+    assert "None of these gains is more than chance may give." in text
+    assert "More than chance: `local` at 2,048." in long_documents.page(
+        a_record(TIMES, {**SCORES, ("local", 2048): 0.97})
+    )
     assert "| local | 88.0 (-2.0 … +1.0) | 11 | **92.0** (-2.0 … +1.0) | 50 |" in text
     assert "1,536 at 512, 0 at 2,048" in text
     worse = {**SCORES, ("local", 2048): 0.88}
     assert "pay off together **nowhere**" in long_documents.page(a_record(TIMES, worse))
     assert "Not timed yet" in long_documents.page(a_record({}, SCORES))
+
+
+def test_the_interval_between_two_shares_is_the_published_one():
+    # Example (a) of Newcombe 1998, method 10.
+    assert long_documents.newcombe(56, 70, 48, 80) == pytest.approx((0.0524, 0.3339), abs=5e-5)
 
 
 def test_the_best_points_rise_in_time_and_in_score():

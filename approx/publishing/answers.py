@@ -109,7 +109,10 @@ def _answer(variant: dict[str, Any], record: dict[str, Any]) -> Answer:
             )
         )
         loss, verdict = wording.loss(entry, task), wording.verdict(entry, task)
-        sentences.append(f"It {loss} on {task['task']} ({task['split']}): {verdict}.")
+        # One split may be read to several lengths; its notes then tell which score is meant.
+        alike = sum((other["task"], other["split"]) == (task["task"], task["split"]) for other, _ in tasks)
+        notes = task.get("notes", []) if alike > 1 else []
+        sentences.append(f"It {loss} on {task['task']} ({'; '.join([task['split'], *notes])}): {verdict}.")
     if not tasks:
         sentences.append("What it costs in quality was not measured.")
     if caveat := _beyond_quality([task for task, _ in tasks], groups):

@@ -266,3 +266,11 @@ def test_a_score_that_is_no_fraction_keeps_its_own_units(record, tmp_path):
     assert "| improved-clustered 25 | 1.584 | +0.350 | 0.310 to 0.390 | 0.01 | loss beyond margin |" in text
     assert "It has 0.350 ± 0.040 more bits per byte on glue/sst2 (dev)" in text
     assert "158" not in text.split("## Speed")[0]
+
+
+def test_scores_of_one_split_read_to_several_lengths_are_told_apart(record, tmp_path):
+    task = record["quality"][0]
+    record["quality"] = [{**task, "notes": [f"read to {length} tokens"]} for length in ("512", "1,024")]
+    text = report(record, tmp_path)["report.md"]
+    assert "of accuracy on glue/sst2 (dev; read to 512 tokens): " in text
+    assert "of accuracy on glue/sst2 (dev; read to 1,024 tokens): " in text

@@ -23,15 +23,17 @@ def summaries(*tensors, stride, steps=(None,), **how):
     return summary_attention(*tensors, stride=lambda tokens: stride, steps=steps, **how)
 
 
-def lsh(q, k, v, mask, **how):
-    # Where there are other numbers of queries than of keys it has no key mask.
-    drawn = draw_projections(q.shape[3], rounds=3, variant="asymmetric", causal=False, seed=0)
-    kind = {"variant": "asymmetric", "cluster": 20, "dedup": False, "causal": False}
-    return lsh_attention(q, k, v, mask if q.shape[2] == k.shape[2] else None, projections=drawn, **kind, **how)
+def lsh(q, k, v, mask, causal=False, **how):
+    # Bidirectional, it has no key mask where there are other numbers of queries than of keys.
+    drawn = draw_projections(q.shape[3], rounds=3, variant="asymmetric", causal=causal, seed=0)
+    kind = {"variant": "asymmetric", "cluster": 20, "dedup": False, "causal": causal}
+    mask = mask if causal or q.shape[2] == k.shape[2] else None
+    return lsh_attention(q, k, v, mask, projections=drawn, **kind, **how)
 
 
 PATTERNS = {
     "lsh": lsh,
+    "lsh, causal": partial(lsh, causal=True),
     **{
         f"adaptive span {causal}": partial(
             adaptive_span_attention, spans=torch.tensor([7.0, 40.25]), ramp=12, causal=causal
@@ -81,9 +83,10 @@ def test_lists_give_what_the_reference_gives(name, dtype, queries, keys, masked)
 
 
 @needs_compiler
-def test_all_queries_are_hashed_where_there_are_fewer_keys():
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_all_queries_are_hashed_where_there_are_fewer_keys(causal):
     q, k, v = torch.randn(2, 90, 8)[:, None], torch.randn(2, 41, 8)[:, None], torch.rand(2, 41, 8)[:, None]
-    found, plain = (lsh(q, k, v, None, scale=0.3, impl=impl) for impl in ("cpu", "reference"))
+    found, plain = (lsh(q, k, v, None, causal, scale=0.3, impl=impl) for impl in ("cpu", "reference"))
     torch.testing.assert_close(found, plain)
 
 

@@ -29,6 +29,15 @@ INLINE float weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t p
     return sum;
 }
 
+/* Gradients of a query by the key and the value at its own position, and of these. */
+static void itself(const problem *p, int64_t b, int64_t h, int64_t at, float lse, float share, const float *query,
+                   const float *grad, float *key, float *value, float *dq, float *dk, float *dv) {
+    float weight = expf(own_score(p, b, h, at, query, key) - lse), change = -share;
+    read_row(p->v, p->bf16, b, h, at, p->values, value);
+    for (int64_t e = 0; e < p->values; e++) change += grad[e] * value[e], dv[e] += weight * grad[e];
+    for (int64_t d = 0; d < p->size; d++) dq[d] += weight * change * key[d], dk[d] += weight * change * query[d];
+}
+
 static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     const problem *p = &g->all;
     int64_t size = padded(p->size), width = padded(p->values), D = p->size, E = p->values;
@@ -42,33 +51,36 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     const float *lse = p->lse + (b * p->heads + h) * p->length;
     int half = p->bf16 && p->parts == 1;
     memset(sums, 0, sizeof(float) * p->keys * (size + width));
-    for (int64_t block = 0; block < p->blocks; block++) {
-        int64_t part = p->starts[block] / p->length, first = p->starts[block] % p->length;
-        int64_t rows = p->starts[block + 1] - p->starts[block], early = first + p->before;
-        const int32_t *order = order_of(p, p->query_order, b, h, part, p->length);
-        read_queries(p->q, p->bf16, b, h, order, first, rows, D, p->scale, queries);
-        read_queries(g->grad, p->bf16, b, h, order, first, rows, E, 1.0f, given);
-        read_queries(p->out, p->bf16, b, h, order, first, rows, E, 1.0f, out);
-        memset(dq, 0, sizeof(float) * rows * size);
-        for (int64_t i = 0; i < rows; i++) {
+    queries_of_block w;
+    int64_t last;
+    for (blocks_of(p, b * p->heads + h, &w.block, &last); w.block < last; w.block++) {
+        queries_from(p, b, h, &w);
+        read_queries(p->q, p->bf16, b, h, w.order, w.first, w.rows, D, p->scale, queries);
+        read_queries(g->grad, p->bf16, b, h, w.order, w.first, w.rows, E, 1.0f, given);
+        read_queries(p->out, p->bf16, b, h, w.order, w.first, w.rows, E, 1.0f, out);
+        memset(dq, 0, sizeof(float) * w.rows * size);
+        for (int64_t i = 0; i < w.rows; i++) {
             share[i] = 0.0f;
             for (int64_t e = 0; e < E; e++) share[i] += given[i * width + e] * out[i * width + e];
+            if (sees_itself(p, &w, i))
+                itself(p, b, h, w.at[i], lse[token(w.order, w.first + i)], share[i], queries + i * size, given + i * width,
+                       keys, values, dq + i * size, sums + w.at[i] * size, value_sums + w.at[i] * width);
         }
-        keys_of_block t = keys_from(p, b, h, block);
-        while (next_keys(p, b, block, early, early + rows - 1, &t)) {
+        keys_of_block t = keys_from(p, b, h, &w);
+        while (next_keys(p, b, &w, &t)) {
             gather(p, p->k, b, h, &t, D, keys), gather(p, p->v, b, h, &t, E, values);
             upright(t.count, D, keys, standing), upright(t.count, E, values, standing + D * KEYS);
             memset(dk, 0, sizeof(float) * t.count * size), memset(dv, 0, sizeof(float) * t.count * width);
-            for (int64_t strip = 0; strip < rows; strip += STRIP) {
-                int64_t deep = lesser(STRIP, rows - strip), begin, end;
-                columns(&t, early + strip, early + strip + deep - 1, &begin, &end);
+            for (int64_t strip = 0; strip < w.rows; strip += STRIP) {
+                int64_t deep = lesser(STRIP, w.rows - strip), begin, end;
+                columns(&t, w.at[strip], w.at[strip + deep - 1], &begin, &end);
                 if (begin >= end) continue;
                 float *asking = queries + strip * size, *outer = given + strip * width;
                 product(deep, end - begin, D, asking, size, 1, standing + begin, KEYS, weights + begin, KEYS, 0);
                 product(deep, end - begin, E, outer, width, 1, standing + D * KEYS + begin, KEYS, change + begin, KEYS,
                         0);
                 for (int64_t i = 0; i < deep; i++)
-                    longer += weigh(&t, begin, end, (int32_t)(early + strip + i), lse[token(order, first + strip + i)],
+                    longer += weigh(&t, begin, end, w.at[strip + i], lse[token(w.order, w.first + strip + i)],
                                     share[strip + i], weights + i * KEYS, change + i * KEYS);
                 int64_t count = lesser(end, t.count) - begin;
                 product(deep, size, count, change + begin, KEYS, 1, keys + begin * size, size, dq + strip * size, size,
@@ -82,12 +94,12 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
                 for (int64_t e = 0; e < width; e += WIDTH) *(vf *)(there + e) += *(vf *)(dv + c * width + e);
             }
         }
-        for (int64_t i = 0; i < rows; i++) {
+        for (int64_t i = 0; i < w.rows; i++) {
             for (int64_t d = 0; d < size; d += WIDTH) *(vf *)(dq + i * size + d) *= p->scale;
             /* Earlier parts of the softmax have left theirs; queries are needed no more. */
-            if (part) read_row(g->dq, 0, b, h, token(order, first + i), D, queries);
-            for (int64_t d = 0; part && d < D; d++) dq[i * size + d] += queries[d];
-            write_row(g->dq, half, b, h, token(order, first + i), D, dq + i * size);
+            if (w.part) read_row(g->dq, 0, b, h, token(w.order, w.first + i), D, queries);
+            for (int64_t d = 0; w.part && d < D; d++) dq[i * size + d] += queries[d];
+            write_row(g->dq, half, b, h, token(w.order, w.first + i), D, dq + i * size);
         }
     }
     if (p->spans) g->dspans[b * p->heads + h] = longer / p->ramp;

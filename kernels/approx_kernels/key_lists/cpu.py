@@ -29,15 +29,14 @@ class _Problem(ctypes.Structure):
     """`problem` of forward_c.py."""
 
     _fields_ = (
-        *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "size", "values")),
+        *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "ranks", "size", "values")),
         *((name, _WHOLE) for name in ("before", "blocks", "parts", "own_orders", "bf16", "threads")),
         *((name, Rows) for name in ("q", "k", "v", "out")),
         *(
             (name, _PLACE)
-            for name in ("mask", "starts", "first", "entries", "query_order", "key_order", "lse", "spans")
+            for name in ("mask", "own", "starts", "first", "entries", "query_order", "key_order", "lse", "spans")
         ),
-        ("scale", ctypes.c_float),
-        ("ramp", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "ramp", "itself")),
     )
 
 
@@ -98,14 +97,58 @@ def attend_lists(
     Returns:
         [B, H, L, E] in the dtype of q.
     """
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
-    mask = None if key_mask is None else key_mask.contiguous()
     counts = torch.tensor([0, *(len(own) for own in entries)], dtype=torch.int64).cumsum(0)
     listed = torch.tensor([each for own in entries for each in own], dtype=torch.int32).view(-1, 4)
     by_rank = [None, None] if orders is None else [x.int().contiguous() for x in orders]
+    mask = None if key_mask is None else key_mask.contiguous()
+    lists = mask, None, torch.tensor(starts), counts, listed, *by_rank, spans
+    return _run(q, k, v, *lists, before, scale, ramp, 0.0)
+
+
+def attend_own_lists(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    before: int,
+    blocks: Tensor,
+    starts: Tensor,
+    entries: Tensor,
+    scale: float,
+    orders: tuple[Tensor, Tensor],
+    itself: float,
+) -> Tensor:
+    """`attend_lists` where each head has blocks of its own, of one entry each, and a key may have several ranks.
+
+    Queries and keys are counted by their ranks, but distances are between tokens: query token i stands at `before` + i. The queries of
+    a block have rising positions.
+
+    Args:
+        q: Queries, [B, H, L, D], float32 or bfloat16.
+        k: Keys, [B, H, S, D].
+        v: Values, [B, H, S, E].
+        before: Position of the first query token.
+        blocks: First block of each sample and head, [B H + 1], int64.
+        starts: First query of each block, and the end of the last, int64: queries of part p of head g are counted from
+            (g P + p) L on, and every part has all of them.
+        entries: What each block sees, [blocks, 4], int32; see `Entry`.
+        scale: Factor of the scores.
+        orders: Queries and keys by rank, [P, B, H, L] and [P, B, H, M].
+        itself: How often a query sees the key at its own position beside its lists, where there is one; 0 or more.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+    """
+    counts = torch.arange(entries.shape[0] + 1)
+    by_rank = [x.int().contiguous() for x in orders]
+    lists = None, blocks, starts, counts, entries.int().contiguous(), *by_rank, None
+    return _run(q, k, v, *lists, before, scale, 1, itself)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> Tensor:
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     with torch.autocast("cpu", enabled=False):
-        lists = mask, torch.tensor(starts), counts, listed, *by_rank, spans
-        return _attend(q, k, v, *lists, before, scale, ramp)[0].to(q.dtype)
+        return _attend(q, k, v, *problem)[0].to(q.dtype)
 
 
 def _parts(query_order: Tensor | None) -> int:
@@ -113,7 +156,16 @@ def _parts(query_order: Tensor | None) -> int:
 
 
 def _empty(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, starts: Any, first: Any, entries: Any, query_order: Any, *_: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    own: Any,
+    starts: Any,
+    first: Any,
+    entries: Any,
+    query_order: Any,
+    *_: Any,
 ) -> tuple[Tensor, Tensor]:
     # As models want it next: tokens before heads. What several parts add to is float32.
     dtype = q.dtype if _parts(query_order) == 1 else torch.float32
@@ -127,6 +179,7 @@ def _empty_gradients(
     k: Tensor,
     v: Tensor,
     mask: Any,
+    own: Any,
     starts: Any,
     first: Any,
     entries: Any,
@@ -139,18 +192,16 @@ def _empty_gradients(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.before, ctx.scale, ctx.ramp = inputs[-3:]
-    ctx.save_for_backward(*inputs[:-3], *output)
+    ctx.rest = inputs[-4:]
+    ctx.save_for_backward(*inputs[:-4], *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
     q, spans = tensors[0], tensors[-1]
-    dq, dk, dv, dspans = _attend_backward(
-        grad.to(q.dtype), *tensors, out.to(q.dtype), lse, ctx.before, ctx.scale, ctx.ramp
-    )
-    return dq.to(q.dtype), dk, dv, *[None] * 6, None if spans is None else dspans.sum(0), *[None] * 3
+    dq, dk, dv, dspans = _attend_backward(grad.to(q.dtype), *tensors, out.to(q.dtype), lse, *ctx.rest)
+    return dq.to(q.dtype), dk, dv, *[None] * 7, None if spans is None else dspans.sum(0), *[None] * 4
 
 
 @custom_op(_empty_gradients)
@@ -160,6 +211,7 @@ def _attend_backward(
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
+    own: Tensor | None,
     starts: Tensor,
     first: Tensor,
     entries: Tensor,
@@ -171,11 +223,12 @@ def _attend_backward(
     before: int,
     scale: float,
     ramp: int,
+    itself: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    lists = key_mask, starts, first, entries, query_order, key_order
+    lists = key_mask, own, starts, first, entries, query_order, key_order
     made = _empty_gradients(grad, q, k, v, *lists)
-    problem = _problem(q, k, v, out, *lists, lse, spans, before, scale, ramp)
+    problem = _problem(q, k, v, out, *lists, lse, spans, before, scale, ramp, itself)
     found = library(BACKWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
     check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(rows_of, (grad, *made[:3])), address(made[3])))))
@@ -188,6 +241,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
+    own: Tensor | None,
     starts: Tensor,
     first: Tensor,
     entries: Tensor,
@@ -197,19 +251,21 @@ def _attend(
     before: int,
     scale: float,
     ramp: int,
+    itself: float,
 ) -> tuple[Tensor, Tensor]:
-    lists = key_mask, starts, first, entries, query_order, key_order
+    lists = key_mask, own, starts, first, entries, query_order, key_order
     out, lse = _empty(q, k, v, *lists)
     found = library(FORWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.forward(ctypes.byref(_problem(q, k, v, out, *lists, lse, spans, before, scale, ramp))))
+    check(found.forward(ctypes.byref(_problem(q, k, v, out, *lists, lse, spans, before, scale, ramp, itself))))
     return out, lse
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lists: Any) -> _Problem:
-    key_mask, starts, first, entries, query_order, key_order, lse, spans, before, scale, ramp = lists
-    own = query_order is not None and query_order.ndim == 4
-    sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], before, starts.numel() - 1, _parts(query_order), own)
-    places = map(address, (key_mask, starts, first, entries, query_order, key_order, lse, spans))
-    rows = map(rows_of, (q, k, v, out))
-    return _Problem(*sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *rows, *places, scale, ramp)
+    key_mask, own, starts, first, entries, query_order, key_order, lse, spans, before, scale, ramp, itself = lists
+    ranks = k.shape[2] if key_order is None else key_order.shape[-1]
+    orders = query_order is not None and query_order.ndim == 4
+    counts = before, starts.numel() - 1, _parts(query_order), orders, q.dtype == torch.bfloat16, torch.get_num_threads()
+    sizes = *q.shape[:3], k.shape[2], ranks, q.shape[3], v.shape[3], *counts
+    places = map(address, (key_mask, own, starts, first, entries, query_order, key_order, lse, spans))
+    return _Problem(*sizes, *map(rows_of, (q, k, v, out)), *places, scale, ramp, itself)

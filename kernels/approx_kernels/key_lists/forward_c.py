@@ -9,22 +9,29 @@ TILES = (
 enum { STRIP = 24, ROWS = 4 * STRIP, KEYS = 64 };
 
 /* Keys from begin to end; the query at position i sees key j of them where low <= j - i <= high. Queries and keys are
-   counted by their ranks where they have an order. */
+   counted by their ranks where they have an order, and distances too, unless each head has lists of its own. */
 typedef struct { int32_t begin, end, low, high; } entry;
 
 typedef struct {
-    int64_t batch, heads, length, keys, size, values, before, blocks, parts, own_orders, bf16,
-        threads;
+    int64_t batch, heads, length, keys, ranks, size, values, before, blocks, parts, own_orders, bf16, threads;
     tensor q, k, v, out;
     const uint8_t *mask;   /* [B, S], 0 at padding; NULL when all keys are real */
-    const int64_t *starts; /* first query of each block, and the end of the last; ROWS queries at most; P times L */
+    const int64_t *own;    /* [B H + 1]: first block of each head; NULL where all have the same */
+    const int64_t *starts; /* first query of each block, and the end of the last; ROWS queries at most; P times L of a head */
     const int64_t *first;  /* first entry of each block, and the end of the last */
     const entry *entries;
     const int32_t *query_order, *key_order; /* tokens by rank, [P, B H or 1, n]; NULL where each has its own */
     float *lse;            /* [B, H, L] */
     const float *spans;    /* [H]: weights fall to 0 from that distance on; NULL where they do not */
-    float scale, ramp;
+    float scale, ramp, itself; /* itself: how often a query sees the key at its own position beside its lists, 0 or more */
 } problem;
+
+/* Some queries with one list of keys: where they stand in the order of their part, and their positions, which rise. */
+typedef struct {
+    int64_t block, part, first, rows;
+    const int32_t *order;
+    int32_t at[ROWS];
+} queries_of_block;
 
 /* Some keys that a block of queries sees; the query at position i sees key j where from[j] <= i <= to[j]. */
 typedef struct {
@@ -45,9 +52,22 @@ INLINE const int32_t *order_of(const problem *p, const int32_t *order, int64_t b
     return order + (p->own_orders ? (part * p->batch + b) * p->heads + h : part) * n;
 }
 
-static keys_of_block keys_from(const problem *p, int64_t b, int64_t h, int64_t block) {
-    int64_t part = p->starts[block] / p->length;
-    keys_of_block t = {.entry = p->first[block], .order = order_of(p, p->key_order, b, h, part, p->keys)};
+/* The blocks of a head, from the first to before the second. */
+INLINE void blocks_of(const problem *p, int64_t item, int64_t *begin, int64_t *end) {
+    *begin = p->own ? p->own[item] : 0, *end = p->own ? p->own[item + 1] : p->blocks;
+}
+
+static void queries_from(const problem *p, int64_t b, int64_t h, queries_of_block *w) {
+    const int64_t *starts = p->starts + w->block;
+    int64_t start = starts[0] - (p->own ? (b * p->heads + h) * p->parts * p->length : 0);
+    w->part = start / p->length, w->first = start % p->length, w->rows = starts[1] - starts[0];
+    w->order = order_of(p, p->query_order, b, h, w->part, p->length);
+    for (int64_t i = 0; i < w->rows; i++)
+        w->at[i] = (int32_t)(p->before + (p->own ? token(w->order, w->first + i) : w->first + i));
+}
+
+static keys_of_block keys_from(const problem *p, int64_t b, int64_t h, const queries_of_block *w) {
+    keys_of_block t = {.entry = p->first[w->block], .order = order_of(p, p->key_order, b, h, w->part, p->ranks)};
     t.reach = INT32_MAX;
     if (!p->spans) return t;
     t.soft = 1, t.span = p->spans[h], t.ramp = p->ramp;
@@ -55,17 +75,19 @@ static keys_of_block keys_from(const problem *p, int64_t b, int64_t h, int64_t b
     return t;
 }
 
-/* The next keys of a block whose queries stand from position `early` to `late`; 0 when there are no more. */
-static int64_t next_keys(const problem *p, int64_t b, int64_t block, int64_t early, int64_t late, keys_of_block *t) {
+/* The next keys of a block; 0 when there are no more. */
+static int64_t next_keys(const problem *p, int64_t b, const queries_of_block *w, keys_of_block *t) {
+    int64_t early = w->at[0], late = w->at[w->rows - 1];
     t->count = t->partial = 0;
-    for (; t->entry < p->first[block + 1]; t->entry++, t->next = 0) {
+    for (; t->entry < p->first[w->block + 1]; t->entry++, t->next = 0) {
         const entry *e = p->entries + t->entry;
         int64_t low = greater(e->low, -(int64_t)t->reach), high = lesser(e->high, t->reach);
-        int64_t begin = greater(greater(e->begin, early + low), t->next), end = lesser(e->end, late + high + 1);
-        for (int64_t j = begin; j < end; j++) {
-            int64_t key = token(t->order, j);
+        int64_t begin = greater(e->begin, t->next), end = e->end;
+        if (!p->own) begin = greater(begin, early + low), end = lesser(end, late + high + 1);
+        for (int64_t rank = begin; rank < end; rank++) {
+            int64_t key = token(t->order, rank), j = p->own ? key : rank;
             if (p->mask && !p->mask[b * p->keys + key]) continue;
-            if (t->count == KEYS) { t->next = j; return KEYS; }
+            if (t->count == KEYS) { t->next = rank; return KEYS; }
             t->partial |= j - high > early || j - low < late;
             t->key[t->count] = (int32_t)key, t->place[t->count] = (int32_t)j;
             t->from[t->count] = (int32_t)(j - high), t->to[t->count++] = (int32_t)(j - low);
@@ -74,6 +96,19 @@ static int64_t next_keys(const problem *p, int64_t b, int64_t block, int64_t ear
     /* What fills up the last vector is seen by nobody. */
     for (int64_t c = t->count; c % WIDTH; c++) t->partial = 1, t->from[c] = INT32_MAX, t->to[c] = INT32_MIN, t->place[c] = 0;
     return t->count;
+}
+
+/* A query counts the key at its own position in the first part alone. */
+INLINE int sees_itself(const problem *p, const queries_of_block *w, int64_t i) {
+    return p->itself > 0.0f && !w->part && w->at[i] >= 0;
+}
+
+/* Its score, as high as if it were seen so often; the key is left in a row of whole vectors. */
+INLINE float own_score(const problem *p, int64_t b, int64_t h, int64_t at, const float *query, float *key) {
+    float score = logf(p->itself);
+    read_row(p->k, p->bf16, b, h, at, p->size, key);
+    for (int64_t d = 0; d < p->size; d++) score += query[d] * key[d];
+    return score;
 }
 
 static void gather(const problem *p, tensor x, int64_t b, int64_t h, const keys_of_block *t, int64_t size, float *to) {
@@ -166,40 +201,44 @@ static int attend(const problem *p, int64_t b, int64_t h) {
     float *lse = p->lse + (b * p->heads + h) * p->length;
     /* What is added to is float32. */
     int half = p->bf16 && p->parts == 1;
-    for (int64_t block = 0; block < p->blocks; block++) {
-        int64_t part = p->starts[block] / p->length, first = p->starts[block] % p->length;
-        int64_t rows = p->starts[block + 1] - p->starts[block], early = first + p->before;
-        const int32_t *order = order_of(p, p->query_order, b, h, part, p->length);
-        read_queries(p->q, p->bf16, b, h, order, first, rows, D, p->scale, queries);
+    queries_of_block w;
+    int64_t last;
+    for (blocks_of(p, b * p->heads + h, &w.block, &last); w.block < last; w.block++) {
+        queries_from(p, b, h, &w);
+        read_queries(p->q, p->bf16, b, h, w.order, w.first, w.rows, D, p->scale, queries);
         /* What earlier parts made is one weight of 1. */
-        if (part) read_queries(p->out, half, b, h, order, first, rows, E, 1.0f, out);
-        else memset(out, 0, sizeof(float) * rows * width);
-        for (int64_t i = 0; i < rows; i++) {
-            top[i] = part ? lse[token(order, first + i)] : -INFINITY;
+        if (w.part) read_queries(p->out, half, b, h, w.order, w.first, w.rows, E, 1.0f, out);
+        else memset(out, 0, sizeof(float) * w.rows * width);
+        for (int64_t i = 0; i < w.rows; i++) {
+            top[i] = w.part ? lse[token(w.order, w.first + i)] : -INFINITY;
+            if (sees_itself(p, &w, i)) {
+                top[i] = own_score(p, b, h, w.at[i], queries + i * size, keys);
+                read_row(p->v, p->bf16, b, h, w.at[i], E, out + i * width);
+            }
             sum[i] = top[i] == -INFINITY ? 0.0f : 1.0f;
         }
-        keys_of_block t = keys_from(p, b, h, block);
-        while (next_keys(p, b, block, early, early + rows - 1, &t)) {
+        keys_of_block t = keys_from(p, b, h, &w);
+        while (next_keys(p, b, &w, &t)) {
             gather(p, p->k, b, h, &t, D, keys), gather(p, p->v, b, h, &t, E, values);
             upright(t.count, D, keys, standing);
-            for (int64_t strip = 0; strip < rows; strip += STRIP) {
-                int64_t deep = lesser(STRIP, rows - strip), begin, end;
-                columns(&t, early + strip, early + strip + deep - 1, &begin, &end);
+            for (int64_t strip = 0; strip < w.rows; strip += STRIP) {
+                int64_t deep = lesser(STRIP, w.rows - strip), begin, end;
+                columns(&t, w.at[strip], w.at[strip + deep - 1], &begin, &end);
                 if (begin >= end) continue;
                 product(deep, end - begin, D, queries + strip * size, size, 1, standing + begin, KEYS, scores + begin,
                         KEYS, 0);
                 for (int64_t i = 0; i < deep; i++)
-                    weigh(&t, begin, end, (int32_t)(early + strip + i), scores + i * KEYS, width,
-                          out + (strip + i) * width, top + strip + i, sum + strip + i);
+                    weigh(&t, begin, end, w.at[strip + i], scores + i * KEYS, width, out + (strip + i) * width,
+                          top + strip + i, sum + strip + i);
                 product(deep, width, lesser(end, t.count) - begin, scores + begin, KEYS, 1, values + begin * width,
                         width, out + strip * width, width, 1);
             }
         }
-        for (int64_t i = 0; i < rows; i++) {
+        for (int64_t i = 0; i < w.rows; i++) {
             float factor = sum[i] > 0.0f ? 1.0f / sum[i] : sum[i] == 0.0f ? 0.0f : sum[i];
             for (int64_t e = 0; e < width; e += WIDTH) *(vf *)(out + i * width + e) *= factor;
-            write_row(p->out, half, b, h, token(order, first + i), E, out + i * width);
-            lse[token(order, first + i)] = top[i] + logf(sum[i]);
+            write_row(p->out, half, b, h, token(w.order, w.first + i), E, out + i * width);
+            lse[token(w.order, w.first + i)] = top[i] + logf(sum[i]);
         }
     }
     free(memory);

@@ -1,6 +1,8 @@
 """Attention among tokens that locality-sensitive hashing brings together."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +14,9 @@ from approx_kernels.implementation import choose
 from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.lsh.buckets import bucket_plan
 from approx_kernels.lsh.clusters import cluster_plan
-from approx_kernels.lsh.cpu import sorted_lists
+from approx_kernels.lsh.cpu import bucket_lists, sorted_lists
 from approx_kernels.lsh.hashing import draw_projections, unit_keys
+from approx_kernels.lsh.plan import Plan
 from approx_kernels.lsh.reference import dense_union
 from approx_kernels.lsh.triton import sorted_tiles
 from approx_kernels.lsh.union import tile_union
@@ -76,8 +79,8 @@ def lsh_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped, in each round.
-        impl: `triton`, and `cpu`, which is compiled C, have the asymmetric variant, bidirectional and without dedup;
-            `tiles` has all, and `reference`, which materialises all pairs.
+        impl: `triton`, bidirectional, and `cpu`, which is compiled C, have the asymmetric variant without dedup; `auto`
+            takes tiles for the others, and `reference` materialises all pairs.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -96,26 +99,30 @@ def lsh_attention(
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
         limit = _obstacle(q, k, key_mask, variant, dedup, causal)
         ways = {"cpu": limit or obstacle(q, dropout=dropout), "tiles": None, "reference": None}
-        run = choose("lsh_attention", impl, ranked(q, limit or flash_obstacle(q, v, dropout), **ways))
-        if run in ("triton", "cpu"):
+        on_gpu = "its causal form has no kernel. Ask for 'auto'." if causal else flash_obstacle(q, v, dropout)
+        run = choose("lsh_attention", impl, ranked(q, limit or on_gpu, **ways))
+        if run in ("triton", "cpu") and not causal:
             sort = sorted_tiles if run == "triton" else sorted_lists
             attend_tiles = partial(sort, projections=projections, cluster=cluster, scale=scale)
             # Without padding there is no position either: with L > S all queries take part.
             return attend_tiles(q, k, v) if key_mask is None else without_padding(attend_tiles, q, k, v, key_mask)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out_dtype = q.dtype
-        q, k, v = q.to(wide), k.to(wide), v.to(wide)
-        k = unit_keys(q, k) if variant == "shared" else k
-        make = bucket_plan if causal else cluster_plan
-        attend = dense_union if run == "reference" else tile_union
-        own = "last resort" if variant == "shared" else "always" if causal else "as any other"
-        together = heads if q.device.type != "cpu" else max(1, _TOGETHER // (q.shape[0] * keys))
-        parts = []
-        for some_q, some_k, some_v in zip(*(x.split(together, 1) for x in (q, k, v)), strict=True):
-            with torch.no_grad():
-                plan = make(some_q, some_k, key_mask, projections=projections, variant=variant, cluster=cluster)
-            parts.append(attend(some_q, some_k, some_v, plan, own=own, scale=scale, dedup=dedup, dropout=dropout))
-        out = torch.cat(parts, 1)
+        out_dtype, together = q.dtype, heads
+        if q.device.type == "cpu":
+            together = max(1, _TOGETHER // (q.shape[0] * keys))
+        if run == "cpu":
+            attend_heads = partial(bucket_lists, projections=projections, cluster=cluster, scale=scale)
+        else:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            q, k, v = q.to(wide), k.to(wide), v.to(wide)
+            k = unit_keys(q, k) if variant == "shared" else k
+            make = partial(
+                bucket_plan if causal else cluster_plan, projections=projections, variant=variant, cluster=cluster
+            )
+            own = "last resort" if variant == "shared" else "always" if causal else "as any other"
+            union = dense_union if run == "reference" else tile_union
+            attend_heads = partial(_planned, make, union, own=own, scale=scale, dedup=dedup, dropout=dropout)
+        parts = zip(*(x.split(together, 1) for x in (q, k, v)), strict=True)
+        out = torch.cat([attend_heads(*part, key_mask) for part in parts], 1)
         if key_mask is not None and (causal or length == keys):
             # A query without a position (L > S) sees nothing anyway.
             real = key_mask[:, max(keys - length, 0) :]
@@ -123,10 +130,24 @@ def lsh_attention(
         return out.to(out_dtype)
 
 
+def _planned(
+    make: Callable[..., Plan],
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    **settings: Any,
+) -> Tensor:
+    with torch.no_grad():
+        plan = make(q, k, key_mask)
+    return attend(q, k, v, plan, **settings)
+
+
 def _obstacle(q: Tensor, k: Tensor, key_mask: Tensor | None, variant: str, dedup: bool, causal: bool) -> str | None:
     """Why what runs among sorted tokens alone cannot; None where it can."""
-    if variant != "asymmetric" or causal or dedup:
-        return "it is for the asymmetric variant, bidirectional and without dedup. Ask for 'auto'."
-    if key_mask is not None and q.shape[2] != k.shape[2]:
-        return "it takes a key mask where there are as many queries as keys only. Ask for 'auto'."
+    if variant != "asymmetric" or dedup:
+        return "it is for the asymmetric variant without dedup. Ask for 'auto'."
+    if key_mask is not None and not causal and q.shape[2] != k.shape[2]:
+        return "bidirectional, it takes a key mask where there are as many queries as keys only. Ask for 'auto'."
     return None

@@ -1,5 +1,7 @@
 """Causal plans: buckets that depend on nothing but the past, and in each of them the tokens in their own order."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,29 @@ from approx_kernels.lsh.plan import Plan, make_round
 _LAST = torch.iinfo(torch.int64).max
 
 
+class Stretches(NamedTuple):
+    """The stretch of sorted entries that each query sees, in every round; an entry is a key in the table of one level."""
+
+    rounds: list[tuple[Tensor, Tensor, Tensor]]  # entry at each rank [B, H, M]; first rank and how many [B, H, L]
+    keys: Tensor  # [B, M] key of each entry
+    own: Tensor  # [B, L] entry of the query's own token
+
+
 def bucket_plan(
     q: Tensor, k: Tensor, key_mask: Tensor | None, *, projections: Tensor, variant: str, cluster: int
 ) -> Plan:
+    """The stretches of `bucket_stretches` in tiles. The own token is left out: whoever adds it counts it once."""
+    found = bucket_stretches(q, k, key_mask, projections=projections, variant=variant, cluster=cluster)
+    batch, heads, keys = k.shape[:3]
+    rounds = [make_round(*each, max(cluster // 2, 1)) for each in found.rounds]
+    row = torch.arange(batch * heads, device=k.device).view(batch, heads, 1)
+    key_of_entry, own = found.keys[:, None] + row * keys, found.own[:, None] + row * found.keys.shape[1]
+    return Plan(rounds, 2 * cluster, key_of_entry.flatten(), own.flatten())
+
+
+def bucket_stretches(
+    q: Tensor, k: Tensor, key_mask: Tensor | None, *, projections: Tensor, variant: str, cluster: int
+) -> Stretches:
     """Who sees whom when tokens come one after another.
 
     Sorting and cutting the whole sequence would tell a token how many later ones lie below it. Here a token's bucket
@@ -19,7 +41,7 @@ def bucket_plan(
     sees the chunk in which the newest key of its bucket lies, as far as it is filled, and the chunk before. The
     number of buckets doubles with the position of the query, which so finds 1 to 2 clusters of keys in a bucket of
     mean size; keys stand in the tables of all levels that can ask for them, 2 S entries in all and S at most for each
-    level. The own token is left out: whoever adds it counts it once.
+    level. A stretch may end with the own token.
 
     Args: q [B, H, L, D] of the last L tokens, k [B, H, S, D], key_mask [B, S].
     """
@@ -66,9 +88,6 @@ def bucket_plan(
         seen = (end - begin).masked_fill((position < 0)[:, None], 0)
         low = begin + ((seen - 1) // cluster - 1).clamp(min=0) * cluster
         room = (end - low).masked_fill(seen == 0, 0)
-        rounds.append(make_round(order, low, room, max(cluster // 2, 1)))
-    row = torch.arange(batch * heads, device=device).view(batch, heads, 1)
-    key_of_entry = real.gather(-1, place.expand(batch, entries))[:, None] + row * keys
+        rounds.append((order, low, room))
     offset = torch.tensor([starts[each] for each in levels], device=device)[level - levels[0]]
-    own = (offset + position.clamp(min=0))[:, None] + row * entries
-    return Plan(rounds, 2 * cluster, key_of_entry.flatten(), own.flatten())
+    return Stretches(rounds, real.gather(-1, place.expand(batch, entries)), offset + position.clamp(min=0))

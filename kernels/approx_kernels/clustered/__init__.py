@@ -1,8 +1,12 @@
 """Clustered attention: queries that are alike share one row of attention weights."""
 
+from functools import partial
+
 from torch import Tensor
 
 from approx_kernels.clustered.causal import causal_samples
+from approx_kernels.clustered.causal_cpu import causal_samples_in_c
+from approx_kernels.clustered.causal_cpu import obstacle as causal_obstacle
 from approx_kernels.clustered.cpu import clustered_batch
 from approx_kernels.clustered.cpu import obstacle as cpu_obstacle
 from approx_kernels.clustered.reference import MOST_DEFAULT_CLUSTERS, clustered_samples, default_clusters
@@ -91,6 +95,7 @@ def causal_clustered_attention(
     topk: int | None,
     scale: float,
     dropout: float = 0.0,
+    impl: str = "auto",
 ) -> Tensor:
     """Attend exactly inside chunks and through fixed centroids to the keys before, in O(n (chunk + C + K) D).
 
@@ -119,21 +124,22 @@ def causal_clustered_attention(
         topk: Keys before the chunk that each query weighs itself, K; None for plain clustered attention.
         scale: Factor of the scores.
         dropout: Probability with which a weight is dropped: one of a query's own, or one that is shared.
+        impl: `reference`, or `cpu` in C on float32 and bfloat16, whose backward pass is that of the reference.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if the shapes or dtypes do not fit together, or `impl` cannot run.
     """
     check_shapes(q, k, v, key_mask)
     _check_fitted(q, "centroids", centroids, centroids.shape[1], q.shape[3])
     _check_fitted(q, "selectors", selectors, centroids.shape[1], q.shape[3] + 1)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        settings = {"chunk": chunk, "topk": topk or 0, "scale": scale, "dropout": dropout}
-        return causal_samples(q, k, v, centroids=centroids, selectors=selectors, **settings)
-
+    run = choose("causal_clustered_attention", impl, {"cpu": causal_obstacle(q, dropout), "reference": None})
+    settings = {"centroids": centroids, "selectors": selectors, "chunk": chunk, "topk": topk or 0, "scale": scale}
+    attend = partial(causal_samples_in_c, **settings)
+    if run == "reference":
+        attend = partial(causal_samples, **settings, dropout=dropout)
     return without_padding(attend, q, k, v, key_mask)
 
 

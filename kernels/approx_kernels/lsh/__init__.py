@@ -122,7 +122,7 @@ def lsh_attention(
             union = dense_union if run == "reference" else tile_union
             attend_heads = partial(_planned, make, union, own=own, scale=scale, dedup=dedup, dropout=dropout)
         parts = zip(*(x.split(together, 1) for x in (q, k, v)), strict=True)
-        out = torch.cat([attend_heads(*part, key_mask) for part in parts], 1)
+        out = torch.cat([attend_heads(some_q, some_k, some_v, key_mask) for some_q, some_k, some_v in parts], 1)
         if key_mask is not None and (causal or length == keys):
             # A query without a position (L > S) sees nothing anyway.
             real = key_mask[:, max(keys - length, 0) :]

@@ -1,0 +1,111 @@
+"""Causal clustered attention in C against its specification: closeness, decoding, threads, and what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from approx_kernels.clustered import causal_clustered_attention, causal_cpu
+from approx_kernels.clustering import draw_centroids
+from approx_kernels.implementation import chosen
+from closeness import assert_close
+
+pytestmark = pytest.mark.skipif(
+    causal_cpu.obstacle(torch.ones(1), 0.0) is not None, reason=str(causal_cpu.obstacle(torch.ones(1), 0.0))
+)
+CENTROIDS, SELECTORS = draw_centroids(2, 24, clusters=12, seed=0)
+FITTED = {"centroids": CENTROIDS, "selectors": SELECTORS, "scale": 0.3}
+
+
+def attend(impl: str, dtype: torch.dtype, *given: Any, **settings: Any) -> tuple[torch.Tensor, ...]:
+    """The output and the gradients, on inputs that are rounded to 16 bits, so that every dtype chooses the same keys."""
+    *tensors, grad, mask = given
+    q, k, v = inputs = tuple(x.bfloat16().to(dtype).requires_grad_() for x in tensors)
+    out = causal_clustered_attention(q, k, v, mask, impl=impl, **settings)
+    assert chosen()["causal_clustered_attention"] == impl
+    return out, *torch.autograd.grad(out, inputs, grad.bfloat16().to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@settings(max_examples=10)
+@given(
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 150), st.integers(1, 150)),
+    square=st.booleans(),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    clusters=st.sampled_from([1, 5, 33]),
+    chunk=st.sampled_from([1, 7, 64, 100]),
+    topk=st.sampled_from([None, 1, 7, 40]),
+    fill=st.sampled_from([None, 0.0, 0.7]),
+    seed=st.integers(0, 1000),
+)
+def test_it_is_as_close_as_the_reference(dtype, shape, square, sizes, clusters, chunk, topk, fill, seed):
+    torch.manual_seed(seed)
+    batch, heads, length, keys = shape
+    keys = length if square else keys
+    # As projections lay heads out, and values of one sign: sums that cancel say nothing.
+    q, k = (torch.randn(batch, n, heads, sizes[0]).transpose(1, 2) for n in (length, keys))
+    v, grad = torch.rand(batch, heads, keys, sizes[1]), torch.randn(batch, heads, length, sizes[1])
+    mask = None if fill is None else torch.rand(batch, keys) < fill
+    centroids, selectors = draw_centroids(heads, sizes[0], clusters=clusters, seed=seed)
+    way = {"centroids": centroids, "selectors": selectors, "chunk": chunk, "topk": topk, "scale": 0.3}
+    exact = attend("reference", torch.float64, q, k, v, grad, mask, **way)
+    plain, made = (attend(impl, dtype, q, k, v, grad, mask, **way) for impl in ("reference", "cpu"))
+    for name, actual, reference, right in zip("oqkv", made, plain, exact, strict=True):
+        assert_close(name, actual, reference, right, factor=4.0)
+
+
+def test_far_scores_and_keys_that_lose_their_place_change_nothing():
+    # Scores rise along the sequence: every key takes the place of an earlier one, and all peaks move on.
+    q = torch.randn(1, 2, 400, 24).abs()
+    k = torch.arange(1.0, 401)[None, None, :, None] * torch.rand(1, 2, 400, 24) / 10
+    v = torch.rand(1, 2, 400, 24)
+    centroids, selectors = draw_centroids(2, 24, clusters=12, seed=0)
+    way = {"centroids": centroids.abs(), "selectors": selectors, "chunk": 70, "topk": 32, "scale": 0.3}
+    exact = attend("reference", torch.float64, q, k, v, v, None, **way)
+    plain, made = (attend(impl, torch.float32, q, k, v, v, None, **way) for impl in ("reference", "cpu"))
+    for name, actual, reference, right in zip("oqkv", made, plain, exact, strict=True):
+        assert_close(name, actual, reference, right, factor=4.0)
+
+
+@pytest.mark.parametrize("topk", [None, 16], ids=["plain", "improved"])
+@pytest.mark.parametrize("new", [1, 3, 40])
+def test_new_queries_on_a_cache_get_what_the_whole_sequence_gives_them(topk, new):
+    q, k, v = torch.randn(3, 2, 2, 200, 24).unbind()
+    whole = causal_clustered_attention(q, k, v, chunk=30, topk=topk, **FITTED, impl="cpu")
+    last = causal_clustered_attention(q[:, :, -new:], k, v, chunk=30, topk=topk, **FITTED, impl="cpu")
+    torch.testing.assert_close(last, whole[:, :, -new:])
+
+
+def test_threads_and_neighbours_change_no_bit():
+    q, k, v = torch.randn(3, 3, 2, 200, 24).unbind()
+    way = {"chunk": 30, "topk": 16, "impl": "cpu", **FITTED}
+    first, threads = causal_clustered_attention(q, k, v, **way), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(causal_clustered_attention(q, k, v, **way), first)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(causal_clustered_attention(q[1:2], k[1:2], v[1:2], **way), first[1:2])
+
+
+@pytest.mark.parametrize("topk", [None, 4])
+def test_nan_is_not_hidden_from_those_who_come_after_it(topk):
+    q, k, v = torch.randn(3, 1, 2, 80, 24).unbind()
+    k[:, :, 40, 3] = float("nan")
+    out = causal_clustered_attention(q, k, v, chunk=10, topk=topk, **FITTED, impl="cpu")
+    assert out[:, :, 40:].isnan().any(-1).all()
+    assert not out[:, :, :40].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "words"), [(torch.float64, 0.0, "float64"), (torch.float32, 0.1, "drops no weights")]
+)
+def test_what_it_cannot_do_is_refused_by_name_and_left_to_the_reference(dtype, dropout, words):
+    q = torch.randn(1, 2, 40, 24, dtype=dtype)
+    way = {"chunk": 8, "topk": 4, "dropout": dropout, **FITTED}
+    with pytest.raises(ValueError, match=words):
+        causal_clustered_attention(q, q, q, impl="cpu", **way)
+    causal_clustered_attention(q, q, q, **way)
+    assert chosen()["causal_clustered_attention"] == "reference"

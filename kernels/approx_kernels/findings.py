@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 # Another number after a change that makes what was found before mean something else.
-FORMAT = 1
+FORMAT = 2
 
 Finding = dict[str, Any]
 

@@ -8,6 +8,7 @@ import torch
 
 from approx_kernels import findings
 from approx_kernels.exact import exact_attention, fastest_attention, probe, ways
+from approx_kernels.exact.compiled import obstacle as c_obstacle
 from approx_kernels.exact.probe import Case, case_of, fastest, measure
 
 CASE = Case("cpu", torch.float32, 64, 512)
@@ -79,7 +80,9 @@ def test_the_default_keeps_its_place_against_a_small_gain(monkeypatch):
 def test_every_way_on_a_cpu_runs_and_is_exact_in_its_dtype(form, dtype):
     case = Case("cpu", dtype, 64, 32, **form)
     finding = measure(case)
-    assert finding["errors"].keys() == ways.ways("cpu", padded=case.padded, few=case.few).keys()
+    known = set(ways.ways("cpu", padded=case.padded, few=case.few))
+    # Without a C compiler one of them is refused.
+    assert finding["errors"].keys() == known - ({"compiled C"} if c_obstacle(torch.ones(1), dropout=0.0) else set())
     assert max(finding["errors"].values()) <= probe.LABEL[dtype]
     assert not [why for why in finding["refused"].values() if "error" in why]
 

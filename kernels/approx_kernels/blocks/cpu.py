@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from approx_kernels.key_lists.cpu import FAR, attend_lists, cut
+from approx_kernels.key_lists.cpu import FAR, MOST_ROWS, attend_lists, cut
 
 
 def neighbour_lists(
@@ -18,7 +18,7 @@ def neighbour_lists(
 
     starts, entries = [], []
     for block in range((before + shift) // size, (keys - 1 + shift) // size + 1):
-        rows = cut(max(edge(block) - before, 0), edge(block + 1) - before)
+        rows = cut(max(edge(block) - before, 0), edge(block + 1) - before, MOST_ROWS)
         own = edge(block - neighbours), edge(block + 1 + (0 if causal else neighbours)), -FAR, 0 if causal else FAR
         starts += rows
         entries += [[own]] * len(rows)
@@ -30,7 +30,7 @@ def block_lists(q: Tensor, k: Tensor, v: Tensor, *, size: int, lists: Sequence[S
     keys, before = k.shape[2], k.shape[2] - q.shape[2]
     starts, entries = [], []
     for block in range(before // size, len(lists)):
-        rows = cut(max(block * size - before, 0), min((block + 1) * size, keys) - before)
+        rows = cut(max(block * size - before, 0), min((block + 1) * size, keys) - before, MOST_ROWS)
         own = [(b * size, min((b + 1) * size, keys), -FAR, FAR) for b in lists[block]] or [(0, keys, -FAR, FAR)]
         starts += rows
         entries += [own] * len(rows)

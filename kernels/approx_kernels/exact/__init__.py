@@ -77,7 +77,7 @@ def fastest_attention(
     """`exact_attention` in the way that is the fastest on this machine for inputs of this kind.
 
     The first inputs of a kind (device, dtype, head size, length, causal, padded, training) wait for a probe of at most a few
-    seconds, which is kept for other processes in a file. With dropout, inside of compiled graphs and below 512 keys it is
+    seconds, which is kept for other processes in a file. With dropout, inside of compiled graphs, under a counter of operations and below 512 keys it is
     PyTorch's SDPA without a question.
 
     Args: as for `exact_attention`, whose implementations may be asked for by `impl`.
@@ -90,7 +90,9 @@ def fastest_attention(
     """
     check_shapes(q, k, v, key_mask)
     run = choose("fastest_attention", impl, {"probed": None, "cpu": _cpu_obstacle(q, dropout), "reference": None})
-    if run != "probed" or dropout or is_compiling() or torch._C._is_tracing() or type(q) is not Tensor:
+    # Nothing is probed, and no C called, where a compiler or a counter follows the operations.
+    followed = is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() or type(q) is not Tensor
+    if run != "probed" or dropout or followed:
         run = "auto" if run == "probed" else run
         return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout, impl=run)
     if torch.is_autocast_enabled(q.device.type):

@@ -6,6 +6,8 @@ from functools import partial
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from approx_kernels.exact.compiled import compiled_attention
+from approx_kernels.exact.compiled import obstacle as c_obstacle
 from approx_kernels.exact.cpu import batched_attention, chunked_attention
 from approx_kernels.exact.fused import fused_attention
 from approx_kernels.exact.lengths import by_lengths
@@ -43,7 +45,8 @@ def ways(device: str, *, padded: bool, few: bool) -> dict[str, Way]:
     found = dict(plain)
     if padded:
         found[f"{DEFAULT} by lengths"] = partial(_by_lengths, way=_default)
-    return found | {f"chunks of {chunk}": partial(_in_chunks, chunk=chunk) for chunk in CHUNKS}
+    found |= {f"chunks of {chunk}": partial(_in_chunks, chunk=chunk) for chunk in CHUNKS}
+    return found | {"compiled C": _in_c}
 
 
 def _default(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
@@ -73,6 +76,17 @@ def _in_chunks(
 ) -> Tensor:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return chunked_attention(q, k, v, causal=causal, scale=scale, chunk=chunk)
+
+    return by_lengths(attend, q, k, v, key_mask, causal=causal)
+
+
+def _in_c(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
+    why = c_obstacle(q, dropout=0.0)
+    if why is not None:
+        raise RuntimeError(why)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return compiled_attention(q, k, v, causal=causal, scale=scale)
 
     return by_lengths(attend, q, k, v, key_mask, causal=causal)
 

@@ -13,8 +13,8 @@ from approx_kernels.custom_op import custom_op
 from approx_kernels.key_lists.backward_c import BACKWARD
 from approx_kernels.key_lists.forward_c import FORWARD
 
-# Queries of a block at most: ROWS of forward_c.py.
-MOST_ROWS = 96
+# Queries of a block at most: ROWS of forward_c.py. Fewer hide fewer keys where each query sees a window of its own.
+MOST_ROWS, WINDOW_ROWS = 192, 96
 # No bound on a distance; positions and distances add up to less than 2^31.
 FAR = 2**30
 
@@ -53,9 +53,9 @@ def obstacle(q: Tensor, *, dropout: float) -> str | None:
     return c_obstacle(FORWARD, q) or c_obstacle(BACKWARD, q)
 
 
-def cut(begin: int, end: int) -> list[int]:
-    """First queries of blocks of about equal size, none above `MOST_ROWS`, from begin to before end."""
-    count = -(-(end - begin) // MOST_ROWS)
+def cut(begin: int, end: int, most: int = WINDOW_ROWS) -> list[int]:
+    """First queries of blocks of about equal size, none above `most`, from begin to before end."""
+    count = -(-(end - begin) // most)
     return [begin + (end - begin) * block // count for block in range(count)]
 
 

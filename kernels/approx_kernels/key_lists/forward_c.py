@@ -6,7 +6,7 @@ TILES = (
     VECTORS
     + r"""
 /* Strips of rows are whole tiles of a product, and skip the columns that none of them sees. */
-enum { STRIP = 24, ROWS = 4 * STRIP, KEYS = 64 };
+enum { STRIP = 24, ROWS = 8 * STRIP, KEYS = 64 };
 
 /* Keys from begin to end; the query at position i sees key j of them where low <= j - i <= high. Queries and keys are
    counted by their ranks where they have an order, and distances too, unless each head has lists of its own. */

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from approx_kernels.key_lists.cpu import FAR, MOST_ROWS, attend_lists
+from approx_kernels.key_lists.cpu import FAR, WINDOW_ROWS, attend_lists
 
 
 def local_lists(
@@ -10,6 +10,6 @@ def local_lists(
 ) -> Tensor:
     """Attend to the keys from `left` before to `right` after the own position."""
     length, keys = q.shape[2], k.shape[2]
-    starts = [*range(0, length, MOST_ROWS), length]
+    starts = [*range(0, length, WINDOW_ROWS), length]
     entries = [[(0, keys, -min(left, FAR), min(right, FAR))]] * (len(starts) - 1)
     return attend_lists(q, k, v, key_mask, before=keys - length, starts=starts, entries=entries, scale=scale)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from approx_kernels.key_lists.cpu import FAR, Entry, attend_lists, cut
+from approx_kernels.key_lists.cpu import FAR, MOST_ROWS, Entry, attend_lists, cut
 
 
 def strided_lists(
@@ -28,7 +28,7 @@ def strided_lists(
         rows = len(range((column - before) % stride, length, stride))
         # From the rank of a query to that of its own key.
         ahead = end - rows - (row - offset) - before
-        blocks = cut(row, row + rows)
+        blocks = cut(row, row + rows, MOST_ROWS)
         starts += blocks
         entries += [[(begin, end, low + ahead, high + ahead) for low, high in seen]] * len(blocks)
         row += rows

@@ -6,7 +6,7 @@ TILES = (
     VECTORS
     + r"""
 /* Strips of rows are whole tiles of a product, and skip the columns that none of them sees. */
-enum { STRIP = 24, ROWS = 8 * STRIP, KEYS = 64 };
+enum { STRIP = 24, ROWS = 8 * STRIP, KEYS = 128 };
 
 /* Keys from begin to end; the query at position i sees key j of them where low <= j - i <= high. Queries and keys are
    counted by their ranks where they have an order, and distances too, unless each head has lists of its own. */
@@ -113,7 +113,12 @@ INLINE float own_score(const problem *p, int64_t b, int64_t h, int64_t at, const
 
 static void gather(const problem *p, tensor x, int64_t b, int64_t h, const keys_of_block *t, int64_t size, float *to) {
     int64_t stride = padded(size);
+    int64_t bytes = p->bf16 ? 2 : 4, start = b * x.batch + h * x.head;
     for (int64_t c = 0; c < t->count; c++) {
+        if (c + AHEAD < t->count) {
+            const char *next = (char *)x.data + bytes * (start + t->key[c + AHEAD] * x.row);
+            for (int64_t d = 0; d < bytes * size; d += 64) __builtin_prefetch(next + d);
+        }
         read_row(x, p->bf16, b, h, t->key[c], size, to + c * stride);
         for (int64_t d = size; d < stride; d++) to[c * stride + d] = 0.0f;
     }

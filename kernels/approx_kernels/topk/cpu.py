@@ -1,0 +1,100 @@
+"""Exact top-k attention on a CPU, forward and backward in C."""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx_kernels.c_language import Rows, address, check, library, rows_of
+from approx_kernels.c_language import obstacle as c_obstacle
+from approx_kernels.custom_op import custom_op
+from approx_kernels.topk.topk_c import BACKWARD, FORWARD
+
+
+class _Problem(ctypes.Structure):
+    """`problem` of topk_c.py."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "length", "keys", "size", "values")),
+        *((name, ctypes.c_int64) for name in ("kept", "causal", "bf16", "threads")),
+        *((name, Rows) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_void_p) for name in ("mask", "top")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _BackwardProblem(ctypes.Structure):
+    """`backward_problem` of topk_c.py."""
+
+    _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")))
+
+
+def obstacle(q: Tensor, dropout: float) -> str | None:
+    """Why exact top-k attention cannot run in C, with the remedy; None where it can."""
+    if dropout:
+        return "it drops no weights. Set the dropout of attention to 0, or ask for 'auto'."
+    return c_obstacle(FORWARD, q) or c_obstacle(BACKWARD, q)
+
+
+def topk_rows(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, topk: int, causal: bool, scale: float
+) -> Tensor:
+    """Attend; of the scores of a query never more than a block and the K largest are in memory."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
+    mask = None if key_mask is None else key_mask.contiguous()
+    with torch.autocast("cpu", enabled=False):
+        return _attend(q, k, v, mask, min(topk, k.shape[2]), causal, scale)[0]
+
+
+def _empty(q: Tensor, k: Tensor, v: Tensor, mask: Any, kept: int, *_: Any) -> tuple[Tensor, Tensor]:
+    # As models want it next: tokens before heads.
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    return out, q.new_empty(*q.shape[:3], kept, dtype=torch.int32)
+
+
+def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, _, _, _, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return *_attend_backward(grad, *ctx.saved_tensors, ctx.scale), *[None] * 4
+
+
+@custom_op(_empty_gradients)
+def _attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, top: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    made = _empty_gradients(grad, q, k, v)
+    problem = _BackwardProblem(_problem(q, k, v, grad, None, top, False, scale), *map(rows_of, (grad, *made)))
+    found = library(BACKWARD)
+    assert not isinstance(found, str), f"checked by the op: {found}"
+    check(found.backward(ctypes.byref(problem)))
+    return made
+
+
+@custom_op(_empty, backward=_gradients, save=_keep)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kept: int, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, top = _empty(q, k, v, key_mask, kept)
+    found = library(FORWARD)
+    assert not isinstance(found, str), f"checked by the op: {found}"
+    check(found.forward(ctypes.byref(_problem(q, k, v, out, key_mask, top, causal, scale))))
+    return out, top
+
+
+def _problem(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, key_mask: Tensor | None, top: Tensor, causal: bool, scale: float
+) -> _Problem:
+    sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], top.shape[3], causal)
+    rows, places = map(rows_of, (q, k, v, out)), map(address, (key_mask, top))
+    return _Problem(*sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *rows, *places, scale)

@@ -13,6 +13,9 @@ from approx_kernels.clustered import (
 )
 from approx_kernels.clustering import draw_centroids, draw_planes, fit_centroids
 
+# Assignments of a k-means that is done once and for all, at least.
+FITTED = 10
+
 
 class ClusteredAttention(Mechanism):
     """Attend with the mean query of each of C clusters, in O(n C D).
@@ -38,7 +41,8 @@ class ClusteredAttention(Mechanism):
         clusters: Groups of queries, C; more is closer to exact. None takes 25 for samples of up to 512 real
             tokens and 100 beyond, and 100 where frozen.
         bits: Sign bits of a hash, 1 to 63; none are taken where frozen.
-        iterations: Assignments of the k-means, at most; it ends when nothing moves.
+        iterations: Assignments of the k-means, at most; it ends when nothing moves. Centroids that are fitted once take 10 at
+            least.
         hash_bias: Whether the hash planes miss the origin; Hamming distance then follows the Euclidean distance
             rather than the angle.
         frozen: Whether the centroids are fitted once, by `calibrate`; until then they are random.
@@ -73,7 +77,7 @@ class ClusteredAttention(Mechanism):
         scale: float,
         clusters: int | None = None,
         bits: int = 63,
-        iterations: int = 10,
+        iterations: int = 3,
         hash_bias: bool = True,
         frozen: bool = False,
         chunk: int = 256,
@@ -107,7 +111,8 @@ class ClusteredAttention(Mechanism):
         if all(x.shape[0] for x in real):
             count = self.clusters or MOST_DEFAULT_CLUSTERS
             q, k = (x.transpose(0, 1) for x in real)
-            fitted = fit_centroids(q, k, clusters=count, iterations=self.iterations, seed=self.seed)
+            # Once, it may take its time.
+            fitted = fit_centroids(q, k, clusters=count, iterations=max(self.iterations, FITTED), seed=self.seed)
             self.centroids.copy_(fitted[0])
             self.selectors.copy_(fitted[1])
 
@@ -204,7 +209,8 @@ class ImprovedClusteredAttention(ClusteredAttention):
             tokens and 100 beyond, and 100 where frozen.
         topk: Keys that each query weighs itself, K; more is closer to exact.
         bits: Sign bits of a hash, 1 to 63; none are taken where frozen.
-        iterations: Assignments of the k-means, at most; it ends when nothing moves.
+        iterations: Assignments of the k-means, at most; it ends when nothing moves. Centroids that are fitted once take 10 at
+            least.
         hash_bias: Whether the hash planes miss the origin; Hamming distance then follows the Euclidean distance
             rather than the angle.
         frozen: Whether the centroids are fitted once, by `calibrate`; until then they are random.
@@ -231,7 +237,7 @@ class ImprovedClusteredAttention(ClusteredAttention):
         clusters: int | None = None,
         topk: int = 32,
         bits: int = 63,
-        iterations: int = 10,
+        iterations: int = 5,
         hash_bias: bool = True,
         frozen: bool = False,
         chunk: int = 256,

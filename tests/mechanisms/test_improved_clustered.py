@@ -24,7 +24,9 @@ def test_it_is_its_formula_forward_and_backward(queries, keys, clusters, topk):
     q, grad = torch.randn(2, 1, 2, queries, 8, dtype=torch.float64).unbind()
     k, v = torch.randn(2, 1, 2, keys, 8, dtype=torch.float64).unbind()
     mechanism = ImprovedClusteredAttention(2, 8, causal=False, scale=0.35, clusters=clusters, topk=topk)
-    groups = cluster_queries(q[0], mechanism.planes, mechanism.draws, clusters=clusters, iterations=10)
+    groups = cluster_queries(
+        q[0], mechanism.planes, mechanism.draws, clusters=clusters, iterations=mechanism.iterations
+    )
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = mechanism(*inputs)
     settings = {"clusters": clusters, "topk": topk, "scale": 0.35}
@@ -42,7 +44,7 @@ def test_one_crowded_cluster_among_empty_ones():
     q, k, v = torch.randn(3, 1, 1, 100, 8, dtype=torch.float64).unbind()
     q[:, :, 3:] = q[:, :, :1]
     mechanism = ImprovedClusteredAttention(1, 8, causal=False, scale=0.35, clusters=20, topk=6)
-    groups = cluster_queries(q[0], mechanism.planes, mechanism.draws, clusters=20, iterations=10)
+    groups = cluster_queries(q[0], mechanism.planes, mechanism.draws, clusters=20, iterations=mechanism.iterations)
     assert groups.unique().numel() < 5
     expected = dense_formula(q[0, 0], k[0, 0], v[0, 0], groups[0], clusters=20, topk=6, scale=0.35)
     torch.testing.assert_close(mechanism(q, k, v)[0, 0], expected)

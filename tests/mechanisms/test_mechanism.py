@@ -16,7 +16,7 @@ DEFAULTS = {
     "clustered": {
         "clusters": None,
         "bits": 63,
-        "iterations": 10,
+        "iterations": 3,
         "hash_bias": True,
         "seed": 0,
         "frozen": False,
@@ -26,7 +26,7 @@ DEFAULTS = {
         "clusters": None,
         "topk": 32,
         "bits": 63,
-        "iterations": 10,
+        "iterations": 5,
         "hash_bias": True,
         "seed": 0,
         "frozen": False,

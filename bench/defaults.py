@@ -267,6 +267,9 @@ def draw(made: dict[str, Any], path: Path) -> None:
             style = {"linestyle": ("-", "--")[number // 10], "marker": "os"[number // 10], "markersize": 3}
             axes.plot([f["ms"] for f in found], [f["error"] for f in found], label=": ".join(key), **style)
         axes.axvline(made["sources"][-1]["sdpa_ms"], color="black", linewidth=0.8, label="exact attention")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "2346" else "")
         axes.grid(alpha=0.3, which="both")
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right center", fontsize=7.5, frameon=False)

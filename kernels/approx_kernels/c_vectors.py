@@ -28,6 +28,38 @@ INLINE float *floats(int64_t n) {
 INLINE vf choose(vi which, vf yes, vf no) { return (vf)((which & (vi)yes) | (~which & (vi)no)); }
 INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
 
+INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Rows of n numbers below are whole vectors. */
+INLINE void add_row(int64_t n, float factor, const float *from, float *to) {
+    for (int64_t d = 0; d < n; d += WIDTH) *(vf *)(to + d) += factor * *(const vf *)(from + d);
+}
+
+INLINE void scale_row(int64_t n, float factor, float *row) {
+    for (int64_t d = 0; d < n; d += WIDTH) *(vf *)(row + d) *= factor;
+}
+
+INLINE float lane_sum(vf sums) {
+    float sum = 0.0f;
+    for (int l = 0; l < WIDTH; l++) sum += sums[l];
+    return sum;
+}
+
+INLINE float dot(int64_t n, const float *a, const float *b) {
+    vf sums = {0};
+    for (int64_t d = 0; d < n; d += WIDTH) sums += *(const vf *)(a + d) * *(const vf *)(b + d);
+    return lane_sum(sums);
+}
+
+/* from [rows, width] with that stride -> to [width, rows in whole vectors], 0 beyond them. */
+static void transpose(int64_t rows, int64_t width, const float *from, int64_t stride, float *to, int64_t stride_to) {
+    for (int64_t first = 0; first < padded(rows); first += WIDTH)
+        for (int64_t d = 0; d < width; d++)
+            for (int64_t i = first; i < first + WIDTH; i++)
+                to[d * stride_to + i] = i < rows ? from[i * stride + d] : 0.0f;
+}
+
 /* exp for x <= 80, within two roundings; NaN stays NaN. */
 INLINE vf vexp(vf x) {
     x = choose(x < -87.0f, (vf){0} - 87.0f, x);

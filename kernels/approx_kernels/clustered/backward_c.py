@@ -28,7 +28,7 @@ static int through_members(const head *x, grads *g, int64_t item) {
         float mass = x->all->mass[place], *shared = g->shared + c * wide;
         if (x->kept && x->first[c] < end) {
             gather_keys(x, top, keys, across, values, width);
-            transpose(values, x->kept, x->all->values, wide, values_across, width);
+            transpose(x->kept, x->all->values, values, wide, values_across, width);
             memset(dkeys, 0, sizeof(float) * width * (size + wide));
         }
         for (int64_t from = x->first[c]; from < end; from += MEMBERS) {
@@ -71,7 +71,7 @@ static int through_means(const head *x, grads *g, int64_t item) {
     float *along = change + BLOCK * lanes, *sums = along + lanes, *across = sums + lanes, *dmeans = across + wide * lanes;
     memset(dmeans, 0, sizeof(float) * x->clusters * size);
     memset(across, 0, sizeof(float) * wide * lanes);
-    transpose(g->shared, x->clusters, wide, wide, across, lanes);
+    transpose(x->clusters, wide, g->shared, wide, across, lanes);
     const float *mass = x->all->mass + item * x->all->most_clusters;
     const int32_t *tops = x->all->top + item * x->all->most_clusters * x->all->kept;
     for (c = 0; c < lanes; c++) along[c] = 0, sums[c] = 1e30f;

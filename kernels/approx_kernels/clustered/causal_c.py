@@ -28,31 +28,6 @@ typedef struct {
     int32_t *top, *filled;
 } past;
 
-INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-
-INLINE float dot(const float *a, const float *b, int64_t size) {
-    vf sums = {0};
-    float sum = 0;
-    for (int64_t d = 0; d < size; d += WIDTH) sums += *(const vf *)(a + d) * *(const vf *)(b + d);
-    for (int l = 0; l < WIDTH; l++) sum += sums[l];
-    return sum;
-}
-
-/* to += weight * from */
-INLINE void add_row(float *to, const float *from, float weight, int64_t size) {
-    for (int64_t d = 0; d < size; d += WIDTH) *(vf *)(to + d) += weight * *(const vf *)(from + d);
-}
-
-INLINE void scale_row(float *row, float factor, int64_t size) {
-    for (int64_t d = 0; d < size; d += WIDTH) *(vf *)(row + d) *= factor;
-}
-
-/* rows [count, size], count <= BLOCK -> [size, BLOCK], whole vectors of which are finite. */
-static void upright(const float *rows, int64_t count, int64_t size, int64_t stride, float *to) {
-    for (int64_t c = 0; c < padded(count); c++)
-        for (int64_t d = 0; d < size; d++) to[d * BLOCK + c] = c < count ? rows[c * stride + d] : 0.0f;
-}
-
 /* Let the scores of a centroid with `count` keys from `begin` on compete for its list. What stays outside remains in the
    row; who loses a place that he took in an earlier block goes to `lost`, and their number is returned. */
 static int64_t compete(past *x, int64_t r, int64_t begin, int64_t count, float *row, int32_t *lost, float *lost_scores) {
@@ -79,9 +54,9 @@ static void absorb(past *x, int64_t begin, int64_t count) {
     if (p->rows < FEW) {
         for (int64_t r = 0; r < p->rows; r++)
             for (int64_t c = 0; c < count; c++)
-                x->scores[r * BLOCK + c] = dot(x->rows + r * x->size, keys + c * x->size, x->size);
+                x->scores[r * BLOCK + c] = dot(x->size, x->rows + r * x->size, keys + c * x->size);
     } else {
-        upright(keys, count, p->size, x->size, x->standing);
+        transpose(count, p->size, keys, x->size, x->standing, BLOCK);
         product(p->rows, wide, p->size, x->rows, x->size, 1, x->standing, BLOCK, x->scores, BLOCK, 0);
     }
     for (int64_t r = 0; r < p->rows; r++) {
@@ -93,7 +68,7 @@ static void absorb(past *x, int64_t begin, int64_t count) {
         for (int64_t j = 0; j < losers; j++) most = lost_scores[j] > most ? lost_scores[j] : most;
         if (most > x->peak[r]) {
             float fade = expf(x->peak[r] - most);
-            x->mass[r] *= fade, scale_row(mean_key, fade, x->size), scale_row(mean_value, fade, x->values);
+            x->mass[r] *= fade, scale_row(x->size, fade, mean_key), scale_row(x->values, fade, mean_value);
             x->peak[r] = most;
         }
         /* Nothing is outside the list yet: any finite number makes weights of 0. */
@@ -107,8 +82,8 @@ static void absorb(past *x, int64_t begin, int64_t count) {
         for (int64_t j = 0; j < losers; j++) {
             float weight = expf(lost_scores[j] - origin);
             x->mass[r] += weight;
-            add_row(mean_key, x->keys + lost[j] * x->size, weight, x->size);
-            add_row(mean_value, x->v + lost[j] * x->values, weight, x->values);
+            add_row(x->size, weight, x->keys + lost[j] * x->size, mean_key);
+            add_row(x->values, weight, x->v + lost[j] * x->values, mean_value);
         }
     }
     product(p->rows, x->size, count, x->scores, BLOCK, 1, keys, x->size, x->mean_key, x->size, 1);
@@ -124,13 +99,13 @@ static void attend(const past *x, int64_t r, int64_t begin, int64_t count, const
     float most = -INFINITY, rest = -INFINITY, sum = 0.0f;
     for (int64_t c = 0; c < count; c++) most = near[c] > most ? near[c] : most;
     for (int64_t j = 0; j < kept; j++) {
-        own[j] = dot(query, x->keys + top[j] * x->size, x->size);
+        own[j] = dot(x->size, query, x->keys + top[j] * x->size);
         most = own[j] > most ? own[j] : most;
     }
     if (begin) {
         /* The tangent of a convex function: the remaining mass of a query near the centroid, and never more than it. */
         const float *mean = x->mean_key + r * x->size;
-        rest = x->peak[r] + logf(x->mass[r]) + (dot(query, mean, x->size) - dot(x->rows + r * x->size, mean, x->size)) / x->mass[r];
+        rest = x->peak[r] + logf(x->mass[r]) + (dot(x->size, query, mean) - dot(x->size, x->rows + r * x->size, mean)) / x->mass[r];
         most = rest > most ? rest : most;
     }
     for (int64_t c = 0; c < wide; c += WIDTH) *(vf *)(near + c) = vexp(*(vf *)(near + c) - most);
@@ -139,14 +114,14 @@ static void attend(const past *x, int64_t r, int64_t begin, int64_t count, const
     memset(out, 0, sizeof(float) * x->values);
     for (int64_t j = 0; j < kept; j++) {
         float weight = expf(own[j] - most);
-        sum += weight, add_row(out, x->v + top[j] * x->values, weight, x->values);
+        sum += weight, add_row(x->values, weight, x->v + top[j] * x->values, out);
     }
     if (begin) {
         float weight = expf(rest - most);
-        sum += weight, add_row(out, x->mean_value + r * x->values, weight / x->mass[r], x->values);
+        sum += weight, add_row(x->values, weight / x->mass[r], x->mean_value + r * x->values, out);
     }
     /* Weights of the chunk are scaled before the product with its values, all others after it is begun. */
-    scale_row(out, 1.0f / sum, x->values), scale_row(near, 1.0f / sum, wide);
+    scale_row(x->values, 1.0f / sum, out), scale_row(wide, 1.0f / sum, near);
 }
 
 static int head(const problem *p, int64_t b, int64_t h) {
@@ -167,7 +142,7 @@ static int head(const problem *p, int64_t b, int64_t h) {
     read_rows(p->k, p->bf16, b, h, NULL, S, p->size, size, NULL, x.keys);
     read_rows(p->v, p->bf16, b, h, NULL, S, p->values, values, NULL, x.v);
     read_rows(p->centroids, 0, b, h, NULL, R, p->size, size, NULL, x.rows);
-    for (int64_t r = 0; r < R; r++) x.peak[r] = -INFINITY, x.mass[r] = 0.0f, scale_row(x.rows + r * size, p->scale, size);
+    for (int64_t r = 0; r < R; r++) x.peak[r] = -INFINITY, x.mass[r] = 0.0f, scale_row(size, p->scale, x.rows + r * size);
     const int32_t *groups = p->groups + (b * p->heads + h) * p->length;
     for (int64_t begin = 0; begin < S; begin += p->chunk) {
         int64_t end = lesser(begin + p->chunk, S), first = begin > before ? begin : before;
@@ -180,7 +155,7 @@ static int head(const problem *p, int64_t b, int64_t h) {
             }
             for (int64_t c = 0; c < seen; c += BLOCK) {
                 int64_t count = lesser(BLOCK, seen - c);
-                upright(x.keys + (begin + c) * size, count, p->size, size, x.standing);
+                transpose(count, p->size, x.keys + (begin + c) * size, size, x.standing, BLOCK);
                 product(deep, padded(count), p->size, queries, size, 1, x.standing, BLOCK, near + c, wide, 0);
             }
             for (int64_t i = 0; i < deep; i++) {

@@ -30,11 +30,6 @@ typedef struct {
     float *q, *k, *v, *means, *across;    /* [n, D], [S, D], [S, E]; mean queries, [C, D] and [D, C] */
 } head;
 
-static void transpose(const float *a, int64_t rows, int64_t columns, int64_t lda, float *to, int64_t ldt) {
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t d = 0; d < columns; d++) to[d * ldt + i] = a[i * lda + d];
-}
-
 static void release(head *x) { free(x->first), free(x->q); }
 
 /* Sort the queries of one head by cluster and average them; 0 where there is no memory. */
@@ -70,7 +65,7 @@ static int gather(head *x, const problem *all, int64_t item) {
             for (d = 0; d < x->size; d++) mean[d] += x->q[i * x->size + d] *= all->scale;
         for (d = 0; d < x->size; d++) mean[d] /= count ? count : 1;
     }
-    transpose(x->means, x->clusters, x->size, x->size, x->across, x->lanes);
+    transpose(x->clusters, x->size, x->means, x->size, x->across, x->lanes);
     return 1;
 }
 
@@ -98,7 +93,7 @@ static void gather_keys(const head *x, const int32_t *list, float *rows, float *
         memcpy(rows + j * x->size, x->k + list[j] * x->size, sizeof(float) * x->size);
         memcpy(values + j * x->values, x->v + list[j] * x->values, sizeof(float) * x->values);
     }
-    transpose(rows, x->kept, x->all->size, x->size, across, width);
+    transpose(x->kept, x->all->size, rows, x->size, across, width);
 }
 """
 )

@@ -69,7 +69,8 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         keys_of_block t = keys_from(p, b, h, &w);
         while (next_keys(p, b, &w, &t)) {
             gather(p, p->k, b, h, &t, D, keys), gather(p, p->v, b, h, &t, E, values);
-            upright(t.count, D, keys, standing), upright(t.count, E, values, standing + D * KEYS);
+            transpose(t.count, D, keys, size, standing, KEYS);
+            transpose(t.count, E, values, width, standing + D * KEYS, KEYS);
             memset(dk, 0, sizeof(float) * t.count * size), memset(dv, 0, sizeof(float) * t.count * width);
             for (int64_t strip = 0; strip < w.rows; strip += STRIP) {
                 int64_t deep = lesser(STRIP, w.rows - strip), begin, end;

@@ -43,9 +43,6 @@ typedef struct {
     int32_t key[KEYS], place[KEYS], from[KEYS], to[KEYS];
 } keys_of_block;
 
-INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
-
 /* Ranks of one part of the softmax as tokens. */
 INLINE const int32_t *order_of(const problem *p, const int32_t *order, int64_t b, int64_t h, int64_t part, int64_t n) {
     if (!order) return NULL;
@@ -133,15 +130,6 @@ static void read_queries(tensor x, int bf16, int64_t b, int64_t h, const int32_t
     }
 }
 
-/* rows [count, size] -> [size, KEYS]; what stands beyond the count is finite. */
-static void upright(int64_t count, int64_t size, const float *rows, float *to) {
-    int64_t stride = padded(size), full = padded(count);
-    for (int64_t first = 0; first < full; first += 8)
-        for (int64_t d = 0; d < size; d++)
-            for (int64_t c = first; c < first + 8 && c < full; c++)
-                to[d * KEYS + c] = c < count ? rows[c * stride + d] : 0.0f;
-}
-
 /* Columns of a tile that any query from position `early` to `late` sees, as whole vectors. */
 INLINE void columns(const keys_of_block *t, int64_t early, int64_t late, int64_t *begin, int64_t *end) {
     *begin = 0, *end = padded(t->count);
@@ -225,7 +213,7 @@ static int attend(const problem *p, int64_t b, int64_t h) {
         keys_of_block t = keys_from(p, b, h, &w);
         while (next_keys(p, b, &w, &t)) {
             gather(p, p->k, b, h, &t, D, keys), gather(p, p->v, b, h, &t, E, values);
-            upright(t.count, D, keys, standing);
+            transpose(t.count, D, keys, size, standing, KEYS);
             for (int64_t strip = 0; strip < w.rows; strip += STRIP) {
                 int64_t deep = lesser(STRIP, w.rows - strip), begin, end;
                 columns(&t, w.at[strip], w.at[strip + deep - 1], &begin, &end);

@@ -36,36 +36,15 @@ typedef struct {
     float *top, *higher, *fall;      /* [F]: what features are relative to, the largest so far, the ratio of the two */
 } head;
 
-INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int real(const head *x, int64_t j) { return !x->all->mask || x->all->mask[x->b * x->all->keys + j]; }
-
-INLINE void add_row(int64_t n, float factor, const float *from, float *to) {
-    for (int64_t d = 0; d < n; d += WIDTH) *(vf *)(to + d) += factor * *(const vf *)(from + d);
-}
 
 INLINE void multiply_row(int64_t n, const float *by, float *row) {
     for (int64_t d = 0; d < n; d += WIDTH) *(vf *)(row + d) *= *(const vf *)(by + d);
 }
 
-INLINE void scale_row(int64_t n, float factor, float *row) {
-    for (int64_t d = 0; d < n; d += WIDTH) *(vf *)(row + d) *= factor;
-}
-
-INLINE float lane_sum(vf sums) {
-    float sum = 0.0f;
-    for (int l = 0; l < WIDTH; l++) sum += sums[l];
-    return sum;
-}
-
 INLINE float row_sum(int64_t n, const float *row) {
     vf sums = {0};
     for (int64_t d = 0; d < n; d += WIDTH) sums += *(const vf *)(row + d);
-    return lane_sum(sums);
-}
-
-INLINE float dot(int64_t n, const float *a, const float *b) {
-    vf sums = {0};
-    for (int64_t d = 0; d < n; d += WIDTH) sums += *(const vf *)(a + d) * *(const vf *)(b + d);
     return lane_sum(sums);
 }
 

@@ -5,13 +5,6 @@ from approx_kernels.linear.features_c import FEATURES
 HEADS = (
     FEATURES
     + r"""
-/* from [rows, width] with that stride -> to [width, stride_to]. */
-static void transpose(int64_t rows, int64_t width, const float *from, int64_t stride, float *to, int64_t stride_to) {
-    for (int64_t first = 0; first < rows; first += 8)
-        for (int64_t d = 0; d < width; d++)
-            for (int64_t i = first; i < first + 8 && i < rows; i++) to[d * stride_to + i] = from[i * stride + d];
-}
-
 /* Products of each row with the rows up to its own, whose transpose is given, [CHUNK, CHUNK]; 0 beyond. */
 static void past_pairs(int64_t depth, const float *rows, int64_t stride, const float *others, float *pairs) {
     memset(pairs, 0, sizeof(float) * CHUNK * CHUNK);

@@ -18,14 +18,6 @@ typedef struct {
     float scale;
 } problem;
 
-INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-
-INLINE float dot(const float *a, const float *b, int64_t size) {
-    float sum = 0;
-    for (int64_t d = 0; d < size; d++) sum += a[d] * b[d];
-    return sum;
-}
-
 /* Scores become weights in place; a NaN among them is one in all. */
 static void softmax(float *scores, int64_t count) {
     float most = -INFINITY, sum = 0;
@@ -68,8 +60,7 @@ static int head(const problem *p, int64_t b, int64_t h) {
         alone = p->causal ? alone : real;
         for (int64_t begin = 0; begin < seen; begin += BLOCK) {
             int64_t wide = lesser(BLOCK, seen - begin);
-            for (int64_t c = 0; c < padded(wide); c++)
-                for (int64_t d = 0; d < p->size; d++) standing[d * BLOCK + c] = c < wide ? keys[(begin + c) * size + d] : 0;
+            transpose(wide, p->size, keys + begin * size, size, standing, BLOCK);
             for (int64_t strip = 0; strip < count; strip += STRIP)
                 product(lesser(STRIP, count - strip), padded(wide), p->size, queries + strip * size, size, 1, standing, BLOCK,
                         scores + strip * BLOCK, BLOCK, 0);
@@ -91,7 +82,7 @@ static int head(const problem *p, int64_t b, int64_t h) {
             memset(out, 0, sizeof(float) * values);
             for (int64_t j = 0; j < filled[i]; j++) {
                 float weight = best[i * K + j] + spoiled[i], *value = rows + top[i * K + j] * values;
-                for (int64_t e = 0; e < values; e += WIDTH) *(vf *)(out + e) += weight * *(vf *)(value + e);
+                add_row(values, weight, value, out);
                 top[i * K + j] = tokens[top[i * K + j]];
             }
             for (int64_t e = 0; e < p->values && !filled[i]; e++) out[e] = spoiled[i];
@@ -134,19 +125,17 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         while (count < K && top[count] >= 0) count++;
         read_query(p, b, h, i, size, query);
         read_row(g->grad, p->bf16, b, h, i, p->values, grad);
+        for (int64_t e = p->values; e < values; e++) grad[e] = 0.0f;
         memset(dq, 0, sizeof(float) * size);
-        for (int64_t j = 0; j < count; j++) weights[j] = dot(query, keys + top[j] * size, p->size);
+        for (int64_t j = 0; j < count; j++) weights[j] = dot(size, query, keys + top[j] * size);
         softmax(weights, count);
-        for (int64_t j = 0; j < count; j++) share += weights[j] * (change[j] = dot(grad, rows + top[j] * values, p->values));
+        for (int64_t j = 0; j < count; j++) share += weights[j] * (change[j] = dot(values, grad, rows + top[j] * values));
         for (int64_t j = 0; j < count; j++) {
             float much = weights[j] * (change[j] - share);
-            for (int64_t d = 0; d < p->size; d++) {
-                dq[d] += much * keys[top[j] * size + d];
-                dk[top[j] * size + d] += much * query[d];
-            }
-            for (int64_t e = 0; e < p->values; e++) dv[top[j] * values + e] += weights[j] * grad[e];
+            add_row(size, much, keys + top[j] * size, dq), add_row(size, much, query, dk + top[j] * size);
+            add_row(values, weights[j], grad, dv + top[j] * values);
         }
-        for (int64_t d = 0; d < p->size; d++) dq[d] *= p->scale;
+        scale_row(size, p->scale, dq);
         write_row(g->dq, p->bf16, b, h, i, p->size, dq);
     }
     for (int64_t j = 0; j < S; j++) {

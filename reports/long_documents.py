@@ -86,7 +86,11 @@ def verdict(found: list[Point], examples: int) -> str:
         )
         if low > 0:
             sure.append(f"`{point.name}` at {point.length:,}")
-    certainty = f"More than chance: {', '.join(sure)}." if sure else "None of these gains is more than chance may give."
+    certainty = (
+        f"More than chance, each taken by itself: {', '.join(sure)}."
+        if sure
+        else "None of these gains is more than chance may give."
+    )
     return (
         f"Longer context and another attention pay off together with {', '.join(told)}: nothing as quick scores as high. "
         f"{certainty} These intervals do not know that the texts are the same ones, and are too wide rather than too narrow."
@@ -112,7 +116,7 @@ def page(made: dict[str, Any]) -> str:
         parts += [f"## {name}", _counts(entries), _table(entries, found), verdict(found, entries[0][1]["examples"])]
     machine = made["environment"]
     parts.append(
-        f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}; `{made['command']}`. "
+        f"{machine['processor']}, {machine['threads']} {'thread' if machine['threads'] == 1 else 'threads'}, torch {machine['torch']}; `{made['command']}`. "
         "[The whole report](report.md)."
     )
     return "\n\n".join(parts) + "\n"

@@ -94,7 +94,7 @@ def test_length_and_approximation_pay_off_together_where_nothing_quicker_scores_
         "pay off together with `local` at 2,048 tokens (92.0 %, 50 ms; +4.0 (-2.0 … +10.0) points against exact" in text
     )
     assert "None of these gains is more than chance may give." in text
-    assert "More than chance: `local` at 2,048." in long_documents.page(
+    assert "More than chance, each taken by itself: `local` at 2,048." in long_documents.page(
         a_record(TIMES, {**SCORES, ("local", 2048): 0.97})
     )
     assert "| local | 88.0 (-2.0 … +1.0) | 11 | **92.0** (-2.0 … +1.0) | 50 |" in text

@@ -11,8 +11,8 @@ is the CPU time of one thread, the best of `PASSES` passes, and that of exact at
 Two rules say what a default should be, and were written down before anything was measured. Settings that only cost time
 (iterations, bits): the smallest value whose error exceeds that of the largest by at most `FREE` on every data set. Settings
 that trade quality for time: as they are, unless another value is cheaper and closer on every data set. Frozen centroids are
-never a default: they need a calibration text. Written are
-`record.json` and, made from it, `report.md` and `defaults.svg`; `--redraw` makes only these two anew.
+never a default: they need a calibration text. Written are `record.json` and, made from it, `report.md` and `defaults.svg`;
+`--redraw` makes only these two anew.
 """
 
 import argparse
@@ -259,17 +259,14 @@ def draw(made: dict[str, Any], path: Path) -> None:
         matplotlib.rcParams.update({"svg.hashsalt": "defaults", "svg.fonttype": "path", "font.size": 9})
         figure = Figure(figsize=(8, 5), layout="constrained")
         FigureCanvasSVG(figure)
-        axes = figure.add_subplot(
-            xscale="log", yscale="log", xlabel=f"CPU milliseconds, {last}", ylabel="relative error"
-        )
+        axes = figure.add_subplot(xscale="log", yscale="log", xlabel=f"CPU ms, {last}", ylabel="relative error")
         for number, key in enumerate((mechanism, swept) for mechanism, sweeps in SWEEPS.items() for swept in sweeps):
             found = [c["found"][last] for c in made["cases"] if (c["mechanism"], c["swept"]) == key]
             style = {"linestyle": ("-", "--")[number // 10], "marker": "os"[number // 10], "markersize": 3}
             axes.plot([f["ms"] for f in found], [f["error"] for f in found], label=": ".join(key), **style)
         axes.axvline(made["sources"][-1]["sdpa_ms"], color="black", linewidth=0.8, label="exact attention")
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "2346" else "")
+            axis.set(major_formatter="{x:g}", minor_formatter=lambda x, _: f"{x:g}" if f"{x:e}"[0] in "2346" else "")
         axes.grid(alpha=0.3, which="both")
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right center", fontsize=7.5, frameon=False)
@@ -292,10 +289,10 @@ def main() -> int:
             parser.error("name the folders of the data and the checkpoints, --data and --checkpoints")
         made = record(options.data, options.checkpoints)
         path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    made = json.loads(path.read_text(encoding="utf-8"))
-    (options.output / "report.md").write_text(report(made), encoding="utf-8")
+    page = report(made := json.loads(path.read_text(encoding="utf-8")))
+    (options.output / "report.md").write_text(page, encoding="utf-8")
     draw(made, options.output / "defaults.svg")
-    sys.stdout.write(report(made))
+    sys.stdout.write(page)
     return 0
 
 

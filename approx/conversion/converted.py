@@ -65,7 +65,7 @@ class ApproxModel:
         return (model, info) if wants_info else model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The call of the stock class; on a CPU, float32 products run at full speed where that costs no accuracy."""
+        """The call of the stock class; on a CPU, products run at full speed where that costs no accuracy."""
         if is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
         with fast_products_for(self, args, kwargs):

@@ -1,10 +1,12 @@
-"""The call of a model with float32 products on the CPU at full speed; travels with converted checkpoints."""
+"""The call of a model with its products on the CPU at full speed; travels with converted checkpoints."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from approx_kernels.half_products import half_products
 from approx_kernels.products import fast_products
 
 # Samples of sound that the families turn into one row.
@@ -19,7 +21,11 @@ def fast_products_for(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     names = (model.main_input_name, "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
     given = (*args[:1], *(kwargs.get(name) for name in names))
     rows = max((_rows(each) for each in given if isinstance(each, Tensor)), default=0)
-    return fast_products(rows, model.device, model.dtype)
+    if model.dtype == torch.float32:
+        return fast_products(rows, model.device, model.dtype)
+    # What is computed once more in the backward pass would be computed otherwise there, which PyTorch takes for an error.
+    recomputes = model.training and any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
+    return nullcontext(False) if recomputes else half_products(rows, model.device, model.dtype)
 
 
 def _rows(x: Tensor) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx_kernels import findings, products
+from approx_kernels import findings, half_products, products
 from approx_kernels.exact.probe import Case, fastest
 from approx_kernels.exact.ways import DEFAULT
 
@@ -33,6 +33,7 @@ def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
     device = _device()
     if device == "cpu":
         products.worth_rows()
+        half_products.worth_rows(torch.bfloat16)
     kinds = [(dtype, length, form) for dtype in _DTYPES for length in _LENGTHS for form in _FORMS]
     for done, (dtype, length, form) in enumerate(kinds):
         with products.fast_products(length, device, dtype) as switched:
@@ -49,6 +50,8 @@ def said() -> Iterator[tuple[str, bool, str]]:
         about, _, kind = asked.partition(", ")
         if asked == products.ASKED:
             yield about, True, _of_products(finding)
+        elif about in map(half_products.asked, half_products.DTYPES):
+            yield about, True, _of_half_products(finding)
         elif about == "exact attention":
             yield about, DEFAULT not in finding["refused"], f"{kind}: {_of_way(finding)}"
     if not known:
@@ -70,16 +73,25 @@ def _kept() -> bool:
 
 
 def _of_products(finding: dict[str, Any]) -> str:
-    gains = ", ".join(f"{gain}× at {rows} rows" for rows, gain in finding["gains"].items())
+    gains = _gains(finding)
     if finding["rows"] is not None:
         text = f"switched from {finding['rows']} rows on ({gains}, error {finding['error']:.1e})"
     elif finding["error"] > products.LABEL:
         text = f"as PyTorch has them: the switch rounds to bfloat16 here (error {finding['error']:.1e})"
     else:
         text = f"as PyTorch has them: the switch gains too little here ({gains})"
-    if finding["bfloat16"] < 1:
-        text += f"; bfloat16 has only {finding['bfloat16']} of their speed on this processor, so prefer float32"
     return text + _doubt(finding)
+
+
+def _of_half_products(finding: dict[str, Any]) -> str:
+    if finding["rows"] is None:
+        return f"as PyTorch has them: float32 gains too little here ({_gains(finding)})" + _doubt(finding)
+    text = f"in float32, rounded once, from {finding['rows']} rows on ({_gains(finding)}), for this processor has none"
+    return text + _doubt(finding)
+
+
+def _gains(finding: dict[str, Any]) -> str:
+    return ", ".join(f"{gain}× at {rows} rows" for rows, gain in finding["gains"].items())
 
 
 def _of_way(finding: dict[str, Any]) -> str:

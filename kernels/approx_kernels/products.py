@@ -22,7 +22,7 @@ LABEL = 1e-6
 GAIN = 1.1
 # The rows of the left matrix that are tried, with the weights of a layer between 768 and 3072 features on the right.
 ROWS = (8, 64, 512)
-_FEATURES = (768, 3072)
+FEATURES = (768, 3072)
 _REPEATS = 4
 
 _lock = Lock()
@@ -60,15 +60,14 @@ def measure() -> Finding:
 
     Returns:
         `rows`, from which on it is worth it, or None; `gains`, how many times faster it is, by rows; `error` with it and
-        `plain_error` without, both relative to float64; `bfloat16`, the speed of products in bfloat16 relative to the faster
-        of the two.
+        `plain_error` without, both relative to float64.
     """
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(_FEATURES[1], _FEATURES[0], generator=generator).t()
-    gains, error, plain_error, of_row = {}, 0.0, 0.0, 0.0
+    weight = torch.randn(FEATURES[1], FEATURES[0], generator=generator).t()
+    gains, error, plain_error = {}, 0.0, 0.0
     with clock() as now, torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         for rows in ROWS:
-            x = torch.randn(rows, _FEATURES[0], generator=generator)
+            x = torch.randn(rows, FEATURES[0], generator=generator)
             plain, plain_error = [], max(plain_error, _error(x, weight))
             with _switched():
                 switched, error = [], max(error, _error(x, weight))
@@ -77,20 +76,22 @@ def measure() -> Finding:
                 with _switched():
                     switched.append(_seconds(x, weight, now))
             gains[rows] = min(plain) / min(switched)
-            of_row = min(plain + switched) / rows
-        narrow = min(_seconds(x[:64].bfloat16(), weight.bfloat16(), now) for _ in range(2)) / 64
-    worth = None
-    for rows in reversed(ROWS):
-        if gains[rows] < GAIN or error > LABEL:
-            break
-        worth = rows
     return {
-        "rows": worth,
+        "rows": worth(gains) if error <= LABEL else None,
         "gains": {str(rows): round(gain, 2) for rows, gain in gains.items()},
         "error": error,
         "plain_error": plain_error,
-        "bfloat16": round(of_row / narrow, 2),
     } | ({"crowded": True} if crowded() else {})
+
+
+def worth(gains: dict[int, float]) -> int | None:
+    """The least of `ROWS` from which on every one is `GAIN` times faster; None if the last is not."""
+    found = None
+    for rows in reversed(ROWS):
+        if gains[rows] < GAIN:
+            break
+        found = rows
+    return found
 
 
 def _worth_it(rows: int, device: torch.device, dtype: torch.dtype) -> bool:

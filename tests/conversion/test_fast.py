@@ -1,4 +1,4 @@
-"""Float32 products at full speed around the call of a converted model, and exact attention at its fastest in it."""
+"""Products at full speed around the call of a converted model, and exact attention at its fastest in it."""
 
 import pytest
 import torch
@@ -8,13 +8,14 @@ from approx.conversion.fast import _rows, fast_products_for
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan
 from approx.conversion.seam import IMPLEMENTATION, fastest_exact
-from approx_kernels import products
+from approx_kernels import half_products, products
 from conversion.zoo import difference, outputs, tiny
 
 
 @pytest.fixture(autouse=True)
 def worth_it_from_eight_rows(monkeypatch):
     monkeypatch.setattr(products, "worth_rows", lambda: 8)
+    monkeypatch.setattr(half_products, "worth_rows", lambda dtype: 8)
 
 
 def watched(model):
@@ -105,6 +106,41 @@ def test_inputs_may_be_given_by_place_or_not_at_all():
         assert thrown
     with fast_products_for(model, (), {}) as thrown:
         assert not thrown
+
+
+@pytest.mark.parametrize("architecture", ["BertModel", "GPT2Model", "Wav2Vec2Model"])
+def test_a_converted_model_of_16_bits_computes_in_float32_and_comes_closer(architecture, monkeypatch):
+    model = tiny(architecture).eval()
+    inputs = example_inputs(model, 4000 if architecture == "Wav2Vec2Model" else 20, batch=2)
+    surgery.convert(model, Plan.of("exact"))
+    exact = outputs(model, inputs)
+    model.to(torch.bfloat16)
+    inputs = {name: x.bfloat16() if x.is_floating_point() else x for name, x in inputs.items()}
+    calls: list[torch.Size] = []
+    computed = half_products._linear
+    monkeypatch.setattr(half_products, "_linear", lambda x, *rest: calls.append(x.shape) or computed(x, *rest))
+    wide = outputs(model, inputs)
+    assert len(calls) >= 4 * model.config.num_hidden_layers
+    calls.clear()
+    monkeypatch.setattr(half_products, "worth_rows", lambda dtype: None)
+    plain = outputs(model, inputs)
+    assert not calls
+    # Both round what goes from layer to layer; what happens within one is the difference.
+    assert difference(exact, wide) < 1.2 * difference(exact, plain) + 1e-3
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_of_16_bits_trains_with_and_without_recomputation(checkpointing):
+    model = tiny("BertModel")
+    surgery.convert(model, Plan.of("linear"))
+    model.to(torch.bfloat16).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    inputs = example_inputs(model, 20, batch=2)
+    with fast_products_for(model, (), inputs) as held:
+        assert held is not checkpointing
+    model(**inputs).last_hidden_state.float().square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.encoder.parameters())
 
 
 @pytest.mark.parametrize("architecture", ["BertModel", "GPT2Model", "LlamaModel", "WhisperModel"])

@@ -5,7 +5,7 @@ import torch
 
 from approx.errors import ApproxError
 from approx.pipeline import health, probing
-from approx_kernels import findings, products
+from approx_kernels import findings, half_products, products
 from approx_kernels.exact import probe
 
 
@@ -41,7 +41,7 @@ def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
         assert found
         assert found[0][0] == "ok"
         assert "error" in found[0][1]
-    assert any(what.startswith("float32 products") for what in lines)
+    assert {"float32 products", "bfloat16 products"} <= {" ".join(what.split()[:2]) for what in lines}
     assert findings.file().exists()
     monkeypatch.setattr(
         probe, "find", lambda device, asked, measure: findings.find(device, asked, lambda: {"way": "none"})
@@ -57,14 +57,27 @@ def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
         ({"rows": 8}, "switched from 8 rows on (2.0× at 8 rows, error 4.0e-07)"),
         ({}, "the switch gains too little here (2.0× at 8 rows)"),
         ({"error": 2e-3}, "the switch rounds to bfloat16 here (error 2.0e-03)"),
-        ({"bfloat16": 0.13}, "bfloat16 has only 0.13 of their speed on this processor, so prefer float32"),
         ({"crowded": True}, "other programs used the cores, so measure anew with `approx doctor --probe`"),
     ],
 )
 def test_what_is_said_of_products(changed, words):
-    finding = {"rows": None, "gains": {"8": 2.0}, "error": 4e-7, "plain_error": 3e-7, "bfloat16": 2.0, **changed}
+    finding = {"rows": None, "gains": {"8": 2.0}, "error": 4e-7, "plain_error": 3e-7, **changed}
     findings.find("cpu", products.ASKED, lambda: finding)
     assert words in told()[f"float32 products {probing._of_products(finding)}".partition(":")[0]][1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"rows": 8}, "in float32, rounded once, from 8 rows on (2.0× at 8 rows)"),
+        ({}, "as PyTorch has them: float32 gains too little here (2.0× at 8 rows)"),
+        ({"crowded": True}, "other programs used the cores, so measure anew with `approx doctor --probe`"),
+    ],
+)
+def test_what_is_said_of_products_of_16_bits(changed, words):
+    asked = half_products.asked(torch.float16)
+    findings.find("cpu", asked, lambda: {"rows": None, "gains": {"8": 2.0}, **changed})
+    assert next(text for what, (_, text) in told().items() if what.startswith("float16 products")).find(words) >= 0
 
 
 def test_a_probe_that_failed_is_told_with_the_remedy():

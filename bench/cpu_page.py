@@ -71,6 +71,7 @@ def report(made: dict[str, Any], drawn: list[str]) -> str:
                 for one in made["rates"]
             ],
         ),
+        *filter(None, [_half_products(made)]),
     ]
     text += [piece for dtype in ("float32", "bfloat16") for piece in _floors(made, dtype)]
     text += [piece for suite in _SUITES for piece in _suite(made, suite)]
@@ -102,7 +103,23 @@ def readme_table(made: dict[str, Any]) -> str:
         table(["attention", "precision", *(f"×, {n:,} tokens" for n in lengths)], rows, words=2)
         + f"\n\nForward time of "
         f"{' or '.join(map(str, layers))} RoBERTa-base-sized layers relative to default SDPA in the same precision; batch 1, "
-        f"{machine['processor']}, {THREADS} threads, torch {machine['torch']}. Bold where the interval lies above 1."
+        f"{machine['processor']}, {THREADS} threads, torch {machine['torch']}. Bold where the interval lies above 1. "
+        f"{_half_products(made)}".rstrip()
+    )
+
+
+def _half_products(made: dict[str, Any]) -> str:
+    """What converted models have besides their attention where the processor has no products of 16 bits; else nothing."""
+    rates = next(
+        (one for one in made["rates"] if (one["dtype"], one["threads"]) == ("bfloat16", THREADS)), {"by_precision": {}}
+    )
+    plain, wide = (rates["by_precision"].get(way, 0.0) / 1e9 for way in ("highest", "float32"))
+    if wide <= plain:
+        return ""
+    return (
+        f"This processor has no instructions for bfloat16: PyTorch's products run at {plain:.0f} GF/s, in float32 and rounded at "
+        f"{wide:.0f}. Converted models and the ceiling take the latter, default SDPA the former, so in bfloat16 most of every "
+        "gain over it is that of the row `exact`, and only what exceeds it is the attention's."
     )
 
 

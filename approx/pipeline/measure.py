@@ -125,7 +125,9 @@ def measure_quality(
     """
     subjects = {}
     for label, one in opened.items():
-        subject = Subject(label, one.model, checkpoint.processor(one.source), identity(one))
+        # Converted models have their products fast; without this the base would round otherwise in 16 bits.
+        around = partial(fast_products_for, one.model, ())
+        subject = Subject(label, one.model, checkpoint.processor(one.source), identity(one), around=around)
         reseeded = reseeding(one, subject) if stage.seeds > 1 and label != BASE else None
         subjects[label] = dataclasses.replace(subject, reseeded=reseeded)
     task = task_of(stage)

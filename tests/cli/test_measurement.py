@@ -1,9 +1,11 @@
 import json
+from collections import Counter
 
 import pyarrow.parquet
 import pytest
 
 from approx.evaluation import record
+from approx_kernels import half_products
 from tiny_study import tiny_checkpoint
 
 from .conftest import call
@@ -89,9 +91,15 @@ def test_inputs_beyond_the_positions_are_refused_or_cut_and_counted(base, tmp_pa
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bits(converted, data, dtype):
-    answer = call("evaluate", converted, "--task", "glue/sst2", "--data", data, "--dtype", dtype)
+def test_sixteen_bits_and_the_base_computes_as_the_converted_model_does(converted, data, dtype, monkeypatch):
+    computed, rows = half_products._linear, []
+    monkeypatch.setattr(half_products, "worth_rows", lambda dtype: 8)
+    monkeypatch.setattr(half_products, "_linear", lambda x, *rest: rows.append(x.shape[:-1]) or computed(x, *rest))
+    answer = call("evaluate", converted, "--task", "glue/sst2", "--data", data, "--dtype", dtype, "--fresh")
     assert answer.code == 0, answer.err
+    shapes = Counter(rows)
+    assert shapes
+    assert not any(count % 2 for count in shapes.values())
 
 
 def test_bench_times_a_stock_checkpoint_against_no_attention(base):

@@ -33,7 +33,7 @@ def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
     device = _device()
     if device == "cpu":
         products.worth_rows()
-        half_products.worth_rows(torch.bfloat16)
+        half_products.least_rows(torch.bfloat16)
     kinds = [(dtype, length, form) for dtype in _DTYPES for length in _LENGTHS for form in _FORMS]
     for done, (dtype, length, form) in enumerate(kinds):
         with products.fast_products(length, device, dtype) as switched:
@@ -73,7 +73,7 @@ def _kept() -> bool:
 
 
 def _of_products(finding: dict[str, Any]) -> str:
-    gains = _gains(finding)
+    gains = _gains(finding["gains"])
     if finding["rows"] is not None:
         text = f"switched from {finding['rows']} rows on ({gains}, error {finding['error']:.1e})"
     elif finding["error"] > products.LABEL:
@@ -84,14 +84,19 @@ def _of_products(finding: dict[str, Any]) -> str:
 
 
 def _of_half_products(finding: dict[str, Any]) -> str:
-    if finding["rows"] is None:
-        return f"as PyTorch has them: float32 gains too little here ({_gains(finding)})" + _doubt(finding)
-    text = f"in float32, rounded once, from {finding['rows']} rows on ({_gains(finding)}), for this processor has none"
-    return text + _doubt(finding)
+    told = []
+    for layout, least in finding["rows"].items():
+        gains = _gains(finding["gains"][layout])
+        told.append(
+            f"{layout}: as PyTorch has them, for float32 gains too little here ({gains})"
+            if least is None
+            else f"{layout}: in float32, rounded once, from {least} row{'s' * (least > 1)} on ({gains})"
+        )
+    return "; ".join(told) + _doubt(finding)
 
 
-def _gains(finding: dict[str, Any]) -> str:
-    return ", ".join(f"{gain}× at {rows} rows" for rows, gain in finding["gains"].items())
+def _gains(gains: dict[str, float]) -> str:
+    return ", ".join(f"{gain}× at {rows} row{'s' * (rows != '1')}" for rows, gain in gains.items())
 
 
 def _of_way(finding: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ LABEL = 1e-6
 GAIN = 1.1
 # The rows of the left matrix that are tried, with the weights of a layer between 768 and 3072 features on the right.
 ROWS = (8, 64, 512)
-FEATURES = (768, 3072)
+_FEATURES = (768, 3072)
 _REPEATS = 4
 
 _lock = Lock()
@@ -63,11 +63,11 @@ def measure() -> Finding:
         `plain_error` without, both relative to float64.
     """
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(FEATURES[1], FEATURES[0], generator=generator).t()
+    weight = torch.randn(_FEATURES[1], _FEATURES[0], generator=generator).t()
     gains, error, plain_error = {}, 0.0, 0.0
     with clock() as now, torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         for rows in ROWS:
-            x = torch.randn(rows, FEATURES[0], generator=generator)
+            x = torch.randn(rows, _FEATURES[0], generator=generator)
             plain, plain_error = [], max(plain_error, _error(x, weight))
             with _switched():
                 switched, error = [], max(error, _error(x, weight))
@@ -85,9 +85,9 @@ def measure() -> Finding:
 
 
 def worth(gains: dict[int, float]) -> int | None:
-    """The least of `ROWS` from which on every one is `GAIN` times faster; None if the last is not."""
+    """The least of these numbers of rows from which on every one is `GAIN` times faster; None if the last is not."""
     found = None
-    for rows in reversed(ROWS):
+    for rows in sorted(gains, reverse=True):
         if gains[rows] < GAIN:
             break
         found = rows

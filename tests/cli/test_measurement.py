@@ -93,7 +93,9 @@ def test_inputs_beyond_the_positions_are_refused_or_cut_and_counted(base, tmp_pa
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_and_the_base_computes_as_the_converted_model_does(converted, data, dtype, monkeypatch):
     computed, rows = half_products._linear, []
-    monkeypatch.setattr(half_products, "worth_rows", lambda dtype: 8)
+    monkeypatch.setattr(
+        half_products, "least_rows", lambda dtype: dict.fromkeys((half_products.BY_OUTPUT, half_products.BY_INPUT), 8)
+    )
     monkeypatch.setattr(half_products, "_linear", lambda x, *rest: rows.append(x.shape[:-1]) or computed(x, *rest))
     answer = call("evaluate", converted, "--task", "glue/sst2", "--data", data, "--dtype", dtype, "--fresh")
     assert answer.code == 0, answer.err

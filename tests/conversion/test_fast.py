@@ -15,7 +15,9 @@ from conversion.zoo import difference, outputs, tiny
 @pytest.fixture(autouse=True)
 def worth_it_from_eight_rows(monkeypatch):
     monkeypatch.setattr(products, "worth_rows", lambda: 8)
-    monkeypatch.setattr(half_products, "worth_rows", lambda dtype: 8)
+    monkeypatch.setattr(
+        half_products, "least_rows", lambda dtype: dict.fromkeys((half_products.BY_OUTPUT, half_products.BY_INPUT), 8)
+    )
 
 
 def watched(model):
@@ -122,7 +124,9 @@ def test_a_converted_model_of_16_bits_computes_in_float32_and_comes_closer(archi
     wide = outputs(model, inputs)
     assert len(calls) >= 4 * model.config.num_hidden_layers
     calls.clear()
-    monkeypatch.setattr(half_products, "worth_rows", lambda dtype: None)
+    monkeypatch.setattr(
+        half_products, "least_rows", lambda dtype: dict.fromkeys((half_products.BY_OUTPUT, half_products.BY_INPUT))
+    )
     plain = outputs(model, inputs)
     assert not calls
     # Both round what goes from layer to layer; what happens within one is the difference.

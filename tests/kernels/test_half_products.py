@@ -16,7 +16,7 @@ ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 @pytest.fixture(autouse=True)
 def worth_it_from_eight_rows(monkeypatch):
-    monkeypatch.setattr(room, "worth_rows", lambda dtype: 8)
+    monkeypatch.setattr(room, "least_rows", lambda dtype: {room.BY_OUTPUT: 8, room.BY_INPUT: 8})
 
 
 def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[Tensor]:
@@ -42,11 +42,13 @@ def rounded_once(found: Tensor, exact: Tensor) -> bool:
 def test_layers_are_rounded_once_whatever_the_blocks(rows, inside, out, biased, dtype, seed):
     x, weight, bias = drawn((2, rows, inside), (out, inside), (out,), dtype=dtype, seed=seed)
     exact = F.linear(x.double(), weight.double(), bias.double() if biased else None)
-    with pytest.MonkeyPatch.context() as patch, half_products(8, "cpu", dtype):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "least_rows", lambda dtype: {room.BY_OUTPUT: 0, room.BY_INPUT: 0})
         patch.setattr(room, "_BLOCK_ROWS", 5)
         patch.setattr(room, "_BLOCK_WEIGHTS", 64)
-        found = F.linear(x, weight, bias if biased else None)
-        as_gpt2 = torch.addmm(bias, x.flatten(0, 1), weight.t().contiguous()) if biased else None
+        with half_products(8, "cpu", dtype):
+            found = F.linear(x, weight, bias if biased else None)
+            as_gpt2 = torch.addmm(bias, x.flatten(0, 1), weight.t().contiguous()) if biased else None
     assert (found.dtype, found.shape) == (dtype, exact.shape)
     assert not exact.numel() or rounded_once(found, exact)
     if as_gpt2 is not None:
@@ -130,7 +132,7 @@ def test_where_it_loses_or_means_nothing_it_does_not_hold(rows, device, dtype):
 def test_it_does_not_hold_under_autocast_nor_where_the_probe_found_no_gain(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16), half_products(64, "cpu", torch.bfloat16) as held:
         assert not held
-    monkeypatch.setattr(room, "worth_rows", lambda dtype: None)
+    monkeypatch.setattr(room, "least_rows", lambda dtype: {room.BY_OUTPUT: None, room.BY_INPUT: None})
     with half_products(64, "cpu", torch.bfloat16) as held:
         assert not held
 
@@ -147,23 +149,38 @@ def test_a_compiled_graph_is_left_alone_within_and_around():
         assert torch.equal(layer(x, weight)[0], F.linear(x, weight))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "rows"),
-    [
-        ({8: 0.5, 64: 0.5, 512: 0.1}, 8),
-        ({8: 2.0, 64: 0.5, 512: 0.1}, 64),
-        ({8: 0.5, 64: 0.5, 512: 0.95}, None),
-    ],
-)
-def test_it_is_worth_it_from_where_it_only_gains(monkeypatch, seconds, rows):
+def test_it_is_worth_it_from_where_it_only_gains_in_each_layout(monkeypatch):
+    wide = {True: {1: 2.0, 8: 2.0, 64: 0.5, 512: 0.1}, False: {1: 0.5, 8: 0.5, 64: 0.5, 512: 0.95}}
+
+    def took(product, x, weight, now):
+        return wide[weight.is_contiguous()][len(x)] if product is room._linear else 1.0
+
+    monkeypatch.setattr(room, "_seconds", took)
+    assert room.measure(torch.bfloat16)["rows"] == {room.BY_OUTPUT: 64, room.BY_INPUT: None}
+
+
+def test_each_product_is_decided_by_its_own_rows_and_layout(monkeypatch):
+    computed: list[tuple[int, bool]] = []
+    plain = room._linear
+    monkeypatch.setattr(room, "least_rows", lambda dtype: {room.BY_OUTPUT: 8, room.BY_INPUT: 2})
     monkeypatch.setattr(
-        room, "_seconds", lambda product, x, weight, now: seconds[len(x)] if product is room._linear else 1.0
+        room, "_linear", lambda x, w, b=None: computed.append((len(x), w.is_contiguous())) or plain(x, w, b)
     )
-    assert room.measure(torch.bfloat16)["rows"] == rows
+    weight, bias, wide = drawn((3, 4), (3,), (4, 3))
+    with half_products(2, "cpu", torch.bfloat16) as held:
+        assert held
+        for rows in (1, 2, 8):
+            (x,) = drawn((rows, 4))
+            F.linear(x, weight)
+            torch.addmm(bias, x, wide)
+            torch.addmm(bias, x, weight.t())
+    assert computed == [(2, False), (8, True), (8, False), (8, True)]
+    with half_products(1, "cpu", torch.bfloat16) as held:
+        assert not held
 
 
 def test_the_probe_leaves_the_random_state():
     before = torch.random.get_rng_state()
     finding = room.measure(torch.float16)
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert set(finding["gains"]) == {"8", "64", "512"}
+    assert set(finding["gains"][room.BY_INPUT]) == {"1", "8", "64", "512"}

@@ -69,15 +69,19 @@ def test_what_is_said_of_products(changed, words):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"rows": 8}, "in float32, rounded once, from 8 rows on (2.0× at 8 rows)"),
-        ({}, "as PyTorch has them: float32 gains too little here (2.0× at 8 rows)"),
+        ({"rows": {"A": 8, "B": 1}}, "A: in float32, rounded once, from 8 rows on (2.0× at 8 rows); B: in float32"),
+        (
+            {"rows": {"A": 1, "B": None}},
+            "from 1 row on (2.0× at 8 rows); B: as PyTorch has them, for float32 gains too",
+        ),
         ({"crowded": True}, "other programs used the cores, so measure anew with `approx doctor --probe`"),
     ],
 )
 def test_what_is_said_of_products_of_16_bits(changed, words):
-    asked = half_products.asked(torch.float16)
-    findings.find("cpu", asked, lambda: {"rows": None, "gains": {"8": 2.0}, **changed})
-    assert next(text for what, (_, text) in told().items() if what.startswith("float16 products")).find(words) >= 0
+    finding = {"rows": {"A": 8, "B": 8}, "gains": {"A": {"8": 2.0}, "B": {"1": 1.0}}, **changed}
+    findings.find("cpu", half_products.asked(torch.float16), lambda: finding)
+    (said,) = (each.found for each in health.examine(offline=True) if each.what == "float16 products")
+    assert words in said
 
 
 def test_a_probe_that_failed_is_told_with_the_remedy():

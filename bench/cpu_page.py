@@ -117,8 +117,8 @@ def _half_products(made: dict[str, Any]) -> str:
     if wide <= plain:
         return ""
     return (
-        f"This processor has no instructions for bfloat16: PyTorch's products run at {plain:.0f} GF/s, in float32 and rounded at "
-        f"{wide:.0f}. Converted models and the ceiling take the latter, default SDPA the former, so in bfloat16 most of every "
+        f"This processor has no instructions for bfloat16: PyTorch's products run at {plain:.0f} GF/s, far slower still "
+        f"with weights that lie as GPT-2's do, in float32 and rounded at {wide:.0f}. Converted models and the ceiling take the latter, default SDPA the former, so in bfloat16 most of every "
         "gain over it is that of the row `exact`, and only what exceeds it is the attention's."
     )
 

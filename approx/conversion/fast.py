@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
-from approx_kernels.half_products import half_products
+from approx_kernels.half_products import BY_INPUT, BY_OUTPUT, half_products
 from approx_kernels.products import fast_products
 
 # Samples of sound that the families turn into one row.
@@ -23,9 +24,12 @@ def fast_products_for(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     rows = max((_rows(each) for each in given if isinstance(each, Tensor)), default=0)
     if model.dtype == torch.float32:
         return fast_products(rows, model.device, model.dtype)
+    layers = list(model.modules())
     # What is computed once more in the backward pass would be computed otherwise there, which PyTorch takes for an error.
-    recomputes = model.training and any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
-    return nullcontext(False) if recomputes else half_products(rows, model.device, model.dtype)
+    if model.training and any(getattr(each, "gradient_checkpointing", False) for each in layers):
+        return nullcontext(False)
+    layouts = (BY_OUTPUT, BY_INPUT) if any(isinstance(each, Conv1D) for each in layers) else (BY_OUTPUT,)
+    return half_products(rows, model.device, model.dtype, layouts=layouts)
 
 
 def _rows(x: Tensor) -> int:

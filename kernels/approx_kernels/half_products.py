@@ -5,7 +5,7 @@ float32 and rounded once they are as exact and nearly as fast. A probe decides w
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,9 @@ Least = Mapping[str, int | None]
 
 
 @contextlib.contextmanager
-def half_products(rows: int, device: torch.device | str, dtype: torch.dtype) -> Iterator[bool]:
+def half_products(
+    rows: int, device: torch.device | str, dtype: torch.dtype, *, layouts: Collection[str]
+) -> Iterator[bool]:
     """Compute products and convolutions of 16 bits in float32 for as long as the context lasts, if it is worth it.
 
     Holds for `linear`, `addmm`, `matmul` and its kin, `conv1d` and `conv2d`, called in this thread, with gradients; under
@@ -41,12 +43,14 @@ def half_products(rows: int, device: torch.device | str, dtype: torch.dtype) -> 
         rows: Rows of the products, such as the tokens of a call; few of them may lose.
         device: Where they are computed.
         dtype: What in.
+        layouts: How the weights of the layers lie. Whether it holds is decided by these, for looking at every call costs
+            time; when it does, each product is decided by its own.
     """
     if is_compiling() or torch.device(device).type != "cpu" or dtype not in DTYPES or torch.is_autocast_enabled("cpu"):
         yield False
         return
     least = least_rows(dtype)
-    if not any(_enough(rows, least, layout) for layout in least):
+    if not any(_enough(rows, least, layout) for layout in layouts):
         yield False
         return
     with _InFloat32(least):

@@ -133,6 +133,18 @@ def test_a_converted_model_of_16_bits_computes_in_float32_and_comes_closer(archi
     assert difference(exact, wide) < 1.2 * difference(exact, plain) + 1e-3
 
 
+@pytest.mark.parametrize(("architecture", "held"), [("LlamaForCausalLM", False), ("GPT2LMHeadModel", True)])
+def test_few_rows_are_looked_at_only_where_layers_lie_as_those_of_gpt2(architecture, held, monkeypatch):
+    monkeypatch.setattr(
+        half_products, "least_rows", lambda dtype: {half_products.BY_OUTPUT: 64, half_products.BY_INPUT: 1}
+    )
+    model = tiny(architecture).to(torch.bfloat16).eval()
+    with fast_products_for(model, (torch.zeros(2, 1, dtype=torch.int64),), {}) as holds:
+        assert holds is held
+    with fast_products_for(model, (torch.zeros(2, 32, dtype=torch.int64),), {}) as holds:
+        assert holds
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_model_of_16_bits_trains_with_and_without_recomputation(checkpointing):
     model = tiny("BertModel")

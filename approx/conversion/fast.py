@@ -22,7 +22,7 @@ def fast_products_for(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     names = (model.main_input_name, "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
     given = (*args[:1], *(kwargs.get(name) for name in names))
     rows = max((_rows(each) for each in given if isinstance(each, Tensor)), default=0)
-    if model.dtype == torch.float32:
+    if model.device.type != "cpu" or model.dtype == torch.float32:
         return fast_products(rows, model.device, model.dtype)
     layers = list(model.modules())
     # What is computed once more in the backward pass would be computed otherwise there, which PyTorch takes for an error.

@@ -121,7 +121,7 @@ def _as_linear(least: Least, func: Any, input: Tensor, weight: Tensor, bias: Ten
     layout = BY_OUTPUT if weight.is_contiguous() else BY_INPUT
     if not fits or not _enough(input.numel() // weight.shape[1], least, layout):
         return func(input, weight, bias)
-    return _Linear.apply(input, weight, bias)  # type: ignore[return-value]  # apply has no types
+    return _Linear.apply(input, weight, bias)
 
 
 def _as_addmm(least: Least, func: Any, input: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> Tensor:
@@ -130,7 +130,7 @@ def _as_addmm(least: Least, func: Any, input: Tensor, mat1: Tensor, mat2: Tensor
     layout = BY_OUTPUT if mat2.t().is_contiguous() else BY_INPUT
     if not fits or not _enough(len(mat1), least, layout):
         return func(input, mat1, mat2, **more)
-    return _Linear.apply(mat1, mat2.t(), input)  # type: ignore[return-value]  # apply has no types
+    return _Linear.apply(mat1, mat2.t(), input)
 
 
 def _as_matmul(least: Least, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -147,8 +147,12 @@ def _as_convolution(least: Least, func: Any, *args: Any, **kwargs: Any) -> Tenso
 
 def _widened(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     dtype = next(each.dtype for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
-    widen = lambda each: each.float() if isinstance(each, Tensor) else each  # noqa: E731  # said twice below
-    return func(*map(widen, args), **{name: widen(each) for name, each in kwargs.items()}).to(dtype)
+    wide = {name: _wide(each) for name, each in kwargs.items()}
+    return func(*map(_wide, args), **wide).to(dtype)
+
+
+def _wide(given: Any) -> Any:
+    return given.float() if isinstance(given, Tensor) else given
 
 
 _PRODUCTS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__)
@@ -173,13 +177,13 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # one gradient comes in
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
-        flat = grad.flatten(0, -2)
+        flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         return (
             _linear(grad, weight.t(), None) if for_x else None,
-            _linear(flat.t(), x.flatten(0, -2).t(), None) if for_weight else None,
+            _linear(flat.t(), rows.t(), None) if for_weight else None,
             flat.sum(0, dtype=torch.float32).to(grad.dtype) if for_bias else None,
         )
 

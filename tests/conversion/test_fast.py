@@ -145,6 +145,14 @@ def test_few_rows_are_looked_at_only_where_layers_lie_as_those_of_gpt2(architect
         assert holds
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_elsewhere_than_on_a_cpu_no_call_looks_through_the_model(dtype, monkeypatch):
+    model = tiny("BertModel").to("meta", dtype)
+    monkeypatch.setattr(type(model), "modules", lambda *_: pytest.fail("looked through"))
+    with fast_products_for(model, (torch.zeros(2, 20, dtype=torch.int64),), {}) as holds:
+        assert not holds
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_model_of_16_bits_trains_with_and_without_recomputation(checkpointing):
     model = tiny("BertModel")

@@ -81,9 +81,11 @@ def test_products_and_convolutions_are_rounded_once(dtype):
         assert rounded_once(found, call(*(x.double() for x in given_)))
 
 
+@pytest.mark.parametrize("shape", [(2, 11), (1,), ()])
 @pytest.mark.parametrize("dtype", room.DTYPES)
-def test_gradients_are_rounded_once_also_outside_of_the_context(dtype):
-    x, weight, bias, grad = drawn((2, 11, 30), (20, 30), (20,), (2, 11, 20), dtype=dtype)
+def test_gradients_are_rounded_once_also_outside_of_the_context(dtype, shape, monkeypatch):
+    monkeypatch.setattr(room, "least_rows", lambda dtype: {BY_OUTPUT: 1, BY_INPUT: 1})
+    x, weight, bias, grad = drawn((*shape, 30), (20, 30), (20,), (*shape, 20), dtype=dtype)
     leaves = [each.requires_grad_() for each in (x, weight, bias)]
     wide = [each.detach().double().requires_grad_() for each in leaves]
     with half_products(8, "cpu", dtype):

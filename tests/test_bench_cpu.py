@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from approx.mechanisms import MECHANISMS
-from bench import cpu, cpu_floor, cpu_page
+from bench import cpu, cpu_floor, cpu_page, cpu_targets
 from bench.parts import find
 
 
@@ -84,3 +84,23 @@ def test_the_page_says_what_is_no_gain_of_the_attention(wide, said):
     text = cpu_page._half_products({"rates": [rates]})
     assert said in text
     assert bool(text) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("suite", "name", "batch", "found", "free", "said"),
+    [
+        ("roberta", "exact", 1, 1.1, 1.2, "1.6: 1.10, not reached, nor without any attention: 1.20"),
+        ("roberta", "exact", 1, 1.1, 1.7, "1.6: 1.10, not reached"),
+        ("roberta", "exact", 1, 1.7, 1.2, "1.6: **1.70**, reached"),
+        ("decode", "linear", 8, 1.1, 1.0, "1.25: 1.10, not reached"),
+    ],
+)
+def test_a_target_beyond_the_ceiling_is_told(suite, name, batch, found, free, said):
+    place = {"suite": suite, "mode": "forward", "dtype": "float32", "threads": 2, "length": 512, "batch": batch}
+    ratios = {name: found, "no attention": free}
+    rows = [
+        {"name": one, "status": "ok", "against_sdpa": [ratio], "against_best": [ratio]} for one, ratio in ratios.items()
+    ]
+    lines = cpu_targets.judged({"parts": [{**place, "contenders": rows}]})
+    (cell,) = (line[4] for line in lines if line[1:4] == [f"`{name}`", "float32", "default SDPA"])
+    assert cell == said

@@ -215,7 +215,7 @@ def _frames(model: Any, length: int, batch: int, dtype: torch.dtype) -> Forward:
 
 
 def one_token(model: Any, length: int, batch: int, dtype: torch.dtype) -> Forward:
-    """One token on top of `length`; a cache of tokens is cut back afterwards, a state goes on."""
+    """One token on top of `length`; a cache of tokens is cut back afterwards, a state and a cache with notes go on."""
     generator = torch.Generator().manual_seed(length)
     cache = DynamicCache()
     for layer in range(model.config.num_hidden_layers):

@@ -1,8 +1,9 @@
-"""Decoding in bounded memory: cache layers that keep the state of a mechanism. Travels with converted checkpoints.
+"""Decoding with what a mechanism keeps: cache layers of its state, or of its notes. Travels with converted checkpoints.
 
 Transformers makes the cache and hands it to the attention modules, whose forward adds keys and values to the layer of
-their number. Before that, a hook puts a `StateLayer` there for mechanisms that keep a ring or a recurrent state; all
-others, and stock layers beside them, go on with the layer they have.
+their number. Before that, a hook puts a `StateLayer` there for mechanisms that keep a ring or a recurrent state, in
+bounded memory, and a `NotedLayer` for those that take notes of the keys; all others, and stock layers beside them, go on
+with the layer they have.
 """
 
 from collections.abc import Callable
@@ -121,14 +122,55 @@ class StateLayer(CacheLayerMixin):
             self.state = {name: change(x) for name, x in self.state.items()}
 
 
+class NotedLayer(DynamicLayer):
+    """An ordinary layer, and what a mechanism has noted about its keys.
+
+    Args:
+        keys: Keys of tokens that another ordinary layer has seen, [B, G, n, D]; None without any.
+        values: Their values, [B, G, n, E].
+    """
+
+    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+        super().__init__()
+        self.notes: dict[str, Tensor] = {}
+        if keys is not None and values is not None:
+            self.update(keys, values)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.notes = {}
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; notes are taken anew."""
+        super().crop(tokens_to_remove)
+        self.notes = {}
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Take other samples, as beam search does."""
+        super().reorder_cache(beam_idx)
+        self.notes = {name: x.index_select(0, beam_idx.to(x.device)) for name, x in self.notes.items()}
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sample."""
+        super().batch_repeat_interleave(repeats)
+        self.notes = {name: x.repeat_interleave(repeats, 0) for name, x in self.notes.items()}
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these samples."""
+        super().batch_select_indices(indices)
+        self.notes = {name: x[indices.to(x.device)] for name, x in self.notes.items()}
+
+
 def wants_weights(kwargs: dict[str, Any]) -> bool:
     """Whether attention weights are asked for, by keyword or, where a family passes none, by a collector of outputs."""
     return bool(kwargs.get("output_attentions")) or "attentions" in (_active_collector.get() or {})
 
 
 def keep_states(module: Any) -> None:
-    """Let the mechanism of an attention module decode from its state, if it has one."""
-    if module.mechanism.causal and module.mechanism.decode_state != "cache":
+    """Let the mechanism of an attention module decode from its state or its notes, if it keeps any."""
+    mechanism = module.mechanism
+    if mechanism.causal and (mechanism.decode_state != "cache" or mechanism.takes_notes):
         module.decode_hook = module.register_forward_pre_hook(_find_layer, with_kwargs=True)
 
 
@@ -138,7 +180,7 @@ def drop_states(module: Any) -> None:
         vars(module).pop("decode_hook").remove()
 
 
-def take_layer(module: nn.Module) -> StateLayer | None:
+def take_layer(module: nn.Module) -> StateLayer | NotedLayer | None:
     """The layer that this call of an attention module decodes from; None if it has an ordinary one, or no cache.
 
     It hangs on the attention module, for a mechanism may be wrapped by others, and only from the hook to here.
@@ -160,12 +202,15 @@ def _find_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     while len(cache.layers) <= module.layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[module.layer_idx]
+    known = (layer.keys, layer.values) if type(layer) is DynamicLayer and layer.get_seq_length() else ()
+    if type(layer) is DynamicLayer and module.mechanism.takes_notes:
+        layer = NotedLayer(*known)
     # These need the mechanism's forward over all keys, and get it as long as nothing was decoded from a state.
     watched = any(each._forward_hooks or each._forward_pre_hooks for each in module.mechanism.modules())
     if type(layer) is DynamicLayer and not (watched or module.training or wants_weights(kwargs)):
-        layer = StateLayer(layer.keys, layer.values) if layer.get_seq_length() else StateLayer()
-        cache.layers[module.layer_idx] = layer
-    module.state_layer = layer if isinstance(layer, StateLayer) else None
+        layer = StateLayer(*known)
+    cache.layers[module.layer_idx] = layer
+    module.state_layer = layer if isinstance(layer, StateLayer | NotedLayer) else None
 
 
 def _trace(key_mask: Tensor) -> Tensor:

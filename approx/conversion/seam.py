@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
-from approx.conversion.cache import drop_states, keep_states, take_layer, wants_weights
+from approx.conversion.cache import StateLayer, drop_states, keep_states, take_layer, wants_weights
 from approx.conversion.sites import build
 from approx.errors import ApproxError, Exit
 from approx_kernels.exact import fastest_attention
@@ -162,16 +162,18 @@ def attention(
                 "ids to find them by. Pass 'input_ids', or convert with global tokens chosen by position."
             )
         tokens["tokens"] = kwargs[_TOKENS]
-    if layer is not None and (weighs or dropout):
+    if isinstance(layer, StateLayer) and (weighs or dropout):
         raise ApproxError(
             "Attention weights, or dropout, were asked for in the middle of a generation whose cache keeps no single keys of a "
             "converted layer. Ask for them from its first token on, or pass use_cache=False.",
             Exit.UNSUPPORTED,
         )
     key, value = _per_query_head(key, query), _per_query_head(value, query)
-    if layer is not None:
+    if isinstance(layer, StateLayer):
         return layer.attend(mechanism, query, key, value, attention_mask).transpose(1, 2), None
-    out = mechanism(query, key, value, attention_mask, dropout=dropout, **tokens).transpose(1, 2)
+    # A compiler takes such a mechanism as one operator, which has no notes.
+    notes = {} if layer is None or is_torchdynamo_compiling() else {"notes": layer.notes}
+    out = mechanism(query, key, value, attention_mask, dropout=dropout, **tokens, **notes).transpose(1, 2)
     return out, mechanism.weights(query, key, attention_mask, **tokens) if weighs else None
 
 

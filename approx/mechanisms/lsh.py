@@ -38,6 +38,7 @@ class LshAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
+    takes_notes: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
     gradient: ClassVar[str] = "through weights, not choices"
     compiles: ClassVar[str] = "How many tokens each bucket has decides the shapes."
@@ -89,9 +90,16 @@ class LshAttention(Mechanism):
         )
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        *,
+        dropout: float = 0.0,
+        notes: dict[str, Tensor] | None = None,
     ) -> Tensor:
-        """Attend; dropout acts on the attention weights of each round. Padded queries receive 0.
+        """Attend; dropout acts on the attention weights of each round. Padded queries receive 0. Noted are hashes of keys.
 
         Raises:
             ApproxError: if the shared variant gets other numbers of queries than of keys, as with a cache.
@@ -116,6 +124,7 @@ class LshAttention(Mechanism):
             causal=self.causal,
             scale=self.scale,
             dropout=dropout,
+            notes=notes,
         )
 
     @classmethod

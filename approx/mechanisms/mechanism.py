@@ -23,6 +23,8 @@ class Mechanism(nn.Module):
     that exact attention gives to the others, the captured mass, foretells its damage. `decode_state` says what the
     causal form keeps while tokens are decoded one by one: a `cache` of all keys and values, which grows and is read by
     `forward`; a `ring` of the ones in reach; or a `recurrent` state. The latter two are bounded and read by `decode`.
+    `takes_notes` says whether `forward` takes, as the keyword `notes`, a dictionary that stays beside a cache: what it
+    has worked out about its keys, tensors of first dimension B, which later calls need not work out again.
     `padding` says which key masks are honoured, `any` being those of every form, and `gradient` whether the gradient is
     that of all that was computed, `exact`, or leaves out how keys or clusters were chosen, `through weights, not choices`.
     `compiles` is `whole` where a compiler such as `torch.compile` follows every step; otherwise it says why it cannot, and
@@ -47,6 +49,7 @@ class Mechanism(nn.Module):
     trainable: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "cache"
+    takes_notes: ClassVar[bool] = False
     padding: ClassVar[str] = "any"
     gradient: ClassVar[str] = "exact"
     compiles: ClassVar[str] = "whole"

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from approx.conversion import surgery
-from approx.conversion.cache import StateLayer
+from approx.conversion.cache import NotedLayer, StateLayer
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan, Rule
 from approx.errors import ApproxError, Exit
@@ -232,7 +232,33 @@ def test_whatever_needs_single_keys_gets_an_ordinary_layer():
     assert not isinstance(model(**inputs).past_key_values.layers[0], StateLayer)
 
 
-@pytest.mark.parametrize("mechanism", ["sdpa", "strided", "local", "linear"])
+def test_notes_follow_the_samples_of_a_cache():
+    model = decoder("GPT2LMHeadModel", rule("lsh"))
+    tokens = example_inputs(model, 14, batch=3)["input_ids"]
+
+    def then(change, chosen):
+        cache = DynamicCache()
+        model(tokens[:, :12], past_key_values=cache)
+        layers: list[Any] = cache.layers
+        assert all(type(layer) is NotedLayer and layer.notes for layer in layers)
+        change(cache)
+        assert [bool(layer.notes) for layer in layers] == [change is not back] * len(layers)
+        earlier = tokens[chosen][:, : cache.get_seq_length()]
+        after = tokens[chosen].roll(1, 0)[:, 12:]
+        whole = model(torch.cat([earlier, after], 1), use_cache=False).logits[:, -2:]
+        torch.testing.assert_close(model(after, past_key_values=cache).logits, whole, rtol=1e-4, atol=1e-4)
+
+    def back(cache):
+        cache.crop(-2)
+
+    with torch.no_grad():
+        then(lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0])
+        then(lambda cache: cache.batch_select_indices(torch.tensor([1, 2])), [1, 2])
+        then(lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2])
+        then(back, [0, 1, 2])
+
+
+@pytest.mark.parametrize("mechanism", ["sdpa", "strided", "lsh", "local", "linear"])
 def test_assisted_decoding_is_right_or_refused(mechanism):
     model = decoder("GPT2LMHeadModel", rule(mechanism))
     inputs = {"input_ids": example_inputs(model, 9, batch=1)["input_ids"]}

@@ -2,9 +2,16 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from approx_kernels.c_language import library
 from approx_kernels.lsh import draw_projections, lsh_attention
+from approx_kernels.lsh.sorting_c import SORTING
+from forms import few
+
+needs_compiler = pytest.mark.skipif(isinstance(library(SORTING), str), reason="there is no C compiler here")
 
 CLUSTER, ROUNDS, SCALE = 5, 3, 0.6
 CASES = [
@@ -166,3 +173,83 @@ def test_identical_tokens_share_a_bucket_wherever_they_stand():
 def test_shared_keys_need_a_query_for_each():
     with pytest.raises(ValueError, match="3 queries, 4 keys"):
         attend(*drawn(3, 4), variant="shared", causal=False)
+
+
+@needs_compiler
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@given(
+    length=st.sampled_from((1, 2, 13, 70)), keys=st.integers(1, 300), rounds=st.integers(1, 3), cluster=st.integers(1, 9),
+    masked=st.booleans(), seed=st.integers(0, 9),
+)  # fmt: skip
+@few
+def test_orders_in_c_bring_the_same_tokens_together(causal, length, keys, rounds, cluster, masked, seed):
+    torch.manual_seed(seed)
+    mask = torch.rand(2, keys) < 0.6 if masked and (causal or length == keys) else None
+    q, k, v = torch.randn(2, 3, length, 8), torch.randn(2, 3, keys, 8), torch.rand(2, 3, keys, 5)
+    drawn = draw_projections(8, rounds=rounds, variant="asymmetric", causal=causal, seed=seed)
+    how = {"projections": drawn, "variant": "asymmetric", "cluster": cluster, "dedup": False, "causal": causal}
+    found, plain = (lsh_attention(q, k, v, mask, scale=0.5, impl=impl, **how) for impl in ("cpu", "reference"))
+    torch.testing.assert_close(found, plain)
+
+
+@needs_compiler
+def test_equal_numbers_keep_the_order_of_their_tokens():
+    # One half of the tokens repeats the other: sorted by anything else, other tokens would share the clusters.
+    q, k, v = (torch.randn(1, 2, 60, 8).repeat(1, 1, 2, 1) for _ in range(3))
+    drawn = draw_projections(8, rounds=2, variant="asymmetric", causal=False, seed=0)
+    how = {"projections": drawn, "variant": "asymmetric", "cluster": 7, "dedup": False, "causal": False, "scale": 0.5}
+    found, plain = (lsh_attention(q, k, v, impl=impl, **how) for impl in ("cpu", "reference"))
+    torch.testing.assert_close(found, plain)
+
+
+@needs_compiler
+@pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
+@given(
+    cuts=st.lists(st.integers(1, 119), max_size=6, unique=True), dtype=st.sampled_from([torch.float32, torch.bfloat16])
+)
+@few
+def test_notes_change_nothing_but_what_is_hashed(masked, cuts, dtype):
+    # Values of one sign, as sums that cancel say nothing.
+    q, k, v = (
+        torch.randn(2, 2, 120, 8, dtype=dtype),
+        torch.randn(2, 2, 120, 8, dtype=dtype),
+        torch.rand(2, 2, 120, 8, dtype=dtype),
+    )
+    mask = torch.rand(2, 120) < 0.7 if masked else None
+    notes, begin = {}, 0
+    whole, _ = attend(q, k, v, mask, variant="asymmetric", causal=True)
+    for end in (*sorted(cuts), 120):
+        real = None if mask is None else mask[:, :end]
+        tokens = q[:, :, begin:end], k[:, :, :end], v[:, :, :end]
+        out, _ = attend(*tokens, real, variant="asymmetric", causal=True, notes=notes)
+        # What padding receives among so few tokens that all see all has no meaning.
+        seen = slice(None) if mask is None else mask[:, None, begin:end].expand(out.shape[:3])
+        # The last digit: one way is exact attention, with other roundings.
+        torch.testing.assert_close(
+            out[seen], whole[:, :, begin:end][seen], rtol={torch.float32: 1e-4, torch.bfloat16: 2**-7}[dtype], atol=1e-5
+        )
+        begin = end
+    assert notes["codes"].shape == (2, 2, ROUNDS, 120)
+
+
+@needs_compiler
+def test_noted_keys_are_not_hashed_again():
+    q, k, v = torch.randn(3, 1, 2, 90, 8).unbind()
+    notes = {}
+    attend(q[:, :, :80], k[:, :, :80], v[:, :, :80], variant="asymmetric", causal=True, notes=notes)
+    # Keys at 0 would lie in other buckets than those that were noted, and look the same to whoever does not look again.
+    unseen = k.clone()
+    unseen[:, :, :80] = 0
+    attend(q[:, :, 80:], unseen, v, variant="asymmetric", causal=True, notes=notes)
+    fresh = {}
+    attend(q, k, v, variant="asymmetric", causal=True, notes=fresh)
+    assert torch.equal(notes["codes"], fresh["codes"])
+
+
+@needs_compiler
+def test_notes_under_another_mask_are_taken_anew():
+    q, k, v = torch.randn(3, 2, 2, 90, 8).unbind()
+    mask, notes = torch.rand(2, 90) < 0.6, {}
+    for real in (None, mask, mask.roll(1, 1), None):
+        out, _ = attend(q, k, v, real, variant="asymmetric", causal=True, notes=notes)
+        torch.testing.assert_close(out, attend(q, k, v, real, variant="asymmetric", causal=True)[0])

@@ -11,10 +11,9 @@ from torch.nn import functional as F
 from approx_kernels.exact import exact_attention
 from approx_kernels.flash import flash_obstacle
 from approx_kernels.implementation import choose
-from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.lsh.buckets import bucket_plan
 from approx_kernels.lsh.clusters import cluster_plan
-from approx_kernels.lsh.cpu import bucket_lists, sorted_lists
+from approx_kernels.lsh.cpu import Notes, bucket_lists, obstacle, sorted_lists
 from approx_kernels.lsh.hashing import draw_projections, unit_keys
 from approx_kernels.lsh.plan import Plan
 from approx_kernels.lsh.reference import dense_union
@@ -46,6 +45,7 @@ def lsh_attention(
     scale: float,
     dropout: float = 0.0,
     impl: str = "auto",
+    notes: Notes | None = None,
 ) -> Tensor:
     """Softmax attention of each query over the keys that hashing puts beside it, in O(rounds n cluster D) and sorting.
 
@@ -81,6 +81,9 @@ def lsh_attention(
         dropout: Probability with which an attention weight is dropped, in each round.
         impl: `triton`, bidirectional, and `cpu`, which is compiled C, have the asymmetric variant without dedup; `auto`
             takes tiles for the others, and `reference` materialises all pairs.
+        notes: Of decoding: what earlier calls have noted of keys that are the first of these, empty at first, its samples
+            reordered or chosen at will along the first dimension of every tensor; brought up to date. `cpu` alone uses it,
+            where it is causal, and hashes only the keys that are new. None notes nothing.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -98,7 +101,7 @@ def lsh_attention(
         if variant == "asymmetric" and max(length, keys) <= (2 * cluster if causal else cluster):
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
         limit = _obstacle(q, k, key_mask, variant, dedup, causal)
-        ways = {"cpu": limit or obstacle(q, dropout=dropout), "tiles": None, "reference": None}
+        ways = {"cpu": limit or obstacle(q, dropout), "tiles": None, "reference": None}
         on_gpu = "its causal form has no kernel. Ask for 'auto'." if causal else flash_obstacle(q, v, dropout)
         run = choose("lsh_attention", impl, ranked(q, limit or on_gpu, **ways))
         if run in ("triton", "cpu") and not causal:
@@ -106,28 +109,26 @@ def lsh_attention(
             attend_tiles = partial(sort, projections=projections, cluster=cluster, scale=scale)
             # Without padding there is no position either: with L > S all queries take part.
             return attend_tiles(q, k, v) if key_mask is None else without_padding(attend_tiles, q, k, v, key_mask)
-        out_dtype, together = q.dtype, heads
-        if q.device.type == "cpu":
-            together = max(1, _TOGETHER // (q.shape[0] * keys))
         if run == "cpu":
-            attend_heads = partial(bucket_lists, projections=projections, cluster=cluster, scale=scale)
+            out = bucket_lists(q, k, v, key_mask, projections=projections, cluster=cluster, scale=scale, notes=notes)
         else:
-            wide = torch.promote_types(q.dtype, torch.float32)
-            q, k, v = q.to(wide), k.to(wide), v.to(wide)
-            k = unit_keys(q, k) if variant == "shared" else k
             make = partial(
                 bucket_plan if causal else cluster_plan, projections=projections, variant=variant, cluster=cluster
             )
             own = "last resort" if variant == "shared" else "always" if causal else "as any other"
             union = dense_union if run == "reference" else tile_union
             attend_heads = partial(_planned, make, union, own=own, scale=scale, dedup=dedup, dropout=dropout)
-        parts = zip(*(x.split(together, 1) for x in (q, k, v)), strict=True)
-        out = torch.cat([attend_heads(some_q, some_k, some_v, key_mask) for some_q, some_k, some_v in parts], 1)
+            wide = torch.promote_types(q.dtype, torch.float32)
+            wide_q, wide_k, wide_v = q.to(wide), k.to(wide), v.to(wide)
+            wide_k = unit_keys(wide_q, wide_k) if variant == "shared" else wide_k
+            together = max(1, _TOGETHER // (q.shape[0] * keys)) if q.device.type == "cpu" else heads
+            parts = zip(*(x.split(together, 1) for x in (wide_q, wide_k, wide_v)), strict=True)
+            out = torch.cat([attend_heads(some_q, some_k, some_v, key_mask) for some_q, some_k, some_v in parts], 1)
         if key_mask is not None and (causal or length == keys):
             # A query without a position (L > S) sees nothing anyway.
             real = key_mask[:, max(keys - length, 0) :]
             out = out * F.pad(real, (length - real.shape[1], 0))[:, None, :, None]
-        return out.to(out_dtype)
+        return out.to(q.dtype)
 
 
 def _planned(

@@ -1,21 +1,66 @@
-"""LSH attention on a CPU, by lists of keys: once sorted, those who see the same stretch of a round are a block."""
+"""LSH attention on a CPU, by lists of keys: once sorted, in C, those who see the same stretch of a round are a block."""
+
+import ctypes
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from approx_kernels.c_language import Rows, address, check, library, rows_of
+from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.key_lists.cpu import FAR, MOST_ROWS, Entry, attend_lists, attend_own_lists, cut
-from approx_kernels.lsh.buckets import bucket_stretches
-from approx_kernels.lsh.hashing import sort_numbers
+from approx_kernels.key_lists.cpu import obstacle as lists_obstacle
+from approx_kernels.lsh.sorting_c import SORTING
+
+# What is known of the keys of a cache, from one call to the next: their codes, and what later ones need for theirs.
+Notes = dict[str, Tensor]
+
+# Planes are rows of whole vectors, for the widest vectors there are.
+_LANES = 8
+
+
+class _Ordering(ctypes.Structure):
+    """`ordering` of sorting_c.py."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "rounds", "length", "keys")),
+        *((name, ctypes.c_int64) for name in ("size", "wide", "bf16", "threads")),
+        *((name, Rows) for name in ("q", "k")),
+        *((name, ctypes.c_void_p) for name in ("planes", "query_lift", "key_lift", "by_query", "by_key")),
+    )
+
+
+class _Hashing(ctypes.Structure):
+    """`hashing` of sorting_c.py."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "rounds", "tokens", "size", "wide")),
+        *((name, ctypes.c_int64) for name in ("bits", "bf16", "threads")),
+        ("x", Rows),
+        *((name, ctypes.c_void_p) for name in ("planes", "mask", "before", "sums", "codes")),
+    )
+
+
+class _Stretching(ctypes.Structure):
+    """`stretching` of sorting_c.py."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "rounds", "length", "keys", "cluster")),
+        *((name, ctypes.c_int64) for name in ("doublings", "ranks", "most", "rows", "far", "threads")),
+        *((name, ctypes.c_void_p) for name in ("by_query", "by_key", "mask", "query_order", "key_order")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "starts", "entries", "count")),
+    )
+
+
+def obstacle(q: Tensor, dropout: float) -> str | None:
+    """Why sorted tokens cannot attend in C, with the remedy; None where they can."""
+    return lists_obstacle(q, dropout=dropout) or c_obstacle(SORTING, q)
 
 
 def sorted_lists(q: Tensor, k: Tensor, v: Tensor, *, projections: Tensor, cluster: int, scale: float) -> Tensor:
     """The asymmetric variant among real tokens; see `cluster_plan`. Rounds are parts of one softmax."""
     length, keys = q.shape[2], k.shape[2]
     clusters = max(min(-(-max(length, keys) // cluster), length, keys), 1)
-    with torch.no_grad():
-        wide = torch.promote_types(q.dtype, torch.float32)
-        numbers = sort_numbers(q.to(wide), k.to(wide), projections, None, None)
-        by_query, by_key = (x.argsort(dim=-1, stable=True) for x in numbers)
     starts: list[int] = []
     entries: list[list[Entry]] = []
     for own in range(clusters):
@@ -25,47 +70,118 @@ def sorted_lists(q: Tensor, k: Tensor, v: Tensor, *, projections: Tensor, cluste
     rounds = len(projections)
     starts = [part * length + start for part in range(rounds) for start in starts]
     lists = {"before": 0, "starts": [*starts, rounds * length], "entries": entries * rounds}
-    return attend_lists(q, k, v, None, **lists, scale=scale, orders=(by_query, by_key))
+    return attend_lists(q, k, v, None, **lists, scale=scale, orders=_orders(q, k, projections))
+
+
+def _orders(q: Tensor, k: Tensor, projections: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys by what `sort_numbers` makes of them, [rounds, B, H, L] and [rounds, B, H, S] int32."""
+    q, k = (x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in (q, k))
+    planes = projections.squeeze(-1).double()
+    lifts = planes[:, -1].contiguous(), planes[:, -2].contiguous()
+    columns = _columns(planes[:, :-2].T)
+    found = [torch.empty(len(planes), *x.shape[:3], dtype=torch.int32) for x in (q, k)]
+    sizes = *q.shape[:2], len(planes), q.shape[2], k.shape[2], q.shape[3], columns.shape[1]
+    places = map(address, (columns, *lifts, *found))
+    how = q.dtype == torch.bfloat16, torch.get_num_threads()
+    check(_library().sort_tokens(ctypes.byref(_Ordering(*sizes, *how, rows_of(q), rows_of(k), *places))))
+    return found[0], found[1]
 
 
 def bucket_lists(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, projections: Tensor, cluster: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    projections: Tensor,
+    cluster: int,
+    scale: float,
+    notes: Notes | None,
 ) -> Tensor:
     """The causal form of the asymmetric variant; see `bucket_stretches`. Padded queries attend to themselves alone."""
-    batch, heads, length, _ = q.shape
-    rounds = len(projections)
-    with torch.no_grad():
-        wide = torch.promote_types(q.dtype, torch.float32)
-        found = bucket_stretches(
-            q.to(wide), k.to(wide), key_mask, projections=projections, variant="asymmetric", cluster=cluster
-        )
-        order, low, room = (torch.stack(each, 2) for each in zip(*found.rounds, strict=True))
-        entries = order.shape[-1]
-        by_rank = found.keys[:, None, None].expand(order.shape).gather(-1, order)
-        # Queries by where their stretch begins, and in it by their positions; who sees nothing stands together.
-        low = low.masked_fill(room == 0, entries)
-        low, by_low = low.sort(dim=-1, stable=True)
-        end = low + room.gather(-1, by_low)
-        place = torch.arange(length).expand_as(low)
-        opens = torch.ones_like(low, dtype=torch.bool)
-        opens[..., 1:] = low[..., 1:] != low[..., :-1]
-        opens |= (place - place.where(opens, 0).cummax(-1).values) % MOST_ROWS == 0
-        starts = opens.flatten().nonzero().squeeze(1)
-        starts = torch.cat([starts, torch.tensor([low.numel()])])
-        # Stretches of a block begin together, and the last query sees farthest.
-        stretch = torch.stack([low.flatten()[starts[:-1]], end.flatten()[starts[1:] - 1]], 1)
-        listed = torch.cat([stretch, torch.tensor([[-FAR, -1]]).expand_as(stretch)], 1)
-        blocks = torch.searchsorted(starts, torch.arange(batch * heads + 1) * rounds * length)
-    orders = by_low.movedim(2, 0), by_rank.movedim(2, 0)
+    batch, heads, length, keys = *q.shape[:3], k.shape[2]
+    rounds, bits = len(projections), projections.shape[2]
+    highest, first = (min(max(at // cluster, 1).bit_length() - 1, bits) for at in (keys - 1, keys - length))
+    lowest = first if key_mask is None else 0
+    ranks = keys + sum(min(keys, cluster << (level + 1)) for level in range(lowest, highest))
+    # Stretches begin with every other cluster of a bucket at most, and a long one is cut.
+    most = min(length, ranks // cluster + (2 << highest) + 1) + length // MOST_ROWS
+    mask = None if key_mask is None else key_mask.contiguous()
+    by_query = _codes(q, projections, highest)
+    by_key = _codes(k, projections, highest, mask, {}) if notes is None else _noted_codes(k, projections, mask, notes)
+    orders = [torch.empty(rounds, batch, heads, n, dtype=torch.int32) for n in (length, ranks)]
+    items = batch * heads * rounds
+    blocks, starts, count = (torch.empty(n, dtype=torch.int64) for n in (batch * heads + 1, items * most + 1, items))
+    entries = torch.empty(items * most, 4, dtype=torch.int32)
+    numbers = batch, heads, rounds, length, keys, cluster, highest, ranks, most, MOST_ROWS, FAR
+    places = map(address, (by_query, by_key, mask, *orders, blocks, starts, entries, count))
+    check(_library().stretches(ctypes.byref(_Stretching(*numbers, torch.get_num_threads(), *places))))
+    total = int(blocks[-1])
     return attend_own_lists(
         q,
         k,
         v,
-        before=k.shape[2] - length,
+        before=keys - length,
         blocks=blocks,
-        starts=starts,
-        entries=listed,
+        starts=starts[: total + 1],
+        entries=entries[:total],
         scale=scale,
-        orders=orders,
+        orders=(orders[0], orders[1]),
         itself=rounds,
     )
+
+
+def _noted_codes(k: Tensor, projections: Tensor, mask: Tensor | None, notes: Notes) -> Tensor:
+    """Codes of all keys, [B, H, rounds, S], of which only those that are new are made."""
+    seen = notes["codes"].shape[3] if notes else 0
+    if mask is None and "real" in notes:
+        mask = _all_real(k)
+    if mask is not None:
+        if seen and not torch.equal(mask[:, :seen], notes.get("real", _all_real(k[:, :, :seen]))):
+            # The means that were taken off are others then.
+            notes.clear()
+            seen = 0
+        notes["real"] = mask
+    new = None if mask is None else mask[:, seen:].contiguous()
+    codes = _codes(k[:, :, seen:], projections, projections.shape[2], new, notes)
+    notes["codes"] = torch.cat([notes["codes"], codes], 3) if seen else codes
+    return notes["codes"]
+
+
+def _codes(
+    x: Tensor, projections: Tensor, bits: int, mask: Tensor | None = None, so_far: Notes | None = None
+) -> Tensor:
+    """The first bits of each token and round as `Buckets` makes them, [B, H, rounds, n] int32.
+
+    `so_far` is for keys: the sums of the real ones before these and their number, to which these are added; of each key
+    the mean up to it is taken off.
+    """
+    x = x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
+    rounds = len(projections)
+    columns = _columns(projections[..., :bits].double().transpose(0, 1).flatten(1))
+    sums = before = None
+    if so_far is not None:
+        sums = so_far.setdefault("sums", torch.zeros(*x.shape[:2], columns.shape[1], dtype=torch.float64))
+        before = so_far.get("count", torch.zeros(x.shape[0], dtype=torch.int64))
+        so_far["count"] = before + (x.shape[2] if mask is None else mask.sum(1))
+    codes = torch.empty(*x.shape[:2], rounds, x.shape[2], dtype=torch.int32)
+    sizes = *x.shape[:2], rounds, x.shape[2], x.shape[3], columns.shape[1], bits
+    how = x.dtype == torch.bfloat16, torch.get_num_threads()
+    places = map(address, (columns, mask, before, sums, codes))
+    check(_library().hash_tokens(ctypes.byref(_Hashing(*sizes, *how, rows_of(x), *places))))
+    return codes
+
+
+def _all_real(k: Tensor) -> Tensor:
+    return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool)
+
+
+def _columns(planes: Tensor) -> Tensor:
+    """Planes [D, n] in rows of whole vectors."""
+    return F.pad(planes, (0, -planes.shape[1] % _LANES)).contiguous()
+
+
+def _library() -> ctypes.CDLL:
+    found = library(SORTING)
+    assert not isinstance(found, str), f"checked by the op: {found}"
+    return found

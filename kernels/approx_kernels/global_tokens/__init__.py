@@ -91,7 +91,14 @@ def global_token_attention(
             out = window_lists(q, k, v, **near, tokens=[int(token) for token in tokens])
         else:
             out = window_blocks(q, k, v, left=left, right=right, **how)
-        return seeing_rows(out, q, k, v, **how) if see_all else out
+        if not see_all:
+            return out
+        if not isinstance(tokens, Tensor):
+            # A token that is decoded is none of the first, whose rows are gone.
+            how["chosen"] = places(
+                [token for token in tokens if token >= k.shape[2] - q.shape[2]], k.shape[2], k.device
+            )
+        return seeing_rows(out, q, k, v, **how)
 
     if not isinstance(tokens, Tensor):
         return without_padding(partial(attend, tokens=tokens), q, k, v, key_mask)

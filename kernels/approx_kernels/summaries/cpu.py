@@ -19,31 +19,41 @@ def summary_lists(
     step: int | None,
     scale: float,
 ) -> Tensor:
-    """What `summary_blocks` computes; summaries of all blocks stand once more behind the keys, side by side."""
+    """What `summary_blocks` computes; summaries of all blocks stand once more behind the keys, side by side.
+
+    Of blocks before that of the first query the summaries are all that is seen.
+    """
     keys, before = k.shape[2], k.shape[2] - q.shape[2]
+    block = before // stride
+    gone = block * stride
     edges = [(first, min(first + stride, keys)) for first in range(0, keys, stride)]
     # What one column summarises must not change as a causal sequence grows.
     columns = [_columns(first, end, first + stride if causal else end, summary, inside) for first, end in edges]
     counts = [sum(end - begin for begin, end in own) for own in columns]
-    behind = [keys]
+    behind = [keys - gone]
     for count in counts:
         behind.append(behind[-1] + count)
     if step != 1:
         places = torch.tensor(
             [j for own in columns for begin, end in own for j in range(begin, end)], dtype=torch.int64
         )
-        k, v = (torch.cat([x, x.index_select(2, places)], 2) for x in (k, v))
+        k, v = (torch.cat([x[:, :, gone:], x.index_select(2, places)], 2) for x in (k, v))
+    else:
+        k, v = k[:, :, gone:], v[:, :, gone:]
     starts, entries = [], []
-    for number in range(before // stride, len(edges)):
+    for number in range(block, len(edges)):
         first, end = edges[number]
-        own = _own(first, end, columns[number], inside, causal, step)
+        own = [
+            (begin - gone, last - gone, low, high)
+            for begin, last, low, high in _own(first, end, columns[number], inside, causal, step)
+        ]
         if step != 1:
-            own.append((keys, behind[number], -FAR, FAR))
+            own.append((behind[0], behind[number], -FAR, FAR))
             own += [] if causal else [(behind[number + 1], behind[-1], -FAR, FAR)]
         rows = cut(max(first - before, 0), end - before)
         starts += rows
         entries += [own] * len(rows)
-    return attend_lists(q, k, v, None, before=before, starts=[*starts, q.shape[2]], entries=entries, scale=scale)
+    return attend_lists(q, k, v, None, before=before - gone, starts=[*starts, q.shape[2]], entries=entries, scale=scale)
 
 
 def _columns(first: int, end: int, whole: int, summary: int, inside: Inside) -> list[tuple[int, int]]:

@@ -79,15 +79,36 @@ def test_new_queries_on_a_cache_get_what_the_whole_sequence_gives_them(topk, new
 
 
 def test_threads_and_neighbours_change_no_bit():
-    q, k, v = torch.randn(3, 3, 2, 200, 24).unbind()
-    way = {"chunk": 30, "topk": 16, "impl": "cpu", **FITTED}
-    first, threads = causal_clustered_attention(q, k, v, **way), torch.get_num_threads()
+    given = torch.randn(4, 3, 2, 200, 24).unbind()
+    way = {"chunk": 30, "topk": 16, **FITTED}
+    first, threads = attend("cpu", torch.float32, *given, None, **way), torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert torch.equal(causal_clustered_attention(q, k, v, **way), first)
+        others = attend("cpu", torch.float32, *given, None, **way)
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(causal_clustered_attention(q[1:2], k[1:2], v[1:2], **way), first[1:2])
+    alone = attend("cpu", torch.float32, *(x[1:2] for x in given), None, **way)
+    for each, other, single in zip(first, others, alone, strict=True):
+        assert torch.equal(other, each)
+        assert torch.equal(single, each[1:2])
+
+
+@pytest.mark.parametrize("topk", [None, 16], ids=["plain", "improved"])
+def test_what_no_query_saw_has_no_gradient(topk):
+    q, k, v, grad = torch.randn(4, 1, 2, 200, 24).unbind()
+    grad[:, :, 77:] = 0
+    _, *found = attend("cpu", torch.float32, q, k, v, grad, None, chunk=30, topk=topk, **FITTED)
+    # The first query sees itself alone, whatever its score is.
+    assert all(x[:, :, 77:].eq(0).all() and x[:, :, 1:77].ne(0).all() for x in found)
+
+
+def test_gradients_may_arrive_in_any_layout():
+    q, k, v = torch.randn(3, 1, 2, 90, 24).unbind()
+    way = {"chunk": 30, "topk": 7, "impl": "cpu", **FITTED}
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    expanded = torch.autograd.grad(causal_clustered_attention(q, k, v, **way).sum(), inputs)
+    whole = torch.autograd.grad(causal_clustered_attention(q, k, v, **way), inputs, torch.ones(1, 2, 90, 24))
+    assert all(map(torch.equal, expanded, whole))
 
 
 @pytest.mark.parametrize("topk", [None, 4])

@@ -124,7 +124,7 @@ def causal_clustered_attention(
         topk: Keys before the chunk that each query weighs itself, K; None for plain clustered attention.
         scale: Factor of the scores.
         dropout: Probability with which a weight is dropped: one of a query's own, or one that is shared.
-        impl: `reference`, or `cpu` in C on float32 and bfloat16, whose backward pass is that of the reference.
+        impl: `reference`, or `cpu` in C on float32 and bfloat16 (see `approx_kernels.implementation`).
 
     Returns:
         [B, H, L, E] in the dtype of q.

@@ -1,22 +1,14 @@
 """Causal clustered attention in C: one walk over the keys of a head, with what each centroid has made of the past."""
 
 from approx_kernels.c_largest import LARGEST
-from approx_kernels.c_vectors import VECTORS
+from approx_kernels.clustered.causal_heads_c import HEADS
 
-CAUSAL = (
-    VECTORS
+FORWARD = (
+    HEADS
     + LARGEST
     + r"""
-/* Keys that meet all centroids at once, and queries that share the products with the keys of their chunk; centroids for
-   which keys are not worth turning. */
-enum { BLOCK = 64, STRIP = 24, FEW = 4 };
-
-typedef struct {
-    int64_t batch, heads, length, keys, size, values, rows, chunk, kept, bf16, threads;
-    tensor q, k, v, centroids, out;    /* centroids are float32, [B, H, R, D] */
-    const int32_t *groups;    /* [B, H, L], the centroid of each query */
-    float scale;
-} problem;
+/* Keys that meet all centroids at once, and centroids for which keys are not worth turning. */
+enum { BLOCK = 64, FEW = 4 };
 
 /* Keys and values of one head, and of each centroid: itself, scaled; its largest keys with their scores, and how
    many there are; of all other keys the largest score, and the sums relative to it of weights, of
@@ -64,7 +56,10 @@ static void absorb(past *x, int64_t begin, int64_t count) {
         int32_t lost[BLOCK];
         float lost_scores[BLOCK], most = x->peak[r];
         int64_t losers = compete(x, r, begin, count, row, lost, lost_scores);
-        for (int64_t c = 0; c < count; c++) most = row[c] > most ? row[c] : most;
+        for (int64_t c = count; c < wide; c++) row[c] = -INFINITY;
+        vf highest = (vf){0} - INFINITY, sum = {0};
+        for (int64_t c = 0; c < wide; c += WIDTH) highest = larger(*(vf *)(row + c), highest);
+        for (int l = 0; l < WIDTH; l++) most = highest[l] > most ? highest[l] : most;
         for (int64_t j = 0; j < losers; j++) most = lost_scores[j] > most ? lost_scores[j] : most;
         if (most > x->peak[r]) {
             float fade = expf(x->peak[r] - most);
@@ -73,12 +68,11 @@ static void absorb(past *x, int64_t begin, int64_t count) {
         }
         /* Nothing is outside the list yet: any finite number makes weights of 0. */
         float origin = most == -INFINITY ? 0.0f : most;
-        for (int64_t c = count; c < wide; c++) row[c] = -INFINITY;
         for (int64_t c = 0; c < wide; c += WIDTH) {
-            vf score = *(vf *)(row + c);
-            *(vf *)(row + c) = choose(score == -INFINITY, (vf){0}, vexp(score - origin));
+            vf *weight = (vf *)(row + c);
+            *weight = weigh(*weight, (vf){0} + origin), sum += *weight;
         }
-        for (int64_t c = 0; c < count; c++) x->mass[r] += row[c];
+        x->mass[r] += lane_sum(sum);
         for (int64_t j = 0; j < losers; j++) {
             float weight = expf(lost_scores[j] - origin);
             x->mass[r] += weight;
@@ -90,83 +84,92 @@ static void absorb(past *x, int64_t begin, int64_t count) {
     product(p->rows, x->values, count, x->scores, BLOCK, 1, values, x->values, x->mean_value, x->values, 1);
 }
 
-/* One query: what it weighs of its own chunk is in `near`, `count` scores; then its centroid's list and the rest. */
-static void attend(const past *x, int64_t r, int64_t begin, int64_t count, const float *query, float *near, float *own,
-                   float *out) {
+/* Leave the past of a boundary to the backward pass. */
+static void keep(const past *x, int64_t item, int64_t boundary) {
     const problem *p = x->all;
-    int64_t kept = begin ? p->kept : 0, wide = padded(count);
-    const int32_t *top = x->top + r * p->kept;
-    float most = -INFINITY, rest = -INFINITY, sum = 0.0f;
-    for (int64_t c = 0; c < count; c++) most = near[c] > most ? near[c] : most;
-    for (int64_t j = 0; j < kept; j++) {
-        own[j] = dot(x->size, query, x->keys + top[j] * x->size);
-        most = own[j] > most ? own[j] : most;
+    int64_t R = p->rows, place = (item * boundaries(p) + boundary) * R;
+    if (p->kept) memcpy(p->top + place * p->kept, x->top, sizeof(int32_t) * R * p->kept);
+    memcpy(p->peak + place, x->peak, sizeof(float) * R), memcpy(p->mass + place, x->mass, sizeof(float) * R);
+}
+
+/* Add to a query's output what comes from its centroid's list and the rest, relative to its largest score, which these
+   may raise; the sum of their exponentials is returned. `own` has room for K + 1 scores. */
+static float attend_past(const past *x, int64_t r, const float *query, float *most, float *own, float *out) {
+    int64_t kept = x->all->kept;
+    const int32_t *top = x->top + r * kept;
+    const float *mean = x->mean_key + r * x->size;
+    listed_products(x->size, top, kept, query, x->keys, own);
+    /* The tangent of a convex function: the remaining mass of a query near the centroid, and never more than it. */
+    float tangent = (dot(x->size, query, mean) - dot(x->size, x->rows + r * x->size, mean)) / x->mass[r];
+    own[kept] = x->peak[r] + logf(x->mass[r]) + tangent;
+    for (int64_t j = 0; j <= kept; j++) *most = own[j] > *most ? own[j] : *most;
+    float sum = exponentials(kept + 1, *most, own);
+    add_listed(x->values, top, kept, own, x->v, out);
+    add_row(x->values, own[kept] / x->mass[r], x->mean_value + r * x->values, out);
+    return sum;
+}
+
+/* Memory of a strip: queries, [STRIP, D] and [D, STRIP], outputs, [STRIP, E], scores in the chunk, [keys, STRIP], and of
+   a query with its list and the rest. */
+typedef struct { float *queries, *standing, *out, *near, *own; } strip;
+
+/* Queries from `first` on, of the chunk that begins at `begin`. */
+static void attend(const past *x, const strip *s, int64_t b, int64_t h, int64_t begin, int64_t first, int64_t deep) {
+    const problem *p = x->all;
+    int64_t seen = first + deep - begin, at = first - (p->keys - p->length), item = (b * p->heads + h) * p->length + at;
+    float most[STRIP], sum[STRIP];
+    read_strip(p, p->q, b, h, at, deep, p->size, p->scale, s->queries);
+    meet(seen, deep, p->size, x->keys + begin * x->size, s->queries, s->standing, s->near);
+    hide_later(seen, deep, s->near);
+    memset(s->out, 0, sizeof(float) * deep * x->values);
+    for (int64_t i = 0; i < padded(deep); i += WIDTH) {
+        vf highest = (vf){0} - INFINITY;
+        for (int64_t c = 0; c < seen; c++) highest = larger(*(vf *)(s->near + c * STRIP + i), highest);
+        *(vf *)(most + i) = highest, *(vf *)(sum + i) = (vf){0};
     }
-    if (begin) {
-        /* The tangent of a convex function: the remaining mass of a query near the centroid, and never more than it. */
-        const float *mean = x->mean_key + r * x->size;
-        rest = x->peak[r] + logf(x->mass[r]) + (dot(x->size, query, mean) - dot(x->size, x->rows + r * x->size, mean)) / x->mass[r];
-        most = rest > most ? rest : most;
+    for (int64_t i = 0; begin && i < deep; i++)
+        sum[i] = attend_past(x, p->groups[item + i], s->queries + i * x->size, most + i, s->own, s->out + i * x->values);
+    for (int64_t i = 0; i < padded(deep); i += WIDTH) {
+        vf total = *(vf *)(sum + i);
+        for (int64_t c = 0; c < seen; c++) {
+            vf *weight = (vf *)(s->near + c * STRIP + i);
+            *weight = weigh(*weight, *(vf *)(most + i)), total += *weight;
+        }
+        *(vf *)(sum + i) = total;
     }
-    for (int64_t c = 0; c < wide; c += WIDTH) *(vf *)(near + c) = vexp(*(vf *)(near + c) - most);
-    for (int64_t c = count; c < wide; c++) near[c] = 0.0f;
-    for (int64_t c = 0; c < count; c++) sum += near[c];
-    memset(out, 0, sizeof(float) * x->values);
-    for (int64_t j = 0; j < kept; j++) {
-        float weight = expf(own[j] - most);
-        sum += weight, add_row(x->values, weight, x->v + top[j] * x->values, out);
+    product(deep, x->values, seen, s->near, 1, STRIP, x->v + begin * x->values, x->values, s->out, x->values, 1);
+    for (int64_t i = 0; i < deep; i++) {
+        if (p->most) p->most[item + i] = most[i];
+        scale_row(x->values, 1.0f / sum[i], s->out + i * x->values);
+        write_row(p->out, p->bf16, b, h, at + i, p->values, s->out + i * x->values);
     }
-    if (begin) {
-        float weight = expf(rest - most);
-        sum += weight, add_row(x->values, weight / x->mass[r], x->mean_value + r * x->values, out);
-    }
-    /* Weights of the chunk are scaled before the product with its values, all others after it is begun. */
-    scale_row(x->values, 1.0f / sum, out), scale_row(wide, 1.0f / sum, near);
 }
 
 static int head(const problem *p, int64_t b, int64_t h) {
     int64_t size = padded(p->size), values = padded(p->values), S = p->keys, R = p->rows, K = p->kept;
-    int64_t before = S - p->length, wide = padded(lesser(p->chunk, S) + BLOCK);
     past x = {.all = p, .size = size, .values = values};
+    strip s;
     float *memory = floats(S * (size + values) + R * (2 * size + values + BLOCK + K + 2) + p->size * BLOCK +
-                           STRIP * (size + values + wide) + padded(K) + 8 * WIDTH);
+                           STRIP * (size + values + p->size + lesser(p->chunk, S)) + padded(K + 1));
     x.top = calloc(R * (K + 1) + 1, sizeof(int32_t));
     if (!memory || !x.top) { free(memory), free(x.top); return 1; }
     x.filled = x.top + R * K;
     x.keys = memory, x.v = x.keys + S * size, x.rows = x.v + S * values, x.mean_key = x.rows + R * size;
     x.mean_value = x.mean_key + R * size, x.scores = x.mean_value + R * values, x.standing = x.scores + R * BLOCK;
-    float *queries = x.standing + p->size * BLOCK, *out = queries + STRIP * size, *near = out + STRIP * values;
-    x.best = near + STRIP * wide, x.peak = x.best + R * K, x.mass = x.peak + R;
-    float *own = x.mass + R;
+    s.queries = x.standing + p->size * BLOCK, s.out = s.queries + STRIP * size, s.standing = s.out + STRIP * values;
+    s.near = s.standing + STRIP * p->size, s.own = s.near + STRIP * lesser(p->chunk, S);
+    x.best = s.own + padded(K + 1), x.peak = x.best + R * K, x.mass = x.peak + R;
     memset(x.mean_key, 0, sizeof(float) * R * (size + values));
     read_rows(p->k, p->bf16, b, h, NULL, S, p->size, size, NULL, x.keys);
     read_rows(p->v, p->bf16, b, h, NULL, S, p->values, values, NULL, x.v);
     read_rows(p->centroids, 0, b, h, NULL, R, p->size, size, NULL, x.rows);
     for (int64_t r = 0; r < R; r++) x.peak[r] = -INFINITY, x.mass[r] = 0.0f, scale_row(size, p->scale, x.rows + r * size);
-    const int32_t *groups = p->groups + (b * p->heads + h) * p->length;
     for (int64_t begin = 0; begin < S; begin += p->chunk) {
-        int64_t end = lesser(begin + p->chunk, S), first = begin > before ? begin : before;
-        for (; first < end; first += STRIP) {
-            int64_t deep = lesser(STRIP, end - first), seen = first + deep - begin;
-            for (int64_t i = 0; i < deep; i++) {
-                float *query = queries + i * size;
-                read_row(p->q, p->bf16, b, h, first + i - before, p->size, query);
-                for (int64_t d = 0; d < size; d++) query[d] = d < p->size ? query[d] * p->scale : 0.0f;
-            }
-            for (int64_t c = 0; c < seen; c += BLOCK) {
-                int64_t count = lesser(BLOCK, seen - c);
-                transpose(count, p->size, x.keys + (begin + c) * size, size, x.standing, BLOCK);
-                product(deep, padded(count), p->size, queries, size, 1, x.standing, BLOCK, near + c, wide, 0);
-            }
-            for (int64_t i = 0; i < deep; i++) {
-                attend(&x, groups[first + i - before], begin, first + i + 1 - begin, queries + i * size, near + i * wide, own,
-                       out + i * values);
-                for (int64_t c = padded(first + i + 1 - begin); c < seen; c++) near[i * wide + c] = 0.0f;
-            }
-            product(deep, values, seen, near, wide, 1, x.v + begin * values, values, out, values, 1);
-            for (int64_t i = 0; i < deep; i++) write_row(p->out, p->bf16, b, h, first + i - before, p->values, out + i * values);
-        }
+        int64_t end = lesser(begin + p->chunk, S);
+        for (int64_t first = greater(begin, S - p->length); first < end; first += STRIP)
+            attend(&x, &s, b, h, begin, first, lesser(STRIP, end - first));
         for (int64_t key = begin; end < S && key < end; key += BLOCK) absorb(&x, key, lesser(BLOCK, end - key));
+        if (p->most && end < S) keep(&x, b * p->heads + h, begin / p->chunk);
     }
     free(memory), free(x.top);
     return 0;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from approx_kernels.flash.triton_forward import LENGTHS
-from approx_kernels.flash.triton_tiles import load_rows, mass, shown, spread, store_rows, stretch, window, with_mass
+from approx_kernels.flash.triton_tiles import load_rows, mass, shown, store_rows, stretch, walk, window, with_mass
 from approx_kernels.triton_language import jit, tl
 
 
@@ -56,21 +56,13 @@ def flash_queries_kernel(
     dq = tl.zeros([BM, WIDE_D], tl.float32)
     dspan = tl.zeros([BM], tl.float32)
 
-    if Rows is None:
-        low, high = tl.maximum(first, q_begin) + shift, tl.minimum(first + BM, q_end) - 1 + shift
-        begin, end, whole, after = spread(
-            tl.maximum(k_begin, low - left), tl.minimum(k_end, high + right + 1),
-            tl.maximum(k_begin, high - whole_left), tl.minimum(k_end, low + whole_right + 1), BN,
-        )  # fmt: skip
-        if holes != 0:
-            whole, after = end, end
-    else:
-        entry = Rows + head * rows_h + tile * 3
-        whole, after, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        begin = whole
-        if Bounds is not None:
-            if (holes != 0) | (q_begin != 0) | (k_begin != 0) | (k_end != S):
-                after = whole
+    parted = holes != 0
+    if Rows is not None:
+        parted = parted | (q_begin != 0) | (k_begin != 0) | (k_end != S)
+    begin, end, whole, after = walk(
+        Rows, head * rows_h + tile * 3, tl.maximum(first, q_begin) + shift, tl.minimum(first + BM, q_end) - 1 + shift,
+        left, right, whole_left, whole_right, k_begin, k_end, parted, BN,
+    )  # fmt: skip
 
     for each in range(whole, after):
         block = each
@@ -151,22 +143,14 @@ def flash_keys_kernel(
     dv = tl.zeros([BN, WIDE_E], tl.float32)
 
     if Rows is None:
-        low, high = tl.maximum(first, k_begin), tl.minimum(first + BN, k_end) - 1
-        begin, end, whole, after = spread(
-            tl.maximum(q_begin, low - right - shift), tl.minimum(q_end, high + left - shift + 1),
-            tl.maximum(q_begin, high - whole_right - shift), tl.minimum(q_end, low + whole_left - shift + 1), BM,
-        )  # fmt: skip
-        if (low > high) | (low >= k_end):
-            begin, end, whole, after = 0, 0, 0, 0
-        if (holes != 0) | (first < k_begin) | (first + BN > k_end):
-            whole, after = end, end
+        parted = (holes != 0) | (first < k_begin) | (first + BN > k_end)
     else:
-        entry = Rows + head * rows_h + tile * 3
-        whole, after, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        begin = whole
-        if Bounds is not None:
-            if (holes != 0) | (q_begin != 0) | (k_begin != 0) | (k_end != S):
-                after = whole
+        parted = (holes != 0) | (q_begin != 0) | (k_begin != 0) | (k_end != S)
+    # A key is seen from where it would itself see, were left and right exchanged.
+    begin, end, whole, after = walk(
+        Rows, head * rows_h + tile * 3, tl.maximum(first, k_begin) - shift, tl.minimum(first + BN, k_end) - 1 - shift,
+        right, left, whole_right, whole_left, q_begin, q_end, parted, BM,
+    )  # fmt: skip
 
     for each in range(whole, after):
         block = each

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from approx_kernels.flash.triton_tiles import load_rows, mass, shown, spread, store_rows, stretch, window, with_mass
+from approx_kernels.flash.triton_tiles import load_rows, mass, shown, store_rows, stretch, walk, window, with_mass
 from approx_kernels.triton_language import jit, tl
 
 # Lengths that differ must not make kernels that differ.
@@ -58,22 +58,14 @@ def flash_forward_kernel(
     out = tl.zeros([BM, WIDE_E], tl.float32)
     place = tl.full([BM], -1, tl.int32)
 
-    if Rows is None:
-        low, high = tl.maximum(first, q_begin) + shift, tl.minimum(first + BM, q_end) - 1 + shift
-        begin, end, whole, after = spread(
-            tl.maximum(k_begin, low - left), tl.minimum(k_end, high + right + 1),
-            tl.maximum(k_begin, high - whole_left), tl.minimum(k_end, low + whole_right + 1), BN,
-        )  # fmt: skip
-        if holes != 0:
-            whole, after = end, end
-    else:
-        entry = Rows + head * rows_h + tile * 3
-        whole, after, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        begin = whole
+    parted = holes != 0
+    if Rows is not None:
         # Entries say of the pattern that it holds all pairs, not of the sample that it has all keys.
-        if Bounds is not None:
-            if (holes != 0) | (q_begin != 0) | (k_begin != 0) | (k_end != S):
-                after = whole
+        parted = parted | (q_begin != 0) | (k_begin != 0) | (k_end != S)
+    begin, end, whole, after = walk(
+        Rows, head * rows_h + tile * 3, tl.maximum(first, q_begin) + shift, tl.minimum(first + BM, q_end) - 1 + shift,
+        left, right, whole_left, whole_right, k_begin, k_end, parted, BN,
+    )  # fmt: skip
 
     for each in range(whole, after):
         block = each

@@ -59,14 +59,24 @@ def window(Spans, head, left, right, ramp):
 
 
 @jit
-def spread(first, last, whole_first, whole_last, TILE: tl.constexpr):
-    """Tiles that meet [first, last): from, to; and those of them within [whole_first, whole_last): from, to."""
-    low = tl.maximum(first, 0) // TILE
-    high = tl.maximum(tl.cdiv(last, TILE), low)
-    high = tl.where(last > first, high, low)
-    whole_low = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(whole_first, 0), TILE), low), high)
-    whole_high = tl.minimum(tl.maximum(tl.maximum(whole_last, 0) // TILE, whole_low), high)
-    return low, high, whole_low, whole_high
+def walk(Rows, at, low, high, left, right, whole_left, whole_right, begin, end, parted, TILE: tl.constexpr):
+    """Tiles that rows at low to high meet: from, to; and those of them, unless `parted`, of which they see all: from, to.
+
+    A list says which they are, from `at` on; otherwise they lie in [begin, end), and in a window about each row.
+    """
+    if Rows is None:
+        first, last = tl.maximum(begin, low - left), tl.minimum(end, high + right + 1)
+        start = tl.maximum(first, 0) // TILE
+        past = tl.where((last > first) & (low <= high), tl.maximum(tl.cdiv(last, TILE), start), start)
+        first, last = tl.maximum(begin, high - whole_left), tl.minimum(end, low + whole_right + 1)
+        whole = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(first, 0), TILE), start), past)
+        after = tl.minimum(tl.maximum(tl.maximum(last, 0) // TILE, whole), past)
+    else:
+        whole, after, past = tl.load(Rows + at), tl.load(Rows + at + 1), tl.load(Rows + at + 2)
+        start = whole
+    if parted:
+        after = whole
+    return start, past, whole, after
 
 
 @jit

@@ -15,7 +15,7 @@ def launches() -> Iterator[Launch]:
         yield Launch(f"bfloat16, {size}", _both(torch.bfloat16, size, causal=False))
         yield Launch(f"bfloat16, {size}, causal", _both(torch.bfloat16, size))
         yield Launch(f"float16, {size}, causal", _both(torch.float16, size))
-    yield Launch("float32, 64, causal", _both(torch.float32, 64), tensor_cores=False)
+        yield Launch(f"float32, {size}, causal", _both(torch.float32, size), tensor_cores=False)
     yield Launch("bfloat16, 80, causal, key mask and window", _both(torch.bfloat16, 80, masked=True, window=True))
     yield Launch("bfloat16, 256 features, causal", _both(torch.bfloat16, 64, features=256))
     yield Launch("float16, 256 features", _both(torch.float16, 64, features=256, causal=False))

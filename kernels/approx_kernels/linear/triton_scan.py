@@ -147,9 +147,10 @@ def linear_scan_kernel(
                 z = factor(read_rows(V, first, v_n, inside, left, E, BC, BT), NARROW)
                 total += tl.sum(y.to(tl.float32), 0)
             if WHAT == "dq":
-                y = factor(read_rows(V, first, v_n, inside, 0, E, WIDE_E, BT), NARROW)
+                # Summed before the values are read, which hold no registers then.
                 z = features(read_rows(K, first, k_n, inside, left, D, BC, BT), inside, scale, left, MAP, D, BC, NARROW)
                 total += tl.sum(z.to(tl.float32), 0)
+                y = factor(read_rows(V, first, v_n, inside, 0, E, WIDE_E, BT), NARROW)
             if WHAT == "dv":
                 y = read_rows(Q, first - shift, q_n, asked, 0, D, WIDE_D, BT)
                 y = features(y, asked, scale, 0, MAP, D, WIDE_D, NARROW)

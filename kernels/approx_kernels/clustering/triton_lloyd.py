@@ -161,15 +161,16 @@ def sweep_kernel(
             Bits, Draws, tl.load(Sums + before), tl.load(Centroids + before), count, clusters, bits, step, stride,
             WIDE_C, WIDTH,
         )  # fmt: skip
-    if part == 0:
-        tl.store(Centroids + here, centroids)
-        tl.store(Changed + step * items + item, changed)
     if changed > 0:
         sums = tl.zeros([WIDE_C, WIDTH], tl.int32)
         for first in range(part * BN, count, parts * BN):  # pyright: ignore[reportArgumentType]  # a tile is a number
             sums = _assign(Bits, Groups, centroids, sums, first, count, clusters, WIDE_C, WIDTH, BN)
         # Whole numbers: the order of their additions does not show.
         tl.atomic_add(Sums + here, sums)
+    # Kept last: before the sweep, Triton 3.6 spills.
+    if part == 0:
+        tl.store(Centroids + here, centroids)
+        tl.store(Changed + step * items + item, changed)
 
 
 @jit(do_not_specialize=LENGTHS)

@@ -165,7 +165,8 @@ def flash_keys_kernel(
         ds = p * (tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :])
         if Place is not None:
             at = line + block * BM + tl.arange(0, BM)
-            ds -= tl.where(column[:, None] == tl.load(Place + at)[None, :], tl.load(Less + at)[None, :], 0.0)
+            # Not as a tile of its own, mostly zeros, for which Triton 3.6 has no registers left.
+            ds = tl.where(column[:, None] == tl.load(Place + at)[None, :], ds - tl.load(Less + at)[None, :], ds)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
     for each in tl.range(begin, end - (after - whole), num_stages=1):  # type: ignore[reportGeneralTypeIssues]  # a loop of Triton, not of Python

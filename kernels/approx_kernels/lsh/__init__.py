@@ -17,7 +17,7 @@ from approx_kernels.lsh.cpu import Notes, bucket_lists, obstacle, sorted_lists
 from approx_kernels.lsh.hashing import draw_projections, unit_keys
 from approx_kernels.lsh.plan import Plan
 from approx_kernels.lsh.reference import dense_union
-from approx_kernels.lsh.triton import sorted_tiles
+from approx_kernels.lsh.triton import round_by_round, sorted_tiles
 from approx_kernels.lsh.union import tile_union
 from approx_kernels.shapes import check_shapes
 from approx_kernels.tokens import without_padding
@@ -79,8 +79,8 @@ def lsh_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped, in each round.
-        impl: `triton`, bidirectional, and `cpu`, which is compiled C, have the asymmetric variant without dedup; `auto`
-            takes tiles for the others, and `reference` materialises all pairs.
+        impl: `triton`, which has every form, but no dropout; `cpu`, which is compiled C, has the asymmetric variant without
+            dedup. Where neither runs, `auto` takes tiles. `reference` materialises all pairs.
         notes: Of decoding: what earlier calls have noted of keys that are the first of these, empty at first, its samples
             reordered or chosen at will along the first dimension of every tensor; brought up to date. `cpu` alone uses it,
             where it is causal, and hashes only the keys that are new. None notes nothing.
@@ -102,8 +102,11 @@ def lsh_attention(
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
         limit = _obstacle(q, k, key_mask, variant, dedup, causal)
         ways = {"cpu": limit or obstacle(q, dropout), "tiles": None, "reference": None}
-        on_gpu = "its causal form has no kernel. Ask for 'auto'." if causal else flash_obstacle(q, v, dropout)
-        run = choose("lsh_attention", impl, ranked(q, limit or on_gpu, **ways))
+        run = choose("lsh_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
+        own = "last resort" if variant == "shared" else "always" if causal else "as any other"
+        if run == "triton" and (limit or causal or key_mask is not None):
+            kind = {"variant": variant, "cluster": cluster, "dedup": dedup, "causal": causal, "own": own}
+            return round_by_round(q, k, v, key_mask, projections=projections, scale=scale, **kind)
         if run in ("triton", "cpu") and not causal:
             sort = sorted_tiles if run == "triton" else sorted_lists
             attend_tiles = partial(sort, projections=projections, cluster=cluster, scale=scale)
@@ -115,7 +118,6 @@ def lsh_attention(
             make = partial(
                 bucket_plan if causal else cluster_plan, projections=projections, variant=variant, cluster=cluster
             )
-            own = "last resort" if variant == "shared" else "always" if causal else "as any other"
             union = dense_union if run == "reference" else tile_union
             attend_heads = partial(_planned, make, union, own=own, scale=scale, dedup=dedup, dropout=dropout)
             wide = torch.promote_types(q.dtype, torch.float32)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from approx_kernels.lsh.hashing import Buckets, level_of
+from approx_kernels.lsh.hashing import Buckets, level_of, levels_within
 from approx_kernels.lsh.plan import Plan, make_round
 
 _LAST = torch.iinfo(torch.int64).max
@@ -58,9 +58,9 @@ def bucket_stretches(
         position = (key_mask.cumsum(1) - 1).masked_fill(~key_mask, -1)[:, max(keys - length, 0) :]
         position = torch.cat([position.new_full((batch, length - position.shape[1]), -1), position], 1)
     level = level_of(position.clamp(min=0), cluster, variant)
-    levels = range(int(level.min()), int(level.max()) + 1)
+    first_query = 0 if key_mask is not None else max(keys - length, 0)
+    levels = levels_within(level, first_query, keys - 1, cluster, variant)
     sizes = [min(keys, cluster << (each + 1)) if each < levels[-1] else keys for each in levels]
-    starts = dict(zip(levels, [sum(sizes[:i]) for i in range(len(sizes))], strict=True))
     place = torch.cat([torch.arange(size, device=device) for size in sizes])  # position of the key of each entry
     entries = place.numel()
 
@@ -89,5 +89,7 @@ def bucket_stretches(
         low = begin + ((seen - 1) // cluster - 1).clamp(min=0) * cluster
         room = (end - low).masked_fill(seen == 0, 0)
         rounds.append((order, low, room))
-    offset = torch.tensor([starts[each] for each in levels], device=device)[level - levels[0]]
+    # A list of numbers would have to wait until the device has it.
+    offset = (cluster << torch.arange(levels[0] + 1, levels[-1] + 2, device=device)).clamp(max=keys)
+    offset = (offset.cumsum(0) - offset)[level - levels[0]]
     return Stretches(rounds, real.gather(-1, place.expand(batch, entries)), offset + position.clamp(min=0))

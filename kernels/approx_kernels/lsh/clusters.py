@@ -1,15 +1,35 @@
 """Bidirectional plans: queries and keys in sorted order, cut into equally many clusters of equal sizes."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from approx_kernels.lsh.hashing import Buckets, level_of, sort_numbers
+from approx_kernels.lsh.hashing import Buckets, level_of, levels_within, sort_numbers
 from approx_kernels.lsh.plan import Plan, make_round
+
+
+class Clusters(NamedTuple):
+    """The stretch of sorted keys that each query sees, in every round."""
+
+    rounds: list[tuple[Tensor, Tensor, Tensor, Tensor]]  # as `make_round` takes them, queries by cluster last
+    most: Tensor  # [] queries of the largest cluster
 
 
 def cluster_plan(
     q: Tensor, k: Tensor, key_mask: Tensor | None, *, projections: Tensor, variant: str, cluster: int
 ) -> Plan:
+    """The stretches of `cluster_stretches` in tiles. The shared variant leaves the own token out."""
+    found = cluster_stretches(q, k, key_mask, projections=projections, variant=variant, cluster=cluster)
+    tile, width = max(int(found.most), 1), max(int(found.rounds[0][2].max()), 1)
+    rounds = [make_round(order, low, room, tile, queries) for order, low, room, queries in found.rounds]
+    flat = torch.arange(k.shape[:3].numel(), device=k.device)
+    return Plan(rounds, width, flat, flat if variant == "shared" else None)
+
+
+def cluster_stretches(
+    q: Tensor, k: Tensor, key_mask: Tensor | None, *, projections: Tensor, variant: str, cluster: int
+) -> Clusters:
     """Who sees whom when all tokens are known.
 
     A sample of n real tokens makes ⌈n / cluster⌉ clusters whose sizes differ by at most one; with other numbers of
@@ -26,7 +46,6 @@ def cluster_plan(
     keys_real = _count(key_mask, batch, keys, q.device)
     most = torch.maximum(queries_real, keys_real)
     clusters = torch.minimum(-(-most // cluster), torch.minimum(queries_real, keys_real)).clamp(min=1)
-    tile = int((-(-queries_real // clusters)).max())
 
     # The cluster of each query in sorted order, and the ranks of the keys that it sees.
     place = torch.arange(length, device=q.device).expand(batch, length)
@@ -39,9 +58,8 @@ def cluster_plan(
     rounds = []
     for query_order, key_order in _orders(q, k, query_mask, key_mask, projections, variant, cluster):
         own_low, own_room = (torch.empty_like(query_order).scatter(-1, query_order, x) for x in (low, room))
-        rounds.append(make_round(key_order, own_low, own_room, max(tile, 1), query_order))
-    flat = torch.arange(batch * heads * keys, device=q.device)
-    return Plan(rounds, max(int(room.max()), 1), flat, flat if variant == "shared" else None)
+        rounds.append((key_order, own_low, own_room, query_order))
+    return Clusters(rounds, (-(-queries_real // clusters)).max())
 
 
 def _count(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
@@ -64,9 +82,10 @@ def _orders(
         return list(zip(*(x.argsort(dim=-1, stable=True).unbind() for x in numbers), strict=True))
     length = q.shape[2]
     level = level_of(_count(key_mask, q.shape[0], length, q.device) - 1, cluster, variant)[:, None]
-    buckets = Buckets(q, projections, variant, int(level.max()))
+    levels = levels_within(level, length - 1 if key_mask is None else 0, length - 1, cluster, variant)
+    buckets = Buckets(q, projections, variant, levels[-1])
     numbers = buckets.at(0)
-    for each in level.unique().tolist():
+    for each in levels:
         numbers = buckets.at(each).where(level == each, numbers)
     if key_mask is not None:
         numbers = numbers.masked_fill(~key_mask[:, None], torch.iinfo(numbers.dtype).max)

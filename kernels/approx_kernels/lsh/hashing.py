@@ -87,9 +87,21 @@ def _pieces(x: Tensor, columns: int) -> Iterator[tuple[slice, slice, slice]]:
 
 def level_of(position: Tensor, cluster: int, variant: str) -> Tensor:
     """How often the buckets have doubled at a position, so that each holds 1 to 2 clusters of the tokens up to there."""
-    doublings = _DIRECTIONS.bit_length() if variant == "shared" else _BITS
-    bounds = cluster * 2 ** torch.arange(1, doublings + 1, device=position.device)
+    bounds = cluster * 2 ** torch.arange(1, _doublings(variant) + 1, device=position.device)
     return torch.bucketize(position, bounds, right=True)
+
+
+def levels_within(level: Tensor, first: int, last: int, cluster: int, variant: str) -> range:
+    """The levels of positions from `first` to `last`, which the host knows; it asks a CPU which of them there are."""
+    if level.device.type == "cpu" and not torch.compiler.is_compiling():
+        return range(int(level.min()), int(level.max()) + 1)
+    most = _doublings(variant)
+    lowest, highest = (min(max((at // cluster).bit_length() - 1, 0), most) for at in (first, last))
+    return range(lowest, highest + 1)
+
+
+def _doublings(variant: str) -> int:
+    return _DIRECTIONS.bit_length() if variant == "shared" else _BITS
 
 
 class Buckets:

@@ -1,4 +1,4 @@
-"""Bidirectional LSH attention by the flash kernels: once sorted, a round is blocks along the diagonal."""
+"""LSH attention on a GPU: by the flash kernels where a round, once sorted, is blocks along the diagonal; or by its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from approx_kernels.flash.listed import listed_attention
-from approx_kernels.lsh.hashing import sort_numbers
+from approx_kernels.lsh.hashing import sort_numbers, unit_keys
+from approx_kernels.lsh.sorted_rounds import sorted_rounds
+from approx_kernels.lsh.triton_rounds import lsh_forward
 
 
 def sorted_tiles(q: Tensor, k: Tensor, v: Tensor, *, projections: Tensor, cluster: int, scale: float) -> Tensor:
@@ -37,3 +39,31 @@ def sorted_tiles(q: Tensor, k: Tensor, v: Tensor, *, projections: Tensor, cluste
 
 def _at(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(2, order[..., None].expand(*order.shape, x.shape[3]))
+
+
+def round_by_round(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    projections: Tensor,
+    variant: str,
+    cluster: int,
+    dedup: bool,
+    causal: bool,
+    own: str,
+    scale: float,
+) -> Tensor:
+    """Every form, by kernels that read tokens where they lie; padded queries give 0. See `lsh_attention`."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    with torch.no_grad():
+        plan = sorted_rounds(
+            q.to(wide), k.to(wide), key_mask,
+            projections=projections, variant=variant, cluster=cluster, causal=causal, dedup=dedup,
+        )  # fmt: skip
+    k = unit_keys(q.to(wide), k.to(wide)).to(q.dtype) if variant == "shared" else k
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
+    width = min(k.shape[2], 2 * cluster if causal or variant == "shared" else cluster)
+    return lsh_forward(q, k, v, mask, list(plan[:-1]), plan.ranks, own, width, scale)[0]

@@ -13,7 +13,7 @@ from bench.gpu_peers import Attention, Inputs, Step, peers, scaled
 TOKENS = 16_384
 SUITES = ("attention", "attention-causal", "attention-padded")
 # Mechanisms that read a mask of padding without waiting for the device.
-PADDED = ("exact", "flash", "linear", "performer", "clustered", "improved-clustered", "local")
+PADDED = ("exact", "flash", "linear", "performer", "clustered", "improved-clustered", "local", "lsh")
 # Settings that are measured in place of the defaults; the targets name them.
 SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
     {
@@ -33,6 +33,8 @@ CAUSAL_SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
         "fixed": ({"stride": None},),
     }
 )
+# Forms of LSH that have kernels of their own, which nobody asked for in models.
+LSH_FORMS: tuple[dict[str, Any], ...] = ({"dedup": True}, {"variant": "shared"})
 # What is measured in float16 and float32 as well.
 FEW = (
     "flash",
@@ -50,7 +52,10 @@ _MOST_SETS = 48
 def of_suite(suite: str, length: int) -> list[Case]:
     """The mechanisms of a suite, but SDPA; those that hold or sort all pairs only while inputs are short."""
     causal = suite in ("attention-causal", "gpt2", "decode")
-    found = cases(causal, length, decoding=suite == "decode", chosen=CAUSAL_SETTINGS if causal else SETTINGS)
+    chosen = CAUSAL_SETTINGS if causal else SETTINGS
+    if suite in SUITES:
+        chosen = {**chosen, "lsh": (*chosen.get("lsh", ({},)), *LSH_FORMS)}
+    found = cases(causal, length, decoding=suite == "decode", chosen=chosen)
     return [case for case in found if suite != "attention-padded" or case.mechanism in PADDED]
 
 

@@ -57,4 +57,5 @@ def sorted_rounds(
     if dedup:
         place = torch.arange(order.shape[-1], device=q.device).expand(order.shape)
         ranks = torch.empty_like(order).scatter_(-1, order, place).int()
-    return SortedRounds(*(x.int().contiguous() for x in (tokens, order, queries, low, low + room, keys)), ranks)
+    narrow = [x.int().contiguous() for x in (tokens, order, queries, low, low + room, keys)]
+    return SortedRounds(*narrow, ranks=ranks)

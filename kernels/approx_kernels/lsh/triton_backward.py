@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from approx_kernels.lsh.triton_pairs import LENGTHS, gathered, own_scores, real_tokens, scattered, shown
+from approx_kernels.lsh.triton_pairs import (
+    LENGTHS,
+    gathered,
+    greatest,
+    least,
+    of_pairs,
+    own_scores,
+    placed,
+    products,
+    real_tokens,
+    scattered,
+)
 from approx_kernels.triton_language import jit, tl
 
 
@@ -17,7 +28,7 @@ def _logarithms(Lse, query, inside):
 def lsh_queries_kernel(
     Q, K, V, KeyMask, Tokens, Entries, Queries, Low, End, Ranks, Out, dOut, Lse, Delta, Sum, dQ,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, g_b, g_h, g_n, dq_b, dq_h, dq_n,
-    H, L, S, M, items, round, rounds, scale,
+    H, L, S, M, items, round, rounds, times, scale,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
     PRECISION: tl.constexpr, ALWAYS: tl.constexpr, LAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -35,9 +46,7 @@ def lsh_queries_kernel(
         Ranks += item * M
     slot = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
     inside = slot < L
-    query = tl.load(Queries + line * L + slot, mask=inside, other=0)
-    low = tl.load(Low + line * L + query, mask=inside, other=M)
-    end = tl.load(End + line * L + query, mask=inside, other=0)
+    query, low, end = placed(Queries + line * L, Low + line * L, End + line * L, slot, L, M)
     Low += item * L
     End += item * L
     own = query + S - L
@@ -45,7 +54,7 @@ def lsh_queries_kernel(
     grad = gathered(dOut + batch * g_b + head * g_h, query, inside, g_n, E, WIDE_E)
     out = gathered(Out + batch * o_b + head * o_h, query, inside, o_n, E, WIDE_E)
     lse = _logarithms(Lse + item * L, query, inside)
-    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    delta = products(out, grad)
     tl.store(Delta + item * L + query, delta, mask=inside)
     factor = scale * 1.4426950408889634
     dq = gathered(Sum + item * L * D, query, slot < tl.where(round > 0, L, 0), D, D, WIDE_D)
@@ -53,22 +62,21 @@ def lsh_queries_kernel(
         first = real_tokens(KeyMask, own, slot < tl.where(round > 0, 0, L))
         key = gathered(K, own, first, k_n, D, WIDE_D)
         value = gathered(V, own, first, v_n, E, WIDE_E)
-        weight = tl.exp2(own_scores(q, key, factor, rounds, Ranks) - lse)
-        less = tl.sum(grad.to(tl.float32) * value.to(tl.float32), 1) - delta
-        dq += (weight * less)[:, None] * key.to(tl.float32)
+        weight = tl.exp2(own_scores(q, key, factor, times) - lse)
+        dq += (weight * (products(grad, value) - delta))[:, None] * key.to(tl.float32)
 
-    for start in range(tl.min(low, 0), tl.max(end, 0), BN):
+    for start in range(least(low), greatest(end), BN):
         rank = start + tl.arange(0, BN)
         token = tl.load(Tokens + rank, mask=rank < M, other=0)
         entry = token
         if Ranks is not None:
             entry = tl.load(Entries + rank, mask=rank < M, other=0)
-        pairs = shown(
-            rank[None, :], token[None, :], entry[None, :], own[:, None], query[:, None], low[:, None], end[:, None],
+        k = gathered(K, token, rank < M, k_n, D, WIDE_D)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
+        s = of_pairs(
+            s, rank[None, :], token[None, :], entry[None, :], own[:, None], query[:, None], low[:, None], end[:, None],
             Ranks, Low, End, L, M, items, round, ALWAYS or LAST,
         )  # fmt: skip
-        k = gathered(K, token, rank < M, k_n, D, WIDE_D)
-        s = tl.where(pairs, tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor, float("-inf"))
         p = tl.exp2(s - lse[:, None])
         v = gathered(V, token, rank < M, v_n, E, WIDE_E)
         ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
@@ -83,7 +91,7 @@ def lsh_queries_kernel(
 @jit(do_not_specialize=LENGTHS)
 def lsh_keys_kernel(
     Q, K, V, Tokens, Entries, Queries, Low, End, Ranks, First, Past, dOut, Lse, Delta, dKeys, dValues,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, H, L, S, M, items, round, rounds, scale,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, H, L, S, M, items, round, rounds, times, scale,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
     PRECISION: tl.constexpr, ALWAYS: tl.constexpr, LAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -109,18 +117,16 @@ def lsh_keys_kernel(
     for start in range(tl.load(First + line * tiles + tile), tl.load(Past + line * tiles + tile), BM):
         slot = start + tl.arange(0, BM)
         inside = slot < L
-        query = tl.load(Queries + slot, mask=inside, other=0)
-        low = tl.load(Low + line * L + query, mask=inside, other=M)
-        end = tl.load(End + line * L + query, mask=inside, other=0)
-        pairs = shown(
-            rank[:, None], token[:, None], entry[:, None], (query + S - L)[None, :], query[None, :], low[None, :],
-            end[None, :], Ranks, Low + item * L, End + item * L, L, M, items, round, ALWAYS or LAST,
-        )  # fmt: skip
+        query, low, end = placed(Queries, Low + line * L, End + line * L, slot, L, M)
         q = gathered(Q, query, inside, q_n, D, WIDE_D)
         grad = gathered(dOut, query, inside, g_n, E, WIDE_E)
         lse = _logarithms(Lse + item * L, query, inside)
         delta = tl.load(Delta + item * L + query, mask=inside, other=0.0)
-        s = tl.where(pairs, tl.dot(k, tl.trans(q), input_precision=PRECISION) * factor, float("-inf"))
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * factor
+        s = of_pairs(
+            s, rank[:, None], token[:, None], entry[:, None], (query + S - L)[None, :], query[None, :], low[None, :],
+            end[None, :], Ranks, Low + item * L, End + item * L, L, M, items, round, ALWAYS or LAST,
+        )  # fmt: skip
         p = tl.exp2(s - lse[None, :])
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
         ds = p * (tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :])
@@ -128,45 +134,3 @@ def lsh_keys_kernel(
 
     scattered(dKeys + item * M * D, entry, rank < M, D, dk, D, WIDE_D)
     scattered(dValues + item * M * E, entry, rank < M, E, dv, E, WIDE_E)
-
-
-@jit(do_not_specialize=LENGTHS)
-def lsh_tokens_kernel(
-    Q, K, V, KeyMask, Ranks, Listed, Begins, dOut, Lse, Delta, dKeys, dValues, dK, dV,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
-    H, L, S, M, rounds, scale,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    ALWAYS: tl.constexpr, LAST: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    """Gradients of BT keys and values: the sum over the entries of each, and what its own query gives it."""
-    tiles = tl.cdiv(S, BT)
-    item = tl.cast(tl.program_id(0) // tiles, tl.int64)
-    batch, head = item // H, item % H
-    token = tl.program_id(0) % tiles * BT + tl.arange(0, BT)
-    begin = tl.load(Begins + batch * (S + 1) + token, mask=token < S, other=0)
-    count = tl.load(Begins + batch * (S + 1) + token + 1, mask=token < S, other=0) - begin
-    dk, dv = tl.zeros([BT, WIDE_D], tl.float32), tl.zeros([BT, WIDE_E], tl.float32)
-    for each in range(0, tl.max(count, 0)):
-        there = each < count
-        entry = tl.load(Listed + batch * M + begin + each, mask=there, other=0)
-        dk += gathered(dKeys + item * M * D, entry, there, D, D, WIDE_D)
-        dv += gathered(dValues + item * M * E, entry, there, E, E, WIDE_E)
-    if ALWAYS or LAST:
-        query = token - (S - L)
-        if KeyMask is not None:
-            KeyMask += batch * S
-        own = real_tokens(KeyMask, token, (token < S) & (query >= 0))
-        grad = gathered(dOut + batch * g_b + head * g_h, query, own, g_n, E, WIDE_E).to(tl.float32)
-        lse = tl.load(Lse + item * L + query, mask=own, other=0.0)
-        if LAST:
-            dv += tl.where((lse == float("-inf"))[:, None], grad, 0.0)
-        else:
-            q = gathered(Q + batch * q_b + head * q_h, query, own, q_n, D, WIDE_D)
-            k = gathered(K + batch * k_b + head * k_h, token, own, k_n, D, WIDE_D)
-            v = gathered(V + batch * v_b + head * v_h, token, own, v_n, E, WIDE_E)
-            p = tl.exp2(own_scores(q, k, scale * 1.4426950408889634, rounds, Ranks) - lse)
-            delta = tl.load(Delta + item * L + query, mask=own, other=0.0)
-            dv += p[:, None] * grad
-            dk += (p * (tl.sum(grad * v.to(tl.float32), 1) - delta))[:, None] * q.to(tl.float32)
-    scattered(dK + batch * dk_b + head * dk_h, token, token < S, dk_n, dk * scale, D, WIDE_D)
-    scattered(dV + batch * dv_b + head * dv_h, token, token < S, dv_n, dv, E, WIDE_E)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from approx_kernels.lsh.triton_pairs import LENGTHS, gathered, own_scores, real_tokens, scattered, shown
+from approx_kernels.lsh.triton_pairs import (
+    LENGTHS,
+    gathered,
+    greatest,
+    least,
+    of_pairs,
+    own_scores,
+    placed,
+    real_tokens,
+    scattered,
+)
 from approx_kernels.triton_language import jit, tl
 
 
 @jit(do_not_specialize=LENGTHS)
 def lsh_forward_kernel(
     Q, K, V, KeyMask, Tokens, Entries, Queries, Low, End, Ranks, Sum, Out, Lse,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, H, L, S, M, items, round, rounds, scale,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, H, L, S, M, items, round, rounds, times, scale,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
     PRECISION: tl.constexpr, ALWAYS: tl.constexpr, LAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -27,9 +37,7 @@ def lsh_forward_kernel(
         Ranks += item * M
     slot = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
     inside = slot < L
-    query = tl.load(Queries + line * L + slot, mask=inside, other=0)
-    low = tl.load(Low + line * L + query, mask=inside, other=M)
-    end = tl.load(End + line * L + query, mask=inside, other=0)
+    query, low, end = placed(Queries + line * L, Low + line * L, End + line * L, slot, L, M)
     Low += item * L
     End += item * L
     own = query + S - L
@@ -41,22 +49,22 @@ def lsh_forward_kernel(
     out = gathered(Sum + item * L * E, query, later, E, E, WIDE_E)
     if ALWAYS:
         first = real_tokens(KeyMask, own, slot < tl.where(round > 0, 0, L))
-        score = own_scores(q, gathered(K, own, first, k_n, D, WIDE_D), factor, rounds, Ranks)
+        score = own_scores(q, gathered(K, own, first, k_n, D, WIDE_D), factor, times)
         top, total = tl.where(first, score, top), tl.where(first, 1.0, total)
         out += gathered(V, own, first, v_n, E, WIDE_E).to(tl.float32)
 
-    for start in range(tl.min(low, 0), tl.max(end, 0), BN):
+    for start in range(least(low), greatest(end), BN):
         rank = start + tl.arange(0, BN)
         token = tl.load(Tokens + rank, mask=rank < M, other=0)
         entry = token
         if Ranks is not None:
             entry = tl.load(Entries + rank, mask=rank < M, other=0)
-        pairs = shown(
-            rank[None, :], token[None, :], entry[None, :], own[:, None], query[:, None], low[:, None], end[:, None],
+        k = gathered(K, token, rank < M, k_n, D, WIDE_D)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
+        s = of_pairs(
+            s, rank[None, :], token[None, :], entry[None, :], own[:, None], query[:, None], low[:, None], end[:, None],
             Ranks, Low, End, L, M, items, round, ALWAYS or LAST,
         )  # fmt: skip
-        k = gathered(K, token, rank < M, k_n, D, WIDE_D)
-        s = tl.where(pairs, tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         # Who has seen nothing yet must not subtract infinity from infinity.
         safe = tl.where(new == float("-inf"), 0.0, new)

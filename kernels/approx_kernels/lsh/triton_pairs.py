@@ -5,7 +5,7 @@ from __future__ import annotations
 from approx_kernels.triton_language import jit, tl
 
 # Lengths that differ must not make kernels that differ.
-LENGTHS = ("H", "L", "S", "M", "items", "round", "rounds")
+LENGTHS = ("H", "L", "S", "M", "items", "round", "rounds", "times")
 
 
 @jit
@@ -34,26 +34,48 @@ def real_tokens(KeyMask, token, inside):
 
 
 @jit
-def own_scores(q, k, factor, rounds, Ranks):
-    """Scores of queries and their own keys, which are seen in every round, so often that all rounds are in them."""
-    s = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * factor
-    if Ranks is None:
-        s += tl.log2(tl.cast(rounds, tl.float32))
-    return s
+def placed(Queries, Low, End, slot, L, M):
+    """The queries at some places of their order, and from where to where they see."""
+    query = tl.load(Queries + slot, mask=slot < L, other=0)
+    return query, tl.load(Low + query, mask=slot < L, other=M), tl.load(End + query, mask=slot < L, other=0)
 
 
 @jit
-def shown(
-    rank, token, entry, own, query, low, end, Ranks, Low, End, L, M, items, round, APART: tl.constexpr,
+def least(x):
+    """The smallest of some numbers."""
+    return tl.min(x, 0)
+
+
+@jit
+def greatest(x):
+    """The largest of some numbers."""
+    return tl.max(x, 0)
+
+
+@jit
+def products(x, y):
+    """One number for each row."""
+    return tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
+
+
+@jit
+def own_scores(q, k, factor, times):
+    """Scores of queries and their own keys, which count so many times."""
+    return products(q, k) * factor + tl.log2(tl.cast(times, tl.float32))
+
+
+@jit
+def of_pairs(
+    s, rank, token, entry, own, query, low, end, Ranks, Low, End, L, M, items, round, APART: tl.constexpr,
 ):  # fmt: skip
-    """Which pairs count in a round; what belongs to ranks and what belongs to queries lie along different axes."""
-    pairs = (rank >= low) & (rank < end)
+    """Scores of the pairs that count in a round, -inf in place of others; ranks and queries lie along different axes."""
+    s = tl.where((rank >= low) & (rank < end), s, float("-inf"))
     if APART:
-        pairs = pairs & (token != own)
+        s = tl.where(token != own, s, float("-inf"))
     if Ranks is not None:
         for earlier in range(0, round):
             line = earlier * tl.cast(items, tl.int64)
             before = tl.load(Ranks + line * M + entry)
             first, last = tl.load(Low + line * L + query), tl.load(End + line * L + query)
-            pairs = pairs & ((before < first) | (before >= last))
-    return pairs
+            s = tl.where((before < first) | (before >= last), s, float("-inf"))
+    return s

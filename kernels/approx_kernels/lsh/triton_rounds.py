@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from approx_kernels.custom_op import custom_op
-from approx_kernels.lsh.triton_backward import lsh_keys_kernel, lsh_queries_kernel, lsh_tokens_kernel
+from approx_kernels.lsh.triton_backward import lsh_keys_kernel, lsh_queries_kernel
 from approx_kernels.lsh.triton_forward import lsh_forward_kernel
+from approx_kernels.lsh.triton_tokens import beside, lsh_tokens, shared, strides
 from approx_kernels.triton_language import Configuration, first_that_fits
 
 
@@ -18,33 +19,37 @@ def _cut(rows: int, columns: int, warps: int, stages: int) -> Configuration:
     return Configuration({"BM": rows, "BN": columns}, warps, stages)
 
 
-# By what they are given, see `_kind`: the default, and what asks for less where that may be too much.
+# By what they are given, see `_kind`; all of them fit the smallest card.
 FORWARD = {
-    "narrow": (_cut(64, 64, 4, 2), _cut(32, 32, 4, 1)),
-    "wide": (_cut(64, 32, 4, 2), _cut(32, 32, 4, 1)),
-    "float32": (_cut(32, 32, 4, 1),),
+    "narrow": (_cut(64, 64, 4, 2),),
+    "wide": (_cut(64, 32, 8, 2),),
+    "float32": (_cut(32, 32, 8, 1),),
+    "wide float32": (_cut(16, 16, 8, 1),),
 }
 QUERIES = {
-    "narrow": (_cut(64, 64, 4, 2), _cut(32, 32, 4, 1)),
-    "wide": (_cut(64, 32, 4, 2), _cut(32, 32, 4, 1)),
-    "float32": (_cut(32, 32, 4, 1),),
+    "narrow": (_cut(64, 64, 8, 2),),
+    "wide": (_cut(64, 32, 8, 2),),
+    "float32": (_cut(32, 32, 8, 1),),
+    "wide float32": (_cut(16, 16, 8, 1),),
 }
 KEYS = {
-    "narrow": (_cut(64, 64, 8, 2), _cut(32, 32, 4, 1)),
-    "wide": (_cut(32, 32, 4, 2), _cut(32, 32, 4, 1)),
-    "float32": (_cut(32, 32, 4, 1),),
+    "narrow": (_cut(32, 64, 4, 2),),
+    "wide": (_cut(32, 64, 8, 2),),
+    "float32": (_cut(16, 32, 4, 1),),
+    "wide float32": (_cut(16, 16, 8, 1),),
 }
-TOKENS = (Configuration({"BT": 32}, 4, 1),)
 
 
 def _kind(q: Tensor, v: Tensor) -> str:
     wide = max(q.shape[3], v.shape[3]) > 64
-    return "float32" if q.dtype == torch.float32 else "wide" if wide else "narrow"
+    if q.dtype == torch.float32:
+        return "wide float32" if wide else "float32"
+    return "wide" if wide else "narrow"
 
 
-def _beside(x: Tensor, size: int) -> Tensor:
-    """[B, H, n, size] with the heads of a token beside each other, as models want to join them."""
-    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], size).transpose(1, 2)
+def _times(tokens: Tensor, ranks: Tensor | None) -> int:
+    """How often an own key counts that is always seen."""
+    return len(tokens) if ranks is None else 1
 
 
 def _running(x: Tensor, rows: int, size: int) -> Tensor:
@@ -52,31 +57,19 @@ def _running(x: Tensor, rows: int, size: int) -> Tensor:
     return x.new_empty(*x.shape[:2], rows, size, dtype=torch.float32)
 
 
-def _shared(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, own: str, scale: float) -> dict[str, Any]:
-    """What all kernels are told."""
+def _walk(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, ranks: Tensor | None, own: str, scale: float
+) -> dict[str, Any]:
+    """What those are told that walk over ranks."""
     return {
-        "H": q.shape[1],
-        "L": q.shape[2],
-        "S": k.shape[2],
+        **shared(q, k, v, own, scale),
         "M": tokens.shape[3],
+        "items": q.shape[0] * q.shape[1],
         "rounds": tokens.shape[0],
-        "scale": scale,
-        "D": q.shape[3],
-        "E": v.shape[3],
-        "WIDE_D": 1 << (q.shape[3] - 1).bit_length(),
-        "WIDE_E": 1 << (v.shape[3] - 1).bit_length(),
-        "ALWAYS": own == "always",
-        "LAST": own == "last resort",
+        "times": _times(tokens, ranks),
+        # float32 is what was asked for, not the tensor cores' 10 bits of it.
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
-
-
-def _precision(q: Tensor) -> str:
-    # float32 is what was asked for, not the tensor cores' 10 bits of it.
-    return "ieee" if q.dtype == torch.float32 else "tf32"
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def _empty(
@@ -90,7 +83,7 @@ def _empty(
     width: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    return _beside(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return beside(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _pairs(plan: Any, width: int) -> int:
@@ -129,8 +122,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     out, lse, q, k, v, key_mask, ranks, *plan = ctx.saved_tensors
-    found = lsh_backward(grad, out, lse, q, k, v, key_mask, plan, ranks, *ctx.rest)
-    return *found, None, [None] * len(plan), *[None] * 4
+    own, _, scale = ctx.rest
+    dq, delta, *by_entry = lsh_backward(grad, out, lse, q, k, v, key_mask, plan, ranks, *ctx.rest)
+    dk, dv = lsh_tokens(grad, lse, delta, *by_entry, q, k, v, key_mask, plan[5], _times(plan[0], ranks), own, scale)
+    return dq, dk, dv, None, [None] * len(plan), *[None] * 4
 
 
 @custom_op(_empty, flops=_flops, backward=_gradients, save=_save)
@@ -158,14 +153,14 @@ def lsh_forward(
     """
     out, lse = _empty(q, k, v, key_mask, plan, ranks, own, width, scale)
     tokens, entries, queries, low, end, _ = plan
-    where, items = _kind(q, v), q.shape[0] * q.shape[1]
+    where, told = _kind(q, v), _walk(q, k, v, tokens, ranks, own, scale)
     running = _running(q, q.shape[2] if len(tokens) > 1 else 0, v.shape[3])
 
     def run(cut: Configuration) -> None:
         for number in range(len(tokens)):
-            lsh_forward_kernel[(-(-q.shape[2] // cut.tiles["BM"]) * items,)](
-                q, k, v, key_mask, tokens, entries, queries, low, end, ranks, running, out, lse, *_strides(q, k, v, out),
-                items=items, round=number, PRECISION=_precision(q), **_shared(q, k, v, tokens, own, scale), **cut.options,
+            lsh_forward_kernel[(-(-q.shape[2] // cut.tiles["BM"]) * told["items"],)](
+                q, k, v, key_mask, tokens, entries, queries, low, end, ranks, running, out, lse, *strides(q, k, v, out),
+                round=number, **told, **cut.options,
             )  # fmt: skip
 
     first_that_fits(run, FORWARD[where], f"lsh forward, {where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}", q.device)
@@ -173,63 +168,56 @@ def lsh_forward(
 
 
 def _empty_gradients(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _beside(q, q.shape[3]), _beside(k, k.shape[3]), _beside(v, v.shape[3])
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Any, plan: Sequence[Tensor],
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    of_keys, of_values = (_running(x, plan[0].shape[3], x.shape[3]) for x in (k, v))
+    return beside(q, q.shape[3]), torch.empty_like(lse), of_keys, of_values
 
 
 @custom_op(_empty_gradients, flops=_flops_backward)
 def lsh_backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
     plan: Sequence[Tensor], ranks: Tensor | None, own: str, width: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, each sum in one order always.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, and of the keys and values of entries where others than their own queries see them.
 
     Args:
         grad: Gradient of the outputs.
         out: What `lsh_forward` returned, as `lse`.
         lse: See there.
         q: And all others: as for `lsh_forward`.
+
+    Returns:
+        [B, H, L, D] in the dtype of q; of each query the sum of outputs times their gradients, [B, H, L]; and without the
+        scale, [B, H, M, D] and [B, H, M, E], float32 as well.
     """
-    dq, dk, dv = _empty_gradients(grad, out, lse, q, k, v)
+    dq, delta, of_keys, of_values = _empty_gradients(grad, out, lse, q, k, v, key_mask, plan)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
-    tokens, entries, queries, low, end, keys = plan
-    where, items, most = _kind(q, v), q.shape[0] * q.shape[1], tokens.shape[3]
-    shared, delta = _shared(q, k, v, tokens, own, scale), torch.empty_like(lse)
+    tokens, entries, queries, low, end, _ = plan
+    where, told = _kind(q, v), _walk(q, k, v, tokens, ranks, own, scale)
     running = _running(q, q.shape[2] if len(tokens) > 1 else 0, q.shape[3])
-    of_keys, of_values = (_running(x, most, x.shape[3]) for x in (k, v))
-    told = {"items": items, "PRECISION": _precision(q), **shared}
 
     def by_query(cut: Configuration) -> None:
         for number in range(len(tokens)):
-            lsh_queries_kernel[(-(-q.shape[2] // cut.tiles["BM"]) * items,)](
+            lsh_queries_kernel[(-(-q.shape[2] // cut.tiles["BM"]) * told["items"],)](
                 q, k, v, key_mask, tokens, entries, queries, low, end, ranks, out, grad, lse, delta, running, dq,
-                *_strides(q, k, v, out, grad, dq), round=number, **told, **cut.options,
+                *strides(q, k, v, out, grad, dq), round=number, **told, **cut.options,
             )  # fmt: skip
 
     def by_rank(cut: Configuration) -> None:
-        first, past = _observers(queries, low, end, most, cut.tiles["BN"])
+        first, past = _observers(queries, low, end, tokens.shape[3], cut.tiles["BN"])
         for number in range(len(tokens)):
-            lsh_keys_kernel[(first.shape[3] * items,)](
+            lsh_keys_kernel[(first.shape[3] * told["items"],)](
                 q, k, v, tokens, entries, queries, low, end, ranks, first, past, grad, lse, delta, of_keys, of_values,
-                *_strides(q, k, v, grad), round=number, **told, **cut.options,
+                *strides(q, k, v, grad), round=number, **told, **cut.options,
             )  # fmt: skip
 
-    def by_token(cut: Configuration) -> None:
-        token, listed = keys.sort(dim=-1, stable=True)
-        edges = torch.arange(k.shape[2] + 1, dtype=torch.int32, device=k.device).expand(k.shape[0], -1).contiguous()
-        begins = torch.searchsorted(token, edges, out_int32=True)
-        lsh_tokens_kernel[(-(-k.shape[2] // cut.tiles["BT"]) * items,)](
-            q, k, v, key_mask, ranks, listed.int(), begins, grad, lse, delta, of_keys, of_values, dk, dv,
-            *_strides(q, k, v, grad, dk, dv), **shared, **cut.options,
-        )  # fmt: skip
-
     what = f"{where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}"
-    # The first of them says what the others need to know of each query, the second what the third adds up.
+    # The first of them says what the second needs to know of each query.
     first_that_fits(by_query, QUERIES[where], f"lsh queries, {what}", q.device)
     first_that_fits(by_rank, KEYS[where], f"lsh keys, {what}", q.device)
-    first_that_fits(by_token, TOKENS, f"lsh tokens, {what}", q.device)
-    return dq, dk, dv
+    return dq, delta, of_keys, of_values
 
 
 def _observers(queries: Tensor, low: Tensor, end: Tensor, ranks: int, tile: int) -> tuple[Tensor, Tensor]:

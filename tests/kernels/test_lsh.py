@@ -148,6 +148,17 @@ def test_how_many_heads_are_sorted_together_changes_nothing(variant, causal, ded
     torch.testing.assert_close(one_by_one, together)
 
 
+@pytest.mark.parametrize(("variant", "causal", "dedup"), CASES)
+def test_levels_that_no_token_asks_for_change_nothing(variant, causal, dedup, monkeypatch):
+    # They are there where nobody waits for a device to say what it is asked for.
+    q, k, v = drawn(47, 47, batch=2)
+    mask = torch.arange(47) < torch.tensor([[13], [31]])
+    asked, _ = attend(q, k, v, mask, variant=variant, causal=causal, dedup=dedup)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    known, _ = attend(q, k, v, mask, variant=variant, causal=causal, dedup=dedup)
+    torch.testing.assert_close(known, asked)
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("variant", ["asymmetric", "shared"])
 def test_the_backward_pass_drops_what_the_forward_pass_dropped(variant, causal):

@@ -37,6 +37,7 @@ FORMS = [
     for variant, causal, dedup in ALL
 ]
 CAUSAL: dict[str, Any] = {"variant": "asymmetric", "causal": True, "dedup": False}
+CAUSAL_DEDUP = CAUSAL | {"dedup": True}
 
 
 def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.float32):
@@ -49,7 +50,9 @@ def drawn(size, variant, causal, rounds=ROUNDS):
     return draw_projections(size, rounds=rounds, variant=variant, causal=causal, seed=4).to(DEVICE)
 
 
-def attend(q, k, v, key_mask=None, *, projections=None, cluster=CLUSTER, rounds=ROUNDS, impl="triton", **form):
+def attend(
+    q, k, v, key_mask=None, *, projections=None, cluster=CLUSTER, rounds=ROUNDS, impl: Any = "triton", **form: Any
+):
     if projections is None:
         projections = drawn(q.shape[3], form["variant"], form["causal"], rounds)
     return lsh_attention(q, k, v, key_mask, projections=projections, cluster=cluster, scale=0.6, impl=impl, **form)
@@ -58,7 +61,7 @@ def attend(q, k, v, key_mask=None, *, projections=None, cluster=CLUSTER, rounds=
 def run(tensors, impl, key_mask=None, **form):
     """Outputs and the gradients in q, k and v."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    out = attend(*leaves, key_mask, impl=impl, **form)
+    out = attend(*leaves, key_mask=key_mask, impl=impl, **form)
     generator = torch.Generator().manual_seed(1)
     grad = torch.randn(out.shape, generator=generator).to(out.device, out.dtype)
     return [out, *torch.autograd.grad(out, leaves, grad)]
@@ -95,16 +98,17 @@ def _full_of_nan(make):
 
 
 def mask(length):
+    """Samples with holes, without padding, of one token and of none."""
     position = torch.arange(length, device=DEVICE)
-    return torch.stack([position % 3 != 0, position < length])
+    return torch.stack([position % 3 != 0, position < length, position == 4, position < 0])
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_with_padding_and_without(form):
-    check(draw(41, 41, batch=2), mask(41), **form)
+def test_every_form_under_a_key_mask(form):
+    check(draw(35, 35, batch=4), mask(35), **form)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[2], FORMS[5], FORMS[7]])
 def test_batches_without_padding(form):
     check(draw(37, 37, heads=2), **form, rounds=2)
 
@@ -112,18 +116,17 @@ def test_batches_without_padding(form):
 @pytest.mark.parametrize(("length", "keys"), [(9, 41), (41, 20)])
 @pytest.mark.parametrize("form", [FORMS[1], FORMS[2], FORMS[3]])
 def test_other_numbers_of_keys_than_of_queries(length, keys, form):
-    check(draw(length, keys, batch=2), mask(keys), **form, rounds=2)
+    check(draw(length, keys, batch=2), mask(keys)[:2], **form, rounds=2)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_samples_of_no_token_of_one_and_of_few(form):
-    position = torch.arange(13, device=DEVICE)
-    check(draw(13, 13, batch=3), torch.stack([position < 0, position == 4, position > 9]), **form, rounds=2)
+def test_scores_far_below_zero():
+    q, k, v = draw(23, 23)
+    check([q + 6, k - 6, v], **CAUSAL, rounds=2)
 
 
 @pytest.mark.parametrize("size", [32, 64, 80, 96, 128])
 def test_head_sizes(size):
-    check(draw(14, 14, size=size, values=16 if size == 80 else size), **CAUSAL | {"dedup": True}, rounds=2)
+    check(draw(14, 14, size=size, values=16 if size == 80 else size), **CAUSAL_DEDUP, rounds=2)
 
 
 @pytest.mark.parametrize("form", [FORMS[3], FORMS[4]])
@@ -134,18 +137,15 @@ def test_half_precision(form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bfloat16")
 def test_bfloat16(form):
-    check(draw(700, 700, size=64, heads=2, batch=2, dtype=torch.bfloat16), mask(700), **form, cluster=64)
+    check(draw(700, 700, size=64, heads=2, batch=4, dtype=torch.bfloat16), mask(700), **form, cluster=64)
 
 
-@pytest.mark.parametrize("form", [FORMS[2], FORMS[4]])
-def test_it_compiles_without_a_break(form):
-    # Then levels are looked up that no token asks for, as on a device for which nobody waits.
-    leaves, real = [x.requires_grad_() for x in draw(41, 41, batch=2)], mask(41)
-    real[:, 25:] = False
-    projections = drawn(16, form["variant"], form["causal"])
+def test_it_compiles_without_a_break():
+    leaves, real = [x.requires_grad_() for x in draw(35, 35, batch=2)], mask(35)[:2]
+    projections = drawn(16, "asymmetric", True)
 
     def call(q, k, v):
-        return attend(q, k, v, real, projections=projections, **form)
+        return attend(q, k, v, real, projections=projections, **CAUSAL)
 
     out, expected = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves), call(*leaves)
     torch.testing.assert_close(out, expected)
@@ -155,7 +155,7 @@ def test_it_compiles_without_a_break(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_queries_that_see_a_rank_stand_together(form):
-    q, k, _ = draw(60, 60, batch=2, heads=2)
+    q, k, _ = draw(60, 60, batch=4, heads=2)
     projections = drawn(16, form["variant"], form["causal"])
     found = sorted_rounds(q, k, mask(60), projections=projections, cluster=CLUSTER, **form)
     for bound in (found.low, found.end):
@@ -166,7 +166,7 @@ def test_strides_do_not_matter():
     q, k, v = draw(20, 20)
     odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
     spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
-    assert torch.equal(attend(*odd, spread, **CAUSAL), attend(q, k, spread.contiguous(), **CAUSAL))
+    assert torch.equal(attend(odd[0], odd[1], spread, **CAUSAL), attend(q, k, spread.contiguous(), **CAUSAL))
 
 
 def test_it_repeats_bit_by_bit():
@@ -188,7 +188,7 @@ def test_the_operators_pass_pytorchs_own_checks(own):
 def test_operations_are_counted():
     q, k, v = (x.requires_grad_() for x in draw(20, 20, values=32))
     with FlopCounterMode(display=False) as counter:
-        out = attend(q, k, v, **CAUSAL | {"dedup": True}, rounds=2)
+        out = attend(q, k, v, **CAUSAL_DEDUP, rounds=2)
         forward = counter.get_total_flops()
         out.sum().backward()
     pairs, hashed = 2 * 20 * 2 * CLUSTER, 2 * 2 * 20 * 16

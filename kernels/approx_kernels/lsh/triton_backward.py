@@ -62,7 +62,7 @@ def lsh_queries_kernel(
         first = real_tokens(KeyMask, own, slot < tl.where(round > 0, 0, L))
         key = gathered(K, own, first, k_n, D, WIDE_D)
         value = gathered(V, own, first, v_n, E, WIDE_E)
-        weight = tl.exp2(own_scores(q, key, factor, times) - lse)
+        weight = tl.exp2(tl.where(first, own_scores(q, key, factor, times) - lse, float("-inf")))
         dq += (weight * (products(grad, value) - delta))[:, None] * key.to(tl.float32)
 
     for start in range(least(low), greatest(end), BN):

@@ -23,20 +23,20 @@ def _cut(rows: int, columns: int, warps: int, stages: int) -> Configuration:
 FORWARD = {
     "narrow": (_cut(64, 64, 4, 2),),
     "wide": (_cut(64, 32, 8, 2),),
-    "float32": (_cut(32, 32, 8, 1),),
-    "wide float32": (_cut(16, 16, 8, 1),),
+    "float32": (_cut(32, 32, 8, 2),),
+    "wide float32": (_cut(16, 16, 8, 2),),
 }
 QUERIES = {
     "narrow": (_cut(64, 64, 8, 2),),
     "wide": (_cut(64, 32, 8, 2),),
-    "float32": (_cut(32, 32, 8, 1),),
-    "wide float32": (_cut(16, 16, 8, 1),),
+    "float32": (_cut(32, 32, 8, 2),),
+    "wide float32": (_cut(16, 16, 8, 2),),
 }
 KEYS = {
     "narrow": (_cut(32, 64, 4, 2),),
     "wide": (_cut(32, 64, 8, 2),),
-    "float32": (_cut(16, 32, 4, 1),),
-    "wide float32": (_cut(16, 16, 8, 1),),
+    "float32": (_cut(16, 32, 4, 2),),
+    "wide float32": (_cut(16, 16, 8, 2),),
 }
 
 
@@ -73,15 +73,7 @@ def _walk(
 
 
 def _empty(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Any,
-    plan: Sequence[Tensor],
-    ranks: Any,
-    own: str,
-    width: int,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Any, plan: Any, ranks: Any, own: str, width: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     return beside(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -92,17 +84,9 @@ def _pairs(plan: Any, width: int) -> int:
 
 
 def _flops(
-    q: Any,
-    k: Any,
-    v: Any,
-    key_mask: Any,
-    plan: Any,
-    ranks: Any,
-    own: str,
-    width: int,
-    scale: float,
+    q: Any, k: Any, v: Any, key_mask: Any, plan: Any, ranks: Any, own: str, width: int, scale: float,
     out_shape: Any = None,
-) -> int:
+) -> int:  # fmt: skip
     return 2 * _pairs(plan, width) * (q[3] + v[3])
 
 
@@ -122,9 +106,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     out, lse, q, k, v, key_mask, ranks, *plan = ctx.saved_tensors
-    own, _, scale = ctx.rest
+    (own, _, scale), times, keys = ctx.rest, _times(plan[0], ranks), plan[-1]
     dq, delta, *by_entry = lsh_backward(grad, out, lse, q, k, v, key_mask, plan, ranks, *ctx.rest)
-    dk, dv = lsh_tokens(grad, lse, delta, *by_entry, q, k, v, key_mask, plan[5], _times(plan[0], ranks), own, scale)
+    dk, dv = lsh_tokens(grad, lse, delta, *by_entry, q, k, v, key_mask, keys, times, own, scale)
     return dq, dk, dv, None, [None] * len(plan), *[None] * 4
 
 

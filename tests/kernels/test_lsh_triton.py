@@ -158,8 +158,13 @@ def test_queries_that_see_a_rank_stand_together(form):
     q, k, _ = draw(60, 60, batch=4, heads=2)
     projections = drawn(16, form["variant"], form["causal"])
     found = sorted_rounds(q, k, mask(60), projections=projections, cluster=CLUSTER, **form)
-    for bound in (found.low, found.end):
-        assert (bound.gather(-1, found.queries.long()).diff(dim=-1) >= 0).all()
+    low, end = (bound.gather(-1, found.queries.long())[..., None] for bound in (found.low, found.end))
+    begins = torch.arange(0, found.tokens.shape[3], 4, device=DEVICE)
+    seeing = (low < end) & (low < begins + 4) & (end > begins)
+    observers = launching._observers(found.queries, found.low, found.end, found.tokens.shape[3], 4)
+    first, past = (x[..., None, :] for x in observers)
+    place = torch.arange(60, device=DEVICE)[:, None]
+    assert torch.equal(seeing, (place >= first) & (place < past))
 
 
 def test_strides_do_not_matter():

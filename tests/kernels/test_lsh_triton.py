@@ -114,7 +114,7 @@ def test_batches_without_padding(form):
 
 
 @pytest.mark.parametrize(("length", "keys"), [(9, 41), (41, 20)])
-@pytest.mark.parametrize("form", [FORMS[1], FORMS[2], FORMS[3]])
+@pytest.mark.parametrize("form", FORMS[:4])
 def test_other_numbers_of_keys_than_of_queries(length, keys, form):
     check(draw(length, keys, batch=2), mask(keys)[:2], **form, rounds=2)
 

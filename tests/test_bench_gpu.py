@@ -4,6 +4,7 @@ says what the record says.
 
 import argparse
 import json
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -35,6 +36,8 @@ PARTS = (
 @pytest.fixture
 def tiny(monkeypatch):
     """One head, and few mechanisms."""
+    # A job that verifies hides the cache from its own process, which here is that of all tests.
+    monkeypatch.setenv("APPROX_CACHE", os.environ["APPROX_CACHE"])
     monkeypatch.setattr(gpu_cases, "HEADS", 1)
     monkeypatch.setattr(gpu_cases, "FEW", ("flash", "linear"))
     monkeypatch.setattr(gpu_cases, "mechanism_of", lambda case, causal: of_one_head(case, causal))

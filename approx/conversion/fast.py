@@ -4,9 +4,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from approx_kernels.few_rows import few_rows, worth_rows
 from approx_kernels.half_products import BY_INPUT, BY_OUTPUT, half_products
 from approx_kernels.products import fast_products
 
@@ -22,6 +23,9 @@ def fast_products_for(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     names = (model.main_input_name, "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
     given = (*args[:1], *(kwargs.get(name) for name in names))
     rows = max((_rows(each) for each in given if isinstance(each, Tensor)), default=0)
+    worth = worth_rows(rows, model.device, model.dtype)
+    if any(least <= rows <= most for least, most in worth.values()):
+        return few_rows(_layers(model), worth)
     if model.device.type != "cpu" or model.dtype == torch.float32:
         return fast_products(rows, model.device, model.dtype)
     layers = list(model.modules())
@@ -30,6 +34,15 @@ def fast_products_for(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return nullcontext(False)
     layouts = (BY_OUTPUT, BY_INPUT) if any(isinstance(each, Conv1D) for each in layers) else (BY_OUTPUT,)
     return half_products(rows, model.device, model.dtype, layouts=layouts)
+
+
+def _layers(model: Any) -> list[tuple[nn.Module, str]]:
+    """The layers of a model and how their weights lie; none of one in which something was compiled with them inside."""
+    modules = list(model.modules())
+    if any(each._compiled_call_impl is not None or "_orig_mod" in each._modules for each in modules):
+        return []
+    layouts = {nn.Linear: BY_OUTPUT, Conv1D: BY_INPUT}
+    return [(each, layouts[type(each)]) for each in modules if type(each) in layouts]
 
 
 def _rows(x: Tensor) -> int:

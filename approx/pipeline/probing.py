@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx_kernels import findings, half_products, products
+from approx_kernels import few_rows, findings, half_products, products
 from approx_kernels.exact.probe import Case, fastest
 from approx_kernels.exact.ways import DEFAULT
 
@@ -34,6 +34,9 @@ def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
     if device == "cpu":
         products.worth_rows()
         half_products.least_rows(torch.bfloat16)
+        with torch.no_grad():
+            for dtype in _DTYPES:
+                few_rows.worth_rows(1, device, dtype)
     kinds = [(dtype, length, form) for dtype in _DTYPES for length in _LENGTHS for form in _FORMS]
     for done, (dtype, length, form) in enumerate(kinds):
         with products.fast_products(length, device, dtype) as switched:
@@ -52,6 +55,8 @@ def said() -> Iterator[tuple[str, bool, str]]:
             yield about, True, _of_products(finding)
         elif about in map(half_products.asked, half_products.DTYPES):
             yield about, True, _of_half_products(finding)
+        elif about in map(few_rows.asked, few_rows.DTYPES):
+            yield about, True, _of_few_rows(finding)
         elif about == "exact attention":
             yield about, DEFAULT not in finding["refused"], f"{kind}: {_of_way(finding)}"
     if not known:
@@ -91,6 +96,18 @@ def _of_half_products(finding: dict[str, Any]) -> str:
             f"{layout}: as PyTorch has them, for float32 gains too little here ({gains})"
             if least is None
             else f"{layout}: in float32, rounded once, from {least} row{'s' * (least > 1)} on ({gains})"
+        )
+    return "; ".join(told) + _doubt(finding)
+
+
+def _of_few_rows(finding: dict[str, Any]) -> str:
+    told = []
+    for layout, (least, most) in finding["rows"].items():
+        gains = _gains(finding["gains"][layout])
+        told.append(
+            f"{layout}: in C from {least} to {most} rows ({gains})"
+            if most
+            else f"{layout}: as PyTorch has them, for C gains too little here ({gains})"
         )
     return "; ".join(told) + _doubt(finding)
 

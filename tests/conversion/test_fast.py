@@ -8,13 +8,16 @@ from approx.conversion.fast import _rows, fast_products_for
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan
 from approx.conversion.seam import IMPLEMENTATION, fastest_exact
-from approx_kernels import half_products, products
+from approx_kernels import few_rows, half_products, products
+from approx_kernels.c_language import library
+from approx_kernels.few_rows_c import SOURCE
 from conversion.zoo import difference, outputs, tiny
 
 
 @pytest.fixture(autouse=True)
 def worth_it_from_eight_rows(monkeypatch):
     monkeypatch.setattr(products, "worth_rows", lambda: 8)
+    monkeypatch.setattr("approx.conversion.fast.worth_rows", lambda *_: {"": few_rows.NEVER})
     monkeypatch.setattr(
         half_products, "least_rows", lambda dtype: dict.fromkeys((half_products.BY_OUTPUT, half_products.BY_INPUT), 8)
     )
@@ -181,3 +184,34 @@ def test_a_model_that_is_not_converted_attends_exactly_by_the_seam(architecture)
     mask = inputs.get("attention_mask", torch.ones(1, 1)).bool()
     real = mask if mask.shape == before[0].shape[:2] else slice(None)
     assert difference([before[0][real]], [after[0][real]]) < 1e-5
+
+
+@pytest.mark.skipif(isinstance(library(SOURCE), str), reason="there is no C compiler here")
+@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_tokens_that_are_decoded_are_computed_in_c(architecture, monkeypatch):
+    model = tiny(architecture).eval()
+    ids = example_inputs(model, 40)["input_ids"]
+    how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    before = model.generate(ids, **how)
+    surgery.convert(model, Plan.of("exact"))
+    rows, computed = [], few_rows.few_rows_linear
+    monkeypatch.setattr(few_rows, "few_rows_linear", lambda x, *rest: rows.append(len(x)) or computed(x, *rest))
+    limits = {half_products.BY_OUTPUT: [1, 8], half_products.BY_INPUT: [1, 8]}
+    monkeypatch.setattr("approx.conversion.fast.worth_rows", lambda *_: limits)
+    assert torch.equal(model.generate(ids, **how), before)
+    # The prompt has 40 rows; each of three more steps has one in all layers, and in the head.
+    assert len(rows) > 3 * 4 * model.config.num_hidden_layers
+    assert set(rows) == {1}
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_layers_of_a_model_with_compiled_parts_are_left_alone(monkeypatch):
+    limits = {half_products.BY_OUTPUT: [1, 80], half_products.BY_INPUT: [1, 80]}
+    monkeypatch.setattr("approx.conversion.fast.worth_rows", lambda *_: limits)
+    model = tiny("BertModel").eval()
+    inputs = example_inputs(model, 20, batch=2)
+    with fast_products_for(model, (), inputs) as held:
+        assert held
+    model.encoder.compile(backend="eager")
+    with fast_products_for(model, (), inputs) as held:
+        assert not held

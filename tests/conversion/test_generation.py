@@ -64,7 +64,8 @@ def generated(model, inputs, **ways):
 def assert_same(found, expected):
     (tokens, logits), (other_tokens, other_logits) = found, expected
     assert torch.equal(tokens, other_tokens)
-    torch.testing.assert_close(logits, other_logits, rtol=1e-4, atol=1e-4)
+    # Single tokens may be computed in another order than many, and weights as large as these make much of the last digits.
+    torch.testing.assert_close(logits, other_logits, rtol=1e-4, atol=5e-4)
     assert tokens[:, -NEW:].unique().numel() > 1
 
 

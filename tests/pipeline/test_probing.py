@@ -5,7 +5,7 @@ import torch
 
 from approx.errors import ApproxError
 from approx.pipeline import health, probing
-from approx_kernels import findings, half_products, products
+from approx_kernels import few_rows, findings, half_products, products
 from approx_kernels.exact import probe
 
 
@@ -41,7 +41,7 @@ def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
         assert found
         assert found[0][0] == "ok"
         assert "error" in found[0][1]
-    assert {"float32 products", "bfloat16 products"} <= {" ".join(what.split()[:2]) for what in lines}
+    assert {"float32 products", "bfloat16 products", "float32 layers"} <= {" ".join(what.split()[:2]) for what in lines}
     assert findings.file().exists()
     monkeypatch.setattr(
         probe, "find", lambda device, asked, measure: findings.find(device, asked, lambda: {"way": "none"})
@@ -102,3 +102,17 @@ def test_findings_that_cannot_be_removed_are_an_error_with_the_remedy():
     findings.file().mkdir(parents=True)
     with pytest.raises(ApproxError, match=r"cannot be removed: .*APPROX_CACHE"):
         probing.probe()
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ({"A": [2, 32]}, "A: in C from 2 to 32 rows (2.0× at 8 rows)"),
+        ({"A": few_rows.NEVER}, "A: as PyTorch has them, for C gains too little here (2.0× at 8 rows)"),
+    ],
+)
+def test_what_is_said_of_layers_of_few_rows(rows, words):
+    finding = {"rows": rows, "gains": {layout: {"8": 2.0} for layout in rows}}
+    assert probing._of_few_rows(finding) == words
+    findings.find("cpu", few_rows.asked(torch.float32), lambda: finding)
+    assert words in " ".join(text for _, text in told().values())

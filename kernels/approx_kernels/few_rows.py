@@ -1,0 +1,153 @@
+"""Layers of a few rows on a CPU, such as those of a decoding step: what they take is the time to read their weights.
+
+PyTorch's products of a few rows run hardly faster on several threads than on one, and read weights of 16 bits slower than
+those of 32. A probe decides up to how many rows C is faster, by the layout of the weights.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from approx_kernels.c_language import DTYPES, address, check, library, obstacle
+from approx_kernels.few_rows_c import SOURCE
+from approx_kernels.findings import Finding, clock, crowded, find
+from approx_kernels.half_products import BY_INPUT, BY_OUTPUT, half_products
+from approx_kernels.products import GAIN, fast_products
+
+# The rows that are tried, with this many layers of that many features in and out: more than caches hold.
+ROWS = (1, 2, 4, 8, 16, 32)
+_LAYERS, _FEATURES = 8, (768, 3072)
+_REPEATS = 2
+
+NEVER = [1, 0]
+Worth = Mapping[str, Sequence[int]]
+"""The least and the most rows with which it is worth it, by layout; `NEVER` if with none."""
+
+
+class _Layer(ctypes.Structure):
+    """`layer` of few_rows_c.py."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "in", "out", "bf16", "threads")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "y")),
+    )
+
+
+def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layout: str) -> Tensor:
+    """`x @ weight + bias` in float32, rounded once to the dtype of x; without a gradient.
+
+    Args:
+        x: Inputs, [..., I], float32 or bfloat16.
+        weight: [O, I] where the layout is `BY_OUTPUT`, [I, O] where it is `BY_INPUT`, in one piece, in the dtype of x.
+        bias: [O], in the same dtype; None for none.
+        layout: How the weights lie.
+
+    Returns:
+        [..., O] in the dtype of x.
+    """
+    x = x if x.is_contiguous() else x.contiguous()
+    out = weight.shape[1 if layout == BY_INPUT else 0]
+    y = x.new_empty(*x.shape[:-1], out)
+    rows = x.numel() // max(x.shape[-1], 1)
+    places = map(address, (x, weight, bias, y))
+    made = _Layer(rows, x.shape[-1], out, x.dtype == torch.bfloat16, torch.get_num_threads(), *places)
+    found = library(SOURCE)
+    assert not isinstance(found, str), f"checked by the context: {found}"
+    check((found.by_input if layout == BY_INPUT else found.by_output)(ctypes.byref(made)))
+    return y
+
+
+def worth_rows(rows: int, device: torch.device | str, dtype: torch.dtype) -> Worth:
+    """From and up to how many rows C is faster on this machine, by layout.
+
+    Args:
+        rows: Rows of the products, such as the tokens of a call; nothing is asked of the machine where there are many.
+        device: Where they are computed.
+        dtype: What in.
+    """
+    few = 0 < rows <= ROWS[-1] and torch.device(device).type == "cpu" and dtype in DTYPES
+    if not few or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or obstacle(SOURCE):
+        return {BY_OUTPUT: NEVER, BY_INPUT: NEVER}
+    return find("cpu", asked(dtype), partial(measure, dtype))["rows"]
+
+
+@contextlib.contextmanager
+def few_rows(layers: Iterable[tuple[nn.Module, str]], worth: Worth) -> Iterator[bool]:
+    """Let layers compute few rows in C for as long as the context lasts, others as before; yields whether any does.
+
+    Args:
+        layers: Layers `weight` and `bias`, and how their weights lie. One whose forward was exchanged is left alone.
+        worth: What `worth_rows` returned.
+    """
+    held = [(layer, how) for layer, how in layers if worth[how] != NEVER and "forward" not in vars(layer)]
+    for layer, how in held:
+        vars(layer)["forward"] = partial(_forward, layer, layer.forward, how, worth[how])
+    try:
+        yield bool(held)
+    finally:
+        for layer, _ in held:
+            # Another thread that calls the model may have ended before.
+            vars(layer).pop("forward", None)
+
+
+def asked(dtype: torch.dtype) -> str:
+    """What the finding is about."""
+    return f"{str(dtype).removeprefix('torch.')} layers of few rows"
+
+
+def measure(dtype: torch.dtype) -> Finding:
+    """Compare layers in C with PyTorch's, in the fastest way that it has otherwise.
+
+    Returns:
+        By layout `rows`, the least and the most with which it is worth it, and `gains`, how many times faster, by rows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(_FEATURES, generator=generator).to(dtype) for _ in range(_LAYERS)]
+    found: Finding = {"rows": {}, "gains": {}}
+    with clock() as now, torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        for layout in (BY_OUTPUT, BY_INPUT):
+            plain = F.linear if layout == BY_OUTPUT else torch.mm
+            made, gains, worth = partial(few_rows_linear, bias=None, layout=layout), {}, NEVER
+            for rows in ROWS:
+                x = torch.randn(rows, _FEATURES[layout == BY_OUTPUT], generator=generator).to(dtype)
+                took = []
+                for _ in range(_REPEATS):
+                    with fast_products(rows, "cpu", dtype), half_products(rows, "cpu", dtype, layouts=(layout,)):
+                        before = _seconds(plain, x, weights, now)
+                    took.append((before, _seconds(made, x, weights, now)))
+                before, after = (min(each) for each in zip(*took, strict=True))
+                gains[str(rows)] = round(before / after, 2)
+                if before >= GAIN * after:
+                    worth = [rows if worth == NEVER else worth[0], rows]
+                elif worth != NEVER:
+                    break
+            found["rows"][layout], found["gains"][layout] = worth, gains
+    return found | ({"crowded": True} if crowded() else {})
+
+
+def _forward(layer: Any, before: Callable[[Tensor], Tensor], layout: str, limits: Sequence[int], x: Tensor) -> Tensor:
+    weight, bias = layer.weight, layer.bias
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    plain = all(
+        type(each) in (Tensor, nn.Parameter) and each.dtype == x.dtype and each.device.type == "cpu" for each in tensors
+    )
+    inside = weight.shape[1 if layout == BY_OUTPUT else 0]
+    fits = plain and x.shape[-1:] == (inside,) and inside and limits[0] <= x.numel() // inside <= limits[1]
+    if not fits or not weight.is_contiguous() or torch.is_grad_enabled():
+        return before(x)
+    return few_rows_linear(x, weight, bias, layout)
+
+
+def _seconds(
+    product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor], now: Callable[[], float]
+) -> float:
+    begun = now()
+    for weight in weights:
+        product(x, weight)
+    return now() - begun

@@ -136,6 +136,16 @@ def test_what_was_chosen_runs(monkeypatch, way, causal):
     assert torch.isfinite(fastest_attention(q, k, v, mask, causal=causal, scale=0.3, dropout=0.5)).all()
 
 
+def test_what_another_process_has_found_since_is_not_measured_again(monkeypatch):
+    findings.find("cpu", "a thing", lambda: {"way": "x"})
+    here = dict(findings._known)
+    monkeypatch.setattr(findings, "_known", {})
+    findings.find("cpu", "another thing", lambda: {"way": "y"})
+    monkeypatch.setattr(findings, "_known", here)
+    assert findings.find("cpu", "another thing", pytest.fail) == {"way": "y"}
+    assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
+
+
 def test_findings_reach_the_next_process_until_they_are_forgotten(monkeypatch):
     findings.find("cpu", "a thing", lambda: {"way": "x"})
     monkeypatch.setattr(findings, "_known", {})

@@ -38,7 +38,10 @@ def fast_products_for(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _layers(model: Any) -> list[tuple[nn.Module, str]]:
     """The layers of a model and how their weights lie; none of one in which something was compiled with them inside."""
-    modules = list(model.modules())
+    # A tenth of the time that `modules()` takes, which would tell in every token that is decoded.
+    modules = [model]
+    for each in modules:
+        modules += [child for child in each._modules.values() if child is not None]
     if any(each._compiled_call_impl is not None or "_orig_mod" in each._modules for each in modules):
         return []
     layouts = {nn.Linear: BY_OUTPUT, Conv1D: BY_INPUT}

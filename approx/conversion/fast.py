@@ -25,7 +25,7 @@ def fast_products_for(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     rows = max((_rows(each) for each in given if isinstance(each, Tensor)), default=0)
     worth = worth_rows(rows, model.device, model.dtype)
     if any(least <= rows <= most for least, most in worth.values()):
-        return few_rows(_layers(model), worth)
+        return few_rows([(layer, how) for layer, how in _layers(model) if worth[how][0] <= rows], worth)
     if model.device.type != "cpu" or model.dtype == torch.float32:
         return fast_products(rows, model.device, model.dtype)
     layers = list(model.modules())

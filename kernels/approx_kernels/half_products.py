@@ -64,7 +64,8 @@ def asked(dtype: torch.dtype) -> str:
 
 def least_rows(dtype: torch.dtype) -> Least:
     """From how many rows on it is worth it on this machine. Measured once a machine."""
-    return find("cpu", asked(dtype), lambda: measure(dtype))["rows"]
+    never = {"rows": dict.fromkeys((BY_OUTPUT, BY_INPUT))}
+    return find("cpu", asked(dtype), lambda: measure(dtype), otherwise=never)["rows"]
 
 
 def measure(dtype: torch.dtype) -> Finding:

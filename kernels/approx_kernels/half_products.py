@@ -36,8 +36,8 @@ def half_products(
 ) -> Iterator[bool]:
     """Compute products and convolutions of 16 bits in float32 for as long as the context lasts, if it is worth it.
 
-    Holds for `linear`, `addmm`, `matmul` and its kin, `conv1d` and `conv2d`, called in this thread, with gradients; under
-    autocast and inside of compiled graphs nothing is done. Yields whether it holds.
+    Holds for `linear`, `addmm`, `matmul` and its kin, `conv1d` and `conv2d`, called in this thread, with gradients; in
+    compiled graphs too; under autocast nothing is done. Yields whether it holds.
 
     Args:
         rows: Rows of the products, such as the tokens of a call; few of them may lose.

@@ -198,6 +198,13 @@ tests/kernels/test_flash.py:51: AssertionError
     assert found["failures"] == ["tests/kernels/test_flash.py::test_spans[0]"]
 
 
+def test_the_tests_that_need_a_gpu_lie_where_the_script_looks():
+    folder = gpu_machine.ROOT / "tests"
+    needing = [path for path in folder.rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")]
+    own = {path.parent.relative_to(gpu_machine.ROOT).as_posix() for path in needing if path.parent != folder}
+    assert own == {word for word in gpu_machine.TESTS if word.startswith("tests/")}
+
+
 def test_the_machine_is_asked_without_nvidia_smi_too(monkeypatch):
     monkeypatch.setattr(gpu_machine.shutil, "which", lambda name: None)
     assert gpu_machine.watched() == {}

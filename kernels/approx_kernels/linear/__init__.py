@@ -76,7 +76,7 @@ def linear_attention(
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
     no_cpu = obstacle(q, feature_map=feature_map, window=window, dropout=dropout)
-    no_kernels = linear_obstacle(q, v, feature_map=feature_map, dropout=dropout)
+    no_kernels = linear_obstacle(q, v, dropout=dropout)
     run = choose("linear_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
     form = {"causal": causal, "feature_map": feature_map, "input_scale": input_scale, "eps": eps}
     if run == "triton":
@@ -136,7 +136,7 @@ def linear_decode(
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
     no_cpu = obstacle(q, feature_map=feature_map, window=window, dropout=0.0) or state_obstacle(q, k, v)
-    no_kernels = linear_obstacle(q, v, feature_map=feature_map, dropout=0.0)
+    no_kernels = linear_obstacle(q, v, dropout=0.0)
     no_kernels = no_kernels or state_obstacle(q, k, v) or step_obstacle(q, k, state, window)
     run = choose("linear_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
     ways = {"feature_map": feature_map, "input_scale": input_scale, "eps": eps}

@@ -48,7 +48,7 @@ CAUSAL = {
 PARALLEL = {
     "bfloat16": (_scan(64, 64, 8, 2), _scan(32, 32, 8, 1)),
     "bfloat16, wide": (_scan(64, 64, 8, 2), _scan(32, 32, 8, 1)),
-    "float16": (_scan(32, 64, 8, 2), _scan(16, 32, 8, 1)),
+    "float16": (_scan(32, 64, 8, 1), _scan(16, 32, 8, 1)),
     "float16, wide": (_scan(32, 32, 8, 1), _scan(16, 16, 8, 1)),
     "float32": (_scan(32, 32, 8, 1), _scan(16, 16, 8, 1)),
     "float32, wide": (_scan(16, 16, 8, 1),),

@@ -131,7 +131,9 @@ def _left(made: dict[str, Any]) -> list[str]:
         if part == "longest":
             told = ", ".join(f"`{name}`" for name in found)
         else:
-            told = ", ".join(sorted(found, key=lambda length: [int(number) for number in length.split("x")][::-1]))
+            told = ", ".join(
+                sorted(found, key=lambda length: [int(number) for number in f"{length}x1".split("x")[1::-1]])
+            )
         lines.append(f"- `{part}` {'of' if part == 'longest' else 'at'} {told}")
     return ["## Not measured", "\n".join(lines)] if lines else []
 

@@ -5,10 +5,11 @@ import shutil
 import sys
 
 import pytest
+import torch
 
 from approx.errors import Exit
 from approx.mechanisms import MECHANISMS
-from bench import cpu, cpu_cases, cpu_floor, cpu_page, cpu_record, cpu_sections, cpu_targets
+from bench import cpu, cpu_cases, cpu_floor, cpu_page, cpu_peers, cpu_record, cpu_sections, cpu_targets
 from bench.pages import ratio
 from bench.parts import find
 
@@ -225,6 +226,18 @@ def test_what_exceeds_its_limit_is_marked():
     text = "\n".join(cpu_sections.floors({"rates": [rates], "parts": [part]}, "float32"))
     assert "| attention | at most | 512 |" in text
     assert "| `linear` | 2 | 2.5, over |" in text
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_peer_computes_beside_a_counterpart(causal):
+    pytest.importorskip("fast_transformers")
+    runs = {one.name: one for one in cpu_cases.attention(64, torch.float32, causal=causal, train=False)}
+    peers = [one for one in runs.values() if one.role == "peer"]
+    assert {"idiap full", "idiap exact-topk", "idiap reformer"} < {one.name for one in peers}
+    assert ("idiap causal improved-clustered" in runs) == causal
+    for one in peers:
+        one.call()
+        assert cpu_peers.COUNTERPARTS[one.name] in runs
 
 
 def test_signs_are_rated_where_c_can_be_compiled(monkeypatch):

@@ -9,7 +9,7 @@
 The work is cut into parts, SUITE/MODE/PRECISION/THREADS/LENGTH, such as roberta/forward/float32/2/4096 or, eight at once,
 decode/forward/float32/2/4096x8. Suites: `attention` and `attention-causal` (one layer's attention by itself), `roberta`,
 `gpt2` (prefill) and `wav2vec2` (10 to 60 s) end to end, `decode` (one token of GPT-2). Modes: forward, train. `--only` takes
-a pattern of the shell for their names, in quotes; * also stands for slashes. `longest/MECHANISM` are parts as well.
+a pattern of the shell for their names, in quotes; * also stands for slashes. With `--longest`, longest/MECHANISM too.
 
 Within a part all take turns, round by round. Parts run from the cheapest to the dearest; each is kept in DIR/parts, with its
 commit, as soon as it is done, and what is kept there or stands in DIR/record.json is not measured again without `--again`:

@@ -8,6 +8,8 @@ import torch
 from approx_kernels.adaptive_span import adaptive_span_attention
 from approx_kernels.blocks import bigbird_attention, block_attention, draw_blocks
 from approx_kernels.c_language import library
+from approx_kernels.clustered import clustered_attention
+from approx_kernels.clustering import draw_planes
 from approx_kernels.global_tokens import global_token_attention
 from approx_kernels.key_lists.cpu import FAR, attend_lists
 from approx_kernels.key_lists.forward_c import FORWARD
@@ -32,6 +34,12 @@ def lsh(q, k, v, mask=None, *, causal, **how):
     return lsh_attention(q, k, v, mask, projections=drawn, **kind, **how)
 
 
+def clustered(*tensors, topk, **how):
+    planes, draws = draw_planes(SIZE, bits=31, bias=True, clusters=20, seed=0)
+    way = {"planes": planes, "draws": draws, "clusters": 20, "iterations": 3, "topk": topk}
+    return clustered_attention(*tensors, **way, **how)
+
+
 MECHANISMS = {
     "linear": partial(linear_attention, causal=False, eps=1e-3),
     "linear, causal": partial(linear_attention, causal=True, eps=1e-3),
@@ -45,6 +53,9 @@ MECHANISMS = {
     "longformer": partial(global_token_attention, left=20, right=20, tokens=(0, 50, 7), see_all=False, causal=False),
     "fixed": partial(summary_attention, stride=lambda tokens: 11, summary=2, inside="past", causal=True),
     "adaptive span": partial(adaptive_span_attention, spans=torch.tensor([7.0, 40.25]), ramp=12, causal=False),
+    "clustered": partial(clustered, topk=None),
+    "improved clustered": partial(clustered, topk=24),
+    "improved clustered, all keys": partial(clustered, topk=TOKENS),
     "lsh": partial(lsh, causal=False),
     "lsh, causal": partial(lsh, causal=True),
 }

@@ -77,9 +77,11 @@ def clustered_attention(
     settings = {"clusters": clusters, "iterations": iterations, "topk": topk, "scale": scale}
     ways = {"planes": planes, "draws": draws, "selectors": selectors}
     why = triton_obstacle(q, v, clusters, 0 if planes is None else len(planes), dropout)
-    run = choose("clustered_attention", impl, ranked(q, why, cpu=cpu_obstacle(q, dropout), reference=None))
-    if run != "reference":
-        return (clustered_on_gpu if run == "triton" else clustered_batch)(q, k, v, key_mask, **ways, **settings)
+    run = choose("clustered_attention", impl, ranked(q, why, cpu=cpu_obstacle(q), reference=None))
+    if run == "triton":
+        return clustered_on_gpu(q, k, v, key_mask, **ways, **settings)
+    if run == "cpu":
+        return clustered_batch(q, k, v, key_mask, **ways, **settings, dropout=dropout)
     return clustered_samples(q, k, v, key_mask, **ways, **settings, dropout=dropout, impl=impl)
 
 

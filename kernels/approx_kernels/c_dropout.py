@@ -42,6 +42,23 @@ INLINE void drop_row(const dropout *d, draw of, const int32_t *keys, int64_t beg
     for (int64_t c = begin; c < end; c += WIDTH)
         *(vf *)(row + c) *= kept(d, (vu){0} + of.before, (vu){0} + of.between, *(const vu *)(keys + c));
 }
+
+/* Drop weights of a query for `count` keys that stand one after another, in whole vectors. */
+INLINE void drop_stretch(const dropout *d, draw of, int64_t first, int64_t count, float *row) {
+    vu key;
+    for (int l = 0; l < WIDTH; l++) key[l] = (uint32_t)(first + l);
+    for (int64_t c = 0; c < count; c += WIDTH, key += WIDTH)
+        *(vf *)(row + c) *= kept(d, (vu){0} + of.before, (vu){0} + of.between, key);
+}
+
+/* Drop weights of the queries in the lanes, n, a multiple of a vector, for `count` such keys, [count, stride]. */
+INLINE void drop_lanes(const dropout *d, const uint32_t *before, const uint32_t *between, int64_t n, int64_t first,
+                       int64_t count, float *weights, int64_t stride) {
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t i = 0; i < n; i += WIDTH)
+            *(vf *)(weights + j * stride + i) *=
+                kept(d, *(const vu *)(before + i), *(const vu *)(between + i), (vu){0} + (uint32_t)(first + j));
+}
 """
 
 

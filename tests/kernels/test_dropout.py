@@ -8,8 +8,8 @@ import torch
 from approx_kernels.adaptive_span import adaptive_span_attention
 from approx_kernels.blocks import bigbird_attention, block_attention, draw_blocks
 from approx_kernels.c_language import library
-from approx_kernels.clustered import clustered_attention
-from approx_kernels.clustering import draw_planes
+from approx_kernels.clustered import causal_clustered_attention, clustered_attention
+from approx_kernels.clustering import draw_centroids, draw_planes
 from approx_kernels.global_tokens import global_token_attention
 from approx_kernels.key_lists.cpu import FAR, attend_lists
 from approx_kernels.key_lists.forward_c import FORWARD
@@ -40,6 +40,11 @@ def clustered(*tensors, topk, **how):
     return clustered_attention(*tensors, **way, **how)
 
 
+def causal_clustered(*tensors, **how):
+    centroids, selectors = draw_centroids(2, SIZE, clusters=12, seed=0)
+    return causal_clustered_attention(*tensors, centroids=centroids, selectors=selectors, **how)
+
+
 MECHANISMS = {
     "linear": partial(linear_attention, causal=False, eps=1e-3),
     "linear, causal": partial(linear_attention, causal=True, eps=1e-3),
@@ -56,6 +61,8 @@ MECHANISMS = {
     "clustered": partial(clustered, topk=None),
     "improved clustered": partial(clustered, topk=24),
     "improved clustered, all keys": partial(clustered, topk=TOKENS),
+    "clustered, causal": partial(causal_clustered, chunk=70, topk=None),
+    "improved clustered, causal": partial(causal_clustered, chunk=25, topk=17),
     "lsh": partial(lsh, causal=False),
     "lsh, causal": partial(lsh, causal=True),
 }

@@ -98,24 +98,15 @@ static void softmax_rows(float *scores, int64_t rows, int64_t kept, int64_t widt
 
 /* Drop weights of mean queries for a block of keys, [keys, C]. */
 static void drop_block(const head *x, int64_t begin, int64_t count, float *weights) {
-    for (int64_t j = 0; j < count; j++)
-        for (int64_t c = 0; c < x->lanes; c += WIDTH)
-            *(vf *)(weights + j * x->lanes + c) *= kept(&x->all->dropout, *(const vu *)(x->before + c),
-                                                        *(const vu *)(x->between + c), (vu){0} + (uint32_t)(begin + j));
+    drop_lanes(&x->all->dropout, x->before, x->between, x->lanes, begin, count, weights, x->lanes);
 }
 
 /* Drop weights of the members in rows from `from` on, [members, width], for the places of their cluster's list. */
 static void drop_members(const head *x, int64_t from, int64_t rows, int64_t width, float *weights) {
     const problem *p = x->all;
     int64_t item = (p->batch + x->b) * p->heads + x->h;
-    vu place;
-    for (int l = 0; l < WIDTH; l++) place[l] = l;
-    for (int64_t r = 0; r < rows; r++) {
-        draw of = draw_of(&p->dropout, item, from + r);
-        for (int64_t j = 0; j < width; j += WIDTH)
-            *(vf *)(weights + r * width + j) *=
-                kept(&p->dropout, (vu){0} + of.before, (vu){0} + of.between, place + (uint32_t)j);
-    }
+    for (int64_t r = 0; r < rows; r++)
+        drop_stretch(&p->dropout, draw_of(&p->dropout, item, from + r), 0, width, weights + r * width);
 }
 
 /* Keys [D, K] and values [K, E] of a list, padded with zeros. */

@@ -19,6 +19,7 @@ from approx_kernels.lsh import draw_projections, lsh_attention
 from approx_kernels.performer import draw_projection, performer_attention
 from approx_kernels.strided import strided_attention
 from approx_kernels.summaries import summary_attention
+from approx_kernels.topk import topk_attention
 from closeness import assert_close
 
 pytestmark = pytest.mark.skipif(isinstance(library(FORWARD), str), reason="there is no C compiler here")
@@ -58,6 +59,7 @@ MECHANISMS = {
     "longformer": partial(global_token_attention, left=20, right=20, tokens=(0, 50, 7), see_all=False, causal=False),
     "fixed": partial(summary_attention, stride=lambda tokens: 11, summary=2, inside="past", causal=True),
     "adaptive span": partial(adaptive_span_attention, spans=torch.tensor([7.0, 40.25]), ramp=12, causal=False),
+    "top k": partial(topk_attention, topk=9, causal=True),
     "clustered": partial(clustered, topk=None),
     "improved clustered": partial(clustered, topk=24),
     "improved clustered, all keys": partial(clustered, topk=TOKENS),

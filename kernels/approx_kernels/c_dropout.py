@@ -70,7 +70,9 @@ class Dropout(ctypes.Structure):
 
 def draw_seed(dropout: float) -> int:
     """A seed from PyTorch's own generator; none is drawn where nothing is dropped."""
-    return int(torch.randint(2**63 - 1, ())) if dropout else 0
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"dropout is {dropout}; expected a probability, from 0 to 1.")
+    return int(torch.randint(2**63 - 1, (), device="cpu")) if dropout else 0
 
 
 def dropped(dropout: float, seed: int) -> Dropout:

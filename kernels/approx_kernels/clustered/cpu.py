@@ -103,7 +103,7 @@ def _empty(
     clusters: Tensor,
     most: int,
     kept: int,
-    *_: Any,
+    *numbers: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, heads, length, _ = q.shape
     # As models want it next, tokens before heads; what is not real is not written.

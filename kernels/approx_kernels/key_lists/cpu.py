@@ -94,7 +94,8 @@ def attend_lists(
         orders: Queries and keys by rank, whole numbers [P, L] and [P, S] for all heads, or [P, B, H, L] and [P, B, H, S].
         spans: z [H], float32: a weight at distance x is multiplied by clip((R + z - x) / R, 0, 1). Differentiable.
         ramp: R.
-        dropout: Probability with which a weight is dropped, in each part for itself.
+        dropout: Probability with which a weight is dropped, in each part for itself; a key that counts twice in a part is
+            dropped once.
 
     Returns:
         [B, H, L, E] in the dtype of q.

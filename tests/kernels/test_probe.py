@@ -83,7 +83,7 @@ def test_every_way_on_a_cpu_runs_and_is_exact_in_its_dtype(form, dtype):
     finding = measure(case)
     known = set(ways.ways("cpu", padded=case.padded, few=case.few))
     # Without a C compiler one of them is refused.
-    assert finding["errors"].keys() == known - ({"compiled C"} if c_obstacle(torch.ones(1), dropout=0.0) else set())
+    assert finding["errors"].keys() == known - ({"compiled C"} if c_obstacle(torch.ones(1)) else set())
     assert max(finding["errors"].values()) <= probe.LABEL[dtype]
     assert not [why for why in finding["refused"].values() if "error" in why]
 

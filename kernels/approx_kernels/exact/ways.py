@@ -81,7 +81,7 @@ def _in_chunks(
 
 
 def _in_c(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
-    why = c_obstacle(q, dropout=0.0)
+    why = c_obstacle(q)
     if why is not None:
         raise RuntimeError(why)
 

@@ -103,7 +103,7 @@ def flash_queries_kernel(
             tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :], Rows is None,
         )  # fmt: skip
         pairs = pairs & real_keys(column, k_begin, k_end, KeyMask)[None, :]
-        if Bounds is None:
+        if Rows is not None and Bounds is None:
             # Without what follows from the log-sum-exps anyway, Triton 3.6 has no registers left.
             pairs = pairs & ((row >= q_begin) & (row < q_end))[:, None]
         k = load_rows(K, block * BN, k_n, k_begin, k_end, D, WIDE_D, BN, True)

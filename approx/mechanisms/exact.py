@@ -12,8 +12,9 @@ class ExactAttention(Mechanism):
     """Softmax attention by whichever of many exact ways a short probe finds the fastest here.
 
     The ways are PyTorch's SDPA and each of its back ends, lengths in place of a padding mask, matrix products a chunk of
-    queries at a time, and variable-length attention on CUDA. In O(L S D) time and O(L) memory, plus a chunk of 512 queries
-    where matrix products win. Nothing is lost by it but the last digits, within the rounding of the dtype.
+    queries at a time, and on CUDA variable-length attention and the kernels of `flash`. In O(L S D) time and O(L) memory,
+    plus a chunk of 512 queries where matrix products win. Nothing is lost by it but the last digits, within the rounding of
+    the dtype.
 
     Source: Vaswani et al., 2017, Attention Is All You Need, arXiv 1706.03762; departs from it in nothing.
     """

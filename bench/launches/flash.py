@@ -9,29 +9,43 @@ from bench.offline import Launch
 
 
 def launches() -> Iterator[Launch]:
-    """Windows of each dtype and head size, key masks, spans, and block lists; forward and backward."""
+    """Windows, key masks, packed samples, spans, block lists, and wide heads; forward and backward."""
     for size in (64, 128):
         yield Launch(f"bfloat16, {size}", _both(torch.bfloat16, size))
-        yield Launch(f"bfloat16, {size}, largest score apart", _both(torch.bfloat16, size, apart=True))
-        yield Launch(f"bfloat16, {size}, block list", _both(torch.bfloat16, size, listed=True))
-    yield Launch("bfloat16, 64, key mask and spans", _both(torch.bfloat16, 64, masked=True, ramp=32))
-    # The largest head size would take the compiler minutes: true float32 products are written out one by one.
+        yield Launch(f"bfloat16, {size}, key mask", _both(torch.bfloat16, size, masked=True))
+        yield Launch(f"bfloat16, {size}, key mask, block list", _both(torch.bfloat16, size, masked=True, listed=True))
+        yield Launch(
+            f"bfloat16, {size}, key mask, largest score apart", _both(torch.bfloat16, size, masked=True, apart=True)
+        )
+        yield Launch(f"bfloat16, {size}, key mask and spans", _both(torch.bfloat16, size, masked=True, ramp=32))
+    yield Launch("bfloat16, 64, lengths", _both(torch.bfloat16, 64, packed=True))
+    yield Launch("bfloat16, 64, block list", _both(torch.bfloat16, 64, listed=True))
+    yield Launch("bfloat16, 80, key mask", _both(torch.bfloat16, 80, masked=True))
+    # Wider heads of true float32, whose products are written out one by one, still spill: right, but slow.
     yield Launch("float32, 32", _both(torch.float32, 32), tensor_cores=False)
     yield Launch("float32, 32, block list", _both(torch.float32, 32, listed=True), tensor_cores=False)
 
 
 def _both(
-    dtype: torch.dtype, size: int, *, masked: bool = False, ramp: int = 0, listed: bool = False, apart: bool = False
+    dtype: torch.dtype,
+    size: int,
+    *,
+    masked: bool = False,
+    packed: bool = False,
+    ramp: int = 0,
+    listed: bool = False,
+    apart: bool = False,
 ) -> Callable[[], None]:
     def run() -> None:
-        x, lse = torch.empty(2, 256, 4, size, dtype=dtype).transpose(1, 2), torch.empty(2, 4, 256)
-        bounds = torch.zeros(2, 5, dtype=torch.int32) if masked else None
+        batch = 1 if packed else 2
+        x, lse = torch.empty(batch, 256, 4, size, dtype=dtype).transpose(1, 2), torch.empty(batch, 4, 256)
+        bounds = torch.zeros(2, 5, dtype=torch.int32) if masked or packed else None
         mask = torch.ones(2, 256, dtype=torch.uint8) if masked else None
         entries = torch.zeros(9, dtype=torch.int32)
         half = entries.view(1, 3, 3), entries, entries
         blocks = [*half, *half, torch.zeros(1, 64, dtype=torch.int64)] if listed else []
         spans = torch.ones(4) if ramp else None
-        given = bounds, mask, spans, blocks, flash.ENDLESS, 0, ramp, 0.125, 0
+        given = bounds, mask, spans, blocks, flash.ENDLESS, 0, ramp, 0.125, 128 * packed
         place = flash.flash_forward(x, x, x, *given, apart)[3]
         flash.flash_backward(x, lse, lse if apart else None, x, lse, place, x, x, x, *given)
 

@@ -54,5 +54,11 @@ def custom_op(
     return registered
 
 
+def capturing() -> bool:
+    """Whether launches go into a CUDA graph; what they read must stay, and nobody may wait for the device."""
+    # Without CUDA PyTorch has no answer.
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+
+
 def _spelled(found: re.Match[str]) -> str:
     return f"_{ord(found[0]):x}_"

@@ -182,13 +182,15 @@ def test_what_it_has_no_kernel_for_is_told():
         clustered_attention(*draw(140, 9), impl="triton", **settings(clusters=129))
 
 
-def test_keys_in_parts(monkeypatch):
+@pytest.mark.parametrize(("batch", "keys", "masked"), [(2, 12, True), (2, 14, True), (1, 14, False)])
+def test_keys_in_parts(batch, keys, masked, monkeypatch):
     monkeypatch.setattr(batched, "_parts", lambda *_: 3)
-    check(draw(12, 12, batch=2), mask(12)[[0, 2]], **settings())
+    check(draw(keys, keys, batch=batch), mask(keys)[[0, 2]] if masked else None, **settings())
 
 
 @pytest.mark.parametrize(
-    ("programs", "keys", "parts"), [(12, 16384, 8), (96, 2048, 1), (12, 16383, 3), (1, 4096, 8), (12, 509, 1)]
+    ("programs", "keys", "parts"),
+    [(12, 16384, 8), (96, 2048, 1), (12, 16383, 11), (12, 4099, 8), (1, 4096, 8), (12, 509, 1), (200, 4096, 1)],
 )
-def test_few_heads_have_their_keys_in_parts_of_equal_length(programs, keys, parts):
+def test_few_heads_have_their_keys_in_parts(programs, keys, parts):
     assert batched._parts(programs, keys) == parts

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from approx_kernels.flash import block_list, flash, flash_attention
+from approx_kernels.flash import block_list, flash, flash_attention, list_tile
 from approx_kernels.flash import triton as launching
 from approx_kernels.triton_language import configuration
 from closeness import assert_close
@@ -20,6 +20,8 @@ pytest.importorskip("triton")
 opcheck: Any = torch.library.opcheck
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter cannot multiply bfloat16.
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
@@ -53,9 +55,20 @@ def check(tensors, **how):
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Outputs are full of NaN before they are written."""
-    made = launching._beside
-    monkeypatch.setattr(launching, "_beside", lambda *given: made(*given).fill_(torch.nan))
+    """All that a kernel is to write is full of NaN, or of keys that there are not, before."""
+
+    def full(made):
+        def make(*given, **how):
+            out = made(*given, **how)
+            for x in out if isinstance(out, tuple) else (out,):
+                x.fill_(torch.nan if x.is_floating_point() else 2**31 - 1)
+            return out
+
+        return make
+
+    monkeypatch.setattr(launching, "_fake_forward", full(launching._fake_forward))
+    monkeypatch.setattr(launching, "_fake_backward", full(launching._fake_backward))
+    monkeypatch.setattr(torch, "empty_like", full(torch.empty_like))
 
 
 KINDS = {
@@ -76,9 +89,25 @@ def test_other_numbers_of_keys_than_of_queries(length, keys):
     check(draw(length, keys), right=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("size", [32, 64, 80, 96, 128])
-def test_head_sizes(size):
-    check(draw(20, 20, size=size, values=16 if size == 80 else size, heads=1))
+def test_head_sizes(size, dtype):
+    check(draw(20, 20, size=size, values=16 if size == 80 else size, heads=1, dtype=dtype))
+
+
+@pytest.mark.parametrize("size", [80, 128])
+def test_wide_heads_in_tiles_for_smaller_cards(size):
+    with configuration(-1):
+        check(draw(70, 70, size=size, values=size, heads=1, dtype=HALF), right=0)
+
+
+@pytest.mark.parametrize("size", [64, 80, 128])
+def test_lists_and_masks_of_every_head_size(size):
+    tensors = draw(70, 70, size=size, values=size, heads=1, batch=2, dtype=HALF)
+    real = torch.arange(70, device=DEVICE) < torch.tensor([[70], [33]], device=DEVICE)
+    blocks = block_list(lambda i, j: pairs(i, j) | (j < 64), 70, 70, tile=list_tile(*tensors[1:]), device=DEVICE)
+    check(tensors, blocks=blocks, key_mask=real)
+    check(tensors, key_mask=real, left=40)
 
 
 def test_half_precision():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from approx.mechanisms import MECHANISMS
+from approx_kernels.flash import flash, listed, padding
 from approx_kernels.implementation import chosen, implementation
 
 pytest.importorskip("triton")
@@ -50,21 +51,83 @@ def outputs(mechanism, tensors, key_mask, impl):
     return [out, *torch.autograd.grad((out * weight).sum(), [*leaves, *mechanism.parameters()])]
 
 
-CASES = [(pattern, length) for pattern in PATTERNS for length in (37, 20)]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "length"), CASES, ids=[f"{length}-{name_of(pattern)}" for pattern, length in CASES]
-)
-def test_a_pattern_through_the_kernels(pattern, length):
+def check(pattern, length, key_mask):
     name, causal, settings = pattern
     mechanism = MECHANISMS[name](1, 16, causal=causal, scale=0.3, **settings).to(DEVICE)
-    tensors = [torch.randn(1, n, 1, 16).transpose(1, 2).to(DEVICE) for n in (length, 37, 37)]
-    key_mask = torch.ones(1, 37, dtype=torch.bool, device=DEVICE)
-    key_mask[:, :4] = False
+    batch, keys = key_mask.shape
+    tensors = [torch.randn(batch, n, 1, 16).transpose(1, 2).to(DEVICE) for n in (length, keys, keys)]
+    key_mask = key_mask.to(DEVICE)
     expected = outputs(mechanism, tensors, key_mask, "reference")
     found = outputs(mechanism, tensors, key_mask, "triton")
     assert chosen()["flash"] == "triton"
     for one, other in zip(found, expected, strict=True):
         # Both are float32; sums of at most 37 terms of about 1, in two orders.
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [37, 20])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=name_of)
+def test_a_pattern_through_the_kernels(pattern, length):
+    check(pattern, length, torch.arange(37)[None] >= 4)
+
+
+# The last sample has no query where there are 20, and the one before it no token at all.
+RIGHT = torch.arange(37) < torch.tensor([[30], [37], [0], [15]])
+
+
+@pytest.mark.parametrize("length", [37, 20])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=name_of)
+def test_samples_of_several_lengths(pattern, length):
+    check(pattern, length, RIGHT)
+
+
+# What these let a pair see is no matter of how many tokens are real.
+ANY_LENGTH = [
+    pattern
+    for pattern in PATTERNS
+    if pattern[0] in ("block", "sinks", "longformer") or (pattern[1] and pattern[0] in ("strided", "fixed"))
+]
+
+
+@pytest.mark.parametrize("pattern", ANY_LENGTH, ids=name_of)
+def test_nothing_waits_for_a_mask_while_a_graph_is_captured(pattern, monkeypatch):
+    monkeypatch.setattr(padding, "capturing", lambda: True)
+    monkeypatch.setattr(padding, "_read", lambda mask: pytest.fail("it was read"))
+    holes = torch.arange(37) % 3 != 0
+    check(pattern, 37, torch.stack([holes, torch.arange(37) > 5]))
+
+
+def test_samples_share_a_launch_and_layers_what_was_read_of_the_mask(monkeypatch):
+    launched = []
+    monkeypatch.setattr(listed, "flash", lambda q, *given, **how: launched.append(len(q)) or flash(q, *given, **how))
+    q, k, v = torch.randn(3, 4, 1, 37, 16, device=DEVICE)
+    mask = RIGHT.to(DEVICE).clone()
+    longformer, bigbird = (
+        MECHANISMS[name](1, 16, causal=False, scale=0.3, **settings).to(DEVICE)
+        for name, settings in (("longformer", {"window": 10}), ("bigbird", {"block": 16, "random": 1}))
+    )
+    with implementation("triton"):
+        longformer(q, k, v, mask)
+        assert launched == [4]
+        # 30 tokens are two blocks, 37 are three, 0 and 15 are one.
+        bigbird(q, k, v, mask)
+        assert launched[1:] == [1, 1, 2]
+    counts = padding._read(mask)[0]
+    assert padding._read(mask)[0] is counts
+    mask[0, 7:] = False
+    assert padding._read(mask) == ([7, 37, 0, 15], True)
+
+
+def test_a_list_that_a_graph_reads_is_kept(monkeypatch):
+    monkeypatch.setattr(listed, "_LISTS", {})
+    monkeypatch.setattr(listed, "_CAPTURED", set())
+    monkeypatch.setattr(listed, "_KEPT", 2)
+    listed.kept("before", object)
+    first = listed.kept("in a graph", object)
+    with monkeypatch.context() as graph:
+        graph.setattr(listed, "capturing", lambda: True)
+        assert listed.kept("in a graph", object) is first
+    for number in range(5):
+        listed.kept(number, object)
+    assert listed.kept("in a graph", pytest.fail) is first
+    assert list(listed._LISTS) == ["in a graph", 3, 4]

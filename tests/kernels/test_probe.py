@@ -162,6 +162,15 @@ def test_what_was_chosen_runs(monkeypatch, way, causal):
     assert torch.isfinite(fastest_attention(q, k, v, mask, causal=causal, scale=0.3, dropout=0.5)).all()
 
 
+def test_few_queries_that_the_chosen_way_cannot_take_go_another(monkeypatch):
+    monkeypatch.setattr(probe, "find", lambda *_, **__: {"way": "compiled C"})
+    for size, grad in ((16, False), (24, False), (16, True)):
+        q, k = torch.randn(1, 2, 1, size), torch.randn(1, 2, 70, size)
+        v = torch.randn(1, 2, 70, size, requires_grad=grad)
+        found = fastest_attention(q, k, v, causal=True, scale=0.3)
+        torch.testing.assert_close(found, exact_attention(q, k, v, causal=True, scale=0.3, impl="reference"))
+
+
 def test_what_another_process_has_found_since_is_not_measured_again(monkeypatch):
     findings.find("cpu", "a thing", lambda: {"way": "x"})
     here = dict(findings._known)
@@ -217,7 +226,8 @@ def test_a_folder_that_cannot_be_written_only_costs_the_next_process_a_probe(tmp
     assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
 
 
-def test_on_cuda_every_back_end_and_lengths_are_asked():
+def test_on_cuda_every_back_end_and_lengths_are_asked(monkeypatch):
+    monkeypatch.setattr(ways, "triton", None)
     plain = ways.ways("cuda", padded=False, few=False)
     assert {ways.DEFAULT, "cudnn SDPA", "flash SDPA", "efficient SDPA", "math SDPA"} == plain.keys()
     padded = ways.ways("cuda", padded=True, few=False)
@@ -231,6 +241,27 @@ def test_on_cuda_every_back_end_and_lengths_are_asked():
             torch.testing.assert_close(way(q, k, v, mask, causal=True, scale=0.3).transpose(1, 2)[mask], expected)
     with pytest.raises(RuntimeError, match="needs CUDA"):
         padded["varlen"](q, k, v, mask, causal=True, scale=0.3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_on_cuda_the_own_kernels_are_asked_where_triton_is(causal, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "own flash" not in ways.ways("cuda", padded=False, few=True)
+    assert "own flash" not in ways.ways("cpu", padded=True, few=False)
+    own = ways.ways("cuda", padded=True, few=False)["own flash"]
+    mask = torch.arange(20) < torch.tensor([[20], [12]])
+    for size in (16, 24):
+        leaves = [x.requires_grad_() for x in torch.randn(3, 2, 2, 20, size).unbind()]
+        outs = [
+            way(*leaves, mask, causal=causal, scale=0.3).transpose(1, 2)[mask]
+            for way in (own, ways.ways("cpu", padded=True, few=False)[ways.DEFAULT])
+        ]
+        torch.testing.assert_close(*outs)
+        grads = [torch.autograd.grad(out.square().sum(), leaves) for out in outs]
+        torch.testing.assert_close(*grads)
+    with pytest.raises(RuntimeError, match="allowed are float16"):
+        own(*torch.randn(3, 1, 1, 20, 16, dtype=torch.float64), None, causal=causal, scale=0.3)
 
 
 @pytest.mark.gpu

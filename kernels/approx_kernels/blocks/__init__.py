@@ -1,11 +1,16 @@
 """Attention between whole blocks: neighbours (block attention) and lists of blocks (BigBird)."""
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 from torch import Tensor
 
 from approx_kernels.blocks.cpu import block_lists, neighbour_lists
 from approx_kernels.blocks.reference import bigbird_lists, draw_blocks, listed_blocks, neighbour_blocks
 from approx_kernels.blocks.triton import bigbird_tiles, block_tiles
 from approx_kernels.flash import flash_obstacle
+from approx_kernels.flash.padding import under_padding
 from approx_kernels.implementation import choose
 from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.shapes import check_shapes
@@ -60,15 +65,13 @@ def block_attention(
     ways = {"cpu": obstacle(q), "reference": None}
     run = choose("block_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
+    how: dict[str, Any] = {"size": size, "neighbours": neighbours, "shift": shift, "causal": causal, "scale": scale}
+    if run == "triton":
+        return under_padding(partial(block_tiles, **how), q, k, v, key_mask)
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if run == "triton":
-            return block_tiles(q, k, v, size=size, neighbours=neighbours, shift=shift, causal=causal, scale=scale)
-        if run == "cpu":
-            how = {"size": size, "neighbours": neighbours, "shift": shift, "causal": causal}
-            return neighbour_lists(q, k, v, **how, scale=scale, dropout=dropout)
-        return neighbour_blocks(
-            q, k, v, size=size, neighbours=neighbours, shift=shift, causal=causal, scale=scale, dropout=dropout
-        )
+        attend_blocks = neighbour_lists if run == "cpu" else neighbour_blocks
+        return attend_blocks(q, k, v, **how, dropout=dropout)
 
     return without_padding(attend, q, k, v, key_mask)
 
@@ -120,12 +123,16 @@ def bigbird_attention(
     ways = {"cpu": obstacle(q), "reference": None}
     run = choose("bigbird_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        lists = bigbird_lists(-(-k.shape[2] // block), draws, compatible)
-        if run == "triton":
-            return bigbird_tiles(q, k, v, size=block, lists=lists, scale=scale)
-        if run == "cpu":
-            return block_lists(q, k, v, size=block, lists=lists, scale=scale, dropout=dropout)
-        return listed_blocks(q, k, v, size=block, lists=lists, scale=scale, dropout=dropout)
+    def lists(keys: int) -> Sequence[Sequence[int]]:
+        return bigbird_lists(-(-keys // block), draws, compatible)
 
+    def tiles(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return bigbird_tiles(q, k, v, key_mask, size=block, lists=lists(k.shape[2]), scale=scale)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attend_lists = block_lists if run == "cpu" else listed_blocks
+        return attend_lists(q, k, v, size=block, lists=lists(k.shape[2]), scale=scale, dropout=dropout)
+
+    if run == "triton":
+        return under_padding(tiles, q, k, v, key_mask, lambda count: -(-count // block) * block)
     return without_padding(attend, q, k, v, key_mask)

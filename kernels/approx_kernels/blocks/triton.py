@@ -11,21 +11,40 @@ from approx_kernels.flash.listed import listed_attention
 
 
 def block_tiles(
-    q: Tensor, k: Tensor, v: Tensor, *, size: int, neighbours: int, shift: int, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    size: int,
+    neighbours: int,
+    shift: int,
+    causal: bool,
+    scale: float,
 ) -> Tensor:
-    """Each block to its own keys and those of the neighbouring blocks."""
+    """Each block to its own keys and those of the neighbouring blocks; real keys are at the front."""
 
     def pairs(i: Tensor, j: Tensor) -> Tensor:
         near = ((i + shift) // size - (j + shift) // size).abs() <= neighbours
         return near & (j <= i) if causal else near
 
-    return listed_attention(q, k, v, ("block", size, neighbours, shift, causal), pairs, scale=scale)[0]
+    pattern = "block", size, neighbours, shift, causal
+    return listed_attention(q, k, v, pattern, pairs, key_mask=key_mask, scale=scale)[0]
 
 
 def bigbird_tiles(
-    q: Tensor, k: Tensor, v: Tensor, *, size: int, lists: Sequence[Sequence[int]], scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    size: int,
+    lists: Sequence[Sequence[int]],
+    scale: float,
 ) -> Tensor:
-    """Each block to the blocks of keys on its list, as often as they stand there; an empty list is all keys."""
+    """Each block to the blocks of keys on its list, as often as they stand there; an empty list is all keys. Real keys are at
+    the front.
+    """
     rows = tuple(tuple(own) for own in lists)
 
     def pairs(i: Tensor, j: Tensor) -> Tensor:
@@ -33,4 +52,4 @@ def bigbird_tiles(
         table[[not own for own in rows]] = 1
         return table.to(i.device)[i // size, j // size]
 
-    return listed_attention(q, k, v, ("bigbird", size, rows), pairs, scale=scale)[0]
+    return listed_attention(q, k, v, ("bigbird", size, rows), pairs, key_mask=key_mask, scale=scale)[0]

@@ -65,13 +65,21 @@ def clustered_on_gpu(
 def _attended(means: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """What mean queries attend to, and the log-sum-exps of their scores; a few heads have their keys in parts."""
     batch, heads, most, _ = means.shape
-    parts = _parts(batch * heads * -(-most // 128), k.shape[2])
+    keys = k.shape[2]
+    parts = _parts(batch * heads * -(-most // 128), keys)
     if parts == 1:
         return flash(means, k, v, key_mask, scale=scale, both=False, impl="triton")
     rows = means[:, None].expand(-1, parts, -1, -1, -1).flatten(0, 1)
-    # Of tokens that lie one behind the other in memory, as models have them, these are views.
-    k, v = (x.unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1) for x in (k, v))
-    mask = None if key_mask is None else key_mask.reshape(batch * parts, -1)
+    # All parts are as wide as the last one, which has the keys that are left over: the others' last keys count in the next.
+    # Of tokens that lie one behind the other in memory, as models have them, one sample's parts are views.
+    step = keys // parts
+    width = keys - (parts - 1) * step
+    k, v = (x.unfold(2, width, step).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v))
+    mask = None if key_mask is None else key_mask.unfold(1, width, step).flatten(0, 1)
+    if width > step:
+        last = torch.arange(batch * parts, device=k.device)[:, None] % parts == parts - 1
+        own = (torch.arange(width, device=k.device) < step) | last
+        mask = own if mask is None else mask & own
     found = flash(rows, k, v, mask, scale=scale, both=False, impl="triton")
     shared, lse = (x.unflatten(0, (batch, parts)) for x in found)
     # A part without a real key has no weight, and no gradient that is not a number.
@@ -82,8 +90,9 @@ def _attended(means: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scal
 
 
 def _parts(programs: int, keys: int) -> int:
-    """Parts of equal length that let so many programs fill a card, each with enough keys to be worth its while."""
-    return next((parts for parts in range(min(FULL // programs, keys // 512), 1, -1) if keys % parts == 0), 1)
+    """Parts that let so many programs fill a card, each with enough keys to be worth its while; where they can, none overlap."""
+    most = max(min(FULL // programs, keys // 512), 1)
+    return next((parts for parts in range(most, most // 2, -1) if keys % parts == 0), most)
 
 
 def _groups(

@@ -12,6 +12,7 @@ from approx_kernels.exact.cpu import batched_attention, chunked_attention
 from approx_kernels.exact.fused import fused_attention
 from approx_kernels.exact.lengths import by_lengths
 from approx_kernels.exact.varlen import obstacle, packed_attention
+from approx_kernels.triton_language import HEAD_SIZES, triton
 
 # From q, k, v, key_mask and the keywords causal and scale.
 Way = Callable[..., Tensor]
@@ -41,7 +42,8 @@ def ways(device: str, *, padded: bool, few: bool) -> dict[str, Way]:
     if device == "cuda":
         plain |= {f"{name} SDPA": partial(_preferring, back_end=name) for name in BACK_ENDS}
         found = plain | {f"{name} by lengths": partial(_by_lengths, way=way) for name, way in plain.items() if padded}
-        return found | ({"varlen": _packed} if padded else {})
+        own: dict[str, Way] = {} if triton is None else {"own flash": _own_flash}
+        return found | own | ({"varlen": _packed} if padded else {})
     found = dict(plain)
     if padded:
         found[f"{DEFAULT} by lengths"] = partial(_by_lengths, way=_default)
@@ -93,9 +95,31 @@ def _in_c(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: b
 
 def _few_in_c(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
     why = few_obstacle(q, k, v)
+    if why is None:
+        return compiled_few(q, k, v, key_mask, causal=causal, scale=scale)
+    if c_obstacle(q) is not None:
+        raise RuntimeError(why)
+    # A probe with another head size, or without gradients, has spoken for this one.
+    return _default(q, k, v, key_mask, causal=causal, scale=scale)
+
+
+def _own_flash(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
+    # Here, because what is imported above is also a part of the flash kernels' own fall-back.
+    from approx_kernels.flash import flash, flash_obstacle
+
+    if not {q.shape[3], v.shape[3]} <= set(HEAD_SIZES):
+        # A probe with another head size has spoken for this one.
+        return _default(q, k, v, key_mask, causal=causal, scale=scale)
+    why = flash_obstacle(q, v, 0.0)
     if why is not None:
         raise RuntimeError(why)
-    return compiled_few(q, k, v, key_mask, causal=causal, scale=scale)
+    try:
+        return flash(q, k, v, key_mask, scale=scale, right=0 if causal else None, impl="triton")[0]
+    except RuntimeError:
+        raise
+    except Exception as error:
+        # A card that is too small, or a compiler that does not work, speaks against this way alone.
+        raise RuntimeError(str(error)) from error
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:

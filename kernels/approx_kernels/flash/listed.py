@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from approx_kernels.custom_op import capturing
 from approx_kernels.flash import BlockList, block_list, flash, list_tile
 
-# Lists by pattern, sizes and place; the one that was made first goes first.
+# Lists by pattern, sizes and place; the one that was made first goes first, but for those that a CUDA graph reads again.
 _LISTS: dict[Hashable, Any] = {}
+_CAPTURED: set[Hashable] = set()
 _KEPT = 128
 
 
@@ -54,15 +56,21 @@ def kept(key: Hashable, make: Callable[[], Any]) -> Any:
     """What was made under that key, or is made now; tensors of it may be saved for a backward pass."""
     found = _LISTS.get(key)
     if found is None:
-        if len(_LISTS) >= _KEPT:
-            del _LISTS[next(iter(_LISTS))]
+        if len(_LISTS) >= _KEPT + len(_CAPTURED):
+            del _LISTS[next(each for each in _LISTS if each not in _CAPTURED)]
         with torch.inference_mode(False), torch.no_grad():
             found = _LISTS[key] = make()
+    if capturing():
+        _CAPTURED.add(key)
     return found
 
 
 def joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
-    """One softmax over the keys of two parts, each an output and its log-sum-exps; every query has a key in the first."""
+    """One softmax over the keys of two parts, each an output and its log-sum-exps; every real query has a
+    key in the first.
+    """
     lse = torch.logaddexp(one[1], other[1])
+    # A padded query has none in either, and becomes 0.
+    lse = lse.masked_fill(lse == float("-inf"), 0.0)
     first, second = ((part[1] - lse).exp()[..., None] * part[0] for part in (one, other))
     return (first + second).to(one[0].dtype)

@@ -21,11 +21,13 @@ def _cut(rows: int, columns: int, warps: int, stages: int) -> Configuration:
     return Configuration({"BM": rows, "BN": columns}, warps, stages)
 
 
-# By what they are given, see `kind`: the default, and what asks for less where that may be too much.
+# By what they are given, see `kind`: the default, and what asks for less where that may be too much. Bounded are inputs with
+# bounds of samples, or with largest scores apart, which take registers; most kinds have enough of them.
 FORWARD = {
     "narrow": (_cut(128, 64, 8, 3), _cut(64, 64, 8, 2)),
     "wide": (_cut(64, 64, 8, 2), _cut(64, 32, 4, 2)),
     "spans": (_cut(64, 64, 8, 2),),
+    "spans wide": (_cut(64, 64, 8, 2),),
     "float32": (_cut(32, 32, 4, 1),),
     "listed": (_cut(64, 64, 8, 2),),
     "listed wide": (_cut(32, 32, 4, 2),),
@@ -35,6 +37,7 @@ QUERIES = {
     "narrow": (_cut(128, 64, 8, 2),),
     "wide": (_cut(64, 64, 8, 2),),
     "spans": (_cut(64, 32, 4, 2),),
+    "spans wide": (_cut(64, 32, 8, 2),),
     "float32": (_cut(32, 32, 4, 1),),
     "listed": (_cut(64, 64, 8, 2),),
     "listed wide": (_cut(32, 32, 4, 2),),
@@ -42,10 +45,13 @@ QUERIES = {
 }
 KEYS = {
     "narrow": (_cut(64, 64, 8, 2),),
+    "narrow bounded": (_cut(32, 64, 8, 2),),
     "wide": (_cut(32, 64, 8, 2),),
     "spans": (_cut(32, 64, 4, 2),),
+    "spans wide": (_cut(32, 64, 8, 2),),
     "float32": (_cut(32, 32, 4, 1),),
     "listed": (_cut(64, 64, 8, 2),),
+    "listed bounded": (_cut(32, 64, 8, 2),),
     "listed wide": (_cut(32, 32, 4, 2),),
     "listed float32": (_cut(32, 32, 4, 1),),
 }
@@ -53,7 +59,7 @@ KEYS = {
 
 def list_tile(q: Tensor, v: Tensor) -> int:
     """Queries and keys of the tiles of a block list, for inputs of that dtype and head size."""
-    return 32 if q.dtype == torch.float32 or max(q.shape[3], v.shape[3]) > 64 else 64
+    return FORWARD[kind(q, v, None, True)][0].tiles["BM"]
 
 
 def kind(q: Tensor, v: Tensor, spans: Tensor | None, listed: bool) -> str:
@@ -61,9 +67,10 @@ def kind(q: Tensor, v: Tensor, spans: Tensor | None, listed: bool) -> str:
     if q.dtype == torch.float32:
         return "listed float32" if listed else "float32"
     wide = max(q.shape[3], v.shape[3]) > 64
-    if listed:
-        return "listed wide" if wide else "listed"
-    return "spans" if spans is not None else "wide" if wide else "narrow"
+    if listed or spans is not None:
+        name = "listed" if listed else "spans"
+        return f"{name} wide" if wide else name
+    return "wide" if wide else "narrow"
 
 
 def _fake_forward(
@@ -203,7 +210,7 @@ def flash_backward(
     taken = (None, None) if less is None else (place, less.contiguous())
     by_row = torch.zeros_like(lse) if spans is not None else None
     where = kind(q, v, spans, bool(blocks))
-    what = f"{where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}"
+    what, bounded = f"{q.dtype}, {q.shape[3]}, {v.shape[3]}", bounds is not None or less is not None
 
     def queries(cut: Configuration) -> None:
         rows, columns, tiles, bits = (*blocks[:3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
@@ -218,12 +225,13 @@ def flash_backward(
         shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or k.shape[2])
         flash_keys_kernel[(_programs(q, bounds, longest, longest or k.shape[2], cut.tiles["BN"]),)](
             q, k, v, grad, lse, *taken, delta, dk, dv, bounds, key_mask, spans, rows, columns, tiles, bits,
-            *_strides(q, k, v, grad, dk, dv), **shared,
+            *_strides(q, k, v, grad, dk, dv), PARTS=list_tile(q, v) // cut.tiles["BM"] if blocks else 1, **shared,
         )  # fmt: skip
 
     # The first of them says what the second needs to know of each query.
-    first_that_fits(queries, QUERIES[where], f"flash queries, {what}", q.device)
-    first_that_fits(keys, KEYS[where], f"flash keys, {what}", q.device)
+    for run, table, name in ((queries, QUERIES, "queries"), (keys, KEYS, "keys")):
+        own = f"{where} bounded" if bounded and f"{where} bounded" in table else where
+        first_that_fits(run, table[own], f"flash {name}, {own}, {what}", q.device)
     dspans.copy_(by_row.sum((0, 2)) if by_row is not None else torch.zeros_like(dspans))
     return dq, dk, dv, dspans
 

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from approx_kernels.flash.triton_forward import LENGTHS
-from approx_kernels.flash.triton_tiles import load_rows, mass, shown, store_rows, stretch, walk, window, with_mass
+from approx_kernels.flash.triton_tiles import (
+    load_rows,
+    mass,
+    real_keys,
+    shown,
+    store_rows,
+    stretch,
+    walk,
+    window,
+    with_mass,
+)
 from approx_kernels.triton_language import jit, tl
 
 
@@ -42,8 +52,10 @@ def flash_queries_kernel(
         KeyMask += batch * S
     line = (batch * H + head) * L
     row = first + tl.arange(0, BM)
-    q = load_rows(Q + batch * q_b + head_at * q_h, first, q_n, q_begin, q_end, D, WIDE_D, BM, True)
-    grad = load_rows(dOut + batch * g_b + head_at * g_h, first, g_n, q_begin, q_end, E, WIDE_E, BM, True)
+    Q += batch * q_b + head_at * q_h
+    dOut += batch * g_b + head_at * g_h
+    q = load_rows(Q, first, q_n, q_begin, q_end, D, WIDE_D, BM, True)
+    grad = load_rows(dOut, first, g_n, q_begin, q_end, E, WIDE_E, BM, True)
     out = load_rows(Out + batch * o_b + head_at * o_h, first, o_n, q_begin, q_end, E, WIDE_E, BM, True)
     lse = _logarithms(Lse + line, first, q_begin, q_end, BM)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1) - tl.load(dLse + line + row, mask=row < past, other=0.0)
@@ -56,12 +68,10 @@ def flash_queries_kernel(
     dq = tl.zeros([BM, WIDE_D], tl.float32)
     dspan = tl.zeros([BM], tl.float32)
 
-    parted = holes != 0
-    if Rows is not None:
-        parted = parted | (q_begin != 0) | (k_begin != 0) | (k_end != S)
     begin, end, whole, after = walk(
-        Rows, head * rows_h + tile * 3, tl.maximum(first, q_begin) + shift, tl.minimum(first + BM, q_end) - 1 + shift,
-        left, right, whole_left, whole_right, k_begin, k_end, parted, BN,
+        Bounds, Rows, Columns, head * rows_h + tile * 3,
+        tl.maximum(first, q_begin) + shift, tl.minimum(first + BM, q_end) - 1 + shift,
+        left, right, whole_left, whole_right, k_begin, k_end, holes != 0, BN,
     )  # fmt: skip
 
     for each in range(whole, after):
@@ -70,6 +80,11 @@ def flash_queries_kernel(
             block = tl.load(Columns + each)
         k = load_rows(K, block * BN, k_n, k_begin, k_end, D, WIDE_D, BN, False)
         v = load_rows(V, block * BN, v_n, k_begin, k_end, E, WIDE_E, BN, False)
+        # Products of float32 hold whole rows in registers, which would keep these for all the loop; `each` is not below 0, but
+        # the compiler does not know that.
+        if PRECISION == "ieee":
+            q = load_rows(Q, tl.minimum(first, first + each), q_n, q_begin, q_end, D, WIDE_D, BM, True)
+            grad = load_rows(dOut, tl.minimum(first, first + each), g_n, q_begin, q_end, E, WIDE_E, BM, True)
         p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor - lse[:, None])
         ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
         if Place is not None:
@@ -84,11 +99,18 @@ def flash_queries_kernel(
             block = tl.load(Columns + block)
         column = block * BN + tl.arange(0, BN)
         pairs = shown(
-            row[:, None], column[None, :], shift, left, right, q_begin, q_end, k_begin, k_end, KeyMask, Bits, kind,
+            row[:, None], column[None, :], shift, left, right, Bits, kind,
             tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :], Rows is None,
         )  # fmt: skip
+        pairs = pairs & real_keys(column, k_begin, k_end, KeyMask)[None, :]
+        if Rows is not None and Bounds is None:
+            # Without what follows from the log-sum-exps anyway, Triton 3.6 has no registers left.
+            pairs = pairs & ((row >= q_begin) & (row < q_end))[:, None]
         k = load_rows(K, block * BN, k_n, k_begin, k_end, D, WIDE_D, BN, True)
         v = load_rows(V, block * BN, v_n, k_begin, k_end, E, WIDE_E, BN, True)
+        if PRECISION == "ieee":
+            q = load_rows(Q, tl.minimum(first, first + each), q_n, q_begin, q_end, D, WIDE_D, BM, True)
+            grad = load_rows(dOut, tl.minimum(first, first + each), g_n, q_begin, q_end, E, WIDE_E, BM, True)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
         if Spans is None:
             p = tl.exp2(tl.where(pairs, s, float("-inf")) - lse[:, None])
@@ -115,13 +137,16 @@ def flash_keys_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, rows_h,
     H, L, S, longest, shift, left, right, ramp, scale,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of BN keys and values; weights are held with the keys as rows, as the products want them."""
+    """Gradients of BN keys and values; weights are held with the keys as rows, as the products want them.
+
+    The queries of a tile of a list pass in PARTS of BM.
+    """
     tiles = tl.cdiv(longest, BN)
     tile = tl.program_id(0) % tiles
     sample, head = tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
-    q_begin, q_end, k_begin, k_end, holes = stretch(Bounds, sample, L, S)
+    q_begin, q_end, k_begin, k_end, _ = stretch(Bounds, sample, L, S)
     first, past = tile * BN, S
     batch = sample
     if PACKED:
@@ -132,8 +157,6 @@ def flash_keys_kernel(
     batch, head_at = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
     Q += batch * q_b + head_at * q_h
     dOut += batch * g_b + head_at * g_h
-    if KeyMask is not None:
-        KeyMask += batch * S
     line = (batch * H + head) * L
     column = first + tl.arange(0, BN)
     k = load_rows(K + batch * k_b + head_at * k_h, first, k_n, k_begin, k_end, D, WIDE_D, BN, True)
@@ -142,20 +165,18 @@ def flash_keys_kernel(
     dk = tl.zeros([BN, WIDE_D], tl.float32)
     dv = tl.zeros([BN, WIDE_E], tl.float32)
 
-    if Rows is None:
-        parted = (holes != 0) | (first < k_begin) | (first + BN > k_end)
-    else:
-        parted = (holes != 0) | (q_begin != 0) | (k_begin != 0) | (k_end != S)
-    # A key is seen from where it would itself see, were left and right exchanged.
+    # A key is seen from where it would itself see, were left and right exchanged. Keys that are none do as the others, for
+    # what they are given is theirs alone.
     begin, end, whole, after = walk(
-        Rows, head * rows_h + tile * 3, tl.maximum(first, k_begin) - shift, tl.minimum(first + BN, k_end) - 1 - shift,
-        right, left, whole_right, whole_left, q_begin, q_end, parted, BM,
+        Bounds, Rows, Columns, head * rows_h + tile * 3,
+        tl.maximum(first, k_begin) - shift, tl.minimum(first + BN, k_end) - 1 - shift,
+        right, left, whole_right, whole_left, q_begin, q_end, False, BM * PARTS,
     )  # fmt: skip
 
-    for each in range(whole, after):
+    for each in range(whole * PARTS, after * PARTS):
         block = each
         if Rows is not None:
-            block = tl.load(Columns + each)
+            block = tl.load(Columns + each // PARTS) * PARTS + each % PARTS  # type: ignore[reportOperatorIssue]  # PARTS is a number
         q = load_rows(Q, block * BM, q_n, q_begin, q_end, D, WIDE_D, BM, False)
         grad = load_rows(dOut, block * BM, g_n, q_begin, q_end, E, WIDE_E, BM, False)
         lse = _logarithms(Lse + line, block * BM, q_begin, q_end, BM)
@@ -169,16 +190,16 @@ def flash_keys_kernel(
             ds = tl.where(column[:, None] == tl.load(Place + at)[None, :], ds - tl.load(Less + at)[None, :], ds)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
-    for each in tl.range(begin, end - (after - whole), num_stages=1):  # type: ignore[reportGeneralTypeIssues]  # a loop of Triton, not of Python
-        block = each + tl.where(each < whole, 0, after - whole)
+    for each in tl.range(begin * PARTS, (end - after + whole) * PARTS, num_stages=1):  # type: ignore[reportGeneralTypeIssues]  # a loop of Triton, not of Python
+        block = each // PARTS + tl.where(each // PARTS < whole, 0, after - whole)
         kind = -1
         if Rows is not None:
             kind = tl.load(Tiles + block)
-            block = tl.load(Columns + block)
+            block = tl.load(Columns + block) * PARTS + each % PARTS
         row = block * BM + tl.arange(0, BM)
         pairs = shown(
-            row[None, :], column[:, None], shift, left, right, q_begin, q_end, k_begin, k_end, KeyMask, Bits, kind,
-            tl.arange(0, BM)[None, :], tl.arange(0, BN)[:, None], Rows is None,
+            row[None, :], column[:, None], shift, left, right, Bits, kind,
+            (each % PARTS * BM + tl.arange(0, BM))[None, :], tl.arange(0, BN)[:, None], Rows is None,
         )  # fmt: skip
         q = load_rows(Q, block * BM, q_n, q_begin, q_end, D, WIDE_D, BM, True)
         grad = load_rows(dOut, block * BM, g_n, q_begin, q_end, E, WIDE_E, BM, True)
@@ -198,5 +219,10 @@ def flash_keys_kernel(
             ds -= tl.where(column[:, None] == place[None, :], less[None, :], 0.0)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
+    if Bounds is not None:
+        if KeyMask is not None:
+            KeyMask += batch * S
+        real = real_keys(column, k_begin, k_end, KeyMask)[:, None]
+        dk, dv = tl.where(real, dk, 0.0), tl.where(real, dv, 0.0)
     store_rows(dK + batch * dk_b + head_at * dk_h, first, dk_n, past, dk * scale, D, WIDE_D, BN)
     store_rows(dV + batch * dv_b + head_at * dv_h, first, dv_n, past, dv, E, WIDE_E, BN)

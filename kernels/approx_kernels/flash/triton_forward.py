@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from approx_kernels.flash.triton_tiles import load_rows, mass, shown, store_rows, stretch, walk, window, with_mass
+from approx_kernels.flash.triton_tiles import (
+    load_rows,
+    mass,
+    real_keys,
+    shown,
+    store_rows,
+    stretch,
+    walk,
+    window,
+    with_mass,
+)
 from approx_kernels.triton_language import jit, tl
 
 # Lengths that differ must not make kernels that differ.
@@ -58,13 +68,10 @@ def flash_forward_kernel(
     out = tl.zeros([BM, WIDE_E], tl.float32)
     place = tl.full([BM], -1, tl.int32)
 
-    parted = holes != 0
-    if Rows is not None:
-        # Entries say of the pattern that it holds all pairs, not of the sample that it has all keys.
-        parted = parted | (q_begin != 0) | (k_begin != 0) | (k_end != S)
     begin, end, whole, after = walk(
-        Rows, head * rows_h + tile * 3, tl.maximum(first, q_begin) + shift, tl.minimum(first + BM, q_end) - 1 + shift,
-        left, right, whole_left, whole_right, k_begin, k_end, parted, BN,
+        Bounds, Rows, Columns, head * rows_h + tile * 3,
+        tl.maximum(first, q_begin) + shift, tl.minimum(first + BM, q_end) - 1 + shift,
+        left, right, whole_left, whole_right, k_begin, k_end, holes != 0, BN,
     )  # fmt: skip
 
     for each in range(whole, after):
@@ -86,9 +93,12 @@ def flash_forward_kernel(
             block = tl.load(Columns + block)
         column = block * BN + tl.arange(0, BN)
         pairs = shown(
-            row[:, None], column[None, :], shift, left, right, q_begin, q_end, k_begin, k_end, KeyMask, Bits, kind,
+            row[:, None], column[None, :], shift, left, right, Bits, kind,
             tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :], Rows is None,
         )  # fmt: skip
+        # A list has no pair behind the last key.
+        if Rows is None or Bounds is not None:
+            pairs = pairs & real_keys(column, k_begin, k_end, KeyMask)[None, :]
         k = load_rows(K, block * BN, k_n, k_begin, k_end, D, WIDE_D, BN, True)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
         if Spans is None:
@@ -100,7 +110,7 @@ def flash_forward_kernel(
             place = tl.where(tl.max(s, 1) > top, block * BN + tl.argmax(s, 1), place)
         total, top, out = _fold(s, v, total, top, out, PRECISION)
 
-    # Queries that are padding have been in whole tiles, too.
+    # Queries that are padding have met keys like all others.
     seen = (row >= q_begin) & (row < q_end) & (total > 0)
     out = tl.where(seen[:, None], out / tl.where(seen, total, 1.0)[:, None], 0.0)
     lse = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453, float("-inf"))
@@ -109,4 +119,4 @@ def flash_forward_kernel(
     tl.store(Lse + (batch * H + head) * L + row, lse, mask=row < past)
     if Place is not None:
         tl.store(Total + (batch * H + head) * L + row, tl.where(seen, total, 0.0), mask=row < past)
-        tl.store(Place + (batch * H + head) * L + row, place, mask=row < past)
+        tl.store(Place + (batch * H + head) * L + row, tl.where(seen, place, -1), mask=row < past)

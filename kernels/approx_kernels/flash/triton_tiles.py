@@ -59,7 +59,9 @@ def window(Spans, head, left, right, ramp):
 
 
 @jit
-def walk(Rows, at, low, high, left, right, whole_left, whole_right, begin, end, parted, TILE: tl.constexpr):
+def walk(
+    Bounds, Rows, Columns, at, low, high, left, right, whole_left, whole_right, begin, end, parted, TILE: tl.constexpr
+):  # fmt: skip
     """Tiles that rows at low to high meet: from, to; and those of them, unless `parted`, of which they see all: from, to.
 
     A list says which they are, from `at` on; otherwise they lie in [begin, end), and in a window about each row.
@@ -74,43 +76,40 @@ def walk(Rows, at, low, high, left, right, whole_left, whole_right, begin, end, 
     else:
         whole, after, past = tl.load(Rows + at), tl.load(Rows + at + 1), tl.load(Rows + at + 2)
         start = whole
+        if Bounds is not None:
+            past = tl.where(low <= high, past, start)
+            # A list says that the pattern holds all pairs of a tile, not that the sample has its rows; tiles ascend.
+            some = after > whole
+            lowest = tl.load(Columns + whole, mask=some, other=0)
+            highest = tl.load(Columns + after - 1, mask=some, other=0)
+            parted = parted | (low > high) | (lowest * TILE < begin) | ((highest + 1) * TILE > end)
     if parted:
         after = whole
     return start, past, whole, after
 
 
 @jit
-def shown(
-    row,
-    column,
-    shift,
-    left,
-    right,
-    q_begin,
-    q_end,
-    k_begin,
-    k_end,
-    KeyMask,
-    Bits,
-    tile,
-    place,
-    bit,
-    BANDED: tl.constexpr,
-):
-    """Which pairs of a tile count; `row` and `column` lie along different axes, so do `place` and `bit`, their places in it."""
-    pairs = (row >= q_begin) & (row < q_end) & (column >= k_begin) & (column < k_end)
+def real_keys(column, begin, end, KeyMask):
+    """Which of these keys count for any query."""
+    real = (column >= begin) & (column < end)
+    if KeyMask is not None:
+        real = real & (tl.load(KeyMask + column, mask=real, other=0) != 0)
+    return real
+
+
+@jit
+def shown(row, column, shift, left, right, Bits, tile, place, bit, BANDED: tl.constexpr):
+    """Which pairs of a tile count, were all rows real; `row` and `column` lie along different axes, so do `place` and `bit`,
+    their places in it.
+    """
     if BANDED:
         away = column - row - shift
-        pairs = pairs & (away <= right) & (away >= -left)
+        return (away <= right) & (away >= -left)
     else:
         # A word of 64 bits as two of 32, which shift in half the registers.
         at = Bits + (tl.cast(tl.maximum(tile, 0), tl.int64) * 64 + place) * 2
         word = tl.where(bit < 32, tl.load(at), tl.load(at + 1))
-        pairs = pairs & ((tile < 0) | (((word >> (bit & 31)) & 1) != 0))
-    if KeyMask is not None:
-        real = tl.load(KeyMask + column, mask=(column >= k_begin) & (column < k_end), other=1)
-        pairs = pairs & (real != 0)
-    return pairs
+        return (tile < 0) | (((word >> (bit & 31)) & 1) != 0)
 
 
 @jit

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from approx_kernels.flash import flash_obstacle
 from approx_kernels.flash.listed import listed_attention
+from approx_kernels.flash.padding import under_padding
 from approx_kernels.global_tokens.cpu import window_lists
 from approx_kernels.global_tokens.reference import places, seeing_rows, window_blocks
 from approx_kernels.implementation import choose
@@ -72,18 +73,6 @@ def global_token_attention(
     run = choose("global_token_attention", impl, ranked(q, elsewhere if own else flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[int] | Tensor) -> Tensor:
-        if run == "triton":
-            return _tiles(
-                q,
-                k,
-                v,
-                left=left,
-                right=right,
-                tokens=tuple(map(int, tokens)),
-                see_all=see_all,
-                causal=causal,
-                scale=scale,
-            )
         chosen = places(tokens, k.shape[2], k.device)
         how: dict[str, Any] = {"chosen": chosen, "causal": causal, "scale": scale, "dropout": dropout}
         if run == "cpu":
@@ -100,6 +89,10 @@ def global_token_attention(
             )
         return seeing_rows(out, q, k, v, **how)
 
+    if run == "triton":
+        own = tuple(map(int, tokens))
+        tiles = partial(_tiles, left=left, right=right, tokens=own, see_all=see_all, causal=causal, scale=scale)
+        return under_padding(tiles, q, k, v, key_mask)
     if not isinstance(tokens, Tensor):
         return without_padding(partial(attend, tokens=tokens), q, k, v, key_mask)
     if tokens.dtype != torch.bool or tokens.shape != (k.shape[0], k.shape[2]):
@@ -119,6 +112,7 @@ def _tiles(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    key_mask: Tensor | None,
     *,
     left: int,
     right: int,
@@ -127,7 +121,7 @@ def _tiles(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """The window and the tokens as one list of blocks for the flash kernels."""
+    """The window and the tokens as one list of blocks for the flash kernels; real keys are at the front."""
 
     def pairs(i: Tensor, j: Tensor) -> Tensor:
         chosen = torch.tensor(tokens, dtype=torch.long, device=i.device)
@@ -135,4 +129,5 @@ def _tiles(
         seen = seen | torch.isin(i, chosen) if see_all else seen
         return seen & (j <= i) if causal else seen
 
-    return listed_attention(q, k, v, ("global tokens", left, right, tokens, see_all, causal), pairs, scale=scale)[0]
+    pattern = "global tokens", left, right, tokens, see_all, causal
+    return listed_attention(q, k, v, pattern, pairs, key_mask=key_mask, scale=scale)[0]

@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from approx_kernels.flash import flash_obstacle
+from approx_kernels.flash.padding import under_padding
 from approx_kernels.implementation import choose
 from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.shapes import check_shapes
 from approx_kernels.strided.cpu import strided_lists
 from approx_kernels.strided.reference import strided_heads
 from approx_kernels.strided.triton import strided_tiles
-from approx_kernels.strides import root_above
+from approx_kernels.strides import root_above, same_stride
 from approx_kernels.tokens import by_step, without_padding
 from approx_kernels.triton_language import ranked
 
@@ -45,7 +46,7 @@ def strided_attention(
         k: Keys, [B, H, S, D].
         v: Values, [B, H, S, E].
         key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
-        stride: From the number of real tokens of a sample to l; always the same if causal.
+        stride: From the number of real tokens of a sample to l, never less for more; always the same if causal.
         causal: Whether a query sees only keys at or before its own position.
         steps: 1, 2 or None (both merged): what each head uses, repeated over the heads.
         scale: Factor of the scores.
@@ -62,12 +63,19 @@ def strided_attention(
     ways = {"cpu": obstacle(q), "reference": None}
     run = choose("strided_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
+    def tiles(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
+            own = stride(k.shape[2])
+            return strided_tiles(q, k, v, key_mask, stride=own, causal=causal, step=step, scale=scale)
+
+        return by_step(attend, q, k, v, steps)
+
     def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
         own = stride(k.shape[2])
-        if run == "triton":
-            return strided_tiles(q, k, v, stride=own, causal=causal, step=step, scale=scale)
         if run == "cpu":
             return strided_lists(q, k, v, stride=own, causal=causal, step=step, scale=scale, dropout=dropout)
         return strided_heads(q, k, v, stride=own, causal=causal, step=step, scale=scale, dropout=dropout)
 
+    if run == "triton":
+        return under_padding(tiles, q, k, v, key_mask, same_stride(stride, k.shape[2]))
     return without_padding(lambda q, k, v: by_step(attend, q, k, v, steps), q, k, v, key_mask)

@@ -11,25 +11,36 @@ from approx_kernels.flash.listed import joined, listed_attention
 
 
 def strided_tiles(
-    q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool, step: int | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    stride: int,
+    causal: bool,
+    step: int | None,
+    scale: float,
 ) -> Tensor:
-    """One step, or both under one softmax, joined by their log-sum-exps."""
+    """One step, or both under one softmax, joined by their log-sum-exps; real keys are at the front."""
     keys = k.shape[2]
     stride = min(stride, keys)
     near = None
     if step != 2:
-        near = flash(q, k, v, scale=scale, left=stride - 1, right=0 if causal else stride - 1, impl="triton")
+        right = 0 if causal else stride - 1
+        near = flash(q, k, v, key_mask, scale=scale, left=stride - 1, right=right, impl="triton")
         if step == 1:
             return near[0]
     before = (keys - q.shape[2]) % stride
     columns = _columns(q, stride, before), _columns(k, stride, 0), _columns(v, stride, 0)
     # Cells behind the last key; a causal query stands before them anyway.
-    real = None if causal or keys % stride == 0 else _real(keys, stride, q)
+    if key_mask is None and not causal and keys % stride:
+        key_mask = k.new_ones(k.shape[0], keys, dtype=torch.bool)
+    real = None if key_mask is None else _cells(key_mask, stride)
     if near is None:
         far = flash(*columns, real, scale=scale, right=0 if causal else None, impl="triton")
         return _rows(far[0], q, stride, before)
     if causal:
-        far = flash(*columns, scale=scale, right=-1, impl="triton")
+        far = flash(*columns, real, scale=scale, right=-1, impl="triton")
     else:
         # Its own cell is in the window already.
         far = listed_attention(*columns, "others", lambda i, j: i != j, key_mask=real, scale=scale, diagonal=False)
@@ -49,8 +60,7 @@ def _rows(x: Tensor, q: Tensor, stride: int, before: int) -> Tensor:
     return grid.flatten(2, 3)[:, :, before : before + q.shape[2]]
 
 
-def _real(keys: int, stride: int, q: Tensor) -> Tensor:
-    """Which cells of each column hold a key, [B l, rows]."""
-    rows = -(-keys // stride)
-    inside = keys > torch.arange(rows * stride, device=q.device).view(rows, stride).T
-    return inside.repeat(q.shape[0], 1)
+def _cells(mask: Tensor, stride: int) -> Tensor:
+    """A mask of keys, [B, S], for the cells of each column, [B l, rows]."""
+    grid = F.pad(mask, (0, -mask.shape[1] % stride)).unflatten(1, (-1, stride))
+    return grid.transpose(1, 2).flatten(0, 1)

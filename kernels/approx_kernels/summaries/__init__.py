@@ -1,14 +1,16 @@
 """Attention inside blocks and to the summary columns of all blocks: fixed and full-information patterns."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from approx_kernels.flash import flash_obstacle
+from approx_kernels.flash.padding import under_padding
 from approx_kernels.implementation import choose
 from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.shapes import check_shapes
-from approx_kernels.strides import root_below
+from approx_kernels.strides import root_below, same_stride
 from approx_kernels.summaries.cpu import summary_lists
 from approx_kernels.summaries.reference import Inside, summary_blocks
 from approx_kernels.summaries.triton import summary_tiles
@@ -49,7 +51,8 @@ def summary_attention(
         k: Keys, [B, H, S, D].
         v: Values, [B, H, S, E].
         key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
-        stride: From the number of real tokens of a sample to the tokens of a block, l; always the same if causal.
+        stride: From the number of real tokens of a sample to the tokens of a block, l, never less for more; always the same
+            if causal.
         summary: Columns of a summary, c.
         inside: What a query sees of its own block in step 1: all, the past with itself, the future with itself, or
             one after the other.
@@ -72,14 +75,26 @@ def summary_attention(
     ways = {"cpu": obstacle(q), "reference": None}
     run = choose("summary_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
+    def how(keys: int, step: int | None) -> dict[str, Any]:
         side: Inside = inside
         if inside == "both" and step is not None:
             side, step = ("past", step) if step < 3 else ("future", step - 2)
-        how = {"stride": stride(k.shape[2]), "summary": summary, "causal": causal, "scale": scale}
-        if run == "triton":
-            return summary_tiles(q, k, v, inside=side, step=step, **how)
-        attend_side = summary_lists if run == "cpu" else summary_blocks
-        return attend_side(q, k, v, inside=side, step=step, **how, dropout=dropout)
+        settings = {"stride": stride(keys), "summary": summary, "causal": causal, "scale": scale}
+        return settings | {"inside": side, "step": step}
 
+    def tiles(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
+            return summary_tiles(q, k, v, key_mask, **how(k.shape[2], step))
+
+        return by_step(attend, q, k, v, steps)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
+        attend_side = summary_lists if run == "cpu" else summary_blocks
+        return attend_side(q, k, v, **how(k.shape[2], step), dropout=dropout)
+
+    if run == "triton":
+        # The summary of a last block that is not causal ends where the sample does, unless it is the first columns.
+        apart = not causal and inside != "future"
+        alike = (lambda count: count) if apart else same_stride(stride, k.shape[2])
+        return under_padding(tiles, q, k, v, key_mask, alike)
     return without_padding(lambda q, k, v: by_step(attend, q, k, v, steps), q, k, v, key_mask)

@@ -13,6 +13,7 @@ def summary_tiles(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    key_mask: Tensor | None,
     *,
     stride: int,
     summary: int,
@@ -21,7 +22,9 @@ def summary_tiles(
     step: int | None,
     scale: float,
 ) -> Tensor:
-    """The own block of each query, and beside it the summaries of the others in tiles that hold nothing else."""
+    """The own block of each query, and beside it the summaries of the others in tiles that hold nothing else; real
+    keys are at the front.
+    """
     length, keys = q.shape[2], k.shape[2]
     pattern = ("summaries", stride, summary, inside, causal, step)
 
@@ -49,4 +52,7 @@ def summary_tiles(
     columns = columns.to(q.device)
     if step != 1:
         k, v = (torch.cat([x, x.index_select(2, columns)], 2) for x in (k, v))
-    return listed_attention(q, k, v, (pattern, keys), pairs, scale=scale, first=keys - length)[0]
+    real = None if key_mask is None else torch.cat([key_mask, key_mask.index_select(1, columns)], 1)
+    out = listed_attention(q, k, v, (pattern, keys), pairs, key_mask=real, scale=scale, first=keys - length)[0]
+    # Beside summaries there are more keys than queries, whose mask this is then not taken for.
+    return out if key_mask is None else out.masked_fill(~key_mask[:, None, keys - length :, None], 0.0)

@@ -100,7 +100,9 @@ def test_outputs_and_gradients_are_those_of_the_formula_under_the_mask(name, dty
     # Shares of rounds, or all and nothing, up to rounding.
     steps = 0.7 * (6 if name.startswith("lsh") else 1)
     kept = (factors(name, q, k, mask).nan_to_num() * steps).round() / steps
-    if not name.startswith("lsh"):
+    if name.startswith("lsh"):
+        assert ((kept > 0.1) & (kept < 1.3)).any(), "rounds drop on their own"
+    else:
         assert kept.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
     results: list[tuple[torch.Tensor, ...]] = []
     for impl, wide in (("cpu", dtype), ("reference", dtype), ("reference", torch.float64)):

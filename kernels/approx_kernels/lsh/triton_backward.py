@@ -65,7 +65,8 @@ def lsh_queries_kernel(
         weight = tl.exp2(tl.where(first, own_scores(q, key, factor, times) - lse, float("-inf")))
         dq += (weight * (products(grad, value) - delta))[:, None] * key.to(tl.float32)
 
-    for start in range(least(low), greatest(end), BN):
+    # Who sees nothing has M for both, which must not draw the others along.
+    for start in range(least(low), greatest(tl.where(low < M, end, 0)), BN):
         rank = start + tl.arange(0, BN)
         token = tl.load(Tokens + rank, mask=rank < M, other=0)
         entry = token

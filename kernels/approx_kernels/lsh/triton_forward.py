@@ -53,7 +53,8 @@ def lsh_forward_kernel(
         top, total = tl.where(first, score, top), tl.where(first, 1.0, total)
         out += gathered(V, own, first, v_n, E, WIDE_E).to(tl.float32)
 
-    for start in range(least(low), greatest(end), BN):
+    # Who sees nothing has M for both, which must not draw the others along.
+    for start in range(least(low), greatest(tl.where(low < M, end, 0)), BN):
         rank = start + tl.arange(0, BN)
         token = tl.load(Tokens + rank, mask=rank < M, other=0)
         entry = token

@@ -16,6 +16,7 @@ SOURCE = "int answer(void) {{ return {}; }}"
 def test_what_is_compiled_once_is_read_again(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
     caplog.set_level(logging.INFO)
+    library.cache_clear()
     source = SOURCE.format(41)
     if isinstance(found := library(source), str):
         pytest.skip(found)

@@ -31,11 +31,11 @@ def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.floa
     return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
 
 
-def projection(size, features=40):
+def projection(size, features=24):
     return draw_projection(size, features=features, orthogonal=True, seed=0).to(DEVICE)
 
 
-def attend(q, k, v, key_mask=None, *, impl="triton", features=40, **how):
+def attend(q, k, v, key_mask=None, *, impl="triton", features=24, **how):
     rows = projection(q.shape[3], features)
     return performer_attention(q, k, v, key_mask, projection=rows, scale=0.25, impl=impl, **how)
 
@@ -104,14 +104,14 @@ def test_head_sizes(size, values):
 
 
 @CAUSAL
-@pytest.mark.parametrize("features", [1, 16, 100])
+@pytest.mark.parametrize("features", [1, 16, 50])
 def test_numbers_of_features(causal, features):
-    check(draw(37, 37, heads=2), causal=causal, features=features)
+    check(draw(20, 37, heads=2), causal=causal, features=features)
 
 
 @CAUSAL
 def test_half_precision(causal):
-    check(draw(90, 90, dtype=torch.float16), causal=causal)
+    check(draw(70, 70, dtype=torch.float16), causal=causal)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bfloat16")
@@ -234,9 +234,9 @@ def test_operations_are_counted():
         out = attend(q, k, v, causal=True)
         forward = counter.get_total_flops()
         out.sum().backward()
-    pairs = 20 * 30 * (40 + 32)
-    assert forward == 2 * 2 * (40 * 48 * (20 + 30) + 20 * 40 * 16 + pairs)
-    features = 40 * (20 * (5 * 16 + 2 * 32) + 30 * (3 * 16 + 3 * 32))
+    pairs = 20 * 30 * (24 + 32)
+    assert forward == 2 * 2 * (24 * 48 * (20 + 30) + 20 * 24 * 16 + pairs)
+    features = 24 * (20 * (5 * 16 + 2 * 32) + 30 * (3 * 16 + 3 * 32))
     assert counter.get_total_flops() - forward == 2 * 2 * (features + 3 * pairs)
 
 

@@ -43,7 +43,7 @@ SUMS = {
 }
 SHARES = (Configuration({"BT": 32}, 4, 1),)
 CARRY = (Configuration({"BM": 16}, 4, 2), Configuration({"BM": 8}, 4, 1))
-# Those of outputs and of each gradient, where pairs are computed, and where one state is read.
+# Those of outputs and of each gradient, where the rows of a tile are those of a chunk, and where they are any.
 CAUSAL = {
     what: {
         "bfloat16": (_cut(64, 16, 64, 4, 2), _cut(64, 16, 32, 4, 1)),
@@ -89,10 +89,12 @@ class Launches:
     ) -> None:
         self.q, self.k, self.v, self.key_mask = q, k, v, key_mask
         self.causal, self.kernel, self.root = causal, kernel, scale**0.5
-        self.features, self.heads = rows.shape[0], q.shape[0] * q.shape[1]
+        self.projection, self.features, self.heads = rows.float(), rows.shape[0], q.shape[0] * q.shape[1]
         # What 16 bits round away from the rows follows them.
         near = rows.to(q.dtype)
-        self.rows = near if q.dtype == torch.float32 else torch.cat([near, (rows.float() - near.float()).to(q.dtype)])
+        self.rows = (
+            near if q.dtype == torch.float32 else torch.cat([near, (self.projection - near.float()).to(q.dtype)])
+        )
         self.rows = self.rows.contiguous()
         self.narrow = q.dtype == torch.bfloat16
         self.shift = k.shape[2] - q.shape[2] if causal else 0
@@ -218,8 +220,7 @@ class Launches:
             place = self.key_mask.argmax(1)[:, None, None, None].expand(-1, self.k.shape[1], 1, self.k.shape[3])
             first = self.k.gather(2, place)[:, :, 0]
         first = first.float() * self.root
-        rows = self.rows[: self.features].float()
-        logs = first @ rows.T - first.square().sum(-1, keepdim=True) / 2
+        logs = first @ self.projection.T - first.square().sum(-1, keepdim=True) / 2
         if self.key_mask is not None:
             logs = logs.where(self.key_mask.amax(1)[:, None, None] > 0, LOWEST)
         return logs.contiguous()

@@ -23,7 +23,7 @@ from approx_kernels.performer.triton_tiles import (
     read_state,
     read_tops,
     write_state,
-)  # fmt: skip
+)
 from approx_kernels.triton_language import jit, tl
 
 

@@ -18,8 +18,9 @@ def inner(
     SIZE: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, XS: tl.constexpr, YS: tl.constexpr,
 ):  # fmt: skip
     """Add to `made`, [XS, YS], the products of rows of X and rows of Y; as factors as they are where NARROW is None."""
-    # True float32 is multiplied without tensor cores, whose operands would take all registers.
-    SLICE: tl.constexpr = min(WIDE, 32) if X.dtype.element_ty == tl.float32 else WIDE
+    # Without tensor cores, and in float32 with them, operands of all columns would take all registers.
+    WHOLE: tl.constexpr = X.dtype.element_ty != tl.float32
+    SLICE: tl.constexpr = WIDE if WHOLE else 16 if PRECISION == "ieee" else min(WIDE, 32)
     for left in tl.static_range(0, WIDE, SLICE):
         x = read_rows(X, x_start, x_n, x_there, left, SIZE, SLICE, XS)
         y = read_rows(Y, y_start, y_n, y_there, left, SIZE, SLICE, YS)

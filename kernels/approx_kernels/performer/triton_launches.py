@@ -46,14 +46,14 @@ CARRY = (Configuration({"BM": 16}, 4, 2), Configuration({"BM": 8}, 4, 1))
 # Those of outputs and of each gradient, where the rows of a tile are those of a chunk, and where they are any.
 CAUSAL = {
     what: {
-        "bfloat16": (_cut(64, 16, 64, 4, 2), _cut(64, 16, 32, 4, 1)),
-        "bfloat16, wide": (_cut(64, 16, 64, 4, 2), _cut(64, 16, 32, 4, 1)),
+        "bfloat16": (_cut(64, features, 64, 4, 1), _cut(64, 16, 32, 4, 1)),
+        "bfloat16, wide": (_cut(64, 16, 32, 4, 1), _cut(64, 16, 16, 4, 1)),
         "float16": (_cut(64, 16, 64, 4, 1), _cut(64, 16, 32, 4, 1)),
         "float16, wide": (_cut(64, 16, 32, 4, 1), _cut(64, 16, 16, 4, 1)),
         "float32": (_cut(32, 16, 32, 8, 1), _cut(32, 16, 16, 8, 1)),
         "float32, wide": (_cut(32, 16, 16, 8, 1),),
     }
-    for what in ("out", "dq", "dk", "dv")
+    for what, features in {"out": 16, "dq": 32, "dk": 16, "dv": 32}.items()
 }
 PARALLEL = {
     what: {

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from approx_kernels.performer.triton import performer_backward, performer_forward
+from approx_kernels.performer.triton_launches import Launches, empty
 from bench.offline import Launch
 
 
@@ -22,6 +22,11 @@ def launches() -> Iterator[Launch]:
         yield Launch(f"float32, {size}, causal", _both(torch.float32, size), tensor_cores=False)
     yield Launch("float16, 128", _both(torch.float16, 128, causal=False))
     yield Launch("float32, 128", _both(torch.float32, 128, causal=False), tensor_cores=False)
+    for causal, told in ((False, ""), (True, ", causal")):
+        yield Launch(f"sums carried on, bfloat16, 64{told}", _without_products(half, 64, causal), tensor_cores=False)
+    yield Launch(
+        "sums carried on, float32, 128, causal", _without_products(torch.float32, 128, True), tensor_cores=False
+    )
 
 
 def _both(
@@ -29,10 +34,33 @@ def _both(
     kernel: str = "softmax", masked: bool = False,
 ) -> Callable[[], None]:  # fmt: skip
     def run() -> None:
-        q, v = (torch.empty(2, 1024, 4, n, dtype=dtype).transpose(1, 2) for n in (size, values or size))
-        mask = torch.ones(2, 1024, dtype=torch.uint8) if masked else None
-        given = q, q, v, torch.empty(features, size), mask, causal
-        out, *kept, _, _ = performer_forward(*given, False, kernel, 0.125)
-        performer_backward(out, out, *kept, *given, kernel, 0.125)
+        q, v, launches = _given(dtype, size, values or size, features, causal, kernel, masked)
+        sums = launches.empty_sums(q)
+        tops, share = (empty(q, *sums[1].shape[2:]) if kernel == "softmax" else None), empty(q, 1024)
+        kept = share, share, torch.zeros(2, 4, 16, dtype=torch.int64)
+        c = v if dtype == torch.bfloat16 else v.float()
+        launches.sum_rows(q, v, launches.key_mask, None, None, tops, *sums, 0)
+        launches.outputs((*sums, tops), v, kept)
+        launches.query_gradients((*sums, tops), c, share, kept, q)
+        launches.sum_rows(q, c, None, share, share, tops, *sums, 0)
+        launches.key_gradients(sums, tops, c, kept, share, q, v)
 
     return run
+
+
+def _without_products(dtype: torch.dtype, size: int, causal: bool) -> Callable[[], None]:
+    def run() -> None:
+        q, v, launches = _given(dtype, size, size, 256, causal, "softmax", True)
+        *_, tops = launches.key_sums()
+        c, share = launches.shares(v, v, empty(q, 1024))
+        launches.query_sums(tops, c, share, share)
+
+    return run
+
+
+def _given(
+    dtype: torch.dtype, size: int, values: int, features: int, causal: bool, kernel: str, masked: bool
+) -> tuple[torch.Tensor, torch.Tensor, Launches]:
+    q, v = (torch.zeros(2, 1024, 4, n, dtype=dtype).transpose(1, 2) for n in (size, values))
+    mask = torch.ones(2, 1024, dtype=torch.uint8) if masked else None
+    return q, v, Launches(q, q, v, torch.zeros(features, size), mask, causal, kernel, 0.125)

@@ -102,16 +102,16 @@ class Launches:
 
     def key_sums(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Sums over keys, and their tops."""
-        sums, totals = self._empty_sums(self.k)
+        sums, totals = self.empty_sums(self.k)
         tops = empty(self.q, *totals.shape[2:]) if self.kernel == "softmax" else None
-        self._sum(self.k, self.v, self.key_mask, None, None, tops, sums, totals, 0)
+        self.sum_rows(self.k, self.v, self.key_mask, None, None, tops, sums, totals, 0)
         self._carry(sums, totals, tops, self._first_logs() if self.causal and tops is not None else None, back=False)
         return sums, totals, tops
 
     def query_sums(self, tops: Tensor | None, c: Tensor, mu: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over queries of features times `c` and times `share`."""
-        sums, totals = self._empty_sums(self.q)
-        self._sum(self.q, c, None, mu, share, tops, sums, totals, self.shift)
+        sums, totals = self.empty_sums(self.q)
+        self.sum_rows(self.q, c, None, mu, share, tops, sums, totals, self.shift)
         self._carry(sums, totals, tops, None, back=True)
         return sums, totals
 
@@ -186,10 +186,11 @@ class Launches:
 
             self._first_that_fits(run, what)
 
-    def _sum(
+    def sum_rows(
         self, x: Tensor, z: Tensor, mask: Tensor | None, mu: Tensor | None, share: Tensor | None, tops: Tensor | None,
         sums: Tensor, totals: Tensor, shift: int,
     ) -> None:  # fmt: skip
+        """Write sums over each segment of rows x, which are keys and then write their tops, or queries with a `share`."""
         rows, count = self._segments(x)
 
         def run(cut: Configuration) -> None:
@@ -231,7 +232,8 @@ class Launches:
             return CHUNK[self.q.dtype], chunks_of(self.q, self.k)[0]
         return segments(self.heads * -(-self.features // _TOGETHER), x.shape[2])
 
-    def _empty_sums(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def empty_sums(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Room for the sums over queries or keys."""
         _, count = self._segments(x)
         slots = count + (self.causal or count > 1)
         return empty(self.q, slots, self.features, self.v.shape[3]), empty(self.q, slots, self.features)

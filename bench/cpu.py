@@ -2,27 +2,29 @@
 
     python bench/cpu.py -o reports/cpu                        # what fits into 25 minutes; again, to go on
     python bench/cpu.py -o DIR --only 'roberta/forward/*' --lengths 512,4096 --threads 2
+    python bench/cpu.py -o reports/cpu --only 'gpt2/*' --again    # these parts anew, all others as they are
     python bench/cpu.py -o DIR --longest                      # 65,536 tokens through twelve layers as well
     python bench/cpu.py -o reports/cpu --redraw               # pages from the record, nothing measured
 
-The work is cut into parts, suite/mode/dtype/threads/length: `attention` and `attention-causal` (one layer's attention by
-itself), `roberta`, `gpt2` (prefill) and `wav2vec2` (10 to 60 s) end to end, `decode` (one token of GPT-2). Within a part all
-take turns, round by round. Parts run from the cheapest to the dearest, each is kept as soon as it is done, and what is
-kept is not measured again. On one thread time is the processor's; on more it is the wall clock's, without repetitions
-that did not get the cores. Written are `record.json` and, made from it, `report.md` and its pictures.
+The work is cut into parts, SUITE/MODE/PRECISION/THREADS/LENGTH, such as roberta/forward/float32/2/4096 or, eight at once,
+decode/forward/float32/2/4096x8. Suites: `attention` and `attention-causal` (one layer's attention by itself), `roberta`,
+`gpt2` (prefill) and `wav2vec2` (10 to 60 s) end to end, `decode` (one token of GPT-2). Modes: forward, train. `--only` takes
+a pattern of the shell for their names, in quotes; * also stands for slashes. With `--longest`, longest/MECHANISM too.
+
+Within a part all take turns, round by round. Parts run from the cheapest to the dearest; each is kept in DIR/parts, with its
+commit, as soon as it is done, and what is kept there or stands in DIR/record.json is not measured again without `--again`:
+the same command goes on where the last one ended. On one thread time is the processor's; on more it is the wall clock's,
+without repetitions that did not get the cores. Written are `record.json` and, made from it, `report.md` and its pictures.
 """
 
 import argparse
 import fnmatch
 import gc
-import json
-import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 # In a checkout that is not installed, both packages lie beside this folder.
 sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (".", "kernels"))
@@ -31,69 +33,24 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from approx.errors import ApproxError, Exit
 from approx.evaluation.memory import is_out_of_memory, memory_limit, peak_mb
 from approx.evaluation.race import OK, Runner, race
-from approx.evaluation.record import environment
 from approx.evaluation.statistics import ratio_interval
 from approx.evaluation.timing import Neighbours, timed
+from approx_kernels.findings import found as probed
+from approx_kernels.implementation import chosen
 from bench import cpu_cases, cpu_floor, cpu_page
-from bench.parts import all_kept, keep, kept
+from bench.cpu_record import DTYPES, LENGTHS, LONGEST, THREADS, Part, circumstances, gather, planned, take_up
+from bench.parts import keep, kept
 
 CPU = torch.device("cpu")
-LENGTHS, DTYPES, THREADS = (512, 1024, 2048, 4096, 8192), ("float32", "bfloat16"), (1, 2)
-# Frames of 10, 30 and 60 s of sound.
-FRAMES = (499, 1499, 2999)
-LONGEST, LONGEST_LAYERS = 65_536, 12
+LONGEST_LAYERS = 12
 MINUTES = 25.0
 # The rounds of a part take so long at least. They are `ROUNDS` at least, or `FEW` where one takes longer than `LONG` seconds.
 SECONDS, ROUNDS, FEW, LONG = 4.0, 5, 3, 2.0
 WARM_UP_SECONDS = 0.1
-QUICK = {"minutes": 2.0, "lengths": (512, 1024), "dtypes": ("float32",), "seconds": 0.0}
-
-
-class Part(NamedTuple):
-    """A race, or a measurement of one kind."""
-
-    suite: str
-    mode: str
-    dtype: str
-    threads: int
-    length: int
-    batch: int = 1
-
-    @property
-    def id(self) -> str:
-        """What `--only` is matched with, and the name of the file in which it is kept."""
-        length = f"{self.length}" if self.batch == 1 else f"{self.length}x{self.batch}"
-        return f"{self.suite}/{self.mode}/{self.dtype}/{self.threads}/{length}"
-
-    @property
-    def causal(self) -> bool:
-        """Whether a query sees its past alone."""
-        return self.suite in ("attention-causal", "gpt2", "decode")
-
-    @property
-    def layers(self) -> int:
-        """Layers that run."""
-        return 1 if self.suite.startswith("attention") else cpu_cases.LAYERS
-
-
-def planned(threads: tuple[int, ...], dtypes: tuple[str, ...], lengths: tuple[int, ...]) -> Iterator[Part]:
-    """All parts. Training is timed on all threads, where it is done, and not at the greatest length."""
-    for count in threads:
-        for dtype in dtypes:
-            for length in lengths:
-                for suite in ("attention", "attention-causal", "roberta", "gpt2"):
-                    yield Part(suite, "forward", dtype, count, length)
-                    if count == max(threads) and length <= 4096:
-                        yield Part(suite, "train", dtype, count, length)
-                if length <= 4096 and (dtype == "float32" or count == max(threads)):
-                    for batch in (1, 8):
-                        yield Part("decode", "forward", dtype, count, length, batch)
-            for frames in FRAMES:
-                yield Part("wav2vec2", "forward", dtype, count, frames)
-                if count == max(threads):
-                    yield Part("wav2vec2", "train", dtype, count, frames)
+QUICK: dict[str, Any] = {"minutes": 2.0, "lengths": (512, 1024), "dtypes": ("float32",), "seconds": 0.0}
 
 
 def cost(part: Part, rates: dict[str, Any]) -> float:
@@ -147,6 +104,9 @@ def measure(part: Part, seconds: float, rounds: int) -> dict[str, Any]:
         "spread": float(np.median(first) / np.median(second)),
         "crowded": part.threads > 1 and neighbours.crowded(),
         "took_s": time.perf_counter() - begun,
+        # What each op ran last, and from how many rows on products are computed in another way.
+        "chosen": chosen(),
+        "products": {asked: one["rows"] for asked, one in probed("cpu").items() if asked.endswith("products")},
         "contenders": rows,
     }
 
@@ -190,59 +150,55 @@ def longest(case: cpu_cases.Case, threads: int) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Measure what is asked for and not kept yet, as far as the minutes reach; then put the record together."""
+    """Measure what is asked for and not kept yet, as far as the minutes reach; then put the record together.
+
+    Raises:
+        ApproxError: if the folder holds the record of another processor.
+    """
     folder, begun = options.output / "parts", time.perf_counter()
+    take_up(options.output)
     rates: dict[str, Any] = {}
     for threads in options.threads:
-        for dtype in options.dtypes:
+        for dtype in (*options.dtypes, cpu_floor.SIGNS):
             key = f"{dtype}/{threads}"
-            rates[key] = kept(folder, f"rates/{key}") or cpu_floor.calibrate(dtype, threads)
-            keep(folder, f"rates/{key}", rates[key])
+            rates[key] = kept(folder, f"rates/{key}")
+            if rates[key] is None:
+                rates[key] = {**circumstances(), **cpu_floor.calibrate(dtype, threads)}
+                keep(folder, f"rates/{key}", rates[key])
     parts = [part for part in planned(options.threads, options.dtypes, options.lengths) if _asked(part.id, options)]
     ordered = sorted(((cost(part, rates), part) for part in parts), key=lambda each: each[0])
     for place, (turn, part) in enumerate(ordered):
-        if kept(folder, part.id):
+        if kept(folder, part.id) and not options.again:
             continue
         rounds = ROUNDS if turn < LONG else FEW
         # Warm-up, memory and rounds, at half of the speed of a plain product, and making the models.
         expected = 5 + options.seconds + 2 * turn * (rounds + 4)
         if time.perf_counter() - begun + expected > 60 * options.minutes:
-            left = sum(kept(folder, other.id) is None for _, other in ordered[place:])
+            left = sum(options.again or kept(folder, other.id) is None for _, other in ordered[place:])
             console.print(f"The minutes are used up; {left} parts are left. Run the same command again to go on.")
             break
         console.print(f"{place + 1}/{len(ordered)} {part.id}", highlight=False)
-        keep(folder, part.id, measure(part, options.seconds, rounds))
+        keep(folder, part.id, {**circumstances(), **measure(part, options.seconds, rounds)})
         gc.collect()
     if options.longest:
         for case in cpu_cases.cases(False, LONGEST):
             name = f"longest/{case.name}"
-            if _asked(name, options) and not kept(folder, name):
+            if _asked(name, options) and (options.again or not kept(folder, name)):
                 console.print(name, highlight=False)
-                keep(folder, name, longest(case, max(options.threads)))
-    _gather(options.output, planned(THREADS, DTYPES, LENGTHS))
+                keep(folder, name, {**circumstances(), **longest(case, max(options.threads))})
+    gather(options.output)
 
 
 def _asked(name: str, options: argparse.Namespace) -> bool:
     return fnmatch.fnmatchcase(name, options.only)
 
 
-def _gather(output: Path, everything: Iterator[Part]) -> None:
-    """Write the record of all parts that are kept, and name those of the whole plan that are not."""
-    found = all_kept(output / "parts")
-    done = {Part(**{name: one[name] for name in Part._fields}).id for one in found if "contenders" in one}
-    made = {
-        "command": shlex.join(["python", "bench/cpu.py", *sys.argv[1:]]),
-        "rates": [one for one in found if "flops" in one],
-        "parts": [one for one in found if "contenders" in one],
-        "longest": [one for one in found if one.get("suite") == "longest"],
-        "left": sorted(part.id for part in everything if part.id not in done),
-        "environment": environment(),
-    }
-    (output / "record.json").write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(one) for one in text.split(","))
+
+
+def _listed(values: tuple[object, ...]) -> str:
+    return ",".join(map(str, values))
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -253,28 +209,49 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def main() -> int:
-    """Measure, write and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    """Measure, write and print; another code than 0 where the folder is another processor's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, help="folder of the parts, the record and the pages"
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of the parts, the record and the page; one a processor",
     )
-    parser.add_argument("--quick", action="store_true", help="two minutes: short inputs, float32")
-    parser.add_argument("--only", default="*", metavar="GLOB", help="parts whose name matches")
-    parser.add_argument("--lengths", type=_numbers, help="tokens, separated by commas")
-    parser.add_argument("--dtypes", type=_words, help="float32,bfloat16")
-    parser.add_argument("--threads", type=_numbers, default=THREADS, help="1,2")
-    parser.add_argument("--minutes", type=float, help=f"begin no part that would end later ({MINUTES:g})")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="parts whose name matches (all)")
+    parser.add_argument("--lengths", type=_numbers, metavar="N,N", help=f"tokens ({_listed(LENGTHS)})")
+    parser.add_argument("--dtypes", type=_words, metavar="NAME,NAME", help=f"precisions ({_listed(DTYPES)})")
+    parser.add_argument(
+        "--threads",
+        type=_numbers,
+        default=THREADS,
+        metavar="N,N",
+        help=f"numbers of threads; training and bfloat16 decoding take the greatest alone ({_listed(THREADS)})",
+    )
+    parser.add_argument("--minutes", type=float, metavar="N", help=f"begin no part that would end later ({MINUTES:g})")
+    parser.add_argument("--again", action="store_true", help="measure what is asked for even where it is kept")
     parser.add_argument("--longest", action="store_true", help="65,536 tokens through twelve layers too, however long")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"a look, not a measurement: {QUICK['minutes']:g} minutes, {_listed(QUICK['lengths'])} tokens, "
+        f"{_listed(QUICK['dtypes'])}, {ROUNDS} rounds however short; what is given beside it counts",
+    )
     parser.add_argument("--redraw", action="store_true", help="measure nothing; make the pages from the record")
     options = parser.parse_args()
     usual = {"minutes": MINUTES, "lengths": LENGTHS, "dtypes": DTYPES, "seconds": SECONDS}
     for name, value in (usual | QUICK if options.quick else usual).items():
         if getattr(options, name, None) is None:
             setattr(options, name, value)
-    if not options.redraw:
-        run(options, Console(stderr=True))
+    try:
+        if not options.redraw:
+            run(options, Console(stderr=True))
+    except ApproxError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
     sys.stdout.write(cpu_page.write(options.output, options.output))
-    return 0
+    return Exit.OK
 
 
 if __name__ == "__main__":

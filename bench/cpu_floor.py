@@ -1,21 +1,29 @@
 """How fast attention could be at best on this machine: counted operations and bytes over measured rates."""
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from approx.evaluation.timing import timed
+from approx_kernels.c_language import address, library
+from approx_kernels.clustering import hamming_c
 from bench import cpu_cases
 
 _CPU = torch.device("cpu")
 _SIDE, _COPIED, _REPETITIONS = 2048, 2**28, 5
 # A product in another precision still counts as float32 below this relative error.
 _FLOAT32_ERROR = 1e-6
-# Rows of a tile of queries that share their keys, and the chunk of causal linear attention.
-_TILE, _CHUNK = 128, 64
+# What products of +-1 are called among the rates; words a head and centroids that they are measured on.
+SIGNS = "signs"
+_WORDS, _CLUSTERS = 4096, 100
+# The chunk of causal linear attention.
+_CHUNK = 64
 EXACT = ("full", "sdpa", "exact", "flash")
+# Time over floor that each mechanism, at these settings or any, may have at most.
+_LIMITS = {"linear": 2.0, "local": 2.4, "bigbird": 2.4, "clustered iterations=3": 4.5, "improved-clustered": 6.0}
 
 
 @contextlib.contextmanager
@@ -38,7 +46,10 @@ def calibrate(dtype: str, threads: int) -> dict[str, Any]:
     """Operations a second of a large product, and bytes a second of a large copy, read and written, on so many threads.
 
     In float32 the product may take the way that `exact` may take, where the error allows it, and in 16 bits that by float32.
+    Signs have no copy, nor a product where no C can be compiled.
     """
+    if dtype == SIGNS:
+        return _calibrate_signs(threads)
     torch.set_num_threads(threads)
     kind = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(0)
@@ -66,6 +77,25 @@ def calibrate(dtype: str, threads: int) -> dict[str, Any]:
     }
 
 
+def _calibrate_signs(threads: int) -> dict[str, Any]:
+    """Operations a second of products of +-1, as our own search for the nearest of a hundred words of 64 bits does them.
+
+    None where no C can be compiled.
+    """
+    torch.set_num_threads(threads)
+    rate, found = None, library(hamming_c.SOURCE)
+    if not isinstance(found, str):
+        generator = torch.Generator().manual_seed(0)
+        words, draws = (torch.randint(2**62, (n,), generator=generator) for n in (cpu_cases.HEADS * _WORDS, _CLUSTERS))
+        # Held here: C is given addresses alone.
+        tensors = (words, None, torch.tensor([_WORDS]), torch.tensor([_CLUSTERS]), draws)
+        numbers = map(ctypes.c_int64, (1, cpu_cases.HEADS, _WORDS, 1, 1, threads))
+        groups = torch.empty(len(words), dtype=torch.int32)
+        given = (*map(address, tensors), *numbers, address(groups))
+        rate = 2 * 64 * len(words) * _CLUSTERS / _seconds(lambda: found.cluster(*given), threads)
+    return {"dtype": SIGNS, "threads": threads, "flops": rate, "bytes": None}
+
+
 def _seconds(call: Callable[[], object], threads: int) -> float:
     """The least of some repetitions: a rate is what the machine can do."""
     call()
@@ -78,7 +108,7 @@ class Work(NamedTuple):
 
     Attributes:
         flops: Operations of products, multiplications and additions apart.
-        signs: Operations of products of +-1, which need 8 bits.
+        signs: Operations of products of +-1, which need 8 bits; half of them find the nearest centroids, half move them.
         numbers: Numbers that are read or written.
     """
 
@@ -87,11 +117,23 @@ class Work(NamedTuple):
     numbers: float
 
 
-def floor_ms(name: str, length: int, causal: bool, rates: dict[str, Any]) -> float | None:
-    """Least milliseconds of a forward of one layer's attention, batch 1; None for what is no mechanism of ours.
+def limit(name: str) -> float | None:
+    """Time over floor that a contender may have at most; None where nothing was asked."""
+    return next((most for one, most in _LIMITS.items() if name == one or name.startswith(f"{one} ")), None)
+
+
+def floor_ms(name: str, length: int, causal: bool, rates: dict[str, Any], signs: float | None) -> float | None:
+    """Least milliseconds of a forward of one layer's attention, batch 1; None for what is no mechanism of ours, or unknown.
 
     The operations of its products at the rate of a large product, or what it must read and write at the rate of a large
-    copy, whichever takes longer. Exponentials, sorting and choosing are not counted; clustering is, as products.
+    copy, whichever takes longer. Exponentials, sorting and choosing are not counted.
+
+    Args:
+        name: A contender.
+        length: Tokens.
+        causal: Whether a query sees its past alone.
+        rates: What `calibrate` found in the precision.
+        signs: Its products a second of +-1; None where nobody knows.
     """
     case = next(
         (one for one in [cpu_cases.Case("sdpa", "sdpa", {}), *cpu_cases.cases(causal, 1)] if one.name == name), None
@@ -99,17 +141,21 @@ def floor_ms(name: str, length: int, causal: bool, rates: dict[str, Any]) -> flo
     if case is None:
         return None
     work, tokens = work_of(case, length, causal), cpu_cases.HEADS * length
+    if work.signs and signs is None:
+        return None
+    # A processor moves centroids by few additions, not by products.
+    finding = work.signs / 2 / signs if signs else 0.0
     width = getattr(torch, rates["dtype"]).itemsize
-    return 1e3 * tokens * max((work.flops + work.signs) / rates["flops"], work.numbers * width / rates["bytes"])
+    return 1e3 * tokens * max(work.flops / rates["flops"] + finding, work.numbers * width / rates["bytes"])
 
 
-def work_of(case: cpu_cases.Case, length: int, causal: bool) -> Work:
-    """What a forward of a mechanism does at least for each token of each head."""
+def work_of(case: cpu_cases.Case, length: int, causal: bool, tile: int = 0) -> Work:
+    """What a forward of a mechanism does at least for each token of each head; `tile` queries of a window share their keys."""
     mechanism = cpu_cases.mechanism_of(case, causal)
     size, half = cpu_cases.SIZE, 0.5 if causal else 1.0
     # Queries, keys, values and outputs once.
     io = numbers = 4 * size
-    signs, pairs = 0, None
+    signs = 0
     if case.mechanism in EXACT:
         flops = 4 * size * length * half
     elif case.mechanism == "linear":
@@ -124,14 +170,24 @@ def work_of(case: cpu_cases.Case, length: int, causal: bool) -> Work:
             flops += 4 * mechanism.topk * size
             numbers += 2 * size + 2 * clusters
     elif case.mechanism == "lsh":
-        flops = mechanism.rounds * 4 * size * 2 * mechanism.cluster
+        flops = mechanism.flops(length) / (cpu_cases.HEADS * length)
         numbers = io * (1 + 2 * mechanism.rounds)
     else:
-        pairs = {
-            "local": lambda: mechanism.left + (0 if causal else mechanism.right) + _TILE,
-            "longformer": lambda: mechanism.window // (2 if causal else 1) + _TILE,
-            "bigbird": lambda: mechanism.block * (5 + mechanism.random),
+        sides = {
+            "local": lambda: (mechanism.left, mechanism.right),
+            "longformer": lambda: (mechanism.window // 2, mechanism.window // 2),
         }.get(case.mechanism)
-        counted = mechanism.flops(length) / (cpu_cases.HEADS * length)
-        flops = counted if pairs is None else min(4 * size * pairs(), 4 * size * length * half)
+        if sides is not None:
+            left, right = sides()
+            pairs = min(_seen(length, left, 0 if causal else right) + tile, length * half)
+        elif case.mechanism == "bigbird":
+            pairs = min(mechanism.block * (5 + mechanism.random), length * half)
+        else:
+            pairs = mechanism.flops(length) / (cpu_cases.HEADS * length * 4 * size)
+        flops = 4 * size * pairs
     return Work(flops, signs, numbers)
+
+
+def _seen(length: int, left: int, right: int) -> float:
+    """Keys within the window of a query, in the mean over all of them; at either end it is cut off."""
+    return 1 + sum(side - side * (side + 1) / (2 * length) for side in (min(left, length - 1), min(right, length - 1)))

@@ -1,13 +1,13 @@
 """The page and the pictures that are made from a record of `bench/cpu.py`."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from bench.cpu_cases import REFERENCES
-from bench.cpu_floor import floor_ms
-from bench.cpu_peers import COUNTERPARTS
-from bench.cpu_targets import LENGTHS, THREADS, against_peers, exponents, fits, judged, other_targets
+from bench.cpu_sections import PEERS_BASE, dagger, floors, half_products, memory, peers
+from bench.cpu_targets import LENGTHS, THREADS, judged, other_targets
 from bench.pages import draw, ratio, table
 from bench.parts import find, names, row
 
@@ -19,6 +19,12 @@ _SUITES = {
     "decode": "GPT-2-small-sized decoder, one token on top of so many",
     "wav2vec2": "Wav2Vec2-base-sized encoder, frames of 10, 30 and 60 s",
 }
+_BASE = (
+    "PyTorch's own products of bfloat16, which a model with default SDPA takes, are slow on this processor, so it is a poor base: "
+    "what attention itself gains is the second figure."
+)
+# Implementations that run on a CPU where there is no C compiler, or by request.
+_ELSEWHERE = ("reference", "triton")
 _MODES = {"forward": "forward", "train": "forward and backward"}
 
 
@@ -35,55 +41,101 @@ def write(source: Path, output: Path) -> str:
 
 def report(made: dict[str, Any], drawn: list[str]) -> str:
     """The record in Markdown."""
+    if not made["parts"]:
+        return "\n\n".join(["# Attention on a CPU", *_about(made), "Nothing was measured."]) + "\n"
+    head = ["where", "attention", "precision", "against", *(f"{length:,}" for length in LENGTHS), "why not"]
+    text = [
+        "## Numbers to reach",
+        f"Forward on {THREADS} threads: what was asked, then what was found; and, of what was not reached, what the record says why.",
+        table(head, judged(made), words=4, remarks=1),
+        *filter(None, [half_products(made)]),
+        table(["what", "found"], other_targets(made), words=2),
+        *(f"![speed-up against length]({name})" for name in drawn),
+        "## What the machine can do",
+        table(
+            ["products of", "threads", "products, GF/s", "copy, GB/s"],
+            [
+                [
+                    one["dtype"],
+                    str(one["threads"]),
+                    *(f"{one[key] / 1e9:.0f}" if one[key] else "–" for key in ("flops", "bytes")),
+                ]
+                for one in made["rates"]
+            ],
+        ),
+    ]
+    text += [piece for dtype in ("float32", "bfloat16") for piece in floors(made, dtype)]
+    text += [piece for suite in _SUITES for piece in _suite(made, suite)]
+    text += [*peers(made, _MODES), *memory(made), *_left(made)]
+    titles = [piece.removeprefix("## ") for piece in text if piece.startswith("## ")]
+    contents = "\n".join(f"- [{title}](#{_anchor(title)})" for title in titles)
+    return "\n\n".join(["# Attention on a CPU", contents, *_about(made), *text]) + "\n"
+
+
+def _about(made: dict[str, Any]) -> list[str]:
+    """On what, when and how everything was measured, and what the marks mean."""
     machine, parts = made["environment"], made["parts"]
     crowded = sum(part["crowded"] for part in parts)
     accepted, rejected = (
         sum(one.get(key, 0) for part in parts for one in part["contenders"]) for key in ("accepted", "rejected")
     )
-    layers = sorted({part["layers"] for part in parts if not part["suite"].startswith("attention")})
+    torch, transformers = (
+        " and ".join(sorted({part.get(name, machine[name]) for part in parts} or {machine[name]}))
+        for name in ("torch", "transformers")
+    )
     text = [
-        "# Attention on a CPU",
-        f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}, transformers {machine['transformers']}; "
-        f"batch 1 where nothing else is said, 12 heads of 64. Models have {' or '.join(map(str, layers)) or 'no'} layers with random "
-        "weights, their word and position tables looked up but not trained; the encoder of Wav2Vec2 is timed without "
-        "its convolutions, GPT-2 without its head. Everything in one table was timed in one run, in turns. On one thread time is "
-        "the processor's; on more it is the wall clock's, without the repetitions in which a contender got less than 0.85 "
-        f"of the share of the cores that it gets at its best: {accepted:,} repetitions were kept, {rejected:,} rejected. In "
-        f"{crowded} of {len(parts)} parts other programs used the cores. Ratios are how many times as fast; bold where the "
-        "95 % interval lies above 1. Inputs of attention alone are random, on which clustering needs all its iterations. "
-        f"Made by `{made['command']}`.",
+        f"{machine['processor']} with {machine.get('instructions', 'unknown instructions')}, {machine['cores']} cores, "
+        f"torch {torch}, transformers {transformers}; batch 1 where nothing else is said, 12 heads of 64. Models have "
+        f"{_layers(parts)} with random weights, their word and position tables looked up but not trained; the encoder of "
+        "Wav2Vec2 is timed without its convolutions, GPT-2 without its head. Inputs of attention alone are random, on which "
+        "clustering needs all its iterations.",
+        "Each column is one run, in which all took turns. Columns may be of different commits, which the last row of each "
+        "table names, and an older one does not show what has changed in a kernel since; of parts that did not keep their "
+        "commit it is that at which their record was put together. On one thread time is the processor's; on more it "
+        "is the wall clock's, without the repetitions in which a contender got less than 0.85 of the share of the cores that "
+        f"it gets at its best: {accepted:,} repetitions were kept, {rejected:,} rejected.",
+        "Ratios are how many times as fast. **Bold** is what is faster beyond the noise: its 95 % interval lies above 1, above "
+        "what SDPA differs from itself in that column, and above what any mechanism gains there over no attention at all. That "
+        "does strictly less, but when decoding, where it still copies a cache: what is faster than it is so by noise. † marks "
+        "the columns whose noise exceeds 4 %, or in which other programs used the cores, as they did in "
+        f"{crowded} of {len(parts)} parts.",
+        f"Made by `{made['command']}`, the last of several runs; `--only PART --again` measures one part anew.",
     ]
     if made["left"]:
         text.append(f"{len(made['left'])} parts of the plan were not measured; they stand at the end.")
-    if not parts:
-        return "\n\n".join([*text, "Nothing was measured."]) + "\n"
-    head = ["where", "attention", "precision", "against", *(f"{length:,}" for length in LENGTHS)]
-    text += [
-        "## Numbers to reach",
-        f"Forward on {THREADS} threads: what was asked, then what was found.",
-        table(head, judged(made), words=4),
-        table(["what", "found"], other_targets(made), words=2),
-        *(f"![speed-up against length]({name})" for name in drawn),
-        "## What the machine can do",
-        table(
-            ["precision", "threads", "products, GF/s", "copy, GB/s"],
-            [
-                [one["dtype"], str(one["threads"]), f"{one['flops'] / 1e9:.0f}", f"{one['bytes'] / 1e9:.0f}"]
-                for one in made["rates"]
-            ],
-        ),
-        *filter(None, [_half_products(made)]),
-    ]
-    text += [piece for dtype in ("float32", "bfloat16") for piece in _floors(made, dtype)]
-    text += [piece for suite in _SUITES for piece in _suite(made, suite)]
-    text += [*_peers(made), *_memory(made)]
-    if made["left"]:
-        lengths: dict[str, list[str]] = {}
-        for name in made["left"]:
-            part, _, length = name.rpartition("/")
-            lengths.setdefault(part, []).append(length)
-        text += ["## Not measured", "\n".join(f"- `{part}` at {', '.join(found)}" for part, found in lengths.items())]
-    return "\n\n".join(text) + "\n"
+    ran = sorted(
+        {f"`{op}` as {way}" for part in parts for op, way in part.get("chosen", {}).items() if way in _ELSEWHERE}
+    )
+    if ran:
+        text.append(f"Not compiled for this processor ran {', '.join(ran)}.")
+    return text
+
+
+def _layers(parts: list[dict[str, Any]]) -> str:
+    layers = sorted({part["layers"] for part in parts if not part["suite"].startswith("attention")})
+    return f"{' or '.join(map(str, layers)) or 'no'} layers"
+
+
+def _anchor(title: str) -> str:
+    """What GitHub calls the place of a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _left(made: dict[str, Any]) -> list[str]:
+    lengths: dict[str, list[str]] = {}
+    for name in made["left"]:
+        part, _, length = name.rpartition("/")
+        lengths.setdefault(part, []).append(length)
+    lines = []
+    for part, found in lengths.items():
+        if part == "longest":
+            told = ", ".join(f"`{name}`" for name in found)
+        else:
+            told = ", ".join(
+                sorted(found, key=lambda length: [int(number) for number in f"{length}x1".split("x")[1::-1]])
+            )
+        lines.append(f"- `{part}` {'of' if part == 'longest' else 'at'} {told}")
+    return ["## Not measured", "\n".join(lines)] if lines else []
 
 
 def readme_table(made: dict[str, Any]) -> str:
@@ -97,142 +149,63 @@ def readme_table(made: dict[str, Any]) -> str:
             if name in REFERENCES or name.endswith("iterations=10"):
                 continue
             told = {"sdpa": "default SDPA", "no attention": "*no attention: the ceiling*"}.get(name, f"`{name}`")
-            rows.append([told, dtype, *(ratio(row(parts[n], name), "against_best") for n in lengths)])
+            rows.append([told, dtype, *(ratio(parts[n], name, "against_best") for n in lengths)])
     machine = made["environment"]
     layers = sorted({part["layers"] for part in made["parts"] if part["suite"] == "roberta"})
     return (
         table(["attention", "precision", *(f"×, {n:,} tokens" for n in lengths)], rows, words=2)
         + f"\n\nForward time of "
         f"{' or '.join(map(str, layers))} RoBERTa-base-sized layers relative to the best exact attention in the same precision; batch 1, "
-        f"{machine['processor']}, {THREADS} threads, torch {machine['torch']}. Bold where the interval lies above 1. "
-        f"{_half_products(made)}".rstrip()
-    )
-
-
-def _half_products(made: dict[str, Any]) -> str:
-    """What converted models have besides their attention where the processor has no products of 16 bits; else nothing."""
-    rates = next(
-        (one for one in made["rates"] if (one["dtype"], one["threads"]) == ("bfloat16", THREADS)), {"by_precision": {}}
-    )
-    plain, wide = (rates["by_precision"].get(way, 0.0) / 1e9 for way in ("highest", "float32"))
-    if wide <= plain:
-        return ""
-    return (
-        f"This processor has no instructions for bfloat16: PyTorch's products run at {plain:.0f} GF/s, far slower still "
-        f"with weights that lie as GPT-2's do, in float32 and rounded at {wide:.0f}. Converted models and the ceiling take the latter, default SDPA and the peers the former, so in bfloat16 most of every "
-        "gain over it is that of the row `exact`, and only what exceeds it is the attention's."
+        f"{machine['processor']}, {THREADS} threads, torch {machine['torch']}. Bold where it is faster beyond the noise. "
+        f"{half_products(made)}".rstrip()
     )
 
 
 def _suite(made: dict[str, Any], suite: str) -> list[str]:
     keys = ("mode", "dtype", "threads", "batch")
-    groups = sorted({tuple(part[key] for key in keys) for part in made["parts"] if part["suite"] == suite})
-    text = [f"## {_SUITES[suite]}"] if groups else []
+    own = [part for part in made["parts"] if part["suite"] == suite]
+    groups = sorted({tuple(part[key] for key in keys) for part in own})
+    whole = "" if suite.startswith("attention") else f", {_layers(own)}"
+    text = [f"## {_SUITES[suite]}{whole}"] if groups else []
     for mode, dtype, threads, batch in groups:
-        same = {"suite": suite, "mode": mode, "dtype": dtype, "threads": threads, "batch": batch}
+        same = dict(zip(keys, (mode, dtype, threads, batch), strict=True))
         parts = sorted(
-            (part for part in made["parts"] if all(part[key] == value for key, value in same.items())),
+            (part for part in own if all(part[key] == value for key, value in same.items())),
             key=lambda part: part["length"],
         )
         told = f"{_MODES[mode]}, {dtype}, {threads} thread{'s' * (threads > 1)}" + f", batch {batch}" * (batch > 1)
         lines = []
         for name in names(parts):
-            found = [row(part, name) for part in parts]
             if name == "sdpa":
-                cells = ["–" if one is None else f"{one['median_ms']:.3g} ms" for one in found]
+                cells = ["–" if one is None else _ms(one["median_ms"]) for one in (row(part, name) for part in parts)]
             else:
-                cells = [f"{ratio(one, 'against_sdpa')} / {ratio(one, 'against_best')}" for one in found]
+                cells = [
+                    " / ".join(ratio(part, name, key) for key in ("against_sdpa", "against_best")) for part in parts
+                ]
             lines.append([f"`{name}`", *cells])
-        best = ["best exact attention", *(part["best_exact"] or "–" for part in parts)]
-        spread = ["SDPA against itself", *(f"{part['spread']:.2f}" for part in parts)]
+        lines += [
+            ["best exact attention", *(part["best_exact"] or "–" for part in parts)],
+            ["SDPA against itself", *(f"{part['spread']:.2f}" for part in parts)],
+            ["commit", *(_commit(part) for part in parts)],
+        ]
         text += [
             f"### {told[0].upper()}{told[1:]}",
             "Against default SDPA / against the best exact.",
-            table(["attention", *(f"{part['length']:,}" for part in parts)], [*lines, best, spread]),
+            table(["attention", *(f"{part['length']:,}{dagger(part)}" for part in parts)], lines),
         ]
+        if dtype == "bfloat16" and half_products(made):
+            text.append(PEERS_BASE if suite.startswith("attention") else _BASE)
     return text
 
 
-def _floors(made: dict[str, Any], dtype: str) -> list[str]:
-    rates = next((one for one in made["rates"] if (one["dtype"], one["threads"]) == (dtype, THREADS)), None)
-    place = {"mode": "forward", "dtype": dtype, "threads": THREADS}
-    parts = {
-        (suite, n): find(made, suite=suite, length=n, **place)
-        for suite in ("attention", "attention-causal")
-        for n in LENGTHS
-    }
-    lines = []
-    for suite, told in (("attention", ""), ("attention-causal", ", causal")):
-        here = [part for (of, _), part in parts.items() if of == suite and part]
-        for name in names(here):
-            cells = []
-            for length in LENGTHS:
-                found = row(parts[suite, length], name)
-                least = None if rates is None else floor_ms(name, length, bool(told), rates)
-                cells.append("–" if found is None or least is None else f"{found['median_ms'] / least:.1f}")
-            if set(cells) != {"–"}:
-                lines.append([f"`{name}`{told}", *cells])
-    if not lines:
-        return []
-    return [
-        f"## Time ÷ floor, {dtype}",
-        f"Forward of attention by itself on {THREADS} threads, over the least time that its counted products take at the rate above, "
-        "or its inputs and outputs at the rate of the copy, whichever is longer. Exponentials, sorting and choosing are not counted.",
-        table(["attention", *(f"{length:,}" for length in LENGTHS)], lines),
-    ]
+def _ms(found: float) -> str:
+    return f"{found:,.0f} ms" if found >= 100 else f"{found:.3g} ms"
 
 
-def _peers(made: dict[str, Any]) -> list[str]:
-    found = against_peers(made, dict(COUNTERPARTS))
-    lines: dict[tuple[str, ...], dict[int, str]] = {}
-    for one in found:
-        told = (one["peer"], f"`{one['ours']}`", _MODES[one["mode"]], one["dtype"], str(one["threads"]))
-        lines.setdefault(told, {})[one["length"]] = f"{one['ratio']:.2f}"
-    if not lines:
-        return []
-    head = ["peer", "ours", "mode", "precision", "threads", *(f"{length:,}" for length in LENGTHS)]
-    rows = [[*told, *(cells.get(length, "–") for length in LENGTHS)] for told, cells in sorted(lines.items())]
-    return [
-        "## Peers",
-        "Attention alone, projections exchanged for copies: how many times as fast as the peer ours is.",
-        table(head, rows, words=4),
-    ]
-
-
-def _memory(made: dict[str, Any]) -> list[str]:
-    text, grown = [], exponents(made)
-    if grown:
-        place = {"suite": "attention", "mode": "forward", "dtype": "float32", "threads": THREADS}
-        lines = []
-        for name, slope in grown.items():
-            found = [row(find(made, **place, length=length), name) for length in LENGTHS]
-            lines.append(
-                [f"`{name}`", f"n^{slope:.2f}", *("–" if one is None else f"{one['peak_mb']:.1f}" for one in found)]
-            )
-        text += [
-            "## Peak memory",
-            "Megabytes that a forward of one layer's attention needs beyond its inputs, float32, and the exponent fitted from 1,024 on.",
-            table(["attention", "grows as", *(f"{length:,}" for length in LENGTHS)], lines),
-        ]
-    if made["longest"]:
-        lines = [
-            [
-                f"`{one['name']}`",
-                *(
-                    [f"{one['ms'] / 1e3:.0f}", f"{one['peak_mb'] / 1e3:.2f}"]
-                    if one["status"] == "ok"
-                    else [one["status"], "–"]
-                ),
-                "yes" if fits(one) else "**no**",
-            ]
-            for one in made["longest"]
-        ]
-        text += [
-            "## 65,536 tokens through twelve layers",
-            "One forward, batch 1, float32; memory beyond model and input.",
-            table(["attention", "seconds", "GB", "within 24 GB with the weights"], lines),
-        ]
-    return text
+def _commit(part: dict[str, Any]) -> str:
+    """The short name of a commit; a plus where something was changed on top of it."""
+    commit, changes, _ = (part.get("git_commit") or "unknown").partition("+")
+    return commit[:7] + changes
 
 
 def _draw(made: dict[str, Any], suite: str, dtype: str, output: Path) -> str | None:

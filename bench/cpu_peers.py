@@ -8,6 +8,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+# What holds or sorts all pairs is measured for reference, not beyond this length.
+LONGEST_REFERENCE = 2048
+
 
 def transformers_peers(hidden: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Longformer and BigBird of transformers, their projections exchanged for copies, so that attention alone is left."""
@@ -57,7 +60,10 @@ class _Copy(nn.Module):
 def fast_transformers_peers(
     q: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The mechanisms of idiap's fast-transformers, where it is installed; it computes in float32 alone."""
+    """The mechanisms of idiap's fast-transformers, where it is installed; it computes in float32 alone.
+
+    All but `conditional-full`, which is one of the others, chosen by length.
+    """
     try:
         made = importlib.import_module("fast_transformers.attention")
         masking = importlib.import_module("fast_transformers.masking")
@@ -68,11 +74,20 @@ def fast_transformers_peers(
     length, size = q.shape[2:]
     everything = masking.TriangularCausalMask(length) if causal else masking.FullMask(length)
     lengths = masking.LengthMask(torch.tensor([length]))
+    clusters = 25 if length <= 512 else 100
+    # As many keys beside a query, in as many rounds, as ours has.
+    peers = {"idiap reformer": made.ReformerAttention(chunk_size=32, bits=8, rounds=4)} if length % 32 == 0 else {}
+    if length <= LONGEST_REFERENCE:
+        peers |= {"idiap full": made.FullAttention(), "idiap exact-topk": made.ExactTopKAttention(topk=32)}
     if causal:
-        peers = {"idiap causal linear": made.CausalLinearAttention(size)}
+        peers |= {
+            "idiap causal linear": made.CausalLinearAttention(size),
+            "idiap causal improved-clustered": made.ImprovedClusteredCausalAttention(
+                clusters, iterations=10, bits=63, topk=32
+            ),
+        }
     else:
-        clusters = 25 if length <= 512 else 100
-        peers = {
+        peers |= {
             "idiap linear": made.LinearAttention(size),
             "idiap clustered": made.ClusteredAttention(clusters, iterations=10, bits=63),
             "idiap improved-clustered": made.ImprovedClusteredAttention(clusters, iterations=10, bits=63, topk=32),
@@ -86,6 +101,10 @@ def fast_transformers_peers(
 # Which of ours each peer is held against.
 COUNTERPARTS: Mapping[str, str] = MappingProxyType(
     {
+        "idiap full": "exact",
+        "idiap exact-topk": "exact-topk",
+        "idiap reformer": "lsh",
+        "idiap causal improved-clustered": "improved-clustered",
         "transformers Longformer": "longformer",
         "transformers BigBird": "bigbird",
         "idiap linear": "linear",

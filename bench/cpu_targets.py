@@ -4,9 +4,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from approx_kernels.products import GAIN
+from bench.cpu_cases import CEILING
 from bench.cpu_peers import COUNTERPARTS
 from bench.pages import asked_and_found
-from bench.parts import find, row
+from bench.parts import find, noise, row
 
 
 class Target(NamedTuple):
@@ -46,31 +48,56 @@ RACED_IDIAP = (512, 1024, 2048, 4096)
 
 def share(part: dict[str, Any] | None, name: str) -> float | None:
     """The speed-up of one contender over that without attention."""
-    own, free = row(part, name), row(part, "no attention")
+    own, free = row(part, name), row(part, CEILING)
     return None if own is None or free is None else own["against_sdpa"][0] / free["against_sdpa"][0]
 
 
 def judged(made: dict[str, Any]) -> list[list[str]]:
-    """A row a target: what it is, and for each length asked, found, and whether it was reached."""
+    """A row a target: what it is, for each length asked, found, and whether it was reached, and what the record says of why not."""
     lines = []
     for target in TARGETS:
         for key, asked in (("against_sdpa", target.against_sdpa), ("against_best", target.against_best)):
-            cells = []
+            cells: list[str] = []
+            reasons: dict[str, list[str]] = {}
             for length, least in zip(LENGTHS, asked, strict=False):
                 place = {"suite": target.suite, "mode": "forward", "dtype": target.dtype, "threads": THREADS}
                 part = find(made, **place, length=length, batch=target.batch)
-                found, free = row(part, target.name), row(part, "no attention")
-                cell = asked_and_found(None if found is None else found[key][0], least)
-                # What decodes without attention still copies a cache, so a state may be faster than that.
-                if found and free and found[key][0] < least and free[key][0] < least and target.suite != "decode":
-                    cell += f", nor without any attention: {free[key][0]:.2f}"
-                cells.append(cell)
+                found = row(part, target.name)
+                cells.append(asked_and_found(None if found is None else found[key][0], least))
+                if part and found and found[key][0] < least:
+                    reason, figure = _why(part, found, key, least)
+                    reasons.setdefault(reason, []).append(f"{figure} ({length:,})")
             if cells:
                 where = {"roberta": "encoder", "gpt2": "GPT-2 prefill", "decode": f"GPT-2 decode, batch {target.batch}"}
                 against = "default SDPA" if key == "against_sdpa" else "best exact"
                 cells += ["–"] * (len(LENGTHS) - len(cells))
-                lines.append([where[target.suite], f"`{target.name}`", target.dtype, against, *cells])
+                why = "; ".join(f"{reason} {', '.join(figures)}" for reason, figures in reasons.items())
+                if reasons and (target.name, target.dtype) == ("exact", "float32"):
+                    why += _switch(made)
+                lines.append([where[target.suite], f"`{target.name}`", target.dtype, against, *cells, why or "–"])
     return lines
+
+
+def _why(part: dict[str, Any], found: dict[str, Any], key: str, least: float) -> tuple[str, str]:
+    """What keeps a contender from its number, the noise, the rest of the model, or itself, and the figure that shows it."""
+    if found[key][0] * noise(part) >= least:
+        return "within the noise of", f"{noise(part) - 1:.1%}"
+    free = row(part, CEILING)
+    if free is None:
+        return "no attention at all", "not measured"
+    told = "no attention at all" + ", its cache still copied," * (part["suite"] == "decode")
+    if free[key][0] < least:
+        return f"{told} reaches", f"{free[key][0]:.2f}"
+    return f"share of what {told} reaches:", f"{found[key][0] / free[key][0]:.2f}"
+
+
+def _switch(made: dict[str, Any]) -> str:
+    """What `exact` may gain in float32: PyTorch's switch of the instructions of products; nothing where it is worth it."""
+    rates = next((one for one in made["rates"] if (one["dtype"], one["threads"]) == ("float32", THREADS)), None)
+    if rates is None:
+        return ""
+    gain = rates["flops"] / rates["by_precision"]["highest"]
+    return f"; the switch of float32 products gains nothing on this processor: ×{gain:.2f}" if gain < GAIN else ""
 
 
 def other_targets(made: dict[str, Any]) -> list[list[str]]:
@@ -80,10 +107,13 @@ def other_targets(made: dict[str, Any]) -> list[list[str]]:
         for dtype in ("float32", "bfloat16"):
             place = {"suite": "roberta", "mode": "forward", "dtype": dtype, "threads": THREADS, "length": SHARED_AT}
             what = f"share of the ceiling at {SHARED_AT:,} tokens, `{name}`, {dtype}"
-            lines.append([what, asked_and_found(share(find(made, **place), name), least)])
-    lines.append(
-        ["faster than idiap's fast-transformers, attention only, one thread, 512 to 4,096 tokens", _idiap(made)]
-    )
+            found = share(find(made, **place), name)
+            alone = row(find(made, **{**place, "suite": "attention"}), name)
+            why = f": by itself it is {alone['against_sdpa'][0]:.1f} times as fast as default SDPA" if alone else ""
+            lines.append([what, asked_and_found(found, least) + why * (found is not None and found < least)])
+    raced, found = _idiap(made)
+    what = "faster than idiap's fast-transformers, attention only, one thread, 512 to 4,096 tokens"
+    lines.append([f"{what}: {', '.join(raced)}" if raced else what, found])
     grown = exponents(made)
     over = [f"`{name}` n^{slope:.2f}" for name, slope in grown.items() if slope > EXPONENT]
     found = "not measured" if not grown else f"not reached: {', '.join(over)}" if over else "reached"
@@ -130,16 +160,18 @@ def against_peers(made: dict[str, Any], counterparts: dict[str, str]) -> list[di
     return found
 
 
-def _idiap(made: dict[str, Any]) -> str:
+def _idiap(made: dict[str, Any]) -> tuple[list[str], str]:
+    """Its mechanisms that ran beside ours, and whether ours was faster than each."""
     found = [
         one
         for one in against_peers(made, dict(COUNTERPARTS))
         if one["peer"].startswith("idiap") and one["threads"] == 1 and one["mode"] == "forward"
     ]
     if not found:
-        return "not measured: it is not installed here"
-    slower = [f"{one['peer']} at {one['length']}: {one['ratio']:.2f}" for one in found if one["ratio"] <= 1]
+        return [], "not measured: it is not installed here"
+    raced = list(dict.fromkeys(one["peer"].removeprefix("idiap ") for one in found))
+    slower = [f"{one['peer']} at {one['length']:,}: {one['ratio']:.2f}" for one in found if one["ratio"] <= 1]
     missing = sorted(set(RACED_IDIAP) - {one["length"] for one in found})
     if missing:
-        slower.append(f"not measured at {', '.join(map(str, missing))}")
-    return f"not reached: {'; '.join(slower)}" if slower else "reached"
+        slower.append(f"not measured at {', '.join(f'{length:,}' for length in missing)}")
+    return raced, f"not reached: {'; '.join(slower)}" if slower else "reached"

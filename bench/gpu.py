@@ -121,6 +121,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     """
     folder, begun = options.output / "parts", time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
+    _take_up(options.output)
     then, now = (parts.kept(folder, "machine") or {}).get("environment"), asked("name").get("name")
     if then and now and now != then["gpu"]:
         raise ApproxError(
@@ -142,6 +143,19 @@ def run(options: argparse.Namespace, console: Console) -> None:
         _stages(options, folder, begun, console)
     finally:
         _gather(options.output, (time.monotonic() - begun) / 60)
+
+
+def _take_up(output: Path) -> None:
+    """Keep what the record of a folder holds and its parts lack, as in a fresh checkout."""
+    path = output / "record.json"
+    if not path.is_file():
+        return
+    made = json.loads(path.read_text(encoding="utf-8"))
+    named = {"machine": {"kind": "machine", "environment": made["environment"], "rates": made["rates"]}}
+    named |= {"tests": made["tests"]} if made["tests"] else {}
+    named |= {f"verification/{one['suite']}/{one['dtype']}/{one['name']}": one for one in made["verified"]}
+    named |= {Part(**{name: one[name] for name in Part._fields}).id: one for one in made["parts"]}
+    parts.seed(output / "parts", named)
 
 
 def _stages(options: argparse.Namespace, folder: Path, begun: float, console: Console) -> None:

@@ -59,8 +59,9 @@ def report(made: dict[str, Any], picture: str | None) -> str:
         f"{machine['gpu']}, {machine.get('memory_gb', 0):.0f} GB, driver {machine.get('driver') or 'unknown'}, CUDA "
         f"{machine.get('cuda')}, cuDNN {machine.get('cudnn')}, torch {machine['torch']}, triton {machine['triton']}, transformers "
         f"{machine['transformers']}, {_others(machine)}; {machine['processor']}. 12 heads of 64; {TOKENS:,} tokens a step where no "
-        f"other batch is given. Models have {LAYERS} layers with random weights, without a head. Everything in one table was timed "
-        "in one run, in turns with SDPA, as medians; ratios are how many times as fast, bold where the 95 % interval lies above 1. "
+        f"other batch is given. Models have {LAYERS} layers with random weights, without a head. All in one column took "
+        "turns with SDPA; times are medians, ratios are how many times as fast, bold where the 95 % interval lies above 1 and above "
+        "the noise: what SDPA differs from itself there, or a mechanism gains over no attention at all. "
         "Inputs are random, which clustering needs all its iterations for, and change from call to call, so that no cache "
         "holds them. The first call of each, which compiles, is timed apart. The best exact is the fastest of SDPA's back ends. "
         f"Made by `{made['command']}` in {made['minutes']:.0f} minutes.",
@@ -214,7 +215,7 @@ def _figure(part: dict[str, Any], name: str) -> str:
         return "–"
     if one["status"] != "ok":
         return _cell(one["status"])
-    return f"{one['median_ms']:.3g}; {ratio(one, 'against_sdpa')} / {ratio(one, 'against_best')}"
+    return f"{one['median_ms']:.3g}; {ratio(part, name, 'against_sdpa')} / {ratio(part, name, 'against_best')}"
 
 
 def _drawn(made: dict[str, Any], output: Path) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from approx_kernels.blocks import bigbird_lists
 from approx_kernels.flash.triton import FORWARD
 from bench.cpu_cases import HEADS, SIZE, Case, mechanism_of
-from bench.cpu_floor import work_of
+from bench.cpu_floor import limit, work_of
 from bench.gpu_cases import SUITES, TOKENS, of_suite
 from bench.pages import asked_and_found
 from bench.parts import find, row
@@ -35,13 +35,12 @@ ENCODER = {
 PREFILL = {"linear": (1.00, 1.06, 1.17, 1.39, 1.83, 2.71)}
 # Time over floor, at most.
 FLOORS = {
-    "linear": 2.0,
-    WINDOWS[0]: 2.4,
-    WINDOWS[1]: 2.4,
-    "bigbird": 2.4,
-    "clustered iterations=3": 4.5,
-    f"{IMPROVED}3": 6.0,
+    name: most
+    for name in ("linear", *WINDOWS, "bigbird", "clustered iterations=3", f"{IMPROVED}3")
+    if (most := limit(name)) is not None
 }
+# Queries that a tensor core multiplies at once with keys of a window.
+TILE = 128
 # Tokens in the cache and batch -> how many times as fast as exact attention with a cache that does not grow.
 DECODING = {(1024, 32): 1.6, (4096, 32): 4.0, (1024, 1): 1.0}
 
@@ -108,7 +107,7 @@ def judged(made: dict[str, Any]) -> list[list[str]]:
 def _at_most(found: float | None, most: float) -> str:
     if found is None:
         return f"{most:g}: not measured"
-    return f"{most:g}: **{found:.2f}**, reached" if found <= most else f"{most:g}: {found:.2f}, not reached"
+    return f"{most:g}: {found:.2f}, {'reached' if found <= most else 'not reached'}"
 
 
 def part_of(
@@ -124,7 +123,7 @@ def floor_ms(made: dict[str, Any], case: Case, part: dict[str, Any]) -> float | 
     rates, width = made["rates"], getattr(torch, part["dtype"]).itemsize
     if part["dtype"] not in rates:
         return None
-    work = work_of(case, part["length"], part["suite"] == CAUSAL)
+    work = work_of(case, part["length"], part["suite"] == CAUSAL, TILE)
     seconds = work.flops / rates[part["dtype"]] + work.signs / rates.get("int8", rates[part["dtype"]])
     return 1e3 * part["batch"] * part["length"] * HEADS * max(seconds, work.numbers * width / rates["copy"])
 

@@ -8,26 +8,30 @@ import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from bench.parts import noise, row
 
-def table(head: list[str], rows: list[list[str]], words: int = 1) -> str:
-    """A table in Markdown, whose first `words` columns hold words and the others figures."""
-    lines = [head, [*["---"] * words, *["--:"] * (len(head) - words)], *rows]
+
+def table(head: list[str], rows: list[list[str]], words: int = 1, remarks: int = 0) -> str:
+    """A table in Markdown, whose first `words` columns and last `remarks` hold words and the others figures."""
+    figures = len(head) - words - remarks
+    lines = [head, [*["---"] * words, *["--:"] * figures, *["---"] * remarks], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def ratio(found: dict[str, Any] | None, key: str) -> str:
-    """A ratio of a contender, bold where its interval lies above 1; a dash where there is none."""
-    if found is None or found[key] is None:
+def ratio(part: dict[str, Any] | None, name: str, key: str) -> str:
+    """A ratio of a contender, bold where its interval lies above 1 and above the noise of its part; a dash where there is none."""
+    found = row(part, name)
+    if part is None or found is None or found[key] is None:
         return "–"
     middle, low, _ = found[key]
-    return f"**{middle:.2f}**" if low > 1 else f"{middle:.2f}"
+    return f"**{middle:.2f}**" if low > max(noise(part), 1) else f"{middle:.2f}"
 
 
 def asked_and_found(found: float | None, least: float) -> str:
     """What was asked at least, what was found, and whether that is reached."""
     if found is None:
         return f"{least:g}: not measured"
-    return f"{least:g}: **{found:.2f}**, reached" if found >= least else f"{least:g}: {found:.2f}, not reached"
+    return f"{least:g}: {found:.2f}, {'reached' if found >= least else 'not reached'}"
 
 
 def draw(lines: Mapping[str, Sequence[tuple[int, float]]], told: str, path: Path) -> None:

@@ -20,6 +20,13 @@ def keep(folder: Path, name: str, found: dict[str, Any]) -> None:
     half.replace(path)
 
 
+def seed(folder: Path, made: dict[str, dict[str, Any]]) -> None:
+    """Keep what a record holds and the folder lacks, by name: a fresh checkout has the record alone."""
+    for name, found in made.items():
+        if not _path(folder, name).is_file():
+            keep(folder, name, found)
+
+
 def all_kept(folder: Path) -> list[dict[str, Any]]:
     """All that was kept, in the order of the names."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
@@ -43,3 +50,20 @@ def row(part: dict[str, Any] | None, name: str | None) -> dict[str, Any] | None:
 def names(parts: list[dict[str, Any]]) -> list[str]:
     """All contenders of some parts, in their order."""
     return list(dict.fromkeys(one["name"] for part in parts for one in part["contenders"]))
+
+
+def noise(part: dict[str, Any]) -> float:
+    """How many times as fast one of two equal contenders of a part may seem: what no gain within it can be told from.
+
+    SDPA is compared with itself, and mechanisms with no attention at all, which does strictly less than they; when decoding
+    it still copies a cache, so that a state may be faster.
+    """
+    seen = [part["spread"] or 1.0]
+    free = next((one for one in part["contenders"] if one["role"] == "ceiling" and one["status"] == "ok"), None)
+    if free and part["suite"] != "decode":
+        seen += [
+            free["median_ms"] / one["median_ms"]
+            for one in part["contenders"]
+            if one["role"] == "variant" and one["status"] == "ok"
+        ]
+    return max(*seen, 1 / seen[0])

@@ -1,12 +1,16 @@
 """The benchmark on CPUs, run on inputs of a few tokens: what it measures, keeps, leaves and writes."""
 
 import json
+import shutil
 import sys
 
 import pytest
+import torch
 
+from approx.errors import Exit
 from approx.mechanisms import MECHANISMS
-from bench import cpu, cpu_floor, cpu_page, cpu_targets
+from bench import cpu, cpu_cases, cpu_floor, cpu_page, cpu_peers, cpu_record, cpu_sections, cpu_targets
+from bench.pages import ratio
 from bench.parts import find
 
 
@@ -39,9 +43,15 @@ def test_every_mechanism_takes_part_and_what_was_not_measured_is_said(bench):
     assert set(MECHANISMS) <= set(named)
     assert {row["status"] for row in named.values()} == {"ok"}
     assert all(len(row["against_sdpa"]) == 3 for row in named.values())
-    assert "roberta/forward/bfloat16/2/8192" in made["left"]
+    assert {"roberta/forward/bfloat16/2/8192", "longest/linear"} <= set(made["left"])
     page = (folder / "report.md").read_text(encoding="utf-8")
     assert "not measured" in page
+    for part in made["parts"]:
+        assert part["command"].startswith("python bench/cpu.py -o ")
+        assert f"| commit | {cpu_page._commit(part)} |" in page
+        # Ops that an earlier part ran are among them.
+        assert set(part["chosen"].values()) & {"cpu", "reference"}
+    assert "git_commit" not in made["environment"]
 
 
 def test_what_is_kept_is_not_measured_again_and_the_minutes_end_it(bench, monkeypatch):
@@ -57,12 +67,44 @@ def test_what_is_kept_is_not_measured_again_and_the_minutes_end_it(bench, monkey
     assert (folder / "report.md").read_bytes() == before
 
 
+def test_a_checkout_that_has_the_record_alone_loses_nothing(bench, monkeypatch):
+    run, folder = bench
+    monkeypatch.setattr("bench.cpu_cases.MECHANISMS", {name: MECHANISMS[name] for name in ("linear", "sdpa", "exact")})
+    first = run("--lengths", "32", "--only", "attention/forward/*")
+    shutil.rmtree(folder / "parts")
+    both = run("--lengths", "32", "--only", "attention*/forward/*")
+    assert len(both["parts"]) == 2
+    assert find(both, suite="attention") == first["parts"][0]
+    again = run("--lengths", "32", "--only", "attention/*", "--again")
+    assert find(again, suite="attention") != first["parts"][0]
+    assert find(again, suite="attention-causal") == find(both, suite="attention-causal")
+
+
+def test_the_record_of_another_processor_is_not_gone_on_with(bench, monkeypatch, capsys):
+    run, folder = bench
+    run("--only", "nothing")
+    made = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+    made["environment"]["processor"] = "another"
+    (folder / "record.json").write_text(json.dumps(made), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["bench/cpu.py", "-o", str(folder)])
+    assert cpu.main() == Exit.REFUSED
+    assert "holds what was measured on another with" in capsys.readouterr().err
+
+
+def test_parts_without_a_commit_are_drawn_and_those_that_are_left_stand_in_order():
+    assert cpu_page._commit({}) == "unknown"
+    assert cpu_page._commit({"git_commit": "0123456789+changes"}) == "0123456+"
+    names = [f"decode/forward/float32/1/{length}" for length in ("4096x8", "512", "4096", "512x8")]
+    _, lines = cpu_page._left({"left": [*names, "longest/lsh", "longest/linear"]})
+    assert lines == "- `decode/forward/float32/1` at 512, 4096, 512x8, 4096x8\n- `longest` of `lsh`, `linear`"
+
+
 @pytest.mark.parametrize("suite", ["roberta", "gpt2", "decode", "wav2vec2"])
 def test_models_run_end_to_end_beside_their_ceiling(bench, monkeypatch, suite):
     run, _ = bench
     few = ("linear", "local", "exact")
     monkeypatch.setattr("bench.cpu_cases.MECHANISMS", {name: MECHANISMS[name] for name in (*few, "sdpa", "full")})
-    monkeypatch.setattr(cpu, "FRAMES", (49,))
+    monkeypatch.setattr(cpu_record, "FRAMES", (49,))
     made = run("--lengths", "48", "--only", f"{suite}/forward/*", "--minutes", "3")
     part = find(made, suite=suite, batch=1)
     assert part is not None
@@ -81,26 +123,126 @@ def test_a_precision_that_is_unknown_is_refused(monkeypatch, capsys):
 @pytest.mark.parametrize(("wide", "said"), [(160e9, "in float32 and rounded at 160."), (5e9, "")])
 def test_the_page_says_what_is_no_gain_of_the_attention(wide, said):
     rates = {"dtype": "bfloat16", "threads": 2, "by_precision": {"highest": 10e9, "float32": wide}}
-    text = cpu_page._half_products({"rates": [rates]})
+    text = cpu_sections.half_products({"rates": [rates]})
     assert said in text
     assert bool(text) == bool(said)
 
 
 @pytest.mark.parametrize(
-    ("suite", "name", "batch", "found", "free", "said"),
+    ("suite", "name", "batch", "found", "free", "said", "why"),
     [
-        ("roberta", "exact", 1, 1.1, 1.2, "1.6: 1.10, not reached, nor without any attention: 1.20"),
-        ("roberta", "exact", 1, 1.1, 1.7, "1.6: 1.10, not reached"),
-        ("roberta", "exact", 1, 1.7, 1.2, "1.6: **1.70**, reached"),
-        ("decode", "linear", 8, 1.1, 1.0, "1.25: 1.10, not reached"),
+        ("roberta", "exact", 1, 1.1, 1.2, "1.6: 1.10, not reached", "no attention at all reaches 1.20 (512)"),
+        (
+            "roberta",
+            "exact",
+            1,
+            1.1,
+            1.76,
+            "1.6: 1.10, not reached",
+            "share of what no attention at all reaches: 0.62 (512)",
+        ),
+        ("roberta", "exact", 1, 1.59, 1.7, "1.6: 1.59, not reached", "within the noise of 1.0% (512)"),
+        ("roberta", "exact", 1, 1.7, 1.2, "1.6: 1.70, reached", ""),
+        (
+            "decode",
+            "linear",
+            8,
+            1.1,
+            1.0,
+            "1.25: 1.10, not reached",
+            "no attention at all, its cache still copied, reaches 1.00 (512)",
+        ),
     ],
 )
-def test_a_target_beyond_the_ceiling_is_told(suite, name, batch, found, free, said):
-    place = {"suite": suite, "mode": "forward", "dtype": "float32", "threads": 2, "length": 512, "batch": batch}
-    ratios = {name: found, "no attention": free}
+def test_a_target_that_is_not_reached_has_a_reason(suite, name, batch, found, free, said, why):
+    part = raced({name: found, "no attention": free}, suite=suite, batch=batch, spread=1.01)
+    switch = {"dtype": "float32", "threads": 2, "flops": 1.02e11, "by_precision": {"highest": 1e11}}
+    lines = cpu_targets.judged({"parts": [part], "rates": [switch]})
+    (line,) = (line for line in lines if line[1:4] == [f"`{name}`", "float32", "default SDPA"])
+    more = "; the switch of float32 products gains nothing on this processor: ×1.02" * (name == "exact" and bool(why))
+    assert (line[4], line[-1]) == (said, why + more or "–")
+
+
+def raced(ratios, **about):
+    """A part in which each was so many times as fast as SDPA."""
+    place = {"suite": "roberta", "mode": "forward", "dtype": "float32", "threads": 2, "length": 512, "batch": 1}
     rows = [
-        {"name": one, "status": "ok", "against_sdpa": [ratio], "against_best": [ratio]} for one, ratio in ratios.items()
+        {
+            "name": one,
+            "role": "ceiling" if one == "no attention" else "variant",
+            "status": "ok",
+            "median_ms": 10 / ratio,
+        }
+        | {"against_sdpa": [ratio, ratio - 0.01, ratio + 0.01], "against_best": [ratio, ratio - 0.01, ratio + 0.01]}
+        for one, ratio in ratios.items()
     ]
-    lines = cpu_targets.judged({"parts": [{**place, "contenders": rows}]})
-    (cell,) = (line[4] for line in lines if line[1:4] == [f"`{name}`", "float32", "default SDPA"])
-    assert cell == said
+    return {**place, "spread": 1.0, "crowded": False, "contenders": rows, **about}
+
+
+@pytest.mark.parametrize(
+    ("about", "free", "bold", "marked"),
+    [
+        ({}, 1.5, True, False),
+        ({"spread": 0.97}, 1.5, True, False),
+        ({"spread": 0.92}, 1.5, False, True),
+        ({"spread": 1.09}, 1.5, False, True),
+        ({"crowded": True}, 1.5, True, True),
+        ({}, 1.0, False, True),
+        ({"suite": "decode"}, 1.0, True, False),
+    ],
+)
+def test_what_lies_within_the_noise_is_not_bold_and_noisy_columns_are_marked(about, free, bold, marked):
+    part = raced({"linear": 1.08, "no attention": free}, **about)
+    assert ratio(part, "linear", "against_sdpa") == ("**1.08**" if bold else "1.08")
+    assert bool(cpu_sections.dagger(part)) == marked
+    assert ratio(part, "absent", "against_sdpa") == "–"
+
+
+def test_a_floor_counts_what_must_be_computed_and_signs_at_their_own_rate():
+    rates = {"dtype": "float32", "flops": 1e9, "bytes": 1e15}
+    pairs = sum(min(i, 128) + min(511 - i, 128) + 1 for i in range(512))
+    found = cpu_floor.floor_ms("local left=128 right=128", 512, False, rates, None)
+    assert found == pytest.approx(1e3 * cpu_cases.HEADS * 4 * cpu_cases.SIZE * pairs / 1e9)
+    name = "clustered iterations=3"
+    assert cpu_floor.floor_ms(name, 512, False, rates, None) is None
+    fast, slow = (cpu_floor.floor_ms(name, 512, False, rates, signs) for signs in (1e18, 1e9))
+    assert fast is not None
+    assert slow is not None
+    assert slow - fast == pytest.approx(1e3 * cpu_cases.HEADS * 512 * 3 * 2 * 64 * 25 / 1e9)
+    assert cpu_floor.floor_ms("transformers BigBird", 512, False, rates, 1e9) is None
+    assert [cpu_floor.limit(one) for one in (name, "clustered iterations=10", "linear", "performer")] == [
+        4.5,
+        None,
+        2,
+        None,
+    ]
+
+
+def test_what_exceeds_its_limit_is_marked():
+    rates = {"dtype": "float32", "threads": 2, "flops": 1e9, "bytes": 1e15}
+    least = cpu_floor.floor_ms("linear", 512, False, rates, None)
+    assert least is not None
+    part = raced({"linear": 10 / (2.5 * least)}, suite="attention")
+    text = "\n".join(cpu_sections.floors({"rates": [rates], "parts": [part]}, "float32"))
+    assert "| attention | at most | 512 |" in text
+    assert "| `linear` | 2 | 2.5, over |" in text
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_peer_computes_beside_a_counterpart(causal):
+    pytest.importorskip("fast_transformers")
+    runs = {one.name: one for one in cpu_cases.attention(64, torch.float32, causal=causal, train=False)}
+    peers = [one for one in runs.values() if one.role == "peer"]
+    assert {"idiap full", "idiap exact-topk", "idiap reformer"} < {one.name for one in peers}
+    assert ("idiap causal improved-clustered" in runs) == causal
+    for one in peers:
+        one.call()
+        assert cpu_peers.COUNTERPARTS[one.name] in runs
+
+
+def test_signs_are_rated_where_c_can_be_compiled(monkeypatch):
+    monkeypatch.setattr(cpu_floor, "_WORDS", 256)
+    rate = cpu_floor._calibrate_signs(1)["flops"]
+    assert rate is None or rate > 0
+    monkeypatch.setattr(cpu_floor, "library", lambda source: "there is no compiler")
+    assert cpu_floor._calibrate_signs(1)["flops"] is None

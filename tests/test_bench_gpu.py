@@ -103,8 +103,29 @@ def test_everything_is_verified_before_it_is_timed_and_the_page_says_what_the_re
     asked = {row[0]: row[3] for row in gpu_targets.judged(made | {"parts": [part]})}
     over = gpu_targets.over_floor({"rates": made["rates"]}, part, "linear")
     assert over is not None
-    assert asked["`linear`, time over floor, at most"].startswith(f"2: {'**' * (over <= 2)}{over:.2f}")
+    assert asked["`linear`, time over floor, at most"].startswith(f"2: {over:.2f}")
     assert asked["own flash against cuDNN, forward"] == "0.95: not measured"
+
+
+def test_a_checkout_that_has_the_record_alone_loses_nothing(tmp_path):
+    about = {"suite": "attention", "dtype": "bfloat16"}
+    raced = {"kind": "part", **PARTS[0]._asdict(), "contenders": []}
+    made = {
+        "environment": {"gpu": "a card"},
+        "rates": {"copy": 1.0},
+        "tests": {"finished": True},
+        "verified": [{"kind": "verification", **about, "name": "flash", "status": "ok"}],
+        "parts": [raced],
+    }
+    (tmp_path / "record.json").write_text(json.dumps(made), encoding="utf-8")
+    parts.keep(tmp_path / "parts", "machine", {"kind": "machine", "environment": {"gpu": "newer"}, "rates": {}})
+    gpu._take_up(tmp_path)
+    gpu._gather(tmp_path, 1.0)
+    again = record(tmp_path)
+    assert {key: again[key] for key in ("tests", "verified", "parts")} == {
+        key: made[key] for key in ("tests", "verified", "parts")
+    }
+    assert again["environment"] == {"gpu": "newer"}
 
 
 @interpreted
@@ -196,6 +217,13 @@ tests/kernels/test_flash.py:51: AssertionError
     found = gpu_machine.counted(text)
     assert (found["passed"], found["failed"], found["skipped"]) == (2, 1, 1)
     assert found["failures"] == ["tests/kernels/test_flash.py::test_spans[0]"]
+
+
+def test_the_tests_that_need_a_gpu_lie_where_the_script_looks():
+    folder = gpu_machine.ROOT / "tests"
+    needing = [path for path in folder.rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")]
+    own = {path.parent.relative_to(gpu_machine.ROOT).as_posix() for path in needing if path.parent != folder}
+    assert own == {word for word in gpu_machine.TESTS if word.startswith("tests/")}
 
 
 def test_the_machine_is_asked_without_nvidia_smi_too(monkeypatch):

@@ -60,7 +60,7 @@ def command(
         @functools.wraps(function)
         def wrapper(**given: Any) -> None:
             terminal = Terminal(**{name: given.pop(name) for name in _SHARED})
-            with _errors_told(terminal, interrupted):
+            with _errors_told(terminal, interrupted), terminal.noting("approx_kernels"):
                 function(terminal, **given)
 
         wrapper.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]  # what Typer reads

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,6 +55,19 @@ class Terminal:
         if not self.quiet:
             self.err.print(Text(text, style="dim"))
 
+    @contextlib.contextmanager
+    def noting(self, logger: str) -> Iterator[None]:
+        """Turn what a logger says into notes: waits of seconds, such as for a compiler, are announced there."""
+        said, handler = logging.getLogger(logger), _Notes(self)
+        before = said.level
+        said.addHandler(handler)
+        said.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            said.removeHandler(handler)
+            said.setLevel(before)
+
     def error(self, message: str) -> None:
         """Say what went wrong, a line for each mistake."""
         for line in message.splitlines():
@@ -87,6 +101,15 @@ class Terminal:
             last = stage
 
         return say
+
+
+class _Notes(logging.Handler):
+    def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.terminal.note(record.getMessage())
 
 
 def _console(*, stderr: bool) -> Console:

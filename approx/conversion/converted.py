@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import assume_constant_result, is_compiling
 
 from approx.conversion.fast import fast_products_for
 from approx.conversion.manifest import seal_model
@@ -66,10 +66,14 @@ class ApproxModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The call of the stock class; on a CPU, products run at full speed where that costs no accuracy."""
-        if is_compiling():
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
+        if is_compiling() and self._causal():
+            kwargs = _with_mask(args, kwargs)
         with fast_products_for(self, args, kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
+
+    @assume_constant_result
+    def _causal(self) -> bool:
+        return any(module.causal for module in self.modules() if isinstance(module, Mechanism))
 
     def attention_penalty(self) -> Tensor:
         """What the mechanisms want to be small, such as their spans, added up to a scalar; 0 if they want nothing.
@@ -121,3 +125,15 @@ class ApproxModel:
                 Exit.REFUSED,
             )
         self._set_implementation_unguarded(attn_implementation)
+
+
+def _with_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` with a mask that calls every token real, where nothing was said of masks, positions or a cache.
+
+    A compiler cannot look whether positions are those of packed sequences, so transformers then takes them for it.
+    """
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    said = [kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values")]
+    if len(args) > 1 or not isinstance(ids, Tensor) or any(each is not None for each in said):
+        return kwargs
+    return {**kwargs, "attention_mask": torch.ones_like(ids)}

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_exporting
 from transformers.pytorch_utils import Conv1D
 
 from approx_kernels.few_rows import few_rows, worth_rows
@@ -20,9 +21,12 @@ def fast_products_for(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     It is put back when the call ends, also by an error; calls may be nested and run in several threads.
     """
+    # What is exported runs elsewhere.
+    if is_exporting():
+        return nullcontext(False)
     names = (model.main_input_name, "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
     given = (*args[:1], *(kwargs.get(name) for name in names))
-    rows = max((_rows(each) for each in given if isinstance(each, Tensor)), default=0)
+    rows = max([0, *(_rows(each) for each in given if isinstance(each, Tensor))])
     worth = worth_rows(rows, model.device, model.dtype)
     if any(least <= rows <= most for least, most in worth.values()):
         return few_rows([(layer, how) for layer, how in _layers(model) if worth[how][0] <= rows], worth)

@@ -67,8 +67,9 @@ def key_mask(
     if attention_mask is None:
         return None
     real = attention_mask[:, -kv_length:].bool()
-    # Reading the mask synchronises a GPU once per forward; it buys the unmasked path in every layer.
-    if not is_torchdynamo_compiling() and bool(real.all()):
+    # Reading the mask synchronises a GPU once per forward, which no graph can hold; it buys the unmasked path in every layer.
+    captured = real.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not is_torchdynamo_compiling() and not captured and bool(real.all()):
         return None
     return real
 

@@ -30,6 +30,7 @@ class ExactTopkAttention(Mechanism):
     supports_decode: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
     gradient: ClassVar[str] = "through weights, not choices"
+    runs_c: ClassVar[bool] = True
     source: ClassVar[str] = "Gupta et al. 2021, Memory-efficient Transformers via Top-k Attention, arXiv 2106.06899"
     exact_when: ClassVar[str] = "topk >= the number of real keys."
 

@@ -43,6 +43,7 @@ class LinearAttention(Mechanism):
     supports_decode: ClassVar[bool] = True
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "recurrent"
     trainable: ClassVar[bool] = True
+    runs_c: ClassVar[bool] = True
     source: ClassVar[str] = "Katharopoulos et al. 2020, Transformers are RNNs, arXiv 2006.16236"
     exact_when: ClassVar[str] = "window >= the length of the sequence."
 

@@ -34,6 +34,7 @@ class LocalAttention(Mechanism):
     supports_decode: ClassVar[bool] = True
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "ring"
     sparse: ClassVar[bool] = True
+    runs_c: ClassVar[bool] = True
     source: ClassVar[str] = "Beltagy et al. 2020, Longformer, arXiv 2004.05150"
     exact_when: ClassVar[str] = "left and right >= the length of the sequence - 1."
 

@@ -6,10 +6,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result, is_compiling
+from torch.compiler import assume_constant_result, is_compiling, is_exporting
 from torch.utils.checkpoint import checkpoint
 
 from approx.errors import ApproxError, Exit
+from approx_kernels.c_language import DTYPES as C_DTYPES
+from approx_kernels.c_language import compiler_obstacle
 from approx_kernels.opaque import attend_opaquely, name_kind, told
 
 
@@ -28,7 +30,8 @@ class Mechanism(nn.Module):
     `padding` says which key masks are honoured, `any` being those of every form, and `gradient` whether the gradient is
     that of all that was computed, `exact`, or leaves out how keys or clusters were chosen, `through weights, not choices`.
     `compiles` is `whole` where a compiler such as `torch.compile` follows every step; otherwise it says why it cannot, and
-    the compiler takes the mechanism as one operator.
+    the compiler takes the mechanism as one operator. So it does on a CPU where `runs_c` says that this runs in C there,
+    which is faster than what compilers make of it; an export has the steps in any case.
     A plan sets `exact_below`, the number of keys below which exact attention takes the place of this, and `checkpoint`,
     whether training computes this again in the backward pass instead of keeping what it needs.
 
@@ -53,6 +56,7 @@ class Mechanism(nn.Module):
     padding: ClassVar[str] = "any"
     gradient: ClassVar[str] = "exact"
     compiles: ClassVar[str] = "whole"
+    runs_c: ClassVar[bool] = False
     source: ClassVar[str]
     exact_when: ClassVar[str]
 
@@ -89,7 +93,7 @@ class Mechanism(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward` with its hooks; where a plan says so, training keeps its inputs alone and runs it again."""
-        if self.compiles != "whole" and is_compiling():
+        if is_compiling() and (self.compiles != "whole" or self._runs_in_c(*args[:1], **kwargs)):
             return self._as_one_operator(*args, **kwargs)
         if self.checkpoint and self.training and torch.is_grad_enabled():
             return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
@@ -98,6 +102,14 @@ class Mechanism(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         name_kind(cls)
+
+    def _runs_in_c(self, q: Tensor, *_: Any, **__: Any) -> bool:
+        fits = self.runs_c and q.device.type == "cpu" and q.dtype in C_DTYPES
+        return fits and not is_exporting() and self._has_c()
+
+    @assume_constant_result
+    def _has_c(self) -> bool:
+        return compiler_obstacle() is None
 
     def _as_one_operator(
         self,

@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 
 from approx.pipeline.probing import said
 from approx.tasks.hub import reachable
-from approx_kernels.c_language import find_compiler
+from approx_kernels.c_language import compiler_obstacle, find_compiler
 
 _RANGES = {"torch": ">=2.10", "transformers": ">=5.17,<6"}
 
@@ -85,9 +85,9 @@ def _compiler() -> Finding:
 
 
 def _c_compiler() -> Finding:
-    found, why = find_compiler()
-    if found is None:
-        return Finding("c compiler", "missing", f"none, and mechanisms are slower on the CPU: {why}")
+    found, _ = find_compiler()
+    if why := compiler_obstacle():
+        return Finding("c compiler", "missing", f"none that works, and mechanisms are slower on the CPU: {why}")
     return Finding("c compiler", "ok", f"{found}; APPROX_COMPILE_C=0 does without")
 
 

@@ -13,7 +13,7 @@ from approx_kernels.exact.ways import DEFAULT
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _LENGTHS = (512, 2048)
-_FORMS = ({}, {"causal": True}, {"padded": True})
+_FORMS = ({}, {"causal": True}, {"padded": True}, {"few": True})
 _AGAIN = "measure anew with `approx doctor --probe`"
 
 
@@ -49,18 +49,22 @@ def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
 def said() -> Iterator[tuple[str, bool, str]]:
     """What was found, line by line: what it is about, whether all is well, and what was found with its remedy."""
     known = findings.found(_device())
-    for asked, finding in known.items():
+    for asked, finding in sorted(known.items(), key=lambda each: each[0].startswith("exact")):
         about, _, kind = asked.partition(", ")
-        if asked == products.ASKED:
+        if "failed" in finding:
+            yield about, False, _of_failure(kind, finding["failed"])
+        elif asked == products.ASKED:
             yield about, True, _of_products(finding)
         elif about in map(half_products.asked, half_products.DTYPES):
-            yield about, True, _of_half_products(finding)
+            yield from ((about, True, text) for text in _of_half_products(finding))
         elif about in map(few_rows.asked, few_rows.DTYPES):
-            yield about, True, _of_few_rows(finding)
+            yield from ((about, True, text) for text in _of_few_rows(finding))
         elif about == "exact attention":
-            yield about, DEFAULT not in finding["refused"], f"{kind}: {_of_way(finding)}"
-    if not known:
+            yield about, True, f"{kind}: {_of_way(finding)}"
+    if not any(asked.startswith("exact attention") for asked in known):
         yield "exact attention", False, f"not measured yet: it will be when it is first used, or {_AGAIN}"
+    if any(finding.get("crowded") for finding in known.values()):
+        yield "findings", True, f"* was measured while other programs used the cores: when they are gone, {_AGAIN}"
     if not _kept():
         remedy = "set APPROX_CACHE to a folder that can be written; until then every process measures for itself"
         yield "findings", False, f"cannot be kept in {findings.file()}: {remedy}"
@@ -88,28 +92,32 @@ def _of_products(finding: dict[str, Any]) -> str:
     return text + _doubt(finding)
 
 
-def _of_half_products(finding: dict[str, Any]) -> str:
-    told = []
+def _of_half_products(finding: dict[str, Any]) -> Iterator[str]:
     for layout, least in finding["rows"].items():
         gains = _gains(finding["gains"][layout])
-        told.append(
-            f"{layout}: as PyTorch has them, for float32 gains too little here ({gains})"
+        told = (
+            f"as PyTorch has them, for float32 gains too little here ({gains})"
             if least is None
-            else f"{layout}: in float32, rounded once, from {least} row{'s' * (least > 1)} on ({gains})"
+            else f"in float32, rounded once, from {least} row{'s' * (least > 1)} on ({gains})"
         )
-    return "; ".join(told) + _doubt(finding)
+        yield f"{layout}: {told}{_doubt(finding)}"
 
 
-def _of_few_rows(finding: dict[str, Any]) -> str:
-    told = []
+def _of_few_rows(finding: dict[str, Any]) -> Iterator[str]:
     for layout, (least, most) in finding["rows"].items():
         gains = _gains(finding["gains"][layout])
-        told.append(
-            f"{layout}: in C from {least} to {most} rows ({gains})"
+        told = (
+            f"in C from {least} to {most} rows ({gains})"
             if most
-            else f"{layout}: as PyTorch has them, for C gains too little here ({gains})"
+            else f"as PyTorch has them, for C gains too little here ({gains})"
         )
-    return "; ".join(told) + _doubt(finding)
+        yield f"{layout}: {told}{_doubt(finding)}"
+
+
+def _of_failure(kind: str, why: str) -> str:
+    return (
+        f"{kind}{': ' if kind else ''}as PyTorch has it, for the probe failed: {why}. Free some memory, then {_AGAIN}"
+    )
 
 
 def _gains(gains: dict[str, float]) -> str:
@@ -118,11 +126,9 @@ def _gains(gains: dict[str, float]) -> str:
 
 def _of_way(finding: dict[str, Any]) -> str:
     way, times = finding["way"], finding["milliseconds"]
-    if DEFAULT in finding["refused"]:
-        return f"{DEFAULT}, for the probe failed: {finding['refused'][DEFAULT]}. Free some memory, then {_AGAIN}"
     gain = "" if way == DEFAULT else f", {times[DEFAULT] / times[way]:.2f}× {DEFAULT}"
     return f"{way}{gain}, error {finding['errors'][way]:.1e}{_doubt(finding)}"
 
 
 def _doubt(finding: dict[str, Any]) -> str:
-    return f"; other programs used the cores, so {_AGAIN}" if finding.get("crowded") else ""
+    return " *" if finding.get("crowded") else ""

@@ -11,16 +11,18 @@ from bench.offline import Launch
 
 def launches() -> Iterator[Launch]:
     """Sums of the parallel and of the causal form, of each dtype and head size, and of ready-made features; both ways."""
-    for size in (64, 128):
-        yield Launch(f"bfloat16, {size}", _both(torch.bfloat16, size, causal=False))
-        yield Launch(f"bfloat16, {size}, causal", _both(torch.bfloat16, size))
-        yield Launch(f"float16, {size}, causal", _both(torch.float16, size))
-        yield Launch(f"float32, {size}, causal", _both(torch.float32, size), tensor_cores=False)
-    yield Launch("bfloat16, 80, causal, key mask and window", _both(torch.bfloat16, 80, masked=True, window=True))
-    yield Launch("bfloat16, 256 features, causal", _both(torch.bfloat16, 64, features=256))
-    yield Launch("float16, 256 features", _both(torch.float16, 64, features=256, causal=False))
-    for size in (64, 128):
-        yield Launch(f"bfloat16, {size}, one token", _step(size), tensor_cores=False)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        told, cores = str(dtype).removeprefix("torch."), dtype != torch.float32
+        for size in (64, 128):
+            yield Launch(f"{told}, {size}", _both(dtype, size, causal=False), cores)
+            yield Launch(f"{told}, {size}, causal", _both(dtype, size), cores)
+        yield Launch(f"{told}, 80, causal, key mask and window", _both(dtype, 80, masked=True, window=True), cores)
+    # Hedgehog has two for each number of a head; those of float16 are float32.
+    yield Launch("bfloat16, 64, 128 features, causal", _both(torch.bfloat16, 64, features=128))
+    yield Launch("bfloat16, 32, 64 features, causal", _both(torch.bfloat16, 32, features=64))
+    yield Launch("float16, 128, 64 features, causal", _both(torch.float16, 128, features=64))
+    for size, features in ((64, 64), (128, 128), (128, 256)):
+        yield Launch(f"bfloat16, {size}, {features} features, one token", _step(size, features), tensor_cores=False)
 
 
 def _both(
@@ -39,9 +41,10 @@ def _both(
     return run
 
 
-def _step(size: int) -> Callable[[], None]:
+def _step(size: int, features: int) -> Callable[[], None]:
     def run() -> None:
-        x = torch.empty(2, 4, 1, size, dtype=torch.bfloat16)
-        linear_step(x, x, x, None, torch.zeros(2, 4, size, size + 1), "elu", 1.0, 1e-6)
+        q, v = (torch.empty(2, 4, 1, n, dtype=torch.bfloat16) for n in (features, size))
+        made = "elu" if features == size else "given"
+        linear_step(q, q, v, None, torch.zeros(2, 4, features, size + 1), made, 1.0, 1e-6)
 
     return run

@@ -18,9 +18,10 @@ from torch.compiler import is_compiling
 
 _LOG = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")
-# A small file takes one or two seconds; whoever waits for longer has a compiler that hangs.
-_SECONDS = 180
+# A small file takes one or two seconds, on a busy machine ten; whoever waits for longer has a compiler that hangs.
+_SECONDS = 60
 _SWITCH = "APPROX_COMPILE_C"
+_TRIAL = "int approx_trial(void) { return 0; }"
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -50,6 +51,9 @@ def library(source: str) -> ctypes.CDLL | str:
     compiler, why = find_compiler()
     if compiler is None:
         return why if os.environ.get(_SWITCH) == "0" else _missing(why)
+    # A compiler that hangs is waited for once, and one that fails is told of once: by a source of one line.
+    if source != _TRIAL and (why := compiler_obstacle()):
+        return why
     # A folder may be shared by machines whose processors differ.
     machine = [platform.machine(), platform.processor(), _processor(), torch.backends.cpu.get_cpu_capability()]
     digest = hashlib.sha256("\0".join([source, compiler, *_FLAGS, *machine]).encode()).hexdigest()[:24]
@@ -66,6 +70,12 @@ def library(source: str) -> ctypes.CDLL | str:
         return _missing(
             f"what {compiler} made could not be kept or read: {error}. Set $APPROX_CACHE to a folder for it."
         )
+
+
+def compiler_obstacle() -> str | None:
+    """Why no C can be compiled and loaded here, with the remedy; None where it can. Found out once a process."""
+    found = library(_TRIAL)
+    return found if isinstance(found, str) else None
 
 
 def find_compiler() -> tuple[str | None, str]:
@@ -113,7 +123,7 @@ def check(failed: int) -> None:
 
 
 def _compile(compiler: str, source: str, kept: Path) -> Path:
-    _LOG.info("Compiling %s with %s, once on this machine; it takes a few seconds.", kept.name, compiler)
+    _LOG.info("Compiling C for this processor with %s, once on this machine; it takes a few seconds.", compiler)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
         text, made = Path(scratch) / "source.c", Path(scratch) / "made.so"
@@ -125,7 +135,7 @@ def _compile(compiler: str, source: str, kept: Path) -> Path:
             subprocess.run(command, check=True, **run)
         # Another process may have been as fast; both made the same.
         os.replace(made, kept)
-    _LOG.info("Compiled in %.1f seconds.", time.perf_counter() - began)
+    _LOG.debug("Compiled %s in %.1f seconds.", kept.name, time.perf_counter() - began)
     return kept
 
 

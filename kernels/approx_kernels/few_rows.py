@@ -28,6 +28,7 @@ _REPEATS = 2
 NEVER = [1, 0]
 Worth = Mapping[str, Sequence[int]]
 """The least and the most rows with which it is worth it, by layout; `NEVER` if with none."""
+_NOWHERE = {BY_OUTPUT: NEVER, BY_INPUT: NEVER}
 
 
 class _Layer(ctypes.Structure):
@@ -73,8 +74,8 @@ def worth_rows(rows: int, device: torch.device | str, dtype: torch.dtype) -> Wor
     """
     few = 0 < rows <= ROWS[-1] and torch.device(device).type == "cpu" and dtype in DTYPES
     if not few or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or obstacle(SOURCE):
-        return {BY_OUTPUT: NEVER, BY_INPUT: NEVER}
-    return find("cpu", asked(dtype), partial(measure, dtype))["rows"]
+        return _NOWHERE
+    return find("cpu", asked(dtype), partial(measure, dtype), otherwise={"rows": _NOWHERE})["rows"]
 
 
 @contextlib.contextmanager

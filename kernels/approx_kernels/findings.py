@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import json
+import logging
 import os
 import platform
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import RLock
@@ -14,8 +16,9 @@ from typing import Any
 
 import torch
 
+_LOG = logging.getLogger(__name__)
 # Another number after a change that makes what was found before mean something else.
-FORMAT = 2
+FORMAT = 3
 
 Finding = dict[str, Any]
 
@@ -50,13 +53,15 @@ def found(device: str) -> dict[str, Finding]:
         return dict(_known[here])
 
 
-def find(device: str, asked: str, measure: Callable[[], Finding]) -> Finding:
-    """The finding about something; measured once a machine.
+def find(device: str, asked: str, measure: Callable[[], Finding], otherwise: Finding | None = None) -> Finding:
+    """The finding about something; measured once a machine, which takes a second or a few and is logged.
 
     Args:
         device: `cpu` or `cuda`.
         asked: What it is about, in words that tell it from everything else.
-        measure: Finds it out. An error it raises passes through, and nothing is kept.
+        measure: Finds it out.
+        otherwise: What holds where it cannot be measured, for lack of memory or support: kept with the reason as `failed`,
+            after a warning. None lets errors pass through, and keeps nothing.
     """
     with _lock:
         here, known = machine(device), found(device)
@@ -65,7 +70,8 @@ def find(device: str, asked: str, measure: Callable[[], Finding]) -> Finding:
             known = _known[here] = _believed(here) | known
         if asked in known:
             return known[asked]
-        made = measure()
+        _LOG.info("Measuring %s, once on this machine.", asked)
+        made = _measured(asked, measure, otherwise)
         _known[here][asked] = made
         # Where nothing can be written, it is measured once a process; `approx doctor` says so.
         with contextlib.suppress(OSError):
@@ -105,6 +111,21 @@ def forget() -> None:
     with _lock:
         _known.clear()
         file().unlink(missing_ok=True)
+
+
+def _measured(asked: str, measure: Callable[[], Finding], otherwise: Finding | None) -> Finding:
+    try:
+        return measure()
+    except (RuntimeError, MemoryError) as error:
+        if otherwise is None:
+            raise
+        why = str(error).partition("\n")[0] or type(error).__name__
+        warnings.warn(
+            f"What is the fastest here could not be measured for {asked}: {why}. PyTorch's way is taken. Free some memory, "
+            "then measure anew with `approx doctor --probe`.",
+            stacklevel=2,
+        )
+        return otherwise | {"failed": why}
 
 
 def _believed(here: str) -> dict[str, Finding]:

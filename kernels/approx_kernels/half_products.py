@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import assume_constant_result
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -36,8 +36,8 @@ def half_products(
 ) -> Iterator[bool]:
     """Compute products and convolutions of 16 bits in float32 for as long as the context lasts, if it is worth it.
 
-    Holds for `linear`, `addmm`, `matmul` and its kin, `conv1d` and `conv2d`, called in this thread, with gradients; under
-    autocast and inside of compiled graphs nothing is done. Yields whether it holds.
+    Holds for `linear`, `addmm`, `matmul` and its kin, `conv1d` and `conv2d`, called in this thread, with gradients; in
+    compiled graphs too; under autocast nothing is done. Yields whether it holds.
 
     Args:
         rows: Rows of the products, such as the tokens of a call; few of them may lose.
@@ -46,7 +46,7 @@ def half_products(
         layouts: How the weights of the layers lie. Whether it holds is decided by these, for looking at every call costs
             time; when it does, each product is decided by its own.
     """
-    if is_compiling() or torch.device(device).type != "cpu" or dtype not in DTYPES or torch.is_autocast_enabled("cpu"):
+    if torch.device(device).type != "cpu" or dtype not in DTYPES or torch.is_autocast_enabled("cpu"):
         yield False
         return
     least = least_rows(dtype)
@@ -62,9 +62,11 @@ def asked(dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} products"
 
 
+@assume_constant_result
 def least_rows(dtype: torch.dtype) -> Least:
     """From how many rows on it is worth it on this machine. Measured once a machine."""
-    return find("cpu", asked(dtype), lambda: measure(dtype))["rows"]
+    never = {"rows": dict.fromkeys((BY_OUTPUT, BY_INPUT))}
+    return find("cpu", asked(dtype), lambda: measure(dtype), otherwise=never)["rows"]
 
 
 def measure(dtype: torch.dtype) -> Finding:
@@ -103,7 +105,7 @@ class _InFloat32(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _IN_FLOAT32 and not is_compiling() and not torch.is_autocast_enabled("cpu"):
+        if func in _IN_FLOAT32 and not torch.is_autocast_enabled("cpu"):
             tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
             dtype = tensors[0].dtype if tensors else None
             if dtype in DTYPES and all(_plain(each, dtype) for each in tensors):

@@ -1,18 +1,22 @@
 """Which implementation of an op runs: the plain one that specifies it, one for CPUs, or one in Triton."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch.compiler import is_compiling
 
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
 
+_LOG = logging.getLogger(__name__)
 _wanted = ["auto"]
 _chosen: dict[str, str] = {}
+_told: set[tuple[str, str]] = set()
 
 
 def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
-    """Say which implementation of an op runs, and keep it for `chosen`.
+    """Say which implementation of an op runs, and keep it for `chosen`; the log tells once why it is not a faster one.
 
     Args:
         op: The name of the public function that is the op.
@@ -39,8 +43,15 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
             raise ValueError(f"{op} has no implementation {asked!r}; it has {', '.join(obstacles)}. Or ask for 'auto'.")
         if obstacles[asked] is not None:
             raise ValueError(f"The implementation {asked!r} of {op} cannot run: {obstacles[asked]}")
-    if not is_compiling():
-        _chosen[op] = found
+    if is_compiling():
+        return found
+    _chosen[op] = found
+    best, why = next(iter(obstacles.items()))
+    # Nobody waits for what a counter follows.
+    followed = torch._C._len_torch_dispatch_stack()
+    if asked == "auto" and found == "reference" and why is not None and not followed and (op, why) not in _told:
+        _told.add((op, why))
+        _LOG.info("%s runs in plain PyTorch, which is slower, for %r cannot run: %s", op, best, why)
     return found
 
 

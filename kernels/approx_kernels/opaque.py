@@ -55,6 +55,8 @@ def attend_opaquely(
         [B, H, L, E] in the dtype of q.
     """
     state = [*dict(module.named_parameters()).values(), *dict(module.named_buffers()).values()]
+    # Autocast, which may leave them in several dtypes, is over when the operator runs.
+    k, v = k.to(q.dtype), v.to(q.dtype)
     return attend(q, k, v, key_mask, tokens, state, text, module.training, dropout)[0]
 
 

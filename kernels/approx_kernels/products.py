@@ -52,7 +52,7 @@ def fast_products(rows: int, device: torch.device | str, dtype: torch.dtype) -> 
 
 def worth_rows() -> int | None:
     """From how many rows on the switch is worth it on this machine; None if never. Measured once a machine."""
-    return find("cpu", ASKED, measure)["rows"]
+    return find("cpu", ASKED, measure, otherwise={"rows": None})["rows"]
 
 
 def measure() -> Finding:

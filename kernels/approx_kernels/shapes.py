@@ -14,7 +14,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> No
         key_mask: [B, S] bool, True at real keys, or None.
 
     Raises:
-        ValueError: naming the tensor, the shape found and the shape expected.
+        ValueError: naming the tensor, and the shape, dtype or device that was found and that was expected.
     """
     if q.ndim != 4:
         raise ValueError(f"q has shape {list(q.shape)}; expected [batch, heads, queries, head size].")
@@ -37,8 +37,12 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> No
     one_dtype = q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)
     if not (one_dtype and q.is_floating_point()):
         raise ValueError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one floating dtype.")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}; expected one device. Move them to it.")
     if key_mask is None:
         return
+    if key_mask.device != q.device:
+        raise ValueError(f"key_mask is on {key_mask.device}, q on {q.device}; expected one device. Move it there.")
     if key_mask.dtype != torch.bool or key_mask.shape != (batch, k.shape[2]):
         raise ValueError(
             f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; "

@@ -122,6 +122,8 @@ def obstacle(*tensors: Tensor) -> str | None:
             continue
         if x.device.type != "cuda":
             return f"a tensor is on the {x.device.type}; kernels need CUDA tensors. Move it to a GPU."
+        if torch.version.hip:
+            return "this is a build of PyTorch for AMD; the kernels are made for NVIDIA's cards. Ask for 'auto'."
         # Of the ways to ask for it this is the one that a compiler follows.
         card = torch.cuda.get_device_properties(x.device)
         if (card.major, card.minor) < CAPABILITY:

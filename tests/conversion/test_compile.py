@@ -1,6 +1,7 @@
 """Converted models compile without a break, are exported, and are counted: traced through, or with attention as one operator."""
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from approx.conversion import surgery
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan
 from approx.mechanisms import MECHANISMS
-from approx_kernels import opaque
+from approx_kernels import half_products, opaque
+from approx_kernels.c_language import compiler_obstacle
 from approx_kernels.implementation import implementation
 from conversion.zoo import difference, outputs, tiny
 from forms import FORMS, SMALL, draw, draw_mask, make
 
+LAYOUTS = (half_products.BY_OUTPUT, half_products.BY_INPUT)
 WHOLE = [name for name, kind in MECHANISMS.items() if kind.compiles == "whole"]
 LISTED = [name for name in MECHANISMS if name not in WHOLE]
 UNCACHED = {"BertModel": {}, "RobertaModel": {}, "GPT2Model": {"use_cache": False}}
@@ -42,7 +45,7 @@ def convert(family, name):
     return model, example_inputs(model, 24, batch=2, padded=7)
 
 
-def compiled(model, backend="eager"):
+def compiled(model, backend: Any = "eager"):
     return torch.compile(model, backend=backend, fullgraph=True)
 
 
@@ -84,6 +87,17 @@ def test_one_operator_has_the_gradient_of_what_it_stands_for(name, causal):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["block", "exact"])
+def test_mixed_dtypes_under_autocast_compile_too(name):
+    mechanism = make(name, False, heads=4, size=8)
+    # Rotary embeddings leave queries and keys in float32.
+    q, k, v = draw(**SHAPE)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = mechanism(q, k, v.bfloat16())
+        found = compiled(mechanism, "aot_eager")(q, k, v.bfloat16())
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=2e-2)
+
+
 def test_the_backward_pass_drops_what_the_forward_pass_dropped():
     mechanism = make("block", False, heads=4, size=8)
     q, k, v = (x.detach().requires_grad_() for x in draw(**SHAPE))
@@ -116,11 +130,52 @@ def test_what_is_learned_is_learned_through_the_operator():
     assert fraction.grad is not None
 
 
-@pytest.mark.parametrize("name", ["linear", "block"])
+@pytest.mark.parametrize("name", ["linear", "local", "block"])
 def test_a_converted_model_is_exported(name):
     model, inputs = convert("BertModel", name)
     program = torch.export.export(model, (), inputs)
     assert difference(outputs(program.module(), inputs), outputs(model, inputs)) < 1e-5
+    called = [str(node.target) for node in program.graph.nodes]
+    assert any("attend" in each for each in called) == (name not in WHOLE), "what is exported has its steps"
+
+
+def listening(model):
+    """The model compiled, and a list that will name all that is called in its graph."""
+    called = []
+
+    def keep(graph, examples):
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    return compiled(model, keep), called
+
+
+@pytest.mark.skipif(compiler_obstacle() is not None, reason="there is no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [name for name in WHOLE if MECHANISMS[name].runs_c])
+def test_compiled_too_a_cpu_runs_c_where_there_is_some(name, dtype):
+    mechanism = make(name, False, heads=4, size=8).to(dtype)
+    one, called = listening(mechanism)
+    one(*(x.to(dtype) for x in draw(**SHAPE)))
+    assert any("attend" in each for each in called) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("family", ["BertModel", "GPT2Model"])
+def test_products_of_16_bits_are_as_fast_as_without_a_compiler(family, monkeypatch):
+    monkeypatch.setattr(half_products, "find", lambda *_, **__: {"rows": dict.fromkeys(LAYOUTS, 1)})
+    model, inputs = convert(family, "local")
+    model = model.to(torch.bfloat16)
+    one, called = listening(model)
+    assert difference(outputs(one, inputs, **UNCACHED[family]), outputs(model, inputs, **UNCACHED[family])) == 0
+    # Inputs, weights and biases of the four layers or more are made wide.
+    assert called.count("float") >= 3 * 4
+
+
+def test_a_causal_model_without_a_mask_is_not_taken_for_packed_sequences():
+    model, inputs = convert("GPT2Model", "linear")
+    del inputs["attention_mask"]
+    expected = outputs(model, inputs, use_cache=False)
+    assert difference(outputs(compiled(model), inputs, use_cache=False), expected) < 1e-5
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """C that is compiled where it runs: kept, announced, and never a wall."""
 
 import logging
+import os
 
 import pytest
 import torch
 
+from approx.pipeline import health
 from approx_kernels import c_language
 from approx_kernels.c_language import library, obstacle
 
@@ -18,14 +20,15 @@ def test_what_is_compiled_once_is_read_again(monkeypatch, tmp_path, caplog):
     if isinstance(found := library(source), str):
         pytest.skip(found)
     assert found.answer() == 41
-    (kept,) = (tmp_path / "compiled").iterdir()
+    kept = sorted((tmp_path / "compiled").iterdir())
+    assert len(kept) == 2, "this, and the line that compilers are tried with"
     assert "once on this machine" in caplog.text
     library.cache_clear()
     monkeypatch.setattr(c_language, "_compile", lambda *_: pytest.fail("compiled again"))
     again = library(source)
     assert not isinstance(again, str)
     assert again.answer() == 41
-    assert [kept] == list((tmp_path / "compiled").iterdir()), "nothing half-made is left"
+    assert kept == sorted((tmp_path / "compiled").iterdir()), "nothing half-made is left"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,25 @@ def test_a_switch_turns_compiling_off(monkeypatch, tmp_path, caplog, value, word
     assert not list(tmp_path.iterdir())
     # Whoever turned it off need not be told.
     assert len(caplog.messages) == warnings
+    library.cache_clear()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a script stands in for the compiler")
+def test_a_compiler_that_fails_is_tried_and_told_of_once_and_the_doctor_names_it(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho called >> $0.log\necho 'error: no licence' >&2\nexit 1\n", encoding="utf-8")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    library.cache_clear()
+    for number in (7, 8, 9):
+        assert "no licence" in str(library(SOURCE.format(number)))
+    # With OpenMP and without.
+    assert (tmp_path / "broken.log").read_text().count("called") == 2
+    assert sum("Slower code" in message for message in caplog.messages) == 1
+    (found,) = (each for each in health.examine(offline=True) if each.what == "c compiler")
+    assert found.state == "missing"
+    assert "no licence" in found.found
     library.cache_clear()
 
 

@@ -13,9 +13,7 @@ from approx_kernels.clustering import cluster_queries, draw_centroids, draw_plan
 from approx_kernels.implementation import chosen
 from closeness import assert_close
 
-pytestmark = pytest.mark.skipif(
-    cpu.obstacle(torch.ones(1), 0.0) is not None, reason=str(cpu.obstacle(torch.ones(1), 0.0))
-)
+pytestmark = pytest.mark.skipif(cpu.obstacle(torch.ones(1)) is not None, reason=str(cpu.obstacle(torch.ones(1))))
 
 
 def attend(impl: str, dtype: torch.dtype, *given: Any, **settings: Any) -> tuple[torch.Tensor, ...]:
@@ -122,22 +120,11 @@ def test_nan_is_not_hidden():
         assert out.isnan().any(-1).all()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dropout", "words"), [(torch.float64, 0.0, "float64"), (torch.float32, 0.1, "drops no weights")]
-)
-def test_what_it_cannot_do_is_refused_by_name_and_left_to_the_reference(dtype, dropout, words):
-    q = torch.randn(1, 2, 40, 8, dtype=dtype)
+def test_what_it_cannot_do_is_refused_by_name_and_left_to_the_reference():
+    q = torch.randn(1, 2, 40, 8, dtype=torch.float64)
     planes, draws = draw_planes(8, bits=20, bias=True, clusters=9, seed=0)
-    way = {
-        "planes": planes,
-        "draws": draws,
-        "clusters": 9,
-        "iterations": 2,
-        "topk": 4,
-        "scale": 0.3,
-        "dropout": dropout,
-    }
-    with pytest.raises(ValueError, match=words):
+    way = {"planes": planes, "draws": draws, "clusters": 9, "iterations": 2, "topk": 4, "scale": 0.3}
+    with pytest.raises(ValueError, match="float64"):
         clustered_attention(q, q, q, impl="cpu", **way)
     clustered_attention(q, q, q, **way)
     assert chosen()["clustered_attention"] == "reference"

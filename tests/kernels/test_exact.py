@@ -2,6 +2,7 @@
 
 import inspect
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from approx_kernels.exact import exact_attention, fastest_attention, varlen
+from approx_kernels.exact.compiled import compiled_few, few_obstacle
 from approx_kernels.exact.cpu import batched_attention, chunked_attention
 from approx_kernels.exact.lengths import by_lengths
 from closeness import assert_close
@@ -116,6 +118,55 @@ def test_lengths_equal_a_mask_wherever_a_query_is_real(causal, shape, empty):
     for out in (found, batched):
         torch.testing.assert_close(out.transpose(1, 2)[real], masked.transpose(1, 2)[real])
         assert out[~mask.any(1)].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@given(
+    queries=st.integers(1, 8),
+    more=st.integers(0, 200),
+    size=st.sampled_from([16, 80]),
+    values=st.sampled_from([32, 128, 144]),
+    masked=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=25)
+def test_few_queries_in_c_equal_the_reference(dtype, causal, queries, more, size, values, masked, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(2, n, 3, d, generator=generator).to(dtype).transpose(1, 2)
+        for n, d in ((queries, size), (queries + more, size), (queries + more, values))
+    )
+    # The second sample may have no key at all.
+    mask = torch.rand(2, queries + more, generator=generator) < torch.tensor([[0.5], [seed % 2]]) if masked else None
+    if why := few_obstacle(q, k, v):
+        pytest.skip(why)
+    found = compiled_few(q, k, v, mask, causal=causal, scale=0.3)
+    given: Any = {"causal": causal, "scale": 0.3, "impl": "reference"}
+    plain = exact_attention(q, k, v, mask, **given)
+    exact = exact_attention(q.double(), k.double(), v.double(), mask, **given)
+    assert_close("output", found, plain, exact, factor=4.0)
+
+
+def test_few_queries_in_c_stay_finite_and_let_nan_through():
+    q, k, v = torch.randn(3, 1, 1, 100, 16).unbind()
+    if why := few_obstacle(q, k, v):
+        pytest.skip(why)
+    out = compiled_few(q[:, :, :1] * 1e4, k, v, None, causal=True, scale=1.0)
+    torch.testing.assert_close(out, exact_attention(q[:, :, :1] * 1e4, k, v, causal=True, scale=1.0))
+    for x in (k, v):
+        spoilt = x.clone()
+        spoilt[:, :, 70] = torch.nan
+        given = (spoilt, v) if x is k else (k, spoilt)
+        assert compiled_few(q[:, :, :2], *given, None, causal=False, scale=0.3).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("size", "grad", "words"), [(24, False, "multiples of 16 are allowed"), (16, True, "Decode under torch.no_grad()")]
+)
+def test_few_queries_in_c_say_what_they_cannot(size, grad, words):
+    q, k, v = torch.randn(3, 1, 1, 4, size).requires_grad_(grad).unbind()
+    assert words in (few_obstacle(q, k, v) or "")
 
 
 def test_padding_of_any_value_cannot_matter_by_lengths():

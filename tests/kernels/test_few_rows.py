@@ -102,7 +102,7 @@ def test_a_layer_is_put_back_after_an_error_and_one_with_a_forward_of_its_own_ke
 
 
 def test_nothing_is_asked_of_the_machine_where_there_is_nothing_to_gain(monkeypatch):
-    monkeypatch.setattr(room, "find", lambda *_: {"rows": WORTH})
+    monkeypatch.setattr(room, "find", lambda *_, **__: {"rows": WORTH})
     never = {BY_OUTPUT: NEVER, BY_INPUT: NEVER}
     assert worth_rows(2, "cpu", torch.float32) == never
     with torch.no_grad():

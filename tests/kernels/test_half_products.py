@@ -143,16 +143,20 @@ def test_it_does_not_hold_under_autocast_nor_where_the_probe_found_no_gain(monke
         assert not held
 
 
-def test_a_compiled_graph_is_left_alone_within_and_around():
+def test_a_compiled_graph_has_them_too_entered_within_or_around():
     @torch.compile(backend="eager", fullgraph=True)
-    def layer(x, weight):
+    def within(x, weight):
         with half_products(8, "cpu", torch.bfloat16) as held:
             return F.linear(x, weight), held
 
-    x, weight = drawn((8, 4), (3, 4))
-    assert layer(x, weight)[1] is False
+    around = torch.compile(F.linear, backend="eager", fullgraph=True)
+    x, weight = drawn((8, 40), (30, 40))
+    once = F.linear(x.float(), weight.float()).bfloat16()
+    out, held = within(x, weight)
+    assert held
+    assert torch.equal(out, once)
     with half_products(8, "cpu", torch.bfloat16):
-        assert torch.equal(layer(x, weight)[0], F.linear(x, weight))
+        assert torch.equal(around(x, weight), once)
 
 
 def test_it_is_worth_it_from_where_it_only_gains_in_each_layout(monkeypatch):

@@ -1,9 +1,12 @@
 """Which implementation runs: the best that can, or exactly the one asked for."""
 
 import ast
+import logging
 from pathlib import Path
 
 import pytest
+import torch
+import torch.utils.flop_counter
 
 import approx_kernels
 from approx_kernels.implementation import choose, chosen, implementation
@@ -27,6 +30,18 @@ def test_what_was_asked_for_never_falls_back():
         choose("sample", "cuda", WAYS)
     with pytest.raises(ValueError, match="No implementation of sample can run: too old"):
         choose("sample", "auto", {"triton": "too old"})
+
+
+def test_the_log_tells_once_why_the_plain_one_runs(caplog):
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        choose("plain", "auto", {"cpu": "it has no dropout.", "reference": None})
+        # What was asked for, or is as fast as can be, is nothing to tell.
+        choose("plain", "reference", {"cpu": "it has no dropout.", "reference": None})
+        choose("plain", "auto", {"cpu": None, "reference": None})
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        choose("counted", "auto", {"cpu": "a counter follows.", "reference": None})
+    assert caplog.messages == ["plain runs in plain PyTorch, which is slower, for 'cpu' cannot run: it has no dropout."]
 
 
 def test_a_wish_holds_inside_its_block_and_not_against_an_explicit_choice():

@@ -89,7 +89,6 @@ def test_sums_are_overwritten_while_decoding_and_kept_while_training():
     [
         ({"feature_map": "softmax"}, "feature_map is 'softmax'; it has elu and relu"),
         ({"window": 3, "mix": torch.ones(2)}, "window is 3"),
-        ({"dropout": 0.1}, "drops no keys"),
         ({"dtype": torch.float16}, "float16; allowed are"),
     ],
 )

@@ -91,6 +91,20 @@ def test_learned_maps_get_gradients(feature_map):
         assert_close(name, *each, factor=4.0)
 
 
+@CAUSAL
+@pytest.mark.parametrize("window", [0, 5])
+def test_many_features_are_summed_in_parts(causal, window, monkeypatch):
+    monkeypatch.setattr(launching, "FEATURES", 20)
+    tensors = [*draw(37, 60, size=32, heads=1, batch=2), *([mix(1)] if window else [])]
+    # Of relu features those of a whole part may be 0.
+    check(tensors, holes(60), causal=causal, feature_map="relu", window=window, scale=0.3)
+
+
+def test_the_largest_heads_have_twice_as_many_features():
+    maps = torch.randn(2, 1, 128, 128).to(DEVICE) / 8
+    check(draw(20, 20, size=128, values=128, heads=1), causal=True, feature_map="hedgehog", maps=(maps[0], maps[1]))
+
+
 @pytest.mark.parametrize(("size", "values"), [(32, 128), (64, 64), (80, 16), (96, 96), (128, 32)])
 def test_head_sizes(size, values):
     check(draw(20, 20, size=size, values=values, heads=1), causal=True)
@@ -223,9 +237,10 @@ def test_operations_are_counted():
     assert counter.get_total_flops() - forward == 2 * 2 * 16 * 32 * (2 * 20 + 3 * 30)
 
 
-@pytest.mark.parametrize("feature_map", ["elu", "softmax"])
-def test_decoding_overwrites_the_sums(feature_map):
-    q, k, v = draw(23, 23, batch=2)
+@pytest.mark.parametrize(("feature_map", "features"), [("elu", 128), ("softmax", 128), ("softmax", 20)])
+def test_decoding_overwrites_the_sums(feature_map, features, monkeypatch):
+    monkeypatch.setattr(launching, "FEATURES", features)
+    q, k, v = draw(23, 23, size=32, batch=2)
     mask = holes(23)
     whole = linear_attention(q.double(), k.double(), v.double(), mask, causal=True, feature_map=feature_map)
     plain = linear_attention(q, k, v, mask, causal=True, feature_map=feature_map, impl="reference")
@@ -252,13 +267,6 @@ REFUSED = {
     "a window": (lambda q: linear_decode(q, q, q, window=3, mix=torch.ones(2), impl="triton"), "no keys of a window"),
     "dropout": (lambda q: linear_attention(q, q, q, causal=True, dropout=0.1, impl="triton"), "drop no keys"),
     "head size": (lambda q: linear_attention(*(q[..., :12],) * 3, causal=True, impl="triton"), "head size is 12; allowed"),
-    "features": (
-        lambda q: linear_attention(
-            *(q.repeat(1, 1, 1, 8),) * 3, causal=True, feature_map="hedgehog", maps=(torch.ones(2, 128, 128), torch.ones(2, 128, 128)),
-            impl="triton",
-        ),
-        "256 features and values of 128",
-    ),
 }  # fmt: skip
 
 

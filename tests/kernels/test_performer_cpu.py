@@ -81,7 +81,6 @@ def test_sums_are_overwritten_while_decoding_and_kept_while_training(kernel):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"dropout": 0.1}, "drops no keys"),
         ({"dtype": torch.float16}, "float16; allowed are"),
         ({"projection": torch.ones(3, 4, requires_grad=True)}, "no gradient of the projection"),
     ],

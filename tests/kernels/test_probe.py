@@ -6,12 +6,13 @@ import warnings
 import pytest
 import torch
 
-from approx_kernels import findings
+from approx_kernels import few_rows, findings, half_products, products
 from approx_kernels.exact import exact_attention, fastest_attention, probe, ways
 from approx_kernels.exact.compiled import obstacle as c_obstacle
 from approx_kernels.exact.probe import Case, case_of, fastest, measure
 
 CASE = Case("cpu", torch.float32, 64, 512)
+LAYOUTS = (half_products.BY_OUTPUT, half_products.BY_INPUT)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def test_every_way_on_a_cpu_runs_and_is_exact_in_its_dtype(form, dtype):
     finding = measure(case)
     known = set(ways.ways("cpu", padded=case.padded, few=case.few))
     # Without a C compiler one of them is refused.
-    assert finding["errors"].keys() == known - ({"compiled C"} if c_obstacle(torch.ones(1), dropout=0.0) else set())
+    assert finding["errors"].keys() == known - ({"compiled C"} if c_obstacle(torch.ones(1)) else set())
     assert max(finding["errors"].values()) <= probe.LABEL[dtype]
     assert not [why for why in finding["refused"].values() if "error" in why]
 
@@ -99,11 +100,36 @@ def test_a_probe_repeats_nothing_and_draws_nothing(monkeypatch):
 
 def test_a_failing_probe_says_so_once_and_the_default_runs(monkeypatch):
     monkeypatch.setattr(probe, "ways", lambda device, *, padded, few: {ways.DEFAULT: failing})
-    with pytest.warns(UserWarning, match=r"could not be measured: No available kernel.*approx doctor --probe"):
+    told = r"could not be measured for exact attention, float32, .*: No available kernel.*approx doctor --probe"
+    with pytest.warns(UserWarning, match=told):
         assert fastest(small())[0] == ways.DEFAULT
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fastest(small())[0] == ways.DEFAULT
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no memory\nmore")], ids=["memory", "runtime"])
+@pytest.mark.parametrize(
+    ("module", "ask", "expected"),
+    [
+        (products, products.worth_rows, None),
+        (half_products, lambda: half_products.least_rows(torch.bfloat16), dict.fromkeys(LAYOUTS)),
+        (few_rows, lambda: few_rows.worth_rows(1, "cpu", torch.float32), dict.fromkeys(LAYOUTS, few_rows.NEVER)),
+    ],
+    ids=["products", "half products", "few rows"],
+)
+def test_other_probes_that_fail_leave_everything_to_pytorch(monkeypatch, module, ask, expected, error):
+    def out_of_memory(*_):
+        raise error
+
+    monkeypatch.setattr(module, "measure", out_of_memory)
+    monkeypatch.setattr(few_rows, "obstacle", lambda source: None)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="no memory|MemoryError"):
+            assert ask() == expected
+        assert ask() == expected, "asked once more it warned again"
+    (finding,) = findings.found("cpu").values()
+    assert finding["failed"] in ("MemoryError", "no memory")
 
 
 def test_kinds_of_input():
@@ -126,7 +152,7 @@ def test_kinds_of_input():
 @pytest.mark.parametrize("way", ["chunks of 256", "default SDPA by lengths"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_was_chosen_runs(monkeypatch, way, causal):
-    monkeypatch.setattr(probe, "find", lambda *_: {"way": way})
+    monkeypatch.setattr(probe, "find", lambda *_, **__: {"way": way})
     q, k, v = torch.randn(3, 2, 2, 70, 8).unbind()
     mask = torch.arange(70) < torch.tensor([[70], [40]])
     found = fastest_attention(q, k, v, mask, causal=causal, scale=0.3)

@@ -38,9 +38,7 @@ def test_equal_scores_do_not_add_keys():
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 1, 4))
 
 
-needs_compiler = pytest.mark.skipif(
-    cpu.obstacle(torch.ones(1), 0.0) is not None, reason=str(cpu.obstacle(torch.ones(1), 0.0))
-)
+needs_compiler = pytest.mark.skipif(cpu.obstacle(torch.ones(1)) is not None, reason=str(cpu.obstacle(torch.ones(1))))
 
 
 @needs_compiler
@@ -86,11 +84,8 @@ def test_nan_is_not_hidden_by_c():
     assert not out[:, :, :40].isnan().any()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dropout", "words"), [(torch.float64, 0.0, "float64"), (torch.float32, 0.1, "drops no weights")]
-)
-def test_what_c_cannot_do_is_refused_by_name(dtype, dropout, words):
-    q = torch.randn(1, 1, 4, 8, dtype=dtype)
-    with pytest.raises(ValueError, match=words):
-        topk_attention(q, q, q, topk=2, causal=False, scale=1.0, dropout=dropout, impl="cpu")
-    assert topk_attention(q, q, q, topk=2, causal=False, scale=1.0, dropout=dropout).shape == q.shape
+def test_what_c_cannot_do_is_refused_by_name():
+    q = torch.randn(1, 1, 4, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match="float64"):
+        topk_attention(q, q, q, topk=2, causal=False, scale=1.0, impl="cpu")
+    assert topk_attention(q, q, q, topk=2, causal=False, scale=1.0).shape == q.shape

@@ -32,9 +32,9 @@ def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
     monkeypatch.setattr(probe, "SECONDS", 0.0)
     seen = []
     probing.probe(lambda *where: seen.append(where))
-    assert [(done, total) for _, done, total in seen] == [(0, 3), (1, 3), (2, 3)]
+    assert [(done, total) for _, done, total in seen] == [(0, 4), (1, 4), (2, 4), (3, 4)]
     lines = told()
-    for form in ("", ", causal", ", padded"):
+    for form in ("", ", causal", ", padded", ", few"):
         found = [
             line for what, line in lines.items() if what.endswith(f"512 keys{form}") or f"512 keys{form}, sw" in what
         ]
@@ -44,7 +44,7 @@ def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
     assert {"float32 products", "bfloat16 products", "float32 layers"} <= {" ".join(what.split()[:2]) for what in lines}
     assert findings.file().exists()
     monkeypatch.setattr(
-        probe, "find", lambda device, asked, measure: findings.find(device, asked, lambda: {"way": "none"})
+        probe, "find", lambda device, asked, *_, **__: findings.find(device, asked, lambda: {"way": "none"})
     )
     monkeypatch.setattr(probing, "fastest", lambda case: findings.find("cpu", "another thing", dict))
     probing.probe()
@@ -57,7 +57,7 @@ def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
         ({"rows": 8}, "switched from 8 rows on (2.0× at 8 rows, error 4.0e-07)"),
         ({}, "the switch gains too little here (2.0× at 8 rows)"),
         ({"error": 2e-3}, "the switch rounds to bfloat16 here (error 2.0e-03)"),
-        ({"crowded": True}, "other programs used the cores, so measure anew with `approx doctor --probe`"),
+        ({"crowded": True}, " *"),
     ],
 )
 def test_what_is_said_of_products(changed, words):
@@ -66,30 +66,50 @@ def test_what_is_said_of_products(changed, words):
     assert words in told()[f"float32 products {probing._of_products(finding)}".partition(":")[0]][1]
 
 
+def test_what_was_measured_beside_other_programs_is_marked_and_the_mark_explained():
+    finding = {"rows": {}, "gains": {}, "crowded": True}
+    assert "other programs" not in " ".join(text for _, text in told().values())
+    findings._known[findings.machine("cpu")][half_products.asked(torch.float16)] = finding
+    assert "* was measured while other programs used the cores: when they are gone, measure anew" in " ".join(
+        text for _, text in told().values()
+    )
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"rows": {"A": 8, "B": 1}}, "A: in float32, rounded once, from 8 rows on (2.0× at 8 rows); B: in float32"),
-        (
-            {"rows": {"A": 1, "B": None}},
-            "from 1 row on (2.0× at 8 rows); B: as PyTorch has them, for float32 gains too",
-        ),
-        ({"crowded": True}, "other programs used the cores, so measure anew with `approx doctor --probe`"),
+        ({}, "A: in float32, rounded once, from 8 rows on (2.0× at 8 rows)"),
+        ({"rows": {"A": 1}}, "A: in float32, rounded once, from 1 row on (2.0× at 8 rows)"),
+        ({"rows": {"A": None}}, "A: as PyTorch has them, for float32 gains too little here (2.0× at 8 rows)"),
+        ({"crowded": True}, " *"),
     ],
 )
 def test_what_is_said_of_products_of_16_bits(changed, words):
-    finding = {"rows": {"A": 8, "B": 8}, "gains": {"A": {"8": 2.0}, "B": {"1": 1.0}}, **changed}
+    finding = {"gains": {"A": {"8": 2.0}, "B": {"1": 1.0}}, **changed}
+    finding["rows"] = {"A": 8, "B": None, **changed.get("rows", {})}
     findings.find("cpu", half_products.asked(torch.float16), lambda: finding)
-    (said,) = (each.found for each in health.examine(offline=True) if each.what == "float16 products")
-    assert words in said
+    said = [each.found for each in health.examine(offline=True) if each.what == "float16 products"]
+    assert words in said[0]
+    assert said[1].startswith("B: as PyTorch has them"), "a line for each layout"
 
 
 def test_a_probe_that_failed_is_told_with_the_remedy():
-    failed = {"way": "default SDPA", "milliseconds": {}, "errors": {}, "refused": {"default SDPA": "out of memory"}}
-    findings.find("cpu", "exact attention, float32, 512 keys", lambda: failed)
-    state, text = told()["exact attention float32, 512 keys"]
-    assert state == "missing"
-    assert "the probe failed: out of memory. Free some memory, then measure anew with `approx doctor --probe`" in text
+    for asked in ("exact attention, float32, 512 keys", products.ASKED, half_products.asked(torch.bfloat16)):
+        findings.find("cpu", asked, dict, otherwise={})
+        findings._known[findings.machine("cpu")][asked] = {"failed": "out of memory"}
+    lines = [
+        told()[what]
+        for what in (
+            "exact attention float32, 512 keys",
+            "float32 products as PyTorch has it, for the probe failed",
+            "bfloat16 products as PyTorch has it, for the probe failed",
+        )
+    ]
+    for state, text in lines:
+        assert state == "missing"
+        assert (
+            "the probe failed: out of memory. Free some memory, then measure anew with `approx doctor --probe`" in text
+        )
 
 
 @pytest.mark.skipif(os.name != "posix", reason="folders have other rights elsewhere")
@@ -113,6 +133,6 @@ def test_findings_that_cannot_be_removed_are_an_error_with_the_remedy():
 )
 def test_what_is_said_of_layers_of_few_rows(rows, words):
     finding = {"rows": rows, "gains": {layout: {"8": 2.0} for layout in rows}}
-    assert probing._of_few_rows(finding) == words
+    assert list(probing._of_few_rows(finding)) == [words]
     findings.find("cpu", few_rows.asked(torch.float32), lambda: finding)
     assert words in " ".join(text for _, text in told().values())

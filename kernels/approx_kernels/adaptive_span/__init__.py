@@ -51,7 +51,7 @@ def adaptive_span_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16 without dropout.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -62,7 +62,7 @@ def adaptive_span_attention(
     check_shapes(q, k, v, key_mask)
     if spans.shape != q.shape[1:2]:
         raise ValueError(f"spans has shape {list(spans.shape)}; expected [{q.shape[1]}], one for each head.")
-    ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
+    ways = {"cpu": obstacle(q), "reference": None}
     run = choose("adaptive_span_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
     if run == "triton":
         # Each head of the kernel ends where its own span does, so nobody has to read the spans first.

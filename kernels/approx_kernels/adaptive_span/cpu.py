@@ -15,10 +15,12 @@ def span_lists(
     ramp: int,
     causal: bool,
     scale: float,
+    dropout: float,
 ) -> Tensor:
     """Attend within the span of each head, and the ramp behind it; differentiable in the spans too."""
     length, keys = q.shape[2], k.shape[2]
     starts = cut(0, length)
     entries = [[(0, keys, -FAR, 0 if causal else FAR)]] * len(starts)
     lists = {"before": keys - length, "starts": [*starts, length], "entries": entries}
-    return attend_lists(q, k, v, key_mask, **lists, scale=scale, spans=spans.float(), ramp=ramp)
+    form = {"spans": spans.float(), "ramp": ramp, "scale": scale, "dropout": dropout}
+    return attend_lists(q, k, v, key_mask, **lists, **form)

@@ -56,7 +56,8 @@ def grouped_heads(
         with torch.autocast(q.device.type, enabled=False):
             k, v = k.to(q.dtype), v.to(q.dtype)
             if by_lists:
-                return span_lists(q, k, v, key_mask, spans=spans, ramp=ramp, causal=causal, scale=scale)
+                form = {"spans": spans, "ramp": ramp, "causal": causal}
+                return span_lists(q, k, v, key_mask, **form, scale=scale, dropout=dropout)
             return _windowed(q, k, v, key_mask, spans, window, ramp, causal, scale, dropout)
 
     if len(groups) == 1:

@@ -48,7 +48,7 @@ def block_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16 without dropout.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -57,7 +57,7 @@ def block_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
+    ways = {"cpu": obstacle(q), "reference": None}
     run = choose("block_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def block_attention(
             return block_tiles(q, k, v, size=size, neighbours=neighbours, shift=shift, causal=causal, scale=scale)
         if run == "cpu":
             how = {"size": size, "neighbours": neighbours, "shift": shift, "causal": causal}
-            return neighbour_lists(q, k, v, **how, scale=scale)
+            return neighbour_lists(q, k, v, **how, scale=scale, dropout=dropout)
         return neighbour_blocks(
             q, k, v, size=size, neighbours=neighbours, shift=shift, causal=causal, scale=scale, dropout=dropout
         )
@@ -108,7 +108,7 @@ def bigbird_attention(
         compatible: Whether to attend as Hugging Face's BigBird does in evaluation mode.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16 without dropout.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -117,7 +117,7 @@ def bigbird_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
+    ways = {"cpu": obstacle(q), "reference": None}
     run = choose("bigbird_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def bigbird_attention(
         if run == "triton":
             return bigbird_tiles(q, k, v, size=block, lists=lists, scale=scale)
         if run == "cpu":
-            return block_lists(q, k, v, size=block, lists=lists, scale=scale)
+            return block_lists(q, k, v, size=block, lists=lists, scale=scale, dropout=dropout)
         return listed_blocks(q, k, v, size=block, lists=lists, scale=scale, dropout=dropout)
 
     return without_padding(attend, q, k, v, key_mask)

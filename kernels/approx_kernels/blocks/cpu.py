@@ -8,7 +8,16 @@ from approx_kernels.key_lists.cpu import FAR, MOST_ROWS, attend_lists, cut
 
 
 def neighbour_lists(
-    q: Tensor, k: Tensor, v: Tensor, *, size: int, neighbours: int, shift: int, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    size: int,
+    neighbours: int,
+    shift: int,
+    causal: bool,
+    scale: float,
+    dropout: float,
 ) -> Tensor:
     """What `neighbour_blocks` computes."""
     keys, before = k.shape[2], k.shape[2] - q.shape[2]
@@ -22,10 +31,13 @@ def neighbour_lists(
         own = edge(block - neighbours), edge(block + 1 + (0 if causal else neighbours)), -FAR, 0 if causal else FAR
         starts += rows
         entries += [[own]] * len(rows)
-    return attend_lists(q, k, v, None, before=before, starts=[*starts, q.shape[2]], entries=entries, scale=scale)
+    listed = {"before": before, "starts": [*starts, q.shape[2]], "entries": entries}
+    return attend_lists(q, k, v, None, **listed, scale=scale, dropout=dropout)
 
 
-def block_lists(q: Tensor, k: Tensor, v: Tensor, *, size: int, lists: Sequence[Sequence[int]], scale: float) -> Tensor:
+def block_lists(
+    q: Tensor, k: Tensor, v: Tensor, *, size: int, lists: Sequence[Sequence[int]], scale: float, dropout: float
+) -> Tensor:
     """What `listed_blocks` computes."""
     keys, before = k.shape[2], k.shape[2] - q.shape[2]
     starts, entries = [], []
@@ -34,4 +46,5 @@ def block_lists(q: Tensor, k: Tensor, v: Tensor, *, size: int, lists: Sequence[S
         own = [(b * size, min((b + 1) * size, keys), -FAR, FAR) for b in lists[block]] or [(0, keys, -FAR, FAR)]
         starts += rows
         entries += [own] * len(rows)
-    return attend_lists(q, k, v, None, before=before, starts=[*starts, q.shape[2]], entries=entries, scale=scale)
+    listed = {"before": before, "starts": [*starts, q.shape[2]], "entries": entries}
+    return attend_lists(q, k, v, None, **listed, scale=scale, dropout=dropout)

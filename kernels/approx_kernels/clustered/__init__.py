@@ -77,9 +77,11 @@ def clustered_attention(
     settings = {"clusters": clusters, "iterations": iterations, "topk": topk, "scale": scale}
     ways = {"planes": planes, "draws": draws, "selectors": selectors}
     why = triton_obstacle(q, v, clusters, 0 if planes is None else len(planes), dropout)
-    run = choose("clustered_attention", impl, ranked(q, why, cpu=cpu_obstacle(q, dropout), reference=None))
-    if run != "reference":
-        return (clustered_on_gpu if run == "triton" else clustered_batch)(q, k, v, key_mask, **ways, **settings)
+    run = choose("clustered_attention", impl, ranked(q, why, cpu=cpu_obstacle(q), reference=None))
+    if run == "triton":
+        return clustered_on_gpu(q, k, v, key_mask, **ways, **settings)
+    if run == "cpu":
+        return clustered_batch(q, k, v, key_mask, **ways, **settings, dropout=dropout)
     return clustered_samples(q, k, v, key_mask, **ways, **settings, dropout=dropout, impl=impl)
 
 
@@ -135,12 +137,10 @@ def causal_clustered_attention(
     check_shapes(q, k, v, key_mask)
     _check_fitted(q, "centroids", centroids, centroids.shape[1], q.shape[3])
     _check_fitted(q, "selectors", selectors, centroids.shape[1], q.shape[3] + 1)
-    run = choose("causal_clustered_attention", impl, {"cpu": causal_obstacle(q, dropout), "reference": None})
-    settings = {"centroids": centroids, "selectors": selectors, "chunk": chunk, "topk": topk or 0, "scale": scale}
-    attend = partial(causal_samples_in_c, **settings)
-    if run == "reference":
-        attend = partial(causal_samples, **settings, dropout=dropout)
-    return without_padding(attend, q, k, v, key_mask)
+    run = choose("causal_clustered_attention", impl, {"cpu": causal_obstacle(q), "reference": None})
+    settings = {"chunk": chunk, "topk": topk or 0, "scale": scale, "dropout": dropout}
+    attend = causal_samples_in_c if run == "cpu" else causal_samples
+    return without_padding(partial(attend, centroids=centroids, selectors=selectors, **settings), q, k, v, key_mask)
 
 
 def _check_fitted(q: Tensor, name: str, found: Tensor, clusters: int | None, width: int) -> None:

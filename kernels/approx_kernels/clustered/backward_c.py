@@ -15,13 +15,14 @@ typedef struct {
 /* What comes back through the keys that each query weighs itself; sums up what the others receive. */
 static int through_members(const head *x, grads *g, int64_t item) {
     int64_t width = padded(x->kept), size = x->size, wide = x->values, c, i, r;
-    int64_t lists = width * (3 * size + 3 * wide) + MEMBERS * (wide + 2 * width);
+    int64_t lists = width * (3 * size + 3 * wide) + MEMBERS * (wide + 3 * width);
     float *keys = floats(lists);
     if (!keys) return 0;
     memset(keys, 0, sizeof(float) * lists);
     float *across = keys + width * size, *values = across + width * size, *values_across = values + width * wide;
     float *dkeys = values_across + width * wide, *dvalues = dkeys + width * size;
     float *outputs = dvalues + width * wide, *weights = outputs + MEMBERS * wide, *change = weights + MEMBERS * width;
+    float *used = x->all->dropout.bound ? change + MEMBERS * width : weights;
     for (c = 0; c < x->clusters; c++) {
         int64_t place = item * x->all->most_clusters + c, end = x->first[c + 1];
         const int32_t *top = x->all->top + place * x->all->kept;
@@ -39,9 +40,13 @@ static int through_members(const head *x, grads *g, int64_t item) {
             if (!x->kept) continue;
             product(rows, width, x->all->size, queries, size, 1, across, width, weights, width, 0);
             softmax_rows(weights, rows, x->kept, width);
-            product(rows, wide, x->kept, weights, width, 1, values, wide, outputs, wide, 0);
             product(rows, width, x->all->values, grad, wide, 1, values_across, width, change, width, 0);
-            product(x->kept, wide, rows, weights, 1, width, grad, wide, dvalues, wide, 1);
+            if (used != weights) {
+                memcpy(used, weights, sizeof(float) * rows * width);
+                drop_members(x, from, rows, width, used), drop_members(x, from, rows, width, change);
+            }
+            product(rows, wide, x->kept, used, width, 1, values, wide, outputs, wide, 0);
+            product(x->kept, wide, rows, used, 1, width, grad, wide, dvalues, wide, 1);
             for (r = 0; r < rows; r++) {
                 float along = 0;
                 for (i = 0; i < wide; i++) along += grad[r * wide + i] * outputs[r * wide + i];
@@ -86,6 +91,7 @@ static int through_means(const head *x, grads *g, int64_t item) {
     for (int64_t begin = 0; begin < x->keys; begin += BLOCK) {
         int64_t count = score_block(x, begin, weights);
         product(count, lanes, x->all->values, x->v + begin * wide, wide, 1, across, lanes, change, lanes, 0);
+        if (x->all->dropout.bound) drop_block(x, begin, count, change);
         for (c = 0; c < x->clusters; c++) {
             const int32_t *top = tops + c * x->all->kept;
             int64_t i = next[c];
@@ -102,6 +108,7 @@ static int through_means(const head *x, grads *g, int64_t item) {
             const int32_t *top = tops + c * x->all->kept;
             for (; next[c] < next[x->clusters + c]; next[c]++) weights[(top[next[c]] - begin) * lanes + c] = 0;
         }
+        if (x->all->dropout.bound) drop_block(x, begin, count, weights);
         product(count, wide, x->clusters, weights, lanes, 1, g->shared, wide, g->dv + begin * wide, wide, 1);
         product(count, size, x->clusters, change, lanes, 1, x->means, size, g->dk + begin * size, size, 1);
         product(x->clusters, size, count, change, 1, lanes, x->k + begin * size, size, dmeans, size, 1);

@@ -27,6 +27,8 @@ typedef struct {
     float *near, *change;    /* of a strip, weights in its chunk and gradients of scores, [keys, STRIP] */
     float *own, *own_change;    /* of a query, the same for the keys that its centroid lists, [K] */
     int32_t *listed, *lost;    /* [S], whether listed; [K] */
+    float *dropped;    /* [BLOCK, R]; NULL where nothing is dropped */
+    uint32_t *before, *between;    /* draws of the centroids, [R] */
 } head;
 
 /* Queries from token `first` on, scaled, and the gradients of their outputs. */
@@ -58,6 +60,24 @@ static int64_t losers(const head *x, int64_t boundary, int64_t r) {
     return count;
 }
 
+/* Of a key that is dropped from the rest of a centroid, the value alone goes. */
+INLINE float kept_value(const head *x, int64_t r, int64_t key) {
+    return x->dropped ? kept_key(&x->all->all.dropout, (draw){x->before[r], x->between[r]}, key) : 1.0f;
+}
+
+static void drop_values(const head *x, int64_t first, int64_t count, float *weights) {
+    drop_lanes(&x->all->all.dropout, x->before, x->between, x->lanes, first, count, weights, x->lanes);
+}
+
+/* What values of a block of keys weigh in the rest, [count, R]. */
+static const float *value_weights(const head *x, int64_t first, int64_t count) {
+    const float *weights = x->weights + first * x->lanes;
+    if (!x->dropped) return weights;
+    memcpy(x->dropped, weights, sizeof(float) * count * x->lanes);
+    drop_values(x, first, count, x->dropped);
+    return x->dropped;
+}
+
 /* Take the chunk before a boundary into the means. */
 static void absorb(const head *x, int64_t boundary) {
     const problem *p = &x->all->all;
@@ -82,16 +102,21 @@ static void absorb(const head *x, int64_t boundary) {
             if (top[j] >= begin) weights[(top[j] - begin) * lanes + r] = 0.0f;
         int64_t count = losers(x, boundary, r);
         scale_row(size, fade, mean_key), add_listed(size, x->lost, count, x->own, x->keys, mean_key);
+        for (int64_t j = 0; x->dropped && j < count; j++) x->own[j] *= kept_value(x, r, x->lost[j]);
         scale_row(values, fade, mean_value), add_listed(values, x->lost, count, x->own, x->v, mean_value);
     }
     product(p->rows, size, p->chunk, weights, 1, lanes, keys, size, x->mean_key, size, 1);
-    product(p->rows, values, p->chunk, weights, 1, lanes, x->v + begin * values, values, x->mean_value, values, 1);
+    for (int64_t end = begin + p->chunk, first = begin; first < end; first += BLOCK) {
+        int64_t count = lesser(BLOCK, end - first);
+        product(p->rows, values, count, value_weights(x, first, count), 1, lanes, x->v + first * values, values,
+                x->mean_value, values, 1);
+    }
 }
 
 /* What comes back to one query, and through it, from its centroid's list and the rest. `sum` and `along` are sums of its
    exponentials and of these times the gradients of weights; those of its own chunk are in them already. */
-static void through_past(const head *x, int64_t boundary, int64_t at, const float *query, const float *given, float *sum,
-                         float *along, float *dq) {
+static void through_past(const head *x, int64_t boundary, int64_t at, const float *query, const float *given, draw of,
+                         float *sum, float *along, float *dq) {
     const problem *p = &x->all->all;
     int64_t size = x->size, values = x->values, r = x->groups[at], place = boundary * p->rows + r;
     const float *mean_key = x->mean_key + r * size;
@@ -104,12 +129,14 @@ static void through_past(const head *x, int64_t boundary, int64_t at, const floa
     listed_products(size, top, p->kept, query, x->keys, own);
     listed_products(values, top, p->kept, given, x->v, change);
     *sum += exponentials(p->kept, x->most[at], own);
+    for (int64_t j = 0; x->dropped && j < p->kept; j++) change[j] *= kept_key(&p->dropout, of, top[j]);
     for (int64_t j = 0; j < p->kept; j++) *along += own[j] * change[j];
     float mean = *along / *sum;
     for (int64_t j = 0; j < p->kept; j++) {
         own[j] /= *sum, change[j] = own[j] * (change[j] - mean);
         add_row(size, change[j], query, x->dk + top[j] * size);
-        add_row(values, own[j], given, x->dv + top[j] * values);
+        float stays = x->dropped ? kept_key(&p->dropout, of, top[j]) : 1.0f;
+        add_row(values, stays * own[j], given, x->dv + top[j] * values);
     }
     add_listed(size, top, p->kept, change, x->keys, dq);
     x->share[at] = share / *sum, x->moved[at] = x->share[at] * (outer - mean);
@@ -124,10 +151,13 @@ static void through_queries(const head *x, int64_t begin, int64_t first, int64_t
     int64_t seen = first + deep - begin;
     const float *keys = x->keys + begin * size;
     float most[STRIP], sum[STRIP], along[STRIP];
+    draws of;
+    draw_strip(p, x->b * p->heads + x->h, first - before, deep, &of);
     read_queries(x, first - before, deep);
     meet(seen, deep, p->size, keys, x->queries, x->standing, x->near);
     meet(seen, deep, p->values, x->v + begin * values, x->given, x->standing, x->change);
     hide_later(seen, deep, x->near);
+    drop_near(p, &of, begin, seen, deep, x->change);
     for (int64_t i = 0; i < wide; i++) most[i] = i < deep ? x->most[first + i - before] : 0.0f;
     for (int64_t i = 0; i < wide; i += WIDTH) {
         vf weights = {0}, changes = {0};
@@ -140,8 +170,8 @@ static void through_queries(const head *x, int64_t begin, int64_t first, int64_t
     }
     memset(x->dq, 0, sizeof(float) * deep * size);
     for (int64_t i = 0; begin && i < deep; i++)
-        through_past(x, begin / p->chunk - 1, first + i - before, x->queries + i * size, x->given + i * values, sum + i,
-                     along + i, x->dq + i * size);
+        through_past(x, begin / p->chunk - 1, first + i - before, x->queries + i * size, x->given + i * values,
+                     drawn(&of, i), sum + i, along + i, x->dq + i * size);
     for (int64_t i = 0; i < wide; i += WIDTH) {
         vf inverse = 1.0f / *(vf *)(sum + i), mean = *(vf *)(along + i) * inverse;
         for (int64_t c = 0; c < seen; c++) {
@@ -149,6 +179,7 @@ static void through_queries(const head *x, int64_t begin, int64_t first, int64_t
             *weight *= inverse, *change = *weight * (*change - mean);
         }
     }
+    drop_near(p, &of, begin, seen, deep, x->near);
     product(deep, size, seen, x->change, 1, STRIP, keys, size, x->dq, size, 1);
     product(seen, size, deep, x->change, STRIP, 1, x->queries, size, x->dk + begin * size, size, 1);
     product(seen, values, deep, x->near, STRIP, 1, x->given, values, x->dv + begin * values, values, 1);
@@ -185,8 +216,9 @@ static void through_means(const head *x, int64_t boundary) {
         int64_t count = losers(x, boundary, r);
         for (int64_t j = 0; j < count; j++) {
             int64_t key = x->lost[j];
-            float risen = x->rises[r] + dot(size, dkey, x->keys + key * size) + dot(values, dvalue, x->v + key * values);
-            add_row(values, x->own[j], dvalue, x->dv + key * values);
+            float risen = x->rises[r] + dot(size, dkey, x->keys + key * size), stays = kept_value(x, r, key);
+            risen += stays * dot(values, dvalue, x->v + key * values);
+            add_row(values, stays * x->own[j], dvalue, x->dv + key * values);
             add_row(size, x->own[j], dkey, x->dk + key * size);
             add_row(size, x->own[j] * risen, x->rows + r * size, x->dk + key * size);
         }
@@ -198,8 +230,11 @@ static void through_means(const head *x, int64_t boundary) {
         const float *keys = x->keys + first * size, *v = x->v + first * values;
         float *weights = x->weights + first * lanes, *risen = x->near, *dk = x->dk + first * size;
         product(count, lanes, p->size, keys, size, 1, x->dkeys_across, lanes, risen, lanes, 0);
-        product(count, lanes, p->values, v, values, 1, x->dvalues_across, lanes, risen, lanes, 1);
-        product(count, values, p->rows, weights, lanes, 1, x->dvalues, values, x->dv + first * values, values, 1);
+        product(count, values, p->rows, value_weights(x, first, count), lanes, 1, x->dvalues, values,
+                x->dv + first * values, values, 1);
+        float *through_values = x->dropped ? x->dropped : risen;
+        product(count, lanes, p->values, v, values, 1, x->dvalues_across, lanes, through_values, lanes, !x->dropped);
+        if (x->dropped) drop_values(x, first, count, x->dropped), add_row(count * lanes, 1.0f, x->dropped, risen);
         product(count, size, p->rows, weights, lanes, 1, x->dkeys, size, dk, size, 1);
         for (int64_t c = 0; c < count; c++)
             for (int64_t r = 0; r < lanes; r += WIDTH)
@@ -216,10 +251,14 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     int64_t pairs = STRIP * lesser(p->chunk, S), kept = padded(p->kept);
     float *memory = floats(2 * S * (size + values) + R * (3 * size + 2 * values) + N * p->chunk * lanes + 3 * L +
                            (2 * D + E + 1) * lanes + STRIP * (2 * size + values + greater(D, E)) +
-                           greater(pairs, BLOCK * lanes) + pairs + 2 * kept);
-    x.listed = calloc(S + p->kept, sizeof(int32_t));
+                           greater(pairs, BLOCK * lanes) + pairs + 2 * kept + (p->dropout.bound ? BLOCK * lanes : 0));
+    x.listed = calloc(S + p->kept + 2 * lanes, sizeof(int32_t));
     if (!memory || !x.listed) { free(memory), free(x.listed); return 1; }
-    x.lost = x.listed + S;
+    x.lost = x.listed + S, x.before = (uint32_t *)x.lost + p->kept, x.between = x.before + lanes;
+    for (int64_t r = 0; p->dropout.bound && r < R; r++) {
+        draw of = draw_of_centroid(p, item, r);
+        x.before[r] = of.before, x.between[r] = of.between;
+    }
     x.dk = memory, x.dv = x.dk + S * size, x.mean_key = x.dv + S * values, x.mean_value = x.mean_key + R * size;
     x.dkeys = x.mean_value + R * values, x.dvalues = x.dkeys + R * size, x.rises = x.dvalues + R * values;
     memset(memory, 0, sizeof(float) * ((S + 2 * R) * (size + values) + lanes));
@@ -229,6 +268,7 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     x.queries = x.dvalues_across + E * lanes, x.given = x.queries + STRIP * size, x.dq = x.given + STRIP * values;
     x.standing = x.dq + STRIP * size, x.change = x.standing + STRIP * greater(D, E), x.own = x.change + pairs;
     x.own_change = x.own + kept, x.near = x.own_change + kept;
+    x.dropped = p->dropout.bound ? x.near + greater(pairs, BLOCK * lanes) : NULL;
     x.groups = p->groups + item * L, x.most = p->most + item * L, x.peak = p->peak + item * N * R;
     x.mass = p->mass + item * N * R, x.top = p->top + item * N * R * p->kept;
     read_rows(p->k, p->bf16, b, h, NULL, S, D, size, NULL, x.keys);

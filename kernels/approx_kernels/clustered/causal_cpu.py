@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from approx_kernels.c_dropout import Dropout, draw_seed, dropped
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.clustered.causal_backward_c import BACKWARD
@@ -23,6 +24,7 @@ class _Problem(ctypes.Structure):
         *((name, Rows) for name in ("q", "k", "v", "centroids", "out")),
         *((name, ctypes.c_void_p) for name in ("groups", "most", "peak", "mass", "top")),
         ("scale", ctypes.c_float),
+        ("dropout", Dropout),
     )
 
 
@@ -32,17 +34,24 @@ class _BackwardProblem(ctypes.Structure):
     _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")))
 
 
-def obstacle(q: Tensor, dropout: float) -> str | None:
+def obstacle(q: Tensor) -> str | None:
     """Why causal clustered attention cannot run in C, with the remedy; None where it can."""
-    if dropout:
-        return "it drops no weights. Set the dropout of attention to 0, or ask for 'auto'."
     return c_obstacle(FORWARD, q) or c_obstacle(BACKWARD, q)
 
 
 def causal_samples_in_c(
-    q: Tensor, k: Tensor, v: Tensor, *, centroids: Tensor, selectors: Tensor, chunk: int, topk: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    centroids: Tensor,
+    selectors: Tensor,
+    chunk: int,
+    topk: int,
+    scale: float,
+    dropout: float,
 ) -> Tensor:
-    """As `causal_samples`, without dropout."""
+    """As `causal_samples`."""
     batch, _, length, size = q.shape
     with torch.autocast("cpu", enabled=False):
         rows = centroids.detach().float().expand(batch, -1, -1, -1)
@@ -53,13 +62,24 @@ def causal_samples_in_c(
             groups = torch.arange(length).expand_as(groups)
         q, k, v, rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype), rows))
         # One key at least is left to the sums, so that they are never empty.
-        return _Causal.apply(q, k, v, rows, groups.int().contiguous(), max(chunk, topk + 1), topk, scale)  # pyright: ignore[reportReturnType]  # what forward returns
+        settings = max(chunk, topk + 1), topk, scale, dropout, draw_seed(dropout)
+        return _Causal.apply(q, k, v, rows, groups.int().contiguous(), *settings)  # pyright: ignore[reportReturnType]  # what forward returns
 
 
 class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, groups: Tensor, chunk: int, topk: int, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Tensor,
+        groups: Tensor,
+        chunk: int,
+        topk: int,
+        scale: float,
+        dropout: float,
+        seed: int,
     ) -> Tensor:
         batch, heads, length, _ = q.shape
         # As models want it next, tokens before heads.
@@ -70,8 +90,10 @@ class _Causal(torch.autograd.Function):
             peak, mass = rows.new_empty(2, batch, heads, (k.shape[2] - 1) // chunk, rows.shape[2])
             top = groups.new_empty(*peak.shape, topk)
             ctx.save_for_backward(q, k, v, rows, groups, most, peak, mass, top)
-            ctx.settings = chunk, topk, scale
-        problem = _problem(q, k, v, rows, out, groups, most, peak, mass, top, chunk, topk, scale)
+            ctx.settings = chunk, topk, scale, dropped(dropout, seed)
+        problem = _problem(
+            q, k, v, rows, out, groups, most, peak, mass, top, chunk, topk, scale, dropped(dropout, seed)
+        )
         found = library(FORWARD)
         assert not isinstance(found, str), f"checked by the op: {found}"
         check(found.forward(ctypes.byref(problem)))
@@ -87,11 +109,11 @@ class _Causal(torch.autograd.Function):
         found = library(BACKWARD)
         assert not isinstance(found, str), f"checked by the op: {found}"
         check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(rows_of, (grad, *made))))))
-        return *made, *[None] * 5
+        return *made, *[None] * 7
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, out: Tensor, *state: Any) -> _Problem:
-    groups, most, peak, mass, top, chunk, topk, scale = state
+    groups, most, peak, mass, top, chunk, topk, *numbers = state
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], rows.shape[2], chunk, topk)
     places = (*map(rows_of, (q, k, v, rows, out)), *map(address, (groups, most, peak, mass, top)))
-    return _Problem(*sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *places, scale)
+    return _Problem(*sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *places, *numbers)

@@ -15,7 +15,7 @@ enum { BLOCK = 64, FEW = 4 };
    weighted keys and of weighted values. */
 typedef struct {
     const problem *all;
-    int64_t size, values;
+    int64_t item, size, values;
     float *keys, *v, *rows, *scores, *standing, *best, *peak, *mass, *mean_key, *mean_value;
     int32_t *top, *filled;
 } past;
@@ -77,24 +77,27 @@ static void absorb(past *x, int64_t begin, int64_t count) {
             float weight = expf(lost_scores[j] - origin);
             x->mass[r] += weight;
             add_row(x->size, weight, x->keys + lost[j] * x->size, mean_key);
+            if (p->dropout.bound) weight *= kept_key(&p->dropout, draw_of_centroid(p, x->item, r), lost[j]);
             add_row(x->values, weight, x->v + lost[j] * x->values, mean_value);
         }
     }
     product(p->rows, x->size, count, x->scores, BLOCK, 1, keys, x->size, x->mean_key, x->size, 1);
+    for (int64_t r = 0; p->dropout.bound && r < p->rows; r++)
+        drop_stretch(&p->dropout, draw_of_centroid(p, x->item, r), begin, count, x->scores + r * BLOCK);
     product(p->rows, x->values, count, x->scores, BLOCK, 1, values, x->values, x->mean_value, x->values, 1);
 }
 
 /* Leave the past of a boundary to the backward pass. */
-static void keep(const past *x, int64_t item, int64_t boundary) {
+static void keep(const past *x, int64_t boundary) {
     const problem *p = x->all;
-    int64_t R = p->rows, place = (item * boundaries(p) + boundary) * R;
+    int64_t R = p->rows, place = (x->item * boundaries(p) + boundary) * R;
     if (p->kept) memcpy(p->top + place * p->kept, x->top, sizeof(int32_t) * R * p->kept);
     memcpy(p->peak + place, x->peak, sizeof(float) * R), memcpy(p->mass + place, x->mass, sizeof(float) * R);
 }
 
 /* Add to a query's output what comes from its centroid's list and the rest, relative to its largest score, which these
    may raise; the sum of their exponentials is returned. `own` has room for K + 1 scores. */
-static float attend_past(const past *x, int64_t r, const float *query, float *most, float *own, float *out) {
+static float attend_past(const past *x, int64_t r, const float *query, draw of, float *most, float *own, float *out) {
     int64_t kept = x->all->kept;
     const int32_t *top = x->top + r * kept;
     const float *mean = x->mean_key + r * x->size;
@@ -103,9 +106,10 @@ static float attend_past(const past *x, int64_t r, const float *query, float *mo
     float tangent = (dot(x->size, query, mean) - dot(x->size, x->rows + r * x->size, mean)) / x->mass[r];
     own[kept] = x->peak[r] + logf(x->mass[r]) + tangent;
     for (int64_t j = 0; j <= kept; j++) *most = own[j] > *most ? own[j] : *most;
-    float sum = exponentials(kept + 1, *most, own);
+    float sum = exponentials(kept + 1, *most, own), share = own[kept] / x->mass[r];
+    if (x->all->dropout.bound) drop_row(&x->all->dropout, of, top, 0, kept, own);
     add_listed(x->values, top, kept, own, x->v, out);
-    add_row(x->values, own[kept] / x->mass[r], x->mean_value + r * x->values, out);
+    add_row(x->values, share, x->mean_value + r * x->values, out);
     return sum;
 }
 
@@ -116,8 +120,10 @@ typedef struct { float *queries, *standing, *out, *near, *own; } strip;
 /* Queries from `first` on, of the chunk that begins at `begin`. */
 static void attend(const past *x, const strip *s, int64_t b, int64_t h, int64_t begin, int64_t first, int64_t deep) {
     const problem *p = x->all;
-    int64_t seen = first + deep - begin, at = first - (p->keys - p->length), item = (b * p->heads + h) * p->length + at;
+    int64_t seen = first + deep - begin, at = first - (p->keys - p->length), place = x->item * p->length + at;
     float most[STRIP], sum[STRIP];
+    draws of;
+    draw_strip(p, x->item, at, deep, &of);
     read_strip(p, p->q, b, h, at, deep, p->size, p->scale, s->queries);
     meet(seen, deep, p->size, x->keys + begin * x->size, s->queries, s->standing, s->near);
     hide_later(seen, deep, s->near);
@@ -128,7 +134,8 @@ static void attend(const past *x, const strip *s, int64_t b, int64_t h, int64_t 
         *(vf *)(most + i) = highest, *(vf *)(sum + i) = (vf){0};
     }
     for (int64_t i = 0; begin && i < deep; i++)
-        sum[i] = attend_past(x, p->groups[item + i], s->queries + i * x->size, most + i, s->own, s->out + i * x->values);
+        sum[i] = attend_past(x, p->groups[place + i], s->queries + i * x->size, drawn(&of, i), most + i, s->own,
+                             s->out + i * x->values);
     for (int64_t i = 0; i < padded(deep); i += WIDTH) {
         vf total = *(vf *)(sum + i);
         for (int64_t c = 0; c < seen; c++) {
@@ -137,9 +144,10 @@ static void attend(const past *x, const strip *s, int64_t b, int64_t h, int64_t 
         }
         *(vf *)(sum + i) = total;
     }
+    drop_near(p, &of, begin, seen, deep, s->near);
     product(deep, x->values, seen, s->near, 1, STRIP, x->v + begin * x->values, x->values, s->out, x->values, 1);
     for (int64_t i = 0; i < deep; i++) {
-        if (p->most) p->most[item + i] = most[i];
+        if (p->most) p->most[place + i] = most[i];
         scale_row(x->values, 1.0f / sum[i], s->out + i * x->values);
         write_row(p->out, p->bf16, b, h, at + i, p->values, s->out + i * x->values);
     }
@@ -147,11 +155,12 @@ static void attend(const past *x, const strip *s, int64_t b, int64_t h, int64_t 
 
 static int head(const problem *p, int64_t b, int64_t h) {
     int64_t size = padded(p->size), values = padded(p->values), S = p->keys, R = p->rows, K = p->kept;
-    past x = {.all = p, .size = size, .values = values};
+    past x = {.all = p, .item = b * p->heads + h, .size = size, .values = values};
     strip s;
     float *memory = floats(S * (size + values) + R * (2 * size + values + BLOCK + K + 2) + p->size * BLOCK +
                            STRIP * (size + values + p->size + lesser(p->chunk, S)) + padded(K + 1));
-    x.top = calloc(R * (K + 1) + 1, sizeof(int32_t));
+    /* Lists are read as whole vectors. */
+    x.top = calloc(R * (K + 1) + WIDTH, sizeof(int32_t));
     if (!memory || !x.top) { free(memory), free(x.top); return 1; }
     x.filled = x.top + R * K;
     x.keys = memory, x.v = x.keys + S * size, x.rows = x.v + S * values, x.mean_key = x.rows + R * size;
@@ -169,7 +178,7 @@ static int head(const problem *p, int64_t b, int64_t h) {
         for (int64_t first = greater(begin, S - p->length); first < end; first += STRIP)
             attend(&x, &s, b, h, begin, first, lesser(STRIP, end - first));
         for (int64_t key = begin; end < S && key < end; key += BLOCK) absorb(&x, key, lesser(BLOCK, end - key));
-        if (p->most && end < S) keep(&x, b * p->heads + h, begin / p->chunk);
+        if (p->most && end < S) keep(&x, begin / p->chunk);
     }
     free(memory), free(x.top);
     return 0;

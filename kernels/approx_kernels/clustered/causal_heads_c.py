@@ -1,9 +1,11 @@
 """What both directions of causal clustered attention in C begin with: strips of queries, and listed keys."""
 
+from approx_kernels.c_dropout import DROPOUT
 from approx_kernels.c_vectors import VECTORS
 
 HEADS = (
     VECTORS
+    + DROPOUT
     + r"""
 /* Queries that stand side by side in the products with the keys of their chunk, and listed keys that pass together. */
 enum { STRIP = 32, TOGETHER = 4 };
@@ -18,10 +20,35 @@ typedef struct {
     float *most, *peak, *mass;
     int32_t *top;
     float scale;
+    dropout dropout;
 } problem;
 
 /* Chunks that have another after them; a boundary stands between the two. */
 INLINE int64_t boundaries(const problem *p) { return (p->keys - 1) / p->chunk; }
+
+/* Draws of the queries of a strip; of nothing where nothing is dropped. */
+typedef struct { uint32_t before[STRIP], between[STRIP]; } draws;
+
+static void draw_strip(const problem *p, int64_t item, int64_t at, int64_t deep, draws *to) {
+    memset(to, 0, sizeof(draws));
+    for (int64_t i = 0; p->dropout.bound && i < deep; i++) {
+        draw of = draw_of(&p->dropout, item, at + i);
+        to->before[i] = of.before, to->between[i] = of.between;
+    }
+}
+
+INLINE draw drawn(const draws *of, int64_t i) { return (draw){of->before[i], of->between[i]}; }
+
+/* That of a centroid: what it weighs for the rest is dropped once, for all queries behind. */
+INLINE draw draw_of_centroid(const problem *p, int64_t item, int64_t r) {
+    return draw_of(&p->dropout, p->batch * p->heads + item, r);
+}
+
+/* Drop weights [seen, STRIP] of a strip in its chunk. */
+static void drop_near(const problem *p, const draws *of, int64_t begin, int64_t seen, int64_t deep, float *weights) {
+    if (p->dropout.bound)
+        drop_lanes(&p->dropout, of->before, of->between, padded(deep), begin, seen, weights, STRIP);
+}
 
 /* What a score weighs relative to another; -INFINITY stands for what must not count. */
 INLINE vf weigh(vf score, vf relative) { return choose(score == -INFINITY, (vf){0}, vexp(score - relative)); }

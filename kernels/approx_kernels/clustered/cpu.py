@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from approx_kernels.c_dropout import Dropout, draw_seed, dropped
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.clustered.backward_c import BACKWARD
@@ -30,6 +31,7 @@ class _Problem(ctypes.Structure):
         *((name, _PLACE) for name in ("query_tokens", "key_tokens", "queries", "real_keys", "clusters", "groups")),
         *((name, _PLACE) for name in ("rest", "sums", "mass", "top")),
         ("scale", ctypes.c_float),
+        ("dropout", Dropout),
     )
 
 
@@ -39,10 +41,8 @@ class _BackwardProblem(ctypes.Structure):
     _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")))
 
 
-def obstacle(q: Tensor, dropout: float) -> str | None:
+def obstacle(q: Tensor) -> str | None:
     """Why clustered attention cannot run in C, with the remedy; None where it can."""
-    if dropout:
-        return "it drops no weights. Set the dropout of attention to 0, or ask for 'auto'."
     reasons = (clustering_obstacle(q), c_obstacle(FORWARD, q), c_obstacle(BACKWARD, q))
     return next(filter(None, reasons), None)
 
@@ -60,6 +60,7 @@ def clustered_batch(
     iterations: int,
     topk: int | None,
     scale: float,
+    dropout: float,
 ) -> Tensor:
     """Attend; a sample of at most C real queries has each of them for a cluster."""
     batch, _, length, _ = q.shape
@@ -86,7 +87,8 @@ def clustered_batch(
             groups = torch.where((own == queries)[:, None, None], apart, groups).contiguous()
         most, kept = min(clusters or MOST_DEFAULT_CLUSTERS, length), min(topk or 0, k.shape[2])
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return _attend(q, k, v, groups, query_tokens, key_tokens, queries, keys, own, most, kept, scale)[0]
+        state = groups, query_tokens, key_tokens, queries, keys, own
+        return _attend(q, k, v, *state, most, kept, scale, dropout, draw_seed(dropout))[0]
 
 
 def _empty(
@@ -101,7 +103,7 @@ def _empty(
     clusters: Tensor,
     most: int,
     kept: int,
-    scale: float,
+    *numbers: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, heads, length, _ = q.shape
     # As models want it next, tokens before heads; what is not real is not written.
@@ -114,14 +116,13 @@ def _empty(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.most, ctx.kept, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.save_for_backward(*inputs[:9], *output[1:])
+    ctx.rest = inputs[9:]
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    found = _attend_backward(grad, *ctx.saved_tensors, ctx.most, ctx.kept, ctx.scale)
-    return *found, *[None] * 9
+    return *_attend_backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 11
 
 
 def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,14 +149,16 @@ def _attend_backward(
     most: int,
     kept: int,
     scale: float,
+    dropout: float,
+    seed: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     made = _empty_gradients(grad, q, k, v)
     state = (groups, query_tokens, key_tokens, queries, keys, clusters, rest, sums, mass, top)
-    problem = _BackwardProblem(_problem(q, k, v, grad, *state, most, kept, scale), *map(rows_of, (grad, *made)))
+    problem = _problem(q, k, v, grad, *state, most, kept, scale, dropped(dropout, seed))
     found = library(BACKWARD)
     assert not isinstance(found, str), "checked by the op"
-    check(found.backward(ctypes.byref(problem)))
+    check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(rows_of, (grad, *made))))))
     return made
 
 
@@ -173,10 +176,12 @@ def _attend(
     most: int,
     kept: int,
     scale: float,
+    dropout: float,
+    seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     state = (groups, query_tokens, key_tokens, queries, keys, clusters)
-    made = _empty(q, k, v, *state, most, kept, scale)
-    problem = _problem(q, k, v, made[0], *state, *made[1:], most, kept, scale)
+    made = _empty(q, k, v, *state, most, kept)
+    problem = _problem(q, k, v, made[0], *state, *made[1:], most, kept, scale, dropped(dropout, seed))
     found = library(FORWARD)
     assert not isinstance(found, str), "checked by the op"
     check(found.forward(ctypes.byref(problem)))
@@ -184,9 +189,8 @@ def _attend(
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *state: Any) -> _Problem:
-    groups, query_tokens, key_tokens, queries, keys, clusters, rest, sums, mass, top, most, kept, scale = state
+    groups, query_tokens, key_tokens, queries, keys, clusters, rest, sums, mass, top, most, kept, *numbers = state
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], most, kept)
     places = map(address, (query_tokens, key_tokens, queries, keys, clusters, groups, rest, sums, mass, top))
-    return _Problem(
-        *sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *map(rows_of, (q, k, v, out)), *places, scale
-    )
+    how = q.dtype == torch.bfloat16, torch.get_num_threads()
+    return _Problem(*sizes, *how, *map(rows_of, (q, k, v, out)), *places, *numbers)

@@ -118,24 +118,27 @@ static void attend_means(const head *x, pass *w) {
         for (c = 0; c < x->clusters; c++)
             if (fade[c] != 1.0f)
                 for (j = 0; j < wide; j++) w->outputs[c * wide + j] *= fade[c];
+        if (x->all->dropout.bound) drop_block(x, begin, count, w->scores);
         product(x->clusters, wide, count, w->scores, 1, lanes, x->v + begin * wide, wide, w->outputs, wide, 1);
     }
 }
 
-/* Take the share of the largest keys from what a mean query attends to, and return their mass. */
-static float take_share(const head *x, const float *mean, const float *keys, const float *values, int64_t width,
-                        float *scores, float sums, float *rest) {
+/* Take the share of the largest keys from what the mean query of cluster c attends to, and return their mass. */
+static float take_share(const head *x, int64_t c, const int32_t *top, const float *keys, const float *values,
+                        int64_t width, float *scores, float sums, float *rest) {
     if (x->kept == x->keys) {
         /* Nothing is left beside them, exactly. */
         memset(rest, 0, sizeof(float) * x->all->values);
         return 1;
     }
     float mass = 0;
-    product(1, width, x->all->size, mean, x->size, 1, keys, width, scores, width, 0);
+    product(1, width, x->all->size, x->means + c * x->size, x->size, 1, keys, width, scores, width, 0);
     for (int64_t i = 0; i < width; i += WIDTH) *(vf *)(scores + i) = vexp(*(vf *)(scores + i) - sums);
     for (int64_t i = 0; i < x->kept; i++) {
-        mass += scores[i];
-        for (int64_t e = 0; e < x->all->values; e++) rest[e] -= scores[i] * values[i * x->values + e];
+        float share = scores[i];
+        mass += share;
+        if (x->all->dropout.bound) share *= kept_key(&x->all->dropout, (draw){x->before[c], x->between[c]}, top[i]);
+        for (int64_t e = 0; e < x->all->values; e++) rest[e] -= share * values[i * x->values + e];
     }
     return mass;
 }
@@ -179,7 +182,7 @@ static int forward_head(const problem *all, int64_t item) {
             memcpy(top, w.top[c].keys, sizeof(int32_t) * x.kept);
             qsort(top, x.kept, sizeof(int32_t), ascending);
             gather_keys(&x, top, keys, across, values, width);
-            mass = take_share(&x, x.means + c * x.size, across, values, width, weights, sums, rest);
+            mass = take_share(&x, c, top, across, values, width, weights, sums, rest);
         }
         all->mass[place] = mass;
         for (int64_t from = x.first[c]; from < end; from += MEMBERS) {
@@ -188,6 +191,7 @@ static int forward_head(const problem *all, int64_t item) {
             if (x.kept) {
                 product(rows, width, all->size, x.q + from * x.size, x.size, 1, across, width, weights, width, 0);
                 softmax_rows(weights, rows, x.kept, width);
+                if (all->dropout.bound) drop_members(&x, from, rows, width, weights);
                 product(rows, x.values, x.kept, weights, width, 1, values, x.values, made, x.values, 0);
             }
             for (r = 0; r < rows; r++)

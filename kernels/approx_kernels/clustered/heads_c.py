@@ -1,9 +1,11 @@
 """What both directions of clustered attention in C begin with: one head of one sample, and what it reads."""
 
+from approx_kernels.c_dropout import DROPOUT
 from approx_kernels.c_vectors import VECTORS
 
 HEADS = (
     VECTORS
+    + DROPOUT
     + r"""
 /* Keys of a block; what belongs to it stays in a core's own cache. */
 #define BLOCK 64
@@ -19,6 +21,7 @@ typedef struct {
     float *rest, *sums, *mass;    /* [B, H, C, E], [B, H, C], [B, H, C] */
     int32_t *top;    /* [B, H, C, K] */
     float scale;
+    dropout dropout;
 } problem;
 
 /* One head of one sample, in one piece each: queries, scaled and sorted by cluster, keys and values. */
@@ -28,6 +31,7 @@ typedef struct {
     const int32_t *queries_at, *keys_at, *groups;
     int32_t *first, *places;    /* cluster c has rows first[c] up to first[c + 1]; places[i] is the row of query i */
     float *q, *k, *v, *means, *across;    /* [n, D], [S, D], [S, E]; mean queries, [C, D] and [D, C] */
+    uint32_t *before, *between;    /* draws of the clusters, [C]; of nothing where nothing is dropped */
 } head;
 
 static void release(head *x) { free(x->first), free(x->q); }
@@ -44,10 +48,15 @@ static int gather(head *x, const problem *all, int64_t item) {
     x->keys_at = all->key_tokens ? all->key_tokens + b * all->keys : NULL;
     x->groups = all->groups + item * all->length;
     int64_t means = x->clusters * x->size + x->size * x->lanes;
-    x->first = calloc(x->clusters + 2 + x->n, sizeof(int32_t));
+    x->first = calloc(x->clusters + 2 + x->n + 2 * x->lanes, sizeof(int32_t));
     x->q = floats((x->n + x->keys) * x->size + x->keys * x->values + means);
     if (!x->first || !x->q) return 0;
     x->places = x->first + x->clusters + 2;
+    x->before = (uint32_t *)x->places + x->n, x->between = x->before + x->lanes;
+    for (c = 0; all->dropout.bound && c < x->clusters; c++) {
+        draw of = draw_of(&all->dropout, item, c);
+        x->before[c] = of.before, x->between[c] = of.between;
+    }
     x->k = x->q + x->n * x->size, x->v = x->k + x->keys * x->size, x->means = x->v + x->keys * x->values;
     x->across = x->means + x->clusters * x->size;
     memset(x->means, 0, sizeof(float) * means);
@@ -85,6 +94,19 @@ static void softmax_rows(float *scores, int64_t rows, int64_t kept, int64_t widt
         for (int64_t j = 0; j < kept; j++) sum += row[j];
         for (int64_t j = 0; j < width; j++) row[j] = j < kept ? row[j] / sum : 0;
     }
+}
+
+/* Drop weights of mean queries for a block of keys, [keys, C]. */
+static void drop_block(const head *x, int64_t begin, int64_t count, float *weights) {
+    drop_lanes(&x->all->dropout, x->before, x->between, x->lanes, begin, count, weights, x->lanes);
+}
+
+/* Drop weights of the members in rows from `from` on, [members, width], for the places of their cluster's list. */
+static void drop_members(const head *x, int64_t from, int64_t rows, int64_t width, float *weights) {
+    const problem *p = x->all;
+    int64_t item = (p->batch + x->b) * p->heads + x->h;
+    for (int64_t r = 0; r < rows; r++)
+        drop_stretch(&p->dropout, draw_of(&p->dropout, item, from + r), 0, width, weights + r * width);
 }
 
 /* Keys [D, K] and values [K, E] of a list, padded with zeros. */

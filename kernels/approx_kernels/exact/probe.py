@@ -2,9 +2,9 @@
 
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,9 +80,9 @@ def case_of(q: Tensor, k: Tensor, key_mask: Tensor | None, *, causal: bool, swit
 
 
 def fastest(case: Case) -> tuple[str, Way]:
-    """The name of the fastest way for a case, and the way; a warning and the default where the probe fails."""
+    """The name of the fastest way for a case, and the way; the default where the probe fails."""
     known = ways(case.device, padded=case.padded, few=case.few)
-    chosen = find(case.device, str(case), lambda: _measured(case)).get("way")
+    chosen = find(case.device, str(case), partial(measure, case), otherwise={"way": DEFAULT}).get("way")
     # Kept by a version that knew others, it is as good as nothing.
     return (chosen, known[chosen]) if chosen in known else (DEFAULT, known[DEFAULT])
 
@@ -95,7 +95,7 @@ def measure(case: Case) -> Finding:
         are out of the question.
 
     Raises:
-        RuntimeError: if the default itself cannot run.
+        RuntimeError: if the default itself cannot run; MemoryError likewise.
     """
     errors: dict[str, float] = {}
     refused: dict[str, str] = {}
@@ -107,7 +107,7 @@ def measure(case: Case) -> Finding:
             try:
                 calls[name] = _call(way, short, real, case)
                 errors[name] = _error(calls[name](), exact, real)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if name == DEFAULT:
                     raise
                 refused[name] = str(error).partition("\n")[0]
@@ -132,19 +132,6 @@ def measure(case: Case) -> Finding:
         "errors": {name: float(f"{error:.3g}") for name, error in errors.items()},
         "refused": refused,
     } | ({"crowded": True} if case.device == "cpu" and crowded() else {})
-
-
-def _measured(case: Case) -> Finding:
-    try:
-        return measure(case)
-    except RuntimeError as error:
-        why = str(error).partition("\n")[0]
-        warnings.warn(
-            f"Which way to compute {case} is the fastest could not be measured: {why}. PyTorch's default is used. Free some "
-            "memory, then measure anew with `approx doctor --probe`.",
-            stacklevel=2,
-        )
-        return {"way": DEFAULT, "milliseconds": {}, "errors": {}, "refused": {DEFAULT: why}}
 
 
 def _inputs(case: Case, length: int, oracle: bool = True) -> tuple[Any, Tensor | None, Tensor | None]:

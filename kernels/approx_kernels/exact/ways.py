@@ -6,7 +6,7 @@ from functools import partial
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from approx_kernels.exact.compiled import compiled_attention
+from approx_kernels.exact.compiled import compiled_attention, compiled_few, few_obstacle
 from approx_kernels.exact.compiled import obstacle as c_obstacle
 from approx_kernels.exact.cpu import batched_attention, chunked_attention
 from approx_kernels.exact.fused import fused_attention
@@ -37,7 +37,7 @@ def ways(device: str, *, padded: bool, few: bool) -> dict[str, Way]:
     plain: dict[str, Way] = {DEFAULT: _default}
     if few:
         # Nothing to gain from lengths or chunks where the weights are a few rows.
-        return plain if device == "cuda" else plain | {"batched products": batched_attention}
+        return plain if device == "cuda" else plain | {"batched products": batched_attention, "compiled C": _few_in_c}
     if device == "cuda":
         plain |= {f"{name} SDPA": partial(_preferring, back_end=name) for name in BACK_ENDS}
         found = plain | {f"{name} by lengths": partial(_by_lengths, way=way) for name, way in plain.items() if padded}
@@ -81,7 +81,7 @@ def _in_chunks(
 
 
 def _in_c(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
-    why = c_obstacle(q, dropout=0.0)
+    why = c_obstacle(q)
     if why is not None:
         raise RuntimeError(why)
 
@@ -89,6 +89,13 @@ def _in_c(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: b
         return compiled_attention(q, k, v, causal=causal, scale=scale)
 
     return by_lengths(attend, q, k, v, key_mask, causal=causal)
+
+
+def _few_in_c(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
+    why = few_obstacle(q, k, v)
+    if why is not None:
+        raise RuntimeError(why)
+    return compiled_few(q, k, v, key_mask, causal=causal, scale=scale)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:

@@ -56,7 +56,7 @@ def global_token_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16 without dropout.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -68,7 +68,7 @@ def global_token_attention(
     right = 0 if causal else right
     elsewhere = "tokens that each sample chooses need a list for each. Give positions, or ask for 'reference'."
     own = isinstance(tokens, Tensor)
-    ways = {"cpu": elsewhere if own else obstacle(q, dropout=dropout), "reference": None}
+    ways = {"cpu": elsewhere if own else obstacle(q), "reference": None}
     run = choose("global_token_attention", impl, ranked(q, elsewhere if own else flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[int] | Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def global_token_attention(
         chosen = places(tokens, k.shape[2], k.device)
         how: dict[str, Any] = {"chosen": chosen, "causal": causal, "scale": scale, "dropout": dropout}
         if run == "cpu":
-            near = {"left": left, "right": right, "causal": causal, "scale": scale}
+            near = {"left": left, "right": right, "causal": causal, "scale": scale, "dropout": dropout}
             out = window_lists(q, k, v, **near, tokens=[int(token) for token in tokens])
         else:
             out = window_blocks(q, k, v, left=left, right=right, **how)

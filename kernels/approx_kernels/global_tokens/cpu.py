@@ -8,7 +8,16 @@ from approx_kernels.key_lists.cpu import FAR, Entry, attend_lists, cut
 
 
 def window_lists(
-    q: Tensor, k: Tensor, v: Tensor, *, left: int, right: int, tokens: Sequence[int], causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    left: int,
+    right: int,
+    tokens: Sequence[int],
+    causal: bool,
+    scale: float,
+    dropout: float,
 ) -> Tensor:
     """What `window_blocks` computes, for tokens that are the same for all samples."""
     length, keys = q.shape[2], k.shape[2]
@@ -21,4 +30,5 @@ def window_lists(
             listed.append((token, token + 1, right + 1, FAR))
     starts = cut(0, length)
     entries = [listed] * len(starts)
-    return attend_lists(q, k, v, None, before=keys - length, starts=[*starts, length], entries=entries, scale=scale)
+    lists = {"before": keys - length, "starts": [*starts, length], "entries": entries}
+    return attend_lists(q, k, v, None, **lists, scale=scale, dropout=dropout)

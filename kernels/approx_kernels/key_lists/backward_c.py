@@ -30,11 +30,11 @@ INLINE float weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t p
 }
 
 /* Gradients of a query by the key and the value at its own position, and of these. */
-static void itself(const problem *p, int64_t b, int64_t h, int64_t at, float lse, float share, const float *query,
-                   const float *grad, float *key, float *value, float *dq, float *dk, float *dv) {
+static void itself(const problem *p, int64_t b, int64_t h, int64_t at, float lse, float share, float kept,
+                   const float *query, const float *grad, float *key, float *value, float *dq, float *dk, float *dv) {
     float weight = expf(own_score(p, b, h, at, query, key) - lse), change = -share;
     read_row(p->v, p->bf16, b, h, at, p->values, value);
-    for (int64_t e = 0; e < p->values; e++) change += grad[e] * value[e], dv[e] += weight * grad[e];
+    for (int64_t e = 0; e < p->values; e++) change += kept * grad[e] * value[e], dv[e] += kept * weight * grad[e];
     for (int64_t d = 0; d < p->size; d++) dq[d] += weight * change * key[d], dk[d] += weight * change * query[d];
 }
 
@@ -62,9 +62,10 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         for (int64_t i = 0; i < w.rows; i++) {
             share[i] = 0.0f;
             for (int64_t e = 0; e < E; e++) share[i] += given[i * width + e] * out[i * width + e];
-            if (sees_itself(p, &w, i))
-                itself(p, b, h, w.at[i], lse[token(w.order, w.first + i)], share[i], queries + i * size, given + i * width,
-                       keys, values, dq + i * size, sums + w.at[i] * size, value_sums + w.at[i] * width);
+            if (!sees_itself(p, &w, i)) continue;
+            float kept = p->dropout.bound ? kept_key(&p->dropout, draw_at(p, b, h, &w, i), w.at[i]) : 1.0f;
+            itself(p, b, h, w.at[i], lse[token(w.order, w.first + i)], share[i], kept, queries + i * size,
+                   given + i * width, keys, values, dq + i * size, sums + w.at[i] * size, value_sums + w.at[i] * width);
         }
         keys_of_block t = keys_from(p, b, h, &w);
         while (next_keys(p, b, &w, &t)) {
@@ -80,9 +81,13 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
                 product(deep, end - begin, D, asking, size, 1, standing + begin, KEYS, weights + begin, KEYS, 0);
                 product(deep, end - begin, E, outer, width, 1, standing + D * KEYS + begin, KEYS, change + begin, KEYS,
                         0);
+                for (int64_t i = 0; p->dropout.bound && i < deep; i++)
+                    drop_row(&p->dropout, draw_at(p, b, h, &w, strip + i), t.key, begin, end, change + i * KEYS);
                 for (int64_t i = 0; i < deep; i++)
                     longer += weigh(&t, begin, end, w.at[strip + i], lse[token(w.order, w.first + strip + i)],
                                     share[strip + i], weights + i * KEYS, change + i * KEYS);
+                for (int64_t i = 0; p->dropout.bound && i < deep; i++)
+                    drop_row(&p->dropout, draw_at(p, b, h, &w, strip + i), t.key, begin, end, weights + i * KEYS);
                 int64_t count = lesser(end, t.count) - begin;
                 product(deep, size, count, change + begin, KEYS, 1, keys + begin * size, size, dq + strip * size, size,
                         1);

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from approx_kernels.c_dropout import Dropout, draw_seed, dropped
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.custom_op import custom_op
@@ -37,6 +38,7 @@ class _Problem(ctypes.Structure):
             for name in ("mask", "own", "starts", "first", "entries", "query_order", "key_order", "lse", "spans")
         ),
         *((name, ctypes.c_float) for name in ("scale", "ramp", "itself")),
+        ("dropout", Dropout),
     )
 
 
@@ -46,10 +48,8 @@ class _BackwardProblem(ctypes.Structure):
     _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")), ("dspans", _PLACE))
 
 
-def obstacle(q: Tensor, *, dropout: float) -> str | None:
+def obstacle(q: Tensor) -> str | None:
     """Why attention to lists of keys cannot run in C, with the remedy; None where it can."""
-    if dropout:
-        return "it drops no weights. Set the dropout of attention to 0, or ask for 'auto'."
     return c_obstacle(FORWARD, q) or c_obstacle(BACKWARD, q)
 
 
@@ -72,6 +72,7 @@ def attend_lists(
     orders: tuple[Tensor, Tensor] | None = None,
     spans: Tensor | None = None,
     ramp: int = 1,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Softmax attention of each block of queries to the keys on its list, each of which may hold for some queries only.
 
@@ -93,6 +94,8 @@ def attend_lists(
         orders: Queries and keys by rank, whole numbers [P, L] and [P, S] for all heads, or [P, B, H, L] and [P, B, H, S].
         spans: z [H], float32: a weight at distance x is multiplied by clip((R + z - x) / R, 0, 1). Differentiable.
         ramp: R.
+        dropout: Probability with which a weight is dropped, in each part for itself; a key that counts twice in a part is
+            dropped once.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -102,7 +105,7 @@ def attend_lists(
     by_rank = [None, None] if orders is None else [x.int().contiguous() for x in orders]
     mask = None if key_mask is None else key_mask.contiguous()
     lists = mask, None, torch.tensor(starts), counts, listed, *by_rank, spans
-    return _run(q, k, v, *lists, before, scale, ramp, 0.0)
+    return _run(q, k, v, *lists, before, scale, ramp, 0.0, dropout)
 
 
 def attend_own_lists(
@@ -117,6 +120,7 @@ def attend_own_lists(
     scale: float,
     orders: tuple[Tensor, Tensor],
     itself: float,
+    dropout: float = 0.0,
 ) -> Tensor:
     """`attend_lists` where each head has blocks of its own, of one entry each, and a key may have several ranks.
 
@@ -135,6 +139,7 @@ def attend_own_lists(
         scale: Factor of the scores.
         orders: Queries and keys by rank, [P, B, H, L] and [P, B, H, M].
         itself: How often a query sees the key at its own position beside its lists, where there is one; 0 or more.
+        dropout: Probability with which a weight is dropped, in each part for itself.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -142,13 +147,14 @@ def attend_own_lists(
     counts = torch.arange(entries.shape[0] + 1)
     by_rank = [x.int().contiguous() for x in orders]
     lists = None, blocks, starts, counts, entries.int().contiguous(), *by_rank, None
-    return _run(q, k, v, *lists, before, scale, 1, itself)
+    return _run(q, k, v, *lists, before, scale, 1, itself, dropout)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> Tensor:
+    dropout = problem[-1]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     with torch.autocast("cpu", enabled=False):
-        return _attend(q, k, v, *problem)[0].to(q.dtype)
+        return _attend(q, k, v, *problem, draw_seed(dropout))[0].to(q.dtype)
 
 
 def _parts(query_order: Tensor | None) -> int:
@@ -192,8 +198,8 @@ def _empty_gradients(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.rest = inputs[-4:]
-    ctx.save_for_backward(*inputs[:-4], *output)
+    ctx.rest = inputs[-6:]
+    ctx.save_for_backward(*inputs[:-6], *output)
     ctx.mark_non_differentiable(output[1])
 
 
@@ -201,7 +207,7 @@ def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
     q, spans = tensors[0], tensors[-1]
     dq, dk, dv, dspans = _attend_backward(grad.to(q.dtype), *tensors, out.to(q.dtype), lse, *ctx.rest)
-    return dq.to(q.dtype), dk, dv, *[None] * 7, None if spans is None else dspans.sum(0), *[None] * 4
+    return dq.to(q.dtype), dk, dv, *[None] * 7, None if spans is None else dspans.sum(0), *[None] * 6
 
 
 @custom_op(_empty_gradients)
@@ -224,11 +230,13 @@ def _attend_backward(
     scale: float,
     ramp: int,
     itself: float,
+    dropout: float,
+    seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     lists = key_mask, own, starts, first, entries, query_order, key_order
     made = _empty_gradients(grad, q, k, v, *lists)
-    problem = _problem(q, k, v, out, *lists, lse, spans, before, scale, ramp, itself)
+    problem = _problem(q, k, v, out, *lists, lse, spans, before, scale, ramp, itself, dropped(dropout, seed))
     found = library(BACKWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
     check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(rows_of, (grad, *made[:3])), address(made[3])))))
@@ -252,20 +260,23 @@ def _attend(
     scale: float,
     ramp: int,
     itself: float,
+    dropout: float,
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
     lists = key_mask, own, starts, first, entries, query_order, key_order
     out, lse = _empty(q, k, v, *lists)
     found = library(FORWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.forward(ctypes.byref(_problem(q, k, v, out, *lists, lse, spans, before, scale, ramp, itself))))
+    problem = _problem(q, k, v, out, *lists, lse, spans, before, scale, ramp, itself, dropped(dropout, seed))
+    check(found.forward(ctypes.byref(problem)))
     return out, lse
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lists: Any) -> _Problem:
-    key_mask, own, starts, first, entries, query_order, key_order, lse, spans, before, scale, ramp, itself = lists
+    key_mask, own, starts, first, entries, query_order, key_order, lse, spans, before, *numbers = lists
     ranks = k.shape[2] if key_order is None else key_order.shape[-1]
     orders = query_order is not None and query_order.ndim == 4
     counts = before, starts.numel() - 1, _parts(query_order), orders, q.dtype == torch.bfloat16, torch.get_num_threads()
     sizes = *q.shape[:3], k.shape[2], ranks, q.shape[3], v.shape[3], *counts
     places = map(address, (key_mask, own, starts, first, entries, query_order, key_order, lse, spans))
-    return _Problem(*sizes, *map(rows_of, (q, k, v, out)), *places, scale, ramp, itself)
+    return _Problem(*sizes, *map(rows_of, (q, k, v, out)), *places, *numbers)

@@ -1,9 +1,11 @@
 """Softmax attention to listed keys in C: a tile of scores at a time, under a running softmax."""
 
+from approx_kernels.c_dropout import DROPOUT
 from approx_kernels.c_vectors import VECTORS
 
 TILES = (
     VECTORS
+    + DROPOUT
     + r"""
 /* Strips of rows are whole tiles of a product, and skip the columns that none of them sees. */
 enum { STRIP = 24, ROWS = 8 * STRIP, KEYS = 128 };
@@ -24,6 +26,7 @@ typedef struct {
     float *lse;            /* [B, H, L] */
     const float *spans;    /* [H]: weights fall to 0 from that distance on; NULL where they do not */
     float scale, ramp, itself; /* itself: how often a query sees the key at its own position beside its lists, 0 or more */
+    dropout dropout;
 } problem;
 
 /* Some queries with one list of keys: where they stand in the order of their part, and their positions, which rise. */
@@ -106,6 +109,11 @@ INLINE float own_score(const problem *p, int64_t b, int64_t h, int64_t at, const
     read_row(p->k, p->bf16, b, h, at, p->size, key);
     for (int64_t d = 0; d < p->size; d++) score += query[d] * key[d];
     return score;
+}
+
+/* In each part of the softmax weights are dropped on their own. */
+INLINE draw draw_at(const problem *p, int64_t b, int64_t h, const queries_of_block *w, int64_t i) {
+    return draw_of(&p->dropout, (w->part * p->batch + b) * p->heads + h, token(w->order, w->first + i));
 }
 
 static void gather(const problem *p, tensor x, int64_t b, int64_t h, const keys_of_block *t, int64_t size, float *to) {
@@ -207,6 +215,8 @@ static int attend(const problem *p, int64_t b, int64_t h) {
             if (sees_itself(p, &w, i)) {
                 top[i] = own_score(p, b, h, w.at[i], queries + i * size, keys);
                 read_row(p->v, p->bf16, b, h, w.at[i], E, out + i * width);
+                if (p->dropout.bound)
+                    scale_row(width, kept_key(&p->dropout, draw_at(p, b, h, &w, i), w.at[i]), out + i * width);
             }
             sum[i] = top[i] == -INFINITY ? 0.0f : 1.0f;
         }
@@ -223,6 +233,8 @@ static int attend(const problem *p, int64_t b, int64_t h) {
                 for (int64_t i = 0; i < deep; i++)
                     weigh(&t, begin, end, w.at[strip + i], scores + i * KEYS, width, out + (strip + i) * width,
                           top + strip + i, sum + strip + i);
+                for (int64_t i = 0; p->dropout.bound && i < deep; i++)
+                    drop_row(&p->dropout, draw_at(p, b, h, &w, strip + i), t.key, begin, end, scores + i * KEYS);
                 product(deep, width, lesser(end, t.count) - begin, scores + begin, KEYS, 1, values + begin * width,
                         width, out + strip * width, width, 1);
             }

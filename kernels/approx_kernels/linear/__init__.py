@@ -6,7 +6,7 @@ from approx_kernels.implementation import choose
 from approx_kernels.linear.cpu import linear_batch, obstacle
 from approx_kernels.linear.decode import continue_heads, continue_in_place, state_obstacle
 from approx_kernels.linear.features import FEATURE_MAPS
-from approx_kernels.linear.reference import linear_heads
+from approx_kernels.linear.reference import drop_keys, linear_heads
 from approx_kernels.linear.triton_decode import continue_by_kernels, step_obstacle
 from approx_kernels.linear.triton_heads import linear_kernels, linear_obstacle
 from approx_kernels.linear.triton_window import windowed_kernels
@@ -75,8 +75,8 @@ def linear_attention(
     """
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
-    no_cpu = obstacle(q, feature_map=feature_map, window=window, dropout=dropout)
-    no_kernels = linear_obstacle(q, v, feature_map=feature_map, dropout=dropout)
+    no_cpu = obstacle(q, feature_map=feature_map, window=window)
+    no_kernels = linear_obstacle(q, v, dropout=dropout)
     run = choose("linear_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
     form = {"causal": causal, "feature_map": feature_map, "input_scale": input_scale, "eps": eps}
     if run == "triton":
@@ -85,7 +85,7 @@ def linear_attention(
             return windowed_kernels(q, k, v, key_mask, maps=maps, window=window, mix=mix, scale=scale, **form)
         return linear_kernels(q, k, v, key_mask, maps=maps, **form)
     if run == "cpu":
-        return linear_batch(q, k, v, key_mask, **form)
+        return linear_batch(q, k, drop_keys(v, dropout), key_mask, **form)
     out, _ = linear_heads(
         q,
         k,
@@ -135,8 +135,8 @@ def linear_decode(
     """
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
-    no_cpu = obstacle(q, feature_map=feature_map, window=window, dropout=0.0) or state_obstacle(q, k, v)
-    no_kernels = linear_obstacle(q, v, feature_map=feature_map, dropout=0.0)
+    no_cpu = obstacle(q, feature_map=feature_map, window=window) or state_obstacle(q, k, v)
+    no_kernels = linear_obstacle(q, v, dropout=0.0)
     no_kernels = no_kernels or state_obstacle(q, k, v) or step_obstacle(q, k, state, window)
     run = choose("linear_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
     ways = {"feature_map": feature_map, "input_scale": input_scale, "eps": eps}

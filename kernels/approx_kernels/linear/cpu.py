@@ -37,19 +37,17 @@ class _BackwardProblem(ctypes.Structure):
     _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")))
 
 
-def obstacle(q: Tensor, *, feature_map: str, window: int, dropout: float) -> str | None:
+def obstacle(q: Tensor, *, feature_map: str, window: int) -> str | None:
     """Why linear attention cannot run in C, with the remedy; None where it can."""
     if feature_map not in _PLAIN:
         return f"feature_map is {feature_map!r}; it has {' and '.join(_PLAIN)}. Ask for 'auto'."
     if window:
         return f"window is {window}; it has none. Ask for 'auto'."
-    return features_obstacle(q, dropout)
+    return features_obstacle(q)
 
 
-def features_obstacle(q: Tensor, dropout: float) -> str | None:
+def features_obstacle(q: Tensor) -> str | None:
     """Why attention by the features that C has cannot run on such tensors, with the remedy; None where it can."""
-    if dropout:
-        return "it drops no keys. Set the dropout of attention to 0, or ask for 'auto'."
     return c_obstacle(FORWARD, q) or c_obstacle(BACKWARD, q)
 
 

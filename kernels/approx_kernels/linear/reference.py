@@ -49,8 +49,7 @@ def linear_heads(
             keys = features(scaled(k_block, input_scale), feature_map, key_map)
             # Features of padding are not 0: it would enter the normaliser.
             keys = keys if keep is None else keys * keep
-            if dropout:
-                values = values * F.dropout(values.new_ones(values.shape[:-1]), dropout)[..., None]
+            values = drop_keys(values, dropout)
             earlier = None if sums is None else sums[:, block]
             if mix is not None:
                 parts = q_block, k_block, queries, keys, values, keep, mix[block]
@@ -63,6 +62,11 @@ def linear_heads(
             out.append(joined.to(q.dtype))
             reached.append(later)
     return torch.cat(out, 1), torch.cat(reached, 1) if causal else None
+
+
+def drop_keys(values: Tensor, dropout: float) -> Tensor:
+    """Values of which whole keys are dropped, each with that probability, and the others make up for them."""
+    return values * F.dropout(values.new_ones(values.shape[:-1]), dropout)[..., None] if dropout else values
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:

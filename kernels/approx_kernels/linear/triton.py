@@ -31,43 +31,41 @@ def _scan(rows: int, columns: int, warps: int, stages: int) -> Configuration:
 SUMS = {
     "bfloat16": (_sums(64, 8, 2), _sums(32, 8, 1)),
     "bfloat16, wide": (_sums(64, 8, 2), _sums(32, 8, 1)),
-    "bfloat16, many features": (_sums(64, 8, 2), _sums(32, 8, 1)),
     "float16": (_sums(32, 8, 2), _sums(16, 8, 1)),
     "float16, wide": (_sums(32, 8, 1), _sums(16, 8, 1)),
-    "float16, many features": (_sums(32, 8, 1), _sums(16, 8, 1)),
-    "float32": (_sums(32, 8, 1), _sums(16, 8, 1)),
+    "float32": (_sums(32, 8, 1),),
     "float32, wide": (_sums(16, 8, 1),),
-    "float32, many features": (_sums(16, 8, 1),),
 }
 # The scan, where it computes pairs and carries a state, and where it reads one state.
 CAUSAL = {
     "bfloat16": (_scan(32, 64, 8, 2), _scan(16, 32, 8, 1)),
     "bfloat16, wide": (_scan(16, 32, 8, 1), _scan(16, 16, 8, 1)),
-    "bfloat16, many features": (_scan(16, 32, 8, 1), _scan(16, 16, 8, 1)),
-    "float16": (_scan(32, 32, 8, 1), _scan(16, 16, 8, 1)),
+    "float16": (_scan(16, 32, 8, 1), _scan(16, 16, 8, 1)),
     "float16, wide": (_scan(16, 32, 8, 1), _scan(16, 16, 8, 1)),
-    "float16, many features": (_scan(16, 16, 8, 1),),
     "float32": (_scan(16, 16, 8, 1),),
     "float32, wide": (_scan(16, 16, 8, 1),),
-    "float32, many features": (_scan(16, 16, 8, 1),),
 }
 PARALLEL = {
     "bfloat16": (_scan(64, 64, 8, 2), _scan(32, 32, 8, 1)),
     "bfloat16, wide": (_scan(64, 64, 8, 2), _scan(32, 32, 8, 1)),
-    "bfloat16, many features": (_scan(32, 32, 8, 2), _scan(16, 16, 8, 1)),
-    "float16": (_scan(32, 64, 8, 2), _scan(16, 32, 8, 1)),
+    "float16": (_scan(32, 64, 8, 1), _scan(16, 32, 8, 1)),
     "float16, wide": (_scan(32, 32, 8, 1), _scan(16, 16, 8, 1)),
-    "float16, many features": (_scan(32, 16, 8, 1), _scan(16, 16, 8, 1)),
     "float32": (_scan(32, 32, 8, 1), _scan(16, 16, 8, 1)),
     "float32, wide": (_scan(16, 16, 8, 1),),
-    "float32, many features": (_scan(16, 16, 8, 1),),
 }
+# Features that the widest of these tiles hold.
+FEATURES = 128
 
 
 def kind(q: Tensor, v: Tensor) -> str:
-    """Which of the configurations are for these inputs."""
-    size = max(q.shape[3], v.shape[3])
-    return str(v.dtype).removeprefix("torch.") + ("" if size <= 64 else ", wide" if size <= 128 else ", many features")
+    """Which of the configurations are for these inputs; features that are wider than values count twice."""
+    wide = v.shape[3] > 64 or q.shape[3] > most_features(q, v) // 2
+    return str(v.dtype).removeprefix("torch.") + (", wide" if wide else "")
+
+
+def most_features(q: Tensor, v: Tensor) -> int:
+    """How many features a kernel holds beside such values."""
+    return FEATURES * v.element_size() // q.element_size()
 
 
 def segments(heads: int, length: int) -> tuple[int, int]:
@@ -220,7 +218,10 @@ def _launch_scan(
         shape["rows"], shape["segments"] = segments(heads, k.shape[2])
 
     def run(cut: Configuration) -> None:
-        linear_scan_kernel[(heads * shape["segments"], -(-made.shape[3] // cut.tiles["BC"]))](
+        # No wider than what is made.
+        columns = min(cut.tiles["BC"], power(made.shape[3]))
+        cut = cut._replace(tiles={**cut.tiles, "BC": columns})
+        linear_scan_kernel[(heads * shape["segments"], -(-made.shape[3] // columns))](
             *given, made, *_strides(q, k, v, grad, out, made), **shape, sums=sums.shape[2], eps=eps,
             WHAT=what, CAUSAL=causal, **_shared(q, v, feature_map, input_scale, cut),
         )  # fmt: skip

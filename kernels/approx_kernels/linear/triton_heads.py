@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from functools import reduce
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.linear.features import features
-from approx_kernels.linear.triton import linear_forward, power
+from approx_kernels.linear.triton import linear_forward, most_features, power
 from approx_kernels.triton_language import obstacle
 
 FUSED = ("elu", "relu")
@@ -15,12 +19,11 @@ FUSED = ("elu", "relu")
 _STATE = 128 * 128
 
 
-def linear_obstacle(q: Tensor, v: Tensor, *, feature_map: str, dropout: float) -> str | None:
+def linear_obstacle(q: Tensor, v: Tensor, *, dropout: float) -> str | None:
     """Why the kernels of linear attention cannot run, with the remedy; None where they can."""
     if dropout:
         return "they drop no keys. Set the dropout of attention to 0, or ask for 'auto'."
-    count = q.shape[3] * (2 if feature_map == "hedgehog" else 1)
-    return obstacle(q, v) or size_obstacle(count, v.shape[3])
+    return obstacle(q, v)
 
 
 def size_obstacle(count: int, values: int) -> str | None:
@@ -75,13 +78,35 @@ def attend(
     eps: float,
     *,
     whole: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `linear_forward` returns, for any strides and any L; of queries before all keys outputs are 0, one over normalisers 1 / eps."""
+) -> tuple[Tensor, ...]:
+    """What `linear_forward` returns, for any strides, any L and any number of features; the sums only where they are wanted
+    `whole`. Of queries before all keys outputs are 0, one over normalisers 1 / eps.
+    """
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
     # Bottom-right: with L > S the first L - S queries stand before all keys, and see none.
     blind = max(q.shape[2] - k.shape[2], 0) if causal else 0
-    out, inverse, *sums = linear_forward(q[:, :, blind:], k, v, mask, causal, whole, feature_map, input_scale, eps)
+    most = most_features(q, v)
+    parts = [
+        linear_forward(*part, v, mask, causal, whole, feature_map, input_scale, eps)
+        for part in zip(q[:, :, blind:].split(most, 3), k.split(most, 3), strict=True)
+    ]
+    out, inverse = parts[0][:2] if len(parts) == 1 else _joined(parts, eps)
     if blind:
         out, inverse = F.pad(out, (0, 0, blind, 0)), F.pad(inverse, (blind, 0), value=1 / eps if eps else 0.0)
-    return out, inverse, *sums
+    sums = zip(*(part[2:] for part in parts), strict=True) if whole else ()
+    return out, inverse, *(each[0] if len(each) == 1 else torch.cat(each, 3) for each in sums)
+
+
+def _joined(parts: Sequence[tuple[Tensor, ...]], eps: float) -> tuple[Tensor, Tensor]:
+    """Outputs of all features, and one over normalisers, from those of parts: numerators and normalisers are sums over features."""
+    norms = [inverted(part[1]) for part in parts]
+    # Every part has had eps added.
+    inverse = inverted(reduce(torch.add, norms) - (len(parts) - 1) * eps)
+    shares = [(norm * inverse)[..., None] * part[0] for norm, part in zip(norms, parts, strict=True)]
+    return reduce(torch.add, shares).to(parts[0][0].dtype), inverse
+
+
+def inverted(x: Tensor) -> Tensor:
+    """1 / x, and 0 where x is 0."""
+    return 1 / x.masked_fill(x == 0, math.inf)

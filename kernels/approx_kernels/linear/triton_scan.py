@@ -15,7 +15,7 @@ the query at position p is number p - shift.
 
 from __future__ import annotations
 
-from approx_kernels.linear.triton_tiles import factor, features, read_rows, read_sums, real, sloped
+from approx_kernels.linear.triton_tiles import factor, features, read_rows, read_sums, real, sloped, within
 from approx_kernels.triton_language import jit, tl
 
 # Lengths that differ must not make kernels that differ.
@@ -191,4 +191,4 @@ def linear_scan_kernel(
             made = tl.where(inside[:, None], made, 0.0)
         start, present = (first - shift, asked) if OF_QUERIES else (first, first + place < end)
         at = Made + tl.cast(start, tl.int64) * m_n + place[:, None] * m_n + column[None, :]
-        tl.store(at, made.to(Made.dtype.element_ty), mask=present[:, None] & (column < WIDTH)[None, :])
+        tl.store(at, made.to(Made.dtype.element_ty), mask=within(present, column, WIDTH, BC))

@@ -9,11 +9,21 @@ from approx_kernels.triton_language import jit, tl
 
 
 @jit
+def within(inside, column, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Which numbers of a tile there are: those of rows inside and of columns below SIZE."""
+    # Tiles that columns fill need no mask, which takes registers.
+    if SIZE % WIDTH == 0:
+        return inside[:, None]
+    else:
+        return inside[:, None] & (column < SIZE)[None, :]
+
+
+@jit
 def read_rows(base, start, stride, inside, left, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """WIDTH columns from `left` on of rows from `start` on; 0 where not inside and beyond SIZE columns."""
     row, column = tl.arange(0, ROWS), left + tl.arange(0, WIDTH)
     at = base + tl.cast(start, tl.int64) * stride + row[:, None] * stride + column[None, :]
-    return tl.load(at, mask=inside[:, None] & (column < SIZE)[None, :], other=0.0)
+    return tl.load(at, mask=within(inside, column, SIZE, WIDTH), other=0.0)
 
 
 @jit
@@ -42,7 +52,7 @@ def features(x, inside, scale, left, MAP: tl.constexpr, SIZE: tl.constexpr, WIDT
         x = x.to(tl.float32) * scale
         if MAP == "elu":
             x = tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
-            x = tl.where(inside[:, None] & (left + tl.arange(0, WIDTH) < SIZE)[None, :], x, 0.0)
+            x = tl.where(within(inside, left + tl.arange(0, WIDTH), SIZE, WIDTH), x, 0.0)
         else:
             x = tl.maximum(x, 0.0)
     return factor(x, NARROW)

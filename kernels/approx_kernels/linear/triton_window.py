@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from approx_kernels.flash.samples import stretches
 from approx_kernels.flash.triton import ENDLESS, flash_forward
-from approx_kernels.linear.triton_heads import as_features, attend
+from approx_kernels.linear.triton_heads import as_features, attend, inverted
 
 
 def windowed_kernels(
@@ -76,6 +76,4 @@ def _before(
         mask = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
         k, v, mask = F.pad(k, (0, 0, 0, more)), F.pad(v, (0, 0, 0, more)), F.pad(mask, (0, more))
     out, inverse, *_ = attend(q, k[:, :, :count], v[:, :, :count], mask, True, feature_map, input_scale, eps)
-    # Without eps a normaliser may be 0.
-    empty = inverse == 0
-    return out, (1 / inverse.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
+    return out, inverted(inverse)

@@ -40,7 +40,7 @@ def local_attention(
         right: Keys seen after the own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16 without dropout.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -49,10 +49,10 @@ def local_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
+    ways = {"cpu": obstacle(q), "reference": None}
     run = choose("local_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
     if run == "triton":
         return flash(q, k, v, key_mask, scale=scale, left=left, right=right, impl="triton")[0]
     if run == "cpu":
-        return local_lists(q, k, v, key_mask, left=left, right=right, scale=scale)
+        return local_lists(q, k, v, key_mask, left=left, right=right, scale=scale, dropout=dropout)
     return local_blocks(q, k, v, key_mask, left=left, right=right, scale=scale, dropout=dropout)

@@ -101,19 +101,20 @@ def lsh_attention(
         if variant == "asymmetric" and max(length, keys) <= (2 * cluster if causal else cluster):
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
         limit = _obstacle(q, k, key_mask, variant, dedup, causal)
-        ways = {"cpu": limit or obstacle(q, dropout), "tiles": None, "reference": None}
+        ways = {"cpu": limit or obstacle(q), "tiles": None, "reference": None}
         run = choose("lsh_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
         own = "last resort" if variant == "shared" else "always" if causal else "as any other"
         if run == "triton" and (limit or causal or key_mask is not None):
             kind = {"variant": variant, "cluster": cluster, "dedup": dedup, "causal": causal, "own": own}
             return round_by_round(q, k, v, key_mask, projections=projections, scale=scale, **kind)
         if run in ("triton", "cpu") and not causal:
-            sort = sorted_tiles if run == "triton" else sorted_lists
-            attend_tiles = partial(sort, projections=projections, cluster=cluster, scale=scale)
+            attend_tiles = sorted_tiles if run == "triton" else partial(sorted_lists, dropout=dropout)
+            attend_tiles = partial(attend_tiles, projections=projections, cluster=cluster, scale=scale)
             # Without padding there is no position either: with L > S all queries take part.
             return attend_tiles(q, k, v) if key_mask is None else without_padding(attend_tiles, q, k, v, key_mask)
         if run == "cpu":
-            out = bucket_lists(q, k, v, key_mask, projections=projections, cluster=cluster, scale=scale, notes=notes)
+            form = {"projections": projections, "cluster": cluster, "scale": scale, "dropout": dropout}
+            out = bucket_lists(q, k, v, key_mask, **form, notes=notes)
         else:
             make = partial(
                 bucket_plan if causal else cluster_plan, projections=projections, variant=variant, cluster=cluster

@@ -52,12 +52,14 @@ class _Stretching(ctypes.Structure):
     )
 
 
-def obstacle(q: Tensor, dropout: float) -> str | None:
+def obstacle(q: Tensor) -> str | None:
     """Why sorted tokens cannot attend in C, with the remedy; None where they can."""
-    return lists_obstacle(q, dropout=dropout) or c_obstacle(SORTING, q)
+    return lists_obstacle(q) or c_obstacle(SORTING, q)
 
 
-def sorted_lists(q: Tensor, k: Tensor, v: Tensor, *, projections: Tensor, cluster: int, scale: float) -> Tensor:
+def sorted_lists(
+    q: Tensor, k: Tensor, v: Tensor, *, projections: Tensor, cluster: int, scale: float, dropout: float
+) -> Tensor:
     """The asymmetric variant among real tokens; see `cluster_plan`. Rounds are parts of one softmax."""
     length, keys = q.shape[2], k.shape[2]
     clusters = max(min(-(-max(length, keys) // cluster), length, keys), 1)
@@ -70,7 +72,7 @@ def sorted_lists(q: Tensor, k: Tensor, v: Tensor, *, projections: Tensor, cluste
     rounds = len(projections)
     starts = [part * length + start for part in range(rounds) for start in starts]
     lists = {"before": 0, "starts": [*starts, rounds * length], "entries": entries * rounds}
-    return attend_lists(q, k, v, None, **lists, scale=scale, orders=_orders(q, k, projections))
+    return attend_lists(q, k, v, None, **lists, scale=scale, orders=_orders(q, k, projections), dropout=dropout)
 
 
 def _orders(q: Tensor, k: Tensor, projections: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,6 +98,7 @@ def bucket_lists(
     projections: Tensor,
     cluster: int,
     scale: float,
+    dropout: float,
     notes: Notes | None,
 ) -> Tensor:
     """The causal form of the asymmetric variant; see `bucket_stretches`. Padded queries attend to themselves alone."""
@@ -128,6 +131,7 @@ def bucket_lists(
         scale=scale,
         orders=(orders[0], orders[1]),
         itself=rounds,
+        dropout=dropout,
     )
 
 

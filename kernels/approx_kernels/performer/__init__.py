@@ -4,6 +4,7 @@ from torch import Tensor
 
 from approx_kernels.implementation import choose
 from approx_kernels.linear.decode import state_obstacle
+from approx_kernels.linear.reference import drop_keys
 from approx_kernels.performer.cpu import obstacle, performer_batch, performer_continue
 from approx_kernels.performer.projection import draw_projection
 from approx_kernels.performer.reference import performer_heads
@@ -62,8 +63,8 @@ def performer_attention(
         scale: Factor of the scores.
         dropout: Probability with which a key is dropped from the numerator, for all queries of a head at once:
             there are no weights of single pairs to drop.
-        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, in one pass; neither it nor `triton` has dropout, or a
-            gradient of the projection.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, in one pass, without a gradient of the projection; `triton` has
+            neither that nor dropout.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -73,11 +74,12 @@ def performer_attention(
     """
     _check_parts(q, k, v, key_mask, projection, kernel)
     no_kernels = performer_obstacle(q, v, projection, dropout)
-    no_cpu = obstacle(q, projection, dropout)
-    run = choose("performer_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
+    run = choose("performer_attention", impl, ranked(q, no_kernels, cpu=obstacle(q, projection), reference=None))
     how = {"projection": projection, "kernel": kernel, "causal": causal, "scale": scale}
-    if run != "reference":
-        return (performer_kernels if run == "triton" else performer_batch)(q, k, v, key_mask, **how)
+    if run == "triton":
+        return performer_kernels(q, k, v, key_mask, **how)
+    if run == "cpu":
+        return performer_batch(q, k, drop_keys(v, dropout), key_mask, **how)
     out, _ = performer_heads(q, k, v, key_mask, **how, dropout=dropout)
     return out
 

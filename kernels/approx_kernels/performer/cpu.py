@@ -9,11 +9,11 @@ from approx_kernels.performer.sums import lowest
 from approx_kernels.ring import State
 
 
-def obstacle(q: Tensor, projection: Tensor, dropout: float = 0.0) -> str | None:
+def obstacle(q: Tensor, projection: Tensor) -> str | None:
     """Why random features cannot be made in C, with the remedy; None where they can."""
     if projection.requires_grad and torch.is_grad_enabled():
         return "it has no gradient of the projection. Detach it, or ask for 'auto'."
-    return features_obstacle(q, dropout)
+    return features_obstacle(q)
 
 
 def performer_batch(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.linear.reference import drop_keys
 from approx_kernels.linear.sums import attend_features, continue_features
 from approx_kernels.performer.causal import causal_sums
 from approx_kernels.performer.sums import KeySums, divided, heights_of, logs_of
@@ -47,8 +48,7 @@ def performer_heads(
             shape = parts[0].shape[:2]
             queries, keys, values = (x.to(wide).flatten(0, 1) for x in parts)
             keep = None if key_mask is None else key_mask[:, None].expand(*shape, -1).flatten(0, 1)[..., None]
-            if dropout:
-                values = values * F.dropout(values.new_ones(values.shape[:-1]), dropout)[..., None]
+            values = drop_keys(values, dropout)
             block = slice(first, first + heads)
             earlier = None if state is None else {name: x[:, block].flatten(0, 1) for name, x in state.items()}
             joined, later = attend(queries * scale**0.5, keys * scale**0.5, values, keep, rows, causal, earlier)

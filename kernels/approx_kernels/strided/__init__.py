@@ -50,7 +50,7 @@ def strided_attention(
         steps: 1, 2 or None (both merged): what each head uses, repeated over the heads.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16 without dropout.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -59,7 +59,7 @@ def strided_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
+    ways = {"cpu": obstacle(q), "reference": None}
     run = choose("strided_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
@@ -67,7 +67,7 @@ def strided_attention(
         if run == "triton":
             return strided_tiles(q, k, v, stride=own, causal=causal, step=step, scale=scale)
         if run == "cpu":
-            return strided_lists(q, k, v, stride=own, causal=causal, step=step, scale=scale)
+            return strided_lists(q, k, v, stride=own, causal=causal, step=step, scale=scale, dropout=dropout)
         return strided_heads(q, k, v, stride=own, causal=causal, step=step, scale=scale, dropout=dropout)
 
     return without_padding(lambda q, k, v: by_step(attend, q, k, v, steps), q, k, v, key_mask)

@@ -7,18 +7,19 @@ from approx_kernels.key_lists.cpu import FAR, MOST_ROWS, Entry, attend_lists, cu
 
 
 def strided_lists(
-    q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool, step: int | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool, step: int | None, scale: float, dropout: float
 ) -> Tensor:
     """What `strided_heads` computes; both steps are two parts of one softmax."""
     length, keys = q.shape[2], k.shape[2]
     before, stride = keys - length, min(stride, keys)
+    how = {"before": before, "scale": scale, "dropout": dropout}
     starts: list[int] = []
     entries: list[list[Entry]] = []
     if step != 2:
         starts = cut(0, length)
         entries = [[(0, keys, 1 - stride, 0 if causal else stride - 1)]] * len(starts)
     if step == 1:
-        return attend_lists(q, k, v, None, before=before, starts=[*starts, length], entries=entries, scale=scale)
+        return attend_lists(q, k, v, None, **how, starts=[*starts, length], entries=entries)
     # Its own cell is in the window already.
     seen = [(-FAR, 0 if causal else FAR)] if step == 2 else [(-FAR, -1)] if causal else [(-FAR, -1), (1, FAR)]
     offset = length if step is None else 0
@@ -36,6 +37,4 @@ def strided_lists(
     orders = queries[None], order[None]
     if step is None:
         orders = torch.stack([torch.arange(length), queries]), torch.stack([torch.arange(keys), order])
-    return attend_lists(
-        q, k, v, None, before=before, starts=[*starts, row], entries=entries, scale=scale, orders=orders
-    )
+    return attend_lists(q, k, v, None, **how, starts=[*starts, row], entries=entries, orders=orders)

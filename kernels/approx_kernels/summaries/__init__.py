@@ -57,7 +57,7 @@ def summary_attention(
         steps: 1, 2, ... or None (all merged): what each head uses, repeated over the heads.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16 without dropout.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -69,28 +69,17 @@ def summary_attention(
     check_shapes(q, k, v, key_mask)
     if causal and inside != "past":
         raise ValueError(f"A causal pattern with inside={inside!r}; expected inside='past'.")
-    ways = {"cpu": obstacle(q, dropout=dropout), "reference": None}
+    ways = {"cpu": obstacle(q), "reference": None}
     run = choose("summary_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
         side: Inside = inside
         if inside == "both" and step is not None:
             side, step = ("past", step) if step < 3 else ("future", step - 2)
-        if run != "reference":
-            how = {"stride": stride(k.shape[2]), "summary": summary, "causal": causal, "scale": scale}
-            attend_side = summary_tiles if run == "triton" else summary_lists
-            return attend_side(q, k, v, inside=side, step=step, **how)
-        return summary_blocks(
-            q,
-            k,
-            v,
-            stride=stride(k.shape[2]),
-            summary=summary,
-            inside=side,
-            causal=causal,
-            step=step,
-            scale=scale,
-            dropout=dropout,
-        )
+        how = {"stride": stride(k.shape[2]), "summary": summary, "causal": causal, "scale": scale}
+        if run == "triton":
+            return summary_tiles(q, k, v, inside=side, step=step, **how)
+        attend_side = summary_lists if run == "cpu" else summary_blocks
+        return attend_side(q, k, v, inside=side, step=step, **how, dropout=dropout)
 
     return without_padding(lambda q, k, v: by_step(attend, q, k, v, steps), q, k, v, key_mask)

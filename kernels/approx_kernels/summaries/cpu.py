@@ -18,6 +18,7 @@ def summary_lists(
     causal: bool,
     step: int | None,
     scale: float,
+    dropout: float,
 ) -> Tensor:
     """What `summary_blocks` computes; summaries of all blocks stand once more behind the keys, side by side.
 
@@ -53,7 +54,8 @@ def summary_lists(
         rows = cut(max(first - before, 0), end - before)
         starts += rows
         entries += [own] * len(rows)
-    return attend_lists(q, k, v, None, before=before - gone, starts=[*starts, q.shape[2]], entries=entries, scale=scale)
+    lists = {"before": before - gone, "starts": [*starts, q.shape[2]], "entries": entries}
+    return attend_lists(q, k, v, None, **lists, scale=scale, dropout=dropout)
 
 
 def _columns(first: int, end: int, whole: int, summary: int, inside: Inside) -> list[tuple[int, int]]:

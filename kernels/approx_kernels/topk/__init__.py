@@ -47,6 +47,6 @@ def topk_attention(
         ValueError: if the shapes or dtypes do not fit together, or `impl` cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    if choose("topk_attention", impl, {"cpu": obstacle(q, dropout), "reference": None}) == "cpu":
-        return topk_rows(q, k, v, key_mask, topk=topk, causal=causal, scale=scale)
-    return topk_blocks(q, k, v, key_mask, topk=topk, causal=causal, scale=scale, dropout=dropout)
+    run = choose("topk_attention", impl, {"cpu": obstacle(q), "reference": None})
+    attend = topk_rows if run == "cpu" else topk_blocks
+    return attend(q, k, v, key_mask, topk=topk, causal=causal, scale=scale, dropout=dropout)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from approx_kernels.c_dropout import Dropout, draw_seed, dropped
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.custom_op import custom_op
@@ -21,6 +22,7 @@ class _Problem(ctypes.Structure):
         *((name, Rows) for name in ("q", "k", "v", "out")),
         *((name, ctypes.c_void_p) for name in ("mask", "top")),
         ("scale", ctypes.c_float),
+        ("dropout", Dropout),
     )
 
 
@@ -30,21 +32,27 @@ class _BackwardProblem(ctypes.Structure):
     _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")))
 
 
-def obstacle(q: Tensor, dropout: float) -> str | None:
+def obstacle(q: Tensor) -> str | None:
     """Why exact top-k attention cannot run in C, with the remedy; None where it can."""
-    if dropout:
-        return "it drops no weights. Set the dropout of attention to 0, or ask for 'auto'."
     return c_obstacle(FORWARD, q) or c_obstacle(BACKWARD, q)
 
 
 def topk_rows(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, topk: int, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    topk: int,
+    causal: bool,
+    scale: float,
+    dropout: float,
 ) -> Tensor:
     """Attend; of the scores of a query never more than a block and the K largest are in memory."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     mask = None if key_mask is None else key_mask.contiguous()
     with torch.autocast("cpu", enabled=False):
-        return _attend(q, k, v, mask, min(topk, k.shape[2]), causal, scale)[0]
+        return _attend(q, k, v, mask, min(topk, k.shape[2]), causal, scale, dropout, draw_seed(dropout))[0]
 
 
 def _empty(q: Tensor, k: Tensor, v: Tensor, mask: Any, kept: int, *_: Any) -> tuple[Tensor, Tensor]:
@@ -59,42 +67,50 @@ def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> 
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, _, _, _, ctx.scale = inputs
+    q, k, v, _, _, _, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return *_attend_backward(grad, *ctx.saved_tensors, ctx.scale), *[None] * 4
+    return *_attend_backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 6
 
 
 @custom_op(_empty_gradients)
 def _attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, top: Tensor, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, top: Tensor, scale: float, dropout: float, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     made = _empty_gradients(grad, q, k, v)
-    problem = _BackwardProblem(_problem(q, k, v, grad, None, top, False, scale), *map(rows_of, (grad, *made)))
+    problem = _problem(q, k, v, grad, None, top, False, scale, dropped(dropout, seed))
     found = library(BACKWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.backward(ctypes.byref(problem)))
+    check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(rows_of, (grad, *made))))))
     return made
 
 
 @custom_op(_empty, backward=_gradients, save=_keep)
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kept: int, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    kept: int,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
     out, top = _empty(q, k, v, key_mask, kept)
     found = library(FORWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.forward(ctypes.byref(_problem(q, k, v, out, key_mask, top, causal, scale))))
+    check(found.forward(ctypes.byref(_problem(q, k, v, out, key_mask, top, causal, scale, dropped(dropout, seed)))))
     return out, top
 
 
 def _problem(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, key_mask: Tensor | None, top: Tensor, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, key_mask: Tensor | None, top: Tensor, causal: bool, *numbers: Any
 ) -> _Problem:
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], top.shape[3], causal)
     rows, places = map(rows_of, (q, k, v, out)), map(address, (key_mask, top))
-    return _Problem(*sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *rows, *places, scale)
+    return _Problem(*sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *rows, *places, *numbers)

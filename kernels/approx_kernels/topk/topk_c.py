@@ -1,10 +1,12 @@
 """Exact top-k attention in C: scores are computed a tile at a time, and of each row only the largest are kept."""
 
+from approx_kernels.c_dropout import DROPOUT
 from approx_kernels.c_largest import LARGEST
 from approx_kernels.c_vectors import VECTORS
 
 _HEADS = (
     VECTORS
+    + DROPOUT
     + LARGEST
     + r"""
 /* Queries that meet a block of keys together, in strips that are whole tiles of a product. */
@@ -16,7 +18,13 @@ typedef struct {
     const uint8_t *mask;    /* [B, S], 0 at padding; NULL when all keys are real */
     int32_t *top;    /* [B, H, L, K]: the keys of each query, -1 where it has fewer */
     float scale;
+    dropout dropout;
 } problem;
+
+/* What a query's weight of a key is multiplied by. */
+INLINE float stay(const problem *p, draw of, int64_t key) {
+    return p->dropout.bound ? kept_key(&p->dropout, of, key) : 1.0f;
+}
 
 /* Scores become weights in place; a NaN among them is one in all. */
 static void softmax(float *scores, int64_t count) {
@@ -78,12 +86,13 @@ static int head(const problem *p, int64_t b, int64_t h) {
             }
         }
         for (int64_t i = 0; i < count; i++) {
+            draw of = draw_of(&p->dropout, b * p->heads + h, first + i);
             softmax(best + i * K, filled[i]);
             memset(out, 0, sizeof(float) * values);
             for (int64_t j = 0; j < filled[i]; j++) {
                 float weight = best[i * K + j] + spoiled[i], *value = rows + top[i * K + j] * values;
-                add_row(values, weight, value, out);
                 top[i * K + j] = tokens[top[i * K + j]];
+                add_row(values, weight * stay(p, of, top[i * K + j]), value, out);
             }
             for (int64_t e = 0; e < p->values && !filled[i]; e++) out[e] = spoiled[i];
             for (int64_t j = filled[i]; j < K; j++) top[i * K + j] = -1;
@@ -111,15 +120,16 @@ typedef struct { problem all; tensor grad, dq, dk, dv; } backward_problem;
 static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     const problem *p = &g->all;
     int64_t size = padded(p->size), values = padded(p->values), S = p->keys, K = p->kept;
-    float *memory = floats(2 * S * (size + values) + 2 * size + values + 2 * K);
+    float *memory = floats(2 * S * (size + values) + 2 * size + values + 3 * K);
     if (!memory) return 1;
     float *keys = memory, *rows = keys + S * size, *dk = rows + S * values, *dv = dk + S * size, *query = dv + S * values;
-    float *dq = query + size, *grad = dq + size, *weights = grad + values, *change = weights + K;
+    float *dq = query + size, *grad = dq + size, *weights = grad + values, *change = weights + K, *stays = change + K;
     memset(dk, 0, sizeof(float) * S * (size + values));
     read_rows(p->k, p->bf16, b, h, NULL, S, p->size, size, NULL, keys);
     read_rows(p->v, p->bf16, b, h, NULL, S, p->values, values, NULL, rows);
     for (int64_t i = 0; i < p->length; i++) {
         const int32_t *top = p->top + ((b * p->heads + h) * p->length + i) * K;
+        draw of = draw_of(&p->dropout, b * p->heads + h, i);
         int64_t count = 0;
         float share = 0;
         while (count < K && top[count] >= 0) count++;
@@ -129,11 +139,13 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         memset(dq, 0, sizeof(float) * size);
         for (int64_t j = 0; j < count; j++) weights[j] = dot(size, query, keys + top[j] * size);
         softmax(weights, count);
-        for (int64_t j = 0; j < count; j++) share += weights[j] * (change[j] = dot(values, grad, rows + top[j] * values));
+        for (int64_t j = 0; j < count; j++) stays[j] = stay(p, of, top[j]);
+        for (int64_t j = 0; j < count; j++)
+            share += weights[j] * (change[j] = stays[j] * dot(values, grad, rows + top[j] * values));
         for (int64_t j = 0; j < count; j++) {
             float much = weights[j] * (change[j] - share);
             add_row(size, much, keys + top[j] * size, dq), add_row(size, much, query, dk + top[j] * size);
-            add_row(values, weights[j], grad, dv + top[j] * values);
+            add_row(values, stays[j] * weights[j], grad, dv + top[j] * values);
         }
         scale_row(size, p->scale, dq);
         write_row(g->dq, p->bf16, b, h, i, p->size, dq);

@@ -1,0 +1,133 @@
+"""The record of `bench/cpu.py`: the parts of its plan, what tells one run from another, and how it is put together."""
+
+import datetime
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from approx.errors import ApproxError, Exit
+from approx.evaluation.record import environment
+from bench import cpu_cases
+from bench.parts import all_kept, seed
+
+LENGTHS, DTYPES, THREADS = (512, 1024, 2048, 4096, 8192), ("float32", "bfloat16"), (1, 2)
+# Frames of 10, 30 and 60 s of sound.
+FRAMES = (499, 1499, 2999)
+LONGEST = 65_536
+
+
+class Part(NamedTuple):
+    """A race, or a measurement of one kind."""
+
+    suite: str
+    mode: str
+    dtype: str
+    threads: int
+    length: int
+    batch: int = 1
+
+    @property
+    def id(self) -> str:
+        """What `--only` is matched with, and the name of the file in which it is kept."""
+        length = f"{self.length}" if self.batch == 1 else f"{self.length}x{self.batch}"
+        return f"{self.suite}/{self.mode}/{self.dtype}/{self.threads}/{length}"
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees its past alone."""
+        return self.suite in ("attention-causal", "gpt2", "decode")
+
+    @property
+    def layers(self) -> int:
+        """Layers that run."""
+        return 1 if self.suite.startswith("attention") else cpu_cases.LAYERS
+
+
+def planned(threads: tuple[int, ...], dtypes: tuple[str, ...], lengths: tuple[int, ...]) -> Iterator[Part]:
+    """All parts. Training is timed on all threads, where it is done, and not at the greatest length."""
+    for count in threads:
+        for dtype in dtypes:
+            for length in lengths:
+                for suite in ("attention", "attention-causal", "roberta", "gpt2"):
+                    yield Part(suite, "forward", dtype, count, length)
+                    if count == max(threads) and length <= 4096:
+                        yield Part(suite, "train", dtype, count, length)
+                if length <= 4096 and (dtype == "float32" or count == max(threads)):
+                    for batch in (1, 8):
+                        yield Part("decode", "forward", dtype, count, length, batch)
+            for frames in FRAMES:
+                yield Part("wav2vec2", "forward", dtype, count, frames)
+                if count == max(threads):
+                    yield Part("wav2vec2", "train", dtype, count, frames)
+
+
+def name_of(found: dict[str, Any]) -> str:
+    """The name under which what was found is kept."""
+    if "contenders" in found:
+        return Part(**{name: found[name] for name in Part._fields}).id
+    if "flops" in found:
+        return f"rates/{found['dtype']}/{found['threads']}"
+    return f"longest/{found['name']}"
+
+
+def circumstances() -> dict[str, Any]:
+    """What may differ between the parts of one record: commit, time, versions, the widest instructions, and the command."""
+    now = environment()
+    return {
+        **{name: now[name] for name in ("git_commit", "torch", "transformers", "processor")},
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": _command(),
+    }
+
+
+def take_up(output: Path) -> None:
+    """Keep what the record of a folder holds and its parts lack, as in a fresh checkout.
+
+    Raises:
+        ApproxError: if it is the record of another processor.
+    """
+    path = output / "record.json"
+    if not path.is_file():
+        return
+    made, here = json.loads(path.read_text(encoding="utf-8")), circumstances()
+    then = {**here, **made["environment"]}
+    if (then["processor"], then["instructions"]) != (here["processor"], here["instructions"]):
+        raise ApproxError(
+            f"{path} holds what was measured on {then['processor']} with {then['instructions']}, and this is "
+            f"{here['processor']} with {here['instructions']}. Take another folder with -o.",
+            Exit.REFUSED,
+        )
+    seed(output / "parts", {name_of(one): one for one in (*made["rates"], *made["parts"], *made["longest"])})
+
+
+def gather(output: Path) -> None:
+    """Write the record of all parts that are kept, and name those of the whole plan that are not."""
+    found = {name_of(one): one for one in all_kept(output / "parts")}
+    machine = environment()
+    # Parts are of the commits that they name.
+    del machine["git_commit"]
+    made = {
+        "command": _command(),
+        "rates": [one for one in found.values() if "flops" in one],
+        "parts": [one for one in found.values() if "contenders" in one],
+        "longest": [one for one in found.values() if one.get("suite") == "longest"],
+        "left": left(set(found)),
+        "environment": {**machine, "instructions": torch.backends.cpu.get_cpu_capability()},
+    }
+    (output / "record.json").write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def left(done: set[str]) -> list[str]:
+    """What the whole plan has and was not done, in its order."""
+    longest = [f"longest/{case.name}" for case in cpu_cases.cases(False, LONGEST)]
+    return [name for name in (*(part.id for part in planned(THREADS, DTYPES, LENGTHS)), *longest) if name not in done]
+
+
+def _command() -> str:
+    return shlex.join(["python", "bench/cpu.py", *sys.argv[1:]])

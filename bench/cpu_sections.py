@@ -1,0 +1,130 @@
+"""Sections of the page of `bench/cpu.py` that look across its tables: time over floor, peers, memory."""
+
+from typing import Any
+
+from bench.cpu_cases import cases
+from bench.cpu_floor import SIGNS, floor_ms, limit
+from bench.cpu_peers import COUNTERPARTS
+from bench.cpu_record import LONGEST
+from bench.cpu_targets import LENGTHS, LONGEST_GB, THREADS, against_peers, exponents, fits
+from bench.pages import table
+from bench.parts import find, names, noise, row
+
+PEERS_BASE = "PyTorch's own products of bfloat16, which the peers take, are slow on this processor, so in it they are a poor base."
+# A column whose noise exceeds this is marked.
+_NOISY = 1.04
+
+
+def dagger(part: dict[str, Any] | None) -> str:
+    """The mark of a column that other programs or noise disturbed."""
+    return " †" if part and (part["crowded"] or noise(part) > _NOISY) else ""
+
+
+def half_products(made: dict[str, Any]) -> str:
+    """What converted models have besides their attention where the processor has no products of 16 bits; else nothing."""
+    rates = next(
+        (one for one in made["rates"] if (one["dtype"], one["threads"]) == ("bfloat16", THREADS)), {"by_precision": {}}
+    )
+    plain, wide = (rates["by_precision"].get(way, 0.0) / 1e9 for way in ("highest", "float32"))
+    if wide <= plain:
+        return ""
+    return (
+        f"This processor has no instructions for bfloat16: PyTorch's products run at {plain:.0f} GF/s, far slower still "
+        f"with weights that lie as GPT-2's do, in float32 and rounded at {wide:.0f}. Converted models and the ceiling take the latter, default SDPA and the peers the former, so in bfloat16 most of every "
+        "gain over it is that of the row `exact`, and only what exceeds it is the attention's."
+    )
+
+
+def floors(made: dict[str, Any], dtype: str) -> list[str]:
+    """Time over floor of attention by itself."""
+    rates = {(one["dtype"], one["threads"]): one for one in made["rates"]}
+    own, signs = rates.get((dtype, THREADS)), rates.get((SIGNS, THREADS), {"flops": None})["flops"]
+    place = {"mode": "forward", "dtype": dtype, "threads": THREADS}
+    suites = {"attention": "", "attention-causal": ", causal"}
+    parts = {(suite, n): find(made, suite=suite, length=n, **place) for suite in suites for n in LENGTHS}
+    lengths = [n for n in LENGTHS if any(parts[suite, n] for suite in suites)]
+    if own is None or not lengths:
+        return []
+    lines, unknown = [], False
+    for suite, told in suites.items():
+        for name in names([part for n in lengths if (part := parts[suite, n])]):
+            most, cells = limit(name), []
+            for length in lengths:
+                found = row(parts[suite, length], name)
+                least = floor_ms(name, length, bool(told), own, signs)
+                unknown |= found is not None and least is None and name.startswith(("clustered", "improved"))
+                times = None if found is None or least is None else round(found["median_ms"] / least, 1)
+                cells.append("–" if times is None else f"{times:.1f}" + ", over" * (most is not None and times > most))
+            if set(cells) != {"–"}:
+                lines.append([f"`{name}`{told}", "–" if most is None else f"{most:g}", *cells])
+    text = (
+        f"Forward of attention by itself on {THREADS} threads, over the least time that its counted products take at the rate above, "
+        "or its inputs and outputs at the rate of the copy, whichever is longer. Exponentials, sorting and choosing are not "
+        "counted; the ±1 products that find the nearest centroids are, at the rate of our own code for them. *At most* is what "
+        "was set out for, and *over* what exceeds it."
+    )
+    if unknown:
+        text += " The rate of ±1 products was not measured, so clustering has no figure."
+    head = ["attention", "at most", *(f"{n:,}{max(dagger(parts[suite, n]) for suite in suites)}" for n in lengths)]
+    return [f"## Time ÷ floor, {dtype}", text, table(head, lines)]
+
+
+def peers(made: dict[str, Any], modes: dict[str, str]) -> list[str]:
+    """How many times as fast as each peer its counterpart is."""
+    lines: dict[tuple[str, ...], dict[int, str]] = {}
+    for one in against_peers(made, dict(COUNTERPARTS)):
+        told = (one["peer"], f"`{one['ours']}`", modes[one["mode"]], one["dtype"], str(one["threads"]))
+        lines.setdefault(told, {})[one["length"]] = f"{one['ratio']:.2f}{dagger(one)}"
+    if not lines:
+        return []
+    lengths = [n for n in LENGTHS if any(n in cells for cells in lines.values())]
+    head = ["peer", "ours", "mode", "precision", "threads", *(f"{length:,}" for length in lengths)]
+    rows = [[*told, *(cells.get(length, "–") for length in lengths)] for told, cells in sorted(lines.items())]
+    return [
+        "## Peers",
+        "Attention alone, projections exchanged for copies: how many times as fast as the peer ours is.",
+        table(head, rows, words=4),
+        *([PEERS_BASE] if half_products(made) else []),
+    ]
+
+
+def memory(made: dict[str, Any]) -> list[str]:
+    """What attention needs, how that grows, and the longest input."""
+    text, grown = [], exponents(made)
+    if grown:
+        place = {"suite": "attention", "mode": "forward", "dtype": "float32", "threads": THREADS}
+        parts = {n: part for n in LENGTHS if (part := find(made, **place, length=n))}
+        lines = []
+        for name, slope in grown.items():
+            found = [row(part, name) for part in parts.values()]
+            lines.append(
+                [f"`{name}`", f"n^{slope:.2f}", *("–" if one is None else f"{one['peak_mb']:.1f}" for one in found)]
+            )
+        text += [
+            "## Peak memory",
+            "Megabytes that a forward of one layer's attention needs beyond its inputs, float32, and the exponent fitted from 1,024 on. "
+            "How time and memory of causal attention grow, and both to greater lengths, has [a page of its own](../growth/report.md).",
+            table(["attention", "grows as", *(f"{length:,}" for length in parts)], lines),
+        ]
+    if made["longest"]:
+        lines = [
+            [
+                f"`{one['name']}`",
+                *(
+                    [f"{one['ms'] / 1e3:.0f}", f"{one['peak_mb'] / 1e3:.2f}"]
+                    if one["status"] == "ok"
+                    else [one["status"], "–"]
+                ),
+                "yes" if fits(one) else "no",
+            ]
+            for one in made["longest"]
+        ]
+        ran = {one["name"] for one in made["longest"]}
+        others = [f"`{case.name}`" for case in cases(False, LONGEST) if case.name not in ran]
+        text += [
+            f"## {LONGEST:,} tokens through {made['longest'][0]['layers']} layers",
+            "One forward, batch 1, float32; memory beyond model and input."
+            + f" Not run: {', '.join(others)}." * bool(others),
+            table(["attention", "seconds", "GB", f"within {LONGEST_GB} GB with the weights"], lines),
+        ]
+    return text

@@ -1,0 +1,37 @@
+"""Tensors that do not fit together are refused by every op, in a sentence that names what was found and what is expected."""
+
+import pytest
+import torch
+
+from approx_kernels.shapes import check_shapes
+
+FITTING = {"q": (2, 3, 5, 8), "k": (2, 3, 7, 8), "v": (2, 3, 7, 4)}
+
+
+def given(**other):
+    made = {name: torch.zeros(shape) for name, shape in FITTING.items()}
+    return {**made, "key_mask": torch.ones(2, 7, dtype=torch.bool), **other}
+
+
+def test_what_fits_passes():
+    check_shapes(**given())
+    check_shapes(**given(key_mask=None))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "told"),
+    [
+        ("q", torch.zeros(2, 5, 8), r"q has shape \[2, 5, 8\]; expected \[batch, heads, queries, head size\]"),
+        ("k", torch.zeros(2, 1, 7, 8), r"k has shape \[2, 1, 7, 8\]; expected \[2, 3, keys, 8\].*Repeat grouped keys"),
+        ("v", torch.zeros(2, 3, 6, 4), r"v has shape \[2, 3, 6, 4\]; expected \[2, 3, 7, value size\]"),
+        ("q", torch.zeros(2, 3, 0, 8), r"\[2, 3, 0, 8\].*one is empty"),
+        ("v", torch.zeros(2, 3, 7, 4).half(), r"torch.float32, torch.float32, torch.float16; expected one floating dtype"),
+        ("k", torch.zeros(2, 3, 7, 8, device="meta"), r"q, k, v are on cpu, meta, cpu; expected one device"),
+        ("key_mask", torch.ones(2, 7), r"key_mask is torch.float32 of shape \[2, 7\]; expected torch.bool of shape \[2, 7\]"),
+        ("key_mask", torch.ones(2, 6, dtype=torch.bool), r"of shape \[2, 6\]; expected torch.bool of shape \[2, 7\]"),
+        ("key_mask", torch.ones(2, 7, dtype=torch.bool, device="meta"), "key_mask is on meta, q on cpu"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(name, tensor, told):
+    with pytest.raises(ValueError, match=told):
+        check_shapes(**given(**{name: tensor}))

@@ -18,10 +18,10 @@ def launches() -> Iterator[Launch]:
     yield Launch("bfloat16, 64, causal, relu", _both(half, 64, kernel="relu"))
     yield Launch("bfloat16, 64, causal, values of 32, 100 features", _both(half, 64, values=32, features=100))
     for size in (64, 128):
-        yield Launch(f"float16, {size}, causal", _both(torch.float16, size))
-        yield Launch(f"float32, {size}, causal", _both(torch.float32, size), tensor_cores=False)
-    yield Launch("float16, 128", _both(torch.float16, 128, causal=False))
-    yield Launch("float32, 128", _both(torch.float32, 128, causal=False), tensor_cores=False)
+        for causal, told in ((False, ""), (True, ", causal")):
+            yield Launch(f"float16, {size}{told}", _both(torch.float16, size, causal=causal))
+            full = _both(torch.float32, size, causal=causal)
+            yield Launch(f"float32, {size}{told}", full, tensor_cores=False)
     for causal, told in ((False, ""), (True, ", causal")):
         yield Launch(f"sums carried on, bfloat16, 64{told}", _without_products(half, 64, causal), tensor_cores=False)
     yield Launch(

@@ -32,39 +32,27 @@ def _cut(rows: int, features: int, columns: int, warps: int, stages: int) -> Con
     return Configuration({"BT": rows, "BM": features, "BC": columns}, warps, stages)
 
 
-# By what they are given, see `_first_that_fits`: the default, and what asks for less where that may be too much.
+# By dtype, and where heads of more than 64 have their own, see `_first_that_fits`. None asks for more shared memory than
+# any card has.
 SUMS = {
-    "bfloat16": (_sums(64, 64, 8, 2), _sums(64, 32, 4, 1)),
-    "bfloat16, wide": (_sums(64, 64, 8, 2), _sums(64, 32, 8, 1)),
-    "float16": (_sums(64, 64, 8, 2), _sums(64, 32, 8, 1)),
-    "float16, wide": (_sums(64, 32, 8, 1), _sums(64, 16, 8, 1)),
-    "float32": (_sums(32, 32, 8, 1), _sums(32, 16, 8, 1)),
-    "float32, wide": (_sums(32, 16, 8, 1),),
+    "bfloat16": (_sums(64, 64, 8, 2),),
+    "float16": (_sums(64, 32, 8, 1),),
+    "float32": (_sums(32, 16, 8, 1),),
 }
 SHARES = (Configuration({"BT": 32}, 4, 1),)
-CARRY = (Configuration({"BM": 16}, 4, 2), Configuration({"BM": 8}, 4, 1))
+CARRY = (Configuration({"BM": 16}, 4, 2),)
 # Those of outputs and of each gradient, where the rows of a tile are those of a chunk, and where they are any.
 CAUSAL = {
-    what: {
-        "bfloat16": (_cut(64, features, 64, 4, 1), _cut(64, 16, 32, 4, 1)),
-        "bfloat16, wide": (_cut(64, 16, 32, 4, 1), _cut(64, 16, 16, 4, 1)),
-        "float16": (_cut(64, 16, 64, 4, 1), _cut(64, 16, 32, 4, 1)),
-        "float16, wide": (_cut(64, 16, 32, 4, 1), _cut(64, 16, 16, 4, 1)),
-        "float32": (_cut(32, 16, 32, 8, 1), _cut(32, 16, 16, 8, 1)),
-        "float32, wide": (_cut(32, 16, 16, 8, 1),),
-    }
-    for what, features in {"out": 16, "dq": 32, "dk": 16, "dv": 32}.items()
+    "bfloat16": (_cut(64, 16, 64, 4, 1),),
+    "float16": (_cut(64, 16, 64, 4, 1),),
+    "float32": (_cut(32, 32, 32, 8, 1),),
 }
 PARALLEL = {
-    what: {
-        "bfloat16": (_cut(64, 64, 64, 4, 2), _cut(64, 32, 32, 4, 1)),
-        "bfloat16, wide": (_cut(64, 32, 128, 4, 2), _cut(64, 16, 64, 4, 1)),
-        "float16": (_cut(64, 32, 64, 4, 2), _cut(64, 16, 32, 4, 1)),
-        "float16, wide": (_cut(64, 32, 64, 4, 1), _cut(64, 16, 32, 4, 1)),
-        "float32": (_cut(32, 32, 32, 8, 1), _cut(32, 16, 16, 8, 1)),
-        "float32, wide": (_cut(32, 16, 16, 8, 1),),
-    }
-    for what in ("out", "dq", "dk", "dv")
+    "bfloat16": (_cut(64, 32, 64, 4, 2),),
+    "bfloat16, wide": (_cut(64, 32, 128, 4, 2),),
+    "float16": (_cut(64, 32, 64, 4, 2),),
+    "float16, wide": (_cut(64, 32, 128, 4, 2),),
+    "float32": (_cut(32, 16, 32, 8, 1),),
 }
 
 
@@ -259,10 +247,11 @@ class Launches:
 
     def _first_that_fits(self, run: Callable[[Configuration], None], what: str) -> None:
         size, values = self.q.shape[3], self.v.shape[3]
-        kind = str(self.q.dtype).removeprefix("torch.") + ("" if max(size, values) <= 64 else ", wide")
-        cuts = SUMS if what == "sums" else (CAUSAL if self.causal else PARALLEL)[what]
-        told = f"performer {what}, {kind}, {size}, {values}, {self.kernel}, {self.causal}"
-        first_that_fits(run, cuts[kind], told, self.q.device)
+        cuts = SUMS if what == "sums" else CAUSAL if self.causal else PARALLEL
+        dtype = str(self.q.dtype).removeprefix("torch.")
+        cut = cuts.get(f"{dtype}, wide", cuts[dtype]) if max(size, values) > 64 else cuts[dtype]
+        told = f"performer {what}, {dtype}, {size}, {values}, {self.kernel}, {self.causal}"
+        first_that_fits(run, cut, told, self.q.device)
 
 
 def chunks_of(q: Tensor, k: Tensor) -> tuple[int, int]:

@@ -18,10 +18,10 @@ def inner(
     SIZE: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, XS: tl.constexpr, YS: tl.constexpr,
 ):  # fmt: skip
     """Add to `made`, [XS, YS], the products of rows of X and rows of Y; as factors as they are where NARROW is None."""
-    # Without tensor cores, and in float32 with them, operands of all columns would take all registers.
-    WHOLE: tl.constexpr = X.dtype.element_ty != tl.float32
-    SLICE: tl.constexpr = WIDE if WHOLE else 16 if PRECISION == "ieee" else min(WIDE, 32)
-    for left in tl.static_range(0, WIDE, SLICE):
+    # Operands of all columns would take all registers; a loop that is not unrolled holds one slice of them.
+    FULL: tl.constexpr = X.dtype.element_ty == tl.float32 if NARROW is None else not NARROW
+    SLICE: tl.constexpr = min(WIDE, (16 if PRECISION == "ieee" else 32) if FULL else 64)
+    for left in tl.range(0, SIZE, SLICE, num_stages=1):
         x = read_rows(X, x_start, x_n, x_there, left, SIZE, SLICE, XS)
         y = read_rows(Y, y_start, y_n, y_there, left, SIZE, SLICE, YS)
         if NARROW is not None:
@@ -49,7 +49,7 @@ def half_squares(K, start, k_n, there, root, D: tl.constexpr, WIDE_D: tl.constex
     """|k|^2 / 2 of BT scaled rows k of K."""
     SLICE: tl.constexpr = min(WIDE_D, 32)
     made = tl.zeros([BT], tl.float32)
-    for left in tl.static_range(0, WIDE_D, SLICE):
+    for left in tl.static_range(0, D, SLICE):
         k = read_rows(K, start, k_n, there, left, D, SLICE, BT).to(tl.float32) * root
         made += tl.sum(k * k, 1) * 0.5
     return made

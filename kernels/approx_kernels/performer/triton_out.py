@@ -1,7 +1,7 @@
 """The kernel of the outputs of Performer attention."""
 
 # Triton's stubs take tensors for constants, and branches on constants for branches.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

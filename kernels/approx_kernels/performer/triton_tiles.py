@@ -1,7 +1,7 @@
 """Tiles of the kernels of Performer attention: logarithms of random features, the features, and the state."""
 
 # Triton's stubs take tensors for constants, and branches on constants for branches.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MEASURED = {
     "roberta": (
         *("exact", "flash", "linear", "performer", "local", "bigbird", "clustered", "improved-clustered", "lsh"),
     ),
-    "gpt2": ("exact", "flash", "linear", "local", "sinks"),
+    "gpt2": ("exact", "flash", "linear", "performer", "local", "sinks"),
     "decode": ("flash", "linear", "sinks"),
 }
 # Where the cache of a decoder grows, as transformers makes it by itself.

@@ -41,7 +41,7 @@ class LshAttention(Mechanism):
     takes_notes: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
     gradient: ClassVar[str] = "through weights, not choices"
-    compiles: ClassVar[str] = "How many tokens each bucket has decides the shapes."
+    compiles: ClassVar[str] = "On a CPU, how many tokens each bucket has decides the shapes."
     source: ClassVar[str] = "Daras et al. 2020, SMYRF, arXiv 2010.05315; Kitaev et al. 2020, Reformer, arXiv 2001.04451"
     exact_when: ClassVar[str] = "variant = asymmetric, with cluster >= the number of real tokens of the sample."
 

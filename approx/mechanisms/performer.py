@@ -35,7 +35,9 @@ class PerformerAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "recurrent"
-    compiles: ClassVar[str] = "How far keys rise above earlier ones decides what the causal form computes again."
+    compiles: ClassVar[str] = (
+        "On a CPU, how far keys rise above earlier ones decides what the causal form computes again."
+    )
     source: ClassVar[str] = "Choromanski et al. 2021, Rethinking Attention with Performers, arXiv 2009.14794"
     exact_when: ClassVar[str] = "Never: with kernel = softmax the error falls as 1 / root of features."
 

@@ -1,76 +1,284 @@
 """Performer attention by kernels against its specification in float64, forward and every gradient.
 
-Under Triton's interpreter, or on a GPU where there is one.
+Under Triton's interpreter, which takes a second for a few dozen tokens, or on a GPU where there is one.
 """
 
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from approx_kernels.performer import draw_projection, performer_attention
-from approx_kernels.triton_language import configuration
+from approx_kernels.implementation import chosen
+from approx_kernels.linear import triton as cutting
+from approx_kernels.performer import draw_projection, performer_attention, performer_decode
+from approx_kernels.performer import triton as launching
+from approx_kernels.performer import triton_launches as launches
 from closeness import assert_close
 
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+KERNEL = pytest.mark.parametrize("kernel", ["softmax", "relu"])
 
 
-def draw(length, keys, *, batch=1, dtype=torch.float32) -> Any:
+def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.float32) -> Any:
     # Heads beside each other in memory, as a model has them.
-    return [torch.randn(batch, n, 1, 16).to(DEVICE, dtype).transpose(1, 2) for n in (length, keys, keys)]
+    shapes = (length, size), (keys, size), (keys, values)
+    return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
 
 
-def attend(tensors, key_mask, impl, features=24, **how):
-    leaves: Any = [x.detach().clone().requires_grad_() for x in tensors]
-    rows = draw_projection(16, features=features, orthogonal=True, seed=0).to(DEVICE)
-    out = performer_attention(leaves[0], leaves[1], leaves[2], key_mask, projection=rows, scale=0.25, impl=impl, **how)
+def projection(size, features=24):
+    return draw_projection(size, features=features, orthogonal=True, seed=0).to(DEVICE)
+
+
+def attend(q, k, v, key_mask=None, *, impl="triton", features=24, rows=None, **how):
+    rows = projection(q.shape[3], features) if rows is None else rows
+    return performer_attention(q, k, v, key_mask, projection=rows, scale=0.25, impl=impl, **how)
+
+
+def run(tensors, key_mask, impl, **how):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = attend(*leaves, key_mask=key_mask, impl=impl, **how)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     return [out, *torch.autograd.grad(out, leaves, grad.to(out.device, out.dtype))]
 
 
-def check(tensors, key_mask=None, **how):
-    wide = attend([x.double() for x in tensors], key_mask, "reference", **how)
-    plain, found = (attend(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
+def check(tensors, key_mask=None, factor=4.0, **how):
+    wide = run([x.double() for x in tensors], key_mask, "reference", **how)
+    plain, found = (run(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
     for name, *each in zip(("out", "dq", "dk", "dv"), found, plain, wide, strict=True):
         # Sums tile by tile round a little differently from one sum.
-        assert_close(name, *each, factor=4.0)
+        assert_close(name, *each, factor=factor)
 
 
-@pytest.mark.parametrize(("kernel", "causal"), [("softmax", False), ("relu", False), ("relu", True)])
-@pytest.mark.parametrize(("length", "keys"), [(37, 37), (20, 70), (70, 37)])
-def test_kernels_give_what_the_reference_gives(kernel, causal, length, keys):
-    check(draw(length, keys), kernel=kernel, causal=causal)
+def mask(keys):
+    """Samples with holes, with a first half that is padding, and without keys."""
+    place = torch.arange(keys, device=DEVICE)
+    return torch.stack([place % 3 != 1, place >= keys // 2, place < 0])
 
 
-@pytest.mark.parametrize(("kernel", "causal"), [("softmax", False), ("relu", True)])
+def risen(length, *steps):
+    """Inputs whose keys are far below zero in all logarithms, and from each of some places on at another height."""
+    q, k, v = draw(length, length)
+    k[:, :, 1:] = k[:, :, :1] + k[:, :, 1:] / 20
+    for place, height in steps:
+        # A key of length n has logarithms about -n^2 / 2, in its direction higher ones.
+        k[:, :, place:] = torch.nn.functional.normalize(k[:, :, place:], dim=-1) * (2 * height / 0.25) ** 0.5
+    return [q, k, v]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Outputs, sums and what is kept are full of NaN before they are written; a few tokens have several segments."""
+    made, fake = launches.empty, (launching._fake_forward, launching._fake_backward)
+    monkeypatch.setattr(launches, "empty", lambda *given: made(*given).fill_(torch.nan))
+    for each in fake:
+        monkeypatch.setattr(launching, each.__name__, _full(each))
+    monkeypatch.setattr(cutting, "LEAST", 64)
+
+
+def _full(make):
+    return lambda *given: tuple(x.fill_(torch.nan if x.is_floating_point() else -9) for x in make(*given))
+
+
+@KERNEL
+@CAUSAL
+@pytest.mark.parametrize(("length", "keys"), [(37, 37), (1, 100), (20, 150), (70, 37)])
+def test_lengths(kernel, causal, length, keys):
+    check(draw(length, keys, values=32), kernel=kernel, causal=causal)
+
+
+@KERNEL
+@CAUSAL
 def test_key_masks(kernel, causal):
-    real = torch.arange(37, device=DEVICE) % 3 != 1
-    check(draw(37, 37, batch=2), torch.stack([real, real & False]), kernel=kernel, causal=causal)
+    check(draw(45, 45, batch=3), mask(45), kernel=kernel, causal=causal)
 
 
-# The default tiles, and those for smaller cards.
-@pytest.mark.parametrize("number", [0, -1])
-def test_half_precision_and_many_features(number):
-    with configuration(number):
-        check(draw(37, 37, dtype=torch.float16), causal=False, features=200)
+@pytest.mark.parametrize(("size", "values"), [(32, 128), (64, 64), (80, 16), (96, 96), (128, 32)])
+def test_head_sizes(size, values):
+    check(draw(20, 20, size=size, values=values), causal=True, features=16)
 
 
-def test_large_inputs_overflow_nothing():
+@CAUSAL
+@pytest.mark.parametrize("features", [1, 16, 50])
+def test_numbers_of_features(causal, features):
+    check(draw(20, 37, heads=2), causal=causal, features=features)
+
+
+@CAUSAL
+def test_half_precision(causal):
+    check(draw(70, 70, dtype=torch.float16), causal=causal)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bfloat16")
+@KERNEL
+@CAUSAL
+def test_bfloat16(kernel, causal):
+    check(draw(300, 300, size=64, dtype=torch.bfloat16), kernel=kernel, causal=causal, features=256)
+
+
+@CAUSAL
+@pytest.mark.parametrize(("size", "dtype"), [(80, torch.float16), (128, torch.float16), (80, torch.float32)], ids=str)
+def test_tiles_of_other_heads(causal, size, dtype):
+    check(draw(40, 40, size=size, dtype=dtype), causal=causal)
+
+
+# What rises where, of chunks of 32 tokens; and which keys of each chunk raise the tops.
+RISES = {
+    "at once": (((0, 300), (1, 2)), [[1], [], []]),
+    "in the middle of a chunk": (((0, 110), (17, 2)), [[17], [], []]),
+    "in a later chunk": (((0, 90), (40, 2)), [[], [8], []]),
+    "twice": (((0, 500), (35, 250), (44, 2)), [[], [3, 12], []]),
+    "and falls again": (((0, 90), (40, 2), (41, 90)), [[], [8], []]),
+}
+
+
+@pytest.mark.parametrize("what", RISES)
+def test_keys_that_rise_far_above_all_earlier_ones(what):
+    steps, expected = RISES[what]
+    tensors = risen(70, *steps)
+    check(tensors, causal=True)
+    *_, rises, _, _ = launching.performer_forward(*tensors, projection(16), None, True, False, "softmax", 0.25)
+    assert [[place for place in range(32) if bits >> place & 1] for bits in rises[0, 0].tolist()] == expected
+
+
+def test_rises_under_a_key_mask_and_with_few_queries():
+    q, k, v = (x.repeat(3, 1, 1, 1) for x in risen(70, (0, 150), (40, 2)))
+    check([q[:, :, 38:], k, v], mask(70), causal=True)
+
+
+def test_rises_in_half_precision():
+    # Gradients are differences of keys that are much longer than they; s comes of outputs of 16 bits, as in flash attention.
+    check([x.half() for x in risen(70, (0, 150), (40, 2))], causal=True, factor=40.0)
+
+
+def test_exponents_are_right_where_they_are_large():
+    # Logarithms of +-30, as one rounding of the projection to 16 bits would move by a tenth.
+    q, k, v = draw(40, 40, dtype=torch.float16)
+    check([q * 8, k * 8, v], causal=False)
+
+
+@KERNEL
+@pytest.mark.parametrize(("past", "future"), [(1.0, 3.0), (1.0, 100.0), (30.0, 0.01)])
+@pytest.mark.parametrize("cut", [0, 31, 32])
+def test_a_query_cannot_tell_even_by_a_bit_how_large_later_keys_are(kernel, past, future, cut):
+    q, k, v = draw(70, 70)
+    later = (torch.arange(70, device=DEVICE) > cut)[:, None]
+    q, k, v = (x * past for x in (q, k, v))
+    changed = [torch.where(later, x / past * -future + future, x) for x in (q, k, v)]
+    real = (torch.arange(70, device=DEVICE) % 5 != 2)[None]
+    before, after = (attend(*x, key_mask=real, kernel=kernel, causal=True, features=16) for x in ((q, k, v), changed))
+    assert torch.equal(before[:, :, : cut + 1], after[:, :, : cut + 1])
+
+
+@CAUSAL
+def test_large_inputs_overflow_nothing(causal):
     tensors = [x * 60 for x in draw(37, 37)]
-    assert all(torch.isfinite(x).all() for x in attend(tensors, None, "triton", causal=False))
+    assert all(torch.isfinite(x).all() for x in run(tensors, None, "triton", causal=causal))
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"causal": True}, "relative to earlier keys"),
-        ({"causal": False, "dropout": 0.1}, "drop no keys"),
-        ({"causal": False, "features": 2000}, "2000 features"),
-    ],
-)
-def test_what_kernels_have_not_is_refused(changed, said):
+@CAUSAL
+def test_masked_keys_and_values_are_not_read(causal):
+    q, k, v = draw(45, 45, batch=3)
+    real = mask(45)
+    for x in (k, v):
+        x.masked_fill_(~real[:, None, :, None], torch.nan)
+    found = run([q, k, v], real, "triton", causal=causal)
+    assert all(torch.isfinite(x).all() for x in found)
+    assert all((x[2] == 0).all() for x in found)
+    assert all((x[0, 0, 1::3] == 0).all() for x in found[2:])
+
+
+@CAUSAL
+def test_strides_do_not_matter(causal):
+    q, k, v = draw(37, 37, heads=2)
+    odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
+    spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
+    assert torch.equal(attend(odd[0], odd[1], spread, causal=causal), attend(q, k, spread.contiguous(), causal=causal))
+
+
+@CAUSAL
+def test_it_repeats_bit_by_bit(causal):
+    tensors = draw(70, 70, dtype=torch.float16)
+    one, two = (run(tensors, None, "triton", causal=causal) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(("kernel", "causal", "whole"), [("softmax", True, True), ("relu", False, False)])
+def test_the_operator_passes_pytorchs_own_checks(kernel, causal, whole):
+    q, k, v = (x.requires_grad_() for x in draw(17, 17))
+    op: Any = launching.performer_forward
+    torch.library.opcheck(op, (q, k, v, projection(16), None, causal, whole, kernel, 0.25))
+
+
+@KERNEL
+def test_it_compiles_without_a_break(kernel):
+    leaves, real, rows = [x.requires_grad_() for x in draw(37, 37, batch=3)], mask(37), projection(16)
+
+    def call(q, k, v):
+        return attend(q, k, v, real, rows=rows, kernel=kernel, causal=True)
+
+    out, expected = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=False)(*leaves), call(*leaves)
+    assert torch.equal(out, expected)
+    grads = [torch.autograd.grad(x.square().sum(), leaves) for x in (out, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_operations_are_counted():
+    q, k, v = (x.requires_grad_() for x in draw(20, 30, values=32, heads=2))
+    with FlopCounterMode(display=False) as counter:
+        out = attend(q, k, v, causal=True)
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    pairs = 20 * 30 * (24 + 32)
+    assert forward == 2 * 2 * (24 * 48 * (20 + 30) + 20 * 24 * 16 + pairs)
+    features = 24 * (20 * (5 * 16 + 2 * 32) + 30 * (3 * 16 + 3 * 32))
+    assert counter.get_total_flops() - forward == 2 * 2 * (features + 3 * pairs)
+
+
+@KERNEL
+@pytest.mark.parametrize(("length", "keys"), [(70, 70), (9, 70)])
+def test_a_prompt_leaves_the_state_that_tokens_follow(kernel, length, keys):
+    q, k, v = draw(length, keys, batch=3)
+    how: Any = {"projection": projection(16), "kernel": kernel, "scale": 0.25}
+    wide = [x.double() for x in (q, k, v)]
+    found, plain, exact = (
+        performer_decode(*given, key_mask=mask(keys), **how, impl=impl)
+        for given, impl in (((q, k, v), "triton"), ((q, k, v), "reference"), (wide, "reference"))
+    )
+    assert_close("out", found[0], plain[0], exact[0], factor=4.0)
+    assert found[1].keys() == plain[1].keys()
+    for name in found[1]:
+        torch.testing.assert_close(found[1][name], plain[1][name], rtol=1e-4, atol=1e-4)
+
+
+REFUSED = {
+    "a state": (lambda q, how: performer_decode(q, q, q, None, {}, **how), "follow those of a state"),
+    "queries alone": (lambda q, how: performer_decode(q, q[:, :, :2], q[:, :, :2], **how), "5 queries and 2 keys"),
+    "gradients": (lambda q, how: performer_decode(q.requires_grad_(), q, q, **how), "no_grad"),
+    "dropout": (lambda q, how: performer_attention(q, q, q, **how, causal=True, dropout=0.1), "drop no keys"),
+    "a learned projection": (
+        lambda q, how: performer_attention(q, q, q, **(how | {"projection": how["projection"].requires_grad_()}), causal=True),
+        "no gradient of the projection",
+    ),
+    "a head size": (
+        lambda q, how: performer_attention(*(q[..., :12],) * 3, **(how | {"projection": projection(12)}), causal=True),
+        "head size is 12; allowed",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_kernels_have_not_is_refused(what):
+    call, said = REFUSED[what]
     with pytest.raises(ValueError, match=said):
-        attend(draw(5, 5), None, "triton", **changed)
+        call(draw(5, 5)[0], {"projection": projection(16), "scale": 0.25, "impl": "triton"})
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there auto takes the kernels")
+def test_nobody_interprets_unasked():
+    attend(*draw(5, 5), impl="auto", causal=True)
+    assert chosen()["performer_attention"] != "triton"

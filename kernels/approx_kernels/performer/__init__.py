@@ -8,7 +8,12 @@ from approx_kernels.linear.reference import drop_keys
 from approx_kernels.performer.cpu import obstacle, performer_batch, performer_continue
 from approx_kernels.performer.projection import draw_projection
 from approx_kernels.performer.reference import performer_heads
-from approx_kernels.performer.triton import performer_kernels, performer_obstacle
+from approx_kernels.performer.triton_heads import (
+    performer_kernels,
+    performer_obstacle,
+    performer_prompt,
+    prompt_obstacle,
+)
 from approx_kernels.ring import State
 from approx_kernels.shapes import check_shapes
 from approx_kernels.triton_language import ranked
@@ -58,8 +63,8 @@ def performer_attention(
         scale: Factor of the scores.
         dropout: Probability with which a key is dropped from the numerator, for all queries of a head at once:
             there are no weights of single pairs to drop.
-        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, in one pass; `triton` has all but dropout and
-            the causal form of `softmax`.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, in one pass, without a gradient of the projection; `triton` has
+            neither that nor dropout.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -68,7 +73,7 @@ def performer_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation cannot run.
     """
     _check_parts(q, k, v, key_mask, projection, kernel)
-    no_kernels = performer_obstacle(q, v, projection, kernel=kernel, causal=causal, dropout=dropout)
+    no_kernels = performer_obstacle(q, v, projection, dropout)
     run = choose("performer_attention", impl, ranked(q, no_kernels, cpu=obstacle(q, projection), reference=None))
     how = {"projection": projection, "kernel": kernel, "causal": causal, "scale": scale}
     if run == "triton":
@@ -106,8 +111,12 @@ def performer_decode(
     """
     _check_parts(q, k, v, key_mask, projection, kernel)
     no_cpu = obstacle(q, projection) or state_obstacle(q, k, v)
+    no_kernels = performer_obstacle(q, v, projection) or state_obstacle(q, k, v) or prompt_obstacle(q, k, state)
+    run = choose("performer_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
     ways = {"projection": projection, "kernel": kernel, "scale": scale}
-    if choose("performer_decode", impl, {"cpu": no_cpu, "reference": None}) == "cpu":
+    if run == "triton":
+        return performer_prompt(q, k, v, key_mask, **ways)
+    if run == "cpu":
         return performer_continue(q, k, v, key_mask, state, **ways)
     return performer_heads(q, k, v, key_mask, **ways, causal=True, state=state)
 

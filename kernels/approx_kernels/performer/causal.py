@@ -9,7 +9,7 @@ from approx_kernels.performer.sums import KeySums, divided, heights_of, key_feat
 _CHUNK = 64
 # How far a feature's logarithm may rise above what earlier keys had: exp(60) times any sum here is a float32, and
 # what a query's features lose below exp(-87) meets at most exp(60), which leaves nothing beside weights of 1.
-_RISE = 60.0
+RISE = 60.0
 
 
 def causal_sums(
@@ -30,8 +30,8 @@ def causal_sums(
         real = None if keep is None else keep[:, chunk]
         top = torch.where(sums.top > lowest(logs.dtype), sums.top, _first_real(logs.detach(), real))
         rise = sums.raised(logs, real) - top
-        risen = bool((rise > _RISE).any())
-        keys = key_features(logs.clamp(max=top + _RISE) if risen else logs, top, real)
+        risen = bool((rise > RISE).any())
+        keys = key_features(logs.clamp(max=top + RISE) if risen else logs, top, real)
         queries = query_features(heights, top)
         earlier = queries @ sums.state
         joined = torch.baddbmm(earlier, (queries @ keys.transpose(1, 2)).tril(), values)
@@ -59,7 +59,7 @@ def _mended(
     """
     rise = (logs.detach() - top).amax(2)
     rise = rise if keep is None else rise.masked_fill(~keep[..., 0], lowest(logs.dtype))
-    beyond = rise.cummax(1).values > _RISE
+    beyond = rise.cummax(1).values > RISE
     mended = list(joined)
     # One head after another: pairs times features are n x n x M numbers.
     for group in beyond.any(1).nonzero().flatten().tolist():

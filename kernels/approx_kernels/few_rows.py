@@ -23,7 +23,7 @@ from approx_kernels.products import GAIN, fast_products
 # The rows that are tried, with this many layers of that many features in and out: more than caches hold.
 ROWS = (1, 2, 4, 8, 16, 32)
 _LAYERS, _FEATURES = 8, (768, 3072)
-_REPEATS = 2
+_REPEATS = 3
 
 NEVER = [1, 0]
 Worth = Mapping[str, Sequence[int]]
@@ -114,7 +114,7 @@ def measure(dtype: torch.dtype) -> Finding:
     with clock() as now, torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         for layout in (BY_OUTPUT, BY_INPUT):
             plain = F.linear if layout == BY_OUTPUT else torch.mm
-            made, gains, worth = partial(few_rows_linear, bias=None, layout=layout), {}, NEVER
+            made, gains = partial(few_rows_linear, bias=None, layout=layout), {}
             for rows in ROWS:
                 x = torch.randn(rows, _FEATURES[layout == BY_OUTPUT], generator=generator).to(dtype)
                 took = []
@@ -124,12 +124,19 @@ def measure(dtype: torch.dtype) -> Finding:
                     took.append((before, _seconds(made, x, weights, now)))
                 before, after = (min(each) for each in zip(*took, strict=True))
                 gains[str(rows)] = round(before / after, 2)
-                if before >= GAIN * after:
-                    worth = [rows if worth == NEVER else worth[0], rows]
-                elif worth != NEVER:
-                    break
-            found["rows"][layout], found["gains"][layout] = worth, gains
+            found["rows"][layout], found["gains"][layout] = _limits(gains), gains
     return found | ({"crowded": True} if crowded() else {})
+
+
+def _limits(gains: Mapping[str, float]) -> list[int]:
+    """The least and the most rows that gain, none between them losing: noise hides a gain more easily than a loss."""
+    found = NEVER
+    for rows, gain in gains.items():
+        if found != NEVER and gain < 1:
+            break
+        if gain >= GAIN:
+            found = [int(rows) if found == NEVER else found[0], int(rows)]
+    return found
 
 
 def _forward(layer: Any, before: Callable[[Tensor], Tensor], layout: str, limits: Sequence[int], x: Tensor) -> Tensor:

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from approx.errors import ApproxError, Exit
 from approx.evaluation.record import environment
+from approx_kernels.findings import instructions
 from bench import cpu_cases
 from bench.parts import all_kept, seed
 
@@ -80,7 +79,7 @@ def circumstances() -> dict[str, Any]:
     now = environment()
     return {
         **{name: now[name] for name in ("git_commit", "torch", "transformers", "processor")},
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": instructions(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": _command(),
     }
@@ -118,7 +117,7 @@ def gather(output: Path) -> None:
         "parts": [one for one in found.values() if "contenders" in one],
         "longest": [one for one in found.values() if one.get("suite") == "longest"],
         "left": left(set(found)),
-        "environment": {**machine, "instructions": torch.backends.cpu.get_cpu_capability()},
+        "environment": {**machine, "instructions": instructions()},
     }
     (output / "record.json").write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 

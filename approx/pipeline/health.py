@@ -15,6 +15,7 @@ from packaging.specifiers import SpecifierSet
 from approx.pipeline.probing import said
 from approx.tasks.hub import reachable
 from approx_kernels.c_language import compiler_obstacle, find_compiler
+from approx_kernels.findings import instructions
 
 _RANGES = {"torch": ">=2.10", "transformers": ">=5.17,<6"}
 
@@ -96,7 +97,7 @@ def _processor() -> Finding:
     return Finding(
         "processor",
         "ok",
-        f"{cores} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        f"{cores} cores, {torch.get_num_threads()} threads, {instructions()}",
     )
 
 

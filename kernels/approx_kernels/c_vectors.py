@@ -7,6 +7,7 @@ VECTORS = r"""
 #include <string.h>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 #define WIDTH 16
 #elif defined(__AVX__)
 #define WIDTH 8
@@ -26,7 +27,24 @@ INLINE float *floats(int64_t n) {
 }
 
 INLINE vf choose(vi which, vf yes, vf no) { return (vf)((which & (vi)yes) | (~which & (vi)no)); }
+/* Of a NaN and a number, the second. */
+#if WIDTH == 16
+INLINE vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE float lane_sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
+INLINE float lane_most(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+#else
 INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
+INLINE float lane_sum(vf x) {
+    float sum = 0.0f;
+    for (int l = 0; l < WIDTH; l++) sum += x[l];
+    return sum;
+}
+INLINE float lane_most(vf x) {
+    float most = x[0];
+    for (int l = 1; l < WIDTH; l++) most = x[l] > most ? x[l] : most;
+    return most;
+}
+#endif
 
 INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -40,20 +58,43 @@ INLINE void scale_row(int64_t n, float factor, float *row) {
     for (int64_t d = 0; d < n; d += WIDTH) *(vf *)(row + d) *= factor;
 }
 
-INLINE float lane_sum(vf sums) {
-    float sum = 0.0f;
-    for (int l = 0; l < WIDTH; l++) sum += sums[l];
-    return sum;
-}
-
 INLINE float dot(int64_t n, const float *a, const float *b) {
     vf sums = {0};
     for (int64_t d = 0; d < n; d += WIDTH) sums += *(const vf *)(a + d) * *(const vf *)(b + d);
     return lane_sum(sums);
 }
 
+#if WIDTH == 16
+/* A square of as many vectors as each has numbers, in place. */
+INLINE void transpose_block(vf x[WIDTH]) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    for (int step = 0; step < 4; step++) {
+        vf y[WIDTH];
+#pragma GCC unroll 8
+        for (int i = 0; i < WIDTH / 2; i++) {
+            y[2 * i] = (vf)_mm512_permutex2var_ps((__m512)x[i], low, (__m512)x[i + WIDTH / 2]);
+            y[2 * i + 1] = (vf)_mm512_permutex2var_ps((__m512)x[i], high, (__m512)x[i + WIDTH / 2]);
+        }
+        memcpy(x, y, sizeof(y));
+    }
+}
+#endif
+
 /* from [rows, width] with that stride -> to [width, rows in whole vectors], 0 beyond them. */
 static void transpose(int64_t rows, int64_t width, const float *from, int64_t stride, float *to, int64_t stride_to) {
+#if WIDTH == 16
+    vf block[WIDTH];
+    for (int64_t first = 0; first < padded(rows); first += WIDTH)
+        for (int64_t d = 0; d < width; d += WIDTH) {
+            __mmask16 there = width - d < WIDTH ? (1u << (width - d)) - 1 : 0xffff;
+            for (int64_t i = 0; i < WIDTH; i++)
+                block[i] = (vf)_mm512_maskz_loadu_ps(first + i < rows ? there : 0, from + (first + i) * stride + d);
+            transpose_block(block);
+            for (int64_t e = 0; e < lesser(WIDTH, width - d); e++) *(vf *)(to + (d + e) * stride_to + first) = block[e];
+        }
+    return;
+#endif
     for (int64_t first = 0; first < padded(rows); first += WIDTH)
         for (int64_t d = 0; d < width; d++)
             for (int64_t i = first; i < first + WIDTH; i++)
@@ -62,7 +103,7 @@ static void transpose(int64_t rows, int64_t width, const float *from, int64_t st
 
 /* exp for x <= 80, within two roundings; NaN stays NaN. */
 INLINE vf vexp(vf x) {
-    x = choose(x < -87.0f, (vf){0} - 87.0f, x);
+    x = larger((vf){0} - 87.0f, x);
     vf shifted = x * 1.44269504f + 12582912.0f;
     vf n = shifted - 12582912.0f;
     vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -139,14 +180,24 @@ INLINE void read_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_
     int64_t at = b * x.batch + h * x.head + i * x.row;
     if (!bf16) { memcpy(to, (float *)x.data + at, sizeof(float) * size); return; }
     const uint16_t *from = (uint16_t *)x.data + at;
-    for (int64_t d = 0; d < size; d++) ((uint32_t *)to)[d] = (uint32_t)from[d] << 16;
+    int64_t d = 0;
+#if WIDTH == 16
+    for (; d + WIDTH <= size; d += WIDTH)
+        *(vi *)(to + d) = (vi)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((void *)(from + d))), 16);
+#endif
+    for (; d < size; d++) ((uint32_t *)to)[d] = (uint32_t)from[d] << 16;
 }
 
 INLINE void write_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_t size, const float *from) {
     int64_t at = b * x.batch + h * x.head + i * x.row;
     if (!bf16) { memcpy((float *)x.data + at, from, sizeof(float) * size); return; }
     uint16_t *to = (uint16_t *)x.data + at;
-    for (int64_t d = 0; d < size; d++) {
+    int64_t d = 0;
+#if defined(__AVX512BF16__)
+    for (; d + WIDTH <= size; d += WIDTH)
+        _mm256_storeu_si256((void *)(to + d), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + d)));
+#endif
+    for (; d < size; d++) {
         uint32_t bits = ((const uint32_t *)from)[d];
         /* To the nearest, ties to even; a NaN stays one. */
         uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;

@@ -162,12 +162,24 @@ def _write(here: str, asked: str, made: Finding) -> None:
 
 
 @functools.cache
+def instructions() -> str:
+    """The widest instructions of this processor, as PyTorch names them, and whether it has tiles for bfloat16."""
+    amx = "amx_bf16" in _processor_facts().get("flags", "").split()
+    return torch.backends.cpu.get_cpu_capability() + (" and AMX" if amx else "")
+
+
+@functools.cache
 def _processor() -> str:
     # Virtual machines share the name of a family, so its features count too.
-    facts = {}
+    facts = _processor_facts()
+    features = sorted({"avx2", "avx512f", "avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split()))
+    return " ".join([facts.get("model name") or platform.processor() or platform.machine(), *features])
+
+
+def _processor_facts() -> dict[str, str]:
+    facts: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
             facts.setdefault(name.strip(), value.strip())
-    features = sorted({"avx2", "avx512f", "avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split()))
-    return " ".join([facts.get("model name") or platform.processor() or platform.machine(), *features])
+    return facts

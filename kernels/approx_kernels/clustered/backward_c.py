@@ -28,7 +28,8 @@ static int through_members(const head *x, grads *g, int64_t item) {
         const int32_t *top = x->all->top + place * x->all->kept;
         float mass = x->all->mass[place], *shared = g->shared + c * wide;
         if (x->kept && x->first[c] < end) {
-            gather_keys(x, top, keys, across, values, width);
+            gather_keys(x, top, keys, values);
+            transpose(x->kept, x->all->size, keys, size, across, width);
             transpose(x->kept, x->all->values, values, wide, values_across, width);
             memset(dkeys, 0, sizeof(float) * width * (size + wide));
         }

@@ -79,7 +79,7 @@ static void settle(candidates *x, int64_t k, uint64_t *scratch) {
 
 static int ascending(const void *a, const void *b) { return *(const int32_t *)a - *(const int32_t *)b; }
 
-typedef struct { float *scores, *largest, *sums, *outputs; candidates *top; uint64_t *scratch; int64_t room; } pass;
+typedef struct { float *scores, *largest, *sums, *outputs, *given; candidates *top; uint64_t *scratch; int64_t room; } pass;
 
 /* What the mean queries attend to, not yet divided by the sums, and candidates for their largest keys. */
 static void attend_means(const head *x, pass *w) {
@@ -119,20 +119,23 @@ static void attend_means(const head *x, pass *w) {
             if (fade[c] != 1.0f)
                 for (j = 0; j < wide; j++) w->outputs[c * wide + j] *= fade[c];
         if (x->all->dropout.bound) drop_block(x, begin, count, w->scores);
-        product(x->clusters, wide, count, w->scores, 1, lanes, x->v + begin * wide, wide, w->outputs, wide, 1);
+        right values = rows_right(x->half, count, wide, x->v + begin * wide, wide, w->given);
+        multiply(x->clusters, wide, count, w->scores, 1, lanes, values, 0, 0, w->outputs, wide, 1);
     }
 }
 
 /* Take the share of the largest keys from what the mean query of cluster c attends to, and return their mass. */
-static float take_share(const head *x, int64_t c, const int32_t *top, const float *keys, const float *values,
-                        int64_t width, float *scores, float sums, float *rest) {
+static float take_share(const head *x, int64_t c, const int32_t *top, right keys, const float *values, int64_t width,
+                        float *scores, float sums, float *rest) {
     if (x->kept == x->keys) {
         /* Nothing is left beside them, exactly. */
         memset(rest, 0, sizeof(float) * x->all->values);
         return 1;
     }
     float mass = 0;
-    product(1, width, x->all->size, x->means + c * x->size, x->size, 1, keys, width, scores, width, 0);
+    /* As in `score_block`, to the bit: shares of one sum. */
+    multiply(1, width, x->all->size, x->means + c * x->size, x->size, 1, keys, 0, 0, scores, width, 0);
+    if (x->half) multiply(1, width, x->all->size, x->residues + c * x->size, x->size, 1, keys, 0, 0, scores, width, 1);
     for (int64_t i = 0; i < width; i += WIDTH) *(vf *)(scores + i) = vexp(*(vf *)(scores + i) - sums);
     for (int64_t i = 0; i < x->kept; i++) {
         float share = scores[i];
@@ -151,12 +154,14 @@ static int forward_head(const problem *all, int64_t item) {
     float *own = NULL, *out = NULL;
     if (!gather(&x, all, item)) goto done;
     width = padded(x.kept), w.room = 2 * x.kept + 2 * BLOCK;
-    w.scores = floats(BLOCK * x.lanes + 4 * x.lanes + x.clusters * x.values);
+    w.scores = floats(BLOCK * x.lanes + 4 * x.lanes + x.clusters * x.values + room(BLOCK, x.values));
     out = floats(x.n * x.values);
     if (!w.scores || !out) goto done;
     w.sums = w.scores + BLOCK * x.lanes, w.largest = w.sums + x.lanes, w.outputs = w.sums + 4 * x.lanes;
+    w.given = w.outputs + x.clusters * x.values;
     if (x.kept) {
-        int64_t numbers = MEMBERS * width + width * (2 * x.size + x.values);
+        int64_t rooms = room(all->size, width) + room(width, x.values);
+        int64_t numbers = MEMBERS * width + width * (x.size + x.values) + rooms;
         w.top = malloc((sizeof(candidates) + 8 * w.room) * x.clusters + 8 * w.room);
         own = floats(numbers);
         if (!w.top || !own) goto done;
@@ -168,8 +173,9 @@ static int forward_head(const problem *all, int64_t item) {
             w.top[c] = (candidates){.scores = scores + c * w.room, .keys = keys + c * w.room, .floor = -INFINITY};
     }
     attend_means(&x, &w);
-    float *keys = own, *across = keys + width * x.size, *values = across + x.size * width;
-    float *weights = values + width * x.values;
+    float *keys = own, *values = keys + width * x.size, *weights = values + width * x.values;
+    float *standing = weights + MEMBERS * width, *lying = standing + room(all->size, width);
+    right asked = {0}, given = {0};
     for (c = 0; c < x.clusters; c++) {
         int64_t place = item * all->most_clusters + c, end = x.first[c + 1];
         float *rest = all->rest + place * all->values, mass = 0, sums = w.largest[c] + logf(w.sums[c]);
@@ -181,18 +187,20 @@ static int forward_head(const problem *all, int64_t item) {
             settle(w.top + c, x.kept, w.scratch);
             memcpy(top, w.top[c].keys, sizeof(int32_t) * x.kept);
             qsort(top, x.kept, sizeof(int32_t), ascending);
-            gather_keys(&x, top, keys, across, values, width);
-            mass = take_share(&x, c, top, across, values, width, weights, sums, rest);
+            gather_keys(&x, top, keys, values);
+            asked = columns_right(x.half, x.kept, all->size, keys, x.size, standing);
+            given = rows_right(x.half, x.kept, x.values, values, x.values, lying);
+            mass = take_share(&x, c, top, asked, values, width, weights, sums, rest);
         }
         all->mass[place] = mass;
         for (int64_t from = x.first[c]; from < end; from += MEMBERS) {
             int64_t rows = end - from < MEMBERS ? end - from : MEMBERS;
             float *made = out + from * x.values;
             if (x.kept) {
-                product(rows, width, all->size, x.q + from * x.size, x.size, 1, across, width, weights, width, 0);
+                multiply(rows, width, all->size, x.q + from * x.size, x.size, 1, asked, 0, 0, weights, width, 0);
                 softmax_rows(weights, rows, x.kept, width);
                 if (all->dropout.bound) drop_members(&x, from, rows, width, weights);
-                product(rows, x.values, x.kept, weights, width, 1, values, x.values, made, x.values, 0);
+                multiply(rows, x.values, x.kept, weights, width, 1, given, 0, 0, made, x.values, 0);
             }
             for (r = 0; r < rows; r++)
                 for (i = 0; i < all->values; i++)

@@ -1,16 +1,16 @@
 """What both directions of clustered attention in C begin with: one head of one sample, and what it reads."""
 
 from approx_kernels.c_dropout import DROPOUT
-from approx_kernels.c_vectors import VECTORS
+from approx_kernels.c_halves import HALVES
 
 HEADS = (
-    VECTORS
+    HALVES
     + DROPOUT
     + r"""
 /* Keys of a block; what belongs to it stays in a core's own cache. */
 #define BLOCK 64
 /* Queries of one cluster that share one product. */
-#define MEMBERS 24
+#define MEMBERS 32
 
 typedef struct {
     int64_t batch, heads, length, keys, size, values, most_clusters, kept, bf16, threads;
@@ -30,11 +30,13 @@ typedef struct {
     int64_t b, h, n, keys, clusters, lanes, size, values, kept;
     const int32_t *queries_at, *keys_at, *groups;
     int32_t *first, *places;    /* cluster c has rows first[c] up to first[c + 1]; places[i] is the row of query i */
-    float *q, *k, *v, *means, *across;    /* [n, D], [S, D], [S, E]; mean queries, [C, D] and [D, C] */
+    float *q, *k, *v, *means, *residues;    /* [n, D], [S, D], [S, E], [C, D]: mean queries, and what rounding takes */
+    right asking, asking_residues;    /* both, [D, C] */
+    int half;
     uint32_t *before, *between;    /* draws of the clusters, [C]; of nothing where nothing is dropped */
 } head;
 
-static void release(head *x) { free(x->first), free(x->q); }
+static void release(head *x) { end_halves(x->half), free(x->first), free(x->q); }
 
 /* Sort the queries of one head by cluster and average them; 0 where there is no memory. */
 static int gather(head *x, const problem *all, int64_t item) {
@@ -47,9 +49,10 @@ static int gather(head *x, const problem *all, int64_t item) {
     x->queries_at = all->query_tokens ? all->query_tokens + b * all->length : NULL;
     x->keys_at = all->key_tokens ? all->key_tokens + b * all->keys : NULL;
     x->groups = all->groups + item * all->length;
-    int64_t means = x->clusters * x->size + x->size * x->lanes;
+    x->half = begin_halves(all->bf16);
+    int64_t means = x->clusters * x->size, across = room(all->size, x->clusters);
     x->first = calloc(x->clusters + 2 + x->n + 2 * x->lanes, sizeof(int32_t));
-    x->q = floats((x->n + x->keys) * x->size + x->keys * x->values + means);
+    x->q = floats((x->n + x->keys) * x->size + x->keys * x->values + 2 * (means + across));
     if (!x->first || !x->q) return 0;
     x->places = x->first + x->clusters + 2;
     x->before = (uint32_t *)x->places + x->n, x->between = x->before + x->lanes;
@@ -58,7 +61,6 @@ static int gather(head *x, const problem *all, int64_t item) {
         x->before[c] = of.before, x->between[c] = of.between;
     }
     x->k = x->q + x->n * x->size, x->v = x->k + x->keys * x->size, x->means = x->v + x->keys * x->values;
-    x->across = x->means + x->clusters * x->size;
     memset(x->means, 0, sizeof(float) * means);
     /* Counted two places on, so that after the sort first[c] is where c begins. */
     for (i = 0; i < x->n; i++) x->first[x->groups[i] + 2]++;
@@ -74,25 +76,38 @@ static int gather(head *x, const problem *all, int64_t item) {
             for (d = 0; d < x->size; d++) mean[d] += x->q[i * x->size + d] *= all->scale;
         for (d = 0; d < x->size; d++) mean[d] /= count ? count : 1;
     }
-    transpose(x->clusters, x->size, x->means, x->size, x->across, x->lanes);
+    x->residues = x->means + means;
+    float *standing = x->residues + means;
+    x->asking = columns_right(x->half, x->clusters, all->size, x->means, x->size, standing);
+    if (!x->half || !x->kept) return 1;
+    /* Which keys score highest is not left to rounding. */
+    for (i = 0; i < means; i++) x->residues[i] = x->means[i] - halved(x->means[i]);
+    x->asking_residues = columns_right(1, x->clusters, all->size, x->residues, x->size, standing + across);
     return 1;
 }
 
 /* Scores of a block of keys against all mean queries, [keys, C]. */
 static int64_t score_block(const head *x, int64_t begin, float *scores) {
     int64_t count = x->keys - begin < BLOCK ? x->keys - begin : BLOCK;
-    product(count, x->lanes, x->all->size, x->k + begin * x->size, x->size, 1, x->across, x->lanes, scores, x->lanes, 0);
+    const float *keys = x->k + begin * x->size;
+    multiply(count, x->lanes, x->all->size, keys, x->size, 1, x->asking, 0, 0, scores, x->lanes, 0);
+    if (x->asking_residues.pairs)
+        multiply(count, x->lanes, x->all->size, keys, x->size, 1, x->asking_residues, 0, 0, scores, x->lanes, 1);
     return count;
 }
 
 /* Softmax of scores [members, keys] in place, columns from `kept` on becoming 0. */
 static void softmax_rows(float *scores, int64_t rows, int64_t kept, int64_t width) {
     for (int64_t r = 0; r < rows; r++) {
-        float *row = scores + r * width, largest = row[0], sum = 0;
-        for (int64_t j = 1; j < kept; j++) largest = row[j] > largest ? row[j] : largest;
-        for (int64_t j = 0; j < width; j += WIDTH) *(vf *)(row + j) = vexp(*(vf *)(row + j) - largest);
-        for (int64_t j = 0; j < kept; j++) sum += row[j];
-        for (int64_t j = 0; j < width; j++) row[j] = j < kept ? row[j] / sum : 0;
+        float *row = scores + r * width;
+        vf tops = (vf){0} - INFINITY, sums = {0};
+        for (int64_t j = kept; j < width; j++) row[j] = -INFINITY;
+        for (int64_t j = 0; j < width; j += WIDTH) tops = larger(*(vf *)(row + j), tops);
+        float most = lane_most(tops);
+        for (int64_t j = 0; j < width; j += WIDTH) *(vf *)(row + j) = vexp(*(vf *)(row + j) - most);
+        for (int64_t j = kept; j < width; j++) row[j] = 0;
+        for (int64_t j = 0; j < width; j += WIDTH) sums += *(vf *)(row + j);
+        scale_row(width, 1.0f / lane_sum(sums), row);
     }
 }
 
@@ -109,13 +124,12 @@ static void drop_members(const head *x, int64_t from, int64_t rows, int64_t widt
         drop_stretch(&p->dropout, draw_of(&p->dropout, item, from + r), 0, width, weights + r * width);
 }
 
-/* Keys [D, K] and values [K, E] of a list, padded with zeros. */
-static void gather_keys(const head *x, const int32_t *list, float *rows, float *across, float *values, int64_t width) {
+/* Keys and values of a list. */
+static void gather_keys(const head *x, const int32_t *list, float *keys, float *values) {
     for (int64_t j = 0; j < x->kept; j++) {
-        memcpy(rows + j * x->size, x->k + list[j] * x->size, sizeof(float) * x->size);
+        memcpy(keys + j * x->size, x->k + list[j] * x->size, sizeof(float) * x->size);
         memcpy(values + j * x->values, x->v + list[j] * x->values, sizeof(float) * x->values);
     }
-    transpose(x->kept, x->all->size, rows, x->size, across, width);
 }
 """
 )

@@ -7,6 +7,17 @@ SOURCE = (
     + r"""
 /* Signs of rows of heights, the first `bits` of each, as words. */
 void sign_words(const float *heights, int64_t rows, int64_t width, int64_t bits, uint64_t *words) {
+#if WIDTH == 16
+    for (int64_t i = 0; i < rows; i++) {
+        words[i] = 0;
+        for (int64_t d = 0; d < bits; d += WIDTH) {
+            __mmask16 there = bits - d < WIDTH ? (1u << (bits - d)) - 1 : 0xffff;
+            __m512 row = _mm512_maskz_loadu_ps(there, heights + i * width + d);
+            words[i] |= (uint64_t)_mm512_cmp_ps_mask(row, _mm512_setzero_ps(), _CMP_GT_OQ) << d;
+        }
+    }
+    return;
+#endif
     vi lane;
     for (int l = 0; l < WIDTH; l++) lane[l] = 1 << l;
     for (int64_t i = 0; i < rows; i++) {

@@ -24,9 +24,7 @@ INLINE float weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t p
         *(vf *)(row + c) = weight;
         *(vf *)(change + c) = grad * weight;
     }
-    float sum = 0.0f;
-    for (int l = 0; l < WIDTH; l++) sum += longer[l];
-    return sum;
+    return lane_sum(longer);
 }
 
 /* Gradients of a query by the key and the value at its own position, and of these. */
@@ -41,15 +39,20 @@ static void itself(const problem *p, int64_t b, int64_t h, int64_t at, float lse
 static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     const problem *p = &g->all;
     int64_t size = padded(p->size), width = padded(p->values), D = p->size, E = p->values;
-    float *memory = floats(2 * (ROWS + KEYS) * (size + width) + (D + E) * KEYS + 2 * STRIP * KEYS + ROWS);
+    int64_t rooms = room(D, KEYS) + room(E, KEYS) + room(KEYS, D) + room(HALF_STRIP, D) + room(HALF_STRIP, E);
+    float *memory = floats(2 * (ROWS + KEYS) * (size + width) + rooms + 2 * HALF_STRIP * KEYS + ROWS);
     float *sums = floats(p->keys * (size + width));
     if (!memory || !sums) { free(memory), free(sums); return 1; }
     float *queries = memory, *given = queries + ROWS * size, *out = given + ROWS * width, *dq = out + ROWS * width;
     float *keys = dq + ROWS * size, *values = keys + KEYS * size, *dk = values + KEYS * width, *dv = dk + KEYS * size;
-    float *standing = dv + KEYS * width, *weights = standing + (D + E) * KEYS, *change = weights + STRIP * KEYS;
-    float *share = change + STRIP * KEYS, *value_sums = sums + p->keys * size, longer = 0.0f;
+    float *standing = dv + KEYS * width, *standing_values = standing + room(D, KEYS);
+    float *lying = standing_values + room(E, KEYS), *lying_queries = lying + room(KEYS, D);
+    float *lying_grads = lying_queries + room(HALF_STRIP, D), *weights = standing + rooms;
+    float *change = weights + HALF_STRIP * KEYS, *share = change + HALF_STRIP * KEYS;
+    float *value_sums = sums + p->keys * size, longer = 0.0f;
     const float *lse = p->lse + (b * p->heads + h) * p->length;
-    int half = p->bf16 && p->parts == 1;
+    int narrow = p->bf16 && p->parts == 1, half = begin_halves(p->bf16);
+    int64_t most = half ? HALF_STRIP : STRIP;
     memset(sums, 0, sizeof(float) * p->keys * (size + width));
     queries_of_block w;
     int64_t last;
@@ -70,17 +73,19 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         keys_of_block t = keys_from(p, b, h, &w);
         while (next_keys(p, b, &w, &t)) {
             gather(p, p->k, b, h, &t, D, keys), gather(p, p->v, b, h, &t, E, values);
-            transpose(t.count, D, keys, size, standing, KEYS);
-            transpose(t.count, E, values, width, standing + D * KEYS, KEYS);
+            right asked = columns_right(half, t.count, D, keys, size, standing);
+            right kept = columns_right(half, t.count, E, values, width, standing_values);
+            right found = rows_right(half, t.count, D, keys, size, lying);
             memset(dk, 0, sizeof(float) * t.count * size), memset(dv, 0, sizeof(float) * t.count * width);
-            for (int64_t strip = 0; strip < w.rows; strip += STRIP) {
-                int64_t deep = lesser(STRIP, w.rows - strip), begin, end;
+            for (int64_t strip = 0; strip < w.rows; strip += most) {
+                int64_t deep = lesser(most, w.rows - strip), begin, end;
                 columns(&t, w.at[strip], w.at[strip + deep - 1], &begin, &end);
                 if (begin >= end) continue;
                 float *asking = queries + strip * size, *outer = given + strip * width;
-                product(deep, end - begin, D, asking, size, 1, standing + begin, KEYS, weights + begin, KEYS, 0);
-                product(deep, end - begin, E, outer, width, 1, standing + D * KEYS + begin, KEYS, change + begin, KEYS,
-                        0);
+                right queries_right = rows_right(half, deep, D, asking, size, lying_queries);
+                right grads_right = rows_right(half, deep, E, outer, width, lying_grads);
+                multiply(deep, end - begin, D, asking, size, 1, asked, 0, begin, weights + begin, KEYS, 0);
+                multiply(deep, end - begin, E, outer, width, 1, kept, 0, begin, change + begin, KEYS, 0);
                 for (int64_t i = 0; p->dropout.bound && i < deep; i++)
                     drop_row(&p->dropout, draw_at(p, b, h, &w, strip + i), t.key, begin, end, change + i * KEYS);
                 for (int64_t i = 0; i < deep; i++)
@@ -89,10 +94,9 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
                 for (int64_t i = 0; p->dropout.bound && i < deep; i++)
                     drop_row(&p->dropout, draw_at(p, b, h, &w, strip + i), t.key, begin, end, weights + i * KEYS);
                 int64_t count = lesser(end, t.count) - begin;
-                product(deep, size, count, change + begin, KEYS, 1, keys + begin * size, size, dq + strip * size, size,
-                        1);
-                product(count, size, deep, change + begin, 1, KEYS, asking, size, dk + begin * size, size, 1);
-                product(count, width, deep, weights + begin, 1, KEYS, outer, width, dv + begin * width, width, 1);
+                multiply(deep, size, count, change + begin, KEYS, 1, found, begin, 0, dq + strip * size, size, 1);
+                multiply(count, size, deep, change + begin, 1, KEYS, queries_right, 0, 0, dk + begin * size, size, 1);
+                multiply(count, width, deep, weights + begin, 1, KEYS, grads_right, 0, 0, dv + begin * width, width, 1);
             }
             for (int64_t c = 0; c < t.count; c++) {
                 float *to = sums + t.key[c] * size, *there = value_sums + t.key[c] * width;
@@ -105,7 +109,7 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
             /* Earlier parts of the softmax have left theirs; queries are needed no more. */
             if (w.part) read_row(g->dq, 0, b, h, token(w.order, w.first + i), D, queries);
             for (int64_t d = 0; w.part && d < D; d++) dq[i * size + d] += queries[d];
-            write_row(g->dq, half, b, h, token(w.order, w.first + i), D, dq + i * size);
+            write_row(g->dq, narrow, b, h, token(w.order, w.first + i), D, dq + i * size);
         }
     }
     if (p->spans) g->dspans[b * p->heads + h] = longer / p->ramp;
@@ -113,7 +117,7 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         write_row(g->dk, p->bf16, b, h, j, D, sums + j * size);
         write_row(g->dv, p->bf16, b, h, j, E, value_sums + j * width);
     }
-    free(memory), free(sums);
+    end_halves(half), free(memory), free(sums);
     return 0;
 }
 

@@ -1,14 +1,14 @@
 """Softmax attention to listed keys in C: a tile of scores at a time, under a running softmax."""
 
 from approx_kernels.c_dropout import DROPOUT
-from approx_kernels.c_vectors import VECTORS
+from approx_kernels.c_halves import HALVES
 
 TILES = (
-    VECTORS
+    HALVES
     + DROPOUT
     + r"""
 /* Strips of rows are whole tiles of a product, and skip the columns that none of them sees. */
-enum { STRIP = 24, ROWS = 8 * STRIP, KEYS = 128 };
+enum { STRIP = 24, HALF_STRIP = 32, ROWS = 8 * STRIP, KEYS = 128 };
 
 /* Keys from begin to end; the query at position i sees key j of them where low <= j - i <= high. Queries and keys are
    counted by their ranks where they have an order, and distances too, unless each head has lists of its own. */
@@ -172,8 +172,7 @@ INLINE void weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t po
         vf at = *(vf *)(row + c);
         tops = larger(t->partial ? choose(seen(t, c, position), at, lowest) : at, tops);
     }
-    float most = *top, added = 0.0f;
-    for (int l = 0; l < WIDTH; l++) most = tops[l] > most ? tops[l] : most;
+    float most = lane_most(larger(tops, (vf){0} + *top));
     /* Nothing seen yet: any finite number makes weights of 0 of what is hidden. */
     float origin = most == -INFINITY ? 0.0f : most;
     for (int64_t c = begin; c < end; c += WIDTH) {
@@ -183,32 +182,33 @@ INLINE void weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t po
         *(vf *)(row + c) = weight;
         sums += weight;
     }
-    for (int l = 0; l < WIDTH; l++) added += sums[l];
     if (most > *top) {
         float kept = expf(*top - most);
         *sum *= kept;
         for (int64_t e = 0; e < width; e += WIDTH) *(vf *)(out + e) *= kept;
         *top = most;
     }
-    *sum += added;
+    *sum += lane_sum(sums);
 }
 
 static int attend(const problem *p, int64_t b, int64_t h) {
     int64_t size = padded(p->size), width = padded(p->values), D = p->size, E = p->values;
-    float *memory = floats((ROWS + KEYS) * (size + width) + D * KEYS + STRIP * KEYS + 2 * ROWS);
+    int64_t rooms = room(D, KEYS) + room(KEYS, E);
+    float *memory = floats((ROWS + KEYS) * (size + width) + rooms + HALF_STRIP * KEYS + 2 * ROWS);
     if (!memory) return 1;
     float *queries = memory, *keys = queries + ROWS * size, *values = keys + KEYS * size, *out = values + KEYS * width;
-    float *standing = out + ROWS * width, *scores = standing + D * KEYS, *top = scores + STRIP * KEYS, *sum = top + ROWS;
-    float *lse = p->lse + (b * p->heads + h) * p->length;
+    float *standing = out + ROWS * width, *lying = standing + room(D, KEYS), *scores = standing + rooms;
+    float *top = scores + HALF_STRIP * KEYS, *sum = top + ROWS, *lse = p->lse + (b * p->heads + h) * p->length;
     /* What is added to is float32. */
-    int half = p->bf16 && p->parts == 1;
+    int narrow = p->bf16 && p->parts == 1, half = begin_halves(p->bf16);
+    int64_t most = half ? HALF_STRIP : STRIP;
     queries_of_block w;
     int64_t last;
     for (blocks_of(p, b * p->heads + h, &w.block, &last); w.block < last; w.block++) {
         queries_from(p, b, h, &w);
         read_queries(p->q, p->bf16, b, h, w.order, w.first, w.rows, D, p->scale, queries);
         /* What earlier parts made is one weight of 1. */
-        if (w.part) read_queries(p->out, half, b, h, w.order, w.first, w.rows, E, 1.0f, out);
+        if (w.part) read_queries(p->out, narrow, b, h, w.order, w.first, w.rows, E, 1.0f, out);
         else memset(out, 0, sizeof(float) * w.rows * width);
         for (int64_t i = 0; i < w.rows; i++) {
             top[i] = w.part ? lse[token(w.order, w.first + i)] : -INFINITY;
@@ -223,30 +223,31 @@ static int attend(const problem *p, int64_t b, int64_t h) {
         keys_of_block t = keys_from(p, b, h, &w);
         while (next_keys(p, b, &w, &t)) {
             gather(p, p->k, b, h, &t, D, keys), gather(p, p->v, b, h, &t, E, values);
-            transpose(t.count, D, keys, size, standing, KEYS);
-            for (int64_t strip = 0; strip < w.rows; strip += STRIP) {
-                int64_t deep = lesser(STRIP, w.rows - strip), begin, end;
+            right asked = columns_right(half, t.count, D, keys, size, standing);
+            right given = rows_right(half, t.count, E, values, width, lying);
+            for (int64_t strip = 0; strip < w.rows; strip += most) {
+                int64_t deep = lesser(most, w.rows - strip), begin, end;
                 columns(&t, w.at[strip], w.at[strip + deep - 1], &begin, &end);
                 if (begin >= end) continue;
-                product(deep, end - begin, D, queries + strip * size, size, 1, standing + begin, KEYS, scores + begin,
-                        KEYS, 0);
+                multiply(deep, end - begin, D, queries + strip * size, size, 1, asked, 0, begin, scores + begin, KEYS,
+                         0);
                 for (int64_t i = 0; i < deep; i++)
                     weigh(&t, begin, end, w.at[strip + i], scores + i * KEYS, width, out + (strip + i) * width,
                           top + strip + i, sum + strip + i);
                 for (int64_t i = 0; p->dropout.bound && i < deep; i++)
                     drop_row(&p->dropout, draw_at(p, b, h, &w, strip + i), t.key, begin, end, scores + i * KEYS);
-                product(deep, width, lesser(end, t.count) - begin, scores + begin, KEYS, 1, values + begin * width,
-                        width, out + strip * width, width, 1);
+                multiply(deep, width, lesser(end, t.count) - begin, scores + begin, KEYS, 1, given, begin, 0,
+                         out + strip * width, width, 1);
             }
         }
         for (int64_t i = 0; i < w.rows; i++) {
             float factor = sum[i] > 0.0f ? 1.0f / sum[i] : sum[i] == 0.0f ? 0.0f : sum[i];
             for (int64_t e = 0; e < width; e += WIDTH) *(vf *)(out + i * width + e) *= factor;
-            write_row(p->out, half, b, h, token(w.order, w.first + i), E, out + i * width);
+            write_row(p->out, narrow, b, h, token(w.order, w.first + i), E, out + i * width);
             lse[token(w.order, w.first + i)] = top[i] + logf(sum[i]);
         }
     }
-    free(memory);
+    end_halves(half), free(memory);
     return 0;
 }
 

@@ -4,10 +4,10 @@ Random features are exponentials of `w.x - |x|^2 / 2`, which no float32 holds; t
 each of them has had among the keys so far. Sums over keys shrink as these rise.
 """
 
-from approx_kernels.c_vectors import VECTORS
+from approx_kernels.c_halves import HALVES
 
 FEATURES = (
-    VECTORS
+    HALVES
     + r"""
 enum { TOKENS = 64, CHUNK = 32, STRIP = 16 };
 enum { ELU, RELU, EXP };
@@ -73,13 +73,12 @@ static float *begin(head *x, const problem *p, const float *across, int64_t b, i
     return memory;
 }
 
-static void read_scaled(const head *x, tensor from, int64_t first, int64_t rows, int64_t size, float factor, float *to) {
+static void read_scaled(const head *x, tensor from, int64_t first, int64_t rows, int64_t size, float factor,
+                        float *to) {
     int64_t stride = padded(size);
-    for (int64_t i = 0; i < rows; i++, to += stride) {
-        read_row(from, x->all->bf16, x->b, x->h, first + i, size, to);
-        for (int64_t d = size; d < stride; d++) to[d] = 0.0f;
-        if (factor != 1.0f) scale_row(stride, factor, to);
-    }
+    tensor rest = {(char *)from.data + (x->all->bf16 ? 2 : 4) * first * from.row, from.batch, from.head, from.row};
+    read_rows(rest, x->all->bf16, x->b, x->h, NULL, rows, size, stride, NULL, to);
+    for (int64_t i = 0; factor != 1.0f && i < rows; i++) scale_row(stride, factor, to + i * stride);
 }
 
 static void read_values(const head *x, tensor from, int64_t first, int64_t rows, float *to) {
@@ -113,8 +112,7 @@ static void read_queries(const head *x, int64_t first, int64_t rows, float *to) 
             *(vf *)(to + d) += *(vf *)(x->top + d);
             tops = larger(*(vf *)(to + d), tops);
         }
-        float most = tops[0];
-        for (int l = 1; l < WIDTH; l++) most = tops[l] > most ? tops[l] : most;
+        float most = lane_most(tops);
         for (int64_t d = 0; d < x->size; d += WIDTH) *(vf *)(to + d) = vexp(*(vf *)(to + d) - most);
         for (int64_t d = x->all->features; d < x->size; d++) to[d] = 0.0f;
     }

@@ -24,11 +24,13 @@ static int attend(const problem *p, const float *across, int64_t b, int64_t h) {
     head x;
     int64_t size = padded(p->features), width = padded(p->values), F = p->features, E = p->values;
     float *memory = begin(&x, p, across, b, h,
-                          (F + 2 * TOKENS) * width + (2 * TOKENS + 1 + CHUNK) * size + CHUNK * CHUNK);
+                          (F + 2 * TOKENS) * width + (2 * TOKENS + 1 + CHUNK) * size + CHUNK * CHUNK +
+                              room(TOKENS, width) + room(F, width));
     if (!memory) return 1;
+    int half = begin_halves(p->bf16);
     float *state = memory, *values = state + F * width, *out = values + TOKENS * width, *keys = out + TOKENS * width;
     float *queries = keys + TOKENS * size, *total = queries + TOKENS * size, *other = total + size;
-    float *pairs = other + CHUNK * size;
+    float *pairs = other + CHUNK * size, *given = pairs + CHUNK * CHUNK, *held = given + room(TOKENS, width);
     float *sums = p->sums + (b * p->heads + h) * F * (E + 1);
     memset(state, 0, sizeof(float) * F * width), memset(total, 0, sizeof(float) * size);
     for (int64_t f = 0; f < F; f++) {
@@ -43,8 +45,10 @@ static int attend(const problem *p, const float *across, int64_t b, int64_t h) {
         if (lift(&x, first, rows, keys)) shrink_rows(&x, width, state), multiply_row(size, x.fall, total);
         relate(&x, first, rows, rows, keys, values);
         add_keys(&x, rows, keys, queries, total);
-        product(F, width, rows, keys, 1, size, values, width, state, width, 1);
+        right kept = rows_right(half, rows, width, values, width, given);
+        multiply(F, width, rows, keys, 1, size, kept, 0, 0, state, width, 1);
     }
+    right past = {0};
     int64_t step = seen < p->keys ? CHUNK : TOKENS;
     for (int64_t first = 0, rows; first < p->length; first += rows) {
         rows = lesser(step, p->length - first);
@@ -55,7 +59,8 @@ static int attend(const problem *p, const float *across, int64_t b, int64_t h) {
             relate(&x, seen + first, rows, CHUNK, keys, values);
         }
         read_queries(&x, first, rows, queries);
-        product(rows, width, F, queries, size, 1, state, width, out, width, 0);
+        if (!first || seen < p->keys) past = rows_right(half, F, width, state, width, held);
+        multiply(rows, width, F, queries, size, 1, past, 0, 0, out, width, 0);
         if (seen < p->keys) {
             memset(queries + rows * size, 0, sizeof(float) * (CHUNK - rows) * size);
             transpose(CHUNK, F, keys, size, other, CHUNK);
@@ -63,7 +68,8 @@ static int attend(const problem *p, const float *across, int64_t b, int64_t h) {
             for (int64_t i = 0; i < rows; i += STRIP)
                 product(lesser(STRIP, rows - i), width, i + STRIP, pairs + i * CHUNK, CHUNK, 1, values, width,
                         out + i * width, width, 1);
-            product(F, width, rows, keys, 1, size, values, width, state, width, 1);
+            right kept = rows_right(half, rows, width, values, width, given);
+            multiply(F, width, rows, keys, 1, size, kept, 0, 0, state, width, 1);
         }
         for (int64_t i = 0; i < rows; i++) {
             float weight = dot(size, queries + i * size, total);
@@ -79,7 +85,7 @@ static int attend(const problem *p, const float *across, int64_t b, int64_t h) {
         sums[f * (E + 1) + E] = total[f];
     }
     if (p->tops) memcpy(p->tops + (b * p->heads + h) * F, x.top, sizeof(float) * F);
-    free(memory);
+    end_halves(half), free(memory);
     return 0;
 }
 

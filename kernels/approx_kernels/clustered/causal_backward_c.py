@@ -154,8 +154,8 @@ static void through_queries(const head *x, int64_t begin, int64_t first, int64_t
     draws of;
     draw_strip(p, x->b * p->heads + x->h, first - before, deep, &of);
     read_queries(x, first - before, deep);
-    meet(seen, deep, p->size, keys, x->queries, x->standing, x->near);
-    meet(seen, deep, p->values, x->v + begin * values, x->given, x->standing, x->change);
+    meet(0, seen, deep, p->size, keys, x->queries, x->standing, x->near);
+    meet(0, seen, deep, p->values, x->v + begin * values, x->given, x->standing, x->change);
     hide_later(seen, deep, x->near);
     drop_near(p, &of, begin, seen, deep, x->change);
     for (int64_t i = 0; i < wide; i++) most[i] = i < deep ? x->most[first + i - before] : 0.0f;

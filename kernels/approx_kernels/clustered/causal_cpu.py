@@ -12,7 +12,8 @@ from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.clustered.causal_backward_c import BACKWARD
 from approx_kernels.clustered.causal_forward_c import FORWARD
-from approx_kernels.clustering import nearest_centroids
+from approx_kernels.clustering.cpu import nearest_of_heads
+from approx_kernels.clustering.cpu import obstacle as clustering_obstacle
 
 
 class _Problem(ctypes.Structure):
@@ -36,7 +37,7 @@ class _BackwardProblem(ctypes.Structure):
 
 def obstacle(q: Tensor) -> str | None:
     """Why causal clustered attention cannot run in C, with the remedy; None where it can."""
-    return c_obstacle(FORWARD, q) or c_obstacle(BACKWARD, q)
+    return clustering_obstacle(q) or c_obstacle(FORWARD, q) or c_obstacle(BACKWARD, q)
 
 
 def causal_samples_in_c(
@@ -55,15 +56,15 @@ def causal_samples_in_c(
     batch, _, length, size = q.shape
     with torch.autocast("cpu", enabled=False):
         rows = centroids.detach().float().expand(batch, -1, -1, -1)
-        groups = nearest_centroids(q.detach(), selectors)
+        groups = nearest_of_heads(q.detach(), selectors)
         if length < rows.shape[2]:
             # The few queries of a decoding step each bring the row of their centroid, and no other is computed.
-            rows = rows.gather(2, groups[..., None].expand(-1, -1, -1, size))
-            groups = torch.arange(length).expand_as(groups)
+            rows = rows.gather(2, groups[..., None].long().expand(-1, -1, -1, size))
+            groups = torch.arange(length, dtype=torch.int32).expand_as(groups)
         q, k, v, rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype), rows))
         # One key at least is left to the sums, so that they are never empty.
         settings = max(chunk, topk + 1), topk, scale, dropout, draw_seed(dropout)
-        return _Causal.apply(q, k, v, rows, groups.int().contiguous(), *settings)  # pyright: ignore[reportReturnType]  # what forward returns
+        return _Causal.apply(q, k, v, rows, groups.contiguous(), *settings)  # pyright: ignore[reportReturnType]  # what forward returns
 
 
 class _Causal(torch.autograd.Function):

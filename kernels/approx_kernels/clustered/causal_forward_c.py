@@ -10,14 +10,15 @@ FORWARD = (
 /* Keys that meet all centroids at once, and centroids for which keys are not worth turning. */
 enum { BLOCK = 64, FEW = 4 };
 
-/* Keys and values of one head, and of each centroid: itself, scaled; its largest keys with their scores, and how
+/* Keys and values of one head, and of each centroid: itself, scaled, and what rounding takes; its largest keys with their scores, and how
    many there are; of all other keys the largest score, and the sums relative to it of weights, of
    weighted keys and of weighted values. */
 typedef struct {
     const problem *all;
     int64_t item, size, values;
-    float *keys, *v, *rows, *scores, *standing, *best, *peak, *mass, *mean_key, *mean_value;
+    float *keys, *v, *rows, *residues, *scores, *standing, *lying, *best, *peak, *mass, *mean_key, *mean_value;
     int32_t *top, *filled;
+    int half;
 } past;
 
 /* Let the scores of a centroid with `count` keys from `begin` on compete for its list. What stays outside remains in the
@@ -48,8 +49,10 @@ static void absorb(past *x, int64_t begin, int64_t count) {
             for (int64_t c = 0; c < count; c++)
                 x->scores[r * BLOCK + c] = dot(x->size, x->rows + r * x->size, keys + c * x->size);
     } else {
-        transpose(count, p->size, keys, x->size, x->standing, BLOCK);
-        product(p->rows, wide, p->size, x->rows, x->size, 1, x->standing, BLOCK, x->scores, BLOCK, 0);
+        right standing = columns_right(x->half, count, p->size, keys, x->size, x->standing);
+        multiply(p->rows, wide, p->size, x->rows, x->size, 1, standing, 0, 0, x->scores, BLOCK, 0);
+        /* Which keys a centroid lists is not left to rounding. */
+        if (x->half) multiply(p->rows, wide, p->size, x->residues, x->size, 1, standing, 0, 0, x->scores, BLOCK, 1);
     }
     for (int64_t r = 0; r < p->rows; r++) {
         float *row = x->scores + r * BLOCK, *mean_key = x->mean_key + r * x->size, *mean_value = x->mean_value + r * x->values;
@@ -57,9 +60,9 @@ static void absorb(past *x, int64_t begin, int64_t count) {
         float lost_scores[BLOCK], most = x->peak[r];
         int64_t losers = compete(x, r, begin, count, row, lost, lost_scores);
         for (int64_t c = count; c < wide; c++) row[c] = -INFINITY;
-        vf highest = (vf){0} - INFINITY, sum = {0};
+        vf highest = (vf){0} + most, sum = {0};
         for (int64_t c = 0; c < wide; c += WIDTH) highest = larger(*(vf *)(row + c), highest);
-        for (int l = 0; l < WIDTH; l++) most = highest[l] > most ? highest[l] : most;
+        most = lane_most(highest);
         for (int64_t j = 0; j < losers; j++) most = lost_scores[j] > most ? lost_scores[j] : most;
         if (most > x->peak[r]) {
             float fade = expf(x->peak[r] - most);
@@ -81,10 +84,12 @@ static void absorb(past *x, int64_t begin, int64_t count) {
             add_row(x->values, weight, x->v + lost[j] * x->values, mean_value);
         }
     }
-    product(p->rows, x->size, count, x->scores, BLOCK, 1, keys, x->size, x->mean_key, x->size, 1);
+    right lying = rows_right(x->half, count, x->size, keys, x->size, x->lying);
+    multiply(p->rows, x->size, count, x->scores, BLOCK, 1, lying, 0, 0, x->mean_key, x->size, 1);
     for (int64_t r = 0; p->dropout.bound && r < p->rows; r++)
         drop_stretch(&p->dropout, draw_of_centroid(p, x->item, r), begin, count, x->scores + r * BLOCK);
-    product(p->rows, x->values, count, x->scores, BLOCK, 1, values, x->values, x->mean_value, x->values, 1);
+    lying = rows_right(x->half, count, x->values, values, x->values, x->lying);
+    multiply(p->rows, x->values, count, x->scores, BLOCK, 1, lying, 0, 0, x->mean_value, x->values, 1);
 }
 
 /* Leave the past of a boundary to the backward pass. */
@@ -113,9 +118,9 @@ static float attend_past(const past *x, int64_t r, const float *query, draw of, 
     return sum;
 }
 
-/* Memory of a strip: queries, [STRIP, D] and [D, STRIP], outputs, [STRIP, E], scores in the chunk, [keys, STRIP], and of
-   a query with its list and the rest. */
-typedef struct { float *queries, *standing, *out, *near, *own; } strip;
+/* Memory of a strip: queries, [STRIP, D] and across, outputs, [STRIP, E], scores in the chunk, [keys, STRIP], and of a
+   query with its list and the rest; the chunk's values, [keys, E]. */
+typedef struct { float *queries, *standing, *out, *near, *own; right values; } strip;
 
 /* Queries from `first` on, of the chunk that begins at `begin`. */
 static void attend(const past *x, const strip *s, int64_t b, int64_t h, int64_t begin, int64_t first, int64_t deep) {
@@ -125,7 +130,7 @@ static void attend(const past *x, const strip *s, int64_t b, int64_t h, int64_t 
     draws of;
     draw_strip(p, x->item, at, deep, &of);
     read_strip(p, p->q, b, h, at, deep, p->size, p->scale, s->queries);
-    meet(seen, deep, p->size, x->keys + begin * x->size, s->queries, s->standing, s->near);
+    meet(x->half, seen, deep, p->size, x->keys + begin * x->size, s->queries, s->standing, s->near);
     hide_later(seen, deep, s->near);
     memset(s->out, 0, sizeof(float) * deep * x->values);
     for (int64_t i = 0; i < padded(deep); i += WIDTH) {
@@ -145,7 +150,7 @@ static void attend(const past *x, const strip *s, int64_t b, int64_t h, int64_t 
         *(vf *)(sum + i) = total;
     }
     drop_near(p, &of, begin, seen, deep, s->near);
-    product(deep, x->values, seen, s->near, 1, STRIP, x->v + begin * x->values, x->values, s->out, x->values, 1);
+    multiply(deep, x->values, seen, s->near, 1, STRIP, s->values, 0, 0, s->out, x->values, 1);
     for (int64_t i = 0; i < deep; i++) {
         if (p->most) p->most[place + i] = most[i];
         scale_row(x->values, 1.0f / sum[i], s->out + i * x->values);
@@ -156,31 +161,37 @@ static void attend(const past *x, const strip *s, int64_t b, int64_t h, int64_t 
 static int head(const problem *p, int64_t b, int64_t h) {
     int64_t size = padded(p->size), values = padded(p->values), S = p->keys, R = p->rows, K = p->kept;
     past x = {.all = p, .item = b * p->heads + h, .size = size, .values = values};
-    strip s;
-    float *memory = floats(S * (size + values) + R * (2 * size + values + BLOCK + K + 2) + p->size * BLOCK +
-                           STRIP * (size + values + p->size + lesser(p->chunk, S)) + padded(K + 1));
+    strip s = {0};
+    int64_t chunk = lesser(p->chunk, S), standing = room(p->size, BLOCK);
+    float *lying, *memory = floats(S * (size + values) + R * (3 * size + values + BLOCK + K + 2) + 2 * standing +
+                           STRIP * (size + values + chunk) + room(BLOCK, greater(size, values)) +
+                           room(chunk, values) + padded(K + 1));
     /* Lists are read as whole vectors. */
     x.top = calloc(R * (K + 1) + WIDTH, sizeof(int32_t));
     if (!memory || !x.top) { free(memory), free(x.top); return 1; }
     x.filled = x.top + R * K;
     x.keys = memory, x.v = x.keys + S * size, x.rows = x.v + S * values, x.mean_key = x.rows + R * size;
     x.mean_value = x.mean_key + R * size, x.scores = x.mean_value + R * values, x.standing = x.scores + R * BLOCK;
-    s.queries = x.standing + p->size * BLOCK, s.out = s.queries + STRIP * size, s.standing = s.out + STRIP * values;
-    s.near = s.standing + STRIP * p->size, s.own = s.near + STRIP * lesser(p->chunk, S);
-    x.best = s.own + padded(K + 1), x.peak = x.best + R * K, x.mass = x.peak + R;
+    s.queries = x.standing + standing, s.out = s.queries + STRIP * size, s.standing = s.out + STRIP * values;
+    s.near = s.standing + standing, s.own = s.near + STRIP * chunk, x.residues = s.own + padded(K + 1);
+    x.lying = x.residues + R * size, lying = x.lying + room(BLOCK, greater(size, values));
+    x.best = lying + room(chunk, values), x.peak = x.best + R * K, x.mass = x.peak + R;
     memset(x.mean_key, 0, sizeof(float) * R * (size + values));
     read_rows(p->k, p->bf16, b, h, NULL, S, p->size, size, NULL, x.keys);
     read_rows(p->v, p->bf16, b, h, NULL, S, p->values, values, NULL, x.v);
     read_rows(p->centroids, 0, b, h, NULL, R, p->size, size, NULL, x.rows);
     for (int64_t r = 0; r < R; r++) x.peak[r] = -INFINITY, x.mass[r] = 0.0f, scale_row(size, p->scale, x.rows + r * size);
+    for (int64_t i = 0; i < R * size; i++) x.residues[i] = x.rows[i] - halved(x.rows[i]);
+    x.half = begin_halves(p->bf16 && p->length > 1);
     for (int64_t begin = 0; begin < S; begin += p->chunk) {
         int64_t end = lesser(begin + p->chunk, S);
+        if (end > S - p->length) s.values = rows_right(x.half, end - begin, values, x.v + begin * values, values, lying);
         for (int64_t first = greater(begin, S - p->length); first < end; first += STRIP)
             attend(&x, &s, b, h, begin, first, lesser(STRIP, end - first));
         for (int64_t key = begin; end < S && key < end; key += BLOCK) absorb(&x, key, lesser(BLOCK, end - key));
         if (p->most && end < S) keep(&x, begin / p->chunk);
     }
-    free(memory), free(x.top);
+    end_halves(x.half), free(memory), free(x.top);
     return 0;
 }
 

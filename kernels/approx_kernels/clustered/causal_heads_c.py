@@ -1,10 +1,10 @@
 """What both directions of causal clustered attention in C begin with: strips of queries, and listed keys."""
 
 from approx_kernels.c_dropout import DROPOUT
-from approx_kernels.c_vectors import VECTORS
+from approx_kernels.c_halves import HALVES
 
 HEADS = (
-    VECTORS
+    HALVES
     + DROPOUT
     + r"""
 /* Queries that stand side by side in the products with the keys of their chunk, and listed keys that pass together. */
@@ -64,11 +64,11 @@ static void read_strip(const problem *p, tensor from, int64_t b, int64_t h, int6
     }
 }
 
-/* Products [seen, STRIP] of the rows of a chunk with those of a strip, for which these stand in `standing`, [n, STRIP]. */
-static void meet(int64_t seen, int64_t deep, int64_t n, const float *chunk, const float *rows, float *standing,
-                 float *to) {
-    transpose(deep, n, rows, padded(n), standing, STRIP);
-    product(seen, padded(deep), n, chunk, padded(n), 1, standing, STRIP, to, STRIP, 0);
+/* Products [seen, STRIP] of the rows of a chunk with those of a strip, for which these stand in `standing`. */
+static void meet(int half, int64_t seen, int64_t deep, int64_t n, const float *chunk, const float *rows,
+                 float *standing, float *to) {
+    right strip = columns_right(half, deep, n, rows, padded(n), standing);
+    multiply(seen, padded(deep), n, chunk, padded(n), 1, strip, 0, 0, to, STRIP, 0);
 }
 
 /* The last of the seen keys are those of the strip's own tokens, some of which a query must not see. */

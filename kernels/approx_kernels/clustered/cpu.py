@@ -12,9 +12,8 @@ from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.clustered.backward_c import BACKWARD
 from approx_kernels.clustered.forward_c import FORWARD
 from approx_kernels.clustered.reference import MOST_DEFAULT_CLUSTERS, SHORT
-from approx_kernels.clustering.cpu import cluster_samples
+from approx_kernels.clustering.cpu import cluster_samples, nearest_of_heads
 from approx_kernels.clustering.cpu import obstacle as clustering_obstacle
-from approx_kernels.clustering.frozen import nearest_centroids
 from approx_kernels.custom_op import custom_op
 
 _WHOLE = ctypes.c_int64
@@ -80,7 +79,7 @@ def clustered_batch(
             assert draws is not None, "checked by the op"
             groups = cluster_samples(q.detach(), query_tokens, queries, own, planes, draws, iterations)
         else:
-            groups = nearest_centroids(q, selectors).int()
+            groups = nearest_of_heads(q.detach(), selectors)
             if query_tokens is not None:
                 groups = groups.gather(2, query_tokens[:, None].expand_as(groups).long())
             apart = torch.arange(length, dtype=torch.int32)

@@ -5,10 +5,11 @@ import ctypes
 import torch
 from torch import Tensor
 
-from approx_kernels.c_language import address, check, library
+from approx_kernels.c_language import address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.clustering.hamming_c import SOURCE
 from approx_kernels.clustering.reference import STRIDE, hash_heights
+from approx_kernels.clustering.selectors_c import SOURCE as SELECTORS
 from approx_kernels.custom_op import custom_op
 
 # Rows of float32 heights that a core's own cache holds beside the words made of them.
@@ -17,7 +18,7 @@ _ROWS = 4096
 
 def obstacle(*tensors: Tensor) -> str | None:
     """Why the clusters of these tensors cannot be found in C, with the remedy; None where they can."""
-    return c_obstacle(SOURCE, *tensors)
+    return c_obstacle(SOURCE, *tensors) or c_obstacle(SELECTORS, *tensors)
 
 
 def _empty(
@@ -63,4 +64,22 @@ def cluster_samples(
     tensors = map(address, (words, tokens, counts, clusters, draws))
     numbers = map(ctypes.c_int64, (batch, heads, length, iterations, STRIDE, torch.get_num_threads()))
     check(found.cluster(*tensors, *numbers, address(groups)))
+    return groups
+
+
+def _no_groups(q: Tensor, selectors: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.int32)
+
+
+@custom_op(_no_groups)
+def nearest_of_heads(q: Tensor, selectors: Tensor) -> Tensor:
+    """As `nearest_centroids`: q [B, H, L, D], selectors [H, C, D + 1] -> [B, H, L] int32."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    groups = _no_groups(q, selectors)
+    selectors = selectors.detach().float().contiguous()
+    found = library(SELECTORS)
+    assert not isinstance(found, str), "checked by the op"
+    numbers = (q.dtype == torch.bfloat16, *q.shape, selectors.shape[1], torch.get_num_threads())
+    where = ctypes.byref(rows_of(q)), address(selectors)
+    check(found.nearest(*where, *map(ctypes.c_int64, numbers), address(groups)))
     return groups

@@ -32,7 +32,7 @@ def fast_products_for(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return few_rows([(layer, how) for layer, how in _layers(model) if worth[how][0] <= rows], worth)
     if model.device.type != "cpu" or model.dtype == torch.float32:
         return fast_products(rows, model.device, model.dtype)
-    layers = list(model.modules())
+    layers = _modules(model)
     # What is computed once more in the backward pass would be computed otherwise there, which PyTorch takes for an error.
     if model.training and any(getattr(each, "gradient_checkpointing", False) for each in layers):
         return nullcontext(False)
@@ -42,14 +42,19 @@ def fast_products_for(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _layers(model: Any) -> list[tuple[nn.Module, str]]:
     """The layers of a model and how their weights lie; none of one in which something was compiled with them inside."""
-    # A tenth of the time that `modules()` takes, which would tell in every token that is decoded.
-    modules = [model]
-    for each in modules:
-        modules += [child for child in each._modules.values() if child is not None]
+    modules = _modules(model)
     if any(each._compiled_call_impl is not None or "_orig_mod" in each._modules for each in modules):
         return []
     layouts = {nn.Linear: BY_OUTPUT, Conv1D: BY_INPUT}
     return [(each, layouts[type(each)]) for each in modules if type(each) in layouts]
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    # A tenth of the time that `modules()` takes, which would tell in every token that is decoded.
+    found = [model]
+    for each in found:
+        found += [child for child in each._modules.values() if child is not None]
+    return found
 
 
 def _rows(x: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The page about speed on a CPU and the README's table of it, from the record of `bench/cpu.py`, where there is one."""
+"""The pages about speed on a CPU and the README's tables of it, from the records of `bench/cpu.py`, one a processor."""
 
 import json
 from pathlib import Path
@@ -7,21 +7,30 @@ BEGIN, END = "<!-- speed: made by reports/refresh.py -->", "<!-- end of speed --
 
 
 def write(reports: Path, out: Path) -> None:
-    """Make the page in `out / "cpu"` from the record in `reports / "cpu"`."""
-    if (reports / "cpu" / "record.json").is_file():
-        from bench import cpu_page
+    """Make the page of each processor, in a folder of the same name as its record's."""
+    from bench import cpu_page
 
-        cpu_page.write(reports / "cpu", out / "cpu")
+    for folder in _folders(reports):
+        cpu_page.write(folder, out / folder.name)
 
 
 def in_readme(readme: str, reports: Path) -> str:
-    """The README with its table of speeds made again; as it is without a record."""
-    kept = reports / "cpu" / "record.json"
-    if not kept.is_file():
-        return readme
+    """The README with its tables of speeds made again, a table a processor."""
     from bench import cpu_page
 
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
-    table = cpu_page.readme_table(json.loads(kept.read_text(encoding="utf-8")))
-    return f"{before}{BEGIN}\n{table}\n\n[All of it](reports/cpu/report.md), made by `python bench/cpu.py -o reports/cpu`.\n{END}{after}"
+    tables = []
+    for folder in _folders(reports):
+        made = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+        machine, name = made["environment"], f"reports/{folder.name}"
+        tables.append(
+            f"<details{' open' * (not tables)}><summary>{machine['processor']}, {machine['instructions']}</summary>\n\n"
+            f"{cpu_page.readme_table(made)}\n\n[All of it]({name}/report.md), made by `python bench/cpu.py -o {name}`.\n\n"
+            "</details>"
+        )
+    return "\n".join([before + BEGIN, *tables, END]) + after
+
+
+def _folders(reports: Path) -> list[Path]:
+    return sorted(path.parent for path in reports.glob("cpu*/record.json"))

@@ -41,8 +41,8 @@ def check(tensors, key_mask=None, **how):
     wide = run([x.double() for x in tensors], key_mask, "reference", **how)
     plain, found = (run(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
     for name, *each in zip(("out", "dq", "dk", "dv", "dmix"), found, plain, wide, strict=False):
-        # Sums tile by tile round a little differently from one sum.
-        assert_close(name, *each, factor=4.0)
+        # Sums tile by tile round a little differently from one sum; the gradient of a share is what is left of two sums.
+        assert_close(name, *each, factor=16.0 if name == "dmix" else 4.0)
 
 
 def holes(keys):
@@ -122,8 +122,8 @@ def test_bfloat16(causal):
 
 
 def test_sums_may_be_greater_than_a_float16():
-    tensors = [x.fill_(30.0) for x in draw(150, 150, heads=1, dtype=torch.float16)]
-    check(tensors, causal=True)
+    # Numbers that differ leave gradients that do not all cancel.
+    check([30 * x.abs() for x in draw(150, 150, heads=1, dtype=torch.float16)], causal=True)
 
 
 @CAUSAL
@@ -146,7 +146,8 @@ def mix(heads):
 @CAUSAL
 @pytest.mark.parametrize(("length", "keys", "window"), [(37, 37, 5), (20, 90, 30), (90, 20, 5), (1, 50, 7)])
 def test_windows(causal, length, keys, window):
-    check([*draw(length, keys, values=32, heads=1), mix(1)], causal=causal, window=window, scale=0.3)
+    # The gradient of one share alone may be all but 0 by chance.
+    check([*draw(length, keys, values=32), mix(2)], causal=causal, window=window, scale=0.3)
 
 
 @CAUSAL

@@ -53,7 +53,8 @@ class Terminal:
     def note(self, text: str) -> None:
         """Say something beside the result."""
         if not self.quiet:
-            self.err.print(Text(text, style="dim"))
+            # Words stay whole where somebody watches, and lines where somebody searches.
+            self.err.print(Text(text, style="dim"), soft_wrap=not self.err.is_terminal)
 
     @contextlib.contextmanager
     def noting(self, logger: str) -> Iterator[None]:
@@ -107,9 +108,14 @@ class _Notes(logging.Handler):
     def __init__(self, terminal: Terminal) -> None:
         super().__init__()
         self.terminal = terminal
+        self.told: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.terminal.note(record.getMessage())
+        message = record.getMessage()
+        # Several sources may be compiled one after another.
+        if message not in self.told:
+            self.told.add(message)
+            self.terminal.note(message)
 
 
 def _console(*, stderr: bool) -> Console:

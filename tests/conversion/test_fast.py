@@ -11,6 +11,7 @@ from approx.conversion.seam import IMPLEMENTATION, fastest_exact
 from approx_kernels import few_rows, half_products, products
 from approx_kernels.c_language import library
 from approx_kernels.few_rows_c import SOURCE
+from approx_kernels.findings import instructions
 from conversion.zoo import difference, outputs, tiny
 
 
@@ -82,7 +83,9 @@ def test_a_compiled_model_is_whole_and_the_same():
     inputs = example_inputs(model, 20, batch=2)
     whole = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
-        assert difference([whole(**inputs)[0]], [model(**inputs)[0]]) < 1e-5
+        # Where there are tiles for bfloat16 the switch rounds, which no probe would choose.
+        limit = 1e-2 if "AMX" in instructions() else 1e-5
+        assert difference([whole(**inputs)[0]], [model(**inputs)[0]]) < limit
     # Compiled in place, the graph runs inside of the call.
     seen = watched(model)
     model.compile(backend="eager")

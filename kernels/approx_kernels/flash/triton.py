@@ -28,20 +28,20 @@ FORWARD = {
     "wide": (_cut(64, 64, 8, 2), _cut(64, 32, 4, 2)),
     "spans": (_cut(64, 64, 8, 2),),
     "spans wide": (_cut(64, 64, 8, 2),),
-    "float32": (_cut(32, 32, 4, 1),),
+    "float32": (_cut(32, 32, 4, 2),),
+    "float32 wide": (_cut(32, 32, 8, 1),),
     "listed": (_cut(64, 64, 8, 2),),
     "listed wide": (_cut(32, 32, 4, 2),),
-    "listed float32": (_cut(32, 32, 4, 1),),
 }
 QUERIES = {
     "narrow": (_cut(128, 64, 8, 2),),
     "wide": (_cut(64, 64, 8, 2),),
     "spans": (_cut(64, 32, 4, 2),),
     "spans wide": (_cut(64, 32, 8, 2),),
-    "float32": (_cut(32, 32, 4, 1),),
+    "float32": (_cut(32, 32, 8, 2),),
+    "float32 wide": (_cut(16, 32, 8, 1),),
     "listed": (_cut(64, 64, 8, 2),),
     "listed wide": (_cut(32, 32, 4, 2),),
-    "listed float32": (_cut(32, 32, 4, 1),),
 }
 KEYS = {
     "narrow": (_cut(64, 64, 8, 2),),
@@ -49,26 +49,24 @@ KEYS = {
     "wide": (_cut(32, 64, 8, 2),),
     "spans": (_cut(32, 64, 4, 2),),
     "spans wide": (_cut(32, 64, 8, 2),),
-    "float32": (_cut(32, 32, 4, 1),),
+    "float32": (_cut(16, 32, 8, 1),),
+    "float32 wide": (_cut(16, 32, 8, 1),),
     "listed": (_cut(64, 64, 8, 2),),
     "listed bounded": (_cut(32, 64, 8, 2),),
     "listed wide": (_cut(32, 32, 4, 2),),
-    "listed float32": (_cut(32, 32, 4, 1),),
 }
 
 
 def list_tile(q: Tensor, v: Tensor) -> int:
     """Queries and keys of the tiles of a block list, for inputs of that dtype and head size."""
-    return FORWARD[kind(q, v, None, True)][0].tiles["BM"]
+    return FORWARD[kind(q, v, None, True)][0].tiles["BN"]
 
 
 def kind(q: Tensor, v: Tensor, spans: Tensor | None, listed: bool) -> str:
     """Which of the configurations are for these inputs."""
-    if q.dtype == torch.float32:
-        return "listed float32" if listed else "float32"
     wide = max(q.shape[3], v.shape[3]) > 64
-    if listed or spans is not None:
-        name = "listed" if listed else "spans"
+    if q.dtype == torch.float32 or listed or spans is not None:
+        name = "float32" if q.dtype == torch.float32 else "listed" if listed else "spans"
         return f"{name} wide" if wide else name
     return "wide" if wide else "narrow"
 
@@ -225,7 +223,7 @@ def flash_backward(
         shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or k.shape[2])
         flash_keys_kernel[(_programs(q, bounds, longest, longest or k.shape[2], cut.tiles["BN"]),)](
             q, k, v, grad, lse, *taken, delta, dk, dv, bounds, key_mask, spans, rows, columns, tiles, bits,
-            *_strides(q, k, v, grad, dk, dv), PARTS=list_tile(q, v) // cut.tiles["BM"] if blocks else 1, **shared,
+            *_strides(q, k, v, grad, dk, dv), **shared,
         )  # fmt: skip
 
     # The first of them says what the second needs to know of each query.
@@ -268,6 +266,7 @@ def _shared(
         # float32 is what was asked for, not the tensor cores' 10 bits of it.
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "PACKED": packed > 0,
+        "PARTS": list_tile(q, v) // cut.tiles["BM"] if blocks else 1,
         **cut.options,
     }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from approx_kernels.flash.triton_tiles import (
+    again,
     load_rows,
     mass,
     real_keys,
@@ -38,9 +39,12 @@ def flash_forward_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, rows_h,
     H, L, S, longest, shift, left, right, ramp, scale,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and log-sum-exps of BM queries of one head of one sample; with Place also sums relative to the largest score."""
+    """Outputs and log-sum-exps of BM queries of one head of one sample; with Place also sums relative to the largest score.
+
+    The queries of a tile of a list pass in PARTS of BM.
+    """
     tiles = tl.cdiv(longest, BM)
     # Under a causal mask the last queries have most to do, so they begin.
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -69,7 +73,7 @@ def flash_forward_kernel(
     place = tl.full([BM], -1, tl.int32)
 
     begin, end, whole, after = walk(
-        Bounds, Rows, Columns, head * rows_h + tile * 3,
+        Bounds, Rows, Columns, head * rows_h + tile // PARTS * 3,
         tl.maximum(first, q_begin) + shift, tl.minimum(first + BM, q_end) - 1 + shift,
         left, right, whole_left, whole_right, k_begin, k_end, holes != 0, BN,
     )  # fmt: skip
@@ -79,6 +83,8 @@ def flash_forward_kernel(
         if Rows is not None:
             block = tl.load(Columns + each)
         k = load_rows(K, block * BN, k_n, k_begin, k_end, D, WIDE_D, BN, False)
+        if PRECISION == "ieee":
+            q = load_rows(Q, again(first, each), q_n, q_begin, q_end, D, WIDE_D, BM, True)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
         v = load_rows(V, block * BN, v_n, k_begin, k_end, E, WIDE_E, BN, False)
         if Place is not None:
@@ -94,12 +100,14 @@ def flash_forward_kernel(
         column = block * BN + tl.arange(0, BN)
         pairs = shown(
             row[:, None], column[None, :], shift, left, right, Bits, kind,
-            tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :], Rows is None,
+            (tile % PARTS * BM + tl.arange(0, BM))[:, None], tl.arange(0, BN)[None, :], Rows is None,
         )  # fmt: skip
         # A list has no pair behind the last key.
         if Rows is None or Bounds is not None:
             pairs = pairs & real_keys(column, k_begin, k_end, KeyMask)[None, :]
         k = load_rows(K, block * BN, k_n, k_begin, k_end, D, WIDE_D, BN, True)
+        if PRECISION == "ieee":
+            q = load_rows(Q, again(first, each), q_n, q_begin, q_end, D, WIDE_D, BM, True)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
         if Spans is None:
             s = tl.where(pairs, s, float("-inf"))

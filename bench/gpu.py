@@ -6,7 +6,7 @@
 
 One stage follows the other: what the card copies and multiplies; `pytest -m gpu`; outputs, gradients and CUDA graphs of
 every contender against float64, since what is not right is not timed; one layer's attention by itself, eagerly and as a
-graph; models of twelve layers; decoding. Each has a share of the minutes, and what it leaves goes to the next.
+graph; models of twelve layers, also half of padding; decoding. Each has a share of the minutes, and what it leaves goes to the next.
 
 The parts of a stage, suite/mode/dtype/length x batch/way, come in the order of what they tell. Everybody in a part takes
 turns with the base; each part is kept as soon as it is done, and what is kept is not measured again. A contender that

@@ -28,10 +28,11 @@ def planned() -> Iterator[Part]:
 
     short = [length for length in LENGTHS if length < TOKENS]
     yield from (step(ATTENTION, "forward", length, "graph") for length in LENGTHS)
+    yield from (step(ATTENTION, "forward", length, "eager") for length in (512, 2048))
     yield from (step(PADDED, "forward", length, "graph") for length in (512, 2048, 8192))
     yield from (step(CAUSAL, mode, length, "graph") for length in (2048, 8192) for mode in ("forward", "train"))
     yield from (step(ATTENTION, "train", length, "graph") for length in LENGTHS)
-    yield from (step(ATTENTION, "forward", length, "eager") for length in LENGTHS)
+    yield from (step(ATTENTION, "forward", length, "eager") for length in (1024, 4096, 8192, 16384))
     yield from (single("forward", length, "graph") for length in short)
     yield from (step(CAUSAL, "forward", length, "graph") for length in (512, 1024, 4096, 16384))
     yield from (

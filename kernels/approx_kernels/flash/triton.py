@@ -59,7 +59,7 @@ KEYS = {
 
 def list_tile(q: Tensor, v: Tensor) -> int:
     """Queries and keys of the tiles of a block list, for inputs of that dtype and head size."""
-    return FORWARD[kind(q, v, None, True)][0].tiles["BN"]
+    return FORWARD[kind(q, v, None, True)][0].tiles["BM"]
 
 
 def kind(q: Tensor, v: Tensor, spans: Tensor | None, listed: bool) -> str:
@@ -210,12 +210,15 @@ def flash_backward(
     where = kind(q, v, spans, bool(blocks))
     what, bounded = f"{q.dtype}, {q.shape[3]}, {v.shape[3]}", bounds is not None or less is not None
 
+    def parts(cut: Configuration) -> int:
+        return list_tile(q, v) // cut.tiles["BM"] if blocks else 1
+
     def queries(cut: Configuration) -> None:
         rows, columns, tiles, bits = (*blocks[:3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
         shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or q.shape[2])
         flash_queries_kernel[(_programs(q, bounds, longest, longest or q.shape[2], cut.tiles["BM"]),)](
             q, k, v, out, grad, lse, grad_lse, *taken, delta, dq, by_row, bounds, key_mask, spans, rows, columns, tiles, bits,
-            *_strides(q, k, v, out, grad, dq), **shared,
+            *_strides(q, k, v, out, grad, dq), PARTS=parts(cut), **shared,
         )  # fmt: skip
 
     def keys(cut: Configuration) -> None:
@@ -223,7 +226,7 @@ def flash_backward(
         shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or k.shape[2])
         flash_keys_kernel[(_programs(q, bounds, longest, longest or k.shape[2], cut.tiles["BN"]),)](
             q, k, v, grad, lse, *taken, delta, dk, dv, bounds, key_mask, spans, rows, columns, tiles, bits,
-            *_strides(q, k, v, grad, dk, dv), **shared,
+            *_strides(q, k, v, grad, dk, dv), PARTS=parts(cut), **shared,
         )  # fmt: skip
 
     # The first of them says what the second needs to know of each query.
@@ -266,7 +269,6 @@ def _shared(
         # float32 is what was asked for, not the tensor cores' 10 bits of it.
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "PACKED": packed > 0,
-        "PARTS": list_tile(q, v) // cut.tiles["BM"] if blocks else 1,
         **cut.options,
     }  # fmt: skip
 

@@ -39,12 +39,9 @@ def flash_forward_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, rows_h,
     H, L, S, longest, shift, left, right, ramp, scale,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and log-sum-exps of BM queries of one head of one sample; with Place also sums relative to the largest score.
-
-    The queries of a tile of a list pass in PARTS of BM.
-    """
+    """Outputs and log-sum-exps of BM queries of one head of one sample; with Place also sums relative to the largest score."""
     tiles = tl.cdiv(longest, BM)
     # Under a causal mask the last queries have most to do, so they begin.
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -73,7 +70,7 @@ def flash_forward_kernel(
     place = tl.full([BM], -1, tl.int32)
 
     begin, end, whole, after = walk(
-        Bounds, Rows, Columns, head * rows_h + tile // PARTS * 3,
+        Bounds, Rows, Columns, head * rows_h + tile * 3,
         tl.maximum(first, q_begin) + shift, tl.minimum(first + BM, q_end) - 1 + shift,
         left, right, whole_left, whole_right, k_begin, k_end, holes != 0, BN,
     )  # fmt: skip
@@ -100,7 +97,7 @@ def flash_forward_kernel(
         column = block * BN + tl.arange(0, BN)
         pairs = shown(
             row[:, None], column[None, :], shift, left, right, Bits, kind,
-            (tile % PARTS * BM + tl.arange(0, BM))[:, None], tl.arange(0, BN)[None, :], Rows is None,
+            tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :], Rows is None,
         )  # fmt: skip
         # A list has no pair behind the last key.
         if Rows is None or Bounds is not None:

@@ -82,9 +82,9 @@ def cases(
     return found
 
 
-def mechanism_of(case: Case, causal: bool) -> Any:
-    """The mechanism itself, for one layer of the models here."""
-    return MECHANISMS[case.mechanism](HEADS, SIZE, causal=causal, scale=SIZE**-0.5, **case.settings)
+def mechanism_of(case: Case, causal: bool, heads: int = HEADS) -> Any:
+    """The mechanism itself, for one layer of the models here or for fewer heads."""
+    return MECHANISMS[case.mechanism](heads, SIZE, causal=causal, scale=SIZE**-0.5, **case.settings)
 
 
 def attention(length: int, dtype: torch.dtype, *, causal: bool, train: bool) -> Iterator[Contender]:

@@ -158,7 +158,7 @@ def work_of(case: cpu_cases.Case, length: int, causal: bool, tile: int = 0) -> W
     signs = 0
     if case.mechanism in EXACT:
         flops = 4 * size * length * half
-    elif case.mechanism == "linear":
+    elif case.mechanism == "linear" and not case.settings:
         flops = 4 * size**2 + (2 * size * _CHUNK if causal else 0)
     elif case.mechanism == "performer":
         flops = 8 * size * mechanism.features

@@ -6,7 +6,7 @@
 
 One stage follows the other: what the card copies and multiplies; `pytest -m gpu`; outputs, gradients and CUDA graphs of
 every contender against float64, since what is not right is not timed; one layer's attention by itself, eagerly and as a
-graph; models of twelve layers; decoding. Each has a share of the minutes, and what it leaves goes to the next.
+graph; models of twelve layers, also half of padding; decoding. Each has a share of the minutes, and what it leaves goes to the next.
 
 The parts of a stage, suite/mode/dtype/length x batch/way, come in the order of what they tell. Everybody in a part takes
 turns with the base; each part is kept as soon as it is done, and what is kept is not measured again. A contender that
@@ -20,7 +20,6 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +32,13 @@ from rich.console import Console
 from approx.errors import ApproxError, Exit
 from approx_kernels.triton_language import CAPABILITY, triton
 from bench import gpu_page, parts
-from bench.gpu_cases import SUITES, TOKENS, contenders, of_suite
-from bench.gpu_jobs import UNVERIFIED, work
+from bench.gpu_jobs import LATE, work
 from bench.gpu_machine import asked, suite_passes
-from bench.gpu_models import MEASURED
-from bench.gpu_peers import peers
-from bench.gpu_race import Part, compiled_for
+from bench.gpu_plan import LENGTHS, VERIFIED, compilation, compiled_in, planned, stage_of, verifications
+from bench.gpu_race import Part
 from bench.gpu_workers import Job, carry_out, told
 
 DEVICE = "cuda"
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 MINUTES = 10.0
 # Of the minutes.
 SHARES = {"machine": 0.04, "tests": 0.17, "verification": 0.2, "attention": 0.28, "models": 0.23, "decode": 0.08}
@@ -51,66 +47,6 @@ SHARES = {"machine": 0.04, "tests": 0.17, "verification": 0.2, "attention": 0.28
 LANES, COMPILING, SILENCE = 8, 240.0, 90.0
 # Seconds that the tests have at least.
 LEAST = 30.0
-
-
-def planned() -> Iterator[Part]:
-    """All parts, those first that tell most."""
-
-    def step(suite: str, mode: str, length: int, way: str, dtype: str = "bfloat16") -> Part:
-        return Part(suite, mode, dtype, length, max(TOKENS // length, 1), way)
-
-    attention, causal, padded = SUITES
-    yield from (step(attention, "forward", length, "graph") for length in LENGTHS)
-    yield from (step(padded, "forward", length, "graph") for length in (512, 2048, 8192))
-    yield from (step(causal, mode, length, "graph") for length in (2048, 8192) for mode in ("forward", "train"))
-    yield from (step(attention, "train", length, "graph") for length in LENGTHS)
-    yield from (step(attention, "forward", length, "eager") for length in LENGTHS)
-    yield from (Part(attention, "forward", "bfloat16", length, 1, "graph") for length in LENGTHS if length < TOKENS)
-    yield from (step(causal, "forward", length, "graph") for length in (512, 1024, 4096, 16384))
-    yield from (
-        step(attention, mode, 2048, "graph", dtype) for dtype in ("float16", "float32") for mode in ("forward", "train")
-    )
-    yield from (step(padded, "train", length, "graph") for length in (512, 2048, 8192))
-    yield from (Part(attention, "forward", "bfloat16", length, 1, "eager") for length in LENGTHS if length < TOKENS)
-    yield from (step(attention, "train", length, "eager") for length in LENGTHS)
-    yield from (Part(attention, "train", "bfloat16", length, 1, "graph") for length in LENGTHS if length < TOKENS)
-    yield from (step(causal, "train", length, "graph") for length in (512, 1024, 4096, 16384))
-    for length in (2048, 512, 8192, 4096, 1024, 16384):
-        yield from (step(suite, "forward", length, "graph") for suite in ("roberta", "gpt2"))
-    yield from (
-        step(suite, "forward", length, "eager") for suite in ("roberta", "gpt2") for length in (512, 2048, 8192)
-    )
-    for length in (1024, 256, 4096):
-        yield from (Part("decode", "forward", "bfloat16", length, batch, "graph") for batch in (32, 1))
-    yield from (Part("decode", "forward", "bfloat16", 1024, batch, "eager") for batch in (32, 1))
-
-
-def stage_of(part: Part) -> str:
-    """The stage whose minutes it is measured in."""
-    return "attention" if part.suite in SUITES else "decode" if part.suite == "decode" else "models"
-
-
-def verifications(chosen: list[Part]) -> Iterator[Job]:
-    """Everybody who runs in some parts, once for each dtype; what takes long to compile is compiled in between."""
-    wanted = list(dict.fromkeys((part.dtype, part.suite) for part in chosen))
-    wanted = [(dtype, {"roberta": SUITES[0], "gpt2": SUITES[1]}.get(suite, suite)) for dtype, suite in wanted]
-    for dtype, suite in sorted(set(wanted), key=lambda pair: (pair[0] != "bfloat16", pair)):
-        if suite == "decode":
-            names = [case.name for case in of_suite("decode", 1) if case.mechanism in MEASURED["decode"]]
-        else:
-            kind, causal, padded = getattr(torch, dtype), suite == SUITES[1], suite == SUITES[2]
-            names = [one.name for one in contenders(suite, "train", 1, kind, torch.device("cpu"))]
-            others = peers(causal, padded, compiled=True)
-            names += [one.name for one in others if dtype == "bfloat16" or one.role == "exact"]
-        for name in names:
-            yield Job(
-                f"verification/{suite}/{dtype}/{name}",
-                {"kind": "verification", "suite": suite, "dtype": dtype, "name": name},
-            )
-    # Both ways run the same shapes.
-    for part in dict.fromkeys(part._replace(way="graph") for part in chosen if compiled_for(part)):
-        for name in ("FlexAttention", "FlexAttention, window")[: 1 if part.suite == SUITES[2] else 2]:
-            yield Job(f"compilation/{part.id}/{name}", {"kind": "compilation", "part": part._asdict(), "name": name})
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -181,10 +117,11 @@ def _stages(options: argparse.Namespace, folder: Path, begun: float, console: Co
 
 
 def _measuring(part: Part, folder: Path) -> Job:
-    suite = {"roberta": SUITES[0], "gpt2": SUITES[1]}.get(part.suite, part.suite)
+    suite = VERIFIED.get(part.suite, part.suite)
     found = [one for one in parts.all_kept(folder) if one.get("kind") == "verification"]
     verified = {one["name"]: one for one in found if (one["suite"], one["dtype"]) == (suite, part.dtype)}
-    return Job(part.id, {"kind": "part", "part": part._asdict(), "verified": verified})
+    late = [name for name in compiled_in(part) if parts.kept(folder, compilation(part, name)) is None]
+    return Job(part.id, {"kind": "part", "part": part._asdict(), "verified": verified, "uncompiled": late})
 
 
 def _carry_out(
@@ -220,8 +157,8 @@ def _carry_out(
 
 
 def _unfinished(found: dict[str, Any] | None) -> bool:
-    """Whether something is still to be found out: it failed as a whole, or somebody had not been verified in time."""
-    return found is None or "error" in found or any(one["status"] == UNVERIFIED for one in found.get("contenders", ()))
+    """Whether something is still to be found out: it failed as a whole, or somebody was not ready in time."""
+    return found is None or "error" in found or any(one["status"] in LATE for one in found.get("contenders", ()))
 
 
 def _gather(output: Path, minutes: float) -> None:

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.cpu_cases import HEADS, SIZE, Case, cases, mechanism_of
 from bench.gpu_peers import Attention, Inputs, Step, peers, scaled
@@ -33,8 +34,18 @@ CAUSAL_SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
         "fixed": ({"stride": None},),
     }
 )
-# Forms of LSH that have kernels of their own, which nobody asked for in models.
-LSH_FORMS: tuple[dict[str, Any], ...] = ({"dedup": True}, {"variant": "shared"})
+# Forms that have kernels of their own, which nobody asked for in models, beside the settings above or the defaults; the
+# last of linear attention is that of LoLCATs.
+FORMS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
+    {
+        "lsh": ({"dedup": True}, {"variant": "shared"}),
+        "linear": (
+            {"feature_map": "t2r"},
+            {"feature_map": "hedgehog"},
+            {"feature_map": "hedgehog", "window": 64},
+        ),
+    }
+)
 # What is measured in float16 and float32 as well.
 FEW = (
     "flash",
@@ -54,9 +65,9 @@ def of_suite(suite: str, length: int) -> list[Case]:
     causal = suite in ("attention-causal", "gpt2", "decode")
     chosen = CAUSAL_SETTINGS if causal else SETTINGS
     if suite in SUITES:
-        chosen = {**chosen, "lsh": (*chosen.get("lsh", ({},)), *LSH_FORMS)}
+        chosen = {**chosen, **{name: (*chosen.get(name, ({},)), *forms) for name, forms in FORMS.items()}}
     found = cases(causal, length, decoding=suite == "decode", chosen=chosen)
-    return [case for case in found if suite != "attention-padded" or case.mechanism in PADDED]
+    return [case for case in found if not suite.endswith("-padded") or case.mechanism in PADDED]
 
 
 def contenders(
@@ -75,8 +86,8 @@ def contenders(
 
 
 def built(case: Case, causal: bool, dtype: torch.dtype, device: torch.device, given: Inputs) -> Any:
-    """The mechanism on the device, fitted to inputs where it must be."""
-    mechanism = mechanism_of(case, causal).to(device, dtype)
+    """The mechanism on the device, with as many heads as the inputs and fitted to them where it must be."""
+    mechanism = mechanism_of(case, causal, given.q.shape[1]).to(device, dtype)
     if mechanism.needs_calibration:
         with torch.no_grad():
             mechanism.calibrate(given.q, given.k, given.v)
@@ -101,27 +112,33 @@ def inputs(
     length: int,
     dtype: torch.dtype,
     device: torch.device,
+    heads: int | None = None,
     sets: int = 1,
     train: bool = False,
     seed: int = 0,
 ) -> list[Inputs]:
-    """Random inputs as a model lays them out; of those of `attention-padded` half are padding, unevenly over the samples."""
+    """Random inputs as a model lays them out; of those of `attention-padded` half are padding."""
     generator = torch.Generator(device).manual_seed(seed)
-    mask = None
-    if suite == "attention-padded":
-        share = torch.linspace(0.25, 0.75, batch) if batch > 1 else torch.tensor([0.5])
-        real = (share * length).ceil().long().to(device)
-        mask = torch.arange(length, device=device) < real[:, None]
+    mask = real_tokens(batch, length, device) if suite == "attention-padded" else None
     found = []
     for _ in range(sets):
         q, k, v, grad = (
-            torch.randn(batch, length, HEADS, SIZE, generator=generator, device=device).to(dtype).transpose(1, 2)
+            torch.randn(batch, length, heads or HEADS, SIZE, generator=generator, device=device)
+            .to(dtype)
+            .transpose(1, 2)
             for _ in range(4)
         )
         # What padded queries receive has no meaning, so nobody asks for its gradient.
         grad = grad if mask is None else grad * mask[:, None, :, None]
         found.append(Inputs(q.requires_grad_(train), k.requires_grad_(train), v.requires_grad_(train), grad, mask))
     return found
+
+
+def real_tokens(batch: int, length: int, device: torch.device) -> Tensor:
+    """Which tokens are none of padding, [batch, length] bool: half of them, unevenly over the samples."""
+    share = torch.linspace(0.25, 0.75, batch) if batch > 1 else torch.tensor([0.5])
+    real = (share * length).ceil().long().to(device)
+    return torch.arange(length, device=device) < real[:, None]
 
 
 def sets_for(batch: int, length: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -14,8 +14,9 @@ from bench.gpu_race import Part, measure
 from bench.gpu_verify import verify, verify_decoding
 from bench.gpu_workers import SPENT, LostError, Say, told
 
-# What has not been verified for these inputs is not timed.
-UNVERIFIED = "not verified in time, so not timed"
+# What has not been verified for these inputs is not timed, nor what would be compiled in the minutes of others.
+UNVERIFIED, UNCOMPILED = "not verified in time, so not timed", "not compiled in time, so not timed"
+LATE = (UNVERIFIED, UNCOMPILED)
 
 
 def work(given: dict[str, Any], say: Say, without: Mapping[str, str]) -> dict[str, Any]:
@@ -79,7 +80,8 @@ def _part(given: dict[str, Any], device: torch.device, say: Say, without: Mappin
     # Captures collect garbage, and would each look through all that was ever imported.
     gc.collect()
     gc.freeze()
-    return measure(part, device, say, _refusing(part, given["verified"], without))
+    late = dict.fromkeys(given.get("uncompiled", ()), UNCOMPILED)
+    return measure(part, device, say, _refusing(part, given["verified"], {**late, **without}))
 
 
 def _refusing(part: Part, verified: Mapping[str, Any], without: Mapping[str, str]) -> Callable[[str, str], str | None]:

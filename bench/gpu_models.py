@@ -12,17 +12,17 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from approx.conversion.anatomy import attention_free
 from approx.conversion.inputs import example_inputs
 from bench.cpu_cases import CEILING, HEADS, SIZE, build, converted, on_tokens, one_token
-from bench.gpu_cases import of_suite
+from bench.gpu_cases import PADDED, of_suite, real_tokens
 from bench.gpu_peers import BACK_ENDS
 
 LAYERS = 12
 # Positions of the models, which so serve all lengths.
 LONGEST = 16_384
 # What the targets are about; a model is converted in a second or two.
+_ENCODER = ("exact", "flash", "linear", "performer", "local", "bigbird", "clustered", "improved-clustered", "lsh")
 MEASURED = {
-    "roberta": (
-        *("exact", "flash", "linear", "performer", "local", "bigbird", "clustered", "improved-clustered", "lsh"),
-    ),
+    "roberta": _ENCODER,
+    "roberta-padded": tuple(name for name in _ENCODER if name in PADDED),
     "gpt2": ("exact", "flash", "linear", "performer", "local", "sinks"),
     "decode": ("flash", "linear", "sinks"),
 }
@@ -60,9 +60,11 @@ class Held(DynamicLayer):
 
 
 def contenders(suite: str, length: int, batch: int, dtype: torch.dtype, device: torch.device) -> Iterator[Contender]:
-    """Name, role and call of everybody in a suite: `roberta`, `gpt2` (prefill) or `decode` (one token on top of `length`)."""
-    run = {"roberta": _encoding, "gpt2": _prefill, "decode": _decoding}[suite]
-    family = "roberta" if suite == "roberta" else "gpt2"
+    """Name, role and call of everybody in a suite: `roberta`, `roberta-padded` (half of it padding), `gpt2` (prefill) or `decode`
+    (one token on top of `length`).
+    """
+    run = {"roberta": on_tokens, "roberta-padded": _padded, "gpt2": _prefill, "decode": _decoding}[suite]
+    family = "roberta" if suite.startswith("roberta") else "gpt2"
     made = family, dtype, device, LAYERS, max(length, LONGEST) if device.type == "cuda" else length
     base = _base(*made)
     plain = _later(run, lambda: base, length, batch, dtype)
@@ -121,8 +123,14 @@ def _within(context: Callable[[], Any], call: Callable[[], object]) -> Callable[
     return run
 
 
-def _encoding(model: Any, length: int, batch: int, dtype: torch.dtype) -> tuple[Callable[[], object], Tensor]:
-    return on_tokens(model, length, batch, dtype)
+def _padded(model: Any, length: int, batch: int, dtype: torch.dtype) -> tuple[Callable[[], object], Tensor]:
+    words, real = (
+        example_inputs(model, length, batch=batch, device=model.device),
+        real_tokens(batch, length, model.device),
+    )
+    words["input_ids"].masked_fill_(~real, model.config.pad_token_id)
+    words["attention_mask"] = real.long()
+    return lambda: model(**words).last_hidden_state, torch.empty(0)
 
 
 def _prefill(model: Any, length: int, batch: int, dtype: torch.dtype) -> tuple[Callable[[], object], Tensor]:

@@ -16,6 +16,7 @@ _SUITES = {
     "attention-causal": "One layer's causal attention by itself",
     "attention-padded": "One layer's attention by itself, half of it padding",
     "roberta": "RoBERTa-base by its sizes",
+    "roberta-padded": "RoBERTa-base by its sizes, half of the tokens padding",
     "gpt2": "GPT-2-small by its sizes, prefill",
     "decode": "GPT-2-small by its sizes, one token on top of so many",
 }

@@ -19,8 +19,10 @@ BACK_ENDS: Mapping[str, SDPBackend] = MappingProxyType(
         "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     }
 )
-# What takes the compiler half a minute for each shape is timed at few of them: mode and tokens, at all tokens of a step.
-COMPILED = (("forward", 1024), ("forward", 4096), ("forward", 16384), ("train", 4096))
+# Whom the compiler has to make for each shape.
+COMPILED = ("FlexAttention", "FlexAttention, window")
+# It takes half a minute, and longer backward, where these are timed alone: tokens, at all tokens of a step.
+COMPILED_TRAIN = (2048, 8192)
 # Keys that windows see before and after the own position.
 WINDOW, CAUSAL_WINDOW = (128, 128), (512, 0)
 
@@ -69,12 +71,12 @@ def peers(causal: bool, padded: bool, compiled: bool) -> Iterator[Attention]:
     reach = CAUSAL_WINDOW if causal else WINDOW
     yield Attention("varlen_attn", "peer", "sdpa", _variable((-1, 0) if causal else (-1, -1)), packed=padded)
     if compiled:
-        yield Attention("FlexAttention", "peer", "sdpa", _compiled(causal, None))
+        yield Attention(COMPILED[0], "peer", "sdpa", _compiled(causal, None))
     if padded:
         return
     yield Attention("varlen_attn, window", "peer", window, _variable(reach))
     if compiled:
-        yield Attention("FlexAttention, window", "peer", window, _compiled(causal, reach))
+        yield Attention(COMPILED[1], "peer", window, _compiled(causal, reach))
     if _installed("xformers.ops"):
         yield Attention("xFormers", "peer", "sdpa", _xformers(causal))
     if causal and _installed("fla.ops.linear_attn"):

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from approx_kernels.implementation import chosen, implementation
-from bench.cpu_cases import SDPA, Case
+from bench.cpu_cases import HEADS, SDPA, Case
 from bench.gpu_cases import built, contenders, inputs, of_suite
 from bench.gpu_graphs import captured
-from bench.gpu_peers import Inputs, Step
+from bench.gpu_peers import COMPILED, Inputs, Step
 from bench.gpu_workers import told
 from tests.closeness import error_and_budget
 
-# Samples and tokens: an odd number, in few programs; and one at which few heads are split to fill a card.
-SHAPES = ((2, 1000), (1, 2048))
+# Samples, tokens and heads: a tile or two, or where padded less; an odd number; many tokens, at few heads for all pairs of them in
+# float64; and a number at which heads are split to fill a card.
+SHAPES = ((3, 150, HEADS), (2, 1000, HEADS), (1, 8192, 1), (1, 2048, HEADS))
+# The shapes at which the compiler is waited for.
+COMPILED_SHAPES = SHAPES[1:2]
 # As in the tests: tile by tile sums round a few times more than one sum.
 FACTOR = 6.0
 # Those of others are not ours to judge; they must compute the same.
@@ -25,31 +28,42 @@ SAME = 0.05
 NAMES = ("out", "dq", "dk", "dv")
 # Keys that improved clusters weigh anew by default.
 KEPT = 32
-# Tokens that are decoded one by one.
-LAST = 3
+# Hashed are multiples of one part in so many.
+PARTS = 64
+# Tokens that are decoded, after how many.
+LENGTH, LAST = 1000, 3
 
 
 def verify(
-    suite: str, name: str, dtype: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int]] = SHAPES
+    suite: str,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    shapes: Sequence[tuple[int, int, int]] | None = None,
 ) -> dict[str, Any]:
-    """Run one contender of a suite on fresh inputs.
+    """Run one contender of a suite on fresh inputs, in samples, tokens and heads of some shapes or of all that it has.
 
     Returns:
-        `status`, `ok` or what is wrong; `errors`, for outputs and gradients the largest of the shapes with its budget; the ops
+        `status`, `ok` or what is wrong; `errors`, for outputs and gradients, those of parameters too, the largest of the shapes with its budget; the ops
         that ran `kernels`; and `graphs`, for forward and train whether a captured graph gives what eager calls give: `equal`,
         or why it cannot be used, or None where there are no graphs.
     """
     causal = suite == "attention-causal"
     found: dict[str, Any] = {"errors": {}, "kernels": [], "graphs": {"forward": None, "train": None}}
     wrong: list[str] = []
-    for batch, length in shapes:
-        how = {"batch": batch, "length": length, "dtype": dtype, "device": device, "train": True}
+    for batch, length, heads in shapes or (COMPILED_SHAPES if name in COMPILED else SHAPES):
+        how = {"batch": batch, "length": length, "heads": heads, "dtype": dtype, "device": device, "train": True}
         given = inputs(suite, **how, seed=length)[0]
-        one = next(each for each in contenders(suite, "train", length, dtype, device) if each.name == name)
+        one = next((each for each in contenders(suite, "train", length, dtype, device) if each.name == name), None)
+        if one is None:
+            # It holds all pairs, which are too many here.
+            continue
         like = next(case for case in [Case(SDPA, SDPA, {}), *of_suite(suite, 1)] if case.name == one.like)
         if like.mechanism == "improved-clustered":
             _set_apart(given)
         mechanism = built(like, causal, dtype, device, given)
+        _make_hashes_exact(mechanism, given)
+        names = (*NAMES, *(f"d{name}" for name, _ in mechanism.named_parameters()))
         with implementation("reference"):
             plain = _real(_run(_step(mechanism, given)), given)
             q, k, v = (x.detach().double().requires_grad_() for x in given[:3])
@@ -62,7 +76,7 @@ def verify(
             results = [x.detach() for x in _run(step)]
         found["kernels"] = sorted(op for op, way in chosen().items() if way == "triton" != before.get(op))
         actual = results if one.packed else _real(results, given)
-        for place, one_found, one_plain, one_exact in zip(NAMES, actual, plain, exact, strict=True):
+        for place, one_found, one_plain, one_exact in zip(names, actual, plain, exact, strict=True):
             error, budget = error_and_budget(one_found, one_plain, one_exact, FACTOR)
             budget = budget if ours else max(budget, SAME)
             # What is no number is not within it either.
@@ -78,7 +92,7 @@ def verify(
 
 
 @torch.no_grad()
-def verify_decoding(name: str, dtype: torch.dtype, device: torch.device, length: int = SHAPES[0][1]) -> dict[str, Any]:
+def verify_decoding(name: str, dtype: torch.dtype, device: torch.device, length: int = LENGTH) -> dict[str, Any]:
     """Give a mechanism the last tokens of a sequence one by one; returned is what `verify` returns, of outputs alone."""
     given = inputs("attention-causal", batch=2, length=length, dtype=dtype, device=device, seed=length)[0]
     case = next(case for case in of_suite("decode", 1) if case.name == name)
@@ -117,19 +131,35 @@ def _set_apart(given: Inputs) -> None:
     given.k[:, :, :KEPT, 0] += 8.0
 
 
+@torch.no_grad()
+def _make_hashes_exact(mechanism: Any, given: Inputs) -> None:
+    """Round what clusters are found by, so that its products are exact in float32 in any order of additions.
+
+    Otherwise a query that lies on a plane to all digits may be on either side of it, and get another cluster's output.
+    """
+    planes = getattr(mechanism, "planes", None)
+    for x in () if planes is None else (planes, given.q):
+        x.copy_(x.bfloat16().float().mul(PARTS).round().div(PARTS))
+
+
 def _step(mechanism: Any, given: Inputs) -> Step:
-    return lambda: mechanism(given.q, given.k, given.v, given.mask), given[:3], given.grad
+    leaves = (*given[:3], *mechanism.parameters())
+    return lambda: mechanism(given.q, given.k, given.v, given.mask), leaves, given.grad
 
 
 def _run(step: Step) -> list[Tensor]:
     forward, leaves, grad = step
     out = forward()
-    return [out, *torch.autograd.grad(out, leaves, grad)]
+    # What a mechanism learns it may not need for so few tokens.
+    return [out, *torch.autograd.grad(out, leaves, grad, materialize_grads=True)]
 
 
 def _real(results: list[Tensor], given: Inputs) -> list[Tensor]:
-    """What belongs to real tokens, [tokens, H, D], where there is padding."""
-    return results if given.mask is None else [x.transpose(1, 2)[given.mask] for x in results]
+    """What belongs to real tokens, [tokens, H, D], where there is padding; and gradients of parameters."""
+    if given.mask is None:
+        return results
+    by_token, others = results[: len(NAMES)], results[len(NAMES) :]
+    return [*(x.transpose(1, 2)[given.mask] for x in by_token), *others]
 
 
 def _graphs(step: Step, eager: list[Tensor]) -> dict[str, str | None]:

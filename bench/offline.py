@@ -243,6 +243,15 @@ def write(rows: list[dict[str, Any]], folder: Path, version: str) -> None:
     (folder / "report.md").write_text(report(record), encoding="utf-8")
 
 
+def mixed(folder: Path, version: str) -> str | None:
+    """Why the figures of one op cannot join the record of a folder, whose others stay as they are; None where they can."""
+    path = folder / "record.json"
+    old = json.loads(path.read_text(encoding="utf-8"))["triton"] if path.is_file() else version
+    if old == version:
+        return None
+    return f"{path} was read off Triton {old}, and this is {version}. Read all ops anew, without --only, or take another folder."
+
+
 def main() -> int:
     """Compile, write and print; 1 if a limit is broken."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -257,6 +266,8 @@ def main() -> int:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     from triton import __version__
 
+    if options.only and options.output and (why := mixed(options.output, __version__)):
+        parser.error(why)
     rows = [row for op in ([options.only] if options.only else ops()) for row in figures(op, first=options.first)]
     if options.output:
         write(rows, options.output, __version__)

@@ -13,9 +13,20 @@ import torch
 from rich.console import Console
 
 from approx.errors import Exit
-from approx.mechanisms import MECHANISMS
-from bench import gpu, gpu_cases, gpu_jobs, gpu_machine, gpu_models, gpu_page, gpu_race, gpu_targets, gpu_verify, parts
-from bench.gpu_peers import Attention
+from bench import (
+    gpu,
+    gpu_cases,
+    gpu_jobs,
+    gpu_machine,
+    gpu_models,
+    gpu_page,
+    gpu_plan,
+    gpu_race,
+    gpu_targets,
+    gpu_verify,
+    parts,
+)
+from bench.gpu_peers import COMPILED, Attention
 from bench.gpu_race import Part
 
 pytest.importorskip("triton")
@@ -29,6 +40,7 @@ LENGTH = 20
 PARTS = (
     Part("attention", "forward", "float32", LENGTH, 2, "eager"),
     Part("attention-padded", "train", "float32", LENGTH, 2, "eager"),
+    Part("roberta-padded", "forward", "float32", LENGTH, 2, "eager"),
     Part("decode", "forward", "float32", 16, 2, "eager"),
 )
 
@@ -40,11 +52,6 @@ def tiny(monkeypatch):
     monkeypatch.setenv("APPROX_CACHE", os.environ["APPROX_CACHE"])
     monkeypatch.setattr(gpu_cases, "HEADS", 1)
     monkeypatch.setattr(gpu_cases, "FEW", ("flash", "linear"))
-    monkeypatch.setattr(gpu_cases, "mechanism_of", lambda case, causal: of_one_head(case, causal))
-
-
-def of_one_head(case, causal):
-    return MECHANISMS[case.mechanism](1, gpu_cases.SIZE, causal=causal, scale=gpu_cases.SIZE**-0.5, **case.settings)
 
 
 @pytest.fixture
@@ -53,7 +60,7 @@ def measured(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_models, "LAYERS", 1)
     monkeypatch.setattr(gpu, "planned", lambda: iter(PARTS))
     monkeypatch.setattr(gpu_jobs, "calibrate", partial(gpu_machine.calibrate, side=32, copied=2**16))
-    monkeypatch.setattr(gpu_jobs, "verify", partial(gpu_verify.verify, shapes=[(2, LENGTH)]))
+    monkeypatch.setattr(gpu_jobs, "verify", partial(gpu_verify.verify, shapes=[(2, LENGTH, 1)]))
     monkeypatch.setattr(gpu_jobs, "verify_decoding", partial(gpu_verify.verify_decoding, length=9))
     monkeypatch.setattr(gpu_jobs, "measure", partial(gpu_race.measure, rounds=2))
 
@@ -132,7 +139,7 @@ def test_a_checkout_that_has_the_record_alone_loses_nothing(tmp_path):
 def test_what_is_wrong_is_told_and_not_timed(tiny, monkeypatch):
     monkeypatch.setattr(gpu_verify, "FACTOR", 1e-3)
     how = {"kind": "verification", "device": "cpu", "suite": "attention", "dtype": "float32"}
-    monkeypatch.setattr(gpu_jobs, "verify", partial(gpu_verify.verify, shapes=[(1, LENGTH)]))
+    monkeypatch.setattr(gpu_jobs, "verify", partial(gpu_verify.verify, shapes=[(1, LENGTH, 1)]))
     found = gpu_jobs.work({**how, "name": "flash"}, lambda name: None, {})
     assert found["status"].startswith(f"failed: out at {LENGTH} tokens has error")
     given = {"kind": "part", "device": "cpu", "part": PARTS[0]._asdict(), "verified": {"flash": found}}
@@ -141,6 +148,54 @@ def test_what_is_wrong_is_told_and_not_timed(tiny, monkeypatch):
     assert rows["flash"]["status"] == f"not timed: {found['status']}"
     assert rows["linear"]["status"] == gpu_jobs.UNVERIFIED
     assert "median_ms" not in rows["flash"]
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", gpu_cases.FORMS["linear"], ids=str)
+def test_linear_attention_is_verified_in_every_form_and_so_are_the_gradients_of_what_it_learns(
+    tiny, monkeypatch, settings
+):
+    name = "linear " + " ".join(f"{key}={value}" for key, value in settings.items())
+    monkeypatch.setattr(gpu_cases, "FEW", (name,))
+    found = gpu_verify.verify("attention-padded", name, torch.float32, CPU, [(1, 150, 1)])
+    assert found["status"] == "ok"
+    assert found["kernels"] == ["linear_attention"]
+    learned = {"dquery_map", "dkey_map"} | ({"dmix"} if "window" in settings else set())
+    assert set(found["errors"]) == {"out", "dq", "dk", "dv"} | learned
+
+
+def test_hashes_that_are_verified_are_the_same_in_every_precision():
+    case = next(case for case in gpu_cases.of_suite("attention", 1) if case.mechanism == "clustered")
+    given = gpu_cases.inputs("attention", batch=1, length=500, dtype=torch.float32, device=CPU)[0]
+    mechanism = gpu_cases.built(case, False, torch.float32, CPU, given)
+
+    def heights(dtype):
+        return given.q.to(dtype) @ mechanism.planes[:, :-1].to(dtype).T + mechanism.planes[:, -1].to(dtype)
+
+    assert not torch.equal(heights(torch.float32).double(), heights(torch.float64))
+    gpu_verify._make_hashes_exact(mechanism, given)
+    assert torch.equal(heights(torch.float32).double(), heights(torch.float64))
+    assert torch.equal(given.q, given.q.bfloat16().float())
+    assert torch.equal(mechanism.planes, mechanism.planes.bfloat16().float())
+
+
+def test_what_could_not_be_compiled_in_time_is_left_to_the_next_run(tiny, monkeypatch):
+    part = Part("attention", "forward", "bfloat16", 4096, 4, "eager")
+    assert gpu_plan.compiled_in(part) == list(COMPILED)
+    assert gpu_plan.compiled_in(part._replace(batch=1)) == []
+    late = {"kind": "part", "device": "cpu", "part": PARTS[0]._asdict(), "verified": {}, "uncompiled": ["sdpa"]}
+    monkeypatch.setattr(gpu_jobs, "measure", partial(gpu_race.measure, rounds=1))
+    found = gpu_jobs.work(late, lambda name: None, {})
+    assert found["contenders"][0]["status"] == gpu_jobs.UNCOMPILED
+    assert gpu._unfinished(found)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_half_of_a_padded_step_is_padding(batch):
+    real = gpu_cases.real_tokens(batch, 512, CPU)
+    assert real.float().mean() == pytest.approx(0.5, abs=0.01)
+    assert (real.int().diff(dim=1) <= 0).all()
 
 
 def test_a_contender_that_fails_is_a_row_and_the_others_go_on(tiny, monkeypatch):
@@ -181,6 +236,7 @@ def test_the_plan_names_every_part_once_and_verifies_whoever_runs_in_it():
     plan = list(gpu.planned())
     assert len({part.id for part in plan}) == len(plan)
     jobs = {job.id for job in gpu.verifications(plan)}
+    assert {part.way for part in plan if part.suite == "roberta-padded"} == {"graph", "eager"}
     for part in plan:
         if part.suite in gpu_cases.SUITES:
             dtype = getattr(torch, part.dtype)

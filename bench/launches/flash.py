@@ -1,29 +1,37 @@
 """The flash kernels on what makes the compiler do something else."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from approx_kernels.flash import triton as flash
 from bench.offline import Launch
 
+# Of all dtypes and head sizes, by what their names add.
+FORMS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "": {},
+        ", key mask": {"masked": True},
+        ", key mask, block list": {"masked": True, "listed": True},
+        ", key mask, largest score apart": {"masked": True, "apart": True},
+        ", key mask and spans": {"masked": True, "ramp": 32},
+    }
+)
+
 
 def launches() -> Iterator[Launch]:
     """Windows, key masks, packed samples, spans, block lists, and wide heads; forward and backward."""
-    for size in (64, 128):
-        yield Launch(f"bfloat16, {size}", _both(torch.bfloat16, size))
-        yield Launch(f"bfloat16, {size}, key mask", _both(torch.bfloat16, size, masked=True))
-        yield Launch(f"bfloat16, {size}, key mask, block list", _both(torch.bfloat16, size, masked=True, listed=True))
-        yield Launch(
-            f"bfloat16, {size}, key mask, largest score apart", _both(torch.bfloat16, size, masked=True, apart=True)
-        )
-        yield Launch(f"bfloat16, {size}, key mask and spans", _both(torch.bfloat16, size, masked=True, ramp=32))
-    yield Launch("bfloat16, 64, lengths", _both(torch.bfloat16, 64, packed=True))
-    yield Launch("bfloat16, 64, block list", _both(torch.bfloat16, 64, listed=True))
-    yield Launch("bfloat16, 80, key mask", _both(torch.bfloat16, 80, masked=True))
-    # Wider heads of true float32, whose products are written out one by one, still spill: right, but slow.
+    for dtype in (torch.bfloat16, torch.float32):
+        told, cores = str(dtype).removeprefix("torch."), dtype != torch.float32
+        for size in (64, 128):
+            for form, given in FORMS.items():
+                yield Launch(f"{told}, {size}{form}", _both(dtype, size, **given), cores)
+        yield Launch(f"{told}, 64, lengths", _both(dtype, 64, packed=True), cores)
+        yield Launch(f"{told}, 64, block list", _both(dtype, 64, listed=True), cores)
+        yield Launch(f"{told}, 80, key mask", _both(dtype, 80, masked=True), cores)
     yield Launch("float32, 32", _both(torch.float32, 32), tensor_cores=False)
-    yield Launch("float32, 32, block list", _both(torch.float32, 32, listed=True), tensor_cores=False)
 
 
 def _both(

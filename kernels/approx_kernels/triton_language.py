@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -75,14 +75,14 @@ def first_that_fits(
     Raises:
         ValueError: if not even the last one fits.
     """
-    if _wanted:
-        chosen = configurations if _wanted[-1] is None else [configurations[_wanted[-1]]]
-        return [run(each) for each in chosen][-1]
-    if interpreted():
-        return run(configurations[0])
     key, lack = (what, device), ""
     # Triton launches on the current device, whatever the tensors are on.
-    with torch.cuda.device(device):
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        if _wanted:
+            chosen = configurations if _wanted[-1] is None else [configurations[_wanted[-1]]]
+            return [run(each) for each in chosen][-1]
+        if interpreted():
+            return run(configurations[0])
         for number in range(_fitting.get(key, 0), len(configurations)):
             try:
                 out = run(configurations[number])

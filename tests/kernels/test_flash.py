@@ -101,9 +101,9 @@ def test_wide_heads_in_tiles_for_smaller_cards(size):
         check(draw(70, 70, size=size, values=size, heads=1, dtype=HALF), right=0)
 
 
-@pytest.mark.parametrize("size", [64, 80, 128])
-def test_lists_and_masks_of_every_head_size(size):
-    tensors = draw(70, 70, size=size, values=size, heads=1, batch=2, dtype=HALF)
+@pytest.mark.parametrize(("size", "dtype"), [(64, HALF), (80, HALF), (128, HALF), (128, torch.float32)], ids=str)
+def test_lists_and_masks_of_every_head_size(size, dtype):
+    tensors = draw(70, 70, size=size, values=size, heads=1, batch=2, dtype=dtype)
     real = torch.arange(70, device=DEVICE) < torch.tensor([[70], [33]], device=DEVICE)
     blocks = block_list(lambda i, j: pairs(i, j) | (j < 64), 70, 70, tile=list_tile(*tensors[1:]), device=DEVICE)
     check(tensors, blocks=blocks, key_mask=real)

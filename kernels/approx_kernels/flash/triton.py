@@ -28,20 +28,20 @@ FORWARD = {
     "wide": (_cut(64, 64, 8, 2), _cut(64, 32, 4, 2)),
     "spans": (_cut(64, 64, 8, 2),),
     "spans wide": (_cut(64, 64, 8, 2),),
-    "float32": (_cut(32, 32, 4, 1),),
+    "float32": (_cut(32, 32, 4, 2),),
+    "float32 wide": (_cut(32, 32, 8, 1),),
     "listed": (_cut(64, 64, 8, 2),),
     "listed wide": (_cut(32, 32, 4, 2),),
-    "listed float32": (_cut(32, 32, 4, 1),),
 }
 QUERIES = {
     "narrow": (_cut(128, 64, 8, 2),),
     "wide": (_cut(64, 64, 8, 2),),
     "spans": (_cut(64, 32, 4, 2),),
     "spans wide": (_cut(64, 32, 8, 2),),
-    "float32": (_cut(32, 32, 4, 1),),
+    "float32": (_cut(32, 32, 8, 2),),
+    "float32 wide": (_cut(16, 32, 8, 1),),
     "listed": (_cut(64, 64, 8, 2),),
     "listed wide": (_cut(32, 32, 4, 2),),
-    "listed float32": (_cut(32, 32, 4, 1),),
 }
 KEYS = {
     "narrow": (_cut(64, 64, 8, 2),),
@@ -49,11 +49,11 @@ KEYS = {
     "wide": (_cut(32, 64, 8, 2),),
     "spans": (_cut(32, 64, 4, 2),),
     "spans wide": (_cut(32, 64, 8, 2),),
-    "float32": (_cut(32, 32, 4, 1),),
+    "float32": (_cut(16, 32, 8, 1),),
+    "float32 wide": (_cut(16, 32, 8, 1),),
     "listed": (_cut(64, 64, 8, 2),),
     "listed bounded": (_cut(32, 64, 8, 2),),
     "listed wide": (_cut(32, 32, 4, 2),),
-    "listed float32": (_cut(32, 32, 4, 1),),
 }
 
 
@@ -64,11 +64,9 @@ def list_tile(q: Tensor, v: Tensor) -> int:
 
 def kind(q: Tensor, v: Tensor, spans: Tensor | None, listed: bool) -> str:
     """Which of the configurations are for these inputs."""
-    if q.dtype == torch.float32:
-        return "listed float32" if listed else "float32"
     wide = max(q.shape[3], v.shape[3]) > 64
-    if listed or spans is not None:
-        name = "listed" if listed else "spans"
+    if q.dtype == torch.float32 or listed or spans is not None:
+        name = "float32" if q.dtype == torch.float32 else "listed" if listed else "spans"
         return f"{name} wide" if wide else name
     return "wide" if wide else "narrow"
 
@@ -212,12 +210,15 @@ def flash_backward(
     where = kind(q, v, spans, bool(blocks))
     what, bounded = f"{q.dtype}, {q.shape[3]}, {v.shape[3]}", bounds is not None or less is not None
 
+    def parts(cut: Configuration) -> int:
+        return list_tile(q, v) // cut.tiles["BM"] if blocks else 1
+
     def queries(cut: Configuration) -> None:
         rows, columns, tiles, bits = (*blocks[:3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
         shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or q.shape[2])
         flash_queries_kernel[(_programs(q, bounds, longest, longest or q.shape[2], cut.tiles["BM"]),)](
             q, k, v, out, grad, lse, grad_lse, *taken, delta, dq, by_row, bounds, key_mask, spans, rows, columns, tiles, bits,
-            *_strides(q, k, v, out, grad, dq), **shared,
+            *_strides(q, k, v, out, grad, dq), PARTS=parts(cut), **shared,
         )  # fmt: skip
 
     def keys(cut: Configuration) -> None:
@@ -225,7 +226,7 @@ def flash_backward(
         shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or k.shape[2])
         flash_keys_kernel[(_programs(q, bounds, longest, longest or k.shape[2], cut.tiles["BN"]),)](
             q, k, v, grad, lse, *taken, delta, dk, dv, bounds, key_mask, spans, rows, columns, tiles, bits,
-            *_strides(q, k, v, grad, dk, dv), PARTS=list_tile(q, v) // cut.tiles["BM"] if blocks else 1, **shared,
+            *_strides(q, k, v, grad, dk, dv), PARTS=parts(cut), **shared,
         )  # fmt: skip
 
     # The first of them says what the second needs to know of each query.

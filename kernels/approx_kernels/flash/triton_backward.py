@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from approx_kernels.flash.triton_forward import LENGTHS
 from approx_kernels.flash.triton_tiles import (
+    again,
     load_rows,
     mass,
     real_keys,
@@ -31,9 +32,12 @@ def flash_queries_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, g_b, g_h, g_n, dq_b, dq_h, dq_n, rows_h,
     H, L, S, longest, shift, left, right, ramp, scale,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of BM queries, of the span where these see, and what the kernel for the keys wants to know of them."""
+    """Gradients of BM queries, of the span where these see, and what the kernel for the keys wants to know of them.
+
+    The queries of a tile of a list pass in PARTS of BM.
+    """
     tiles = tl.cdiv(longest, BM)
     tile = tiles - 1 - tl.program_id(0) % tiles
     sample, head = tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
@@ -69,7 +73,7 @@ def flash_queries_kernel(
     dspan = tl.zeros([BM], tl.float32)
 
     begin, end, whole, after = walk(
-        Bounds, Rows, Columns, head * rows_h + tile * 3,
+        Bounds, Rows, Columns, head * rows_h + tile // PARTS * 3,
         tl.maximum(first, q_begin) + shift, tl.minimum(first + BM, q_end) - 1 + shift,
         left, right, whole_left, whole_right, k_begin, k_end, holes != 0, BN,
     )  # fmt: skip
@@ -80,11 +84,9 @@ def flash_queries_kernel(
             block = tl.load(Columns + each)
         k = load_rows(K, block * BN, k_n, k_begin, k_end, D, WIDE_D, BN, False)
         v = load_rows(V, block * BN, v_n, k_begin, k_end, E, WIDE_E, BN, False)
-        # Products of float32 hold whole rows in registers, which would keep these for all the loop; `each` is not below 0, but
-        # the compiler does not know that.
         if PRECISION == "ieee":
-            q = load_rows(Q, tl.minimum(first, first + each), q_n, q_begin, q_end, D, WIDE_D, BM, True)
-            grad = load_rows(dOut, tl.minimum(first, first + each), g_n, q_begin, q_end, E, WIDE_E, BM, True)
+            q = load_rows(Q, again(first, each), q_n, q_begin, q_end, D, WIDE_D, BM, True)
+            grad = load_rows(dOut, again(first, each), g_n, q_begin, q_end, E, WIDE_E, BM, True)
         p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor - lse[:, None])
         ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
         if Place is not None:
@@ -100,7 +102,7 @@ def flash_queries_kernel(
         column = block * BN + tl.arange(0, BN)
         pairs = shown(
             row[:, None], column[None, :], shift, left, right, Bits, kind,
-            tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :], Rows is None,
+            (tile % PARTS * BM + tl.arange(0, BM))[:, None], tl.arange(0, BN)[None, :], Rows is None,
         )  # fmt: skip
         pairs = pairs & real_keys(column, k_begin, k_end, KeyMask)[None, :]
         if Rows is not None and Bounds is None:
@@ -109,8 +111,8 @@ def flash_queries_kernel(
         k = load_rows(K, block * BN, k_n, k_begin, k_end, D, WIDE_D, BN, True)
         v = load_rows(V, block * BN, v_n, k_begin, k_end, E, WIDE_E, BN, True)
         if PRECISION == "ieee":
-            q = load_rows(Q, tl.minimum(first, first + each), q_n, q_begin, q_end, D, WIDE_D, BM, True)
-            grad = load_rows(dOut, tl.minimum(first, first + each), g_n, q_begin, q_end, E, WIDE_E, BM, True)
+            q = load_rows(Q, again(first, each), q_n, q_begin, q_end, D, WIDE_D, BM, True)
+            grad = load_rows(dOut, again(first, each), g_n, q_begin, q_end, E, WIDE_E, BM, True)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
         if Spans is None:
             p = tl.exp2(tl.where(pairs, s, float("-inf")) - lse[:, None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from approx_kernels.flash.triton_tiles import (
+    again,
     load_rows,
     mass,
     real_keys,
@@ -79,6 +80,8 @@ def flash_forward_kernel(
         if Rows is not None:
             block = tl.load(Columns + each)
         k = load_rows(K, block * BN, k_n, k_begin, k_end, D, WIDE_D, BN, False)
+        if PRECISION == "ieee":
+            q = load_rows(Q, again(first, each), q_n, q_begin, q_end, D, WIDE_D, BM, True)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
         v = load_rows(V, block * BN, v_n, k_begin, k_end, E, WIDE_E, BN, False)
         if Place is not None:
@@ -100,6 +103,8 @@ def flash_forward_kernel(
         if Rows is None or Bounds is not None:
             pairs = pairs & real_keys(column, k_begin, k_end, KeyMask)[None, :]
         k = load_rows(K, block * BN, k_n, k_begin, k_end, D, WIDE_D, BN, True)
+        if PRECISION == "ieee":
+            q = load_rows(Q, again(first, each), q_n, q_begin, q_end, D, WIDE_D, BM, True)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
         if Spans is None:
             s = tl.where(pairs, s, float("-inf"))

@@ -22,6 +22,15 @@ def load_rows(
 
 
 @jit
+def again(start, turn):
+    """`start`, for rows that every turn of a loop is to read anew: that turns are not below 0 the compiler does not know.
+
+    Products of float32 hold whole rows in registers. Rows that all turns share would stay there for all the loop.
+    """
+    return tl.minimum(start, start + turn)
+
+
+@jit
 def store_rows(base, start, stride, end, x, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Write rows from `start` on, those before `end`."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)

@@ -155,7 +155,7 @@ def linear_forward(
         )  # fmt: skip
 
     if known:
-        first_that_fits(keys, SUMS[where], f"linear sums, {what}", q.device)
+        first_that_fits(keys, SUMS[where], f"linear sums of keys, {what}", q.device)
     given = q, k, v, None, None, key_mask, sums, totals, inverse, None, None
     _launch_scan("out", given, out, causal, feature_map, input_scale, eps)
     return out, inverse, sums, totals
@@ -202,7 +202,7 @@ def linear_backward(
     given = q, k, v, grad, out, key_mask, sums, totals, inverse, grad_inverse, share
     _launch_scan("dq", given, dq, causal, feature_map, input_scale, 0.0)
     if read:
-        first_that_fits(queries, SUMS[where], f"linear sums, {what}", q.device)
+        first_that_fits(queries, SUMS[where], f"linear sums of queries, {what}", q.device)
     given = q, k, v, grad, out, key_mask, query_sums, query_totals, inverse, None, share
     _launch_scan("dk", given, dk, causal, feature_map, input_scale, 0.0)
     _launch_scan("dv", given, dv, causal, feature_map, input_scale, 0.0)

@@ -1,0 +1,87 @@
+"""Which configuration of a kernel is launched, and where: no card is needed for a launch that says what it lacks."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from approx_kernels import triton_language
+from approx_kernels.triton_language import Configuration, configuration, first_that_fits
+
+triton = pytest.importorskip("triton")
+
+CARD, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
+WIDE, NARROW = Configuration({"BM": 128}, 8, 3), Configuration({"BM": 64}, 4, 2)
+
+
+@pytest.fixture(autouse=True)
+def guarded(monkeypatch):
+    """Compiled, not interpreted; the devices that are the current one, the innermost last."""
+    current = []
+
+    @contextmanager
+    def device(chosen):
+        current.append(chosen)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(triton_language, "interpreted", lambda: False)
+    monkeypatch.setattr(triton_language, "_fitting", {})
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A small card")
+    return current
+
+
+class Launch:
+    """A launch of tiles of at most so many rows, and the tiles that were tried."""
+
+    def __init__(self, rows):
+        self.rows, self.tried = rows, []
+
+    def __call__(self, cut):
+        self.tried.append(cut.tiles["BM"])
+        if cut.tiles["BM"] > self.rows:
+            raise triton.OutOfResources(200_000, 100_000, "shared memory")
+        return cut
+
+
+def test_a_tile_that_does_not_fit_gives_way_to_a_smaller_one_which_is_taken_from_then_on():
+    launch = Launch(64)
+    assert [first_that_fits(launch, (WIDE, NARROW), "sums", CARD) for _ in range(2)] == [NARROW, NARROW]
+    assert launch.tried == [128, 64, 64]
+    # What else is launched, or elsewhere, may fit.
+    first_that_fits(launch, (WIDE, NARROW), "products", CARD)
+    first_that_fits(launch, (WIDE, NARROW), "sums", OTHER)
+    assert launch.tried[3:] == [128, 64, 128, 64]
+
+
+def test_a_tile_that_fits_is_the_only_one_that_is_tried():
+    launch = Launch(128)
+    assert first_that_fits(launch, (WIDE, NARROW), "sums", CARD) == WIDE
+    assert launch.tried == [128]
+
+
+def test_a_card_that_is_too_small_for_every_tile_is_told_what_it_lacks():
+    with pytest.raises(ValueError, match=r"A small card cannot hold .* of sums: .*shared memory.* impl='reference'"):
+        first_that_fits(Launch(32), (WIDE, NARROW), "sums", CARD)
+
+
+def test_another_error_is_not_taken_for_a_lack():
+    def launch(cut):
+        raise RuntimeError("an illegal address")
+
+    with pytest.raises(RuntimeError, match="an illegal address"):
+        first_that_fits(launch, (WIDE, NARROW), "sums", CARD)
+
+
+def test_whatever_is_launched_is_launched_on_the_device_of_its_tensors(guarded):
+    seen = []
+
+    def launch(cut):
+        seen.append((cut.tiles["BM"], *guarded))
+
+    first_that_fits(launch, (WIDE, NARROW), "sums", OTHER)
+    for number in (-1, None):
+        with configuration(number):
+            first_that_fits(launch, (WIDE, NARROW), "sums", OTHER)
+    assert seen == [(128, OTHER), (64, OTHER), (128, OTHER), (64, OTHER)]

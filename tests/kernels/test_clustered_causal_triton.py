@@ -108,10 +108,14 @@ def test_padding_of_samples_many_few_and_none_of_which_are_real(topk):
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all real", "masked"])
-@pytest.mark.parametrize("length", [1, 9, 30])
+@pytest.mark.parametrize("length", [1, 12, 30])
 def test_queries_on_a_cache_and_more_queries_than_keys(length, masked):
     real = mask(25)[[1, 3]] if masked else None
     check(draw(length, 25, batch=2), real, **settings(clusters=4))
+
+
+def test_two_queries_at_the_end_of_the_last_chunk_of_a_cache():
+    check(draw(2, 16), torch.ones(1, 16, dtype=torch.bool, device=DEVICE), **settings())
 
 
 def test_one_chunk_of_padded_samples():
@@ -226,3 +230,5 @@ def test_what_it_has_no_kernel_for_is_told():
         causal_clustered_attention(*draw(9, 9), impl="triton", dropout=0.1, **settings())
     with pytest.raises(ValueError, match="at most 2048 tokens, and 2100"):
         causal_clustered_attention(*draw(3, 2101), impl="triton", **settings(chunk=2100))
+    with pytest.raises(ValueError, match="at most 32767 chunks, 2 tokens each"):
+        causal_clustered_attention(*draw(1, 65535), impl="triton", **settings(chunk=1, topk=1))

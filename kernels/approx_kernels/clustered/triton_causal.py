@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.clustered.triton_causal_far import far_forward
-from approx_kernels.clustered.triton_causal_launches import MOST_CHUNK
+from approx_kernels.clustered.triton_causal_launches import MOST_CHUNK, MOST_CHUNKS
 from approx_kernels.clustering.frozen import nearest_centroids
 from approx_kernels.flash import flash, flash_obstacle
 from approx_kernels.tokens import stretches
@@ -20,6 +20,8 @@ def obstacle(q: Tensor, v: Tensor, chunk: int, topk: int, dropout: float) -> str
         return (
             f"its chunks have at most {MOST_CHUNK} tokens, and {chunk} were asked for. Take fewer, or ask for 'auto'."
         )
+    if topk and v.shape[2] > MOST_CHUNKS * chunk:
+        return f"samples have at most {MOST_CHUNKS} chunks, {chunk} tokens each. Ask for longer ones, or for 'auto'."
     return flash_obstacle(q, v, dropout)
 
 

@@ -93,7 +93,7 @@ def _empty_gradients(
     grad: Tensor, out: Tensor, lse: Tensor, top: Tensor, until: Tensor, mass: Tensor, mean_k: Tensor, mean_v: Tensor,
     q: Tensor, k: Tensor, v: Tensor, near: Tensor, near_lse: Tensor, *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    padded = others[-1]
+    padded: bool = others[-1]
     of_near = beside(q, near.shape[3], padded), torch.zeros_like(near_lse)
     return beside(q, q.shape[3], padded), beside(k, k.shape[3], False), beside(v, v.shape[3], False), *of_near
 
@@ -111,28 +111,7 @@ def far_backward(
         out: What `far_forward` returned, as all up to `mean_v`.
         q: And all others: as for `far_forward`.
     """
-    made = _empty_gradients(
-        grad,
-        out,
-        lse,
-        top,
-        until,
-        mass,
-        mean_k,
-        mean_v,
-        q,
-        k,
-        v,
-        near,
-        near_lse,
-        rows,
-        order,
-        begins,
-        chunk,
-        kept,
-        scale,
-        padded,
-    )
+    made = _empty_gradients(grad, out, lse, top, until, mass, mean_k, mean_v, q, k, v, near, near_lse, padded)
     dq, dk, dv, *dnear = made
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
     launches = Launches(q, k, v, rows, order, begins, chunk, kept, scale)

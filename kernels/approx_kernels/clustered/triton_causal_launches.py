@@ -23,6 +23,8 @@ def _cut(warps: int, stages: int, **tiles: int) -> Configuration:
 # Scores of a chunk that a program has in registers, by warps.
 SELECT = {512: (_cut(1, 1),), 2048: (_cut(4, 1),)}
 MOST_CHUNK = max(SELECT)
+# Their numbers are kept in 16 bits.
+MOST_CHUNKS = 2**15 - 1
 # One row or one key each; many of them are beside each other on a card.
 CARRY = (_cut(2, 1, BK=16),)
 CARRY_BACK = (_cut(1, 1),)
@@ -78,7 +80,7 @@ class Launches:
 
     def select(self, top: Tensor, until: Tensor) -> Tensor:
         """Find the largest keys of the rows, and give back their scores."""
-        scores = scores_of(self.exact_rows, self.k[:, :, : self.keys], None, self.scale, torch.float32)
+        scores = scores_of(self.exact_rows, self.k[:, :, : self.keys], None, self.scale)
         best, chunk = scores.new_empty(top.shape), self._past["chunk"]
         wide = {"WIDE_K": power(self.kept, 16), "WIDE": power(chunk, 16)}
 

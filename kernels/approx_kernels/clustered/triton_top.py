@@ -60,15 +60,15 @@ def largest_keys(means: Tensor, k: Tensor, key_mask: Tensor | None, kept: int, s
     Returns:
         [B, H, C, K] int32, in no order; -1 where a sample has fewer real keys.
     """
-    scores = scores_of(means, k, key_mask, scale, means.dtype)
+    scores = scores_of(means, k, key_mask, scale)
     found, top = scores.topk(kept, sorted=False)
     return torch.where(found > float("-inf"), top, -1).int()
 
 
-def scores_of(means: Tensor, k: Tensor, key_mask: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+def scores_of(means: Tensor, k: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
     """Scores of all keys at each mean query, [B, H, C, S], as for `largest_keys`; float32 means may meet keys of 16 bits."""
     batch, heads, most, size = means.shape
-    scores = means.new_empty(batch, heads, most, k.shape[2], dtype=dtype)
+    scores = means.new_empty(batch, heads, most, k.shape[2])
     if k.dtype == means.dtype:
         precise, cuts = ("ieee", FLOAT32) if k.dtype == torch.float32 else ("tf32", SCORES)
     else:
@@ -79,8 +79,7 @@ def scores_of(means: Tensor, k: Tensor, key_mask: Tensor | None, scale: float, d
         columns, rows = -(-k.shape[2] // cut.tiles["BN"]), -(-most // cut.tiles["BM"])
         score_kernel[(columns * rows * batch * heads,)](
             means, k, key_mask, scores, *k.stride()[:3], H=heads, S=k.shape[2], most=most, scale=scale, D=size,
-            WIDE_D=1 << (size - 1).bit_length(), PRECISION=precise,
-            **cut.options,
+            WIDE_D=1 << (size - 1).bit_length(), PRECISION=precise, **cut.options,
         )  # fmt: skip
 
     first_that_fits(run, cuts, f"scores, {means.dtype}, {k.dtype}, {size}", means.device)

@@ -56,12 +56,12 @@ def check(tensors, *given, **how):
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Results that need not be zeros at padding are full of NaN before they are written."""
-    made, summed = launching._beside, members._sums
+    made, summed = launching.beside, members._sums
 
     def full(x, size, padded):
         return made(x, size, padded) if padded else made(x, size, padded).fill_(torch.nan)
 
-    monkeypatch.setattr(launching, "_beside", full)
+    monkeypatch.setattr(launching, "beside", full)
     monkeypatch.setattr(members, "_sums", lambda *given: summed(*given).fill_(torch.nan))
 
 

@@ -12,6 +12,8 @@ from approx_kernels.clustered.cpu import obstacle as cpu_obstacle
 from approx_kernels.clustered.reference import MOST_DEFAULT_CLUSTERS, clustered_samples, default_clusters
 from approx_kernels.clustered.triton import clustered_on_gpu
 from approx_kernels.clustered.triton import obstacle as triton_obstacle
+from approx_kernels.clustered.triton_causal import causal_on_gpu
+from approx_kernels.clustered.triton_causal import obstacle as causal_triton_obstacle
 from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
 from approx_kernels.tokens import without_padding
@@ -126,7 +128,7 @@ def causal_clustered_attention(
         topk: Keys before the chunk that each query weighs itself, K; None for plain clustered attention.
         scale: Factor of the scores.
         dropout: Probability with which a weight is dropped: one of a query's own, or one that is shared.
-        impl: `reference`, or `cpu` in C on float32 and bfloat16 (see `approx_kernels.implementation`).
+        impl: `reference`, `cpu` in C on float32 and bfloat16, or `triton` (see `approx_kernels.implementation`).
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -137,10 +139,13 @@ def causal_clustered_attention(
     check_shapes(q, k, v, key_mask)
     _check_fitted(q, "centroids", centroids, centroids.shape[1], q.shape[3])
     _check_fitted(q, "selectors", selectors, centroids.shape[1], q.shape[3] + 1)
-    run = choose("causal_clustered_attention", impl, {"cpu": causal_obstacle(q), "reference": None})
-    settings = {"chunk": chunk, "topk": topk or 0, "scale": scale, "dropout": dropout}
+    why = causal_triton_obstacle(q, v, chunk, topk or 0, dropout)
+    run = choose("causal_clustered_attention", impl, ranked(q, why, cpu=causal_obstacle(q), reference=None))
+    settings = {"centroids": centroids, "selectors": selectors, "chunk": chunk, "topk": topk or 0, "scale": scale}
+    if run == "triton":
+        return causal_on_gpu(q, k, v, key_mask, **settings)
     attend = causal_samples_in_c if run == "cpu" else causal_samples
-    return without_padding(partial(attend, centroids=centroids, selectors=selectors, **settings), q, k, v, key_mask)
+    return without_padding(partial(attend, **settings, dropout=dropout), q, k, v, key_mask)
 
 
 def _check_fitted(q: Tensor, name: str, found: Tensor, clusters: int | None, width: int) -> None:

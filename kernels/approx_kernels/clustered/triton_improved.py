@@ -9,8 +9,8 @@ LENGTHS = ("H", "L", "S", "most", "kept", "parts")
 
 
 @jit
-def _members(X, Order, start, last, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr):
-    """Rows of BM members of a cluster."""
+def members(X, Order, start, last, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr):
+    """Rows of BM members of a cluster; zeros behind the last one."""
     slot, column = start + tl.arange(0, BM), tl.arange(0, WIDTH)
     row = tl.load(Order + slot, mask=slot < last, other=0).to(tl.int64)
     inside = (slot < last)[:, None] & (column < SIZE)[None, :]
@@ -18,7 +18,7 @@ def _members(X, Order, start, last, stride, SIZE: tl.constexpr, WIDTH: tl.conste
 
 
 @jit
-def _gathered(X, key, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def gathered(X, key, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Rows of the keys of a cluster; zeros where there is none."""
     column = tl.arange(0, WIDTH)
     at = X + key.to(tl.int64)[:, None] * stride + column[None, :]
@@ -58,13 +58,13 @@ def improved_kernel(
     lse = tl.load(Lse + line) * 1.4426950408889634
     factor = scale * 1.4426950408889634
     for start in range(first + part * BM, last, parts * BM):
-        q = _members(Q, Order, start, last, q_n, D, WIDE_D, BM)
+        q = members(Q, Order, start, last, q_n, D, WIDE_D, BM)
         total, top = tl.zeros([BM], tl.float32), tl.full([BM], float("-inf"), tl.float32)
         own = tl.zeros([BM, WIDE_E], tl.float32)
         mass, less = tl.zeros([BK], tl.float32), tl.zeros([WIDE_E], tl.float32)
         for begin in range(0, kept, BK):
             key = tl.load(Top + begin + tl.arange(0, BK), mask=begin + tl.arange(0, BK) < kept, other=-1)
-            k, v = _gathered(K, key, k_n, D, WIDE_D), _gathered(V, key, v_n, E, WIDE_E)
+            k, v = gathered(K, key, k_n, D, WIDE_D), gathered(V, key, v_n, E, WIDE_E)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
             s = tl.where((key >= 0)[None, :], s, float("-inf"))
             new = tl.maximum(top, tl.max(s, 1))
@@ -117,19 +117,19 @@ def improved_queries_kernel(
     size, mass, factor = tl.arange(0, WIDE_D), tl.load(Mass + line), scale * 1.4426950408889634
     for start in range(first + part * BM, last, parts * BM):
         slot = start + tl.arange(0, BM)
-        q = _members(Q, Order, start, last, q_n, D, WIDE_D, BM)
-        grad = _members(dOut, Order, start, last, g_n, E, WIDE_E, BM)
+        q = members(Q, Order, start, last, q_n, D, WIDE_D, BM)
+        grad = members(dOut, Order, start, last, g_n, E, WIDE_E, BM)
         logs = tl.load(OwnLse + item * L + slot, mask=slot < last, other=float("inf"))
         delta = tl.zeros([BM], tl.float32)
         for begin in range(0, kept, BK):
             key = tl.load(Top + begin + tl.arange(0, BK), mask=begin + tl.arange(0, BK) < kept, other=-1)
-            k, v = _gathered(K, key, k_n, D, WIDE_D), _gathered(V, key, v_n, E, WIDE_E)
+            k, v = gathered(K, key, k_n, D, WIDE_D), gathered(V, key, v_n, E, WIDE_E)
             p = _own_weights(q, k, key, logs, factor, PRECISION)
             delta += tl.sum(p * tl.dot(grad, tl.trans(v), input_precision=PRECISION), 1)
         dq = tl.zeros([BM, WIDE_D], tl.float32)
         for begin in range(0, kept, BK):
             key = tl.load(Top + begin + tl.arange(0, BK), mask=begin + tl.arange(0, BK) < kept, other=-1)
-            k, v = _gathered(K, key, k_n, D, WIDE_D), _gathered(V, key, v_n, E, WIDE_E)
+            k, v = gathered(K, key, k_n, D, WIDE_D), gathered(V, key, v_n, E, WIDE_E)
             p = _own_weights(q, k, key, logs, factor, PRECISION)
             ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None]) * mass
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -166,19 +166,19 @@ def improved_keys_kernel(
     for start in range(first, last, BM):
         slot = start + tl.arange(0, BM)
         deltas += tl.load(Delta + item * L + slot, mask=slot < last, other=0.0)
-        grad = _members(dOut, Order, start, last, g_n, E, WIDE_E, BM)
+        grad = members(dOut, Order, start, last, g_n, E, WIDE_E, BM)
         grads += tl.sum(grad.to(tl.float32), 0)
     dmass = tl.sum(deltas, 0)
     dmean, dlse = tl.zeros([WIDE_D], tl.float32), tl.zeros([BK], tl.float32)
     for begin in range(0, kept, BK):
         place = begin + tl.arange(0, BK)
         key = tl.load(Top + line * kept + place, mask=place < kept, other=-1)
-        k, v = _gathered(K, key, k_n, D, WIDE_D), _gathered(V, key, v_n, E, WIDE_E)
+        k, v = gathered(K, key, k_n, D, WIDE_D), gathered(V, key, v_n, E, WIDE_E)
         dk, dv = tl.zeros([BK, WIDE_D], tl.float32), tl.zeros([BK, WIDE_E], tl.float32)
         for start in range(first, last, BM):
             slot = start + tl.arange(0, BM)
-            q = _members(Q, Order, start, last, q_n, D, WIDE_D, BM)
-            grad = _members(dOut, Order, start, last, g_n, E, WIDE_E, BM)
+            q = members(Q, Order, start, last, q_n, D, WIDE_D, BM)
+            grad = members(dOut, Order, start, last, g_n, E, WIDE_E, BM)
             logs = tl.load(OwnLse + item * L + slot, mask=slot < last, other=float("inf"))
             delta = tl.load(Delta + item * L + slot, mask=slot < last, other=0.0)
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * factor

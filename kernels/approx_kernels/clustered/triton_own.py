@@ -40,16 +40,21 @@ def _shared(q: Tensor, v: Tensor, scale: float) -> dict[str, Any]:
         "E": v.shape[3],
         "WIDE_D": 1 << (q.shape[3] - 1).bit_length(),
         "WIDE_E": 1 << (v.shape[3] - 1).bit_length(),
-        # float32 is what was asked for, not the tensor cores' 10 bits of it.
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": precision(q),
     }
 
 
-def _strides(*tensors: Tensor) -> list[int]:
+def precision(x: Tensor) -> str:
+    """How products of such numbers are computed: float32 is what was asked for, not the tensor cores' 10 bits of it."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """The first three of each."""
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
-def _beside(x: Tensor, size: int, padded: bool) -> Tensor:
+def beside(x: Tensor, size: int, padded: bool) -> Tensor:
     """[B, H, n, size] with the heads of a token beside each other, as models want to join them; 0 at padding."""
     make = x.new_zeros if padded else x.new_empty
     return make(x.shape[0], x.shape[2], x.shape[1], size).transpose(1, 2)
@@ -59,7 +64,7 @@ def _empty(
     q: Tensor, k: Tensor, v: Tensor, means: Tensor, shared: Tensor, lse: Tensor, top: Tensor, order: Tensor,
     begins: Tensor, scale: float, padded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _beside(q, v.shape[3], padded), lse.new_empty(q.shape[:3]), torch.empty_like(lse)
+    return beside(q, v.shape[3], padded), lse.new_empty(q.shape[:3]), torch.empty_like(lse)
 
 
 def _flops(
@@ -123,7 +128,7 @@ def improved_forward(
     def run(cut: Configuration) -> None:
         parts = _parts(q, top, cut)
         improved_kernel[(mass.numel() * parts,)](
-            q, k, v, means, shared, lse, top, order, begins, out, own_lse, mass, *_strides(q, k, v, shared, out),
+            q, k, v, means, shared, lse, top, order, begins, out, own_lse, mass, *strides(q, k, v, shared, out),
             H=q.shape[1], L=q.shape[2], most=top.shape[2], kept=top.shape[3], parts=parts, **_shared(q, v, scale),
             **cut.options,
         )  # fmt: skip
@@ -143,7 +148,7 @@ def _empty_gradients(
     batch, heads, most, kept = top.shape
     dk, dv = (lse.new_empty(batch, heads, most * kept, x.shape[3]) for x in (k, v))
     dshared = shared.new_empty(shared.shape)
-    return _beside(q, q.shape[3], padded), dk, dv, torch.empty_like(means), dshared, torch.empty_like(lse)
+    return beside(q, q.shape[3], padded), dk, dv, torch.empty_like(means), dshared, torch.empty_like(lse)
 
 
 @custom_op(_empty_gradients, flops=_flops_backward)
@@ -168,14 +173,14 @@ def improved_backward(
     def queries(cut: Configuration) -> None:
         parts = _parts(q, top, cut)
         improved_queries_kernel[(mass.numel() * parts,)](
-            q, k, v, grad, top, order, begins, own_lse, mass, made[0], delta, *_strides(q, k, v, grad, made[0]), parts=parts,
+            q, k, v, grad, top, order, begins, own_lse, mass, made[0], delta, *strides(q, k, v, grad, made[0]), parts=parts,
             **shapes, **cut.options,
         )  # fmt: skip
 
     def keys(cut: Configuration) -> None:
         improved_keys_kernel[(mass.numel(),)](
             q, k, v, means, lse, grad, top, order, begins, own_lse, mass, delta, *made[1:],
-            *_strides(q, k, v, grad), **shapes, **cut.options,
+            *strides(q, k, v, grad), **shapes, **cut.options,
         )  # fmt: skip
 
     what = f"{where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}"

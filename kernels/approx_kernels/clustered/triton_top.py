@@ -13,6 +13,7 @@ from approx_kernels.triton_language import Configuration, first_that_fits, jit, 
 # A wider tile is half addresses, which spill under Triton 3.6.
 SCORES = (Configuration({"BM": 64, "BN": 64}, 8, 1),)
 FLOAT32 = (Configuration({"BM": 32, "BN": 32}, 8, 1),)
+MIXED = (Configuration({"BM": 16, "BN": 64}, 4, 1),)
 
 
 @jit(do_not_specialize=("H", "S", "most"))
@@ -29,7 +30,7 @@ def score_kernel(
     means = tl.load(at, mask=(c < most)[:, None] & (size < D)[None, :], other=0.0)
     at = K + item // H * k_b + item % H * k_h + key.to(tl.int64)[:, None] * k_n + size[None, :]
     k = tl.load(at, mask=(key < S)[:, None] & (size < D)[None, :], other=0.0)
-    s = tl.dot(means, tl.trans(k), input_precision=PRECISION) * scale
+    s = tl.dot(means, tl.trans(k.to(means.dtype)), input_precision=PRECISION) * scale
     if KeyMask is not None:
         real = tl.load(KeyMask + item // H * S + key, mask=key < S, other=0)
         s = tl.where((real != 0)[None, :], s, float("-inf"))
@@ -59,18 +60,27 @@ def largest_keys(means: Tensor, k: Tensor, key_mask: Tensor | None, kept: int, s
     Returns:
         [B, H, C, K] int32, in no order; -1 where a sample has fewer real keys.
     """
+    scores = scores_of(means, k, key_mask, scale)
+    found, top = scores.topk(kept, sorted=False)
+    return torch.where(found > float("-inf"), top, -1).int()
+
+
+def scores_of(means: Tensor, k: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
+    """Scores of all keys at each mean query, [B, H, C, S], as for `largest_keys`; float32 means may meet keys of 16 bits."""
     batch, heads, most, size = means.shape
     scores = means.new_empty(batch, heads, most, k.shape[2])
+    if k.dtype == means.dtype:
+        precise, cuts = ("ieee", FLOAT32) if k.dtype == torch.float32 else ("tf32", SCORES)
+    else:
+        # Tensor cores in three parts err as float32 does; keys of 16 bits lose nothing in the first.
+        precise, cuts = "tf32x3", MIXED
 
     def run(cut: Configuration) -> None:
         columns, rows = -(-k.shape[2] // cut.tiles["BN"]), -(-most // cut.tiles["BM"])
         score_kernel[(columns * rows * batch * heads,)](
             means, k, key_mask, scores, *k.stride()[:3], H=heads, S=k.shape[2], most=most, scale=scale, D=size,
-            WIDE_D=1 << (size - 1).bit_length(), PRECISION="ieee" if means.dtype == torch.float32 else "tf32",
-            **cut.options,
+            WIDE_D=1 << (size - 1).bit_length(), PRECISION=precise, **cut.options,
         )  # fmt: skip
 
-    cuts = FLOAT32 if means.dtype == torch.float32 else SCORES
-    first_that_fits(run, cuts, f"scores, {means.dtype}, {size}", means.device)
-    found, top = scores.topk(kept, sorted=False)
-    return torch.where(found > float("-inf"), top, -1).int()
+    first_that_fits(run, cuts, f"scores, {means.dtype}, {k.dtype}, {size}", means.device)
+    return scores

@@ -1,0 +1,234 @@
+"""Kernels of causal clustered attention against the reference in float64: masks, caches, odd numbers, and every gradient.
+
+Under Triton's interpreter, which takes seconds for a few dozen tokens, or on a GPU where there is one.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from approx_kernels.clustered import causal_clustered_attention, triton_causal_far
+from approx_kernels.clustering import draw_centroids
+from closeness import assert_close
+
+pytest.importorskip("triton")
+
+# Its types do not know what `custom_op` of this package returns.
+opcheck: Any = torch.library.opcheck
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+
+def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.float32):
+    # Heads beside each other in memory, as a model has them.
+    shapes = (length, size), (keys, size), (keys, values)
+    return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
+
+
+def settings(size=16, *, heads=1, clusters=3, chunk=8, topk: int | None = 3) -> dict[str, Any]:
+    centroids, selectors = (x.to(DEVICE) for x in draw_centroids(heads, size, clusters=clusters, seed=0))
+    return {"centroids": centroids, "selectors": selectors, "chunk": chunk, "topk": topk, "scale": 0.3}
+
+
+def run(tensors, impl, key_mask=None, grad=None, **how):
+    """Outputs and the gradients in q, k and v."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = causal_clustered_attention(*leaves, key_mask=key_mask, impl=impl, **how)
+    if grad is None:
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
+    return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype).expand_as(out))]
+
+
+def check(tensors, *given, **how):
+    wide = run([x.double() for x in tensors], "reference", *given, **how)
+    plain, found = (run(tensors, impl, *given, **how) for impl in ("reference", "triton"))
+    for name, *each in zip(("out", "dq", "dk", "dv"), found, plain, wide, strict=True):
+        # Sums chunk by chunk round a little differently from one sum.
+        assert_close(name, *each, factor=4.0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What kernels write to is full of NaN, and of numbers that mean nothing, before they do."""
+
+    def spoilt(make):
+        def made(*given, **how):
+            x = make(*given, **how)
+            return x.fill_(torch.nan if x.is_floating_point() else 77)
+
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", spoilt(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty_like", spoilt(torch.empty_like))
+
+
+@pytest.mark.parametrize("topk", [None, 1, 7], ids=["plain", "top 1", "all but one of a chunk"])
+def test_one_sample(topk):
+    check(draw(29, 29), **settings(topk=topk))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_samples_and_heads(heads):
+    check(draw(19, 19, batch=2, heads=heads, values=32), **settings(heads=heads, topk=2))
+
+
+@pytest.mark.parametrize("size", [32, 80, 128])
+def test_head_sizes(size):
+    check(draw(14, 14, size=size, values=16 if size == 80 else size), **settings(size, chunk=5, topk=2))
+
+
+@pytest.mark.parametrize("keys", [8, 16, 17], ids="{} tokens in chunks of 8".format)
+def test_chunks_that_the_tokens_fill(keys):
+    check(draw(keys, keys), **settings())
+
+
+def test_more_kept_keys_than_a_tile_has():
+    check(draw(39, 39), **settings(chunk=19, topk=18))
+
+
+def test_more_queries_of_one_row_than_a_tile_has():
+    check(draw(40, 40), **settings(clusters=1, chunk=20, topk=5))
+
+
+@pytest.mark.slow
+def test_more_rows_than_a_tile_has():
+    check(draw(140, 140), **settings(clusters=130, chunk=100, topk=1))
+
+
+def mask(keys):
+    position = torch.arange(keys, device=DEVICE)
+    return torch.stack([position < 17, position % 3 != 0, position < 0, position > 8])
+
+
+@pytest.mark.parametrize("topk", [None, 3], ids=["plain", "improved"])
+def test_padding_of_samples_many_few_and_none_of_which_are_real(topk):
+    check(draw(21, 21, batch=4), mask(21), **settings(chunk=5, topk=topk))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all real", "masked"])
+@pytest.mark.parametrize("length", [1, 12, 30])
+def test_queries_on_a_cache_and_more_queries_than_keys(length, masked):
+    real = mask(25)[[1, 3]] if masked else None
+    check(draw(length, 25, batch=2), real, **settings(clusters=4))
+
+
+def test_two_queries_at_the_end_of_the_last_chunk_of_a_cache():
+    check(draw(2, 16), torch.ones(1, 16, dtype=torch.bool, device=DEVICE), **settings())
+
+
+def test_one_chunk_of_padded_samples():
+    check(draw(21, 21, batch=4), mask(21), **settings(chunk=21))
+
+
+@pytest.mark.parametrize("length", [13, 4])
+def test_padding_is_not_read(length):
+    tensors, real = draw(13, 13, batch=4), mask(13)
+    for x in tensors:
+        x.masked_fill_(~real[:, None, :, None], torch.nan)
+    found = run([tensors[0][:, :, -length:], *tensors[1:]], "triton", real, **settings(chunk=5))
+    assert all(torch.isfinite(x).all() for x in found)
+
+
+def test_keys_that_lose_their_place():
+    # Scores rise along the sequence: every key takes the place of an earlier one, and the largest scores move on.
+    q, k = torch.randn(1, 1, 30, 16).abs(), torch.arange(1.0, 31)[:, None] * torch.rand(1, 1, 30, 16) / 8
+    tensors, how = [q.to(DEVICE), k.to(DEVICE), torch.rand(1, 1, 30, 16, device=DEVICE)], settings()
+    check(tensors, **(how | {"centroids": how["centroids"].abs()}))
+
+
+def test_equal_scores_do_not_add_keys():
+    q, k, v = draw(30, 30)
+    found = causal_clustered_attention(q, torch.zeros_like(k), v, impl="triton", **settings())
+    torch.testing.assert_close(found, v.cumsum(2) / torch.arange(1, 31, device=DEVICE)[:, None])
+
+
+def test_half_precision():
+    check(draw(29, 29, size=32, values=32, dtype=torch.float16), **settings(32))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bfloat16")
+def test_bfloat16():
+    check(draw(1100, 1100, size=64, values=64, dtype=torch.bfloat16), **settings(64, clusters=25, chunk=256, topk=None))
+
+
+def test_the_future_changes_no_bit_and_has_no_gradient():
+    tensors, grad = draw(30, 30), torch.randn(1, 1, 30, 16, device=DEVICE)
+    grad[:, :, 19:] = 0
+    first, *grads = run(tensors, "triton", None, grad, **settings())
+    assert all(x[:, :, 19:].eq(0).all() for x in grads)
+    for x in tensors:
+        x[:, :, 19:] *= 100
+    changed, *_ = run(tensors, "triton", None, grad, **settings())
+    assert torch.equal(first[:, :, :19], changed[:, :, :19])
+    assert not torch.equal(first[:, :, 19:], changed[:, :, 19:])
+
+
+def test_neighbours_change_no_bit():
+    tensors = draw(21, 21, batch=3)
+    found, alone = (
+        run(x, "triton", None, torch.ones(1, device=DEVICE), **settings()) for x in (tensors, [x[1:2] for x in tensors])
+    )
+    for each, single in zip(found, alone, strict=True):
+        assert torch.equal(each[1:2], single)
+
+
+def test_strides_do_not_matter():
+    q, k, v = draw(20, 20)
+    odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
+    spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
+    expected = run((q, k, spread.contiguous()), "triton", None, torch.ones(1, device=DEVICE), **settings())
+    leaves = [x.requires_grad_() for x in (*odd, spread)]
+    out = causal_clustered_attention(*leaves, impl="triton", **settings())
+    # A sum's gradient is one number, seen as many.
+    found = [out, *torch.autograd.grad(out.sum(), leaves)]
+    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kept", [0, 2], ids=["plain", "improved"])
+def test_the_operators_pass_pytorchs_own_checks(kept):
+    q, k, v = (x.requires_grad_() for x in draw(11, 11))
+    near, lse = torch.randn(1, 1, 11, 16, device=DEVICE), torch.randn(1, 1, 11, device=DEVICE)
+    rows, order = torch.randn(1, 1, 2, 16, device=DEVICE), torch.randperm(11, device=DEVICE).int().view(1, 1, 11)
+    begins = torch.tensor([[[0, 2, 4, 6, 7, 9, 11]]], dtype=torch.int32, device=DEVICE)
+    given = q, k, v, near.requires_grad_(), lse.requires_grad_(), rows, order, begins, 5, kept, 0.3, False
+    opcheck(triton_causal_far.far_forward, given)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all real", "masked"])
+def test_it_compiles_without_a_break(masked):
+    q, k, v = (x.requires_grad_() for x in draw(10, 10, batch=2))
+    real, how = mask(10)[1:3] if masked else None, settings(chunk=5, topk=2)
+
+    def attend(q, k, v):
+        return causal_clustered_attention(q, k, v, real, impl="triton", **how)
+
+    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
+    expected = attend(q, k, v)
+    assert torch.equal(out, expected)
+    grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_operations_are_counted():
+    q, k, v = (x.requires_grad_() for x in draw(24, 24, values=32))
+    how = settings(topk=2)
+    with FlopCounterMode(display=False) as counter:
+        out = causal_clustered_attention(q, k, v, impl="triton", **how)
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    groups, near = 24 * 3 * 16, 3 * 36 * (16 + 32)
+    past, own = 3 * 16 * (3 * 16 + 32), 24 * 2 * (16 + 32)
+    assert forward == 2 * (groups + near + past + own)
+    back = 3 * 36 * (4 * 16 + 3 * 32) + 3 * 16 * (4 * 16 + 2 * 32) + 24 * 2 * (4 * 16 + 3 * 32)
+    assert counter.get_total_flops() - forward == 2 * back
+
+
+def test_what_it_has_no_kernel_for_is_told():
+    with pytest.raises(ValueError, match="no dropout, and 0\\.1 was asked for"):
+        causal_clustered_attention(*draw(9, 9), impl="triton", dropout=0.1, **settings())
+    with pytest.raises(ValueError, match="at most 2048 tokens, and 2100"):
+        causal_clustered_attention(*draw(3, 2101), impl="triton", **settings(chunk=2100))
+    with pytest.raises(ValueError, match="at most 32767 chunks, 2 tokens each"):
+        causal_clustered_attention(*draw(1, 65535), impl="triton", **settings(chunk=1, topk=1))

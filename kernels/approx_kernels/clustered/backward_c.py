@@ -67,17 +67,24 @@ static int through_members(const head *x, grads *g, int64_t item) {
     return 1;
 }
 
+/* Drop weights of mean queries for a block of keys, [keys, C]. */
+static void drop_block(const head *x, int64_t begin, int64_t count, float *weights) {
+    drop_lanes(&x->all->dropout, x->before, x->between, x->lanes, begin, count, weights, x->lanes);
+}
+
 /* What comes back through the rows of weights of the mean queries. */
 static int through_means(const head *x, grads *g, int64_t item) {
     int64_t lanes = x->lanes, size = x->size, wide = x->values, c, j, e;
-    float *weights = floats(2 * BLOCK * lanes + 2 * lanes + wide * lanes + x->clusters * size);
+    float *weights = floats(2 * BLOCK * lanes + 2 * lanes + (size + wide) * lanes + x->clusters * size);
     int64_t *next = malloc(sizeof(int64_t) * 2 * x->clusters);
     if (!weights || !next) { free(weights), free(next); return 0; }
     float *change = weights + BLOCK * lanes;
     float *along = change + BLOCK * lanes, *sums = along + lanes, *across = sums + lanes, *dmeans = across + wide * lanes;
+    float *turned = dmeans + x->clusters * size;
     memset(dmeans, 0, sizeof(float) * x->clusters * size);
     memset(across, 0, sizeof(float) * wide * lanes);
     transpose(x->clusters, wide, g->shared, wide, across, lanes);
+    transpose(x->clusters, x->all->size, x->means, size, turned, lanes);
     const float *mass = x->all->mass + item * x->all->most_clusters;
     const int32_t *tops = x->all->top + item * x->all->most_clusters * x->all->kept;
     for (c = 0; c < lanes; c++) along[c] = 0, sums[c] = 1e30f;
@@ -90,7 +97,8 @@ static int through_means(const head *x, grads *g, int64_t item) {
         next[c] = x->first[c] < x->first[c + 1] ? 0 : x->kept;
     }
     for (int64_t begin = 0; begin < x->keys; begin += BLOCK) {
-        int64_t count = score_block(x, begin, weights);
+        int64_t count = lesser(BLOCK, x->keys - begin);
+        product(count, lanes, x->all->size, x->k + begin * size, size, 1, turned, lanes, weights, lanes, 0);
         product(count, lanes, x->all->values, x->v + begin * wide, wide, 1, across, lanes, change, lanes, 0);
         if (x->all->dropout.bound) drop_block(x, begin, count, change);
         for (c = 0; c < x->clusters; c++) {

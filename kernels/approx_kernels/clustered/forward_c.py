@@ -31,8 +31,31 @@ static void select_largest(uint64_t *x, int64_t n, int64_t k) {
     }
 }
 
-/* Candidates for the largest keys of one mean query: those at or above a floor that at least K of them reach. */
+/* Candidates for the largest keys of one mean query, in the order of the keys: those at or above a floor that at least K
+   of them reach. */
 typedef struct { float *scores, floor; int32_t *keys; int64_t count; } candidates;
+
+/* Let scores of keys, the candidates' own or others, be candidates if they are not too low. */
+INLINE void take(candidates *x, int64_t count, const float *scores, const int32_t *keys) {
+#if WIDTH == 16
+    for (int64_t i = 0; i < count; i += WIDTH) {
+        __m512 at = _mm512_loadu_ps(scores + i);
+        __m512i key = _mm512_loadu_si512(keys + i);
+        __mmask16 there = count - i < WIDTH ? (1u << (count - i)) - 1 : 0xffff;
+        __mmask16 in = _mm512_mask_cmp_ps_mask(there, at, _mm512_set1_ps(x->floor), _CMP_NLT_UQ);
+        _mm512_storeu_ps(x->scores + x->count, _mm512_maskz_compress_ps(in, at));
+        _mm512_storeu_si512(x->keys + x->count, _mm512_maskz_compress_epi32(in, key));
+        x->count += __builtin_popcount(in);
+    }
+#else
+    for (int64_t i = 0; i < count; i++) {
+        float score = scores[i];
+        int32_t key = keys[i];
+        x->scores[x->count] = score, x->keys[x->count] = key;
+        x->count += !(score < x->floor);
+    }
+#endif
+}
 
 static int64_t reaching(const candidates *x, float floor) {
     int64_t found = 0;
@@ -42,11 +65,13 @@ static int64_t reaching(const candidates *x, float floor) {
 
 /* Drop most of those that are not among the k largest, by halving: cheaper than to sort them out. */
 static void thin(candidates *x, int64_t k) {
-    float low = x->scores[0], high = low;
-    for (int64_t i = 1; i < x->count; i++) {
-        low = x->scores[i] < low ? x->scores[i] : low;
-        high = x->scores[i] > high ? x->scores[i] : high;
+    for (int64_t i = x->count; i < padded(x->count); i++) x->scores[i] = x->scores[0];
+    vf most = *(vf *)x->scores, least = -most;
+    for (int64_t i = 0; i < x->count; i += WIDTH) {
+        vf at = *(vf *)(x->scores + i);
+        most = larger(at, most), least = larger(-at, least);
     }
+    float low = -lane_most(least), high = lane_most(most);
     for (int step = 0; step < 12; step++) {
         float middle = 0.5f * (low + high);
         int64_t found = reaching(x, middle);
@@ -54,73 +79,67 @@ static void thin(candidates *x, int64_t k) {
         if (found >= k && found <= k + k / 4) break;
     }
     if (reaching(x, low) < k) return;
-    int64_t left = 0;
-    for (int64_t i = 0; i < x->count; i++) {
-        float score = x->scores[i];
-        int32_t key = x->keys[i];
-        x->scores[left] = score, x->keys[left] = key;
-        left += score >= low;
-    }
-    x->count = left, x->floor = low;
+    int64_t count = x->count;
+    x->count = 0, x->floor = low;
+    take(x, count, x->scores, x->keys);
 }
 
-/* Drop all but the k largest. */
+/* Drop all but the k largest; the order stays. */
 static void settle(candidates *x, int64_t k, uint64_t *scratch) {
     for (int64_t i = 0; i < x->count; i++) scratch[i] = candidate(x->scores[i], x->keys[i]);
     select_largest(scratch, x->count, k);
-    for (int64_t i = 0; i < k; i++) {
-        uint32_t ordered = (uint32_t)(scratch[i] >> 32), bits = ordered ^ (ordered >> 31 ? 0x80000000u : 0xffffffffu);
-        memcpy(x->scores + i, &bits, 4);
-        x->keys[i] = (int32_t)~(uint32_t)scratch[i];
-        x->floor = i && x->floor < x->scores[i] ? x->floor : x->scores[i];
+    uint64_t last = scratch[0];
+    for (int64_t i = 1; i < k; i++) last = scratch[i] < last ? scratch[i] : last;
+    int64_t left = 0;
+    for (int64_t i = 0; left < k; i++) {
+        float score = x->scores[i];
+        int32_t key = x->keys[i];
+        x->scores[left] = score, x->keys[left] = key;
+        left += candidate(score, key) >= last;
     }
-    x->count = k;
+    x->count = k, x->floor = x->scores[0];
+    for (int64_t i = 1; i < k; i++) x->floor = x->scores[i] < x->floor ? x->scores[i] : x->floor;
 }
 
-static int ascending(const void *a, const void *b) { return *(const int32_t *)a - *(const int32_t *)b; }
-
-typedef struct { float *scores, *largest, *sums, *outputs, *given; candidates *top; uint64_t *scratch; int64_t room; } pass;
+typedef struct { float *scores, *largest, *sums, *outputs, *standing, *lying; candidates *top; uint64_t *scratch; int64_t room; } pass;
 
 /* What the mean queries attend to, not yet divided by the sums, and candidates for their largest keys. */
 static void attend_means(const head *x, pass *w) {
-    int64_t lanes = x->lanes, wide = x->values, c, j;
-    for (c = 0; c < lanes; c++) w->largest[c] = -1e30f, w->sums[c] = 0;
+    const problem *all = x->all;
+    int64_t wide = x->values, c, j;
+    for (c = 0; c < x->clusters; c++) w->largest[c] = -1e30f, w->sums[c] = 0;
     memset(w->outputs, 0, sizeof(float) * x->clusters * wide);
-    float *seen = w->largest + lanes, *fade = seen + lanes;
     for (int64_t begin = 0; begin < x->keys; begin += BLOCK) {
-        int64_t count = score_block(x, begin, w->scores);
-        for (c = 0; c < lanes; c += WIDTH) {
-            vf most = *(vf *)(w->scores + c);
-            for (j = 1; j < count; j++) most = larger(most, *(vf *)(w->scores + j * lanes + c));
-            *(vf *)(seen + c) = most;
-        }
-        for (c = 0; x->kept && c < x->clusters; c++) {
-            candidates *top = w->top + c;
-            if (seen[c] < top->floor || x->first[c] == x->first[c + 1]) continue;
-            if (top->count + BLOCK > w->room) thin(top, x->kept);
-            if (top->count + BLOCK > w->room) settle(top, x->kept, w->scratch);
-            for (j = 0; j < count; j++) {
-                float score = w->scores[j * lanes + c];
-                top->scores[top->count] = score, top->keys[top->count] = (int32_t)(begin + j);
-                top->count += !(score < top->floor);
+        int64_t count = lesser(BLOCK, x->keys - begin), full = padded(count);
+        int32_t keys_at[BLOCK];
+        for (j = 0; j < BLOCK; j++) keys_at[j] = (int32_t)(begin + j);
+        right keys = columns_right(x->half, count, all->size, x->k + begin * x->size, x->size, w->standing);
+        right values = rows_right(x->half, count, wide, x->v + begin * wide, wide, w->lying);
+        multiply(x->clusters, full, all->size, x->means, x->size, 1, keys, 0, 0, w->scores, BLOCK, 0);
+        if (x->residues) multiply(x->clusters, full, all->size, x->residues, x->size, 1, keys, 0, 0, w->scores, BLOCK, 1);
+        for (c = 0; c < x->clusters; c++) {
+            float *row = w->scores + c * BLOCK;
+            vf most = (vf){0} + w->largest[c], sum = {0};
+            for (j = count; j < full; j++) row[j] = -INFINITY;
+            for (j = 0; j < full; j += WIDTH) most = larger(*(vf *)(row + j), most);
+            float largest = lane_most(most);
+            if (x->kept && x->first[c] < x->first[c + 1]) {
+                candidates *top = w->top + c;
+                if (top->count + BLOCK > w->room) thin(top, x->kept);
+                if (top->count + BLOCK > w->room) settle(top, x->kept, w->scratch);
+                take(top, count, row, keys_at);
             }
-        }
-        for (c = 0; c < lanes; c += WIDTH) {
-            vf most = larger(*(vf *)(w->largest + c), *(vf *)(seen + c));
-            vf factor = vexp(*(vf *)(w->largest + c) - most), sum = {0};
-            for (j = 0; j < count; j++) {
-                vf *at = (vf *)(w->scores + j * lanes + c);
-                sum += *at = vexp(*at - most);
+            for (j = 0; j < full; j += WIDTH) sum += *(vf *)(row + j) = vexp(*(vf *)(row + j) - largest);
+            if (largest > w->largest[c]) {
+                float fade = expf(w->largest[c] - largest);
+                w->sums[c] *= fade, w->largest[c] = largest;
+                scale_row(wide, fade, w->outputs + c * wide);
             }
-            *(vf *)(w->sums + c) = *(vf *)(w->sums + c) * factor + sum;
-            *(vf *)(w->largest + c) = most, *(vf *)(fade + c) = factor;
+            w->sums[c] += lane_sum(sum);
+            if (all->dropout.bound)
+                drop_stretch(&all->dropout, (draw){x->before[c], x->between[c]}, begin, count, row);
         }
-        for (c = 0; c < x->clusters; c++)
-            if (fade[c] != 1.0f)
-                for (j = 0; j < wide; j++) w->outputs[c * wide + j] *= fade[c];
-        if (x->all->dropout.bound) drop_block(x, begin, count, w->scores);
-        right values = rows_right(x->half, count, wide, x->v + begin * wide, wide, w->given);
-        multiply(x->clusters, wide, count, w->scores, 1, lanes, values, 0, 0, w->outputs, wide, 1);
+        multiply(x->clusters, wide, count, w->scores, BLOCK, 1, values, 0, 0, w->outputs, wide, 1);
     }
 }
 
@@ -133,9 +152,9 @@ static float take_share(const head *x, int64_t c, const int32_t *top, right keys
         return 1;
     }
     float mass = 0;
-    /* As in `score_block`, to the bit: shares of one sum. */
+    /* As before, to the bit: shares of one sum. */
     multiply(1, width, x->all->size, x->means + c * x->size, x->size, 1, keys, 0, 0, scores, width, 0);
-    if (x->half) multiply(1, width, x->all->size, x->residues + c * x->size, x->size, 1, keys, 0, 0, scores, width, 1);
+    if (x->residues) multiply(1, width, x->all->size, x->residues + c * x->size, x->size, 1, keys, 0, 0, scores, width, 1);
     for (int64_t i = 0; i < width; i += WIDTH) *(vf *)(scores + i) = vexp(*(vf *)(scores + i) - sums);
     for (int64_t i = 0; i < x->kept; i++) {
         float share = scores[i];
@@ -153,12 +172,13 @@ static int forward_head(const problem *all, int64_t item) {
     int64_t width, c, i, r;
     float *own = NULL, *out = NULL;
     if (!gather(&x, all, item)) goto done;
-    width = padded(x.kept), w.room = 2 * x.kept + 2 * BLOCK;
-    w.scores = floats(BLOCK * x.lanes + 4 * x.lanes + x.clusters * x.values + room(BLOCK, x.values));
+    width = padded(x.kept), w.room = padded(2 * x.kept + 2 * BLOCK);
+    w.scores = floats(x.clusters * (BLOCK + 2 + x.values) + room(all->size, BLOCK) + room(BLOCK, x.values));
     out = floats(x.n * x.values);
     if (!w.scores || !out) goto done;
-    w.sums = w.scores + BLOCK * x.lanes, w.largest = w.sums + x.lanes, w.outputs = w.sums + 4 * x.lanes;
-    w.given = w.outputs + x.clusters * x.values;
+    w.outputs = w.scores + x.clusters * BLOCK, w.standing = w.outputs + x.clusters * x.values;
+    w.lying = w.standing + room(all->size, BLOCK), w.sums = w.lying + room(BLOCK, x.values);
+    w.largest = w.sums + x.clusters;
     if (x.kept) {
         int64_t rooms = room(all->size, width) + room(width, x.values);
         int64_t numbers = MEMBERS * width + width * (x.size + x.values) + rooms;
@@ -186,7 +206,6 @@ static int forward_head(const problem *all, int64_t item) {
             thin(w.top + c, x.kept);
             settle(w.top + c, x.kept, w.scratch);
             memcpy(top, w.top[c].keys, sizeof(int32_t) * x.kept);
-            qsort(top, x.kept, sizeof(int32_t), ascending);
             gather_keys(&x, top, keys, values);
             asked = columns_right(x.half, x.kept, all->size, keys, x.size, standing);
             given = rows_right(x.half, x.kept, x.values, values, x.values, lying);

@@ -30,8 +30,8 @@ typedef struct {
     int64_t b, h, n, keys, clusters, lanes, size, values, kept;
     const int32_t *queries_at, *keys_at, *groups;
     int32_t *first, *places;    /* cluster c has rows first[c] up to first[c + 1]; places[i] is the row of query i */
-    float *q, *k, *v, *means, *residues;    /* [n, D], [S, D], [S, E], [C, D]: mean queries, and what rounding takes */
-    right asking, asking_residues;    /* both, [D, C] */
+    float *q, *k, *v, *means;    /* [n, D], [S, D], [S, E]; mean queries, [C, D] */
+    float *residues;    /* what rounding takes of them; NULL where it does not matter */
     int half;
     uint32_t *before, *between;    /* draws of the clusters, [C]; of nothing where nothing is dropped */
 } head;
@@ -50,9 +50,9 @@ static int gather(head *x, const problem *all, int64_t item) {
     x->keys_at = all->key_tokens ? all->key_tokens + b * all->keys : NULL;
     x->groups = all->groups + item * all->length;
     x->half = begin_halves(all->bf16);
-    int64_t means = x->clusters * x->size, across = room(all->size, x->clusters);
+    int64_t means = x->clusters * x->size;
     x->first = calloc(x->clusters + 2 + x->n + 2 * x->lanes, sizeof(int32_t));
-    x->q = floats((x->n + x->keys) * x->size + x->keys * x->values + 2 * (means + across));
+    x->q = floats((x->n + x->keys) * x->size + x->keys * x->values + 2 * means);
     if (!x->first || !x->q) return 0;
     x->places = x->first + x->clusters + 2;
     x->before = (uint32_t *)x->places + x->n, x->between = x->before + x->lanes;
@@ -76,24 +76,10 @@ static int gather(head *x, const problem *all, int64_t item) {
             for (d = 0; d < x->size; d++) mean[d] += x->q[i * x->size + d] *= all->scale;
         for (d = 0; d < x->size; d++) mean[d] /= count ? count : 1;
     }
-    x->residues = x->means + means;
-    float *standing = x->residues + means;
-    x->asking = columns_right(x->half, x->clusters, all->size, x->means, x->size, standing);
-    if (!x->half || !x->kept) return 1;
     /* Which keys score highest is not left to rounding. */
-    for (i = 0; i < means; i++) x->residues[i] = x->means[i] - halved(x->means[i]);
-    x->asking_residues = columns_right(1, x->clusters, all->size, x->residues, x->size, standing + across);
+    x->residues = x->half && x->kept ? x->means + means : NULL;
+    for (i = 0; x->residues && i < means; i++) x->residues[i] = x->means[i] - halved(x->means[i]);
     return 1;
-}
-
-/* Scores of a block of keys against all mean queries, [keys, C]. */
-static int64_t score_block(const head *x, int64_t begin, float *scores) {
-    int64_t count = x->keys - begin < BLOCK ? x->keys - begin : BLOCK;
-    const float *keys = x->k + begin * x->size;
-    multiply(count, x->lanes, x->all->size, keys, x->size, 1, x->asking, 0, 0, scores, x->lanes, 0);
-    if (x->asking_residues.pairs)
-        multiply(count, x->lanes, x->all->size, keys, x->size, 1, x->asking_residues, 0, 0, scores, x->lanes, 1);
-    return count;
 }
 
 /* Softmax of scores [members, keys] in place, columns from `kept` on becoming 0. */
@@ -109,11 +95,6 @@ static void softmax_rows(float *scores, int64_t rows, int64_t kept, int64_t widt
         for (int64_t j = 0; j < width; j += WIDTH) sums += *(vf *)(row + j);
         scale_row(width, 1.0f / lane_sum(sums), row);
     }
-}
-
-/* Drop weights of mean queries for a block of keys, [keys, C]. */
-static void drop_block(const head *x, int64_t begin, int64_t count, float *weights) {
-    drop_lanes(&x->all->dropout, x->before, x->between, x->lanes, begin, count, weights, x->lanes);
 }
 
 /* Drop weights of the members in rows from `from` on, [members, width], for the places of their cluster's list. */

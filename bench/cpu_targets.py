@@ -96,6 +96,8 @@ def _switch(made: dict[str, Any]) -> str:
     rates = next((one for one in made["rates"] if (one["dtype"], one["threads"]) == ("float32", THREADS)), None)
     if rates is None:
         return ""
+    if len(rates["by_precision"]) == 1:
+        return "; the switch of float32 products is not taken on this processor, where it rounds more than float32 does"
     gain = rates["flops"] / rates["by_precision"]["highest"]
     return f"; the switch of float32 products gains nothing on this processor: ×{gain:.2f}" if gain < GAIN else ""
 

@@ -8,7 +8,7 @@ HEADS = (
     + DROPOUT
     + r"""
 /* Keys of a block; what belongs to it stays in a core's own cache. */
-#define BLOCK 64
+#define BLOCK 128
 /* Queries of one cluster that share one product. */
 #define MEMBERS 32
 

@@ -156,11 +156,18 @@ def test_the_page_says_what_is_no_gain_of_the_attention(wide, said):
 )
 def test_a_target_that_is_not_reached_has_a_reason(suite, name, batch, found, free, said, why):
     part = raced({name: found, "no attention": free}, suite=suite, batch=batch, spread=1.01)
-    switch = {"dtype": "float32", "threads": 2, "flops": 1.02e11, "by_precision": {"highest": 1e11}}
+    switch = {"dtype": "float32", "threads": 2, "flops": 1.02e11, "by_precision": {"highest": 1e11, "medium": 1.02e11}}
     lines = cpu_targets.judged({"parts": [part], "rates": [switch]})
     (line,) = (line for line in lines if line[1:4] == [f"`{name}`", "float32", "default SDPA"])
     more = "; the switch of float32 products gains nothing on this processor: ×1.02" * (name == "exact" and bool(why))
     assert (line[4], line[-1]) == (said, why + more or "–")
+
+
+def test_a_switch_that_rounds_too_much_is_named_beside_what_it_would_have_gained():
+    part = raced({"exact": 1.1, "no attention": 1.76})
+    rates = {"dtype": "float32", "threads": 2, "flops": 1e11, "by_precision": {"highest": 1e11}}
+    lines = cpu_targets.judged({"parts": [part], "rates": [rates]})
+    assert any("where it rounds more than float32 does" in line[-1] for line in lines)
 
 
 def raced(ratios, **about):

@@ -29,16 +29,17 @@ INLINE float halved(float x) {
 /* Rows of a tile, and numbers of a row of the left one; rows and depth of what is rounded at once. */
 enum { SIDE = 16, DEPTH = 32, LEFT_ROWS = 2 * SIDE, LEFT_DEPTH = 128 };
 
-/* Linux lends tiles to those who ask. */
+/* Linux lends tiles, state 18 of a processor, to those who ask: ARCH_REQ_XCOMP_PERM. */
 static int tiles_at_hand(void) {
     static int known = -1;
     if (known < 0) known = !syscall(SYS_arch_prctl, 0x1023, 18);
     return known;
 }
 
-/* Tiles are a thread's own, and others set them differently; to be given back by `end_halves`. */
-static int begin_halves(int wanted) {
-    if (!wanted || !tiles_at_hand()) return 0;
+/* Whether products are rounded: if wanted, and of rows enough to fill a tile. Tiles are a thread's own, and others set them
+   differently; they are to be given back by `end_halves`. */
+static int begin_halves(int wanted, int64_t rows) {
+    if (!wanted || rows < SIDE || !tiles_at_hand()) return 0;
     struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
     for (int t = 0; t < 8; t++) shape.bytes[t] = 4 * SIDE, shape.rows[t] = SIDE;
     __asm__ volatile("ldtilecfg %0" ::"m"(shape) : "memory");
@@ -171,8 +172,8 @@ static void half_product(int64_t m, int64_t n, int64_t depth, const float *a, in
     } while (p < depth);
 }
 #else
-INLINE int begin_halves(int wanted) { (void)wanted; return 0; }
-INLINE void end_halves(int half) { (void)half; }
+INLINE int begin_halves(int wanted, int64_t rows) { return 0; }
+INLINE void end_halves(int half) {}
 INLINE void halve_pairs(int64_t depth, int64_t n, const float *from, int64_t stride, uint32_t *to) {}
 INLINE void halve_across(int64_t n, int64_t depth, const float *from, int64_t stride, uint32_t *to) {}
 INLINE void half_product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t am, int64_t ak,

@@ -10,9 +10,9 @@ FORWARD = (
 /* Keys that meet all centroids at once, and centroids for which keys are not worth turning. */
 enum { BLOCK = 64, FEW = 4 };
 
-/* Keys and values of one head, and of each centroid: itself, scaled, and what rounding takes; its largest keys with their scores, and how
-   many there are; of all other keys the largest score, and the sums relative to it of weights, of
-   weighted keys and of weighted values. */
+/* Keys and values of one head, and of each centroid: itself, scaled, and what rounding takes; its largest keys with their
+   scores, and how many there are; of all other keys the largest score, and the sums relative to it of weights, of weighted
+   keys and of weighted values. */
 typedef struct {
     const problem *all;
     int64_t item, size, values;
@@ -182,10 +182,11 @@ static int head(const problem *p, int64_t b, int64_t h) {
     read_rows(p->centroids, 0, b, h, NULL, R, p->size, size, NULL, x.rows);
     for (int64_t r = 0; r < R; r++) x.peak[r] = -INFINITY, x.mass[r] = 0.0f, scale_row(size, p->scale, x.rows + r * size);
     for (int64_t i = 0; i < R * size; i++) x.residues[i] = x.rows[i] - halved(x.rows[i]);
-    x.half = begin_halves(p->bf16 && p->length > 1);
+    x.half = begin_halves(p->bf16, p->length);
     for (int64_t begin = 0; begin < S; begin += p->chunk) {
         int64_t end = lesser(begin + p->chunk, S);
-        if (end > S - p->length) s.values = rows_right(x.half, end - begin, values, x.v + begin * values, values, lying);
+        if (end > S - p->length)
+            s.values = rows_right(x.half, end - begin, values, x.v + begin * values, values, lying);
         for (int64_t first = greater(begin, S - p->length); first < end; first += STRIP)
             attend(&x, &s, b, h, begin, first, lesser(STRIP, end - first));
         for (int64_t key = begin; end < S && key < end; key += BLOCK) absorb(&x, key, lesser(BLOCK, end - key));

@@ -101,7 +101,12 @@ static void settle(candidates *x, int64_t k, uint64_t *scratch) {
     for (int64_t i = 1; i < k; i++) x->floor = x->scores[i] < x->floor ? x->scores[i] : x->floor;
 }
 
-typedef struct { float *scores, *largest, *sums, *outputs, *standing, *lying; candidates *top; uint64_t *scratch; int64_t room; } pass;
+typedef struct {
+    float *scores, *largest, *sums, *outputs, *standing, *lying;
+    candidates *top;
+    uint64_t *scratch;
+    int64_t room;
+} pass;
 
 /* What the mean queries attend to, not yet divided by the sums, and candidates for their largest keys. */
 static void attend_means(const head *x, pass *w) {

@@ -49,7 +49,7 @@ static int gather(head *x, const problem *all, int64_t item) {
     x->queries_at = all->query_tokens ? all->query_tokens + b * all->length : NULL;
     x->keys_at = all->key_tokens ? all->key_tokens + b * all->keys : NULL;
     x->groups = all->groups + item * all->length;
-    x->half = begin_halves(all->bf16);
+    x->half = begin_halves(all->bf16, all->length);
     int64_t means = x->clusters * x->size;
     x->first = calloc(x->clusters + 2 + x->n + 2 * x->lanes, sizeof(int32_t));
     x->q = floats((x->n + x->keys) * x->size + x->keys * x->values + 2 * means);

@@ -51,7 +51,7 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     float *change = weights + HALF_STRIP * KEYS, *share = change + HALF_STRIP * KEYS;
     float *value_sums = sums + p->keys * size, longer = 0.0f;
     const float *lse = p->lse + (b * p->heads + h) * p->length;
-    int narrow = p->bf16 && p->parts == 1, half = begin_halves(p->bf16);
+    int narrow = p->bf16 && p->parts == 1, half = begin_halves(p->bf16, p->length);
     int64_t most = half ? HALF_STRIP : STRIP;
     memset(sums, 0, sizeof(float) * p->keys * (size + width));
     queries_of_block w;

@@ -200,7 +200,7 @@ static int attend(const problem *p, int64_t b, int64_t h) {
     float *standing = out + ROWS * width, *lying = standing + room(D, KEYS), *scores = standing + rooms;
     float *top = scores + HALF_STRIP * KEYS, *sum = top + ROWS, *lse = p->lse + (b * p->heads + h) * p->length;
     /* What is added to is float32. */
-    int narrow = p->bf16 && p->parts == 1, half = begin_halves(p->bf16);
+    int narrow = p->bf16 && p->parts == 1, half = begin_halves(p->bf16, p->length);
     int64_t most = half ? HALF_STRIP : STRIP;
     queries_of_block w;
     int64_t last;

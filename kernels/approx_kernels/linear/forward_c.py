@@ -27,7 +27,7 @@ static int attend(const problem *p, const float *across, int64_t b, int64_t h) {
                           (F + 2 * TOKENS) * width + (2 * TOKENS + 1 + CHUNK) * size + CHUNK * CHUNK +
                               room(TOKENS, width) + room(F, width));
     if (!memory) return 1;
-    int half = begin_halves(p->bf16);
+    int half = begin_halves(p->bf16, p->length);
     float *state = memory, *values = state + F * width, *out = values + TOKENS * width, *keys = out + TOKENS * width;
     float *queries = keys + TOKENS * size, *total = queries + TOKENS * size, *other = total + size;
     float *pairs = other + CHUNK * size, *given = pairs + CHUNK * CHUNK, *held = given + room(TOKENS, width);

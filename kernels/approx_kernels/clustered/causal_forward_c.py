@@ -181,8 +181,8 @@ static int head(const problem *p, int64_t b, int64_t h) {
     read_rows(p->v, p->bf16, b, h, NULL, S, p->values, values, NULL, x.v);
     read_rows(p->centroids, 0, b, h, NULL, R, p->size, size, NULL, x.rows);
     for (int64_t r = 0; r < R; r++) x.peak[r] = -INFINITY, x.mass[r] = 0.0f, scale_row(size, p->scale, x.rows + r * size);
-    for (int64_t i = 0; i < R * size; i++) x.residues[i] = x.rows[i] - halved(x.rows[i]);
     x.half = begin_halves(p->bf16, p->length);
+    for (int64_t i = 0; x.half && i < R * size; i++) x.residues[i] = x.rows[i] - halved(x.rows[i]);
     for (int64_t begin = 0; begin < S; begin += p->chunk) {
         int64_t end = lesser(begin + p->chunk, S);
         if (end > S - p->length)

@@ -23,7 +23,9 @@ INLINE float halved(float x) {
     return x;
 }
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && \
+    defined(__AVX512VL__) && defined(__linux__)
+#define HAVE_TILES 1
 #include <sys/syscall.h>
 #include <unistd.h>
 /* Rows of a tile, and numbers of a row of the left one; rows and depth of what is rounded at once. */
@@ -172,6 +174,7 @@ static void half_product(int64_t m, int64_t n, int64_t depth, const float *a, in
     } while (p < depth);
 }
 #else
+#define HAVE_TILES 0
 INLINE int begin_halves(int wanted, int64_t rows) { return 0; }
 INLINE void end_halves(int half) {}
 INLINE void halve_pairs(int64_t depth, int64_t n, const float *from, int64_t stride, uint32_t *to) {}

@@ -116,7 +116,105 @@ def test_a_key_listed_twice_counts_twice_and_nobody_s_query_is_zero():
     assert out[:, :, 3:].eq(0).all()
 
 
-def test_rows_are_cut_evenly_and_none_is_lost():
+def test_rows_are_cut_evenly_into_whole_strips_and_none_is_lost():
     assert cut(3, 3) == []
     assert cut(0, 96) == [0]
     assert cut(10, 138) == [10, 74]
+    assert cut(0, 200) == [0, 96, 192]
+    assert cut(0, 200, 192) == [0, 128]
+
+
+# Enough for tiles, where a processor has them, and for every way to see half of a group of 32 keys.
+WINDOWS = {
+    "all": (0, 200, -FAR, FAR),
+    "some": (37, 150, -FAR, FAR),
+    "past": (0, 200, -FAR, 0),
+    "window": (0, 200, -40, 9),
+    "ahead": (0, 200, 60, FAR),
+}
+
+
+def bfloat16_case(keys=200, size=24, values=17, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(2, n, 3, d, generator=generator).bfloat16() for n, d in ((130, size), (keys, size), (keys, values))
+    )
+    return [x.transpose(1, 2) for x in (q, k, v.abs())]
+
+
+def plainly(q, k, v, mask, entries, scale, before=70):
+    """Weights of all queries by entries, and what they make, in float64."""
+    i, j = before + torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    times = sum(((j >= b) & (j < e) & (j - i >= low) & (j - i <= high)).double() for b, e, low, high in entries)
+    times = times * (1.0 if mask is None else mask[:, None, None, :].double())
+    scores = q.double() @ k.double().transpose(2, 3) * scale
+    weights = times * (scores - scores.masked_fill(times == 0, -torch.inf).amax(-1, keepdim=True)).exp()
+    return (weights / weights.sum(-1, keepdim=True)).nan_to_num(0.0) @ v.double()
+
+
+@needs_compiler
+@pytest.mark.parametrize("names", [(name,) for name in WINDOWS] + [("some", "window"), ("past", "ahead")], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize(("size", "values"), [(64, 64), (24, 17), (80, 96), (128, 40)])
+def test_lists_in_order_are_as_exact_as_attention_in_bfloat16(names, masked, size, values):
+    q, k, v = bfloat16_case(size=size, values=values)
+    mask = None
+    if masked:
+        mask = torch.rand(2, 200) < 0.7
+        # A whole group of keys, and a sample of which one key is real.
+        mask[0, 64:96], mask[1, :] = False, torch.arange(200) == 190
+    entries = [WINDOWS[name] for name in names]
+    exact = plainly(q, k, v, mask, entries, scale=0.2)
+    plain = plainly(*(x.float() for x in (q, k, v)), mask, entries, scale=0.2).bfloat16()
+    starts = cut(0, 130)
+    lists = {"before": 70, "starts": [*starts, 130], "entries": [entries] * len(starts)}
+    found = attend_lists(q, k, v, mask, **lists, scale=0.2)
+    # Weights are rounded too, not the result alone.
+    assert_close(str(names), found, plain, exact, factor=3.0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("order", ["rising", "falling", "a cliff", "a peak"])
+def test_scores_far_apart_meet_in_one_softmax(order):
+    q, k, v = bfloat16_case()
+    # Scores of the keys run from -1000 to 1000, or jump there, which no single number that weights are relative to survives.
+    height = {
+        "rising": torch.linspace(-1, 1, 200),
+        "falling": torch.linspace(1, -1, 200),
+        "a cliff": torch.where(torch.arange(200) < 100, -1.0, 1.0),
+        "a peak": torch.where(torch.arange(200) == 130, 1.0, -1.0),
+    }[order]
+    q, k = q.abs() + 1, (k * 0.1 + 40 * height[:, None]).bfloat16()
+    entries = [WINDOWS["all"]]
+    exact = plainly(q, k, v, None, entries, scale=1.0)
+    plain = plainly(q.float(), k.float(), v.float(), None, entries, scale=1.0).bfloat16()
+    found = attend_lists(q, k, v, None, before=70, starts=[0, 130], entries=[entries], scale=1.0)
+    # Scores of a thousand are rounded by a ten-thousandth in float32: that is what weights are then off by.
+    assert_close(order, found, plain, exact, factor=6.0)
+
+
+@needs_compiler
+def test_what_is_not_a_number_reaches_those_who_see_it_and_no_others():
+    q, k, v = bfloat16_case()
+    k[0, 0, 150], k[:, :, 99], v[:, :, 99] = torch.nan, torch.nan, torch.inf
+    mask = (torch.arange(200) != 99).repeat(2, 1)
+    lists = {"before": 70, "starts": [0, 96, 130], "entries": [[WINDOWS["window"]]] * 2}
+    found = attend_lists(q, k, v, mask, **lists, scale=0.2)
+    lost = torch.zeros(2, 3, 130, dtype=torch.bool)
+    lost[0, 0, 141 - 70 : 190 - 70 + 1] = True
+    assert torch.equal(found.isnan().all(-1), lost)
+    assert torch.equal(found.isnan().any(-1), lost)
+
+
+@needs_compiler
+def test_heads_that_are_cut_for_more_threads_give_the_same():
+    q, k, v = bfloat16_case()
+    starts, before = cut(0, 130, 32), torch.get_num_threads()
+    lists = {"before": 70, "starts": [*starts, 130], "entries": [[WINDOWS["past"]]] * len(starts)}
+    try:
+        torch.set_num_threads(1)
+        alone = attend_lists(q, k, v, None, **lists, scale=0.2)
+        torch.set_num_threads(16)
+        assert torch.equal(attend_lists(q, k, v, None, **lists, scale=0.2), alone)
+    finally:
+        torch.set_num_threads(before)

@@ -16,6 +16,8 @@ from approx_kernels.key_lists.forward_c import FORWARD
 
 # Queries of a block at most: ROWS of forward_c.py. Fewer hide fewer keys where each query sees a window of its own.
 MOST_ROWS, WINDOW_ROWS = 192, 96
+# Queries that are computed together at least: SPAN of strips_c.py.
+_STRIP = 32
 # No bound on a distance; positions and distances add up to less than 2^31.
 FAR = 2**30
 
@@ -54,9 +56,9 @@ def obstacle(q: Tensor) -> str | None:
 
 
 def cut(begin: int, end: int, most: int = WINDOW_ROWS) -> list[int]:
-    """First queries of blocks of about equal size, none above `most`, from begin to before end."""
+    """First queries of blocks of about equal size, whole strips but for the last, none above `most`, from begin to before end."""
     count = -(-(end - begin) // most)
-    return [begin + (end - begin) * block // count for block in range(count)]
+    return [*range(begin, end, -(-(end - begin) // (count * _STRIP)) * _STRIP)] if count else []
 
 
 def attend_lists(

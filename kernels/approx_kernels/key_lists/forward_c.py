@@ -2,6 +2,7 @@
 
 from approx_kernels.c_dropout import DROPOUT
 from approx_kernels.c_halves import HALVES
+from approx_kernels.key_lists.strips_c import STRIPS
 
 TILES = (
     HALVES
@@ -163,6 +164,7 @@ INLINE vf left_over(const keys_of_block *t, int64_t c, int32_t position) {
 
 FORWARD = (
     TILES
+    + STRIPS
     + r"""
 /* Scores of a query in columns from begin to end become weights relative to the largest so far. */
 INLINE void weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t position, float *row, int64_t width,
@@ -253,6 +255,7 @@ static int attend(const problem *p, int64_t b, int64_t h) {
 
 int forward(const problem *p) {
     int failed = 0;
+    if (worth_strips(p)) return attend_strips(p);
 #pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(| : failed)
     for (int64_t item = 0; item < p->batch * p->heads; item++) failed |= attend(p, item / p->heads, item % p->heads);
     return failed;

@@ -18,7 +18,7 @@ import torch
 
 _LOG = logging.getLogger(__name__)
 # Another number after a change that makes what was found before mean something else.
-FORMAT = 3
+FORMAT = 4
 
 Finding = dict[str, Any]
 

@@ -207,6 +207,53 @@ def test_what_is_not_a_number_reaches_those_who_see_it_and_no_others():
 
 
 @needs_compiler
+@pytest.mark.parametrize("ramp", [1, 6])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_spans_end_wherever_a_group_of_keys_does(ramp, causal):
+    spans = torch.tensor([0.0, 1.0, 24.5, 25.0, 26.0, 30.0, 31.0, 32.0, 33.0, 57.0, 58.25, 64.0, 500.0])
+    q, k = (torch.randn(1, 130, 13, 16).bfloat16().transpose(1, 2) for _ in range(2))
+    # Outputs are the weights themselves, so that none is overlooked.
+    v = torch.eye(130).bfloat16().expand(1, 13, 130, 130)
+    how = {"spans": spans, "ramp": ramp, "causal": causal, "scale": 0.3}
+    found = adaptive_span_attention(q, k, v, **how, impl="cpu")
+    plain = adaptive_span_attention(q, k, v, **how, impl="reference")
+    exact = adaptive_span_attention(
+        q.double(), k.double(), v.double(), **(how | {"spans": spans.double()}), impl="reference"
+    )
+    assert_close("spans", found, plain, exact, factor=3.0)
+    assert torch.equal(found > 0, exact > 0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_order_changes_nothing_where_everything_is_seen(dtype):
+    q, k, v = (x.to(dtype) for x in bfloat16_case())
+    mask, everything = torch.rand(2, 200) < 0.6, [[WINDOWS["all"]]]
+    orders = torch.randperm(130)[None], torch.randperm(200)[None]
+    found, plain = (
+        attend_lists(q, k, v, mask, before=70, starts=[0, 130], entries=everything, scale=0.2, orders=order)
+        for order in (orders, None)
+    )
+    torch.testing.assert_close(found, plain)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["lsh", "lsh, causal", "strided None True", "adaptive span True"])
+def test_parts_and_orders_are_the_same_with_any_number_of_threads(name):
+    inputs, before = (
+        [x.transpose(1, 2)[:, :, :130] for x in torch.randn(3, 1, 130, 2, 24).bfloat16()],
+        torch.get_num_threads(),
+    )
+    try:
+        torch.set_num_threads(1)
+        alone = PATTERNS[name](*inputs, None, scale=0.3, impl="cpu")
+        torch.set_num_threads(16)
+        assert torch.equal(PATTERNS[name](*inputs, None, scale=0.3, impl="cpu"), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
 def test_heads_that_are_cut_for_more_threads_give_the_same():
     q, k, v = bfloat16_case()
     starts, before = cut(0, 130, 32), torch.get_num_threads()

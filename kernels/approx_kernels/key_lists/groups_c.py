@@ -10,14 +10,14 @@ GROUPS = r"""
 /* Queries of a strip and keys of a group; groups that wait for their values together. */
 enum { SPAN = 32, WAITING = 2, SQUARE = SPAN * SPAN, TILE = SIDE * DEPTH * 2 };
 
-/* Keys from SPAN * at on, which are seen as an entry says. */
+/* Keys of ranks from SPAN * at on, which are seen as an entry says. */
 typedef struct { int32_t at, entry; } group;
 
 /* What a thread works with: keys and values of a head as tiles, packed where somebody saw them; and of a strip the rest. */
 typedef struct {
-    int64_t groups, deep, pairs, item;
+    int64_t groups, deep, pairs, item, part;
     char *keys, *values, *queries, *weights;
-    float *scores, *again, *out;
+    float *scores, *again, *out, *faded;
     uint8_t *packed;
     group *list;
 } strips;
@@ -108,47 +108,58 @@ INLINE void bring(const strips *s, int64_t pair, const group *groups, int64_t co
     write_square(out);
 }
 
-/* Which keys of a group are real, those from the one on that is given. */
-INLINE uint32_t real_keys(const problem *p, int64_t b, int64_t first) {
-    int64_t left = p->keys - first;
-    uint32_t there = left < SPAN ? (1u << left) - 1 : ~0u;
-    if (!p->mask) return there;
-    return _mm256_mask_test_epi8_mask(there, _mm256_maskz_loadu_epi8(there, p->mask + b * p->keys + first),
-                                      _mm256_set1_epi8(-1));
+/* Some queries of a block: their head and part, their tokens and those of the keys, and their positions, which rise. */
+typedef struct {
+    int64_t b, h, part, first, rows, early, late;
+    const int32_t *queries, *keys;
+    __m512i left, right;
+} strip;
+
+INLINE __mmask32 halves_of(int64_t n) { return (uint32_t)first_lanes(n - SIDE) << SIDE | first_lanes(n); }
+
+/* Which keys of a group are real, those from a rank on. */
+INLINE uint32_t real_keys(const problem *p, const strip *t, int64_t first) {
+    uint32_t there = halves_of(p->ranks - first), real = 0;
+    if (!p->mask || !there) return there;
+    const uint8_t *mask = p->mask + t->b * p->keys;
+    if (!t->keys)
+        return _mm256_mask_test_epi8_mask(there, _mm256_maskz_loadu_epi8(there, mask + first), _mm256_set1_epi8(-1));
+    for (int64_t j = 0; j < lesser(SPAN, p->ranks - first); j++) real |= (uint32_t)!!mask[t->keys[first + j]] << j;
+    return real;
 }
 
 /* Rows of a tensor that are packed after these. */
-INLINE void expect(tensor x, int64_t b, int64_t h, int64_t first, int64_t end, int64_t size) {
-    const uint16_t *from = (uint16_t *)x.data + b * x.batch + h * x.head;
+INLINE void expect(tensor x, const strip *t, const int32_t *tokens, int64_t first, int64_t end, int64_t size) {
+    const uint16_t *from = (uint16_t *)x.data + t->b * x.batch + t->h * x.head;
     for (int64_t i = first; i < end; i++)
-        for (int64_t d = 0; d < size; d += 32) __builtin_prefetch(from + i * x.row + d);
+        for (int64_t d = 0; d < size; d += 32) __builtin_prefetch(from + token(tokens, i) * x.row + d);
 }
 
 /* Keys and values of a group as tiles of the left side of products: as they lie, and across. What padding holds may be
    no number, and times a weight of 0 it would not be 0. */
-static void pack_group(const problem *p, const strips *s, int64_t b, int64_t h, int64_t at) {
-    int64_t first = at * SPAN, rows = lesser(SPAN, p->keys - first);
-    const uint16_t *keys = (uint16_t *)p->k.data + b * p->k.batch + h * p->k.head + first * p->k.row;
-    const uint16_t *values = (uint16_t *)p->v.data + b * p->v.batch + h * p->v.head + first * p->v.row;
+static void pack_group(const problem *p, const strips *s, const strip *t, int64_t at) {
+    int64_t first = at * SPAN, end = lesser(first + SPAN, p->ranks), next = lesser(end + SPAN, p->ranks);
+    uint32_t real = real_keys(p, t, first);
+    const uint16_t *keys = (uint16_t *)p->k.data + t->b * p->k.batch + t->h * p->k.head;
+    const uint16_t *values = (uint16_t *)p->v.data + t->b * p->v.batch + t->h * p->v.head;
+    int64_t key[SPAN];
+    for (int64_t j = 0; j < SPAN; j++) key[j] = first + j < end ? token(t->keys, first + j) : 0;
+    expect(p->k, t, t->keys, end, next, p->size), expect(p->v, t, t->keys, end, next, p->values);
     char *to = s->keys + at * s->deep * 2 * TILE;
-    expect(p->k, b, h, first + rows, lesser(first + rows + SPAN, p->keys), p->size);
-    expect(p->v, b, h, first + rows, lesser(first + rows + SPAN, p->keys), p->values);
     for (int64_t j = 0; j < SPAN; j++)
         for (int64_t d = 0; d < s->deep; d++) {
-            int64_t left = j < rows ? p->size - d * DEPTH : 0;
-            __mmask32 there = (uint32_t)first_lanes(left - SIDE) << SIDE | first_lanes(left);
-            __m512i row = _mm512_maskz_loadu_epi16(there, keys + j * p->k.row + d * DEPTH);
+            __mmask32 there = first + j < end ? halves_of(p->size - d * DEPTH) : 0;
+            __m512i row = _mm512_maskz_loadu_epi16(there, keys + key[j] * p->k.row + d * DEPTH);
             _mm512_store_si512(to + (j / SIDE * s->deep + d) * TILE + j % SIDE * 64, row);
         }
-    uint32_t real = real_keys(p, b, first);
     vf block[WIDTH];
     to = s->values + at * s->pairs * 2 * TILE;
-    for (int64_t e = 0; e < 2 * s->pairs; e++, to += TILE) {
-        __mmask16 there = first_lanes(p->values - e * SIDE);
+    for (int64_t e = 0; e < 2 * s->pairs * SIDE; e += SIDE, to += TILE) {
+        __mmask16 there = first_lanes(p->values - e);
         for (int64_t i = 0; i < SIDE; i++) {
-            const uint16_t *row = values + 2 * i * p->v.row + e * SIDE;
-            __m256i low = _mm256_maskz_loadu_epi16(real >> 2 * i & 1 ? there : 0, row);
-            __m256i high = _mm256_maskz_loadu_epi16(real >> 2 * i & 2 ? there : 0, row + p->v.row);
+            __mmask16 even = real >> 2 * i & 1 ? there : 0, odd = real >> 2 * i & 2 ? there : 0;
+            __m256i low = _mm256_maskz_loadu_epi16(even, values + key[2 * i] * p->v.row + e);
+            __m256i high = _mm256_maskz_loadu_epi16(odd, values + key[2 * i + 1] * p->v.row + e);
             __m512i above = _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
             block[i] = (vf)_mm512_or_si512(_mm512_cvtepu16_epi32(low), above);
         }
@@ -158,23 +169,68 @@ static void pack_group(const problem *p, const strips *s, int64_t b, int64_t h, 
 }
 
 /* Queries of a strip as tiles of the right side: pairs of numbers by queries. */
-static void pack_queries(const problem *p, const strips *s, int64_t b, int64_t h, int64_t first, int64_t rows) {
-    const uint16_t *queries = (uint16_t *)p->q.data + b * p->q.batch + h * p->q.head + first * p->q.row;
+static void pack_queries(const problem *p, const strips *s, const strip *t) {
+    const uint16_t *queries = (uint16_t *)p->q.data + t->b * p->q.batch + t->h * p->q.head;
+    int64_t end = t->first + t->rows;
     vf block[WIDTH];
     char *to = s->queries;
-    expect(p->q, b, h, first + rows, lesser(first + rows + SPAN, p->length), p->size);
-    for (int64_t d = 0; d < s->deep; d++) {
-        int64_t left = p->size - d * DEPTH;
-        __mmask32 there = (uint32_t)first_lanes(left - SIDE) << SIDE | first_lanes(left);
-        for (int64_t half = 0; half < SPAN; half += SIDE, to += TILE) {
-            for (int64_t i = 0; i < SIDE; i++) {
-                const uint16_t *row = queries + (half + i) * p->q.row + d * DEPTH;
-                block[i] = (vf)_mm512_maskz_loadu_epi16(half + i < rows ? there : 0, row);
+    expect(p->q, t, t->queries, end, lesser(end + SPAN, p->length), p->size);
+    for (int64_t d = 0; d < s->deep; d++)
+        for (int64_t half = t->first; half < t->first + SPAN; half += SIDE, to += TILE) {
+            for (int64_t i = half; i < half + SIDE; i++) {
+                const uint16_t *row = queries + (i < end ? token(t->queries, i) : 0) * p->q.row + d * DEPTH;
+                block[i - half] = (vf)_mm512_maskz_loadu_epi16(i < end ? halves_of(p->size - d * DEPTH) : 0, row);
             }
             transpose_block(block);
             memcpy(to, block, TILE);
         }
+}
+
+/* Outputs that a strip begins with, from the rows of a tensor that `which` names. */
+static void lay_outputs(const problem *p, const strips *s, const strip *t, tensor x, int bf16, const int64_t *rows,
+                        uint32_t which) {
+    vf block[WIDTH];
+    for (int64_t e = 0; e < p->values; e += SIDE)
+        for (int64_t half = 0; half < SPAN; half += SIDE) {
+            __mmask16 there = first_lanes(p->values - e);
+            for (int64_t i = half; i < half + SIDE; i++) {
+                int64_t at = t->b * x.batch + t->h * x.head + rows[i] * x.row + e;
+                __mmask16 own = which >> i & 1 ? there : 0;
+                __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(bf16 ? own : 0, (uint16_t *)x.data + at));
+                __m512 row = _mm512_maskz_loadu_ps(bf16 ? 0 : own, (float *)x.data + at);
+                block[i - half] = bf16 ? (vf)_mm512_slli_epi32(wide, 16) : (vf)row;
+            }
+            transpose_block(block);
+            for (int64_t i = 0; i < SIDE; i++) *(vf *)(s->out + (e + i) * SPAN + half) = block[i];
+        }
+}
+
+/* Memory of a thread, in one piece; NULL where there is none. */
+static float *begin_strips(const problem *p, strips *s) {
+    int64_t most = 0, own = 0;
+    for (int64_t block = 0; block < (p->own ? p->own[p->batch * p->heads] : p->blocks); block++, own = 0) {
+        for (int64_t e = p->first[block]; e < p->first[block + 1]; e++)
+            own += greater(p->entries[e].end - p->entries[e].begin, 0) / SPAN + 2;
+        most = greater(most, own);
     }
+    *s = (strips){.groups = (p->ranks + SPAN - 1) / SPAN, .deep = (p->size + DEPTH - 1) / DEPTH,
+                  .pairs = (p->values + SPAN - 1) / SPAN, .item = -1};
+    int64_t words = TILE / 2, keys = s->groups * s->deep * words, values = s->groups * s->pairs * words;
+    int64_t again = greater(SQUARE, 2 * padded(p->size)), faded = p->spans ? padded(p->keys + p->length + 1) : 0;
+    int64_t rest = s->pairs * SQUARE + faded + padded(2 * most) + padded((s->groups + 3) / 4);
+    float *memory = floats(keys + values + (s->deep + 2 * WAITING) * words + 2 * SQUARE + again + rest), *at = memory;
+    if (!memory) return NULL;
+    s->keys = (char *)at, at += keys;
+    s->values = (char *)at, at += values;
+    s->queries = (char *)at, at += s->deep * words;
+    s->weights = (char *)at, at += 2 * WAITING * words;
+    s->scores = at, at += 2 * SQUARE;
+    s->again = at, at += again;
+    s->out = at, at += s->pairs * SQUARE;
+    s->faded = at, at += faded;
+    s->list = (group *)at, at += padded(2 * most);
+    s->packed = (uint8_t *)at;
+    return memory;
 }
 #endif
 """

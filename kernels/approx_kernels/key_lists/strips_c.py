@@ -6,35 +6,71 @@ STRIPS = (
     GROUPS
     + r"""
 #if HAVE_TILES
-/* Keys of an entry that queries from position `early` to `late` see. */
-INLINE void range_of(const entry *e, int64_t early, int64_t late, int64_t *begin, int64_t *end) {
-    *begin = greater(e->begin, early + e->low), *end = lesser(e->end, late + e->high + 1);
+/* Ranks of keys of an entry that somebody at these positions sees; distances between tokens tell nothing of ranks. */
+INLINE void range_of(const problem *p, const entry *e, int64_t early, int64_t late, int64_t *begin, int64_t *end) {
+    *begin = p->own ? e->begin : greater(e->begin, early + e->low);
+    *end = p->own ? e->end : lesser(e->end, late + e->high + 1);
+}
+
+/* Distances at which a head has any weight left. */
+INLINE int64_t reach_of(const problem *p, int64_t h) {
+    int64_t all = p->keys + p->length;
+    return p->spans ? lesser(all, greater((int64_t)ceilf(p->spans[h] + p->ramp), 0)) : all;
+}
+
+/* What the score of a head loses by distance, up to where nothing is left. */
+static void fade(const problem *p, int64_t h, float *faded) {
+    int64_t reach = reach_of(p, h);
+    for (int64_t away = 0; away <= reach; away++) {
+        float left = (p->spans[h] + p->ramp - away) / p->ramp;
+        faded[away] = left <= 0.0f ? -INFINITY : left < 1.0f ? logf(left) / p->scale : 0.0f;
+    }
 }
 
 /* The groups that a strip sees, in which somebody is real. */
-static int64_t groups_of(const problem *p, int64_t b, int64_t block, int64_t early, int64_t late, group *list) {
-    int64_t count = 0, begin, end;
+static int64_t groups_of(const problem *p, const strip *t, int64_t block, group *list) {
+    int64_t count = 0, reach = reach_of(p, t->h), begin, end;
     for (int64_t e = p->first[block]; e < p->first[block + 1]; e++) {
-        range_of(p->entries + e, early, late, &begin, &end);
+        range_of(p, p->entries + e, t->early, t->late, &begin, &end);
+        if (p->spans) begin = greater(begin, t->early - reach + 1), end = lesser(end, t->late + reach);
         for (int64_t at = begin / SPAN; at * SPAN < end; at++)
-            if (real_keys(p, b, at * SPAN)) list[count++] = (group){(int32_t)at, (int32_t)e};
+            if (real_keys(p, t, at * SPAN)) list[count++] = (group){(int32_t)at, (int32_t)e};
     }
     return count;
 }
 
-/* Scores of what queries from position `early` on do not see become minus infinity. */
-static __attribute__((noinline)) void hide(const problem *p, int64_t b, int64_t early, group g, float *scores) {
+/* A score less what distance takes; minus infinity where the key is not seen. */
+INLINE void hide_lanes(const problem *p, const strips *s, int64_t reach, __m512i at, int32_t key, __mmask16 seen,
+                       float *scores) {
+    if (p->spans) {
+        __m512i away = _mm512_abs_epi32(_mm512_sub_epi32(at, _mm512_set1_epi32(key)));
+        away = _mm512_min_epi32(away, _mm512_set1_epi32((int32_t)reach));
+        _mm512_store_ps(scores, _mm512_add_ps(_mm512_load_ps(scores), _mm512_i32gather_ps(away, s->faded, 4)));
+    }
+    _mm512_mask_store_ps(scores, ~seen, _mm512_set1_ps(-INFINITY));
+}
+
+/* Scores of a group that a strip does not see as they are. */
+static __attribute__((noinline)) void hide(const problem *p, const strips *s, const strip *t, group g, float *scores) {
     const entry *e = p->entries + g.entry;
-    int64_t first = (int64_t)g.at * SPAN;
-    uint32_t real = real_keys(p, b, first);
-    int whole = first >= e->begin && first + SPAN <= e->end && first - early >= e->low + SPAN - 1;
-    if (whole && first + SPAN - 1 - early <= e->high && real == ~0u) return;
+    int64_t first = (int64_t)g.at * SPAN, reach = reach_of(p, t->h), low = INT32_MAX, high = INT32_MIN;
+    uint32_t real = real_keys(p, t, first);
+    int32_t key[SPAN];
+    for (int64_t j = 0; j < SPAN; j++) {
+        int there = first + j < p->ranks;
+        key[j] = (int32_t)(p->own && there ? token(t->keys, first + j) : first + j);
+        low = lesser(low, key[j]), high = greater(high, key[j]);
+    }
+    int near = !p->spans || greater(high - t->early, t->late - low) <= p->spans[t->h];
+    int inside = first >= e->begin && first + SPAN <= e->end && high - t->early <= e->high && low - t->late >= e->low;
+    if (near && inside && real == ~0u) return;
     for (int64_t j = 0; j < SPAN; j++, scores += SPAN) {
-        int64_t key = first + j, from = greater(key - e->high - early, 0), to = lesser(key - e->low - early, SPAN - 1);
-        int seen = (real >> j & 1) && key >= e->begin && key < e->end && from <= to;
-        uint32_t hidden = seen ? ~(~0u << from & ~0u >> (SPAN - 1 - to)) : ~0u;
-        _mm512_mask_store_ps(scores, hidden & 0xffff, _mm512_set1_ps(-INFINITY));
-        _mm512_mask_store_ps(scores + SIDE, hidden >> SIDE, _mm512_set1_ps(-INFINITY));
+        int listed = (real >> j & 1) && first + j >= e->begin && first + j < e->end;
+        __m512i from = _mm512_set1_epi32(key[j] - e->high), to = _mm512_set1_epi32(key[j] - e->low);
+        __mmask16 left = _mm512_cmpge_epi32_mask(t->left, from) & _mm512_cmple_epi32_mask(t->left, to);
+        __mmask16 right = _mm512_cmpge_epi32_mask(t->right, from) & _mm512_cmple_epi32_mask(t->right, to);
+        hide_lanes(p, s, reach, t->left, key[j], listed ? left : 0, scores);
+        hide_lanes(p, s, reach, t->right, key[j], listed ? right : 0, scores + SIDE);
     }
 }
 
@@ -65,63 +101,100 @@ INLINE void rise(const strips *s, lanes *l, __m512 sums, __m512 top, int64_t hal
 }
 
 /* Weights of some groups again, when the first attempt left the bounds. */
-static __attribute__((noinline)) void weigh_again(const problem *p, const strips *s, int64_t b, int64_t early,
+static __attribute__((noinline)) void weigh_again(const problem *p, const strips *s, const strip *t,
                                                   const group *groups, int64_t count, char *weights, weighing *w,
                                                   __m512 left_sums, __m512 right_sums) {
     __m512 left = _mm512_set1_ps(-INFINITY), right = left;
     for (int64_t g = 0; g < count; g++) {
         meet(s, groups[g].at, s->again, NULL, 0);
-        hide(p, b, early, groups[g], s->again);
+        hide(p, s, t, groups[g], s->again);
         highest(s->again, &left, &right);
     }
     rise(s, &w->left, left_sums, _mm512_mul_ps(w->factor, left), 0);
     rise(s, &w->right, right_sums, _mm512_mul_ps(w->factor, right), SIDE);
     for (int64_t g = 0; g < count; g++) {
         meet(s, groups[g].at, s->again, NULL, 0);
-        hide(p, b, early, groups[g], s->again);
+        hide(p, s, t, groups[g], s->again);
         w->scores = s->again, w->weights = weights + g * 2 * TILE, w->done = 0;
         weigh_pairs(w, SPAN / 2);
     }
 }
 
+/* What queries know before their lists: what earlier parts made, as one weight of 1, or the key at their own position. */
+static void begin_lanes(const problem *p, const strips *s, const strip *t, const queries_of_block *w, lanes *left,
+                        lanes *right) {
+    float origin[SPAN] = {0}, sum[SPAN] = {0};
+    int64_t row[SPAN] = {0};
+    uint32_t which = 0;
+    if (t->part || p->itself > 0.0f)
+        for (int64_t i = 0; i < t->rows; i++) {
+            int64_t query = token(t->queries, t->first + i), at = w->at[t->first - w->first + i];
+            float score = -INFINITY;
+            if (t->part) row[i] = query, score = p->lse[(t->b * p->heads + t->h) * p->length + query];
+            else if (sees_itself(p, w, t->first - w->first + i)) {
+                /* The strip's other memory is not in use yet. */
+                read_row(p->q, 1, t->b, t->h, query, p->size, s->again);
+                for (int64_t d = 0; d < p->size; d++) s->again[d] *= p->scale;
+                row[i] = at, score = own_score(p, t->b, t->h, at, s->again, s->again + padded(p->size));
+            }
+            if (score == -INFINITY) continue;
+            origin[i] = score * 1.44269504f, sum[i] = 1.0f, which |= 1u << i;
+        }
+    if (which) lay_outputs(p, s, t, t->part ? p->out : p->v, !t->part, row, which);
+    else memset(s->out, 0, sizeof(float) * s->pairs * SQUARE);
+    __m512 none = _mm512_setzero_ps();
+    *left = (lanes){_mm512_loadu_ps(origin), _mm512_loadu_ps(sum), none};
+    *right = (lanes){_mm512_loadu_ps(origin + SIDE), _mm512_loadu_ps(sum + SIDE), none};
+}
+
+/* Lanes that know nothing begin with the largest of their first scores. */
+INLINE void begin_origin(lanes *l, __m512 top, __m512 factor) {
+    __mmask16 fresh = _mm512_cmp_ps_mask(l->low, _mm512_setzero_ps(), _CMP_EQ_OQ);
+    fresh &= _mm512_cmp_ps_mask(top, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
+    l->origin = _mm512_mask_mul_ps(l->origin, fresh, factor, top);
+}
+
 /* Outputs of SIDE queries of a strip, and the logarithms of their normalisers. */
-static void write_lanes(const problem *p, const strips *s, int64_t b, int64_t h, int64_t first, int64_t rows,
-                        const lanes *l, int64_t half) {
+static void write_lanes(const problem *p, const strips *s, const strip *t, const lanes *l, int64_t half) {
     __m512 sums = _mm512_add_ps(l->low, l->high);
     __mmask16 any = _mm512_cmp_ps_mask(sums, _mm512_setzero_ps(), _CMP_NEQ_UQ);
     __m512 share = _mm512_maskz_div_ps(any, _mm512_set1_ps(1.0f), sums);
-    uint16_t *to = (uint16_t *)p->out.data + b * p->out.batch + h * p->out.head + first * p->out.row;
-    float *lse = p->lse + (b * p->heads + h) * p->length + first, origins[SIDE], sum[SIDE];
+    int64_t head = t->b * p->out.batch + t->h * p->out.head, rows = lesser(t->rows - half, SIDE);
+    float *lse = p->lse + (t->b * p->heads + t->h) * p->length, origins[SIDE], sum[SIDE];
     vf block[WIDTH];
+    _mm512_storeu_ps(origins, l->origin), _mm512_storeu_ps(sum, sums);
     for (int64_t e = 0; e < p->values; e += SIDE) {
         for (int64_t i = 0; i < SIDE; i++)
             block[i] = (vf)_mm512_mul_ps(share, _mm512_load_ps(s->out + (e + i) * SPAN + half));
         transpose_block(block);
-        for (int64_t i = 0; i < rows; i++)
-            _mm256_mask_storeu_epi16(to + i * p->out.row + e, first_lanes(p->values - e),
-                                     (__m256i)_mm512_cvtneps_pbh((__m512)block[i]));
+        for (int64_t i = 0; i < rows; i++) {
+            int64_t at = head + token(t->queries, t->first + half + i) * p->out.row + e;
+            __mmask16 there = first_lanes(p->values - e);
+            __m256i narrow = (__m256i)_mm512_cvtneps_pbh((__m512)block[i]);
+            /* What parts add to is float32. */
+            if (p->parts > 1) _mm512_mask_storeu_ps((float *)p->out.data + at, there, (__m512)block[i]);
+            else _mm256_mask_storeu_epi16((uint16_t *)p->out.data + at, there, narrow);
+        }
     }
-    _mm512_storeu_ps(origins, l->origin), _mm512_storeu_ps(sum, sums);
-    for (int64_t i = 0; i < rows; i++) lse[i] = origins[i] * 0.69314718f + logf(sum[i]);
+    for (int64_t i = 0; i < rows; i++)
+        lse[token(t->queries, t->first + half + i)] = origins[i] * 0.69314718f + logf(sum[i]);
 }
 
-static void attend_strip(const problem *p, strips *s, int64_t b, int64_t h, int64_t block, int64_t first,
-                         int64_t rows) {
-    int64_t early = p->before + first, count = groups_of(p, b, block, early, early + rows - 1, s->list), had = 0;
+static void attend_strip(const problem *p, strips *s, const strip *t, const queries_of_block *q) {
+    int64_t count = groups_of(p, t, q->block, s->list), had = 0;
     /* Products of a group, four to a square, share its pairs of keys. */
     int64_t squares = s->deep + s->pairs, share = (SPAN / 2 + 4 * squares - 1) / (4 * squares);
-    for (int64_t g = 0; g < count; g++)
-        if (!s->packed[s->list[g].at]) pack_group(p, s, b, h, s->list[g].at), s->packed[s->list[g].at] = 1;
-    pack_queries(p, s, b, h, first, rows);
-    memset(s->out, 0, sizeof(float) * s->pairs * SQUARE);
     weighing w = {.factor = _mm512_set1_ps(p->scale * 1.44269504f)};
+    begin_lanes(p, s, t, q, &w.left, &w.right);
+    for (int64_t g = 0; g < count; g++)
+        if (!s->packed[s->list[g].at]) pack_group(p, s, t, s->list[g].at), s->packed[s->list[g].at] = 1;
+    pack_queries(p, s, t);
     if (count) {
-        __m512 lowest = _mm512_set1_ps(-INFINITY), left = lowest, right = lowest;
+        __m512 left = _mm512_set1_ps(-INFINITY), right = left;
         meet(s, s->list[0].at, s->scores, NULL, 0);
-        hide(p, b, early, s->list[0], s->scores);
+        hide(p, s, t, s->list[0], s->scores);
         highest(s->scores, &left, &right);
-        w.left.origin = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(left, lowest, _CMP_NEQ_UQ), w.factor, left);
-        w.right.origin = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(right, lowest, _CMP_NEQ_UQ), w.factor, right);
+        begin_origin(&w.left, left, w.factor), begin_origin(&w.right, right, w.factor);
     }
     for (int64_t start = 0; start < count; start += WAITING) {
         const group *groups = s->list + start, *earlier = groups - WAITING;
@@ -132,70 +205,58 @@ static void attend_strip(const problem *p, strips *s, int64_t b, int64_t h, int6
         for (int64_t g = 0; g < WAITING; g++) {
             float *scores = s->scores + g % 2 * SQUARE, *next = s->scores + (g + 1) % 2 * SQUARE;
             w.scores = scores, w.weights = weights + g * 2 * TILE, w.done = g < some ? 0 : SPAN / 2;
-            if (start + g && g < some) hide(p, b, early, groups[g], scores);
+            if (start + g && g < some) hide(p, s, t, groups[g], scores);
             if (start + g + 1 < count) meet(s, groups[g + 1].at, next, &w, share);
             for (int64_t pair = g; had && pair < s->pairs; pair += WAITING)
                 bring(s, pair, earlier, had, waiting, &w, share);
             weigh_pairs(&w, SPAN / 2);
         }
-        if (astray(&w.left) | astray(&w.right)) weigh_again(p, s, b, early, groups, some, weights, &w, left, right);
+        if (astray(&w.left) | astray(&w.right)) weigh_again(p, s, t, groups, some, weights, &w, left, right);
         had = some;
     }
     for (int64_t pair = 0; had && pair < s->pairs; pair++) {
         int64_t start = count - had, turn = start / WAITING % 2;
         bring(s, pair, s->list + start, had, s->weights + turn * WAITING * 2 * TILE, NULL, 0);
     }
-    write_lanes(p, s, b, h, first, lesser(rows, SIDE), &w.left, 0);
-    write_lanes(p, s, b, h, first + SIDE, rows - SIDE, &w.right, SIDE);
+    write_lanes(p, s, t, &w.left, 0), write_lanes(p, s, t, &w.right, SIDE);
 }
 
-/* Memory of a thread, in one piece; NULL where there is none. */
-static float *begin_strips(const problem *p, strips *s) {
-    int64_t most = 0;
-    for (int64_t block = 0; block < p->blocks; block++) {
-        int64_t own = 0;
-        for (int64_t e = p->first[block]; e < p->first[block + 1]; e++)
-            own += greater(p->entries[e].end - p->entries[e].begin, 0) / SPAN + 2;
-        most = greater(most, own);
+/* Strips of a block. */
+static void attend_block(const problem *p, strips *s, int64_t item, int64_t block) {
+    queries_of_block q = {.block = block};
+    strip t = {.b = item / p->heads, .h = item % p->heads};
+    queries_from(p, t.b, t.h, &q);
+    t.part = q.part, t.queries = q.order, t.keys = order_of(p, p->key_order, t.b, t.h, q.part, p->ranks);
+    if (item != s->item || t.part != s->part) memset(s->packed, 0, s->groups);
+    if (item != s->item && p->spans) fade(p, t.h, s->faded);
+    s->item = item, s->part = t.part;
+    for (int64_t first = 0; first < q.rows; first += SPAN) {
+        t.first = q.first + first, t.rows = lesser(SPAN, q.rows - first);
+        t.early = q.at[first], t.late = q.at[first + t.rows - 1];
+        t.left = _mm512_maskz_loadu_epi32(first_lanes(t.rows), q.at + first);
+        t.right = _mm512_maskz_loadu_epi32(first_lanes(t.rows - SIDE), q.at + first + SIDE);
+        attend_strip(p, s, &t, &q);
     }
-    *s = (strips){.groups = (p->keys + SPAN - 1) / SPAN, .deep = (p->size + DEPTH - 1) / DEPTH,
-                  .pairs = (p->values + SPAN - 1) / SPAN, .item = -1};
-    int64_t words = TILE / 2, keys = s->groups * s->deep * words, values = s->groups * s->pairs * words;
-    int64_t squares = 3 + s->pairs, rest = padded(2 * most) + padded((s->groups + 3) / 4);
-    float *memory = floats(keys + values + (s->deep + 2 * WAITING) * words + squares * SQUARE + rest);
-    if (!memory) return NULL;
-    float *at = memory;
-    s->keys = (char *)at, at += keys;
-    s->values = (char *)at, at += values;
-    s->queries = (char *)at, at += s->deep * words;
-    s->weights = (char *)at, at += 2 * WAITING * words;
-    s->scores = at, at += 2 * SQUARE;
-    s->again = at, at += SQUARE;
-    s->out = at, at += s->pairs * SQUARE;
-    s->list = (group *)at, at += padded(2 * most);
-    s->packed = (uint8_t *)at;
-    return memory;
 }
 
 /* Whether strips save time: not where lists are of keys here and there, for groups are computed whole. */
 static int worth_strips(const problem *p) {
-    if (!p->bf16 || p->own || p->query_order || p->key_order || p->spans || p->dropout.bound || p->itself > 0.0f) return 0;
-    if (!tiles_at_hand() || p->length < SIDE) return 0;
+    if (!p->bf16 || p->dropout.bound || !tiles_at_hand() || p->length < SIDE || (p->spans && p->scale <= 0.0f)) return 0;
     int64_t listed = 0, computed = 0, begin, end;
-    for (int64_t block = 0; block < p->blocks; block++)
+    for (int64_t block = 0; block < (p->own ? p->own[p->batch * p->heads] : p->blocks); block++)
         for (int64_t first = p->starts[block]; first < p->starts[block + 1]; first += SPAN)
             for (int64_t e = p->first[block]; e < p->first[block + 1]; e++) {
-                int64_t late = p->before + lesser(first + SPAN, p->starts[block + 1]) - 1;
-                range_of(p->entries + e, p->before + first, late, &begin, &end);
+                int64_t early = p->before + first % p->length, rows = lesser(SPAN, p->starts[block + 1] - first);
+                range_of(p, p->entries + e, early, early + rows - 1, &begin, &end);
                 if (begin >= end) continue;
                 listed += end - begin, computed += (end + SPAN - 1) / SPAN * SPAN - begin / SPAN * SPAN;
             }
     return computed <= 2 * listed;
 }
 
-/* Heads are cut where there are few of them for the threads. */
+/* Heads are cut where there are few of them for the threads, and nothing follows from earlier parts. */
 static int attend_strips(const problem *p) {
-    int64_t items = p->batch * p->heads, cuts = lesser(greater(4 * p->threads / items, 1), p->blocks);
+    int64_t items = p->batch * p->heads, cuts = p->parts > 1 ? 1 : greater(4 * p->threads / items, 1);
     int failed = 0;
 #pragma omp parallel num_threads(p->threads) reduction(| : failed)
     {
@@ -205,14 +266,11 @@ static int attend_strips(const problem *p) {
         failed |= !memory;
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < items * cuts; task++) {
-            int64_t item = task / cuts, block = task % cuts * p->blocks / cuts, last = (task % cuts + 1) * p->blocks / cuts;
-            if (!memory) continue;
-            if (item != s.item) memset(s.packed, 0, s.groups), s.item = item;
-            for (; block < last; block++)
-                for (int64_t first = p->starts[block]; first < p->starts[block + 1]; first += SPAN) {
-                    int64_t rows = lesser(SPAN, p->starts[block + 1] - first);
-                    attend_strip(p, &s, item / p->heads, item % p->heads, block, first, rows);
-                }
+            int64_t item = task / cuts, begin, end;
+            blocks_of(p, item, &begin, &end);
+            int64_t block = begin + task % cuts * (end - begin) / cuts;
+            end = begin + (task % cuts + 1) * (end - begin) / cuts;
+            for (; memory && block < end; block++) attend_block(p, &s, item, block);
         }
         end_halves(half), free(memory);
     }

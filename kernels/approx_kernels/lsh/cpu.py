@@ -112,7 +112,8 @@ def bucket_lists(
     mask = None if key_mask is None else key_mask.contiguous()
     by_query = _codes(q, projections, highest)
     by_key = _codes(k, projections, highest, mask, {}) if notes is None else _noted_codes(k, projections, mask, notes)
-    orders = [torch.empty(rounds, batch, heads, n, dtype=torch.int32) for n in (length, ranks)]
+    # Ranks that no stretch has may be read with those beside them: they are to name some token.
+    orders = [torch.zeros(rounds, batch, heads, n, dtype=torch.int32) for n in (length, ranks)]
     items = batch * heads * rounds
     blocks, starts, count = (torch.empty(n, dtype=torch.int64) for n in (batch * heads + 1, items * most + 1, items))
     entries = torch.empty(items * most, 4, dtype=torch.int32)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from approx.conversion import families, hub, integrity
@@ -158,12 +159,20 @@ def processor(source: Source) -> Any:
         "AutoProcessor",
     )
     try:
-        return _from_folder(kind, source)
+        found = _from_folder(kind, source)
+        tokenizer = getattr(found, "tokenizer", found)
+        # Where its files are missing, transformers makes one that knows no word, and scores would be those of noise.
+        if (
+            isinstance(tokenizer, PreTrainedTokenizerBase)
+            and not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens
+        ):
+            raise ValueError("the vocabulary is missing")
     except Exception as error:
         raise ApproxError(
             f"{source.folder} has no usable tokenizer or feature extractor: {_short(error)}. Copy its files beside the weights.",
             Exit.UNAVAILABLE,
         ) from error
+    return found
 
 
 def _from_folder(kind: str, source: Source) -> Any:

@@ -73,7 +73,7 @@ def test_force_replaces_checkpoints_and_nothing_else(tmp_path, monkeypatch):
 
 def test_the_current_folder_is_not_pulled_from_under_the_user(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for out in (Path("."), tmp_path):
+    for out in (Path("."), tmp_path, tmp_path.parent):
         with pytest.raises(ApproxError, match="current folder") as caught:
             write(out, force=True)
         assert caught.value.exit_code == Exit.REFUSED

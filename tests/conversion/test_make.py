@@ -129,6 +129,20 @@ def test_an_existing_folder_is_refused_before_any_work(converted, base):
     assert steps == []
 
 
+def test_what_is_read_is_not_deleted_by_force(converted, base, tmp_path):
+    run = shutil.copytree(base, tmp_path / "run")
+    inside = shutil.copytree(base, run / "checkpoint-500")
+    away = shutil.copytree(converted[0], run / "converted")
+    for make_folder in (
+        lambda: make.convert(run, run, PLAN, force=True),
+        lambda: make.convert(inside, run, PLAN, force=True),
+        lambda: make.revert(away, run, force=True),
+    ):
+        with pytest.raises(ApproxError, match="would be deleted") as caught:
+            make_folder()
+        assert caught.value.exit_code == Exit.REFUSED
+
+
 @pytest.mark.parametrize("name", ["weights", "code"])
 def test_a_converted_folder_that_was_changed_is_refused(name, converted, tmp_path):
     folder = shutil.copytree(converted[0], tmp_path / "copy")

@@ -53,7 +53,7 @@ def test_a_file_instead_of_a_folder(good):
 
 
 def test_a_checkpoint_without_its_tokenizer_is_not_read_by_one_that_knows_no_word(good):
-    with pytest.raises(ApproxError, match="vocabulary is missing.*Copy its files") as caught:
+    with pytest.raises(ApproxError, match=r"vocabulary is missing.*Copy its files") as caught:
         checkpoint.processor(checkpoint.locate(good))
     assert caught.value.exit_code == Exit.UNAVAILABLE
 

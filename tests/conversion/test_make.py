@@ -196,6 +196,13 @@ def test_the_checks_hold_on_every_family(architecture, tmp_path):
     assert sum(check.passed is True for check in checks) >= 2
 
 
+def test_what_is_slow_at_the_exact_limit_alone_is_not_told(caplog):
+    caplog.set_level("INFO", "approx_kernels")
+    # With the wide window of its limit it has no C; without one it has.
+    assert verify.exact_limit(tiny("BertModel"), Plan.of("linear")).passed
+    assert not [line for line in caplog.messages if "plain PyTorch" in line]
+
+
 def test_a_check_sees_what_it_is_for(tmp_path):
     model = tiny("GPT2LMHeadModel")
     surgery.convert(model, Plan.of("local", left=3, right=3))

@@ -36,11 +36,12 @@ def atomic_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
         temporary.mkdir()
     except OSError as error:
         raise ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.") from None
-    # Somebody else may have been faster, or a killed run's original was just put back in its place.
+    # Somebody else may be faster, before the work or during it, or a killed run's original was just put back in its place.
     try:
         refuse_existing(out, force=force)
         yield temporary
         seal(temporary)
+        refuse_existing(out, force=force)
         _replace(temporary, out, old)
     except (OSError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno is None:

@@ -154,12 +154,8 @@ def processor(source: Source) -> Any:
     Raises:
         ApproxError: if there is none.
     """
-    kind = {"input_ids": "AutoTokenizer", "pixel_values": "AutoImageProcessor"}.get(
-        source.stock_class.main_input_name,  # type: ignore[attr-defined]  # every PreTrainedModel has it
-        "AutoProcessor",
-    )
     try:
-        found = _from_folder(kind, source)
+        found = _from_folder(processor_class(source.stock_class), source)
         tokenizer = getattr(found, "tokenizer", found)
         # Where its files are missing, transformers makes one that knows no word, and scores would be those of noise.
         if (
@@ -173,6 +169,14 @@ def processor(source: Source) -> Any:
             Exit.UNAVAILABLE,
         ) from error
     return found
+
+
+def processor_class(model_class: type) -> str:
+    """Name of the auto class that reads what models of a class take."""
+    return {"input_ids": "AutoTokenizer", "pixel_values": "AutoImageProcessor"}.get(
+        model_class.main_input_name,  # type: ignore[attr-defined]  # every PreTrainedModel has it
+        "AutoProcessor",
+    )
 
 
 def _from_folder(kind: str, source: Source) -> Any:

@@ -265,6 +265,7 @@ def test_a_processor_whose_class_only_the_config_told_comes_along(tmp_path):
         make.convert(base, out, Plan.of("local", left=3))
         before, after = auto.from_pretrained(base), auto.from_pretrained(out)
         assert type(after) is type(before)
+        assert f"= {auto.__name__}.from_pretrained(" in (out / "README.md").read_text()
         read, wanted = (dict(reader(given, return_tensors="pt")) for reader in (after, before))
         assert read.keys() == wanted.keys()
         assert all(torch.equal(read[key], wanted[key]) for key in wanted)

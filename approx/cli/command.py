@@ -1,6 +1,7 @@
 """What makes a function a command: the options all share, and errors told in one line with the right exit code."""
 
 import contextlib
+import errno
 import functools
 import inspect
 import os
@@ -35,6 +36,7 @@ _SHARED = {
     ],
 }
 _INTERRUPTED = "Interrupted. Nothing was left half-written; give the command again."
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -131,6 +133,12 @@ def _explained(error: BaseException, interrupted: str) -> tuple[str, Exit]:
         return f"{text}. A package is missing or broken; install approx-attention again.", Exit.MISSING
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}. Mend the path, its permissions or the disk.", Exit.UNAVAILABLE
+    # What fails while a file is written does not name it.
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return (
+            f"The disk takes no more: {error.strerror}. Free some space, then give the command again.",
+            Exit.UNAVAILABLE,
+        )
     where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{os.path.basename(where.filename)}, line {where.lineno}"
     return f"Internal error: {text} ({place}). Run it again with --debug and report the traceback.", Exit.INTERNAL

@@ -113,6 +113,7 @@ def plan(
 ) -> None:
     """Show what a plan does to each layer, what it costs at each length, and the most that attention can gain."""
     from approx.pipeline import stages
+    from approx.pipeline.journal import write_whole
 
     chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, checkpoint)
     counted = options.read_numbers(lengths, "--lengths")
@@ -132,8 +133,7 @@ def plan(
         title="One forward pass of one sequence, counted; `approx bench` measures it",
     )
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(chosen.to_json() if output.suffix == ".json" else chosen.to_yaml(), encoding="utf-8")
+        write_whole(output, chosen.to_json() if output.suffix == ".json" else chosen.to_yaml())
         terminal.note(f"Plan written to {output}")
     terminal.result(found, layer_table(found["layers"], {}, verbose=terminal.verbose), costs, *found["warnings"])
 

@@ -102,9 +102,11 @@ def evaluate(
 
     if task is None:
         raise ApproxError("No task was given. Name one with --task, e.g. --task glue/sst2.")
+    options.check_output(output, force)
     outputs = None if output is None else output.with_suffix(".parquet")
-    for file in (output, outputs):
-        options.check_output(file, force)
+    if output is not None and output == outputs:
+        raise ApproxError(f"{output} is where the outputs of each example go. Give the record the ending .json.")
+    options.check_output(outputs, force)
     with terminal.progress() as bar:
         made = stages.evaluate(
             model, task, against=against, data=data, split=split, limit=limit, streaming=streaming,

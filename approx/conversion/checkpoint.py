@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from approx.conversion import families, hub, integrity
@@ -153,17 +154,29 @@ def processor(source: Source) -> Any:
     Raises:
         ApproxError: if there is none.
     """
-    kind = {"input_ids": "AutoTokenizer", "pixel_values": "AutoImageProcessor"}.get(
-        source.stock_class.main_input_name,  # type: ignore[attr-defined]  # every PreTrainedModel has it
-        "AutoProcessor",
-    )
     try:
-        return _from_folder(kind, source)
+        found = _from_folder(processor_class(source.stock_class), source)
+        tokenizer = getattr(found, "tokenizer", found)
+        # Where its files are missing, transformers makes one that knows no word, and scores would be those of noise.
+        if (
+            isinstance(tokenizer, PreTrainedTokenizerBase)
+            and not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens
+        ):
+            raise ValueError("the vocabulary is missing")
     except Exception as error:
         raise ApproxError(
             f"{source.folder} has no usable tokenizer or feature extractor: {_short(error)}. Copy its files beside the weights.",
             Exit.UNAVAILABLE,
         ) from error
+    return found
+
+
+def processor_class(model_class: type) -> str:
+    """Name of the auto class that reads what models of a class take."""
+    return {"input_ids": "AutoTokenizer", "pixel_values": "AutoImageProcessor"}.get(
+        model_class.main_input_name,  # type: ignore[attr-defined]  # every PreTrainedModel has it
+        "AutoProcessor",
+    )
 
 
 def _from_folder(kind: str, source: Source) -> Any:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from approx.conversion import families, travel, verify
 from approx.conversion.calibration_inputs import CalibrationFile
-from approx.conversion.checkpoint import Checkpoint, processor
+from approx.conversion.checkpoint import Checkpoint, processor, processor_class
 from approx.conversion.manifest import MANIFEST
 from approx.conversion.resolution import described
 from approx.conversion.surgery import Receipt
@@ -112,6 +112,8 @@ def write_card(folder: Path, model: Any) -> None:
     record, stock = model.config.approx, families.stock_class(type(model)).__name__
     base = record["recipe"][-1]["base"]
     auto = next((a for a, head in travel.heads(record["base"]["model_type"]).items() if head == stock), "AutoModel")
+    reader = processor_class(type(model))
+    read = "tokenizer" if reader == "AutoTokenizer" else "processor"
     parts = [part for site in sorted(record["sites"].values(), key=lambda s: s["layer"]) for part in described(site)]
     rows = "\n".join(_row(part) for part in parts)
     revision = f", revision {base['revision']}" if base["revision"] else ""
@@ -132,13 +134,13 @@ out keep exact attention. `{RECEIPT}` says what the conversion changed and which
 
 ## Load it
 
-With stock transformers; the code beside the weights is needed, so it must be trusted, for the tokenizer too:
+With stock transformers; the code beside the weights is needed, so it must be trusted, for the {read} too:
 
 ```python
-from transformers import {auto}, AutoTokenizer
+from transformers import {auto}, {reader}
 
 model = {auto}.from_pretrained("path/or/repo", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("path/or/repo", trust_remote_code=True)
+{read} = {reader}.from_pretrained("path/or/repo", trust_remote_code=True)
 ```
 
 With the package `approx-attention` installed, `import approx` first and no trust flag is needed. Plain loading fails on

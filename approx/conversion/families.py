@@ -86,7 +86,7 @@ def change_class(config: Any, kind: type) -> None:
 def is_converted(model_or_config: Any) -> bool:
     """Whether a model or config is a converted one, of this process or of code that travelled."""
     config = getattr(model_or_config, "config", model_or_config)
-    return type(config).model_type.startswith("approx_")
+    return getattr(type(config), "model_type", "").startswith("approx_")
 
 
 def register() -> None:

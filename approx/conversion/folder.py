@@ -36,11 +36,12 @@ def atomic_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
         temporary.mkdir()
     except OSError as error:
         raise ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.") from None
-    # Somebody else may have been faster, or a killed run's original was just put back in its place.
+    # Somebody else may be faster, before the work or during it, or a killed run's original was just put back in its place.
     try:
         refuse_existing(out, force=force)
         yield temporary
         seal(temporary)
+        refuse_existing(out, force=force)
         _replace(temporary, out, old)
     except (OSError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno is None:
@@ -66,9 +67,10 @@ def refuse_existing(out: Path, *, force: bool) -> None:
         is_file = out.exists() and not out.is_dir()
     except OSError as error:
         raise ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.") from None
-    if out.resolve() == Path.cwd():
+    if Path.cwd().is_relative_to(out.resolve()):
         raise ApproxError(
-            f"{out} is the current folder, which cannot be replaced while you are in it. Name a folder inside it.",
+            f"{out} is the current folder or one around it, which cannot be replaced while you are in it. Choose another output "
+            "folder.",
             Exit.REFUSED,
         )
     if is_file:
@@ -81,6 +83,19 @@ def refuse_existing(out: Path, *, force: bool) -> None:
         raise ApproxError(
             f"{out} is not the folder of a checkpoint (it has no config.json), and --force replaces only those. "
             "Choose another output folder.",
+            Exit.REFUSED,
+        )
+
+
+def refuse_losing(source: Path, out: Path) -> None:
+    """Check that the folder that is read is not replaced by what is made of it.
+
+    Raises:
+        ApproxError: if `source` is `out`, or lies in it.
+    """
+    if source.resolve().is_relative_to(out.resolve()):
+        raise ApproxError(
+            f"{out} holds the checkpoint {source} that is read, which would be deleted. Choose another output folder.",
             Exit.REFUSED,
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 from approx.conversion import checkpoint, damage, export, fresh, positions, surgery, verify
 from approx.conversion.anatomy import anatomy
 from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch
-from approx.conversion.folder import atomic_folder, refuse_existing
+from approx.conversion.folder import atomic_folder, refuse_existing, refuse_losing
 from approx.conversion.plan import Plan
 from approx.conversion.separator import of_checkpoint, with_separator
 from approx.errors import ApproxError, Exit
@@ -53,6 +53,7 @@ def convert(
     refuse_existing(out, force=force)
     progress("reading the config")
     source = checkpoint.locate(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
+    refuse_losing(source.folder, out)
     if source.converted:
         raise ApproxError(
             f"{name} is converted already. Revert it first, or convert its base checkpoint.", Exit.REFUSED
@@ -102,12 +103,14 @@ def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
     Raises:
         ApproxError: if `name` is not a converted checkpoint, or `out` exists.
     """
-    refuse_existing(Path(out), force=force)
+    out = Path(out)
+    refuse_existing(out, force=force)
     opened = checkpoint.load(name, offline=True)
+    refuse_losing(opened.source.folder, out)
     if not opened.source.converted:
         raise ApproxError(f"{name} is not a converted checkpoint, so there is nothing to revert.", Exit.REFUSED)
     was_extended = opened.model.config.approx["base"]["positions"] is not None
     surgery.revert(opened.model)
     limit = positions.limit(opened.model.config) if was_extended else None
-    with atomic_folder(Path(out), force=force) as folder:
+    with atomic_folder(out, force=force) as folder:
         export.write(folder, opened, limit)

@@ -24,15 +24,27 @@ class Plan:
     def of(
         cls,
         mechanism: str,
-        layers: str = "all",
+        layers: str | int = "all",
         *,
-        heads: str = "all",
+        heads: str | int = "all",
         exact_below: int = 0,
         checkpoint: bool = False,
         **settings: Any,
     ) -> "Plan":
-        """The plan of a single rule."""
-        return cls((Rule(mechanism, layers, settings, exact_below, heads, checkpoint),))
+        """The plan of a single rule; what its parts mean says `Rule`.
+
+        Raises:
+            ApproxError: with every mistake of form.
+        """
+        rule = {
+            "mechanism": mechanism,
+            "layers": layers,
+            "heads": heads,
+            "settings": settings,
+            "exact_below": exact_below,
+            "checkpoint": checkpoint,
+        }
+        return cls.parse(rule)
 
     @classmethod
     def parse(cls, data: Any, source: str = "plan") -> "Plan":

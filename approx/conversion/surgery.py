@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from approx.conversion import families, positions
 from approx.conversion.anatomy import Anatomy, anatomy
@@ -85,6 +86,11 @@ def exchange(model: Any, plan: Plan, *, max_length: int | None = None) -> Receip
 
     Args and errors: as for `convert`.
     """
+    if not (isinstance(model, PreTrainedModel) and isinstance(plan, Plan)):
+        raise ApproxError(
+            f"A conversion takes a loaded transformers model and an approx.Plan; {type(model).__name__} and {type(plan).__name__} "
+            "were given. Load a model with from_pretrained, and without a wrapper around it; make a plan with approx.Plan.of."
+        )
     if families.is_converted(model):
         raise ApproxError(
             f"{type(model).__name__} is converted already. Revert it first, or convert the base checkpoint.",

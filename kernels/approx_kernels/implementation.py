@@ -49,10 +49,23 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
     best, why = next(iter(obstacles.items()))
     # Nobody waits for what a counter follows.
     followed = torch._C._len_torch_dispatch_stack()
-    if asked == "auto" and found == "reference" and why is not None and not followed and (op, why) not in _told:
+    slower = asked == "auto" and found == "reference" and not followed
+    if slower and why is not None and (op, why) not in _told and not _LOG.disabled:
         _told.add((op, why))
-        _LOG.info("%s runs in plain PyTorch, which is slower, for %r cannot run: %s", op, best, why)
+        # The remedy of an obstacle is for who asked for that one.
+        reason = why.removesuffix(" Ask for 'auto'.")
+        _LOG.info("%s runs in plain PyTorch, which is slower, for %r cannot run: %s", op, best, reason)
     return found
+
+
+@contextmanager
+def untold() -> Iterator[None]:
+    """Let `choose` log nothing, where what runs is not what will run later."""
+    _LOG.disabled, before = True, _LOG.disabled
+    try:
+        yield
+    finally:
+        _LOG.disabled = before
 
 
 def chosen() -> dict[str, str]:

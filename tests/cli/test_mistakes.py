@@ -1,6 +1,7 @@
 """Wrong input of every kind: one line on stderr that says how to mend it, and the documented exit code."""
 
 import json
+import resource
 import shutil
 
 import pytest
@@ -52,6 +53,8 @@ MISTAKES = [
     (("bench", "{converted}", "--against", "{converted}"), Exit.USAGE, "Name the exact checkpoint"),
     (("plan", "{base}", "-m", "linear", "-o", "{data}"), Exit.REFUSED, "is a folder"),
     (("evaluate", "{base}", *TASK, "-o", "{data}/dev.tsv/r.json"), Exit.UNAVAILABLE, "cannot be written"),
+    (("evaluate", "{base}", *TASK, "-o", "."), Exit.REFUSED, "is a folder"),
+    (("evaluate", "{base}", *TASK, "-o", "r.parquet"), Exit.USAGE, "the ending .json"),
     # Machines.
     (("evaluate", "{base}", *TASK, "--device", "tpu"), Exit.USAGE, "allowed are auto, cpu, cuda"),
     (("evaluate", "{base}", *TASK, "--dtype", "int8"), Exit.USAGE, "allowed are auto, float32"),
@@ -105,6 +108,18 @@ def test_a_converted_folder_that_was_cut_or_changed_is_refused(converted, data, 
     assert (answer.code, "is damaged: config.json" in answer.err) == (Exit.UNAVAILABLE, True), answer
     (folder / "approx_manifest.json").unlink()
     assert call("evaluate", folder, "--task", "glue/sst2", "--data", data).code == Exit.UNAVAILABLE
+
+
+def test_a_full_disk_leaves_no_half_of_a_plan(base, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A limit on the size of files stands for a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9, hard))
+    try:
+        answer = call("plan", base, "-m", "local", "-o", "plan.yaml")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (answer.code, answer.err.startswith("error: The disk takes no more: ")) == (Exit.UNAVAILABLE, True), answer
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_nobody_foresaw_is_an_internal_error_in_one_line(base, monkeypatch):

@@ -94,7 +94,7 @@ def test_rules_may_overlap_and_the_last_one_wins(gpt2):
         (b"\xff\xfe\x00", Exit.UNAVAILABLE, "it is not UTF-8 text"),
         (b" \n", Exit.UNAVAILABLE, "text.txt cannot be read: it is empty"),
         # The tiny decoder has no tokenizer; transformers makes an empty one of nothing.
-        (b"the film is good", Exit.UNAVAILABLE, "no tokens"),
+        (b"the film is good", Exit.UNAVAILABLE, "the vocabulary is missing"),
     ],
 )
 def test_a_calibration_text_that_is_none_is_refused(written, code, fragment, gpt2, tmp_path):

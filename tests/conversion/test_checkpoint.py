@@ -52,6 +52,12 @@ def test_a_file_instead_of_a_folder(good):
     assert caught.value.exit_code == Exit.UNAVAILABLE
 
 
+def test_a_checkpoint_without_its_tokenizer_is_not_read_by_one_that_knows_no_word(good):
+    with pytest.raises(ApproxError, match=r"vocabulary is missing.*Copy its files") as caught:
+        checkpoint.processor(checkpoint.locate(good))
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
 sizes = st.sampled_from([-1, 0, 1, 2, 3, 31, 33, 1000, 0.5, "32", None, [], {}, True, 10**30])
 
 

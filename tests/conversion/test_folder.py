@@ -48,6 +48,19 @@ def test_an_existing_folder_is_refused_and_replaced_by_force_only(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
+def test_who_was_faster_is_not_overwritten(tmp_path):
+    def slower():
+        with atomic_folder(tmp_path / "out") as folder:
+            (folder / "config.json").write_text("slower")
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "config.json").write_text("faster")
+
+    with pytest.raises(ApproxError, match="exists already") as caught:
+        slower()
+    assert caught.value.exit_code == Exit.REFUSED
+    assert contents(tmp_path) == {"out/config.json": b"faster"}
+
+
 def test_an_empty_folder_may_be_filled(tmp_path):
     (tmp_path / "out").mkdir()
     write(tmp_path / "out")
@@ -73,7 +86,7 @@ def test_force_replaces_checkpoints_and_nothing_else(tmp_path, monkeypatch):
 
 def test_the_current_folder_is_not_pulled_from_under_the_user(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for out in (Path("."), tmp_path):
+    for out in (Path("."), tmp_path, tmp_path.parent):
         with pytest.raises(ApproxError, match="current folder") as caught:
             write(out, force=True)
         assert caught.value.exit_code == Exit.REFUSED

@@ -129,6 +129,20 @@ def test_an_existing_folder_is_refused_before_any_work(converted, base):
     assert steps == []
 
 
+def test_what_is_read_is_not_deleted_by_force(converted, base, tmp_path):
+    run = shutil.copytree(base, tmp_path / "run")
+    inside = shutil.copytree(base, run / "checkpoint-500")
+    away = shutil.copytree(converted[0], run / "converted")
+    for make_folder in (
+        lambda: make.convert(run, run, PLAN, force=True),
+        lambda: make.convert(inside, run, PLAN, force=True),
+        lambda: make.revert(away, run, force=True),
+    ):
+        with pytest.raises(ApproxError, match="would be deleted") as caught:
+            make_folder()
+        assert caught.value.exit_code == Exit.REFUSED
+
+
 @pytest.mark.parametrize("name", ["weights", "code"])
 def test_a_converted_folder_that_was_changed_is_refused(name, converted, tmp_path):
     folder = shutil.copytree(converted[0], tmp_path / "copy")
@@ -180,6 +194,13 @@ def test_the_checks_hold_on_every_family(architecture, tmp_path):
     checks.append(verify.weights(tmp_path, before))
     assert [check for check in checks if check.passed is False] == []
     assert sum(check.passed is True for check in checks) >= 2
+
+
+def test_what_is_slow_at_the_exact_limit_alone_is_not_told(caplog):
+    caplog.set_level("INFO", "approx_kernels")
+    # With the wide window of its limit it has no C; without one it has.
+    assert verify.exact_limit(tiny("BertModel"), Plan.of("linear")).passed
+    assert not [line for line in caplog.messages if "plain PyTorch" in line]
 
 
 def test_a_check_sees_what_it_is_for(tmp_path):
@@ -244,6 +265,7 @@ def test_a_processor_whose_class_only_the_config_told_comes_along(tmp_path):
         make.convert(base, out, Plan.of("local", left=3))
         before, after = auto.from_pretrained(base), auto.from_pretrained(out)
         assert type(after) is type(before)
+        assert f"= {auto.__name__}.from_pretrained(" in (out / "README.md").read_text()
         read, wanted = (dict(reader(given, return_tensors="pt")) for reader in (after, before))
         assert read.keys() == wanted.keys()
         assert all(torch.equal(read[key], wanted[key]) for key in wanted)

@@ -74,6 +74,12 @@ def test_layers_that_no_rule_names_stay_exact(bert):
     assert [site.layer for site in Plan.of("local", layers="0-1,-1").resolve(bert)] == [0, 1, 11]
 
 
+def test_a_plan_made_in_python_takes_a_number_and_refuses_what_is_no_selection(bert):
+    assert [site.layer for site in Plan.of("local", layers=-1).resolve(bert)] == [11]
+    with pytest.raises(ApproxError, match=r"'layers' must be .* found \[0, 1\]"):
+        Plan.of("local", layers=[0, 1])  # pyright: ignore[reportArgumentType]  # what is tried
+
+
 def test_settings_are_written_out_with_their_defaults(bert):
     ((rule,), *_) = Plan.of("improved-clustered", clusters=25).resolve(bert).values()
     assert rule.settings["clusters"] == 25

@@ -55,6 +55,24 @@ def test_a_family_outside_the_list_that_dispatches_plainly_converts():
         torch.testing.assert_close(model(**inputs)[0], before)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("converted", Plan.of("local")), ["str and Plan were given", "from_pretrained"]),
+        ((torch.nn.DataParallel(tiny("BertModel")), Plan.of("local")), ["DataParallel", "without a wrapper"]),
+        ((tiny("BertModel"), "local"), ["BertModel and str were given", "approx.Plan.of"]),
+    ],
+)
+def test_what_is_no_model_or_no_plan_is_told_what_is_wanted(given, words):
+    with refused(Exit.USAGE, *words):
+        surgery.convert(*given)
+
+
+def test_a_folder_in_place_of_a_model_is_not_reverted():
+    with refused(Exit.REFUSED, "str is not converted"):
+        surgery.revert("converted")
+
+
 def test_a_converted_model_is_not_converted_again_and_a_stock_one_is_not_reverted():
     model = tiny("BertModel")
     with refused(Exit.REFUSED, "not converted"):

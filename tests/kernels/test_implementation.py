@@ -9,7 +9,7 @@ import torch
 import torch.utils.flop_counter
 
 import approx_kernels
-from approx_kernels.implementation import choose, chosen, implementation
+from approx_kernels.implementation import choose, chosen, implementation, untold
 
 WAYS = {"triton": "the tensor is on the cpu.", "cpu": None, "reference": None}
 
@@ -34,8 +34,10 @@ def test_what_was_asked_for_never_falls_back():
 
 def test_the_log_tells_once_why_the_plain_one_runs(caplog):
     caplog.set_level(logging.INFO)
+    with untold():
+        choose("plain", "auto", {"cpu": "it has no dropout. Ask for 'auto'.", "reference": None})
     for _ in range(2):
-        choose("plain", "auto", {"cpu": "it has no dropout.", "reference": None})
+        choose("plain", "auto", {"cpu": "it has no dropout. Ask for 'auto'.", "reference": None})
         # What was asked for, or is as fast as can be, is nothing to tell.
         choose("plain", "reference", {"cpu": "it has no dropout.", "reference": None})
         choose("plain", "auto", {"cpu": None, "reference": None})

@@ -18,6 +18,7 @@ def launches() -> Iterator[Launch]:
         yield Launch(f"products, float32, {size}", _products(whole, size), tensor_cores=False)
     for dtype, size in ((half, 64), (half, 80), (half, 128), (whole, 64), (whole, 128)):
         yield Launch(f"one query, {str(dtype)[6:]}, {size}", _one_query(dtype, size), tensor_cores=False)
+    yield Launch("bits", _bits, tensor_cores=False)
     for keys in (256, 4096, 16384):
         yield Launch(f"choice from {keys} keys", _choice(keys, None), tensor_cores=False)
         mask = torch.ones(2, keys, dtype=torch.uint8)
@@ -43,9 +44,12 @@ def _one_query(dtype: torch.dtype, size: int) -> Callable[[], None]:
         top = torch.zeros(2, 4, 256, 32, dtype=torch.int32)
         launches.outputs(top, top.float(), x, line)
         launches.query_gradients(x, top, line, line, x)
-        launches.marks(top)
 
     return run
+
+
+def _bits() -> None:
+    _given(torch.bfloat16, 64, 256)[1].marks(torch.zeros(2, 4, 256, 32, dtype=torch.int32))
 
 
 def _choice(keys: int, mask: torch.Tensor | None) -> Callable[[], None]:

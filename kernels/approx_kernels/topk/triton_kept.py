@@ -31,10 +31,8 @@ def attend_kernel(
         total, top = total * share + tl.sum(p, 0), new
         v = gathered(V, key, v_n, E, WIDE_E)
         out = out * share + tl.sum(p[:, None] * v.to(tl.float32), 0)
-    # A sum that is no number must remain none.
-    some = total != 0
-    out = tl.where(some, out / tl.where(some, total, 1.0), 0.0)
-    tl.store(Out + row * o_n + value, out.to(Out.dtype.element_ty), mask=value < E)
+    total = tl.where(total == 0, 1.0, total)
+    tl.store(Out + row * o_n + value, (out / total).to(Out.dtype.element_ty), mask=value < E)
     tl.store(Lse + line, top + tl.log2(total))
 
 
@@ -53,8 +51,10 @@ def queries_kernel(
     q = tl.load(at, mask=size < D, other=0.0).to(tl.float32)
     at = dOut + item // H * g_b + item % H * g_h + row * g_n + value
     grad = tl.load(at, mask=value < E, other=0.0).to(tl.float32)
-    lse, factor, delta = tl.load(Lse + line), scale * 1.4426950408889634, tl.zeros([BK], tl.float32)
-    # With weights p and changes c: the sum of p c k, less that of p c times that of p k.
+    lse, factor = tl.load(Lse + line), scale * 1.4426950408889634
+    # With weights p and changes c: the sum of p c k, less that of p c times that of p k. Far from 0 scores round so that
+    # the weights do not sum to 1, and all that is left is the difference.
+    total, delta = tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32)
     changed, mean = tl.zeros([WIDE_D], tl.float32), tl.zeros([WIDE_D], tl.float32)
     for begin in range(0, kept, BK):
         place = begin + tl.arange(0, BK)
@@ -63,11 +63,14 @@ def queries_kernel(
         v = gathered(V, key, v_n, E, WIDE_E).to(tl.float32)
         p = tl.where(key >= 0, tl.exp2(tl.sum(k * q[None, :], 1) * factor - lse), 0.0)
         change = p * tl.sum(v * grad[None, :], 1)
+        total += p
         delta += change
         changed += tl.sum(change[:, None] * k, 0)
         mean += tl.sum(p[:, None] * k, 0)
-    share = tl.sum(delta, 0)
-    dq = (changed - share * mean) * scale
+    whole = tl.sum(total, 0)
+    whole = tl.where(whole == 0, 1.0, whole)
+    share = tl.sum(delta, 0) / whole
+    dq = (changed - share * mean) / whole * scale
     at = dQ + item // H * dq_b + item % H * dq_h + row * dq_n + size
     tl.store(at, dq.to(dQ.dtype.element_ty), mask=size < D)
     tl.store(Delta + line, share)

@@ -39,7 +39,11 @@ KEYS = {
 KEPT = {"narrow": (_cut(2, 1, BK=32),), "wide": (_cut(4, 1, BK=32),)}
 BITS = (_cut(2, 1, BW=32, BK=32),)
 # Scores of a row that stay in registers, all of them but for more keys than the last has.
-SELECT = {1024: (_cut(2, 1, BS=1024, BW=256),), 4096: (_cut(8, 1, BS=4096, BW=1024),), 16384: (_cut(16, 1, BS=16384, BW=1024),)}
+SELECT = {
+    1024: (_cut(2, 1, BS=1024, BW=256),),
+    4096: (_cut(8, 1, BS=4096, BW=1024),),
+    16384: (_cut(16, 1, BS=16384, BW=1024),),
+}
 
 
 class Launches:
@@ -130,9 +134,7 @@ class Launches:
         self._first_that_fits(run, BITS, "bits")
         return bits
 
-    def key_gradients(
-        self, grad: Tensor, lse: Tensor, delta: Tensor, bits: Tensor, dk: Tensor, dv: Tensor
-    ) -> None:
+    def key_gradients(self, grad: Tensor, lse: Tensor, delta: Tensor, bits: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Those of the keys and values."""
 
         def run(cut: Configuration) -> None:

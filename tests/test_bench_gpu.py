@@ -165,21 +165,6 @@ def test_linear_attention_is_verified_in_every_form_and_so_are_the_gradients_of_
     assert set(found["errors"]) == {"out", "dq", "dk", "dv"} | learned
 
 
-@interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize("suite", gpu_cases.SUITES)
-def test_exact_topk_is_verified(tiny, monkeypatch, suite):
-    monkeypatch.setattr(gpu_cases, "FEW", ("exact-topk",))
-    found = gpu_verify.verify(suite, "exact-topk", torch.float32, CPU, [(1, 100, 1)])
-    assert found["status"] == "ok"
-    assert found["kernels"] == ["topk_attention"]
-
-
-def test_what_holds_all_pairs_is_for_short_inputs_alone():
-    short, long = ({case.name for case in gpu_cases.of_suite("attention", length)} for length in (512, 8192))
-    assert short - long == {"full"}
-
-
 def test_hashes_that_are_verified_are_the_same_in_every_precision():
     case = next(case for case in gpu_cases.of_suite("attention", 1) if case.mechanism == "clustered")
     given = gpu_cases.inputs("attention", batch=1, length=500, dtype=torch.float32, device=CPU)[0]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from approx_kernels.clustered.triton_improved import gathered
 from approx_kernels.flash.triton_tiles import load_rows, store_rows
+from approx_kernels.lsh.triton_pairs import gathered
 from approx_kernels.topk.triton_choice import LENGTHS
 from approx_kernels.triton_language import jit, tl
 
@@ -29,7 +29,7 @@ def attend_kernel(
         safe = tl.where(new == float("-inf"), 0.0, new)
         p, share = tl.exp2(s - safe), tl.exp2(top - safe)
         total, top = total * share + tl.sum(p, 0), new
-        v = gathered(V, key, v_n, E, WIDE_E)
+        v = gathered(V, key, key >= 0, v_n, E, WIDE_E)
         out = out * share + tl.sum(p[:, None] * v.to(tl.float32), 0)
     total = tl.where(total == 0, 1.0, total)
     tl.store(Out + row * o_n + value, (out / total).to(Out.dtype.element_ty), mask=value < E)
@@ -59,8 +59,8 @@ def queries_kernel(
     for begin in range(0, kept, BK):
         place = begin + tl.arange(0, BK)
         key = tl.load(Top + line * kept + place, mask=place < kept, other=-1)
-        k = gathered(K, key, k_n, D, WIDE_D).to(tl.float32)
-        v = gathered(V, key, v_n, E, WIDE_E).to(tl.float32)
+        k = gathered(K, key, key >= 0, k_n, D, WIDE_D).to(tl.float32)
+        v = gathered(V, key, key >= 0, v_n, E, WIDE_E).to(tl.float32)
         p = tl.where(key >= 0, tl.exp2(tl.sum(k * q[None, :], 1) * factor - lse), 0.0)
         change = p * tl.sum(v * grad[None, :], 1)
         total += p

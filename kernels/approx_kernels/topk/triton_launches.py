@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from approx_kernels.clustered.triton_own import precision, strides
-from approx_kernels.clustering.triton import power
 from approx_kernels.flash.triton import ENDLESS
+from approx_kernels.lsh.triton_tokens import strides
 from approx_kernels.topk.triton_choice import score_kernel, select_kernel
 from approx_kernels.topk.triton_kept import attend_kernel, bits_kernel, keys_kernel, queries_kernel
 from approx_kernels.triton_language import Configuration, first_that_fits
@@ -56,9 +55,10 @@ class Launches:
             "H": heads, "L": length, "S": k.shape[2], "shift": k.shape[2] - length if causal else ENDLESS
         }  # fmt: skip
         self._rows = {"H": heads, "L": length, "kept": kept}
-        self._value = {"E": v.shape[3], "WIDE_E": power(v.shape[3], 16)}
-        self._size = {"D": size, "WIDE_D": power(size, 16)}
-        self._precise = {"PRECISION": precision(q)}
+        self._value = {"E": v.shape[3], "WIDE_E": _power(v.shape[3])}
+        self._size = {"D": size, "WIDE_D": _power(size)}
+        # float32 is what was asked for, not the tensor cores' 10 bits of it.
+        self._precise = {"PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
 
     def choose(self, key_mask: Tensor | None, top: Tensor, best: Tensor) -> None:
         """Write the largest scores of each query and whose they are, for some queries of all heads after others."""
@@ -149,6 +149,10 @@ class Launches:
     def _first_that_fits(self, run: Callable[[Configuration], None], cuts: Sequence[Configuration], name: str) -> None:
         what = f"topk {name}, {self.q.dtype}, {self._size['D']}, {self._value['E']}"
         first_that_fits(run, cuts, what, self.q.device)
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def _width(*tensors: Tensor) -> str:

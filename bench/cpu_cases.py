@@ -1,7 +1,7 @@
 """What `bench/cpu.py` lets run side by side: mechanisms with their settings, models to put them in, and peers."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -66,15 +66,18 @@ def cases(
     *,
     decoding: bool = False,
     chosen: Mapping[str, tuple[dict[str, Any], ...]] | None = None,
+    short: Sequence[str] = REFERENCES,
 ) -> list[Case]:
-    """Every mechanism that has this form, but SDPA, which is the base; `chosen` are settings in place of those above."""
+    """Every mechanism that has this form, but SDPA, which is the base; `chosen` are settings in place of those above, and
+    those that are `short` run on short inputs alone.
+    """
     chosen = (_CAUSAL_SETTINGS if causal else _SETTINGS) if chosen is None else chosen
     found = []
     for name, kind in MECHANISMS.items():
         able = (kind.supports_causal if causal else kind.supports_bidirectional) and (
             kind.supports_decode or not decoding
         )
-        if name == SDPA or not able or (name in REFERENCES and length > LONGEST_REFERENCE):
+        if name == SDPA or not able or (name in short and length > LONGEST_REFERENCE):
             continue
         for settings in chosen.get(name, ({},)):
             told = " ".join(f"{key}={value}" for key, value in settings.items())

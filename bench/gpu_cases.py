@@ -14,7 +14,7 @@ from bench.gpu_peers import Attention, Inputs, Step, peers, scaled
 TOKENS = 16_384
 SUITES = ("attention", "attention-causal", "attention-padded")
 # Mechanisms that read a mask of padding without waiting for the device.
-PADDED = ("exact", "flash", "linear", "performer", "clustered", "improved-clustered", "local", "lsh")
+PADDED = ("exact", "flash", "linear", "performer", "clustered", "improved-clustered", "local", "lsh", "exact-topk")
 # Settings that are measured in place of the defaults; the targets name them.
 SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
     {
@@ -61,12 +61,12 @@ _MOST_SETS = 48
 
 
 def of_suite(suite: str, length: int) -> list[Case]:
-    """The mechanisms of a suite, but SDPA; those that hold or sort all pairs only while inputs are short."""
+    """The mechanisms of a suite, but SDPA; the one that holds all pairs only while inputs are short."""
     causal = suite in ("attention-causal", "gpt2", "decode")
     chosen = CAUSAL_SETTINGS if causal else SETTINGS
     if suite in SUITES:
         chosen = {**chosen, **{name: (*chosen.get(name, ({},)), *forms) for name, forms in FORMS.items()}}
-    found = cases(causal, length, decoding=suite == "decode", chosen=chosen)
+    found = cases(causal, length, decoding=suite == "decode", chosen=chosen, short=("full",))
     return [case for case in found if not suite.endswith("-padded") or case.mechanism in PADDED]
 
 

@@ -2,10 +2,13 @@
 
 from torch import Tensor
 
+from approx_kernels.flash import flash_obstacle
 from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
 from approx_kernels.topk.cpu import obstacle, topk_rows
 from approx_kernels.topk.reference import topk_blocks
+from approx_kernels.topk.triton import topk_gathered
+from approx_kernels.triton_language import ranked
 
 
 def topk_attention(
@@ -38,7 +41,7 @@ def topk_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped.
-        impl: `reference`, or `cpu` in C on float32 and bfloat16.
+        impl: `triton`, which has no dropout, `reference`, or `cpu` in C on float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -47,6 +50,9 @@ def topk_attention(
         ValueError: if the shapes or dtypes do not fit together, or `impl` cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    run = choose("topk_attention", impl, {"cpu": obstacle(q), "reference": None})
+    ways = ranked(q, flash_obstacle(q, v, dropout), cpu=obstacle(q), reference=None)
+    run = choose("topk_attention", impl, ways)
+    if run == "triton":
+        return topk_gathered(q, k, v, key_mask, topk=topk, causal=causal, scale=scale)
     attend = topk_rows if run == "cpu" else topk_blocks
     return attend(q, k, v, key_mask, topk=topk, causal=causal, scale=scale, dropout=dropout)

@@ -1,0 +1,23 @@
+"""What the GPU benchmark lets run: long inputs meet all but what holds every pair, and exact top-k attention is verified."""
+
+import pytest
+import torch
+
+from bench import gpu_cases, gpu_verify
+
+pytest.importorskip("triton")
+
+
+def test_what_holds_all_pairs_is_for_short_inputs_alone():
+    short, long = ({case.name for case in gpu_cases.of_suite("attention", length)} for length in (512, 8192))
+    assert short - long == {"full"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, run the script itself")
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", gpu_cases.SUITES)
+def test_exact_topk_is_verified(monkeypatch, suite):
+    monkeypatch.setattr(gpu_cases, "FEW", ("exact-topk",))
+    found = gpu_verify.verify(suite, "exact-topk", torch.float32, torch.device("cpu"), [(1, 100, 1)])
+    assert found["status"] == "ok"
+    assert found["kernels"] == ["topk_attention"]

@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from torch.compiler import is_exporting
 from transformers.pytorch_utils import Conv1D
 
-from approx_kernels.few_rows import few_rows, worth_rows
+from approx_kernels.few_rows import few_rows_linear, worth_rows
 from approx_kernels.half_products import BY_INPUT, BY_OUTPUT, half_products
+from approx_kernels.layers import layers_by
 from approx_kernels.products import fast_products
+from approx_kernels.tiled_layers import tiled_linear, worth_tiles
 
 # Samples of sound that the families turn into one row.
 _FRAME = 320
@@ -27,9 +29,10 @@ def fast_products_for(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     names = (model.main_input_name, "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
     given = (*args[:1], *(kwargs.get(name) for name in names))
     rows = max([0, *(_rows(each) for each in given if isinstance(each, Tensor))])
-    worth = worth_rows(rows, model.device, model.dtype)
-    if any(least <= rows <= most for least, most in worth.values()):
-        return few_rows([(layer, how) for layer, how in _layers(model) if worth[how][0] <= rows], worth)
+    for product, worth_it in ((few_rows_linear, worth_rows), (tiled_linear, worth_tiles)):
+        worth = worth_it(rows, model.device, model.dtype)
+        if any(least <= rows <= most for least, most in worth.values()):
+            return layers_by(product, [(layer, how) for layer, how in _layers(model) if worth[how][0] <= rows], worth)
     if model.device.type != "cpu" or model.dtype == torch.float32:
         return fast_products(rows, model.device, model.dtype)
     layers = _modules(model)

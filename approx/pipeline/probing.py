@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx_kernels import few_rows, findings, half_products, products
+from approx_kernels import few_rows, findings, half_products, products, tiled_layers
 from approx_kernels.exact.probe import Case, fastest
 from approx_kernels.exact.ways import DEFAULT
 
@@ -37,6 +37,7 @@ def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
         with torch.no_grad():
             for dtype in _DTYPES:
                 few_rows.worth_rows(1, device, dtype)
+            tiled_layers.worth_tiles(tiled_layers.ROWS[-1], device, torch.float32)
     kinds = [(dtype, length, form) for dtype in _DTYPES for length in _LENGTHS for form in _FORMS]
     for done, (dtype, length, form) in enumerate(kinds):
         with products.fast_products(length, device, dtype) as switched:
@@ -59,6 +60,8 @@ def said() -> Iterator[tuple[str, bool, str]]:
             yield from ((about, True, text) for text in _of_half_products(finding))
         elif about in map(few_rows.asked, few_rows.DTYPES):
             yield from ((about, True, text) for text in _of_few_rows(finding))
+        elif about == tiled_layers.ASKED:
+            yield from ((about, True, text) for text in _of_tiles(finding))
         elif about == "exact attention":
             yield about, True, f"{kind}: {_of_way(finding)}"
     if not any(asked.startswith("exact attention") for asked in known):
@@ -112,6 +115,13 @@ def _of_few_rows(finding: dict[str, Any]) -> Iterator[str]:
             else f"as PyTorch has them, for C gains too little here ({gains})"
         )
         yield f"{layout}: {told}{_doubt(finding)}"
+
+
+def _of_tiles(finding: dict[str, Any]) -> Iterator[str]:
+    for layout, (least, most) in finding["rows"].items():
+        told = f"{_gains(finding['gains'][layout])}, error {finding['error']:.1e}"
+        chosen = f"in three parts of bfloat16 from {least} rows on" if most else "as PyTorch has them"
+        yield f"{layout}: {chosen} ({told}){_doubt(finding)}"
 
 
 def _of_failure(kind: str, why: str) -> str:

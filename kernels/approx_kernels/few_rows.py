@@ -4,31 +4,25 @@ PyTorch's products of a few rows run hardly faster on several threads than on on
 those of 32. A probe decides up to how many rows C is faster, by the layout of the weights.
 """
 
-import contextlib
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.c_language import DTYPES, address, check, library, obstacle
 from approx_kernels.few_rows_c import SOURCE
 from approx_kernels.findings import Finding, clock, crowded, find
 from approx_kernels.half_products import BY_INPUT, BY_OUTPUT, half_products
+from approx_kernels.layers import NEVER, NOWHERE, Worth
 from approx_kernels.products import GAIN, fast_products
 
 # The rows that are tried, with this many layers of that many features in and out: more than caches hold.
 ROWS = (1, 2, 4, 8, 16, 32)
 _LAYERS, _FEATURES = 8, (768, 3072)
 _REPEATS = 3
-
-NEVER = [1, 0]
-Worth = Mapping[str, Sequence[int]]
-"""The least and the most rows with which it is worth it, by layout; `NEVER` if with none."""
-_NOWHERE = {BY_OUTPUT: NEVER, BY_INPUT: NEVER}
 
 
 class _Layer(ctypes.Structure):
@@ -74,27 +68,8 @@ def worth_rows(rows: int, device: torch.device | str, dtype: torch.dtype) -> Wor
     """
     few = 0 < rows <= ROWS[-1] and torch.device(device).type == "cpu" and dtype in DTYPES
     if not few or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or obstacle(SOURCE):
-        return _NOWHERE
-    return find("cpu", asked(dtype), partial(measure, dtype), otherwise={"rows": _NOWHERE})["rows"]
-
-
-@contextlib.contextmanager
-def few_rows(layers: Iterable[tuple[nn.Module, str]], worth: Worth) -> Iterator[bool]:
-    """Let layers compute few rows in C for as long as the context lasts, others as before; yields whether any does.
-
-    Args:
-        layers: Layers `weight` and `bias`, and how their weights lie. One whose forward was exchanged is left alone.
-        worth: What `worth_rows` returned.
-    """
-    held = [(layer, how) for layer, how in layers if worth[how] != NEVER and "forward" not in vars(layer)]
-    for layer, how in held:
-        vars(layer)["forward"] = partial(_forward, layer, layer.forward, how, worth[how])
-    try:
-        yield bool(held)
-    finally:
-        for layer, _ in held:
-            # Another thread that calls the model may have ended before.
-            vars(layer).pop("forward", None)
+        return NOWHERE
+    return find("cpu", asked(dtype), partial(measure, dtype), otherwise={"rows": NOWHERE})["rows"]
 
 
 def asked(dtype: torch.dtype) -> str:
@@ -137,19 +112,6 @@ def _limits(gains: Mapping[str, float]) -> list[int]:
         if gain >= GAIN:
             found = [int(rows) if found == NEVER else found[0], int(rows)]
     return found
-
-
-def _forward(layer: Any, before: Callable[[Tensor], Tensor], layout: str, limits: Sequence[int], x: Tensor) -> Tensor:
-    weight, bias = layer.weight, layer.bias
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    plain = all(
-        type(each) in (Tensor, nn.Parameter) and each.dtype == x.dtype and each.device.type == "cpu" for each in tensors
-    )
-    inside = weight.shape[1 if layout == BY_OUTPUT else 0]
-    fits = plain and x.shape[-1:] == (inside,) and inside and limits[0] <= x.numel() // inside <= limits[1]
-    if not fits or not weight.is_contiguous() or torch.is_grad_enabled():
-        return before(x)
-    return few_rows_linear(x, weight, bias, layout)
 
 
 def _seconds(

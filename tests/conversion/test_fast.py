@@ -8,17 +8,19 @@ from approx.conversion.fast import _rows, fast_products_for
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan
 from approx.conversion.seam import IMPLEMENTATION, fastest_exact
-from approx_kernels import few_rows, half_products, products
+from approx_kernels import few_rows, half_products, products, tiled_layers
 from approx_kernels.c_language import library
 from approx_kernels.few_rows_c import SOURCE
 from approx_kernels.findings import instructions
+from approx_kernels.layers import NOWHERE
 from conversion.zoo import difference, outputs, tiny
 
 
 @pytest.fixture(autouse=True)
 def worth_it_from_eight_rows(monkeypatch):
     monkeypatch.setattr(products, "worth_rows", lambda: 8)
-    monkeypatch.setattr("approx.conversion.fast.worth_rows", lambda *_: {"": few_rows.NEVER})
+    for worth in ("worth_rows", "worth_tiles"):
+        monkeypatch.setattr(f"approx.conversion.fast.{worth}", lambda *_: NOWHERE)
     monkeypatch.setattr(
         half_products, "least_rows", lambda dtype: dict.fromkeys((half_products.BY_OUTPUT, half_products.BY_INPUT), 8)
     )
@@ -198,7 +200,8 @@ def test_tokens_that_are_decoded_are_computed_in_c(architecture, monkeypatch):
     before = model.generate(ids, **how)
     surgery.convert(model, Plan.of("exact"))
     rows, computed = [], few_rows.few_rows_linear
-    monkeypatch.setattr(few_rows, "few_rows_linear", lambda x, *rest: rows.append(len(x)) or computed(x, *rest))
+    counted = lambda x, *rest: rows.append(len(x)) or computed(x, *rest)  # noqa: E731  # of one line
+    monkeypatch.setattr("approx.conversion.fast.few_rows_linear", counted)
     limits = {half_products.BY_OUTPUT: [1, 8], half_products.BY_INPUT: [1, 8]}
     monkeypatch.setattr("approx.conversion.fast.worth_rows", lambda *_: limits)
     assert torch.equal(model.generate(ids, **how), before)
@@ -206,6 +209,23 @@ def test_tokens_that_are_decoded_are_computed_in_c(architecture, monkeypatch):
     assert len(rows) > 3 * 4 * model.config.num_hidden_layers
     assert set(rows) == {1}
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.skipif(
+    not tiled_layers.usable(), reason="this processor has no tiles for bfloat16, or there is no C compiler"
+)
+@pytest.mark.parametrize("architecture", ["BertModel", "GPT2Model", "LlamaModel", "Wav2Vec2Model"])
+def test_a_converted_model_on_tiles_is_the_same_to_float32(architecture, monkeypatch):
+    model = tiny(architecture).eval()
+    inputs = example_inputs(model, 30000 if architecture == "Wav2Vec2Model" else 40, batch=2)
+    before = outputs(model, inputs)
+    surgery.convert(model, Plan.of("exact"))
+    monkeypatch.setattr("approx.conversion.fast.worth_tiles", lambda *_: {layout: [8, 10**6] for layout in NOWHERE})
+    shapes, computed = [], tiled_layers.tiled_linear
+    counted = lambda x, *rest: shapes.append(x.shape) or computed(x, *rest)  # noqa: E731  # of one line
+    monkeypatch.setattr("approx.conversion.fast.tiled_linear", counted)
+    assert difference(before, outputs(model, inputs)) < 1e-5
+    assert len(shapes) >= 4 * model.config.num_hidden_layers
 
 
 def test_layers_of_a_model_with_compiled_parts_are_left_alone(monkeypatch):

@@ -10,7 +10,7 @@ from approx.conversion import positions, surgery
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan
 from approx.errors import ApproxError, Exit
-from approx_kernels import few_rows
+from approx_kernels.layers import NOWHERE
 from conversion.zoo import FAMILIES, difference, outputs, tiny
 
 LEARNED = (
@@ -26,8 +26,9 @@ USABLE = 64
 
 @pytest.fixture(autouse=True)
 def plain_products(monkeypatch):
-    """Where C is faster for few rows it adds up in another order; here that would hide what positions do."""
-    monkeypatch.setattr("approx.conversion.fast.worth_rows", lambda *_: {"": few_rows.NEVER})
+    """Where C is faster it adds up in another order; here that would hide what positions do."""
+    for worth in ("worth_rows", "worth_tiles"):
+        monkeypatch.setattr(f"approx.conversion.fast.{worth}", lambda *_: NOWHERE)
 
 
 @pytest.mark.parametrize("length", [65, 128, 150])

@@ -4,14 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn import functional as F
 
 from approx_kernels import few_rows as room
 from approx_kernels.c_language import DTYPES, library
-from approx_kernels.few_rows import NEVER, few_rows, few_rows_linear, worth_rows
+from approx_kernels.few_rows import few_rows_linear, worth_rows
 from approx_kernels.few_rows_c import SOURCE
 from approx_kernels.half_products import BY_INPUT, BY_OUTPUT
+from approx_kernels.layers import NEVER
 from closeness import assert_close
 
 pytestmark = pytest.mark.skipif(isinstance(library(SOURCE), str), reason="there is no C compiler here")
@@ -53,52 +53,6 @@ def test_threads_change_nothing(layout):
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(each, found[0]) for each in found)
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """Rows of the calls that came through C."""
-    rows: list[int] = []
-    computed = few_rows_linear
-    monkeypatch.setattr(room, "few_rows_linear", lambda x, *rest: rows.append(len(x)) or computed(x, *rest))
-    return rows
-
-
-@torch.no_grad()
-def test_only_so_many_rows_of_plain_tensors_come_through_c(counted):
-    layer, other = nn.Linear(8, 5), nn.Linear(8, 5)
-    with few_rows([(layer, BY_OUTPUT), (other, BY_INPUT)], WORTH) as held:
-        assert held
-        for rows in (1, 2, 6, 7):
-            x = torch.randn(rows, 8)
-            torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
-            other(x)
-        strided = torch.randn(8, 3).t()
-        torch.testing.assert_close(layer(strided), F.linear(strided, layer.weight, layer.bias))
-        layer.bfloat16()(torch.randn(2, 8).bfloat16())
-        with torch.enable_grad():
-            assert layer.float()(torch.randn(2, 8)).requires_grad
-        with pytest.raises(RuntimeError):
-            layer(torch.randn(2, 9))
-    assert counted == [2, 6, 3, 2]
-    layer(torch.randn(2, 8))
-    assert len(counted) == 4
-
-
-@torch.no_grad()
-def test_a_layer_is_put_back_after_an_error_and_one_with_a_forward_of_its_own_keeps_it(counted):
-    layer, own = nn.Linear(8, 5), nn.Linear(8, 5)
-    own.forward = lambda input: input
-    heard = []
-    layer.register_forward_hook(lambda *_: heard.append(1))
-    layers = nn.Sequential(layer, own, nn.Linear(6, 5))
-    # The last one does not fit.
-    with pytest.raises(RuntimeError), few_rows([(each, BY_OUTPUT) for each in layers], WORTH):
-        layers(torch.randn(3, 8))
-    x = layer(torch.randn(3, 8))
-    assert (counted, heard) == ([3], [1, 1])
-    assert "forward" not in vars(layer)
-    assert own(x) is x
 
 
 def test_nothing_is_asked_of_the_machine_where_there_is_nothing_to_gain(monkeypatch):

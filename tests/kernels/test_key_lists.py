@@ -145,11 +145,12 @@ def bfloat16_case(keys=200, size=24, values=17, seed=0):
 def plainly(q, k, v, mask, entries, scale, before=70):
     """Weights of all queries by entries, and what they make, in float64."""
     i, j = before + torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
-    times = sum(((j >= b) & (j < e) & (j - i >= low) & (j - i <= high)).double() for b, e, low, high in entries)
+    times = torch.stack(
+        [((j >= b) & (j < e) & (j - i >= low) & (j - i <= high)).double() for b, e, low, high in entries]
+    ).sum(0)
     times = times * (1.0 if mask is None else mask[:, None, None, :].double())
     scores = q.double() @ k.double().transpose(2, 3) * scale
-    weights = times * (scores - scores.masked_fill(times == 0, -torch.inf).amax(-1, keepdim=True)).exp()
-    return (weights / weights.sum(-1, keepdim=True)).nan_to_num(0.0) @ v.double()
+    return (scores + times.log()).softmax(-1).nan_to_num(0.0) @ v.double()
 
 
 @needs_compiler
@@ -165,7 +166,7 @@ def test_lists_in_order_are_as_exact_as_attention_in_bfloat16(names, masked, siz
         mask[0, 64:96], mask[1, :] = False, torch.arange(200) == 190
     entries = [WINDOWS[name] for name in names]
     exact = plainly(q, k, v, mask, entries, scale=0.2)
-    plain = plainly(*(x.float() for x in (q, k, v)), mask, entries, scale=0.2).bfloat16()
+    plain = plainly(q.float(), k.float(), v.float(), mask, entries, scale=0.2).bfloat16()
     starts = cut(0, 130)
     lists = {"before": 70, "starts": [*starts, 130], "entries": [entries] * len(starts)}
     found = attend_lists(q, k, v, mask, **lists, scale=0.2)
@@ -174,8 +175,9 @@ def test_lists_in_order_are_as_exact_as_attention_in_bfloat16(names, masked, siz
 
 
 @needs_compiler
-@pytest.mark.parametrize("order", ["rising", "falling", "a cliff", "a peak"])
-def test_scores_far_apart_meet_in_one_softmax(order):
+@pytest.mark.parametrize("name", ["all", "window"])
+@pytest.mark.parametrize("order", ["rising", "falling", "a cliff", "a peak", "low"])
+def test_scores_far_apart_meet_in_one_softmax(order, name):
     q, k, v = bfloat16_case()
     # Scores of the keys run from -1000 to 1000, or jump there, which no single number that weights are relative to survives.
     height = {
@@ -183,9 +185,10 @@ def test_scores_far_apart_meet_in_one_softmax(order):
         "falling": torch.linspace(1, -1, 200),
         "a cliff": torch.where(torch.arange(200) < 100, -1.0, 1.0),
         "a peak": torch.where(torch.arange(200) == 130, 1.0, -1.0),
+        "low": -torch.ones(200),
     }[order]
     q, k = q.abs() + 1, (k * 0.1 + 40 * height[:, None]).bfloat16()
-    entries = [WINDOWS["all"]]
+    entries = [WINDOWS[name]]
     exact = plainly(q, k, v, None, entries, scale=1.0)
     plain = plainly(q.float(), k.float(), v.float(), None, entries, scale=1.0).bfloat16()
     found = attend_lists(q, k, v, None, before=70, starts=[0, 130], entries=[entries], scale=1.0)
@@ -214,12 +217,10 @@ def test_spans_end_wherever_a_group_of_keys_does(ramp, causal):
     q, k = (torch.randn(1, 130, 13, 16).bfloat16().transpose(1, 2) for _ in range(2))
     # Outputs are the weights themselves, so that none is overlooked.
     v = torch.eye(130).bfloat16().expand(1, 13, 130, 130)
-    how = {"spans": spans, "ramp": ramp, "causal": causal, "scale": 0.3}
-    found = adaptive_span_attention(q, k, v, **how, impl="cpu")
-    plain = adaptive_span_attention(q, k, v, **how, impl="reference")
-    exact = adaptive_span_attention(
-        q.double(), k.double(), v.double(), **(how | {"spans": spans.double()}), impl="reference"
-    )
+    attend = partial(adaptive_span_attention, ramp=ramp, causal=causal, scale=0.3)
+    found = attend(q, k, v, spans=spans, impl="cpu")
+    plain = attend(q, k, v, spans=spans, impl="reference")
+    exact = attend(q.double(), k.double(), v.double(), spans=spans.double(), impl="reference")
     assert_close("spans", found, plain, exact, factor=3.0)
     assert torch.equal(found > 0, exact > 0)
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from approx_kernels import few_rows, findings, half_products, products
+from approx_kernels import few_rows, findings, half_products, layers, products, tiled_layers
 from approx_kernels.exact import exact_attention, fastest_attention, probe, ways
 from approx_kernels.exact.compiled import obstacle as c_obstacle
 from approx_kernels.exact.probe import Case, case_of, fastest, measure
@@ -114,9 +114,14 @@ def test_a_failing_probe_says_so_once_and_the_default_runs(monkeypatch):
     [
         (products, products.worth_rows, None),
         (half_products, lambda: half_products.least_rows(torch.bfloat16), dict.fromkeys(LAYOUTS)),
-        (few_rows, lambda: few_rows.worth_rows(1, "cpu", torch.float32), dict.fromkeys(LAYOUTS, few_rows.NEVER)),
+        (few_rows, lambda: few_rows.worth_rows(1, "cpu", torch.float32), dict.fromkeys(LAYOUTS, layers.NEVER)),
+        (
+            tiled_layers,
+            lambda: tiled_layers.worth_tiles(64, "cpu", torch.float32),
+            dict.fromkeys(LAYOUTS, layers.NEVER),
+        ),
     ],
-    ids=["products", "half products", "few rows"],
+    ids=["products", "half products", "few rows", "tiles"],
 )
 def test_other_probes_that_fail_leave_everything_to_pytorch(monkeypatch, module, ask, expected, error):
     def out_of_memory(*_):
@@ -124,6 +129,7 @@ def test_other_probes_that_fail_leave_everything_to_pytorch(monkeypatch, module,
 
     monkeypatch.setattr(module, "measure", out_of_memory)
     monkeypatch.setattr(few_rows, "obstacle", lambda source: None)
+    monkeypatch.setattr(tiled_layers, "obstacle", lambda: None)
     with torch.no_grad():
         with pytest.warns(UserWarning, match="no memory|MemoryError"):
             assert ask() == expected

@@ -5,7 +5,7 @@ import torch
 
 from approx.errors import ApproxError
 from approx.pipeline import health, probing
-from approx_kernels import few_rows, findings, half_products, products
+from approx_kernels import few_rows, findings, half_products, layers, products, tiled_layers
 from approx_kernels.exact import probe
 
 
@@ -128,7 +128,7 @@ def test_findings_that_cannot_be_removed_are_an_error_with_the_remedy():
     ("rows", "words"),
     [
         ({"A": [2, 32]}, "A: in C from 2 to 32 rows (2.0× at 8 rows)"),
-        ({"A": few_rows.NEVER}, "A: as PyTorch has them, for C gains too little here (2.0× at 8 rows)"),
+        ({"A": layers.NEVER}, "A: as PyTorch has them, for C gains too little here (2.0× at 8 rows)"),
     ],
 )
 def test_what_is_said_of_layers_of_few_rows(rows, words):
@@ -136,3 +136,15 @@ def test_what_is_said_of_layers_of_few_rows(rows, words):
     assert list(probing._of_few_rows(finding)) == [words]
     findings.find("cpu", few_rows.asked(torch.float32), lambda: finding)
     assert words in " ".join(text for _, text in told().values())
+
+
+def test_what_is_said_of_layers_on_tiles():
+    finding = {"rows": {"A": [64, 2**31], "B": layers.NEVER}, "error": 2e-7}
+    finding["gains"] = {layout: {"64": 1.5} for layout in finding["rows"]}
+    words = [
+        "A: in three parts of bfloat16 from 64 rows on (1.5× at 64 rows, error 2.0e-07)",
+        "B: as PyTorch has them (1.5× at 64 rows, error 2.0e-07)",
+    ]
+    assert list(probing._of_tiles(finding)) == words
+    findings.find("cpu", tiled_layers.ASKED, lambda: finding)
+    assert words[1] in " ".join(text for _, text in told().values())

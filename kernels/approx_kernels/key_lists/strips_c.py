@@ -93,7 +93,9 @@ INLINE __mmask16 astray(const lanes *l) {
 INLINE void rise(const strips *s, lanes *l, __m512 sums, __m512 top, int64_t half) {
     __m512 one = _mm512_set1_ps(1.0f);
     __mmask16 rising = astray(l) & _mm512_cmp_ps_mask(top, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
-    __m512 kept = _mm512_mask_scalef_ps(one, rising, one, _mm512_sub_ps(l->origin, top));
+    /* What is nothing yet stays it, however far the origin moves. */
+    __mmask16 some = rising & _mm512_cmp_ps_mask(sums, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+    __m512 kept = _mm512_mask_scalef_ps(one, some, one, _mm512_sub_ps(l->origin, top));
     l->origin = _mm512_mask_mov_ps(l->origin, rising, top);
     l->low = _mm512_mul_ps(sums, kept), l->high = _mm512_setzero_ps();
     for (float *out = s->out + half; out < s->out + s->pairs * SQUARE; out += SPAN)

@@ -40,6 +40,7 @@ from approx.evaluation.statistics import ratio_interval
 from approx.evaluation.timing import Neighbours, timed
 from approx_kernels.findings import found as probed
 from approx_kernels.implementation import chosen
+from approx_kernels.tiled_layers import ASKED as TILED
 from bench import cpu_cases, cpu_floor, cpu_page
 from bench.cpu_record import DTYPES, LENGTHS, LONGEST, THREADS, Part, circumstances, gather, planned, take_up
 from bench.parts import keep, kept
@@ -106,7 +107,9 @@ def measure(part: Part, seconds: float, rounds: int) -> dict[str, Any]:
         "took_s": time.perf_counter() - begun,
         # What each op ran last, and from how many rows on products are computed in another way.
         "chosen": chosen(),
-        "products": {asked: one["rows"] for asked, one in probed("cpu").items() if asked.endswith("products")},
+        "products": {
+            asked: one["rows"] for asked, one in probed("cpu").items() if asked.endswith("products") or asked == TILED
+        },
         "contenders": rows,
     }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cpu_cases import REFERENCES
-from bench.cpu_sections import PEERS_BASE, dagger, floors, half_products, memory, peers
+from bench.cpu_sections import PEERS_BASE, dagger, floors, memory, peers, products
 from bench.cpu_targets import LENGTHS, THREADS, judged, other_targets
 from bench.pages import draw, ratio, table
 from bench.parts import find, names, row
@@ -48,7 +48,7 @@ def report(made: dict[str, Any], drawn: list[str]) -> str:
         "## Numbers to reach",
         f"Forward on {THREADS} threads: what was asked, then what was found; and, of what was not reached, what the record says why.",
         table(head, judged(made), words=4, remarks=1),
-        *filter(None, [half_products(made)]),
+        *filter(None, [products(made)]),
         table(["what", "found"], other_targets(made), words=2),
         *(f"![speed-up against length]({name})" for name in drawn),
         "## What the machine can do",
@@ -157,7 +157,7 @@ def readme_table(made: dict[str, Any]) -> str:
         + f"\n\nForward time of "
         f"{' or '.join(map(str, layers))} RoBERTa-base-sized layers relative to the best exact attention in the same precision; batch 1, "
         f"{machine['processor']}, {THREADS} threads, torch {machine['torch']}. Bold where it is faster beyond the noise. "
-        f"{half_products(made)}".rstrip()
+        f"{products(made)}".rstrip()
     )
 
 
@@ -193,7 +193,7 @@ def _suite(made: dict[str, Any], suite: str) -> list[str]:
             "Against default SDPA / against the best exact.",
             table(["attention", *(f"{part['length']:,}{dagger(part)}" for part in parts)], lines),
         ]
-        if dtype == "bfloat16" and half_products(made):
+        if dtype == "bfloat16" and products(made):
             text.append(PEERS_BASE if suite.startswith("attention") else _BASE)
     return text
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from approx_kernels.tiled_layers import ASKED as TILED
 from bench.cpu_cases import cases
 from bench.cpu_floor import SIGNS, floor_ms, limit
 from bench.cpu_peers import COUNTERPARTS
@@ -20,7 +21,12 @@ def dagger(part: dict[str, Any] | None) -> str:
     return " †" if part and (part["crowded"] or noise(part) > _NOISY) else ""
 
 
-def half_products(made: dict[str, Any]) -> str:
+def products(made: dict[str, Any]) -> str:
+    """What converted models have besides their attention on the record's processor; nothing where they have nothing."""
+    return " ".join(filter(None, [_half_products(made), _tiled_layers(made)]))
+
+
+def _half_products(made: dict[str, Any]) -> str:
     """What converted models have besides their attention where the processor has no products of 16 bits; else nothing."""
     rates = next(
         (one for one in made["rates"] if (one["dtype"], one["threads"]) == ("bfloat16", THREADS)), {"by_precision": {}}
@@ -32,6 +38,17 @@ def half_products(made: dict[str, Any]) -> str:
         f"This processor has no instructions for bfloat16: PyTorch's products run at {plain:.0f} GF/s, far slower still "
         f"with weights that lie as GPT-2's do, in float32 and rounded at {wide:.0f}. Converted models and the ceiling take the latter, default SDPA and the peers the former, so in bfloat16 most of every "
         "gain over it is that of the row `exact`, and only what exceeds it is the attention's."
+    )
+
+
+def _tiled_layers(made: dict[str, Any]) -> str:
+    found = [part.get("products", {}).get(TILED, {}) for part in made["parts"]]
+    if not any(most for one in found for _, most in one.values()):
+        return ""
+    return (
+        "Layers of float32 run on this processor's tiles for bfloat16, every number in three parts, as exact and faster. Converted "
+        "models and the ceiling have that, default SDPA and the peers have not, so in float32 part of every gain over it is "
+        "that of the row `exact`, and only what exceeds it is the attention's."
     )
 
 
@@ -84,7 +101,7 @@ def peers(made: dict[str, Any], modes: dict[str, str]) -> list[str]:
         "## Peers",
         "Attention alone, projections exchanged for copies: how many times as fast as the peer ours is.",
         table(head, rows, words=4),
-        *([PEERS_BASE] if half_products(made) else []),
+        *([PEERS_BASE] if _half_products(made) else []),
     ]
 
 

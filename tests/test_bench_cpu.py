@@ -9,6 +9,7 @@ import torch
 
 from approx.errors import Exit
 from approx.mechanisms import MECHANISMS
+from approx_kernels import tiled_layers
 from bench import cpu, cpu_cases, cpu_floor, cpu_page, cpu_peers, cpu_record, cpu_sections, cpu_targets
 from bench.pages import ratio
 from bench.parts import find
@@ -123,7 +124,15 @@ def test_a_precision_that_is_unknown_is_refused(monkeypatch, capsys):
 @pytest.mark.parametrize(("wide", "said"), [(160e9, "in float32 and rounded at 160."), (5e9, "")])
 def test_the_page_says_what_is_no_gain_of_the_attention(wide, said):
     rates = {"dtype": "bfloat16", "threads": 2, "by_precision": {"highest": 10e9, "float32": wide}}
-    text = cpu_sections.half_products({"rates": [rates]})
+    text = cpu_sections.products({"rates": [rates], "parts": []})
+    assert said in text
+    assert bool(text) == bool(said)
+
+
+@pytest.mark.parametrize(("most", "said"), [(2**31, "every number in three parts"), (0, "")])
+def test_the_page_says_that_layers_run_on_tiles(most, said):
+    part = {"products": {tiled_layers.ASKED: {"weights [out, in]": [1, 0], "weights [in, out]": [64, most]}}}
+    text = cpu_sections.products({"rates": [], "parts": [{"products": {}}, part]})
     assert said in text
     assert bool(text) == bool(said)
 

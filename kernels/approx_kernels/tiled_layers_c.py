@@ -1,13 +1,9 @@
-"""Layers of float32 in C on tiles for bfloat16 (AMX): every number is the sum of three, and none of what counts is left out.
+"""Layers of float32 in C on tiles for bfloat16 (AMX), every number in three parts."""
 
-Three parts of 8 bits are all 24 of a float32. Of their nine products the three smallest are less than its last bit; the
-other six, on tiles, take less time than one on the widest vectors.
-"""
-
-from approx_kernels.c_halves import HALVES
+from approx_kernels.c_parts import PARTS
 
 SOURCE = (
-    HALVES
+    PARTS
     + r"""
 typedef struct {
     int64_t rows, in, out, threads;
@@ -19,31 +15,15 @@ typedef struct {
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-/* Rows and outputs of a square, and the bytes of its parts, 32 numbers deep; of the right side, what stays in the second
-   cache: outputs, and depth in squares. Rows that are packed at a time: in all, and in bytes. */
-enum { SPAN = 32, TILE = SIDE * DEPTH * 2, PARTS = 3, PACKED = 2 * PARTS * TILE, WIDE = 128, DEEP = 24, ROWS = 2048 };
-enum { MOST_PACKED = 16 << 20 };
-
-/* Bits of 16 numbers, 8 of the 24 at a time, in the high halves of words. */
-INLINE void part(__m512 x, __m512i parts[PARTS]) {
-    for (int i = 0; i < PARTS; i++) {
-        parts[i] = _mm512_and_si512((__m512i)x, _mm512_set1_epi32(0xffff0000));
-        /* Nothing is left of what is not finite. */
-        __mmask16 more = _mm512_cmp_ps_mask(x, (__m512)parts[i], _CMP_NEQ_UQ);
-        x = _mm512_maskz_sub_ps(more, x, (__m512)parts[i]);
-    }
-}
+/* Bytes of a square of 32 numbers in all parts; of the right side, what stays in the second cache: outputs, and depth in
+   squares. Rows that are packed at a time: in all, and in bytes. */
+enum { PACKED = 2 * PARTS * TILE, WIDE = 128, DEEP = 24, ROWS = 2048, MOST_PACKED = 16 << 20 };
 
 /* Numbers [32, 32] of rows that lie in one piece, as tiles of the left side. */
 static void pack_rows(const float *x, int64_t stride, int64_t rows, int64_t depth, char *to) {
-    const __m512i highs = (__m512i)(__v32hi){1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                                             33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
     for (int64_t i = 0; i < SPAN; i++, x += stride) {
-        __m512i low[PARTS], high[PARTS];
-        part(_mm512_maskz_loadu_ps(i < rows ? first_lanes(depth) : 0, x), low);
-        part(_mm512_maskz_loadu_ps(i < rows ? first_lanes(depth - SIDE) : 0, x + SIDE), high);
-        for (int p = 0; p < PARTS; p++)
-            _mm512_store_si512(to + p * 2 * TILE + i * 64, _mm512_permutex2var_epi16(low[p], highs, high[p]));
+        __m512 first = _mm512_maskz_loadu_ps(i < rows ? first_lanes(depth) : 0, x);
+        write_parts(first, _mm512_maskz_loadu_ps(i < rows ? first_lanes(depth - SIDE) : 0, x + SIDE), to + i * 64);
     }
 }
 
@@ -72,55 +52,30 @@ static void pack_by_input(const layer *l, int64_t d, int64_t n, char *to) {
         }
 }
 
-#define READ_LEFT(p) READ_TILE(4, left + p * 2 * TILE, SIDE); READ_TILE(5, left + p * 2 * TILE + TILE, SIDE)
-#define READ_RIGHT(p) READ_TILE(6, right + p * 2 * TILE, SIDE); READ_TILE(7, right + p * 2 * TILE + TILE, SIDE)
-#define ADD_SQUARE() ADD_PRODUCT(0, 4, 6); ADD_PRODUCT(1, 4, 7); ADD_PRODUCT(2, 5, 6); ADD_PRODUCT(3, 5, 7)
-
-/* Tiles 0 to 3 += two by two tiles, in an order in which every step has one side of the last. */
-INLINE void add_parts(const char *left, const char *right) {
-    READ_LEFT(0);
-    READ_RIGHT(2);
-    ADD_SQUARE();
-    READ_RIGHT(1);
-    ADD_SQUARE();
-    READ_LEFT(1);
-    ADD_SQUARE();
-    READ_RIGHT(0);
-    ADD_SQUARE();
-    READ_LEFT(2);
-    ADD_SQUARE();
-    READ_LEFT(0);
-    ADD_SQUARE();
+INLINE void multiply_square(void) {
+    ADD_PRODUCT(0, 4, 6);
+    ADD_PRODUCT(1, 4, 7);
+    ADD_PRODUCT(2, 5, 6);
+    ADD_PRODUCT(3, 5, 7);
 }
 
-/* A square of sums, tile by tile, of `count` squares of both sides. */
+INLINE void add_parts(const char *left, const char *right) { ADD_PARTS(multiply_square()); }
+
+/* A square of sums, of `count` squares of both sides. */
 static void add_squares(const char *left, const char *right, int64_t count, float *sums, int add) {
-    if (add) {
-        READ_TILE(0, sums, SIDE);
-        READ_TILE(1, sums + SIDE * SIDE, SIDE);
-        READ_TILE(2, sums + 2 * SIDE * SIDE, SIDE);
-        READ_TILE(3, sums + 3 * SIDE * SIDE, SIDE);
-    } else {
-        ZERO_TILE(0);
-        ZERO_TILE(1);
-        ZERO_TILE(2);
-        ZERO_TILE(3);
-    }
+    if (add) read_square(sums);
+    else zero_square();
     for (int64_t d = 0; d < count; d++) add_parts(left + d * PACKED, right + d * PACKED);
-    WRITE_TILE(0, sums, SIDE);
-    WRITE_TILE(1, sums + SIDE * SIDE, SIDE);
-    WRITE_TILE(2, sums + 2 * SIDE * SIDE, SIDE);
-    WRITE_TILE(3, sums + 3 * SIDE * SIDE, SIDE);
+    write_square(sums);
 }
 
 static void write_sums(const layer *l, const float *sums, int64_t row, int64_t n) {
-    int64_t rows = lesser(SPAN, l->rows - row);
     for (int64_t e = 0; e < SPAN; e += SIDE) {
         __mmask16 there = first_lanes(l->out - n - e);
         __m512 bias = _mm512_maskz_loadu_ps(l->bias ? there : 0, l->bias + n + e);
-        for (int64_t i = 0; i < rows; i++) {
-            const float *made = sums + (i / SIDE * 2 * SIDE + e + i % SIDE) * SIDE;
-            _mm512_mask_storeu_ps(l->y + (row + i) * l->out + n + e, there, _mm512_add_ps(_mm512_load_ps(made), bias));
+        for (int64_t i = 0; i < lesser(SPAN, l->rows - row); i++) {
+            __m512 made = _mm512_add_ps(_mm512_load_ps(sums + i * SPAN + e), bias);
+            _mm512_mask_storeu_ps(l->y + (row + i) * l->out + n + e, there, made);
         }
     }
 }

@@ -134,31 +134,32 @@ WINDOWS = {
 }
 
 
-def bfloat16_case(keys=200, size=24, values=17, seed=0):
+def drawn(dtype=torch.bfloat16, keys=200, size=24, values=17, seed=0):
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
-        torch.randn(2, n, 3, d, generator=generator).bfloat16() for n, d in ((130, size), (keys, size), (keys, values))
+        torch.randn(2, n, 3, d, generator=generator).to(dtype) for n, d in ((130, size), (keys, size), (keys, values))
     )
     return [x.transpose(1, 2) for x in (q, k, v.abs())]
 
 
-def plainly(q, k, v, mask, entries, scale, before=70):
-    """Weights of all queries by entries, and what they make, in float64."""
+def plainly(q, k, v, mask, entries, scale, wide=torch.float64, before=70):
+    """Weights of all queries by entries, and what they make."""
     i, j = before + torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     times = torch.stack(
         [((j >= b) & (j < e) & (j - i >= low) & (j - i <= high)).double() for b, e, low, high in entries]
     ).sum(0)
     times = times * (1.0 if mask is None else mask[:, None, None, :].double())
-    scores = q.double() @ k.double().transpose(2, 3) * scale
-    return (scores + times.log()).softmax(-1).nan_to_num(0.0) @ v.double()
+    scores = q.to(wide) @ k.to(wide).transpose(2, 3) * scale
+    return (scores + times.log().to(wide)).softmax(-1).nan_to_num(0.0) @ v.to(wide)
 
 
 @needs_compiler
 @pytest.mark.parametrize("names", [(name,) for name in WINDOWS] + [("some", "window"), ("past", "ahead")], ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize(("size", "values"), [(64, 64), (24, 17), (80, 96), (128, 40)])
-def test_lists_in_order_are_as_exact_as_attention_in_bfloat16(names, masked, size, values):
-    q, k, v = bfloat16_case(size=size, values=values)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lists_in_order_are_as_exact_as_plain_attention(dtype, names, masked, size, values):
+    q, k, v = drawn(dtype, size=size, values=values)
     mask = None
     if masked:
         mask = torch.rand(2, 200) < 0.7
@@ -166,7 +167,7 @@ def test_lists_in_order_are_as_exact_as_attention_in_bfloat16(names, masked, siz
         mask[0, 64:96], mask[1, :] = False, torch.arange(200) == 190
     entries = [WINDOWS[name] for name in names]
     exact = plainly(q, k, v, mask, entries, scale=0.2)
-    plain = plainly(q.float(), k.float(), v.float(), mask, entries, scale=0.2).bfloat16()
+    plain = plainly(q, k, v, mask, entries, scale=0.2, wide=torch.float32).to(dtype)
     starts = cut(0, 130)
     lists = {"before": 70, "starts": [*starts, 130], "entries": [entries] * len(starts)}
     found = attend_lists(q, k, v, mask, **lists, scale=0.2)
@@ -176,21 +177,24 @@ def test_lists_in_order_are_as_exact_as_attention_in_bfloat16(names, masked, siz
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["all", "window"])
-@pytest.mark.parametrize("order", ["rising", "falling", "a cliff", "a peak", "low"])
-def test_scores_far_apart_meet_in_one_softmax(order, name):
-    q, k, v = bfloat16_case()
-    # Scores of the keys run from -1000 to 1000, or jump there, which no single number that weights are relative to survives.
+@pytest.mark.parametrize("order", ["a slope", "rising", "falling", "a cliff", "a peak", "low"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_far_apart_meet_in_one_softmax(dtype, order, name):
+    q, k, v = drawn(dtype)
+    # Scores of the keys run from -1000 to 1000, or jump there, which no single number that weights are relative to survives;
+    # on the slope they rise by so much that earlier ones still count.
     height = {
+        "a slope": torch.linspace(-0.02, 0.02, 200),
         "rising": torch.linspace(-1, 1, 200),
         "falling": torch.linspace(1, -1, 200),
         "a cliff": torch.where(torch.arange(200) < 100, -1.0, 1.0),
         "a peak": torch.where(torch.arange(200) == 130, 1.0, -1.0),
         "low": -torch.ones(200),
     }[order]
-    q, k = q.abs() + 1, (k * 0.1 + 40 * height[:, None]).bfloat16()
+    q, k = q.abs() + 1, (k * 0.1 + 40 * height[:, None]).to(dtype)
     entries = [WINDOWS[name]]
     exact = plainly(q, k, v, None, entries, scale=1.0)
-    plain = plainly(q.float(), k.float(), v.float(), None, entries, scale=1.0).bfloat16()
+    plain = plainly(q, k, v, None, entries, scale=1.0, wide=torch.float32).to(dtype)
     found = attend_lists(q, k, v, None, before=70, starts=[0, 130], entries=[entries], scale=1.0)
     # Scores of a thousand are rounded by a ten-thousandth in float32: that is what weights are then off by.
     assert_close(order, found, plain, exact, factor=6.0)
@@ -198,7 +202,7 @@ def test_scores_far_apart_meet_in_one_softmax(order, name):
 
 @needs_compiler
 def test_what_is_not_a_number_reaches_those_who_see_it_and_no_others():
-    q, k, v = bfloat16_case()
+    q, k, v = drawn()
     k[0, 0, 150], k[:, :, 99], v[:, :, 99] = torch.nan, torch.nan, torch.inf
     mask = (torch.arange(200) != 99).repeat(2, 1)
     lists = {"before": 70, "starts": [0, 96, 130], "entries": [[WINDOWS["window"]]] * 2}
@@ -228,7 +232,7 @@ def test_spans_end_wherever_a_group_of_keys_does(ramp, causal):
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_order_changes_nothing_where_everything_is_seen(dtype):
-    q, k, v = (x.to(dtype) for x in bfloat16_case())
+    q, k, v = drawn(dtype)
     mask, everything = torch.rand(2, 200) < 0.6, [[WINDOWS["all"]]]
     orders = torch.randperm(130)[None], torch.randperm(200)[None]
     found, plain = (
@@ -256,7 +260,7 @@ def test_parts_and_orders_are_the_same_with_any_number_of_threads(name):
 
 @needs_compiler
 def test_heads_that_are_cut_for_more_threads_give_the_same():
-    q, k, v = bfloat16_case()
+    q, k, v = drawn()
     starts, before = cut(0, 130, 32), torch.get_num_threads()
     lists = {"before": 70, "starts": [*starts, 130], "entries": [[WINDOWS["past"]]] * len(starts)}
     try:

@@ -1,11 +1,11 @@
 """Softmax attention to listed keys in C: a tile of scores at a time, under a running softmax."""
 
 from approx_kernels.c_dropout import DROPOUT
-from approx_kernels.c_halves import HALVES
+from approx_kernels.c_parts import PARTS
 from approx_kernels.key_lists.strips_c import STRIPS
 
 TILES = (
-    HALVES
+    PARTS
     + DROPOUT
     + r"""
 /* Strips of rows are whole tiles of a product, and skip the columns that none of them sees. */

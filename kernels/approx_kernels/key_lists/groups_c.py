@@ -7,15 +7,16 @@ is weighed between the products of the next one and those of earlier ones with t
 
 GROUPS = r"""
 #if HAVE_TILES
-/* Queries of a strip and keys of a group; groups that wait for their values together. */
-enum { SPAN = 32, WAITING = 2, SQUARE = SPAN * SPAN, TILE = SIDE * DEPTH * 2 };
+/* Groups that wait for their values together; numbers of a square of scores: a strip of queries and a group of keys have
+   SPAN each. */
+enum { WAITING = 2, SQUARE = SPAN * SPAN };
 
 /* Keys of ranks from SPAN * at on, which are seen as an entry says. */
 typedef struct { int32_t at, entry; } group;
 
 /* What a thread works with: keys and values of a head as tiles, packed where somebody saw them; and of a strip the rest. */
 typedef struct {
-    int64_t groups, deep, pairs, item, part;
+    int64_t groups, deep, pairs, parts, item, part;
     char *keys, *values, *queries, *weights;
     float *scores, *again, *out, *faded;
     uint8_t *packed;
@@ -37,75 +38,93 @@ INLINE __m512 power(__m512 x) {
     return _mm512_scalef_ps(y, x);
 }
 
-INLINE void weigh_lanes(const float *scores, __m512 factor, lanes *l, char *weights) {
-    __m512 low = power(_mm512_fmsub_ps(_mm512_load_ps(scores), factor, l->origin));
-    __m512 high = power(_mm512_fmsub_ps(_mm512_load_ps(scores + SPAN), factor, l->origin));
+/* 2^x, within two roundings; 0 at minus infinity. */
+INLINE __m512 whole_power(__m512 x) {
+    __m512 part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT), r = _mm512_mul_ps(part, _mm512_set1_ps(0.693147181f));
+    __m512 y = _mm512_fmadd_ps(r, _mm512_set1_ps(1.9875691500e-4f), _mm512_set1_ps(1.3981999507e-3f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(8.3334519073e-3f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(4.1665795894e-2f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.6666665459e-1f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.0000001201e-1f));
+    y = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(y, r), r, r), _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(y, _mm512_sub_ps(x, part));
+}
+
+INLINE void weigh_lanes(const int wide, const float *scores, __m512 factor, lanes *l, char *weights) {
+    __m512 low = _mm512_fmsub_ps(_mm512_load_ps(scores), factor, l->origin);
+    __m512 high = _mm512_fmsub_ps(_mm512_load_ps(scores + SPAN), factor, l->origin);
+    low = wide ? whole_power(low) : power(low), high = wide ? whole_power(high) : power(high);
     l->low = _mm512_add_ps(l->low, low), l->high = _mm512_add_ps(l->high, high);
-    _mm512_store_si512(weights, paired(low, high));
+    if (!wide) { _mm512_store_si512(weights, paired(low, high)); return; }
+    __m512i lows[PARTS], uppers[PARTS];
+    part(low, lows), part(high, uppers);
+    for (int p = 0; p < PARTS; p++)
+        _mm512_store_si512(weights + p * 2 * TILE, _mm512_or_si512(_mm512_srli_epi32(lows[p], 16), uppers[p]));
 }
 
 /* The next pairs of keys. */
-INLINE void weigh_pairs(weighing *w, int64_t count) {
+INLINE void weigh_pairs(const int wide, weighing *w, int64_t count) {
     if (!w) return;
-    for (int64_t upto = lesser(w->done + count, SPAN / 2); w->done < upto; w->done++) {
+    for (int64_t upto = lesser(w->done + count, SIDE); w->done < upto; w->done++) {
         const float *scores = w->scores + w->done * 2 * SPAN;
-        char *weights = w->weights + w->done * 4 * SPAN;
-        weigh_lanes(scores, w->factor, &w->left, weights);
-        weigh_lanes(scores + SIDE, w->factor, &w->right, weights + 2 * SPAN);
+        char *weights = w->weights + w->done * 64;
+        weigh_lanes(wide, scores, w->factor, &w->left, weights);
+        weigh_lanes(wide, scores + SIDE, w->factor, &w->right, weights + TILE);
     }
 }
 
-/* Tiles 0 to 3 += two tiles by two tiles; between them, `share` pairs of keys are weighed four times. */
-INLINE void add_square(const char *above, const char *below, const char *left, const char *right, int64_t stride,
-                       weighing *w, int64_t share) {
-    READ_TILE(4, above, SIDE);
-    READ_TILE(6, left, stride);
+/* Between products of a square, `share` pairs of keys are weighed four times. */
+INLINE void multiply_square(const int wide, weighing *w, int64_t share) {
     ADD_PRODUCT(0, 4, 6);
-    weigh_pairs(w, share);
-    READ_TILE(7, right, stride);
+    weigh_pairs(wide, w, share);
     ADD_PRODUCT(1, 4, 7);
-    weigh_pairs(w, share);
-    READ_TILE(5, below, SIDE);
+    weigh_pairs(wide, w, share);
     ADD_PRODUCT(2, 5, 6);
-    weigh_pairs(w, share);
+    weigh_pairs(wide, w, share);
     ADD_PRODUCT(3, 5, 7);
-    weigh_pairs(w, share);
+    weigh_pairs(wide, w, share);
 }
 
-INLINE void write_square(float *to) {
-    WRITE_TILE(0, to, SPAN);
-    WRITE_TILE(1, to + SIDE, SPAN);
-    WRITE_TILE(2, to + SIDE * SPAN, SPAN);
-    WRITE_TILE(3, to + SIDE * SPAN + SIDE, SPAN);
+/* Tiles 0 to 3 += two by two tiles, of three parts where numbers are float32. */
+INLINE void add_square(const int wide, const char *left, const char *right, weighing *w, int64_t share) {
+    if (wide) { ADD_PARTS(multiply_square(wide, w, share)); return; }
+    READ_TILE(4, left, SIDE);
+    READ_TILE(6, right, SIDE);
+    ADD_PRODUCT(0, 4, 6);
+    weigh_pairs(wide, w, share);
+    READ_TILE(7, right + TILE, SIDE);
+    ADD_PRODUCT(1, 4, 7);
+    weigh_pairs(wide, w, share);
+    READ_TILE(5, left + TILE, SIDE);
+    ADD_PRODUCT(2, 5, 6);
+    weigh_pairs(wide, w, share);
+    ADD_PRODUCT(3, 5, 7);
+    weigh_pairs(wide, w, share);
 }
 
 /* Scores of the queries at a group, keys by queries. */
-INLINE void meet(const strips *s, int64_t at, float *scores, weighing *w, int64_t share) {
-    const char *keys = s->keys + at * s->deep * 2 * TILE;
-    ZERO_TILE(0);
-    ZERO_TILE(1);
-    ZERO_TILE(2);
-    ZERO_TILE(3);
-    for (int64_t d = 0; d < s->deep; d++) {
-        const char *queries = s->queries + d * 2 * TILE;
-        add_square(keys + d * TILE, keys + (s->deep + d) * TILE, queries, queries + TILE, SIDE, w, share);
-    }
+INLINE void meet(const int wide, const strips *s, int64_t at, float *scores, weighing *w, int64_t share) {
+    const int64_t step = (wide ? PARTS : 1) * 2 * TILE;
+    zero_square();
+    for (int64_t d = 0; d < s->deep; d++)
+        add_square(wide, s->keys + (at * s->deep + d) * step, s->queries + d * step, w, share);
     write_square(scores);
 }
 
 /* What the values of some groups add to 32 numbers of the outputs, which are numbers by queries. */
-INLINE void bring(const strips *s, int64_t pair, const group *groups, int64_t count, const char *weights, weighing *w,
-                  int64_t share) {
+INLINE void bring(const int wide, const strips *s, int64_t pair, const group *groups, int64_t count,
+                  const char *weights, weighing *w, int64_t share) {
+    const int64_t step = (wide ? PARTS : 1) * 2 * TILE;
     float *out = s->out + pair * SQUARE;
-    READ_TILE(0, out, SPAN);
-    READ_TILE(1, out + SIDE, SPAN);
-    READ_TILE(2, out + SIDE * SPAN, SPAN);
-    READ_TILE(3, out + SIDE * SPAN + SIDE, SPAN);
-    for (int64_t g = 0; g < count; g++, weights += 2 * TILE) {
-        const char *values = s->values + (groups[g].at * s->pairs + pair) * 2 * TILE;
-        add_square(values, values + TILE, weights, weights + 2 * SPAN, SPAN, w, share);
-    }
-    write_square(out);
+    if (wide) zero_square();
+    else read_square(out);
+    for (int64_t g = 0; g < count; g++)
+        add_square(wide, s->values + (groups[g].at * s->pairs + pair) * step, weights + g * step, w, share);
+    if (!wide) { write_square(out); return; }
+    /* In one chain a sum of float32 would gather a rounding at every second key. */
+    write_square(s->again);
+    for (int64_t i = 0; i < SQUARE; i += WIDTH)
+        _mm512_store_ps(out + i, _mm512_add_ps(_mm512_load_ps(out + i), _mm512_load_ps(s->again + i)));
 }
 
 /* Some queries of a block: their head and part, their tokens and those of the keys, and their positions, which rise. */
@@ -129,61 +148,88 @@ INLINE uint32_t real_keys(const problem *p, const strip *t, int64_t first) {
 }
 
 /* Rows of a tensor that are packed after these. */
-INLINE void expect(tensor x, const strip *t, const int32_t *tokens, int64_t first, int64_t end, int64_t size) {
-    const uint16_t *from = (uint16_t *)x.data + t->b * x.batch + t->h * x.head;
+INLINE void expect(const problem *p, tensor x, const strip *t, const int32_t *tokens, int64_t first, int64_t end,
+                   int64_t size) {
+    int64_t bytes = p->bf16 ? 2 : 4;
+    const char *from = (char *)x.data + bytes * (t->b * x.batch + t->h * x.head);
     for (int64_t i = first; i < end; i++)
-        for (int64_t d = 0; d < size; d += 32) __builtin_prefetch(from + token(tokens, i) * x.row + d);
+        for (int64_t d = 0; d < bytes * size; d += 64) __builtin_prefetch(from + bytes * token(tokens, i) * x.row + d);
+}
+
+/* 32 numbers of a row of a tensor from one on, as a row of two tiles of each part; zeros beyond `left` of them. */
+INLINE void pack_row(const problem *p, tensor x, int64_t at, int64_t left, char *to) {
+    if (p->bf16) {
+        _mm512_store_si512(to, _mm512_maskz_loadu_epi16(halves_of(left), (uint16_t *)x.data + at));
+        return;
+    }
+    __m512 first = _mm512_maskz_loadu_ps(first_lanes(left), (float *)x.data + at);
+    write_parts(first, _mm512_maskz_loadu_ps(first_lanes(left - SIDE), (float *)x.data + at + SIDE), to);
+}
+
+INLINE void transpose_tile(char *tile) {
+    vf block[WIDTH];
+    memcpy(block, tile, TILE);
+    transpose_block(block);
+    memcpy(tile, block, TILE);
+}
+
+/* SIDE numbers of the values of a group, across. */
+static void pack_values(const problem *p, int64_t from, const int64_t *key, uint32_t real, int64_t left, char *to) {
+    __mmask16 there = first_lanes(left);
+    vf block[WIDTH], other[WIDTH];
+    for (int64_t i = 0; i < SIDE; i++) {
+        int64_t even = from + key[2 * i] * p->v.row, odd = from + key[2 * i + 1] * p->v.row;
+        if (p->bf16) {
+            const uint16_t *v = p->v.data;
+            __m256i low = _mm256_maskz_loadu_epi16(real >> 2 * i & 1 ? there : 0, v + even);
+            __m256i high = _mm256_maskz_loadu_epi16(real >> 2 * i & 2 ? there : 0, v + odd);
+            __m512i above = _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
+            block[i] = (vf)_mm512_or_si512(_mm512_cvtepu16_epi32(low), above);
+        } else {
+            const float *v = p->v.data;
+            block[i] = (vf)_mm512_maskz_loadu_ps(real >> i & 1 ? there : 0, v + from + key[i] * p->v.row);
+            __mmask16 second = real >> (SIDE + i) & 1 ? there : 0;
+            other[i] = (vf)_mm512_maskz_loadu_ps(second, v + from + key[SIDE + i] * p->v.row);
+        }
+    }
+    transpose_block(block);
+    if (p->bf16) { memcpy(to, block, TILE); return; }
+    transpose_block(other);
+    for (int64_t i = 0; i < SIDE; i++) write_parts((__m512)block[i], (__m512)other[i], to + i * 64);
 }
 
 /* Keys and values of a group as tiles of the left side of products: as they lie, and across. What padding holds may be
    no number, and times a weight of 0 it would not be 0. */
 static void pack_group(const problem *p, const strips *s, const strip *t, int64_t at) {
-    int64_t first = at * SPAN, end = lesser(first + SPAN, p->ranks), next = lesser(end + SPAN, p->ranks);
+    int64_t first = at * SPAN, end = lesser(first + SPAN, p->ranks), next = lesser(end + SPAN, p->ranks), key[SPAN];
+    int64_t step = s->parts * 2 * TILE, keys = t->b * p->k.batch + t->h * p->k.head;
+    int64_t values = t->b * p->v.batch + t->h * p->v.head;
     uint32_t real = real_keys(p, t, first);
-    const uint16_t *keys = (uint16_t *)p->k.data + t->b * p->k.batch + t->h * p->k.head;
-    const uint16_t *values = (uint16_t *)p->v.data + t->b * p->v.batch + t->h * p->v.head;
-    int64_t key[SPAN];
     for (int64_t j = 0; j < SPAN; j++) key[j] = first + j < end ? token(t->keys, first + j) : 0;
-    expect(p->k, t, t->keys, end, next, p->size), expect(p->v, t, t->keys, end, next, p->values);
-    char *to = s->keys + at * s->deep * 2 * TILE;
+    expect(p, p->k, t, t->keys, end, next, p->size), expect(p, p->v, t, t->keys, end, next, p->values);
     for (int64_t j = 0; j < SPAN; j++)
         for (int64_t d = 0; d < s->deep; d++) {
-            __mmask32 there = first + j < end ? halves_of(p->size - d * DEPTH) : 0;
-            __m512i row = _mm512_maskz_loadu_epi16(there, keys + key[j] * p->k.row + d * DEPTH);
-            _mm512_store_si512(to + (j / SIDE * s->deep + d) * TILE + j % SIDE * 64, row);
+            int64_t left = first + j < end ? p->size - d * DEPTH : 0;
+            pack_row(p, p->k, keys + key[j] * p->k.row + d * DEPTH, left, s->keys + (at * s->deep + d) * step + j * 64);
         }
-    vf block[WIDTH];
-    to = s->values + at * s->pairs * 2 * TILE;
-    for (int64_t e = 0; e < 2 * s->pairs * SIDE; e += SIDE, to += TILE) {
-        __mmask16 there = first_lanes(p->values - e);
-        for (int64_t i = 0; i < SIDE; i++) {
-            __mmask16 even = real >> 2 * i & 1 ? there : 0, odd = real >> 2 * i & 2 ? there : 0;
-            __m256i low = _mm256_maskz_loadu_epi16(even, values + key[2 * i] * p->v.row + e);
-            __m256i high = _mm256_maskz_loadu_epi16(odd, values + key[2 * i + 1] * p->v.row + e);
-            __m512i above = _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
-            block[i] = (vf)_mm512_or_si512(_mm512_cvtepu16_epi32(low), above);
-        }
-        transpose_block(block);
-        memcpy(to, block, TILE);
-    }
+    for (int64_t e = 0; e < 2 * s->pairs; e++)
+        pack_values(p, values + e * SIDE, key, real, p->values - e * SIDE,
+                    s->values + (at * s->pairs + e / 2) * step + e % 2 * TILE);
 }
 
 /* Queries of a strip as tiles of the right side: pairs of numbers by queries. */
 static void pack_queries(const problem *p, const strips *s, const strip *t) {
-    const uint16_t *queries = (uint16_t *)p->q.data + t->b * p->q.batch + t->h * p->q.head;
-    int64_t end = t->first + t->rows;
-    vf block[WIDTH];
-    char *to = s->queries;
-    expect(p->q, t, t->queries, end, lesser(end + SPAN, p->length), p->size);
-    for (int64_t d = 0; d < s->deep; d++)
-        for (int64_t half = t->first; half < t->first + SPAN; half += SIDE, to += TILE) {
-            for (int64_t i = half; i < half + SIDE; i++) {
-                const uint16_t *row = queries + (i < end ? token(t->queries, i) : 0) * p->q.row + d * DEPTH;
-                block[i - half] = (vf)_mm512_maskz_loadu_epi16(i < end ? halves_of(p->size - d * DEPTH) : 0, row);
-            }
-            transpose_block(block);
-            memcpy(to, block, TILE);
+    int64_t queries = t->b * p->q.batch + t->h * p->q.head, end = t->first + t->rows, step = s->parts * 2 * TILE;
+    expect(p, p->q, t, t->queries, end, lesser(end + SPAN, p->length), p->size);
+    for (int64_t d = 0; d < s->deep; d++) {
+        char *to = s->queries + d * step;
+        for (int64_t i = 0; i < SPAN; i++) {
+            int64_t query = i < t->rows ? token(t->queries, t->first + i) : 0;
+            int64_t left = i < t->rows ? p->size - d * DEPTH : 0;
+            pack_row(p, p->q, queries + query * p->q.row + d * DEPTH, left, to + i * 64);
         }
+        for (int64_t tile = 0; tile < 2 * s->parts; tile++) transpose_tile(to + tile * TILE);
+    }
 }
 
 /* Outputs that a strip begins with, from the rows of a tensor that `which` names. */
@@ -214,8 +260,8 @@ static float *begin_strips(const problem *p, strips *s) {
         most = greater(most, own);
     }
     *s = (strips){.groups = (p->ranks + SPAN - 1) / SPAN, .deep = (p->size + DEPTH - 1) / DEPTH,
-                  .pairs = (p->values + SPAN - 1) / SPAN, .item = -1};
-    int64_t words = TILE / 2, keys = s->groups * s->deep * words, values = s->groups * s->pairs * words;
+                  .pairs = (p->values + SPAN - 1) / SPAN, .parts = p->bf16 ? 1 : PARTS, .item = -1};
+    int64_t words = s->parts * TILE / 2, keys = s->groups * s->deep * words, values = s->groups * s->pairs * words;
     int64_t again = greater(SQUARE, 2 * padded(p->size)), faded = p->spans ? padded(p->keys + p->length + 1) : 0;
     int64_t rest = s->pairs * SQUARE + faded + padded(2 * most) + padded((s->groups + 3) / 4);
     float *memory = floats(keys + values + (s->deep + 2 * WAITING) * words + 2 * SQUARE + again + rest), *at = memory;

@@ -1,4 +1,4 @@
-"""Softmax attention of bfloat16 to lists of keys that stand in their order, in C for processors with tiles (AMX)."""
+"""Softmax attention to lists of keys that stand in some order, in C for processors with tiles for bfloat16 (AMX)."""
 
 from approx_kernels.key_lists.groups_c import GROUPS
 
@@ -53,24 +53,24 @@ INLINE void hide_lanes(const problem *p, const strips *s, int64_t reach, __m512i
 /* Scores of a group that a strip does not see as they are. */
 static __attribute__((noinline)) void hide(const problem *p, const strips *s, const strip *t, group g, float *scores) {
     const entry *e = p->entries + g.entry;
-    int64_t first = (int64_t)g.at * SPAN, reach = reach_of(p, t->h), low = INT32_MAX, high = INT32_MIN;
+    int64_t first = (int64_t)g.at * SPAN, reach = reach_of(p, t->h), low = first, high = first + SPAN - 1;
     uint32_t real = real_keys(p, t, first);
-    int32_t key[SPAN];
-    for (int64_t j = 0; j < SPAN; j++) {
-        int there = first + j < p->ranks;
-        key[j] = (int32_t)(p->own && there ? token(t->keys, first + j) : first + j);
-        low = lesser(low, key[j]), high = greater(high, key[j]);
+    if (p->own) {
+        low = INT32_MAX, high = INT32_MIN;
+        for (int64_t j = first; j < lesser(first + SPAN, p->ranks); j++)
+            low = lesser(low, t->keys[j]), high = greater(high, t->keys[j]);
     }
     int near = !p->spans || greater(high - t->early, t->late - low) <= p->spans[t->h];
     int inside = first >= e->begin && first + SPAN <= e->end && high - t->early <= e->high && low - t->late >= e->low;
     if (near && inside && real == ~0u) return;
     for (int64_t j = 0; j < SPAN; j++, scores += SPAN) {
         int listed = (real >> j & 1) && first + j >= e->begin && first + j < e->end;
-        __m512i from = _mm512_set1_epi32(key[j] - e->high), to = _mm512_set1_epi32(key[j] - e->low);
+        int32_t key = (int32_t)(listed && p->own ? t->keys[first + j] : first + j);
+        __m512i from = _mm512_set1_epi32(key - e->high), to = _mm512_set1_epi32(key - e->low);
         __mmask16 left = _mm512_cmpge_epi32_mask(t->left, from) & _mm512_cmple_epi32_mask(t->left, to);
         __mmask16 right = _mm512_cmpge_epi32_mask(t->right, from) & _mm512_cmple_epi32_mask(t->right, to);
-        hide_lanes(p, s, reach, t->left, key[j], listed ? left : 0, scores);
-        hide_lanes(p, s, reach, t->right, key[j], listed ? right : 0, scores + SIDE);
+        hide_lanes(p, s, reach, t->left, key, listed ? left : 0, scores);
+        hide_lanes(p, s, reach, t->right, key, listed ? right : 0, scores + SIDE);
     }
 }
 
@@ -95,7 +95,7 @@ INLINE void rise(const strips *s, lanes *l, __m512 sums, __m512 top, int64_t hal
     __mmask16 rising = astray(l) & _mm512_cmp_ps_mask(top, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
     /* What is nothing yet stays it, however far the origin moves. */
     __mmask16 some = rising & _mm512_cmp_ps_mask(sums, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-    __m512 kept = _mm512_mask_scalef_ps(one, some, one, _mm512_sub_ps(l->origin, top));
+    __m512 kept = _mm512_mask_mov_ps(one, some, whole_power(_mm512_sub_ps(l->origin, top)));
     l->origin = _mm512_mask_mov_ps(l->origin, rising, top);
     l->low = _mm512_mul_ps(sums, kept), l->high = _mm512_setzero_ps();
     for (float *out = s->out + half; out < s->out + s->pairs * SQUARE; out += SPAN)
@@ -103,22 +103,22 @@ INLINE void rise(const strips *s, lanes *l, __m512 sums, __m512 top, int64_t hal
 }
 
 /* Weights of some groups again, when the first attempt left the bounds. */
-static __attribute__((noinline)) void weigh_again(const problem *p, const strips *s, const strip *t,
-                                                  const group *groups, int64_t count, char *weights, weighing *w,
-                                                  __m512 left_sums, __m512 right_sums) {
+static __attribute__((noinline)) void weigh_again(int wide, const problem *p, const strips *s, const strip *t,
+                        const group *groups, int64_t count, char *weights, weighing *w,
+                        __m512 left_sums, __m512 right_sums) {
     __m512 left = _mm512_set1_ps(-INFINITY), right = left;
     for (int64_t g = 0; g < count; g++) {
-        meet(s, groups[g].at, s->again, NULL, 0);
+        meet(wide, s, groups[g].at, s->again, NULL, 0);
         hide(p, s, t, groups[g], s->again);
         highest(s->again, &left, &right);
     }
     rise(s, &w->left, left_sums, _mm512_mul_ps(w->factor, left), 0);
     rise(s, &w->right, right_sums, _mm512_mul_ps(w->factor, right), SIDE);
     for (int64_t g = 0; g < count; g++) {
-        meet(s, groups[g].at, s->again, NULL, 0);
+        meet(wide, s, groups[g].at, s->again, NULL, 0);
         hide(p, s, t, groups[g], s->again);
-        w->scores = s->again, w->weights = weights + g * 2 * TILE, w->done = 0;
-        weigh_pairs(w, SPAN / 2);
+        w->scores = s->again, w->weights = weights + g * s->parts * 2 * TILE, w->done = 0;
+        weigh_pairs(wide, w, SIDE);
     }
 }
 
@@ -135,14 +135,14 @@ static void begin_lanes(const problem *p, const strips *s, const strip *t, const
             if (t->part) row[i] = query, score = p->lse[(t->b * p->heads + t->h) * p->length + query];
             else if (sees_itself(p, w, t->first - w->first + i)) {
                 /* The strip's other memory is not in use yet. */
-                read_row(p->q, 1, t->b, t->h, query, p->size, s->again);
+                read_row(p->q, p->bf16, t->b, t->h, query, p->size, s->again);
                 for (int64_t d = 0; d < p->size; d++) s->again[d] *= p->scale;
                 row[i] = at, score = own_score(p, t->b, t->h, at, s->again, s->again + padded(p->size));
             }
             if (score == -INFINITY) continue;
             origin[i] = score * 1.44269504f, sum[i] = 1.0f, which |= 1u << i;
         }
-    if (which) lay_outputs(p, s, t, t->part ? p->out : p->v, !t->part, row, which);
+    if (which) lay_outputs(p, s, t, t->part ? p->out : p->v, !t->part && p->bf16, row, which);
     else memset(s->out, 0, sizeof(float) * s->pairs * SQUARE);
     __m512 none = _mm512_setzero_ps();
     *left = (lanes){_mm512_loadu_ps(origin), _mm512_loadu_ps(sum), none};
@@ -174,7 +174,7 @@ static void write_lanes(const problem *p, const strips *s, const strip *t, const
             __mmask16 there = first_lanes(p->values - e);
             __m256i narrow = (__m256i)_mm512_cvtneps_pbh((__m512)block[i]);
             /* What parts add to is float32. */
-            if (p->parts > 1) _mm512_mask_storeu_ps((float *)p->out.data + at, there, (__m512)block[i]);
+            if (p->parts > 1 || !p->bf16) _mm512_mask_storeu_ps((float *)p->out.data + at, there, (__m512)block[i]);
             else _mm256_mask_storeu_epi16((uint16_t *)p->out.data + at, there, narrow);
         }
     }
@@ -182,10 +182,11 @@ static void write_lanes(const problem *p, const strips *s, const strip *t, const
         lse[token(t->queries, t->first + half + i)] = origins[i] * 0.69314718f + logf(sum[i]);
 }
 
-static void attend_strip(const problem *p, strips *s, const strip *t, const queries_of_block *q) {
+INLINE void attend_strip(const int wide, const problem *p, strips *s, const strip *t, const queries_of_block *q) {
     int64_t count = groups_of(p, t, q->block, s->list), had = 0;
-    /* Products of a group, four to a square, share its pairs of keys. */
-    int64_t squares = s->deep + s->pairs, share = (SPAN / 2 + 4 * squares - 1) / (4 * squares);
+    /* Products of a group share its pairs of keys. */
+    const int64_t each = wide ? 24 : 4, step = s->parts * 2 * TILE;
+    int64_t products = each * (s->deep + s->pairs), share = (SIDE + products - 1) / products;
     weighing w = {.factor = _mm512_set1_ps(p->scale * 1.44269504f)};
     begin_lanes(p, s, t, q, &w.left, &w.right);
     for (int64_t g = 0; g < count; g++)
@@ -193,7 +194,7 @@ static void attend_strip(const problem *p, strips *s, const strip *t, const quer
     pack_queries(p, s, t);
     if (count) {
         __m512 left = _mm512_set1_ps(-INFINITY), right = left;
-        meet(s, s->list[0].at, s->scores, NULL, 0);
+        meet(wide, s, s->list[0].at, s->scores, NULL, 0);
         hide(p, s, t, s->list[0], s->scores);
         highest(s->scores, &left, &right);
         begin_origin(&w.left, left, w.factor), begin_origin(&w.right, right, w.factor);
@@ -201,24 +202,24 @@ static void attend_strip(const problem *p, strips *s, const strip *t, const quer
     for (int64_t start = 0; start < count; start += WAITING) {
         const group *groups = s->list + start, *earlier = groups - WAITING;
         int64_t some = lesser(WAITING, count - start), turn = start / WAITING % 2;
-        char *weights = s->weights + turn * WAITING * 2 * TILE, *waiting = s->weights + !turn * WAITING * 2 * TILE;
+        char *weights = s->weights + turn * WAITING * step, *waiting = s->weights + !turn * WAITING * step;
         __m512 left = _mm512_add_ps(w.left.low, w.left.high), right = _mm512_add_ps(w.right.low, w.right.high);
         w.left.low = left, w.right.low = right, w.left.high = w.right.high = _mm512_setzero_ps();
         for (int64_t g = 0; g < WAITING; g++) {
             float *scores = s->scores + g % 2 * SQUARE, *next = s->scores + (g + 1) % 2 * SQUARE;
-            w.scores = scores, w.weights = weights + g * 2 * TILE, w.done = g < some ? 0 : SPAN / 2;
+            w.scores = scores, w.weights = weights + g * step, w.done = g < some ? 0 : SIDE;
             if (start + g && g < some) hide(p, s, t, groups[g], scores);
-            if (start + g + 1 < count) meet(s, groups[g + 1].at, next, &w, share);
+            if (start + g + 1 < count) meet(wide, s, groups[g + 1].at, next, &w, share);
             for (int64_t pair = g; had && pair < s->pairs; pair += WAITING)
-                bring(s, pair, earlier, had, waiting, &w, share);
-            weigh_pairs(&w, SPAN / 2);
+                bring(wide, s, pair, earlier, had, waiting, &w, share);
+            weigh_pairs(wide, &w, SIDE);
         }
-        if (astray(&w.left) | astray(&w.right)) weigh_again(p, s, t, groups, some, weights, &w, left, right);
+        if (astray(&w.left) | astray(&w.right)) weigh_again(wide, p, s, t, groups, some, weights, &w, left, right);
         had = some;
     }
     for (int64_t pair = 0; had && pair < s->pairs; pair++) {
         int64_t start = count - had, turn = start / WAITING % 2;
-        bring(s, pair, s->list + start, had, s->weights + turn * WAITING * 2 * TILE, NULL, 0);
+        bring(wide, s, pair, s->list + start, had, s->weights + turn * WAITING * step, NULL, 0);
     }
     write_lanes(p, s, t, &w.left, 0), write_lanes(p, s, t, &w.right, SIDE);
 }
@@ -237,13 +238,14 @@ static void attend_block(const problem *p, strips *s, int64_t item, int64_t bloc
         t.early = q.at[first], t.late = q.at[first + t.rows - 1];
         t.left = _mm512_maskz_loadu_epi32(first_lanes(t.rows), q.at + first);
         t.right = _mm512_maskz_loadu_epi32(first_lanes(t.rows - SIDE), q.at + first + SIDE);
-        attend_strip(p, s, &t, &q);
+        if (p->bf16) attend_strip(0, p, s, &t, &q);
+        else attend_strip(1, p, s, &t, &q);
     }
 }
 
 /* Whether strips save time: not where lists are of keys here and there, for groups are computed whole. */
 static int worth_strips(const problem *p) {
-    if (!p->bf16 || p->dropout.bound || !tiles_at_hand() || p->length < SIDE || (p->spans && p->scale <= 0.0f)) return 0;
+    if (p->dropout.bound || !tiles_at_hand() || p->length < SIDE || (p->spans && p->scale <= 0.0f)) return 0;
     int64_t listed = 0, computed = 0, begin, end;
     for (int64_t block = 0; block < (p->own ? p->own[p->batch * p->heads] : p->blocks); block++)
         for (int64_t first = p->starts[block]; first < p->starts[block + 1]; first += SPAN)

@@ -1,0 +1,86 @@
+"""Numbers of float32 in C as sums of three of bfloat16, which tiles (AMX) multiply.
+
+Three parts of 8 bits are all 24 of a float32. Of the nine products of two numbers the three smallest are less than half of
+the last bit; the other six, on tiles, take less time than one on the widest vectors. What is not finite makes NaN.
+"""
+
+from approx_kernels.c_halves import HALVES
+
+PARTS = (
+    HALVES
+    + r"""
+#if HAVE_TILES
+/* Rows of two tiles, their bytes, and parts of a number. */
+enum { SPAN = 2 * SIDE, TILE = SIDE * DEPTH * 2, PARTS = 3 };
+
+/* 16 numbers, 8 of their 24 bits at a time, in the high halves of words; the largest parts are rounded, so that little is
+   left for the others. */
+INLINE void part(__m512 x, __m512i parts[PARTS]) {
+    for (int i = 0; i < PARTS; i++) {
+        __m512i bits = i + 1 < PARTS ? _mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000)) : (__m512i)x;
+        parts[i] = _mm512_and_si512(bits, _mm512_set1_epi32(0xffff0000));
+        /* Nothing is left of what is infinite. */
+        __mmask16 more = _mm512_cmp_ps_mask(x, (__m512)parts[i], _CMP_NEQ_UQ);
+        x = _mm512_maskz_sub_ps(more, x, (__m512)parts[i]);
+    }
+}
+
+/* The high halves of words, one vector after the other. */
+INLINE __m512i highs(__m512i first, __m512i second) {
+    const __m512i places = (__m512i)(__v32hi){1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                              33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    return _mm512_permutex2var_epi16(first, places, second);
+}
+
+/* 32 numbers as a row of two tiles of each part, 2 TILE bytes apart. */
+INLINE void write_parts(__m512 first, __m512 second, char *to) {
+    __m512i low[PARTS], high[PARTS];
+    part(first, low), part(second, high);
+    for (int p = 0; p < PARTS; p++) _mm512_store_si512(to + p * 2 * TILE, highs(low[p], high[p]));
+}
+
+/* Two tiles of a part of a left side, and of a right one. */
+#define READ_LEFT(p) READ_TILE(4, left + (p) * 2 * TILE, SIDE); READ_TILE(5, left + (p) * 2 * TILE + TILE, SIDE)
+#define READ_RIGHT(p) READ_TILE(6, right + (p) * 2 * TILE, SIDE); READ_TILE(7, right + (p) * 2 * TILE + TILE, SIDE)
+
+/* Tiles 0 to 3 += two by two tiles of three parts, in an order in which every step has one side of the last; `multiply`
+   adds the products of what was read. */
+#define ADD_PARTS(multiply) \
+    READ_LEFT(0);           \
+    READ_RIGHT(2);          \
+    multiply;               \
+    READ_RIGHT(1);          \
+    multiply;               \
+    READ_LEFT(1);           \
+    multiply;               \
+    READ_RIGHT(0);          \
+    multiply;               \
+    READ_LEFT(2);           \
+    multiply;               \
+    READ_LEFT(0);           \
+    multiply
+
+/* Tiles 0 to 3 as a square [SPAN, SPAN]. */
+INLINE void zero_square(void) {
+    ZERO_TILE(0);
+    ZERO_TILE(1);
+    ZERO_TILE(2);
+    ZERO_TILE(3);
+}
+
+INLINE void read_square(const float *from) {
+    READ_TILE(0, from, SPAN);
+    READ_TILE(1, from + SIDE, SPAN);
+    READ_TILE(2, from + SIDE * SPAN, SPAN);
+    READ_TILE(3, from + SIDE * SPAN + SIDE, SPAN);
+}
+
+INLINE void write_square(float *to) {
+    WRITE_TILE(0, to, SPAN);
+    WRITE_TILE(1, to + SIDE, SPAN);
+    WRITE_TILE(2, to + SIDE * SPAN, SPAN);
+    WRITE_TILE(3, to + SIDE * SPAN + SIDE, SPAN);
+}
+#endif
+"""
+)

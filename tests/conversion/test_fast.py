@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from approx.conversion import surgery
+from approx.conversion import fast, surgery
 from approx.conversion.fast import _rows, fast_products_for
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan
 from approx.conversion.seam import IMPLEMENTATION, fastest_exact
-from approx_kernels import few_rows, half_products, products, tiled_layers
+from approx_kernels import half_products, products, tiled_layers
 from approx_kernels.c_language import library
 from approx_kernels.few_rows_c import SOURCE
 from approx_kernels.findings import instructions
@@ -24,6 +24,18 @@ def worth_it_from_eight_rows(monkeypatch):
     monkeypatch.setattr(
         half_products, "least_rows", lambda dtype: dict.fromkeys((half_products.BY_OUTPUT, half_products.BY_INPUT), 8)
     )
+
+
+def counted(monkeypatch, product):
+    """The first sizes of what a product of layers is given, filled call by call."""
+    computed, seen = getattr(fast, product), []
+
+    def counting(x, *rest):
+        seen.append(len(x))
+        return computed(x, *rest)
+
+    monkeypatch.setattr(fast, product, counting)
+    return seen
 
 
 def watched(model):
@@ -199,9 +211,7 @@ def test_tokens_that_are_decoded_are_computed_in_c(architecture, monkeypatch):
     how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     before = model.generate(ids, **how)
     surgery.convert(model, Plan.of("exact"))
-    rows, computed = [], few_rows.few_rows_linear
-    counted = lambda x, *rest: rows.append(len(x)) or computed(x, *rest)  # noqa: E731  # of one line
-    monkeypatch.setattr("approx.conversion.fast.few_rows_linear", counted)
+    rows = counted(monkeypatch, "few_rows_linear")
     limits = {half_products.BY_OUTPUT: [1, 8], half_products.BY_INPUT: [1, 8]}
     monkeypatch.setattr("approx.conversion.fast.worth_rows", lambda *_: limits)
     assert torch.equal(model.generate(ids, **how), before)
@@ -221,11 +231,9 @@ def test_a_converted_model_on_tiles_is_the_same_to_float32(architecture, monkeyp
     before = outputs(model, inputs)
     surgery.convert(model, Plan.of("exact"))
     monkeypatch.setattr("approx.conversion.fast.worth_tiles", lambda *_: {layout: [8, 10**6] for layout in NOWHERE})
-    shapes, computed = [], tiled_layers.tiled_linear
-    counted = lambda x, *rest: shapes.append(x.shape) or computed(x, *rest)  # noqa: E731  # of one line
-    monkeypatch.setattr("approx.conversion.fast.tiled_linear", counted)
+    rows = counted(monkeypatch, "tiled_linear")
     assert difference(before, outputs(model, inputs)) < 1e-5
-    assert len(shapes) >= 4 * model.config.num_hidden_layers
+    assert len(rows) >= 4 * model.config.num_hidden_layers
 
 
 def test_layers_of_a_model_with_compiled_parts_are_left_alone(monkeypatch):

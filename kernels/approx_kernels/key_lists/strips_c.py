@@ -104,8 +104,8 @@ INLINE void rise(const strips *s, lanes *l, __m512 sums, __m512 top, int64_t hal
 
 /* Weights of some groups again, when the first attempt left the bounds. */
 static __attribute__((noinline)) void weigh_again(int wide, const problem *p, const strips *s, const strip *t,
-                        const group *groups, int64_t count, char *weights, weighing *w,
-                        __m512 left_sums, __m512 right_sums) {
+                                                  const group *groups, int64_t count, char *weights, weighing *w,
+                                                  __m512 left_sums, __m512 right_sums) {
     __m512 left = _mm512_set1_ps(-INFINITY), right = left;
     for (int64_t g = 0; g < count; g++) {
         meet(wide, s, groups[g].at, s->again, NULL, 0);

@@ -1,4 +1,4 @@
-"""Numbers of float32 in C as sums of three of bfloat16, which tiles (AMX) multiply.
+"""Numbers of float32 in C as tiles hold them: where those multiply bfloat16 (AMX), as sums of three such numbers.
 
 Three parts of 8 bits are all 24 of a float32. Of the nine products of two numbers the three smallest are less than half of
 the last bit; the other six, on tiles, take less time than one on the widest vectors. What is not finite makes NaN.
@@ -9,9 +9,12 @@ from approx_kernels.c_halves import HALVES
 PARTS = (
     HALVES
     + r"""
+/* Rows of two tiles, and their bytes. */
+enum { SPAN = 2 * SIDE, TILE = SIDE * DEPTH * 2 };
+
 #if HAVE_TILES
-/* Rows of two tiles, their bytes, and parts of a number. */
-enum { SPAN = 2 * SIDE, TILE = SIDE * DEPTH * 2, PARTS = 3 };
+/* Parts of a number. */
+enum { PARTS = 3 };
 
 /* 16 numbers, 8 of their 24 bits at a time, in the high halves of words; the largest parts are rounded, so that little is
    left for the others. */
@@ -80,6 +83,14 @@ INLINE void write_square(float *to) {
     WRITE_TILE(1, to + SIDE, SPAN);
     WRITE_TILE(2, to + SIDE * SPAN, SPAN);
     WRITE_TILE(3, to + SIDE * SPAN + SIDE, SPAN);
+}
+#elif HAVE_LANES
+/* Tiles for as many numbers of float32 as one has of bfloat16. */
+enum { PARTS = 2 };
+
+/* 32 numbers as a row of two tiles each, 2 TILE bytes apart. */
+INLINE void write_parts(__m512 first, __m512 second, char *to) {
+    _mm512_store_ps(to, first), _mm512_store_ps(to + 2 * TILE, second);
 }
 #endif
 """

@@ -18,7 +18,7 @@ import torch
 
 _LOG = logging.getLogger(__name__)
 # Another number after a change that makes what was found before mean something else.
-FORMAT = 4
+FORMAT = 5
 
 Finding = dict[str, Any]
 
@@ -163,9 +163,10 @@ def _write(here: str, asked: str, made: Finding) -> None:
 
 @functools.cache
 def instructions() -> str:
-    """The widest instructions of this processor, as PyTorch names them, and whether it has tiles for bfloat16."""
-    amx = "amx_bf16" in _processor_facts().get("flags", "").split()
-    return torch.backends.cpu.get_cpu_capability() + (" and AMX" if amx else "")
+    """The widest instructions of this processor, as PyTorch names them, and what it multiplies bfloat16 with."""
+    flags = _processor_facts().get("flags", "").split()
+    halves = {"amx_bf16": " and AMX", "avx512_bf16": " and BF16"}
+    return torch.backends.cpu.get_cpu_capability() + next((name for flag, name in halves.items() if flag in flags), "")
 
 
 @functools.cache

@@ -1,131 +1,13 @@
-"""Groups of keys and strips of queries as tiles (AMX), in C: how they are packed, multiplied, and weighed meanwhile.
+"""Groups of keys and strips of queries as tiles, in C: how they are packed, and the memory for them."""
 
-Scores are computed across, a key to a row and a query to a lane, so that nothing is summed or compared between lanes, and
-weights leave as the right side of the product with the values. Tiles and vectors work at the same time: a group of keys
-is weighed between the products of the next one and those of earlier ones with their values.
-"""
+from approx_kernels.key_lists.squares_c import SQUARES
 
-GROUPS = r"""
-#if HAVE_TILES
-/* Groups that wait for their values together; numbers of a square of scores: a strip of queries and a group of keys have
-   SPAN each. */
-enum { WAITING = 2, SQUARE = SPAN * SPAN };
-
-/* Keys of ranks from SPAN * at on, which are seen as an entry says. */
-typedef struct { int32_t at, entry; } group;
-
-/* What a thread works with: keys and values of a head as tiles, packed where somebody saw them; and of a strip the rest. */
-typedef struct {
-    int64_t groups, deep, pairs, parts, item, part;
-    char *keys, *values, *queries, *weights;
-    float *scores, *again, *out, *faded;
-    uint8_t *packed;
-    group *list;
-} strips;
-
-/* SIDE queries of a strip: their weights are powers of 2, relative to that of the origin. */
-typedef struct { __m512 origin, low, high; } lanes;
-
-/* The group that is being weighed: how many of its pairs of keys are done, and what that has come to. */
-typedef struct { const float *scores; char *weights; int64_t done; __m512 factor; lanes left, right; } weighing;
-
-/* 2^x of what is rounded to bfloat16 next, within 1e-4; 0 at minus infinity. */
-INLINE __m512 power(__m512 x) {
-    __m512 part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
-    __m512 y = _mm512_fmadd_ps(part, _mm512_set1_ps(0.0790209f), _mm512_set1_ps(0.224121f));
-    y = _mm512_fmadd_ps(part, y, _mm512_set1_ps(0.696834f));
-    y = _mm512_fmadd_ps(part, y, _mm512_set1_ps(0.999925f));
-    return _mm512_scalef_ps(y, x);
-}
-
-/* 2^x, within two roundings; 0 at minus infinity. */
-INLINE __m512 whole_power(__m512 x) {
-    __m512 part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT), r = _mm512_mul_ps(part, _mm512_set1_ps(0.693147181f));
-    __m512 y = _mm512_fmadd_ps(r, _mm512_set1_ps(1.9875691500e-4f), _mm512_set1_ps(1.3981999507e-3f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(8.3334519073e-3f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(4.1665795894e-2f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.6666665459e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.0000001201e-1f));
-    y = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(y, r), r, r), _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, _mm512_sub_ps(x, part));
-}
-
-INLINE void weigh_lanes(const int wide, const float *scores, __m512 factor, lanes *l, char *weights) {
-    __m512 low = _mm512_fmsub_ps(_mm512_load_ps(scores), factor, l->origin);
-    __m512 high = _mm512_fmsub_ps(_mm512_load_ps(scores + SPAN), factor, l->origin);
-    low = wide ? whole_power(low) : power(low), high = wide ? whole_power(high) : power(high);
-    l->low = _mm512_add_ps(l->low, low), l->high = _mm512_add_ps(l->high, high);
-    if (!wide) { _mm512_store_si512(weights, paired(low, high)); return; }
-    __m512i lows[PARTS], uppers[PARTS];
-    part(low, lows), part(high, uppers);
-    for (int p = 0; p < PARTS; p++)
-        _mm512_store_si512(weights + p * 2 * TILE, _mm512_or_si512(_mm512_srli_epi32(lows[p], 16), uppers[p]));
-}
-
-/* The next pairs of keys. */
-INLINE void weigh_pairs(const int wide, weighing *w, int64_t count) {
-    if (!w) return;
-    for (int64_t upto = lesser(w->done + count, SIDE); w->done < upto; w->done++) {
-        const float *scores = w->scores + w->done * 2 * SPAN;
-        char *weights = w->weights + w->done * 64;
-        weigh_lanes(wide, scores, w->factor, &w->left, weights);
-        weigh_lanes(wide, scores + SIDE, w->factor, &w->right, weights + TILE);
-    }
-}
-
-/* Between products of a square, `share` pairs of keys are weighed four times. */
-INLINE void multiply_square(const int wide, weighing *w, int64_t share) {
-    ADD_PRODUCT(0, 4, 6);
-    weigh_pairs(wide, w, share);
-    ADD_PRODUCT(1, 4, 7);
-    weigh_pairs(wide, w, share);
-    ADD_PRODUCT(2, 5, 6);
-    weigh_pairs(wide, w, share);
-    ADD_PRODUCT(3, 5, 7);
-    weigh_pairs(wide, w, share);
-}
-
-/* Tiles 0 to 3 += two by two tiles, of three parts where numbers are float32. */
-INLINE void add_square(const int wide, const char *left, const char *right, weighing *w, int64_t share) {
-    if (wide) { ADD_PARTS(multiply_square(wide, w, share)); return; }
-    READ_TILE(4, left, SIDE);
-    READ_TILE(6, right, SIDE);
-    ADD_PRODUCT(0, 4, 6);
-    weigh_pairs(wide, w, share);
-    READ_TILE(7, right + TILE, SIDE);
-    ADD_PRODUCT(1, 4, 7);
-    weigh_pairs(wide, w, share);
-    READ_TILE(5, left + TILE, SIDE);
-    ADD_PRODUCT(2, 5, 6);
-    weigh_pairs(wide, w, share);
-    ADD_PRODUCT(3, 5, 7);
-    weigh_pairs(wide, w, share);
-}
-
-/* Scores of the queries at a group, keys by queries. */
-INLINE void meet(const int wide, const strips *s, int64_t at, float *scores, weighing *w, int64_t share) {
-    const int64_t step = (wide ? PARTS : 1) * 2 * TILE;
-    zero_square();
-    for (int64_t d = 0; d < s->deep; d++)
-        add_square(wide, s->keys + (at * s->deep + d) * step, s->queries + d * step, w, share);
-    write_square(scores);
-}
-
-/* What the values of some groups add to 32 numbers of the outputs, which are numbers by queries. */
-INLINE void bring(const int wide, const strips *s, int64_t pair, const group *groups, int64_t count,
-                  const char *weights, weighing *w, int64_t share) {
-    const int64_t step = (wide ? PARTS : 1) * 2 * TILE;
-    float *out = s->out + pair * SQUARE;
-    if (wide) zero_square();
-    else read_square(out);
-    for (int64_t g = 0; g < count; g++)
-        add_square(wide, s->values + (groups[g].at * s->pairs + pair) * step, weights + g * step, w, share);
-    if (!wide) { write_square(out); return; }
-    /* In one chain a sum of float32 would gather a rounding at every second key. */
-    write_square(s->again);
-    for (int64_t i = 0; i < SQUARE; i += WIDTH)
-        _mm512_store_ps(out + i, _mm512_add_ps(_mm512_load_ps(out + i), _mm512_load_ps(s->again + i)));
-}
+GROUPS = (
+    SQUARES
+    + r"""
+#if HAVE_LANES
+/* Whether numbers are multiplied as float32. */
+INLINE int is_wide(const problem *p) { return !p->bf16 || !HAVE_PAIRS; }
 
 /* Some queries of a block: their head and part, their tokens and those of the keys, and their positions, which rise. */
 typedef struct {
@@ -147,6 +29,17 @@ INLINE uint32_t real_keys(const problem *p, const strip *t, int64_t first) {
     return real;
 }
 
+/* Positions of the keys of a group, from the lowest to the highest. */
+INLINE void positions_of(const problem *p, const strip *t, int64_t first, int64_t *low, int64_t *high) {
+    *low = first, *high = first + SPAN - 1;
+    if (!p->own || !t->keys) return;
+    __mmask16 some = first_lanes(p->ranks - first), more = first_lanes(p->ranks - first - SIDE);
+    __m512i left = _mm512_maskz_loadu_epi32(some, t->keys + first);
+    __m512i right = _mm512_mask_loadu_epi32(left, more, t->keys + first + SIDE);
+    *low = _mm512_mask_reduce_min_epi32(some, _mm512_min_epi32(left, right));
+    *high = _mm512_mask_reduce_max_epi32(some, _mm512_max_epi32(left, right));
+}
+
 /* Rows of a tensor that are packed after these. */
 INLINE void expect(const problem *p, tensor x, const strip *t, const int32_t *tokens, int64_t first, int64_t end,
                    int64_t size) {
@@ -156,14 +49,19 @@ INLINE void expect(const problem *p, tensor x, const strip *t, const int32_t *to
         for (int64_t d = 0; d < bytes * size; d += 64) __builtin_prefetch(from + bytes * token(tokens, i) * x.row + d);
 }
 
+/* SIDE numbers of a tensor as float32. */
+INLINE __m512 read_lanes(tensor x, int bf16, __mmask16 there, int64_t at) {
+    if (!bf16) return _mm512_maskz_loadu_ps(there, (float *)x.data + at);
+    __m512i halves = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, (uint16_t *)x.data + at));
+    return (__m512)_mm512_slli_epi32(halves, 16);
+}
+
 /* 32 numbers of a row of a tensor from one on, as a row of two tiles of each part; zeros beyond `left` of them. */
 INLINE void pack_row(const problem *p, tensor x, int64_t at, int64_t left, char *to) {
-    if (p->bf16) {
-        _mm512_store_si512(to, _mm512_maskz_loadu_epi16(halves_of(left), (uint16_t *)x.data + at));
-        return;
-    }
-    __m512 first = _mm512_maskz_loadu_ps(first_lanes(left), (float *)x.data + at);
-    write_parts(first, _mm512_maskz_loadu_ps(first_lanes(left - SIDE), (float *)x.data + at + SIDE), to);
+    if (is_wide(p)) {
+        __m512 first = read_lanes(x, p->bf16, first_lanes(left), at);
+        write_parts(first, read_lanes(x, p->bf16, first_lanes(left - SIDE), at + SIDE), to);
+    } else _mm512_store_si512(to, _mm512_maskz_loadu_epi16(halves_of(left), (uint16_t *)x.data + at));
 }
 
 INLINE void transpose_tile(char *tile) {
@@ -178,22 +76,18 @@ static void pack_values(const problem *p, int64_t from, const int64_t *key, uint
     __mmask16 there = first_lanes(left);
     vf block[WIDTH], other[WIDTH];
     for (int64_t i = 0; i < SIDE; i++) {
-        int64_t even = from + key[2 * i] * p->v.row, odd = from + key[2 * i + 1] * p->v.row;
-        if (p->bf16) {
-            const uint16_t *v = p->v.data;
-            __m256i low = _mm256_maskz_loadu_epi16(real >> 2 * i & 1 ? there : 0, v + even);
-            __m256i high = _mm256_maskz_loadu_epi16(real >> 2 * i & 2 ? there : 0, v + odd);
-            __m512i above = _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
-            block[i] = (vf)_mm512_or_si512(_mm512_cvtepu16_epi32(low), above);
+        if (is_wide(p)) {
+            __mmask16 first = real >> i & 1 ? there : 0, second = real >> (SIDE + i) & 1 ? there : 0;
+            block[i] = (vf)read_lanes(p->v, p->bf16, first, from + key[i] * p->v.row);
+            other[i] = (vf)read_lanes(p->v, p->bf16, second, from + key[SIDE + i] * p->v.row);
         } else {
-            const float *v = p->v.data;
-            block[i] = (vf)_mm512_maskz_loadu_ps(real >> i & 1 ? there : 0, v + from + key[i] * p->v.row);
-            __mmask16 second = real >> (SIDE + i) & 1 ? there : 0;
-            other[i] = (vf)_mm512_maskz_loadu_ps(second, v + from + key[SIDE + i] * p->v.row);
+            __m512 low = read_lanes(p->v, 1, real >> 2 * i & 1 ? there : 0, from + key[2 * i] * p->v.row);
+            __m512 high = read_lanes(p->v, 1, real >> 2 * i & 2 ? there : 0, from + key[2 * i + 1] * p->v.row);
+            block[i] = (vf)_mm512_or_si512(_mm512_srli_epi32((__m512i)low, 16), (__m512i)high);
         }
     }
     transpose_block(block);
-    if (p->bf16) { memcpy(to, block, TILE); return; }
+    if (!is_wide(p)) { memcpy(to, block, TILE); return; }
     transpose_block(other);
     for (int64_t i = 0; i < SIDE; i++) write_parts((__m512)block[i], (__m512)other[i], to + i * 64);
 }
@@ -242,9 +136,7 @@ static void lay_outputs(const problem *p, const strips *s, const strip *t, tenso
             for (int64_t i = half; i < half + SIDE; i++) {
                 int64_t at = t->b * x.batch + t->h * x.head + rows[i] * x.row + e;
                 __mmask16 own = which >> i & 1 ? there : 0;
-                __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(bf16 ? own : 0, (uint16_t *)x.data + at));
-                __m512 row = _mm512_maskz_loadu_ps(bf16 ? 0 : own, (float *)x.data + at);
-                block[i - half] = bf16 ? (vf)_mm512_slli_epi32(wide, 16) : (vf)row;
+                block[i - half] = (vf)read_lanes(x, bf16, own, at);
             }
             transpose_block(block);
             for (int64_t i = 0; i < SIDE; i++) *(vf *)(s->out + (e + i) * SPAN + half) = block[i];
@@ -260,7 +152,7 @@ static float *begin_strips(const problem *p, strips *s) {
         most = greater(most, own);
     }
     *s = (strips){.groups = (p->ranks + SPAN - 1) / SPAN, .deep = (p->size + DEPTH - 1) / DEPTH,
-                  .pairs = (p->values + SPAN - 1) / SPAN, .parts = p->bf16 ? 1 : PARTS, .item = -1};
+                  .pairs = (p->values + SPAN - 1) / SPAN, .parts = is_wide(p) ? PARTS : 1, .item = -1};
     int64_t words = s->parts * TILE / 2, keys = s->groups * s->deep * words, values = s->groups * s->pairs * words;
     int64_t again = greater(SQUARE, 2 * padded(p->size)), faded = p->spans ? padded(p->keys + p->length + 1) : 0;
     int64_t rest = s->pairs * SQUARE + faded + padded(2 * most) + padded((s->groups + 3) / 4);
@@ -280,3 +172,4 @@ static float *begin_strips(const problem *p, strips *s) {
 }
 #endif
 """
+)

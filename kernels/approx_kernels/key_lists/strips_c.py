@@ -1,11 +1,11 @@
-"""Softmax attention to lists of keys that stand in some order, in C for processors with tiles for bfloat16 (AMX)."""
+"""Softmax attention to lists of keys that stand in some order, in C for processors with AVX-512."""
 
 from approx_kernels.key_lists.groups_c import GROUPS
 
 STRIPS = (
     GROUPS
     + r"""
-#if HAVE_TILES
+#if HAVE_LANES
 /* Ranks of keys of an entry that somebody at these positions sees; distances between tokens tell nothing of ranks. */
 INLINE void range_of(const problem *p, const entry *e, int64_t early, int64_t late, int64_t *begin, int64_t *end) {
     *begin = p->own ? e->begin : greater(e->begin, early + e->low);
@@ -31,10 +31,15 @@ static void fade(const problem *p, int64_t h, float *faded) {
 static int64_t groups_of(const problem *p, const strip *t, int64_t block, group *list) {
     int64_t count = 0, reach = reach_of(p, t->h), begin, end;
     for (int64_t e = p->first[block]; e < p->first[block + 1]; e++) {
-        range_of(p, p->entries + e, t->early, t->late, &begin, &end);
+        const entry *seen = p->entries + e;
+        range_of(p, seen, t->early, t->late, &begin, &end);
         if (p->spans) begin = greater(begin, t->early - reach + 1), end = lesser(end, t->late + reach);
-        for (int64_t at = begin / SPAN; at * SPAN < end; at++)
-            if (real_keys(p, t, at * SPAN)) list[count++] = (group){(int32_t)at, (int32_t)e};
+        for (int64_t at = begin / SPAN; at * SPAN < end; at++) {
+            int64_t low, high;
+            positions_of(p, t, at * SPAN, &low, &high);
+            if (low - t->late > seen->high || high - t->early < seen->low || !real_keys(p, t, at * SPAN)) continue;
+            list[count++] = (group){(int32_t)at, (int32_t)e};
+        }
     }
     return count;
 }
@@ -53,13 +58,9 @@ INLINE void hide_lanes(const problem *p, const strips *s, int64_t reach, __m512i
 /* Scores of a group that a strip does not see as they are. */
 static __attribute__((noinline)) void hide(const problem *p, const strips *s, const strip *t, group g, float *scores) {
     const entry *e = p->entries + g.entry;
-    int64_t first = (int64_t)g.at * SPAN, reach = reach_of(p, t->h), low = first, high = first + SPAN - 1;
+    int64_t first = (int64_t)g.at * SPAN, reach = reach_of(p, t->h), low, high;
     uint32_t real = real_keys(p, t, first);
-    if (p->own) {
-        low = INT32_MAX, high = INT32_MIN;
-        for (int64_t j = first; j < lesser(first + SPAN, p->ranks); j++)
-            low = lesser(low, t->keys[j]), high = greater(high, t->keys[j]);
-    }
+    positions_of(p, t, first, &low, &high);
     int near = !p->spans || greater(high - t->early, t->late - low) <= p->spans[t->h];
     int inside = first >= e->begin && first + SPAN <= e->end && high - t->early <= e->high && low - t->late >= e->low;
     if (near && inside && real == ~0u) return;
@@ -172,10 +173,9 @@ static void write_lanes(const problem *p, const strips *s, const strip *t, const
         for (int64_t i = 0; i < rows; i++) {
             int64_t at = head + token(t->queries, t->first + half + i) * p->out.row + e;
             __mmask16 there = first_lanes(p->values - e);
-            __m256i narrow = (__m256i)_mm512_cvtneps_pbh((__m512)block[i]);
             /* What parts add to is float32. */
             if (p->parts > 1 || !p->bf16) _mm512_mask_storeu_ps((float *)p->out.data + at, there, (__m512)block[i]);
-            else _mm256_mask_storeu_epi16((uint16_t *)p->out.data + at, there, narrow);
+            else _mm256_mask_storeu_epi16((uint16_t *)p->out.data + at, there, halved_lanes((__m512)block[i]));
         }
     }
     for (int64_t i = 0; i < rows; i++)
@@ -238,14 +238,15 @@ static void attend_block(const problem *p, strips *s, int64_t item, int64_t bloc
         t.early = q.at[first], t.late = q.at[first + t.rows - 1];
         t.left = _mm512_maskz_loadu_epi32(first_lanes(t.rows), q.at + first);
         t.right = _mm512_maskz_loadu_epi32(first_lanes(t.rows - SIDE), q.at + first + SIDE);
-        if (p->bf16) attend_strip(0, p, s, &t, &q);
-        else attend_strip(1, p, s, &t, &q);
+        if (is_wide(p)) attend_strip(1, p, s, &t, &q);
+        else attend_strip(0, p, s, &t, &q);
     }
 }
 
-/* Whether strips save time: not where lists are of keys here and there, for groups are computed whole. */
+/* Whether strips save time: not where lists are of few keys here and there, for strips and groups are computed whole. */
 static int worth_strips(const problem *p) {
-    if (p->dropout.bound || !tiles_at_hand() || p->length < SIDE || (p->spans && p->scale <= 0.0f)) return 0;
+    if (p->dropout.bound || (HAVE_TILES && !tiles_at_hand()) || p->length < SIDE) return 0;
+    if (p->spans && p->scale <= 0.0f) return 0;
     int64_t listed = 0, computed = 0, begin, end;
     for (int64_t block = 0; block < (p->own ? p->own[p->batch * p->heads] : p->blocks); block++)
         for (int64_t first = p->starts[block]; first < p->starts[block + 1]; first += SPAN)
@@ -253,9 +254,11 @@ static int worth_strips(const problem *p) {
                 int64_t early = p->before + first % p->length, rows = lesser(SPAN, p->starts[block + 1] - first);
                 range_of(p, p->entries + e, early, early + rows - 1, &begin, &end);
                 if (begin >= end) continue;
-                listed += end - begin, computed += (end + SPAN - 1) / SPAN * SPAN - begin / SPAN * SPAN;
+                listed += rows * (end - begin);
+                computed += SPAN * ((end + SPAN - 1) / SPAN * SPAN - begin / SPAN * SPAN);
             }
-    return computed <= 2 * listed;
+    /* What strips gain, measured where lists are dense. */
+    return computed <= (HAVE_TILES ? 3.0 : is_wide(p) ? 1.25 : 2.0) * listed;
 }
 
 /* Heads are cut where there are few of them for the threads, and nothing follows from earlier parts. */

@@ -71,7 +71,8 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("mechanism", DECODING)
 @pytest.mark.parametrize(
-    ("architecture", "way"), [*((name, way) for name in DECODERS[:2] for way in WAYS), (DECODERS[2], "greedy")]
+    ("architecture", "way"),
+    [*((name, way) for name in DECODERS[:2] for way in WAYS), (DECODERS[2], "greedy"), ("MixtralForCausalLM", "beams")],
 )
 def test_the_cache_changes_no_token(architecture, way, mechanism):
     model = decoder(architecture, rule(mechanism, "2-3" if architecture.startswith("Whisper") else "1-2"))

@@ -36,7 +36,13 @@ def refused(code, *words):
         ("DebertaV2Model", {}, ["deberta-v2", "dispatch"]),
         ("MistralModel", {"num_key_value_heads": 2, "sliding_window": 8}, ["sliding"]),
         ("AlbertModel", {"embedding_size": 16}, ["one attention module"]),
-        ("T5Model", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}, ["t5"]),
+        ("T5Model", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}, ["position_bias"]),
+        (
+            "JetMoeModel",
+            {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4},
+            ["jetmoe", "reads numbers"],
+        ),
+        ("BertModel", {"hidden_size": 30}, ["bert", "config.json"]),
     ],
 )
 def test_families_that_cannot_be_converted_are_refused_with_the_reason(architecture, changes, words):

@@ -19,7 +19,7 @@ from approx.conversion.seam import fastest_exact
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import Contender, bench, crossover
-from approx.evaluation.evaluate import Subject, evaluate, prepare
+from approx.evaluation.evaluate import Subject, evaluate
 from approx.evaluation.ledger import default_folder
 from approx.evaluation.quality import over_tasks
 from approx.evaluation.stream import sound_inputs, text_inputs
@@ -88,21 +88,6 @@ def task_of(stage: EvaluateStage) -> Task:
         source = f"come from {stage.data}" if stage.data else "are generated, or come from files"
         raise ApproxError(f"Streaming was asked for, but the examples of {task.name} {source}. Leave it out.")
     return task
-
-
-def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> None:
-    """Check that a checkpoint can do a task on its data, without running it.
-
-    Raises:
-        ApproxError: if head, labels, data, tokenizer or lengths do not fit.
-    """
-    if stage.seeds < 1:
-        raise ApproxError(f"{stage.task}: {stage.seeds} seeds were asked for; at least 1 is needed, a variant's own.")
-    task = task_of(stage)
-    task.check(base.model)
-    split = task.load(_path(stage.data), stage.split, stage.limit, streaming=stage.streaming)
-    subject = Subject(BASE, base.model, checkpoint.processor(base.source))
-    prepare([subject], task, split, batch_size=batch_size(stage), max_length=stage.max_length, truncate=stage.truncate)
 
 
 def batch_size(stage: EvaluateStage) -> int | None:

@@ -129,6 +129,20 @@ def test_an_existing_folder_is_refused_before_any_work(converted, base):
     assert steps == []
 
 
+@pytest.mark.parametrize(
+    ("place", "length", "words"),
+    [("file/out", None, "cannot be written"), ("out", 32, "takes 32 positions already"), ("out", 0, "larger number")],
+)
+def test_what_cannot_be_written_or_extended_is_told_before_the_weights_are_read(place, length, words, base, tmp_path):
+    (tmp_path / "file").write_text("")
+    steps = []
+    with pytest.raises(ApproxError, match=words) as caught:
+        make.convert(base, tmp_path / place, PLAN, max_length=length, progress=steps.append)
+    assert caught.value.exit_code == Exit.USAGE
+    assert "loading the weights" not in steps
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_what_is_read_is_not_deleted_by_force(converted, base, tmp_path):
     run = shutil.copytree(base, tmp_path / "run")
     inside = shutil.copytree(base, run / "checkpoint-500")

@@ -73,7 +73,9 @@ def under_exact_attention(converted: checkpoint.Checkpoint) -> checkpoint.Checkp
     # Positions that were extended stay so: what is compared is attention alone.
     model.config.approx["base"]["positions"] = None
     surgery.revert(model)
-    stock = dataclasses.replace(source, name=f"{source.name}, reverted", config=model.config, converted=False)
+    stock = dataclasses.replace(
+        source, name=f"{source.name} with exact attention", config=model.config, converted=False
+    )
     return dataclasses.replace(converted, source=stock)
 
 
@@ -147,7 +149,8 @@ def measure_speed(
     """The `speed` entries of a record: the first checkpoint is the exact base of all others."""
     models = {label: _long_enough(one.model, stage.max_length) for label, one in opened.items()}
     base, source = models[BASE], opened[BASE].source
-    for label, model in models.items():
+    # What was asked for is named before the base that it is compared with, which may be the same.
+    for label, model in reversed(models.items()):
         limit = positions.limit(model.config)
         if limit is not None and max(stage.lengths) > limit:
             raise ApproxError(

@@ -12,6 +12,8 @@ import transformers
 from approx.conversion.checkpoint import Checkpoint
 from approx.evaluation.ledger import fingerprint
 from approx.tasks.task import Split, Task
+from approx_kernels.c_language import compiler_obstacle
+from approx_kernels.findings import instructions
 
 _BESIDE_WEIGHTS = (".json", ".txt", ".model")
 
@@ -26,6 +28,16 @@ def identity(opened: Checkpoint) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
     versions = (torch.__version__, transformers.__version__, code())
     return fingerprint(type(model).__name__, opened.weights_sha256, config, str(model.dtype), versions)
+
+
+def computed_by(device: torch.device) -> str:
+    """What computes on a device: other instructions, and C instead of PyTorch, round otherwise.
+
+    It is not in the identity: what outputs are compared with is told by the weights, on whatever machine.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{instructions()}, {'PyTorch alone' if compiler_obstacle() else 'C'}"
 
 
 def beside(folder: Path) -> str:

@@ -20,10 +20,10 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import Contender, bench, crossover
 from approx.evaluation.evaluate import Subject, evaluate
-from approx.evaluation.ledger import default_folder
+from approx.evaluation.ledger import default_folder, fingerprint
 from approx.evaluation.quality import over_tasks
 from approx.evaluation.stream import sound_inputs, text_inputs
-from approx.pipeline.identity import identity
+from approx.pipeline.identity import computed_by, identity
 from approx.pipeline.reseeding import reseeding
 from approx.recipe import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
 from approx.tasks import Task, open_task
@@ -114,7 +114,8 @@ def measure_quality(
     for label, one in opened.items():
         # Converted models have their products fast; without this the base would round otherwise in 16 bits.
         around = partial(fast_products_for, one.model, ())
-        subject = Subject(label, one.model, checkpoint.processor(one.source), identity(one), around=around)
+        known = fingerprint(identity(one), computed_by(one.model.device))
+        subject = Subject(label, one.model, checkpoint.processor(one.source), known, around=around)
         reseeded = reseeding(one, subject) if stage.seeds > 1 and label != BASE else None
         subjects[label] = dataclasses.replace(subject, reseeded=reseeded)
     task = task_of(stage)

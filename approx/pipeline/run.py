@@ -13,7 +13,7 @@ from approx.conversion import make
 from approx.conversion.plan import Plan
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
-from approx.pipeline.identity import beside
+from approx.pipeline.identity import beside, computed_by
 from approx.pipeline.journal import Journal
 from approx.pipeline.measure import Progress, make_record, measure_quality, measure_speed, open_all, silent
 from approx.pipeline.preflight import check, rehearse
@@ -62,7 +62,9 @@ def run(
     _claim(recipe, out, force=force)
 
     environment = record.environment(torch.get_num_threads())
-    base = f"{opened[BASE].weights_sha256} {beside(opened[BASE].source.folder)}"
+    base = (
+        f"{opened[BASE].weights_sha256} {beside(opened[BASE].source.folder)} {computed_by(opened[BASE].model.device)}"
+    )
     journal = Journal(out / "journal", f"{recipe.sha256} {base} {json.dumps(environment)}")
     folders = _convert(recipe, plans, out / "converted", journal, offline, progress)
     opened |= open_all(folders, recipe.device, recipe.dtype)

@@ -109,7 +109,7 @@ def test_no_other_attention_can_be_switched_on_behind_the_conversion():
     model.set_attn_implementation("approx_v1")
 
 
-def test_masks_of_other_forms_are_refused_in_converted_layers_and_kept_in_stock_ones():
+def test_masks_of_other_forms_are_refused_in_converted_layers_and_kept_in_exact_ones():
     model = tiny("BertModel")
     inputs = example_inputs(model, 8)
     four = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
@@ -120,6 +120,8 @@ def test_masks_of_other_forms_are_refused_in_converted_layers_and_kept_in_stock_
             model(**inputs, attention_mask=four)
         surgery.revert(model)
         assert torch.equal(model(**inputs, attention_mask=four)[0], before)
+        surgery.convert(model, Plan.of("exact"))
+        torch.testing.assert_close(model(**inputs, attention_mask=four)[0], before)
 
 
 def test_packed_sequences_are_refused():
@@ -130,11 +132,12 @@ def test_packed_sequences_are_refused():
         model(**inputs, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False)
 
 
+@pytest.mark.parametrize("mechanism", ["strided", "local", "linear"])
 @pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "LlamaForCausalLM"])
-def test_a_static_cache_is_refused(architecture):
+def test_a_static_cache_is_refused_where_a_layer_is_not_exact(architecture, mechanism):
     model = tiny(architecture)
     inputs = example_inputs(model, 8)
-    surgery.convert(model, Plan.of("local"))
+    surgery.convert(model, Plan.of(mechanism, layers="1"))
     with refused(Exit.UNSUPPORTED, "dynamic cache"), torch.no_grad():
         model(**inputs, past_key_values=StaticCache(config=model.config, max_cache_len=32))
     with refused(Exit.UNSUPPORTED, "dynamic cache"):

@@ -160,7 +160,7 @@ def bench(
     options.check_output(output, force)
     with terminal.progress() as bar:
         made = stages.bench(
-            model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch, "--batch"),
+            model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch, "--batch", "1,8"),
             against=against, max_length=max_length, rounds=rounds, seconds=seconds, task=task, data=data,
             settings=options.read_settings(set_), seed=seed, device=device, dtype=dtype, offline=offline,
             command=typed_command(), progress=bar,

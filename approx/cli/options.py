@@ -156,8 +156,13 @@ def read_batch_size(text: str) -> "int | Literal['auto']":
     return int(text)
 
 
-def read_numbers(text: str, option: str) -> list[int]:
+def read_numbers(text: str, option: str, example: str = "512,2048") -> list[int]:
     """Read `512,2048` as numbers.
+
+    Args:
+        text: As typed.
+        option: Its name.
+        example: For the error.
 
     Raises:
         ApproxError: if it is anything else.
@@ -168,7 +173,7 @@ def read_numbers(text: str, option: str) -> list[int]:
         numbers = []
     if not numbers or min(numbers) < 1:
         raise ApproxError(
-            f"'{option} {text}' was given; the form is whole numbers from 1, separated by commas: {option} 512,2048."
+            f"'{option} {text}' was given; the form is whole numbers from 1, separated by commas: {option} {example}."
         )
     return numbers
 

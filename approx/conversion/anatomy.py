@@ -25,7 +25,8 @@ _PROBE_LENGTH = 48
 # What families pass to their attention besides q, k and v that does not change what attention computes.
 _HARMLESS = {
     "cache_position", "encoder_hidden_states", "is_causal", "num_items_in_batch", "output_attentions",
-    "output_hidden_states", "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
+    "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict",
+    "use_cache",
 }  # fmt: skip
 
 
@@ -41,8 +42,7 @@ class Site:
         head_dim: Size of a head.
         causal: Whether a query may only see its past.
         scale: Factor of the scores.
-        fixed_length: Positions it attends over whatever the input, as in images and 30 s of speech; None if they are as
-            many as the input has.
+        fixed_length: Its positions whatever the input, as in images and 30 s of speech; None if the input tells them.
     """
 
     layer: int
@@ -185,6 +185,8 @@ def _observe(kind: _Kind) -> Anatomy:
             warnings.simplefilter("ignore")
             model = model_class(config).eval()
         model.set_attn_implementation(name)
+        # Grouped products of experts have no shapes on the meta device; batched ones do as many operations.
+        model.set_experts_implementation("batched_mm")
         longest = min(_PROBE_LENGTH, positions.limit(config) or _PROBE_LENGTH)
         lengths, flops, calls = (longest // 2, longest), [], []
         for length in lengths:
@@ -202,7 +204,7 @@ def _observe(kind: _Kind) -> Anatomy:
     except Exception as error:
         raise ApproxError(
             f"{model_class.__name__} (family '{config.model_type}') could not be run on example inputs to find its attention: "
-            f"{type(error).__name__}: {error}. Its config is damaged, or the family is not supported.",
+            f"{type(error).__name__}: {error}. {_remedy(error)}",
             Exit.UNSUPPORTED,
         ) from error
     finally:
@@ -227,6 +229,12 @@ def _observe(kind: _Kind) -> Anatomy:
         flops_per_position=per_position,
         flops_fixed=flops[0] - per_position * lengths[0],
     )
+
+
+def _remedy(error: Exception) -> str:
+    if any(sign in str(error) for sign in ("meta tensor", "register_meta")):
+        return "Its forward pass reads numbers, where only shapes are known yet: the family is not supported."
+    return "If stock transformers runs this model, the family is not supported; otherwise mend its config.json."
 
 
 def attends_causally(family: str) -> bool:

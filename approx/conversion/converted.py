@@ -62,6 +62,8 @@ class ApproxModel:
                 "It was saved incompletely; convert the base checkpoint again.",
                 Exit.UNAVAILABLE,
             )
+        # What was found in this folder is not how the base's files were laid out; reverted, the family's own layout counts.
+        vars(model).pop("_weight_conversions", None)
         return (model, info) if wants_info else model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

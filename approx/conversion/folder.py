@@ -4,6 +4,7 @@ import contextlib
 import glob
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def atomic_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
         _tidy_up(out)
         temporary.mkdir()
     except OSError as error:
-        raise ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.") from None
+        raise _unwritable(out, error) from None
     # Somebody else may be faster, before the work or during it, or a killed run's original was just put back in its place.
     try:
         refuse_existing(out, force=force)
@@ -66,7 +67,7 @@ def refuse_existing(out: Path, *, force: bool) -> None:
         names = {path.name for path in out.iterdir()} if out.is_dir() else set()
         is_file = out.exists() and not out.is_dir()
     except OSError as error:
-        raise ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.") from None
+        raise _unwritable(out, error) from None
     if Path.cwd().is_relative_to(out.resolve()):
         raise ApproxError(
             f"{out} is the current folder or one around it, which cannot be replaced while you are in it. Choose another output "
@@ -85,6 +86,26 @@ def refuse_existing(out: Path, *, force: bool) -> None:
             "Choose another output folder.",
             Exit.REFUSED,
         )
+
+
+def refuse_unwritable(out: Path) -> None:
+    """Check that a folder can be made beside `out`, before the long work starts; nothing is left of the attempt.
+
+    Raises:
+        ApproxError: if it cannot.
+    """
+    place = Path(out).resolve().parent
+    while not place.exists():
+        place = place.parent
+    try:
+        # Rights say little to root and on a file system that is read-only or full.
+        os.rmdir(tempfile.mkdtemp(prefix=".approx-", dir=place))
+    except OSError as error:
+        raise _unwritable(out, error) from None
+
+
+def _unwritable(out: Path, error: OSError) -> ApproxError:
+    return ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.")
 
 
 def refuse_losing(source: Path, out: Path) -> None:

@@ -1,5 +1,6 @@
 """Example inputs for any model, by the kind of its main input: tokens, samples, spectrograms, pixels."""
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ def example_inputs(
     """Random inputs that give about `length` positions in the model's attention.
 
     Args:
-        model: A transformers model; only its config and `main_input_name` are read.
+        model: A transformers model; only its config and what its forward takes are read.
         length: Positions of each row: tokens, or frames of speech. Images and spectrograms have the size the config says.
         batch: Rows.
         padded: Positions of padding at the right end of the last row; the result then has an `attention_mask`, and the
@@ -45,6 +46,9 @@ def example_inputs(
 
     if kind == "input_ids":
         inputs, positions_per_step = {"input_ids": tokens(length)}, 1
+        # Some families make the decoder's tokens of the encoder's where there are none, others demand them.
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in signature(model.forward).parameters:
+            inputs["decoder_input_ids"] = tokens(length)
     elif kind == "input_values":
         positions_per_step = config.inputs_to_logits_ratio
         inputs = {"input_values": real(batch, samples(config, length))}

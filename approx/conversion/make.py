@@ -8,7 +8,7 @@ from typing import Any
 from approx.conversion import checkpoint, damage, export, fresh, positions, surgery, verify
 from approx.conversion.anatomy import anatomy
 from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch
-from approx.conversion.folder import atomic_folder, refuse_existing, refuse_losing
+from approx.conversion.folder import atomic_folder, refuse_existing, refuse_losing, refuse_unwritable
 from approx.conversion.plan import Plan
 from approx.conversion.separator import of_checkpoint, with_separator
 from approx.errors import ApproxError, Exit
@@ -51,6 +51,7 @@ def convert(
     """
     out = Path(out)
     refuse_existing(out, force=force)
+    refuse_unwritable(out)
     progress("reading the config")
     source = checkpoint.locate(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
     refuse_losing(source.folder, out)
@@ -59,7 +60,10 @@ def convert(
             f"{name} is converted already. Revert it first, or convert its base checkpoint.", Exit.REFUSED
         )
     plan = with_separator(plan, lambda: of_checkpoint(source))
-    plan.resolve(anatomy(source.config, source.stock_class))
+    facts = anatomy(source.config, source.stock_class)
+    plan.resolve(facts)
+    if max_length is not None:
+        positions.extendable(source.config, facts.architecture, max_length)
     file = None if calibrate is None else CalibrationFile.read(calibrate, source.stock_class.main_input_name)
     progress("loading the weights")
     fresh.begin()
@@ -105,6 +109,7 @@ def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
     """
     out = Path(out)
     refuse_existing(out, force=force)
+    refuse_unwritable(out)
     opened = checkpoint.load(name, offline=True)
     refuse_losing(opened.source.folder, out)
     if not opened.source.converted:

@@ -40,6 +40,47 @@ def limit(config: Any) -> int | None:
     return None if rows is None else rows - _offset(config)
 
 
+def extendable(config: Any, architecture: str, length: int) -> int:
+    """Check that the positions of a model can be extended, from its config alone.
+
+    Args:
+        config: Of the model.
+        architecture: Name of its class, for errors.
+        length: Usable positions afterwards, in tokens.
+
+    Returns:
+        Usable positions before.
+
+    Raises:
+        ApproxError: if it has no learned position table, or one that is as long already.
+    """
+    before = limit(config)
+    if before is None:
+        raise ApproxError(
+            f"{architecture} has no position table, so any length can be given already. Leave out --max-length.",
+            Exit.UNSUPPORTED,
+        )
+    _table(config)
+    if length <= before:
+        raise ApproxError(
+            f"--max-length {length} was asked for, but {architecture} takes {before} positions already. "
+            "Give a larger number, or leave it out."
+        )
+    return before
+
+
+def _table(config: Any) -> str:
+    """Path of the learned position table inside the base model."""
+    family = _family(config)
+    if family not in _TABLES:
+        raise ApproxError(
+            f"Positions of the family '{family}' cannot be extended: it has no learned position table. Families that have one: "
+            f"{', '.join(_TABLES)}. Leave out --max-length.",
+            Exit.UNSUPPORTED,
+        )
+    return _TABLES[family]
+
+
 def resize(model: Any, length: int) -> None:
     """Set the learned position table of `model` to `length` usable positions, in place.
 
@@ -54,14 +95,7 @@ def resize(model: Any, length: int) -> None:
         ApproxError: if the family has no learned position table.
     """
     config = model.config
-    family = _family(config)
-    if family not in _TABLES:
-        raise ApproxError(
-            f"Positions of the family '{family}' cannot be extended: it has no learned position table. Families that have one: "
-            f"{', '.join(_TABLES)}. Leave out --max-length.",
-            Exit.UNSUPPORTED,
-        )
-    path, offset = _TABLES[family], _offset(config)
+    path, offset = _table(config), _offset(config)
     base = model.base_model
     old = base.get_submodule(path)
     rows = old.weight.data

@@ -42,12 +42,12 @@ def key_mask(
 
     Returns:
         [B, S] bool, True = real token; None when every key is real; the 4-D mask of SDPA for anything that is neither
-        plainly causal nor plainly bidirectional, which converted layers refuse.
-
-    Raises:
-        ApproxError: if the cache is longer than the tokens seen (a static cache).
+        plainly causal nor plainly bidirectional, and for static caches, which layers that are not exact refuse.
     """
-    if mask_function not in (causal_mask_function, bidirectional_mask_function):
+    plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    # A static cache has slots for tokens to come, so the last query does not see the last key; without a grid SDPA would
+    # begin at the first key, and everything here ends at the last.
+    if not plain or (mask_function is causal_mask_function and int(q_offset) + q_length != kv_length + int(kv_offset)):
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -56,13 +56,7 @@ def key_mask(
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,
-            **kwargs,
-        )
-    if mask_function is causal_mask_function and int(q_offset) + q_length != kv_length + int(kv_offset):
-        raise ApproxError(
-            f"A cache of {kv_length} slots was given for {int(q_offset) + q_length} tokens; converted models need a cache "
-            "that holds the tokens seen and no more. Use the default dynamic cache instead of a static one.",
-            Exit.UNSUPPORTED,
+            **{**kwargs, "allow_is_causal_skip": False},
         )
     if attention_mask is None:
         return None
@@ -122,7 +116,7 @@ def attention(
         Output [B, L, H, E], and attention weights [B, H, L, S] if they were asked for.
 
     Raises:
-        ApproxError: if a converted layer meets a mask that is not a plain key mask.
+        ApproxError: if a layer that is not exact by its mechanism meets a mask that is not a plain key mask.
     """
     mechanism = getattr(module, "mechanism", None)
     causal = kwargs.get("is_causal")
@@ -131,7 +125,8 @@ def attention(
     queries, keys = query.shape[-2], key.shape[-2]
     weighs, layer = wants_weights(kwargs), take_layer(module)
 
-    if mechanism is None or keys < mechanism.exact_below:
+    grid = attention_mask is not None and attention_mask.dim() != 2
+    if mechanism is None or keys < mechanism.exact_below or (grid and _always_exact(mechanism, keys)):
         if not weighs and (attention_mask is None or attention_mask.dim() == 2):
             key, value = _per_query_head(key, query), _per_query_head(value, query)
             out = fastest_attention(query, key, value, attention_mask, causal=causal, scale=scale, dropout=dropout)
@@ -144,10 +139,10 @@ def attention(
             return out, None
         return out, _exact_weights(query, _per_query_head(key, query), mask, causal, scale)
 
-    if attention_mask is not None and attention_mask.dim() != 2:
+    if grid:
         raise ApproxError(
-            f"A {attention_mask.dim()}-D attention mask (packed sequences or a mask of your own) reached a converted layer; "
-            "converted layers take a [batch, tokens] mask. Unpack the sequences, or keep exact attention in this model.",
+            "A 4-D attention mask (packed sequences, a static cache, or a mask of your own) reached a converted layer; it takes "
+            "a [batch, tokens] mask. Unpack the sequences, use the default dynamic cache, or keep exact attention in this model.",
             Exit.UNSUPPORTED,
         )
     if scale != mechanism.scale:
@@ -176,6 +171,11 @@ def attention(
     notes = {} if layer is None or is_torchdynamo_compiling() else {"notes": layer.notes}
     out = mechanism(query, key, value, attention_mask, dropout=dropout, **tokens, **notes).transpose(1, 2)
     return out, mechanism.weights(query, key, attention_mask, **tokens) if weighs else None
+
+
+def _always_exact(mechanism: nn.Module, keys: int) -> bool:
+    # Mechanisms take no grid of queries and keys, but SDPA does what these would do.
+    return all(each.exact_settings(keys) == {} for each in getattr(mechanism, "groups", [mechanism]))
 
 
 def _per_query_head(shared: Tensor, query: Tensor) -> Tensor:

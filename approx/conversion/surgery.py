@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from approx.conversion import families, positions
-from approx.conversion.anatomy import Anatomy, anatomy
+from approx.conversion.anatomy import anatomy
 from approx.conversion.calibration import calibrate, mechanisms
 from approx.conversion.damage import Damage
 from approx.conversion.plan import Plan
@@ -100,7 +100,7 @@ def exchange(model: Any, plan: Plan, *, max_length: int | None = None) -> Receip
     assignment = with_separator(plan, lambda: named_by(model.config)).resolve(facts)
     resized = None
     if max_length is not None:
-        resized = (_checked_limit(facts, max_length), max_length)
+        resized = (positions.extendable(model.config, facts.architecture, max_length), max_length)
     sites = {site.path: site_record(site, rules) for site, rules in assignment.items()}
     before = set(model.state_dict())
     if max_length is not None:
@@ -128,20 +128,6 @@ def exchange(model: Any, plan: Plan, *, max_length: int | None = None) -> Receip
         positions=resized,
         warnings=sorted({mechanism.warning for mechanism in mechanisms(model) if mechanism.warning is not None}),
     )
-
-
-def _checked_limit(facts: Anatomy, max_length: int) -> int:
-    if facts.positions is None:
-        raise ApproxError(
-            f"{facts.architecture} has no position table, so any length can be given already. Leave out --max-length.",
-            Exit.UNSUPPORTED,
-        )
-    if max_length <= facts.positions:
-        raise ApproxError(
-            f"--max-length {max_length} was asked for, but {facts.architecture} takes {facts.positions} positions already. "
-            "Give a larger number, or leave it out."
-        )
-    return facts.positions
 
 
 def revert(model: Any) -> None:

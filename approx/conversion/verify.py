@@ -96,7 +96,7 @@ def causality(model: Any) -> Check:
     name = "no leak from the future"
     sites = model.config.approx["sites"].values()
     inputs = {key: tensor[:1] for key, tensor in _examples(model).items() if key != "attention_mask"}
-    tokens = "input_ids" if "input_ids" in inputs else "decoder_input_ids"
+    tokens = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
     if not any(site["causal"] for site in sites) or tokens not in inputs:
         return Check(name, None, "no converted layer is causal")
     changed = {**inputs, tokens: inputs[tokens].clone()}

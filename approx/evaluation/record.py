@@ -45,12 +45,15 @@ Further keys may stand beside these; a reader ignores those that it does not kno
 from __future__ import annotations
 
 import contextlib
+import glob
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +61,7 @@ from typing import Any
 from approx.errors import ApproxError, Exit
 
 SCHEMA = 1
+_STALE_SECONDS = 24 * 60 * 60
 
 Record = dict[str, Any]
 
@@ -174,11 +178,12 @@ def _missing(entry: Any, part: str, place: str) -> list[str]:
 
 
 def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    # In the same folder, since a rename is atomic only within one file system; always of the same name, so
-    # that what a killed run left behind is overwritten by the next.
-    temporary = path.with_name(f".{path.name}.tmp")
+    # In the same folder, since a rename is atomic only within one file system; of a name that no other process has, on
+    # whatever machine, since several may write the same record.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _tidy_up(path)
         write(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
@@ -189,6 +194,14 @@ def _write(path: Path, write: Callable[[Path], Any]) -> None:
         # The parent may be no folder at all; the error about that is the one to show.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _tidy_up(path: Path) -> None:
+    """Remove what killed processes left; nobody writes a record for so long."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
+                leftover.unlink()
 
 
 def _version(package: str) -> str | None:

@@ -4,7 +4,6 @@ A cell is idempotent: its key is a hash of all that its result depends on (weigh
 result is one file of that name, written whole. So cells may be computed anywhere, in any order, twice or at once.
 """
 
-import hashlib
 import json
 import os
 import platform
@@ -20,15 +19,13 @@ from approx.conversion import checkpoint, make
 from approx.conversion.plan import Plan
 from approx.errors import ApproxError, Exit
 from approx.evaluation.ledger import fingerprint
-from approx.pipeline.identity import identity
+from approx.pipeline.identity import beside, examples_read, identity
 from approx.pipeline.journal import write_whole
 from approx.pipeline.measure import make_record, measure_quality, measure_speed, open_all, silent
 from approx.recipe import BASE, BenchStage, EvaluateStage
 from approx.tasks import open_task
 
 SCHEMA = 1
-# What a checkpoint's folder holds beside weights: its config and its tokenizer.
-_BESIDE_WEIGHTS = (".json", ".txt", ".model")
 
 
 @dataclass(frozen=True)
@@ -199,12 +196,8 @@ class Keys:
     """
 
     def __init__(self, base: checkpoint.Checkpoint, *about: Any) -> None:
-        beside = hashlib.sha256()
-        for path in sorted(base.source.folder.iterdir()):
-            if path.is_file() and path.suffix in _BESIDE_WEIGHTS:
-                beside.update(path.name.encode() + b"\0" + path.read_bytes())
         # Weights, config, dtype, versions and code are in the identity.
-        self._about = (identity(base), beside.hexdigest(), *about)
+        self._about = (identity(base), beside(base.source.folder), *about)
         self._data: dict[str, str] = {}
 
     def key(self, kind: str, *parts: Any) -> str:
@@ -217,10 +210,8 @@ class Keys:
         name = fingerprint(asdict(stage))
         if name not in self._data:
             data = None if stage.data is None else Path(stage.data)
-            split = open_task(stage.task, **stage.settings).load(data, stage.split, stage.limit)
-            self._data[name] = fingerprint(
-                split.name, split.subset, [(one.id, one.inputs, one.label, one.group) for one in split.examples]
-            )
+            task = open_task(stage.task, **stage.settings)
+            self._data[name] = examples_read(task, task.load(data, stage.split, stage.limit))
         return self._data[name], settings
 
 

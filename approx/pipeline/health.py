@@ -94,11 +94,12 @@ def _c_compiler() -> Finding:
 
 def _processor() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Finding(
-        "processor",
-        "ok",
-        f"{cores} cores, {torch.get_num_threads()} threads, {instructions()}",
-    )
+    counted = f"{_counted(cores, 'core')}, {_counted(torch.get_num_threads(), 'thread')}"
+    return Finding("processor", "ok", f"{counted}, {instructions()}")
+
+
+def _counted(number: int | None, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _data() -> Finding:

@@ -1,4 +1,4 @@
-"""What the outputs of a model depend on, as one hash: weights, plan, dtype, and the code that computes them."""
+"""What results depend on, as hashes: weights, plan, dtype, the code that computes them, and the examples that are read."""
 
 import functools
 import hashlib
@@ -11,6 +11,11 @@ import transformers
 
 from approx.conversion.checkpoint import Checkpoint
 from approx.evaluation.ledger import fingerprint
+from approx.tasks.task import Split, Task
+from approx_kernels.c_language import compiler_obstacle
+from approx_kernels.findings import instructions
+
+_BESIDE_WEIGHTS = (".json", ".txt", ".model")
 
 
 def identity(opened: Checkpoint) -> str:
@@ -23,6 +28,31 @@ def identity(opened: Checkpoint) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
     versions = (torch.__version__, transformers.__version__, code())
     return fingerprint(type(model).__name__, opened.weights_sha256, config, str(model.dtype), versions)
+
+
+def computed_by(device: torch.device) -> str:
+    """What computes on a device: other instructions, and C instead of PyTorch, round otherwise.
+
+    It is not in the identity: what outputs are compared with is told by the weights, on whatever machine.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{instructions()}, {'PyTorch alone' if compiler_obstacle() else 'C'}"
+
+
+def beside(folder: Path) -> str:
+    """Hash what a checkpoint's folder holds beside weights: its config and its tokenizer."""
+    found = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix in _BESIDE_WEIGHTS:
+            found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
+
+
+def examples_read(task: Task, split: Split) -> str:
+    """Hash a task's settings and its examples as they were loaded, wherever they lie."""
+    rows = [(one.id, one.inputs, one.label, one.group) for one in split.examples]
+    return fingerprint(task.name, vars(task), split.name, split.subset, rows)
 
 
 @functools.cache

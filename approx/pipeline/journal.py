@@ -35,34 +35,36 @@ class Journal:
 
     Args:
         folder: Where they are kept.
-        key: What they depend on; a result made under another key is not used.
+        key: What all of them depend on; a result made under another key is not used.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder = folder
-        self.key = hashlib.sha256(key.encode()).hexdigest()
+        self._key = key
 
-    def once(self, name: str, make: Callable[[], T], product: Path | None = None) -> T:
+    def once(self, name: str, make: Callable[[], T], product: Path | None = None, *, about: Any = None) -> T:
         """The result of a stage: read if it is there, made and written otherwise.
 
         Args:
             name: Of the stage; also of its file.
             make: Makes the result, which must be plain data.
             product: What the stage also leaves on the disk; without it the stage is not finished.
+            about: Plain data that this stage depends on besides, such as the hash of a file.
         """
         path = self.folder / f"{name}.json"
-        kept = self._read(path)
+        key = hashlib.sha256(json.dumps([self._key, about]).encode()).hexdigest()
+        kept = self._read(path, key)
         if kept is not None and (product is None or product.exists()):
             return kept["result"]
         result = make()
-        write_whole(path, json.dumps({"key": self.key, "result": result}))
+        write_whole(path, json.dumps({"key": key, "result": result}))
         return result
 
-    def _read(self, path: Path) -> dict[str, Any] | None:
+    def _read(self, path: Path, key: str) -> dict[str, Any] | None:
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             # A damaged entry is an unfinished stage.
             return None
-        fits = isinstance(kept, dict) and kept.get("key") == self.key and "result" in kept
+        fits = isinstance(kept, dict) and kept.get("key") == key and "result" in kept
         return kept if fits else None

@@ -19,11 +19,11 @@ from approx.conversion.seam import fastest_exact
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import Contender, bench, crossover
-from approx.evaluation.evaluate import Subject, evaluate, prepare
-from approx.evaluation.ledger import default_folder
+from approx.evaluation.evaluate import Subject, evaluate
+from approx.evaluation.ledger import default_folder, fingerprint
 from approx.evaluation.quality import over_tasks
 from approx.evaluation.stream import sound_inputs, text_inputs
-from approx.pipeline.identity import identity
+from approx.pipeline.identity import computed_by, identity
 from approx.pipeline.reseeding import reseeding
 from approx.recipe import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
 from approx.tasks import Task, open_task
@@ -73,7 +73,9 @@ def under_exact_attention(converted: checkpoint.Checkpoint) -> checkpoint.Checkp
     # Positions that were extended stay so: what is compared is attention alone.
     model.config.approx["base"]["positions"] = None
     surgery.revert(model)
-    stock = dataclasses.replace(source, name=f"{source.name}, reverted", config=model.config, converted=False)
+    stock = dataclasses.replace(
+        source, name=f"{source.name} with exact attention", config=model.config, converted=False
+    )
     return dataclasses.replace(converted, source=stock)
 
 
@@ -88,21 +90,6 @@ def task_of(stage: EvaluateStage) -> Task:
         source = f"come from {stage.data}" if stage.data else "are generated, or come from files"
         raise ApproxError(f"Streaming was asked for, but the examples of {task.name} {source}. Leave it out.")
     return task
-
-
-def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> None:
-    """Check that a checkpoint can do a task on its data, without running it.
-
-    Raises:
-        ApproxError: if head, labels, data, tokenizer or lengths do not fit.
-    """
-    if stage.seeds < 1:
-        raise ApproxError(f"{stage.task}: {stage.seeds} seeds were asked for; at least 1 is needed, a variant's own.")
-    task = task_of(stage)
-    task.check(base.model)
-    split = task.load(_path(stage.data), stage.split, stage.limit, streaming=stage.streaming)
-    subject = Subject(BASE, base.model, checkpoint.processor(base.source))
-    prepare([subject], task, split, batch_size=batch_size(stage), max_length=stage.max_length, truncate=stage.truncate)
 
 
 def batch_size(stage: EvaluateStage) -> int | None:
@@ -127,7 +114,8 @@ def measure_quality(
     for label, one in opened.items():
         # Converted models have their products fast; without this the base would round otherwise in 16 bits.
         around = partial(fast_products_for, one.model, ())
-        subject = Subject(label, one.model, checkpoint.processor(one.source), identity(one), around=around)
+        known = fingerprint(identity(one), computed_by(one.model.device))
+        subject = Subject(label, one.model, checkpoint.processor(one.source), known, around=around)
         reseeded = reseeding(one, subject) if stage.seeds > 1 and label != BASE else None
         subjects[label] = dataclasses.replace(subject, reseeded=reseeded)
     task = task_of(stage)
@@ -162,7 +150,8 @@ def measure_speed(
     """The `speed` entries of a record: the first checkpoint is the exact base of all others."""
     models = {label: _long_enough(one.model, stage.max_length) for label, one in opened.items()}
     base, source = models[BASE], opened[BASE].source
-    for label, model in models.items():
+    # What was asked for is named before the base that it is compared with, which may be the same.
+    for label, model in reversed(models.items()):
         limit = positions.limit(model.config)
         if limit is not None and max(stage.lengths) > limit:
             raise ApproxError(

@@ -1,4 +1,4 @@
-"""Find in seconds what would otherwise be found after minutes: every mistake of a recipe, before any work."""
+"""Find in seconds what would otherwise be found after minutes: mistakes of a recipe and of its data, before any work."""
 
 from pathlib import Path
 
@@ -7,8 +7,11 @@ from approx.conversion.anatomy import Anatomy, anatomy
 from approx.conversion.calibration_inputs import CalibrationFile
 from approx.conversion.plan import Plan
 from approx.errors import ApproxError, Exit
-from approx.pipeline.measure import choose_device, task_of
-from approx.recipe import BenchStage, EvaluateStage, Recipe
+from approx.evaluation.evaluate import Subject, prepare
+from approx.evaluation.ledger import fingerprint
+from approx.pipeline.identity import examples_read
+from approx.pipeline.measure import batch_size, choose_device, task_of
+from approx.recipe import BASE, BenchStage, EvaluateStage, Recipe
 
 
 def check(recipe: Recipe, *, offline: bool) -> dict[str, Plan]:
@@ -50,6 +53,29 @@ def check(recipe: Recipe, *, offline: bool) -> dict[str, Plan]:
     if found:
         raise ApproxError("\n".join(map(str, found)), min(error.exit_code for error in found))
     return plans
+
+
+def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> str:
+    """Check that a checkpoint can do a task on its data, without running it.
+
+    Returns:
+        A hash of what it would read: the examples as they are loaded and as its tokenizer cuts them.
+
+    Raises:
+        ApproxError: if head, labels, data, tokenizer or lengths do not fit.
+    """
+    if stage.seeds < 1:
+        raise ApproxError(f"{stage.task}: {stage.seeds} seeds were asked for; at least 1 is needed, a variant's own.")
+    task = task_of(stage)
+    task.check(base.model)
+    split = task.load(
+        None if stage.data is None else Path(stage.data), stage.split, stage.limit, streaming=stage.streaming
+    )
+    subject = Subject(BASE, base.model, checkpoint.processor(base.source))
+    prepared = prepare(
+        [subject], task, split, batch_size=batch_size(stage), max_length=stage.max_length, truncate=stage.truncate
+    )
+    return fingerprint(examples_read(task, split), prepared.encodings)
 
 
 def _facts(recipe: Recipe, offline: bool) -> Anatomy:

@@ -1,5 +1,6 @@
 """The order of the stages, written once: convert every variant, evaluate, bench, record, report."""
 
+import hashlib
 import json
 import shutil
 from functools import partial
@@ -12,9 +13,10 @@ from approx.conversion import make
 from approx.conversion.plan import Plan
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
+from approx.pipeline.identity import beside, computed_by
 from approx.pipeline.journal import Journal
-from approx.pipeline.measure import Progress, make_record, measure_quality, measure_speed, open_all, rehearse, silent
-from approx.pipeline.preflight import check
+from approx.pipeline.measure import Progress, make_record, measure_quality, measure_speed, open_all, silent
+from approx.pipeline.preflight import check, rehearse
 from approx.publishing.report import write_report
 from approx.recipe import BASE, Recipe, slug
 
@@ -56,25 +58,28 @@ def run(
     plans = check(recipe, offline=offline)
     progress("open the base, read the data", 0, 1)
     opened = open_all({BASE: recipe.checkpoint}, recipe.device, recipe.dtype, revision=recipe.revision, offline=offline)
-    for stage in recipe.evaluate:
-        rehearse(opened[BASE], stage)
+    data = [rehearse(opened[BASE], stage) for stage in recipe.evaluate]
     _claim(recipe, out, force=force)
 
     environment = record.environment(torch.get_num_threads())
-    journal = Journal(out / "journal", f"{recipe.sha256} {opened[BASE].weights_sha256} {json.dumps(environment)}")
+    base = (
+        f"{opened[BASE].weights_sha256} {beside(opened[BASE].source.folder)} {computed_by(opened[BASE].model.device)}"
+    )
+    journal = Journal(out / "journal", f"{recipe.sha256} {base} {json.dumps(environment)}")
     folders = _convert(recipe, plans, out / "converted", journal, offline, progress)
     opened |= open_all(folders, recipe.device, recipe.dtype)
+    weights = [one.weights_sha256 for one in opened.values()]
     quality, speed = [], []
     for number, stage in enumerate(recipe.evaluate):
         outputs = out / f"outputs-{number}.parquet"
         measure = partial(
             measure_quality, opened, stage, seed=recipe.seed, outputs=outputs, fresh=False, progress=progress
         )
-        quality.append(journal.once(f"evaluate-{number}", measure, outputs))
+        quality.append(journal.once(f"evaluate-{number}", measure, outputs, about=[weights, data[number]]))
     for number, stage in enumerate(recipe.bench):
         texts = recipe.evaluate[0] if stage.inputs == "real" else None
         time = partial(measure_speed, opened, stage, texts, seed=recipe.seed, progress=progress)
-        speed += journal.once(f"bench-{number}", time)
+        speed += journal.once(f"bench-{number}", time, about=[weights, None if texts is None else data[0]])
     made = make_record(
         opened,
         title=recipe.title,
@@ -96,6 +101,7 @@ def _convert(
     """Convert the base into every variant that is not there yet; name -> folder."""
     folders = {name: out / slug(name) for name in plans}
     calibrate = None if recipe.calibrate is None else Path(recipe.calibrate)
+    text = None if calibrate is None else hashlib.sha256(calibrate.read_bytes()).hexdigest()
     for number, (name, folder) in enumerate(folders.items()):
 
         def make_folder(number: int = number, name: str = name, folder: Path = folder) -> dict[str, Any]:
@@ -106,7 +112,7 @@ def _convert(
                 offline=offline,
             )  # fmt: skip
 
-        journal.once(f"convert-{slug(name)}", make_folder, folder)
+        journal.once(f"convert-{slug(name)}", make_folder, folder, about=text)
     progress("convert", len(plans), len(plans))
     return {name: str(folder) for name, folder in folders.items()}
 

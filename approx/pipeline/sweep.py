@@ -18,8 +18,8 @@ from approx.grid import Grid
 from approx.pipeline.cells import Cell, Keys, Workshop, compute, failed
 from approx.pipeline.executors import Executor
 from approx.pipeline.journal import write_whole
-from approx.pipeline.measure import Progress, open_all, rehearse, silent
-from approx.pipeline.preflight import check
+from approx.pipeline.measure import Progress, open_all, silent
+from approx.pipeline.preflight import check, rehearse
 from approx.publishing import sweep as tables
 from approx.recipe import BASE, slug
 

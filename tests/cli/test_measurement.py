@@ -33,7 +33,7 @@ def test_without_a_base_a_converted_checkpoint_meets_itself_and_a_stock_one_nobo
     task = ("--task", "glue/sst2", "--data", data, "--json")
     alone, itself = call("evaluate", base, *task).json, call("evaluate", converted, *task).json
     assert alone["quality"][0]["variants"] == []
-    assert itself["checkpoint"]["name"].endswith("con verted, reverted")
+    assert itself["checkpoint"]["name"].endswith("con verted with exact attention")
     assert [row["name"] for row in itself["quality"][0]["variants"]] == ["con verted"]
     # The base is in there, to the last bit.
     assert itself["quality"][0]["base"] == alone["quality"][0]["base"]

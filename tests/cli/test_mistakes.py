@@ -28,7 +28,8 @@ MISTAKES = [
     (("plan", "{base}", "-m", "local", "--set", "left"), Exit.USAGE, "--set name=value"),
     (("plan", "{base}", "-m", "improved-clustered", "--set", "hash-bias=true", "--set", "hash_bias=true"), Exit.USAGE, "given twice"),
     (("plan", "{base}", "-m", "local", "--lengths", "8,x"), Exit.USAGE, "--lengths 512,2048"),
-    (("bench", "{base}", "--batch", "0"), Exit.USAGE, "--batch 512,2048"),
+    (("bench", "{base}", "--batch", "0"), Exit.USAGE, "--batch 1,8"),
+    (("bench", "{converted}", "--lengths", "99"), Exit.USAGE, "verted takes 32 positions"),
     # Plans.
     (("plan", "{base}", "-m", "clusterd"), Exit.USAGE, "Did you mean 'clustered'?"),
     (("plan", "{base}", "-m", "local", "--set", "lft=3"), Exit.USAGE, "Did you mean 'left'?"),

@@ -9,7 +9,7 @@ from approx.conversion.anatomy import anatomy
 from approx.conversion.cost import Cost, predict
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan
-from conversion.zoo import FAMILIES, tiny
+from conversion.zoo import FAMILIES, UNNAMED, tiny
 
 
 def facts(architecture, **changes):
@@ -37,10 +37,10 @@ def test_what_bert_computes_inside_attention():
     assert cost.flops_planned == cost.flops_exact
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", [*FAMILIES, *UNNAMED])
 def test_the_whole_forward_pass_is_accounted_for(architecture):
-    # Eager attention computes every pair, also those that a causal mask hides.
-    model = tiny(architecture, attn_implementation="eager")
+    # Eager attention computes every pair, also those that a causal mask hides; eager experts are counted one by one.
+    model = tiny(architecture, attn_implementation="eager", experts_implementation="eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**example_inputs(model, 40))
     found = facts(architecture)

@@ -71,7 +71,8 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("mechanism", DECODING)
 @pytest.mark.parametrize(
-    ("architecture", "way"), [*((name, way) for name in DECODERS[:2] for way in WAYS), (DECODERS[2], "greedy")]
+    ("architecture", "way"),
+    [*((name, way) for name in DECODERS[:2] for way in WAYS), (DECODERS[2], "greedy"), ("MixtralForCausalLM", "beams")],
 )
 def test_the_cache_changes_no_token(architecture, way, mechanism):
     model = decoder(architecture, rule(mechanism, "2-3" if architecture.startswith("Whisper") else "1-2"))
@@ -273,12 +274,12 @@ def test_assisted_decoding_is_right_or_refused(mechanism):
         assert caught.value.exit_code == Exit.UNSUPPORTED
 
 
-@pytest.mark.parametrize("mechanism", ["strided", "local", "linear"])
-def test_static_caches_are_refused(mechanism):
-    model = decoder("GPT2LMHeadModel", rule(mechanism))
-    inputs = {"input_ids": example_inputs(model, 9, batch=1)["input_ids"]}
-    with pytest.raises(ApproxError, match="Use the default dynamic cache"):
-        generated(model, inputs, cache_implementation="static")
+@pytest.mark.parametrize("mechanism", ["exact", "sdpa", "full", "flash"])
+@pytest.mark.parametrize("architecture", DECODERS[:2])
+def test_static_caches_serve_layers_that_are_exact(architecture, mechanism):
+    model = decoder(architecture, rule(mechanism, "0-1"))
+    for inputs in (prompts(model), {"input_ids": example_inputs(model, 9)["input_ids"]}):
+        assert_same(generated(model, inputs, cache_implementation="static"), generated(model, inputs))
 
 
 def test_other_caches_hold_keys_as_they_do():

@@ -16,7 +16,7 @@ from approx.conversion.manifest import MANIFEST, check_seal
 from approx.conversion.plan import Plan, Rule
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
-from conversion.zoo import FAMILIES, OTHER_HEADS, difference, outputs, tiny
+from conversion.zoo import FAMILIES, OTHER_HEADS, UNNAMED, difference, outputs, tiny
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_speech import recogniser, speech_processor
 
@@ -129,6 +129,20 @@ def test_an_existing_folder_is_refused_before_any_work(converted, base):
     assert steps == []
 
 
+@pytest.mark.parametrize(
+    ("place", "length", "words"),
+    [("file/out", None, "cannot be written"), ("out", 32, "takes 32 positions already"), ("out", 0, "larger number")],
+)
+def test_what_cannot_be_written_or_extended_is_told_before_the_weights_are_read(place, length, words, base, tmp_path):
+    (tmp_path / "file").write_text("")
+    steps = []
+    with pytest.raises(ApproxError, match=words) as caught:
+        make.convert(base, tmp_path / place, PLAN, max_length=length, progress=steps.append)
+    assert caught.value.exit_code == Exit.USAGE
+    assert "loading the weights" not in steps
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_what_is_read_is_not_deleted_by_force(converted, base, tmp_path):
     run = shutil.copytree(base, tmp_path / "run")
     inside = shutil.copytree(base, run / "checkpoint-500")
@@ -181,7 +195,7 @@ def test_a_failure_while_writing_leaves_the_existing_folder(base, tmp_path, monk
     assert (tmp_path / "out" / "config.json").read_text() == "old"
 
 
-@pytest.mark.parametrize("architecture", [*FAMILIES, *OTHER_HEADS])
+@pytest.mark.parametrize("architecture", [*FAMILIES, *OTHER_HEADS, *UNNAMED])
 def test_the_checks_hold_on_every_family(architecture, tmp_path):
     # Without a fresh process: all families go through one together in test_persistence.
     model = tiny(architecture)
@@ -194,6 +208,18 @@ def test_the_checks_hold_on_every_family(architecture, tmp_path):
     checks.append(verify.weights(tmp_path, before))
     assert [check for check in checks if check.passed is False] == []
     assert sum(check.passed is True for check in checks) >= 2
+
+
+def test_experts_go_through_every_check_and_come_back_as_their_files_held_them(tmp_path):
+    # Stock files hold each expert by itself, the model and the converted folder all in one tensor.
+    tiny("MixtralForCausalLM").save_pretrained(tmp_path / "base")
+    receipt = make.convert(tmp_path / "base", tmp_path / "converted", Plan.of("linear"))
+    assert {check["name"]: check["passed"] for check in receipt["checks"]}["reload without approx is bit-equal"]
+    make.revert(tmp_path / "converted", tmp_path / "reverted")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "reverted"))
+    assert any(".experts.3." in name for name in first)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 def test_what_is_slow_at_the_exact_limit_alone_is_not_told(caplog):

@@ -36,7 +36,13 @@ def refused(code, *words):
         ("DebertaV2Model", {}, ["deberta-v2", "dispatch"]),
         ("MistralModel", {"num_key_value_heads": 2, "sliding_window": 8}, ["sliding"]),
         ("AlbertModel", {"embedding_size": 16}, ["one attention module"]),
-        ("T5Model", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}, ["t5"]),
+        ("T5Model", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}, ["position_bias"]),
+        (
+            "JetMoeModel",
+            {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4},
+            ["jetmoe", "reads numbers"],
+        ),
+        ("BertModel", {"hidden_size": 30}, ["bert", "config.json"]),
     ],
 )
 def test_families_that_cannot_be_converted_are_refused_with_the_reason(architecture, changes, words):
@@ -103,7 +109,7 @@ def test_no_other_attention_can_be_switched_on_behind_the_conversion():
     model.set_attn_implementation("approx_v1")
 
 
-def test_masks_of_other_forms_are_refused_in_converted_layers_and_kept_in_stock_ones():
+def test_masks_of_other_forms_are_refused_in_converted_layers_and_kept_in_exact_ones():
     model = tiny("BertModel")
     inputs = example_inputs(model, 8)
     four = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
@@ -114,6 +120,8 @@ def test_masks_of_other_forms_are_refused_in_converted_layers_and_kept_in_stock_
             model(**inputs, attention_mask=four)
         surgery.revert(model)
         assert torch.equal(model(**inputs, attention_mask=four)[0], before)
+        surgery.convert(model, Plan.of("exact"))
+        torch.testing.assert_close(model(**inputs, attention_mask=four)[0], before)
 
 
 def test_packed_sequences_are_refused():
@@ -124,11 +132,12 @@ def test_packed_sequences_are_refused():
         model(**inputs, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False)
 
 
+@pytest.mark.parametrize("mechanism", ["strided", "local", "linear"])
 @pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "LlamaForCausalLM"])
-def test_a_static_cache_is_refused(architecture):
+def test_a_static_cache_is_refused_where_a_layer_is_not_exact(architecture, mechanism):
     model = tiny(architecture)
     inputs = example_inputs(model, 8)
-    surgery.convert(model, Plan.of("local"))
+    surgery.convert(model, Plan.of(mechanism, layers="1"))
     with refused(Exit.UNSUPPORTED, "dynamic cache"), torch.no_grad():
         model(**inputs, past_key_values=StaticCache(config=model.config, max_cache_len=32))
     with refused(Exit.UNSUPPORTED, "dynamic cache"):

@@ -16,7 +16,7 @@ from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan, Rule
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
-from conversion.zoo import FAMILIES, OTHER_HEADS, difference, exact_plan, outputs, tiny
+from conversion.zoo import FAMILIES, OTHER_HEADS, UNNAMED, difference, exact_plan, outputs, tiny
 
 TOKEN_FAMILIES = [name for name in FAMILIES if not name.startswith(("Wav2Vec2", "Hubert", "ViT", "Whisper"))]
 
@@ -41,7 +41,7 @@ def frames_mask(model, mask, tensor):
     return model._get_feature_vector_attention_mask(tensor.shape[1], mask)[..., None]
 
 
-@pytest.mark.parametrize("architecture", [*FAMILIES, *OTHER_HEADS])
+@pytest.mark.parametrize("architecture", [*FAMILIES, *OTHER_HEADS, *UNNAMED])
 def test_an_exact_mechanism_in_all_layers_changes_nothing(architecture):
     model = tiny(architecture)
     inputs = example_inputs(model, 24, batch=2, padded=7)

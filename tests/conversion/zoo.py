@@ -65,6 +65,23 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "Electra": {**_TEXT, "embedding_size": 16},
     "GPT2": _GPT2,
     "Llama": _LLAMA,
+    "Mixtral": {**_LLAMA, "num_local_experts": 4, "sliding_window": None},
+    "Bart": {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "vocab_size": 101,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 3,
+        "forced_eos_token_id": None,
+    },
     "Wav2Vec2": _SPEECH,
     "Hubert": _SPEECH,
     "ViT": {**_TEXT, "image_size": 24, "patch_size": 4},
@@ -117,6 +134,8 @@ OTHER_HEADS = (
     "Wav2Vec2ForSequenceClassification",
     "Wav2Vec2Model",
 )
+# Families that no part of the code names, found by running them: an encoder with a decoder of tokens, a mixture of experts.
+UNNAMED = ("BartForConditionalGeneration", "MixtralForCausalLM")
 CAUSAL = tuple(name for name, kind in MECHANISMS.items() if kind.supports_causal)
 
 

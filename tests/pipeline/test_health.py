@@ -27,6 +27,12 @@ def test_this_machine_is_usable_without_a_hub():
     assert [finding for finding in findings.values() if finding.state == "broken"] == []
 
 
+def test_one_core_is_not_told_as_several(monkeypatch):
+    monkeypatch.setattr(health.os, "sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.setattr(health.torch, "get_num_threads", lambda: 2)
+    assert health._processor().found.startswith("1 core, 2 threads, ")
+
+
 @pytest.mark.parametrize("version", ["1.0", None])
 def test_a_wrong_or_missing_package_is_broken_and_says_what_to_type(monkeypatch, version):
     def fake(name: str) -> str:

@@ -29,6 +29,14 @@ def test_a_result_of_other_circumstances_is_made_again(once, made):
     assert made == ["key", "another"]
 
 
+def test_a_stage_is_made_again_where_what_it_alone_depends_on_changed(tmp_path):
+    journal, made = Journal(tmp_path, "key"), []
+    for text in ("old", "old", "new"):
+        journal.once("evaluate", lambda text=text: made.append(text), about=[text])
+        journal.once("convert", lambda: made.append("converted"))
+    assert made == ["old", "converted", "new"]
+
+
 @pytest.mark.parametrize("damage", [b"", b"{", b"\xff", b"[]", b'{"key": 1}'])
 def test_a_damaged_entry_is_an_unfinished_stage(once, made, tmp_path, damage):
     once()

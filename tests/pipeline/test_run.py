@@ -112,6 +112,32 @@ def test_stopped_where_any_stage_begins_it_goes_on(study, tmp_path):
     assert {stage.split(" ")[0] for stage in seen} == {"open", "convert", "evaluate", "bench"}
 
 
+def test_it_goes_on_with_what_still_stands_where_a_file_has_changed(study, tmp_path):
+    data, out = tiny_data(tmp_path), tmp_path / "run"
+    (tmp_path / "seen.txt").write_text("the film is good " * 40, encoding="utf-8")
+    file = tiny_recipe(tmp_path / "tiny.yaml", study.parent / "base", data)
+    file.write_text(file.read_text("utf-8") + f"calibrate: {tmp_path / 'seen.txt'}\n", encoding="utf-8")
+
+    def stages() -> tuple[float, set[str]]:
+        """The base's score, and which stages were made."""
+        before = {path: path.stat().st_mtime_ns for path in out.glob("journal/*")}
+        made = run(recipe.read(file), out, resume=out.exists())
+        after = {path: path.stat().st_mtime_ns for path in out.glob("journal/*")}
+        return made["quality"][0]["base"]["scores"]["accuracy"], {
+            path.stem for path, _ in after.items() - before.items()
+        }
+
+    score, first = stages()
+    assert first == {"convert-linear", "evaluate-0", "bench-0"}
+    assert stages() == (score, set())
+    rows = (data / "dev.tsv").read_text("utf-8").splitlines()
+    turned = [f"{row[:-1]}{1 - int(row[-1])}" for row in rows[1:]]
+    (data / "dev.tsv").write_text("\n".join([rows[0], *turned]) + "\n", encoding="utf-8")
+    assert stages() == (pytest.approx(1 - score), {"evaluate-0", "bench-0"})
+    (tmp_path / "seen.txt").write_text("the film is bad " * 40, encoding="utf-8")
+    assert "convert-linear" in stages()[1]
+
+
 def test_a_folder_with_something_else_is_never_touched(study, tmp_path):
     def refused(text: str, out: Path, **more) -> str:
         before = {path: path.stat().st_mtime_ns for path in out.rglob("*")} if out.is_dir() else None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from approx_kernels.exact import exact_attention, fastest_attention, varlen
-from approx_kernels.exact.compiled import compiled_few, few_obstacle
+from approx_kernels.exact.compiled import compiled_attention, compiled_few, few_obstacle, obstacle
 from approx_kernels.exact.cpu import batched_attention, chunked_attention
 from approx_kernels.exact.lengths import by_lengths
 from closeness import assert_close
@@ -230,3 +230,16 @@ def test_an_implementation_that_cannot_run_is_refused_with_the_remedy(attend):
         attend(q, q, q, causal=False, scale=1.0, impl="triton")
     with pytest.raises(ValueError, match=r"on the meta\. Move them to the cpu"):
         attend(*(q.to("meta"),) * 3, causal=False, scale=1.0, impl="cpu")
+
+
+@pytest.mark.parametrize("spread", [1.0, 4.0])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_sums_over_many_keys_gather_no_more_roundings_than_those_of_sdpa(causal, spread):
+    q, k, v = torch.randn(3, 1, 1, 4096, 64).unbind()
+    q = q * spread
+    if why := obstacle(q):
+        pytest.skip(why)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
+    plain = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    made = compiled_attention(q, k, v, causal=causal, scale=64**-0.5)
+    assert (made - exact).norm() < 1.5 * (plain - exact).norm()

@@ -24,11 +24,16 @@ typedef struct {
     group *list;
 } strips;
 
-/* SIDE queries of a strip: their weights are powers of 2, relative to that of the origin. */
-typedef struct { __m512 origin, low, high; } lanes;
+/* SIDE queries of a strip: their weights are powers of 2, relative to that of the origin; the sum of those of earlier groups,
+   and of every other key since, for in one chain long sums would gather roundings. */
+typedef struct { __m512 origin, sum, low, high; } lanes;
 
 /* The group that is being weighed: how many of its pairs of keys are done, and what that has come to. */
 typedef struct { const float *scores; char *weights; int64_t done; __m512 factor; lanes left, right; } weighing;
+
+INLINE __m512 total(const lanes *l) { return _mm512_add_ps(l->sum, _mm512_add_ps(l->low, l->high)); }
+
+INLINE void gather_sums(lanes *l) { l->sum = total(l), l->low = l->high = _mm512_setzero_ps(); }
 
 /* 2^x of what is rounded to bfloat16 next, within 1e-4; 0 at minus infinity. */
 INLINE __m512 power(__m512 x) {

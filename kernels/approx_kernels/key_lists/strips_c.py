@@ -85,36 +85,35 @@ INLINE void highest(const float *scores, __m512 *left, __m512 *right) {
 
 /* Lanes whose sums are out of bounds, and would not stay numbers for long. */
 INLINE __mmask16 astray(const lanes *l) {
-    __m512 sum = _mm512_add_ps(l->low, l->high);
+    __m512 sum = total(l);
     return _mm512_cmp_ps_mask(sum, _mm512_set1_ps(0x1p24f), _CMP_GT_OQ) |
            _mm512_cmp_ps_mask(sum, _mm512_set1_ps(0x1p-24f), _CMP_LT_OQ);
 }
 
 /* The largest score becomes the origin of lanes astray that see anything, and all that they have summed up follows. */
-INLINE void rise(const strips *s, lanes *l, __m512 sums, __m512 top, int64_t half) {
+INLINE void rise(const strips *s, lanes *l, __m512 top, int64_t half) {
     __m512 one = _mm512_set1_ps(1.0f);
     __mmask16 rising = astray(l) & _mm512_cmp_ps_mask(top, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
     /* What is nothing yet stays it, however far the origin moves. */
-    __mmask16 some = rising & _mm512_cmp_ps_mask(sums, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+    __mmask16 some = rising & _mm512_cmp_ps_mask(l->sum, _mm512_setzero_ps(), _CMP_NEQ_UQ);
     __m512 kept = _mm512_mask_mov_ps(one, some, whole_power(_mm512_sub_ps(l->origin, top)));
     l->origin = _mm512_mask_mov_ps(l->origin, rising, top);
-    l->low = _mm512_mul_ps(sums, kept), l->high = _mm512_setzero_ps();
+    l->sum = _mm512_mul_ps(l->sum, kept), l->low = l->high = _mm512_setzero_ps();
     for (float *out = s->out + half; out < s->out + s->pairs * SQUARE; out += SPAN)
         _mm512_store_ps(out, _mm512_mul_ps(kept, _mm512_load_ps(out)));
 }
 
 /* Weights of some groups again, when the first attempt left the bounds. */
 static __attribute__((noinline)) void weigh_again(int wide, const problem *p, const strips *s, const strip *t,
-                                                  const group *groups, int64_t count, char *weights, weighing *w,
-                                                  __m512 left_sums, __m512 right_sums) {
+                                                  const group *groups, int64_t count, char *weights, weighing *w) {
     __m512 left = _mm512_set1_ps(-INFINITY), right = left;
     for (int64_t g = 0; g < count; g++) {
         meet(wide, s, groups[g].at, s->again, NULL, 0);
         hide(p, s, t, groups[g], s->again);
         highest(s->again, &left, &right);
     }
-    rise(s, &w->left, left_sums, _mm512_mul_ps(w->factor, left), 0);
-    rise(s, &w->right, right_sums, _mm512_mul_ps(w->factor, right), SIDE);
+    rise(s, &w->left, _mm512_mul_ps(w->factor, left), 0);
+    rise(s, &w->right, _mm512_mul_ps(w->factor, right), SIDE);
     for (int64_t g = 0; g < count; g++) {
         meet(wide, s, groups[g].at, s->again, NULL, 0);
         hide(p, s, t, groups[g], s->again);
@@ -146,20 +145,20 @@ static void begin_lanes(const problem *p, const strips *s, const strip *t, const
     if (which) lay_outputs(p, s, t, t->part ? p->out : p->v, !t->part && p->bf16, row, which);
     else memset(s->out, 0, sizeof(float) * s->pairs * SQUARE);
     __m512 none = _mm512_setzero_ps();
-    *left = (lanes){_mm512_loadu_ps(origin), _mm512_loadu_ps(sum), none};
-    *right = (lanes){_mm512_loadu_ps(origin + SIDE), _mm512_loadu_ps(sum + SIDE), none};
+    *left = (lanes){_mm512_loadu_ps(origin), _mm512_loadu_ps(sum), none, none};
+    *right = (lanes){_mm512_loadu_ps(origin + SIDE), _mm512_loadu_ps(sum + SIDE), none, none};
 }
 
 /* Lanes that know nothing begin with the largest of their first scores. */
 INLINE void begin_origin(lanes *l, __m512 top, __m512 factor) {
-    __mmask16 fresh = _mm512_cmp_ps_mask(l->low, _mm512_setzero_ps(), _CMP_EQ_OQ);
+    __mmask16 fresh = _mm512_cmp_ps_mask(l->sum, _mm512_setzero_ps(), _CMP_EQ_OQ);
     fresh &= _mm512_cmp_ps_mask(top, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
     l->origin = _mm512_mask_mul_ps(l->origin, fresh, factor, top);
 }
 
 /* Outputs of SIDE queries of a strip, and the logarithms of their normalisers. */
 static void write_lanes(const problem *p, const strips *s, const strip *t, const lanes *l, int64_t half) {
-    __m512 sums = _mm512_add_ps(l->low, l->high);
+    __m512 sums = total(l);
     __mmask16 any = _mm512_cmp_ps_mask(sums, _mm512_setzero_ps(), _CMP_NEQ_UQ);
     __m512 share = _mm512_maskz_div_ps(any, _mm512_set1_ps(1.0f), sums);
     int64_t head = t->b * p->out.batch + t->h * p->out.head, rows = lesser(t->rows - half, SIDE);
@@ -203,8 +202,7 @@ INLINE void attend_strip(const int wide, const problem *p, strips *s, const stri
         const group *groups = s->list + start, *earlier = groups - WAITING;
         int64_t some = lesser(WAITING, count - start), turn = start / WAITING % 2;
         char *weights = s->weights + turn * WAITING * step, *waiting = s->weights + !turn * WAITING * step;
-        __m512 left = _mm512_add_ps(w.left.low, w.left.high), right = _mm512_add_ps(w.right.low, w.right.high);
-        w.left.low = left, w.right.low = right, w.left.high = w.right.high = _mm512_setzero_ps();
+        gather_sums(&w.left), gather_sums(&w.right);
         for (int64_t g = 0; g < WAITING; g++) {
             float *scores = s->scores + g % 2 * SQUARE, *next = s->scores + (g + 1) % 2 * SQUARE;
             w.scores = scores, w.weights = weights + g * step, w.done = g < some ? 0 : SIDE;
@@ -214,7 +212,7 @@ INLINE void attend_strip(const int wide, const problem *p, strips *s, const stri
                 bring(wide, s, pair, earlier, had, waiting, &w, share);
             weigh_pairs(wide, &w, SIDE);
         }
-        if (astray(&w.left) | astray(&w.right)) weigh_again(wide, p, s, t, groups, some, weights, &w, left, right);
+        if (astray(&w.left) | astray(&w.right)) weigh_again(wide, p, s, t, groups, some, weights, &w);
         had = some;
     }
     for (int64_t pair = 0; had && pair < s->pairs; pair++) {

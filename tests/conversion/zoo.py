@@ -49,6 +49,16 @@ _GPT2: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_ENCODER_DECODER: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": 101,
+}
 _LLAMA: dict[str, Any] = {**_TEXT, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _CONFIGS: dict[str, dict[str, Any]] = {
     "Bert": _TEXT,
@@ -67,14 +77,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "Llama": _LLAMA,
     "Mixtral": {**_LLAMA, "num_local_experts": 4, "sliding_window": None},
     "Bart": {
-        "d_model": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-        "vocab_size": 101,
+        **_ENCODER_DECODER,
         "max_position_embeddings": 64,
         "pad_token_id": 0,
         "bos_token_id": 1,
@@ -86,14 +89,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "Hubert": _SPEECH,
     "ViT": {**_TEXT, "image_size": 24, "patch_size": 4},
     "Whisper": {
-        "d_model": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-        "vocab_size": 101,
+        **_ENCODER_DECODER,
         "num_mel_bins": 8,
         "max_source_positions": 24,
         "max_target_positions": 48,

@@ -30,8 +30,9 @@ def launches() -> Iterator[Launch]:
                 yield Launch(f"{told}, {size}{form}", _both(dtype, size, **given), cores)
         yield Launch(f"{told}, 64, lengths", _both(dtype, 64, packed=True), cores)
         yield Launch(f"{told}, 64, block list", _both(dtype, 64, listed=True), cores)
-        yield Launch(f"{told}, 80, key mask", _both(dtype, 80, masked=True), cores)
-    yield Launch("float32, 32", _both(torch.float32, 32), tensor_cores=False)
+        for size in (16, 32, 80, 96):
+            for form in ("", ", key mask"):
+                yield Launch(f"{told}, {size}{form}", _both(dtype, size, **FORMS[form]), cores)
 
 
 def _both(

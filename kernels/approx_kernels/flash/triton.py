@@ -24,6 +24,7 @@ def _cut(rows: int, columns: int, warps: int, stages: int) -> Configuration:
 # By what they are given, see `kind`: the default, and what asks for less where that may be too much. Bounded are inputs with
 # bounds of samples, or with largest scores apart, which take registers; most kinds have enough of them.
 FORWARD = {
+    "small": (_cut(64, 64, 4, 3), _cut(64, 32, 4, 2)),
     "narrow": (_cut(128, 64, 8, 3), _cut(64, 64, 8, 2)),
     "wide": (_cut(64, 64, 8, 2), _cut(64, 32, 4, 2)),
     "spans": (_cut(64, 64, 8, 2),),
@@ -34,6 +35,7 @@ FORWARD = {
     "listed wide": (_cut(32, 32, 4, 2),),
 }
 QUERIES = {
+    "small": (_cut(128, 64, 8, 2),),
     "narrow": (_cut(128, 64, 8, 2),),
     "wide": (_cut(64, 64, 8, 2),),
     "spans": (_cut(64, 32, 4, 2),),
@@ -44,6 +46,8 @@ QUERIES = {
     "listed wide": (_cut(32, 32, 4, 2),),
 }
 KEYS = {
+    "small": (_cut(64, 64, 8, 2),),
+    "small bounded": (_cut(32, 64, 8, 2),),
     "narrow": (_cut(64, 64, 8, 2),),
     "narrow bounded": (_cut(32, 64, 8, 2),),
     "wide": (_cut(32, 64, 8, 2),),
@@ -64,11 +68,12 @@ def list_tile(q: Tensor, v: Tensor) -> int:
 
 def kind(q: Tensor, v: Tensor, spans: Tensor | None, listed: bool) -> str:
     """Which of the configurations are for these inputs."""
-    wide = max(q.shape[3], v.shape[3]) > 64
+    size = max(q.shape[3], v.shape[3])
+    wide = size > 64
     if q.dtype == torch.float32 or listed or spans is not None:
         name = "float32" if q.dtype == torch.float32 else "listed" if listed else "spans"
         return f"{name} wide" if wide else name
-    return "wide" if wide else "narrow"
+    return "small" if size <= 32 else "wide" if wide else "narrow"
 
 
 def _fake_forward(

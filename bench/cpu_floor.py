@@ -19,6 +19,16 @@ _FLOAT32_ERROR = 1e-6
 # What products of +-1 are called among the rates; words a head and centroids that they are measured on.
 SIGNS = "signs"
 _WORDS, _CLUSTERS = 4096, 100
+_SEARCH = (
+    hamming_c.SOURCE
+    + r"""
+void search(const uint64_t *words, const uint64_t *centroids, int64_t heads, int64_t n, int64_t clusters,
+            int64_t threads, int32_t *groups) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t h = 0; h < heads; h++) nearest(words + h * n, n, centroids, clusters, groups + h * n);
+}
+"""
+)
 # The chunk of causal linear attention.
 _CHUNK = 64
 EXACT = ("full", "sdpa", "exact", "flash")
@@ -83,16 +93,14 @@ def _calibrate_signs(threads: int) -> dict[str, Any]:
     None where no C can be compiled.
     """
     torch.set_num_threads(threads)
-    rate, found = None, library(hamming_c.SOURCE)
+    rate, found = None, library(_SEARCH)
     if not isinstance(found, str):
-        generator = torch.Generator().manual_seed(0)
-        words, draws = (torch.randint(2**62, (n,), generator=generator) for n in (cpu_cases.HEADS * _WORDS, _CLUSTERS))
-        # Held here: C is given addresses alone.
-        tensors = (words, None, torch.tensor([_WORDS]), torch.tensor([_CLUSTERS]), draws)
-        numbers = map(ctypes.c_int64, (1, cpu_cases.HEADS, _WORDS, 1, 1, threads))
+        generator, heads = torch.Generator().manual_seed(0), cpu_cases.HEADS
+        words, centroids = (torch.randint(2**62, (n,), generator=generator) for n in (heads * _WORDS, _CLUSTERS))
         groups = torch.empty(len(words), dtype=torch.int32)
-        given = (*map(address, tensors), *numbers, address(groups))
-        rate = 2 * 64 * len(words) * _CLUSTERS / _seconds(lambda: found.cluster(*given), threads)
+        numbers = map(ctypes.c_int64, (heads, _WORDS, _CLUSTERS, threads))
+        given = (address(words), address(centroids), *numbers, address(groups))
+        rate = 2 * 64 * len(words) * _CLUSTERS / _seconds(lambda: found.search(*given), threads)
     return {"dtype": SIGNS, "threads": threads, "flops": rate, "bytes": None}
 
 

@@ -176,6 +176,12 @@ static void product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t
 /* A tensor [B, H, n, size] of floats or bfloat16, whose last dimension lies in one piece. */
 typedef struct { void *data; int64_t batch, head, row; } tensor;
 
+/* The rows from one on. */
+INLINE tensor from_row(tensor x, int bf16, int64_t first) {
+    x.data = (char *)x.data + (bf16 ? 2 : 4) * first * x.row;
+    return x;
+}
+
 INLINE void read_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_t size, float *to) {
     int64_t at = b * x.batch + h * x.head + i * x.row;
     if (!bf16) { memcpy(to, (float *)x.data + at, sizeof(float) * size); return; }
@@ -210,25 +216,23 @@ INLINE int64_t token(const int32_t *tokens, int64_t i) { return tokens ? tokens[
 /* Rows of neighbouring tokens lie pages apart, where no processor looks ahead by itself. */
 #define AHEAD 8
 
-/* The n real tokens of a head, padded with zeros to `wide`, token i at row places[i]; in their order without places. */
+/* Some tokens of a head, the first n where none are named, padded with zeros to `wide`. */
 static void read_rows(tensor x, int bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
-                      int64_t wide, const int32_t *places, float *to) {
+                      int64_t wide, float *to) {
     int64_t bytes = bf16 ? 2 : 4, start = b * x.batch + h * x.head;
     for (int64_t i = 0; i < n; i++) {
         if (i + AHEAD < n) {
             const char *next = (char *)x.data + bytes * (start + token(tokens, i + AHEAD) * x.row);
             for (int64_t d = 0; d < bytes * size; d += 64) __builtin_prefetch(next + d);
         }
-        float *row = to + (places ? places[i] : i) * wide;
-        read_row(x, bf16, b, h, token(tokens, i), size, row);
-        for (int64_t d = size; d < wide; d++) row[d] = 0;
+        read_row(x, bf16, b, h, token(tokens, i), size, to + i * wide);
+        for (int64_t d = size; d < wide; d++) to[i * wide + d] = 0;
     }
 }
 
 /* The reverse. */
 static void write_rows(tensor x, int bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
-                       int64_t wide, const int32_t *places, const float *from) {
-    for (int64_t i = 0; i < n; i++)
-        write_row(x, bf16, b, h, token(tokens, i), size, from + (places ? places[i] : i) * wide);
+                       int64_t wide, const float *from) {
+    for (int64_t i = 0; i < n; i++) write_row(x, bf16, b, h, token(tokens, i), size, from + i * wide);
 }
 """

@@ -8,37 +8,40 @@ BACKWARD = (
 typedef struct { problem all; tensor grad, dq, dk, dv; } backward_problem;
 
 typedef struct {
-    float *grad, *dq, *dk, *dv;    /* [n, E] and [n, D], sorted as the queries are; [S, D], [S, E] */
+    tensor grad;
+    float *dq, *dk, *dv;    /* [n, D], sorted as the queries are; [S, D], [S, E] */
     float *shared, *mass;    /* gradients of what the mean queries attend to beside their largest keys, and of the mass */
 } grads;
 
 /* What comes back through the keys that each query weighs itself; sums up what the others receive. */
 static int through_members(const head *x, grads *g, int64_t item) {
     int64_t width = padded(x->kept), size = x->size, wide = x->values, c, i, r;
-    int64_t lists = width * (3 * size + 3 * wide) + MEMBERS * (wide + 3 * width);
+    int64_t lists = width * (3 * size + 3 * wide) + MEMBERS * (size + 2 * wide + 3 * width);
     float *keys = floats(lists);
     if (!keys) return 0;
     memset(keys, 0, sizeof(float) * lists);
     float *across = keys + width * size, *values = across + width * size, *values_across = values + width * wide;
     float *dkeys = values_across + width * wide, *dvalues = dkeys + width * size;
     float *outputs = dvalues + width * wide, *weights = outputs + MEMBERS * wide, *change = weights + MEMBERS * width;
-    float *used = x->all->dropout.bound ? change + MEMBERS * width : weights;
+    float *queries = change + MEMBERS * width, *grad = queries + MEMBERS * size;
+    float *used = x->all->dropout.bound ? grad + MEMBERS * wide : weights;
     for (c = 0; c < x->clusters; c++) {
         int64_t place = item * x->all->most_clusters + c, end = x->first[c + 1];
         const int32_t *top = x->all->top + place * x->all->kept;
         float mass = x->all->mass[place], *shared = g->shared + c * wide;
         if (x->kept && x->first[c] < end) {
-            gather_keys(x, top, keys, values);
+            read_list(x, top, keys, values);
             transpose(x->kept, x->all->size, keys, size, across, width);
             transpose(x->kept, x->all->values, values, wide, values_across, width);
             memset(dkeys, 0, sizeof(float) * width * (size + wide));
         }
         for (int64_t from = x->first[c]; from < end; from += MEMBERS) {
             int64_t rows = end - from < MEMBERS ? end - from : MEMBERS;
-            const float *queries = x->q + from * size, *grad = g->grad + from * wide;
+            read_rows(g->grad, x->all->bf16, x->b, x->h, x->order + from, rows, x->all->values, wide, grad);
             for (r = 0; r < rows; r++)
                 for (i = 0; i < wide; i++) shared[i] += grad[r * wide + i];
             if (!x->kept) continue;
+            read_queries(x, from, rows, queries);
             product(rows, width, x->all->size, queries, size, 1, across, width, weights, width, 0);
             softmax_rows(weights, rows, x->kept, width);
             product(rows, width, x->all->values, grad, wide, 1, values_across, width, change, width, 0);
@@ -75,12 +78,13 @@ static void drop_block(const head *x, int64_t begin, int64_t count, float *weigh
 /* What comes back through the rows of weights of the mean queries. */
 static int through_means(const head *x, grads *g, int64_t item) {
     int64_t lanes = x->lanes, size = x->size, wide = x->values, c, j, e;
-    float *weights = floats(2 * BLOCK * lanes + 2 * lanes + (size + wide) * lanes + x->clusters * size);
+    int64_t blocks = BLOCK * (2 * lanes + size + wide);
+    float *weights = floats(blocks + 2 * lanes + (size + wide) * lanes + x->clusters * size);
     int64_t *next = malloc(sizeof(int64_t) * 2 * x->clusters);
     if (!weights || !next) { free(weights), free(next); return 0; }
     float *change = weights + BLOCK * lanes;
     float *along = change + BLOCK * lanes, *sums = along + lanes, *across = sums + lanes, *dmeans = across + wide * lanes;
-    float *turned = dmeans + x->clusters * size;
+    float *turned = dmeans + x->clusters * size, *keys = turned + size * lanes, *values = keys + BLOCK * size;
     memset(dmeans, 0, sizeof(float) * x->clusters * size);
     memset(across, 0, sizeof(float) * wide * lanes);
     transpose(x->clusters, wide, g->shared, wide, across, lanes);
@@ -98,8 +102,10 @@ static int through_means(const head *x, grads *g, int64_t item) {
     }
     for (int64_t begin = 0; begin < x->keys; begin += BLOCK) {
         int64_t count = lesser(BLOCK, x->keys - begin);
-        product(count, lanes, x->all->size, x->k + begin * size, size, 1, turned, lanes, weights, lanes, 0);
-        product(count, lanes, x->all->values, x->v + begin * wide, wide, 1, across, lanes, change, lanes, 0);
+        read_block(x, x->all->k, begin, count, x->all->size, keys);
+        read_block(x, x->all->v, begin, count, x->all->values, values);
+        product(count, lanes, x->all->size, keys, size, 1, turned, lanes, weights, lanes, 0);
+        product(count, lanes, x->all->values, values, wide, 1, across, lanes, change, lanes, 0);
         if (x->all->dropout.bound) drop_block(x, begin, count, change);
         for (c = 0; c < x->clusters; c++) {
             const int32_t *top = tops + c * x->all->kept;
@@ -120,7 +126,7 @@ static int through_means(const head *x, grads *g, int64_t item) {
         if (x->all->dropout.bound) drop_block(x, begin, count, weights);
         product(count, wide, x->clusters, weights, lanes, 1, g->shared, wide, g->dv + begin * wide, wide, 1);
         product(count, size, x->clusters, change, lanes, 1, x->means, size, g->dk + begin * size, size, 1);
-        product(x->clusters, size, count, change, 1, lanes, x->k + begin * size, size, dmeans, size, 1);
+        product(x->clusters, size, count, change, 1, lanes, keys, size, dmeans, size, 1);
     }
     for (c = 0; c < x->clusters; c++)
         for (j = x->first[c]; j < x->first[c + 1]; j++)
@@ -138,19 +144,18 @@ static int backward_head(const backward_problem *p, int64_t item) {
     grads g = {0};
     int failed = 1;
     if (gather(&x, all, item)) {
-        int64_t numbers = (x.n + x.keys) * (x.size + x.values) + x.clusters * (x.values + 1);
+        int64_t numbers = (x.n + x.keys) * x.size + x.keys * x.values + x.clusters * (x.values + 1);
         if ((g.dq = floats(numbers))) {
             memset(g.dq, 0, sizeof(float) * numbers);
-            g.dk = g.dq + x.n * x.size, g.dv = g.dk + x.keys * x.size, g.grad = g.dv + x.keys * x.values;
-            g.shared = g.grad + x.n * x.values, g.mass = g.shared + x.clusters * x.values;
-            read_rows(p->grad, all->bf16, x.b, x.h, x.queries_at, x.n, all->values, x.values, x.places, g.grad);
+            g.dk = g.dq + x.n * x.size, g.dv = g.dk + x.keys * x.size, g.shared = g.dv + x.keys * x.values;
+            g.mass = g.shared + x.clusters * x.values, g.grad = p->grad;
             failed = !through_members(&x, &g, item) || !through_means(&x, &g, item);
         }
     }
     if (!failed) {
-        write_rows(p->dq, all->bf16, x.b, x.h, x.queries_at, x.n, all->size, x.size, x.places, g.dq);
-        write_rows(p->dk, all->bf16, x.b, x.h, x.keys_at, x.keys, all->size, x.size, NULL, g.dk);
-        write_rows(p->dv, all->bf16, x.b, x.h, x.keys_at, x.keys, all->values, x.values, NULL, g.dv);
+        write_rows(p->dq, all->bf16, x.b, x.h, x.order, x.n, all->size, x.size, g.dq);
+        write_rows(p->dk, all->bf16, x.b, x.h, x.keys_at, x.keys, all->size, x.size, g.dk);
+        write_rows(p->dv, all->bf16, x.b, x.h, x.keys_at, x.keys, all->values, x.values, g.dv);
     }
     release(&x), free(g.dq);
     return failed;

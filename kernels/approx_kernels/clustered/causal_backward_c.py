@@ -271,9 +271,9 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     x.dropped = p->dropout.bound ? x.near + greater(pairs, BLOCK * lanes) : NULL;
     x.groups = p->groups + item * L, x.most = p->most + item * L, x.peak = p->peak + item * N * R;
     x.mass = p->mass + item * N * R, x.top = p->top + item * N * R * p->kept;
-    read_rows(p->k, p->bf16, b, h, NULL, S, D, size, NULL, x.keys);
-    read_rows(p->v, p->bf16, b, h, NULL, S, E, values, NULL, x.v);
-    read_rows(p->centroids, 0, b, h, NULL, R, D, size, NULL, x.rows);
+    read_rows(p->k, p->bf16, b, h, NULL, S, D, size, x.keys);
+    read_rows(p->v, p->bf16, b, h, NULL, S, E, values, x.v);
+    read_rows(p->centroids, 0, b, h, NULL, R, D, size, x.rows);
     scale_row(R * size, p->scale, x.rows);
     transpose(R, D, x.rows, size, x.across, lanes);
     for (int64_t begin = 0; begin < S; begin += p->chunk) {
@@ -283,8 +283,8 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         if (end < S) absorb(&x, begin / p->chunk);
     }
     for (int64_t boundary = N; boundary-- > 0;) through_means(&x, boundary);
-    write_rows(g->dk, p->bf16, b, h, NULL, S, D, size, NULL, x.dk);
-    write_rows(g->dv, p->bf16, b, h, NULL, S, E, values, NULL, x.dv);
+    write_rows(g->dk, p->bf16, b, h, NULL, S, D, size, x.dk);
+    write_rows(g->dv, p->bf16, b, h, NULL, S, E, values, x.dv);
     free(memory), free(x.listed);
     return 0;
 }

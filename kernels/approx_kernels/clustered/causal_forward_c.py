@@ -177,9 +177,9 @@ static int head(const problem *p, int64_t b, int64_t h) {
     x.lying = x.residues + R * size, lying = x.lying + room(BLOCK, greater(size, values));
     x.best = lying + room(chunk, values), x.peak = x.best + R * K, x.mass = x.peak + R;
     memset(x.mean_key, 0, sizeof(float) * R * (size + values));
-    read_rows(p->k, p->bf16, b, h, NULL, S, p->size, size, NULL, x.keys);
-    read_rows(p->v, p->bf16, b, h, NULL, S, p->values, values, NULL, x.v);
-    read_rows(p->centroids, 0, b, h, NULL, R, p->size, size, NULL, x.rows);
+    read_rows(p->k, p->bf16, b, h, NULL, S, p->size, size, x.keys);
+    read_rows(p->v, p->bf16, b, h, NULL, S, p->values, values, x.v);
+    read_rows(p->centroids, 0, b, h, NULL, R, p->size, size, x.rows);
     for (int64_t r = 0; r < R; r++) x.peak[r] = -INFINITY, x.mass[r] = 0.0f, scale_row(size, p->scale, x.rows + r * size);
     x.half = begin_halves(p->bf16, p->length);
     for (int64_t i = 0; x.half && i < R * size; i++) x.residues[i] = x.rows[i] - halved(x.rows[i]);

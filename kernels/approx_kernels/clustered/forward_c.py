@@ -102,7 +102,7 @@ static void settle(candidates *x, int64_t k, uint64_t *scratch) {
 }
 
 typedef struct {
-    float *scores, *largest, *sums, *outputs, *standing, *lying;
+    float *scores, *largest, *sums, *outputs, *block, *standing, *lying;
     candidates *top;
     uint64_t *scratch;
     int64_t room;
@@ -118,8 +118,8 @@ static void attend_means(const head *x, pass *w) {
         int64_t count = lesser(BLOCK, x->keys - begin), full = padded(count);
         int32_t keys_at[BLOCK];
         for (j = 0; j < BLOCK; j++) keys_at[j] = (int32_t)(begin + j);
-        right keys = columns_right(x->half, count, all->size, x->k + begin * x->size, x->size, w->standing);
-        right values = rows_right(x->half, count, wide, x->v + begin * wide, wide, w->lying);
+        read_block(x, all->k, begin, count, all->size, w->block);
+        right keys = columns_right(x->half, count, all->size, w->block, x->size, w->standing);
         multiply(x->clusters, full, all->size, x->means, x->size, 1, keys, 0, 0, w->scores, BLOCK, 0);
         if (x->residues) multiply(x->clusters, full, all->size, x->residues, x->size, 1, keys, 0, 0, w->scores, BLOCK, 1);
         for (c = 0; c < x->clusters; c++) {
@@ -144,6 +144,8 @@ static void attend_means(const head *x, pass *w) {
             if (all->dropout.bound)
                 drop_stretch(&all->dropout, (draw){x->before[c], x->between[c]}, begin, count, row);
         }
+        read_block(x, all->v, begin, count, all->values, w->block);
+        right values = rows_right(x->half, count, wide, w->block, wide, w->lying);
         multiply(x->clusters, wide, count, w->scores, BLOCK, 1, values, 0, 0, w->outputs, wide, 1);
     }
 }
@@ -175,15 +177,16 @@ static int forward_head(const problem *all, int64_t item) {
     pass w = {0};
     int failed = 1;
     int64_t width, c, i, r;
-    float *own = NULL, *out = NULL;
+    float *own = NULL, *queries = NULL;
     if (!gather(&x, all, item)) goto done;
     width = padded(x.kept), w.room = padded(2 * x.kept + 2 * BLOCK);
-    w.scores = floats(x.clusters * (BLOCK + 2 + x.values) + room(all->size, BLOCK) + room(BLOCK, x.values));
-    out = floats(x.n * x.values);
-    if (!w.scores || !out) goto done;
+    int64_t block = BLOCK * greater(x.size, x.values);
+    w.scores = floats(x.clusters * (BLOCK + 2 + x.values) + room(all->size, BLOCK) + room(BLOCK, x.values) + block);
+    queries = floats(MEMBERS * (x.size + x.values));
+    if (!w.scores || !queries) goto done;
     w.outputs = w.scores + x.clusters * BLOCK, w.standing = w.outputs + x.clusters * x.values;
     w.lying = w.standing + room(all->size, BLOCK), w.sums = w.lying + room(BLOCK, x.values);
-    w.largest = w.sums + x.clusters;
+    w.largest = w.sums + x.clusters, w.block = w.largest + x.clusters;
     if (x.kept) {
         int64_t rooms = room(all->size, width) + room(width, x.values);
         int64_t numbers = MEMBERS * width + width * (x.size + x.values) + rooms;
@@ -198,7 +201,7 @@ static int forward_head(const problem *all, int64_t item) {
             w.top[c] = (candidates){.scores = scores + c * w.room, .keys = keys + c * w.room, .floor = -INFINITY};
     }
     attend_means(&x, &w);
-    float *keys = own, *values = keys + width * x.size, *weights = values + width * x.values;
+    float *made = queries + MEMBERS * x.size, *keys = own, *values = keys + width * x.size, *weights = values + width * x.values;
     float *standing = weights + MEMBERS * width, *lying = standing + room(all->size, width);
     right asked = {0}, given = {0};
     for (c = 0; c < x.clusters; c++) {
@@ -211,7 +214,7 @@ static int forward_head(const problem *all, int64_t item) {
             thin(w.top + c, x.kept);
             settle(w.top + c, x.kept, w.scratch);
             memcpy(top, w.top[c].keys, sizeof(int32_t) * x.kept);
-            gather_keys(&x, top, keys, values);
+            read_list(&x, top, keys, values);
             asked = columns_right(x.half, x.kept, all->size, keys, x.size, standing);
             given = rows_right(x.half, x.kept, x.values, values, x.values, lying);
             mass = take_share(&x, c, top, asked, values, width, weights, sums, rest);
@@ -219,9 +222,9 @@ static int forward_head(const problem *all, int64_t item) {
         all->mass[place] = mass;
         for (int64_t from = x.first[c]; from < end; from += MEMBERS) {
             int64_t rows = end - from < MEMBERS ? end - from : MEMBERS;
-            float *made = out + from * x.values;
             if (x.kept) {
-                multiply(rows, width, all->size, x.q + from * x.size, x.size, 1, asked, 0, 0, weights, width, 0);
+                read_queries(&x, from, rows, queries);
+                multiply(rows, width, all->size, queries, x.size, 1, asked, 0, 0, weights, width, 0);
                 softmax_rows(weights, rows, x.kept, width);
                 if (all->dropout.bound) drop_members(&x, from, rows, width, weights);
                 multiply(rows, x.values, x.kept, weights, width, 1, given, 0, 0, made, x.values, 0);
@@ -229,12 +232,12 @@ static int forward_head(const problem *all, int64_t item) {
             for (r = 0; r < rows; r++)
                 for (i = 0; i < all->values; i++)
                     made[r * x.values + i] = rest[i] + (x.kept ? mass * made[r * x.values + i] : 0);
+            write_rows(all->out, all->bf16, x.b, x.h, x.order + from, rows, all->values, x.values, made);
         }
     }
-    write_rows(all->out, all->bf16, x.b, x.h, x.queries_at, x.n, all->values, x.values, x.places, out);
     failed = 0;
 done:
-    release(&x), free(w.scores), free(w.top), free(own), free(out);
+    release(&x), free(w.scores), free(w.top), free(own), free(queries);
     return failed;
 }
 

@@ -1,4 +1,4 @@
-"""Clusters of all samples and heads at once on a CPU: hashes by the reference's product, k-means on words of bits in C."""
+"""Clusters of all samples and heads at once on a CPU, in C."""
 
 import ctypes
 
@@ -8,12 +8,9 @@ from torch import Tensor
 from approx_kernels.c_language import address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.clustering.hamming_c import SOURCE
-from approx_kernels.clustering.reference import STRIDE, hash_heights
+from approx_kernels.clustering.reference import STRIDE
 from approx_kernels.clustering.selectors_c import SOURCE as SELECTORS
 from approx_kernels.custom_op import custom_op
-
-# Rows of float32 heights that a core's own cache holds beside the words made of them.
-_ROWS = 4096
 
 
 def obstacle(*tensors: Tensor) -> str | None:
@@ -46,24 +43,13 @@ def cluster_samples(
     Returns:
         Cluster of each real query, in their order, [B, H, L] int32; what stands behind them has no meaning.
     """
-    batch, heads, length, _ = q.shape
-    bits = planes.shape[0]
+    q, planes = q if q.stride(-1) == 1 else q.contiguous(), planes.float().contiguous()
     found = library(SOURCE)
     assert not isinstance(found, str), "checked by the op"
-    words = q.new_empty(batch, heads, length, dtype=torch.int64)
-    samples, some = max(1, _ROWS // (heads * length)), max(1, _ROWS // length)
-    with torch.autocast("cpu", enabled=False):
-        for b in range(0, batch, samples):
-            for h in range(0, heads, some):
-                block = q[b : b + samples, h : h + some]
-                heights = hash_heights(block.flatten(0, 1), planes)
-                place = words[b : b + samples, h : h + some]
-                numbers = map(ctypes.c_int64, (place.numel(), heights.shape[-1], bits))
-                found.sign_words(address(heights), *numbers, address(place))
-    groups = q.new_empty(batch, heads, length, dtype=torch.int32)
-    tensors = map(address, (words, tokens, counts, clusters, draws))
-    numbers = map(ctypes.c_int64, (batch, heads, length, iterations, STRIDE, torch.get_num_threads()))
-    check(found.cluster(*tensors, *numbers, address(groups)))
+    groups = _empty(q, tokens, counts, clusters, planes, draws, iterations)
+    tensors = map(address, (planes, tokens, counts, clusters, draws))
+    numbers = (q.dtype == torch.bfloat16, *q.shape, len(planes), iterations, STRIDE, torch.get_num_threads())
+    check(found.cluster(ctypes.byref(rows_of(q)), *tensors, *map(ctypes.c_int64, numbers), address(groups)))
     return groups
 
 

@@ -1,35 +1,54 @@
-"""Hamming k-means of words of sign bits in C."""
+"""Sign hashes and their Hamming k-means in C: a head's words stay in a core's own cache."""
 
 from approx_kernels.c_vectors import VECTORS
 
 SOURCE = (
     VECTORS
     + r"""
-/* Signs of rows of heights, the first `bits` of each, as words. */
-void sign_words(const float *heights, int64_t rows, int64_t width, int64_t bits, uint64_t *words) {
+/* Queries whose heights stay in a core's own cache, and bits of a word. */
+enum { ROWS = 48, BITS = 64 };
+
+/* Signs of a row of heights. */
+INLINE uint64_t signs(const float *row) {
+    uint64_t word = 0;
 #if WIDTH == 16
-    for (int64_t i = 0; i < rows; i++) {
-        words[i] = 0;
-        for (int64_t d = 0; d < bits; d += WIDTH) {
-            __mmask16 there = bits - d < WIDTH ? (1u << (bits - d)) - 1 : 0xffff;
-            __m512 row = _mm512_maskz_loadu_ps(there, heights + i * width + d);
-            words[i] |= (uint64_t)_mm512_cmp_ps_mask(row, _mm512_setzero_ps(), _CMP_GT_OQ) << d;
-        }
-    }
-    return;
-#endif
+    for (int64_t d = 0; d < BITS; d += WIDTH)
+        word |= (uint64_t)_mm512_cmp_ps_mask(_mm512_loadu_ps(row + d), _mm512_setzero_ps(), _CMP_GT_OQ) << d;
+#else
     vi lane;
     for (int l = 0; l < WIDTH; l++) lane[l] = 1 << l;
-    for (int64_t i = 0; i < rows; i++) {
-        float row[64] = {0};
-        memcpy(row, heights + i * width, sizeof(float) * bits);
-        uint32_t half[2] = {0, 0};
-        for (int side = 0; side < 2; side++) {
-            vi found = {0};
-            for (int d = 0; d < 32; d += WIDTH) found |= (*(vf *)(row + 32 * side + d) > 0.0f) & (lane << d);
-            for (int l = 0; l < WIDTH; l++) half[side] |= (uint32_t)found[l];
+    for (int64_t side = 0; side < BITS; side += 32) {
+        vi found = {0};
+        uint32_t half = 0;
+        for (int d = 0; d < 32; d += WIDTH) found |= (*(const vf *)(row + side + d) > 0.0f) & (lane << d);
+        for (int l = 0; l < WIDTH; l++) half |= (uint32_t)found[l];
+        word |= (uint64_t)half << side;
+    }
+#endif
+    return word;
+}
+
+/* Planes across, [D, BITS], and in a last row what is added to heights: their biases, and what no height makes up for. */
+static void stand(const float *planes, int64_t bits, int64_t size, float *across) {
+    for (int64_t d = 0; d <= size; d++)
+        for (int64_t i = 0; i < BITS; i++) {
+            float plane = i < bits ? planes[i * (size + 1) + d] : 0;
+            across[d * BITS + i] = d < size ? plane : i < bits ? -plane : -INFINITY;
         }
-        words[i] = (uint64_t)half[1] << 32 | half[0];
+}
+
+/* Words of some queries of a head, the first n where none are named. */
+static void hash(tensor q, int64_t bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
+                 int64_t bits, const float *across, float *memory, uint64_t *words) {
+    int64_t wide = padded(size);
+    float *heights = memory + ROWS * wide;
+    for (int64_t first = 0; first < n; first += ROWS) {
+        int64_t rows = lesser(ROWS, n - first);
+        if (tokens) read_rows(q, bf16, b, h, tokens + first, rows, size, wide, memory);
+        else read_rows(from_row(q, bf16, first), bf16, b, h, NULL, rows, size, wide, memory);
+        for (int64_t i = 0; i < rows; i++) memcpy(heights + i * BITS, across + size * BITS, sizeof(float) * BITS);
+        product(rows, padded(bits), size, memory, wide, 1, across, BITS, heights, BITS, 1);
+        for (int64_t i = 0; i < rows; i++) words[first + i] = signs(heights + i * BITS);
     }
 }
 
@@ -102,12 +121,15 @@ static int move(const uint64_t *words, int64_t n, const int32_t *groups, uint64_
     return moved;
 }
 
-/* words [B, H, L] -> groups [B, H, L], of the real tokens of each sample in their order; a sample without clusters is
-   left out, and one of no more queries than clusters keeps each apart. */
-int cluster(const uint64_t *words, const int32_t *tokens, const int64_t *counts, const int64_t *clusters,
-            const int64_t *draws, int64_t batch, int64_t heads, int64_t length, int64_t iterations, int64_t stride,
-            int64_t threads, int32_t *groups) {
+/* q [B, H, L, D], planes [bits, D + 1] -> groups [B, H, L], of the real tokens of each sample in their order; a sample
+   without clusters is left out, and one of no more queries than clusters keeps each apart. */
+int cluster(const tensor *q, const float *planes, const int32_t *tokens, const int64_t *counts, const int64_t *clusters,
+            const int64_t *draws, int64_t bf16, int64_t batch, int64_t heads, int64_t length, int64_t size, int64_t bits,
+            int64_t iterations, int64_t stride, int64_t threads, int32_t *groups) {
     int failed = 0;
+    float *across = floats((size + 1) * BITS);
+    if (!across) return 1;
+    stand(planes, bits, size, across);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(| : failed)
     for (int64_t item = 0; item < batch * heads; item++) {
         int64_t b = item / heads, n = counts[b], wanted = clusters[b];
@@ -117,21 +139,23 @@ int cluster(const uint64_t *words, const int32_t *tokens, const int64_t *counts,
             for (int64_t i = 0; i < n; i++) found[i] = (int32_t)i;
             continue;
         }
-        uint64_t *own = malloc(sizeof(uint64_t) * (n + wanted)), *centroids = own + n;
-        int32_t *ones = malloc(sizeof(int32_t) * 65 * wanted);
-        if (!own || !ones) { free(own), free(ones), failed = 1; continue; }
-        for (int64_t i = 0; i < n; i++) own[i] = words[item * length + (tokens ? tokens[b * length + i] : i)];
+        uint64_t *words = malloc(sizeof(uint64_t) * (n + wanted)), *centroids = words + n;
+        int32_t *ones = malloc(sizeof(int32_t) * (BITS + 1) * wanted);
+        float *memory = floats(ROWS * (padded(size) + BITS));
+        if (!words || !ones || !memory) { free(words), free(ones), free(memory), failed = 1; continue; }
+        hash(*q, bf16, b, item % heads, tokens ? tokens + b * length : NULL, n, size, bits, across, memory, words);
         for (int64_t c = 0; c < wanted; c++) {
             int64_t low = c * n / wanted, high = (c + 1) * n / wanted;
-            centroids[c] = own[low + draws[c] % (high - low)];
+            centroids[c] = words[low + draws[c] % (high - low)];
         }
-        nearest(own, n, centroids, wanted, found);
+        nearest(words, n, centroids, wanted, found);
         for (int64_t step = 1; step < iterations; step++) {
-            if (!move(own, n, found, centroids, wanted, draws, step * stride, ones, ones + 64 * wanted)) break;
-            nearest(own, n, centroids, wanted, found);
+            if (!move(words, n, found, centroids, wanted, draws, step * stride, ones, ones + BITS * wanted)) break;
+            nearest(words, n, centroids, wanted, found);
         }
-        free(own), free(ones);
+        free(words), free(ones), free(memory);
     }
+    free(across);
     return failed;
 }
 """

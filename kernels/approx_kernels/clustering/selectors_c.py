@@ -21,9 +21,8 @@ int nearest(const tensor *q, const float *selectors, int64_t bf16, int64_t batch
         float *queries = memory, *heights = queries + ROWS * wide, *standing = heights + ROWS * lanes;
         transpose(clusters, size, own, size + 1, standing, lanes);
         for (int64_t first = 0; first < length; first += ROWS) {
-            int64_t rows = lesser(ROWS, length - first), bytes = bf16 ? 2 : 4;
-            tensor rest = {(char *)q->data + bytes * first * q->row, q->batch, q->head, q->row};
-            read_rows(rest, bf16, item / heads, item % heads, NULL, rows, size, wide, NULL, queries);
+            int64_t rows = lesser(ROWS, length - first);
+            read_rows(from_row(*q, bf16, first), bf16, item / heads, item % heads, NULL, rows, size, wide, queries);
             for (int64_t i = 0; i < rows; i++)
                 for (int64_t c = 0; c < lanes; c++)
                     heights[i * lanes + c] = c < clusters ? own[c * (size + 1) + size] : -INFINITY;

@@ -75,9 +75,8 @@ static float *begin(head *x, const problem *p, const float *across, int64_t b, i
 
 static void read_scaled(const head *x, tensor from, int64_t first, int64_t rows, int64_t size, float factor,
                         float *to) {
-    int64_t stride = padded(size);
-    tensor rest = {(char *)from.data + (x->all->bf16 ? 2 : 4) * first * from.row, from.batch, from.head, from.row};
-    read_rows(rest, x->all->bf16, x->b, x->h, NULL, rows, size, stride, NULL, to);
+    int64_t stride = padded(size), bf16 = x->all->bf16;
+    read_rows(from_row(from, bf16, first), bf16, x->b, x->h, NULL, rows, size, stride, to);
     for (int64_t i = 0; factor != 1.0f && i < rows; i++) scale_row(stride, factor, to + i * stride);
 }
 

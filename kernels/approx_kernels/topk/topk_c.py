@@ -54,8 +54,8 @@ static int head(const problem *p, int64_t b, int64_t h) {
     int32_t *filled = tokens + S;
     for (int64_t j = 0; j < S; j++)
         if (!p->mask || p->mask[b * S + j]) tokens[real++] = (int32_t)j;
-    read_rows(p->k, p->bf16, b, h, tokens, real, p->size, size, NULL, keys);
-    read_rows(p->v, p->bf16, b, h, tokens, real, p->values, values, NULL, rows);
+    read_rows(p->k, p->bf16, b, h, tokens, real, p->size, size, keys);
+    read_rows(p->v, p->bf16, b, h, tokens, real, p->values, values, rows);
     for (int64_t first = 0, seen = 0; first < p->length; first += ROWS) {
         int64_t count = lesser(ROWS, p->length - first);
         int32_t *top = p->top + ((b * p->heads + h) * p->length + first) * K;
@@ -125,8 +125,8 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     float *keys = memory, *rows = keys + S * size, *dk = rows + S * values, *dv = dk + S * size, *query = dv + S * values;
     float *dq = query + size, *grad = dq + size, *weights = grad + values, *change = weights + K, *stays = change + K;
     memset(dk, 0, sizeof(float) * S * (size + values));
-    read_rows(p->k, p->bf16, b, h, NULL, S, p->size, size, NULL, keys);
-    read_rows(p->v, p->bf16, b, h, NULL, S, p->values, values, NULL, rows);
+    read_rows(p->k, p->bf16, b, h, NULL, S, p->size, size, keys);
+    read_rows(p->v, p->bf16, b, h, NULL, S, p->values, values, rows);
     for (int64_t i = 0; i < p->length; i++) {
         const int32_t *top = p->top + ((b * p->heads + h) * p->length + i) * K;
         draw of = draw_of(&p->dropout, b * p->heads + h, i);

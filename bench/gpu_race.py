@@ -127,6 +127,9 @@ def measure(
             if runner.status == OK and part.way == "graph":
                 runner.attempt(lambda runner=runner, sets=sets: _as_graph(runner, sets))
                 spent = spent or runner.status != OK
+                # The memory of a capture that the device broke off stays taken, and the next graph might get it.
+                if "CUDA error" in runner.status:
+                    raise LostError(runner.status)
         race(
             runners,
             device,

@@ -37,12 +37,12 @@ def run(tensors, key_mask, impl, **how):
     return [out, *torch.autograd.grad(out, leaves, grad.to(out.device, out.dtype))]
 
 
-def check(tensors, key_mask=None, **how):
+def check(tensors, key_mask=None, factor=4.0, **how):
     wide = run([x.double() for x in tensors], key_mask, "reference", **how)
     plain, found = (run(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
     for name, *each in zip(("out", "dq", "dk", "dv", "dmix"), found, plain, wide, strict=False):
         # Sums tile by tile round a little differently from one sum; the gradient of a share is what is left of two sums.
-        assert_close(name, *each, factor=16.0 if name == "dmix" else 4.0)
+        assert_close(name, *each, factor=16.0 if name == "dmix" else factor)
 
 
 def holes(keys):
@@ -123,7 +123,9 @@ def test_bfloat16(causal):
 
 def test_sums_may_be_greater_than_a_float16():
     # Numbers that differ leave gradients that do not all cancel.
-    check([30 * x.abs() for x in draw(150, 150, heads=1, dtype=torch.float16)], causal=True)
+    # Tensor cores cut features to the 10 bits of a float16, which the interpreter multiplies whole.
+    factor = 4.0 if DEVICE == "cpu" else 8.0
+    check([30 * x.abs() for x in draw(150, 150, heads=1, dtype=torch.float16)], causal=True, factor=factor)
 
 
 @CAUSAL

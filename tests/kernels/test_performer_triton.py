@@ -152,13 +152,15 @@ def test_rises_under_a_key_mask_and_with_few_queries():
 
 def test_rises_in_half_precision():
     # Gradients are differences of keys that are much longer than they; s comes of outputs of 16 bits, as in flash attention.
-    check([x.half() for x in risen(70, (0, 150), (40, 2))], causal=True, factor=40.0)
+    # Tensor cores cut features to the 10 bits of a float16, which the interpreter multiplies whole.
+    check([x.half() for x in risen(70, (0, 150), (40, 2))], causal=True, factor=40.0 if DEVICE == "cpu" else 80.0)
 
 
 def test_exponents_are_right_where_they_are_large():
     # Logarithms of +-30, as one rounding of the projection to 16 bits would move by a tenth.
     q, k, v = draw(40, 40, dtype=torch.float16)
-    check([q * 8, k * 8, v], causal=False)
+    # Tensor cores cut features to the 10 bits of a float16, which the interpreter multiplies whole.
+    check([q * 8, k * 8, v], causal=False, factor=4.0 if DEVICE == "cpu" else 16.0)
 
 
 @KERNEL

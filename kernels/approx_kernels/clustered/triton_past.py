@@ -160,6 +160,8 @@ def carry_kernel(
                     mean_k = mean_k * share + tl.sum(p[:, None] * k.to(tl.float32), 0)
                     mean_v = mean_v * share + tl.sum(p[:, None] * v.to(tl.float32), 0)
         mass, mean_k, mean_v = top + tl.log2(total), mean_k / total, mean_v / total
+        # Every warp has read what stands here before one of them replaces it.
+        tl.debug_barrier()
         tl.store(Mass + slot, mass)
         tl.store(MeanK + slot * D + size, mean_k, mask=size < D)
         tl.store(MeanV + slot * E + value, mean_v, mask=value < E)

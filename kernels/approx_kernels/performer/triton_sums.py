@@ -117,6 +117,8 @@ def performer_carry_kernel(
             else:
                 here = read_tops(Tops + each * M, feature, M, LOWEST)
                 if CAUSAL:
+                    # Every warp has read what stands here before one of them replaces it.
+                    tl.debug_barrier()
                     tl.store(Tops + each * M + feature, top, mask=known)
                 raised = tl.maximum(top, here)
                 shrink, grown = tl.exp(top - raised), tl.exp(here - raised)

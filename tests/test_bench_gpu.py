@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
-from transformers.utils import import_utils
 
 from approx.errors import Exit
 from bench import (
@@ -297,11 +296,3 @@ def test_rating_products_leaves_their_precision_as_it_was():
     before = [one.fp32_precision for one in settings]
     gpu_machine.calibrate(torch.device("cpu"), side=32, copied=2**16)
     assert [one.fp32_precision for one in settings] == before
-
-
-def test_models_without_padding_get_no_mask_for_being_captured(monkeypatch):
-    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
-    assert import_utils.is_tracing()
-    with gpu_models._unmasked():
-        assert not import_utils.is_tracing()
-    assert import_utils.is_tracing()

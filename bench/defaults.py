@@ -58,13 +58,12 @@ SWEEPS = {
     "local": {"left": (32, 64, 128, 256)},
     "performer": {"features": (64, 128, 256, 512)},
 }
-# Where the other settings of a sweep stand; those that are not named are at their defaults.
+# Where the other settings of a sweep stand, by mechanism or by what is swept; those that are not named are at their defaults.
 START: dict[str, dict[str, Any]] = {
+    "frozen": {"clusters": 100},
     "clustered": {"iterations": 10, "bits": 63},
     "improved-clustered": {"iterations": 10, "bits": 63, "topk": 32},
 }
-# What both values of a setting are compared at: frozen centroids are as many at every length.
-BESIDE: dict[str, dict[str, Any]] = {"frozen": {"clusters": 100}}
 ONLY_TIME = ("iterations", "bits")
 
 Layer = tuple[Tensor, Tensor, Tensor]
@@ -140,9 +139,8 @@ def cases() -> list[dict[str, Any]]:
     for mechanism, sweeps in SWEEPS.items():
         for swept, values in sweeps.items():
             for value in values:
-                settings = START.get(mechanism, {}) | BESIDE.get(swept, {}) | {swept: value}
-                if mechanism == "local":
-                    settings["right"] = value
+                settings = START.get(mechanism, {}) | START.get(swept, {}) | {swept: value}
+                settings |= {"right": value} if mechanism == "local" else {}
                 made.append({"mechanism": mechanism, "swept": swept, "value": value, "settings": settings})
     return made
 
@@ -204,14 +202,14 @@ def record(data: Path, checkpoints: Path) -> dict[str, Any]:
 def best(made: dict[str, Any], mechanism: str, swept: str, now: Any) -> Any:
     """The value that the rules choose for a swept setting whose default is `now`."""
     sweep = [case for case in made["cases"] if (case["mechanism"], case["swept"]) == (mechanism, swept)]
-    names = [source["name"] for source in made["sources"]]
+    names = [s["name"] for s in made["sources"]]
     if swept in ONLY_TIME:
         full = max(sweep, key=lambda case: case["value"])["found"]
         free = [c for c in sweep if all(c["found"][n]["error"] <= (1 + FREE) * full[n]["error"] for n in names)]
         return min(case["value"] for case in free)
-    here = next((case["found"] for case in sweep if case["value"] == now), None)
-    if here is None or swept == "frozen":
+    if swept == "frozen":
         return now
+    here = next(case["found"] for case in sweep if case["value"] == now)
     whats = [(n, what) for n in names for what in ("error", "ms")]
     return next((case["value"] for case in sweep if all(case["found"][n][w] < here[n][w] for n, w in whats)), now)
 
@@ -228,9 +226,8 @@ def report(made: dict[str, Any]) -> str:
         "# What settings buy on real activations",
         f"Error of a layer's attention output relative to exact attention, and CPU milliseconds of one thread for all six layers of "
         f"MiniLM on all texts, {machine['processor']}, torch {machine['torch']}, {made['seeds']} draws. {about}. Beside the value "
-        f"that is swept, iterations are 10, bits 63 and topk 32, clusters 100 where `frozen` is, and the rest at its default; "
-        f"`clusters` None follows the length. Made by `{made['command']}`, which "
-        "says by which rules, written down before, values are chosen.",
+        f"that is swept, iterations are 10, bits 63, topk 32, clusters 100 for `frozen`, and the rest at its default; clusters None "
+        f"follow the length. Made by `{made['command']}`, which says by which rules, written down before, values are chosen.",
     ]
     if made["crowded"]:
         parts.append("**Other programs were using the cores: the times are rough, the errors are not touched by it.**")

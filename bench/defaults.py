@@ -8,11 +8,11 @@ have 2,048 tokens, beyond 512 on a position table that repeats itself. The error
 attention and before the output projection, as a root mean square over its tokens; averaged over layers and `SEEDS` draws. Time
 is the CPU time of one thread, the best of `PASSES` passes, and that of exact attention stands beside it.
 
-Two rules say what a default should be, and were written down before anything was measured. Settings that only cost time
-(iterations, bits): the smallest value whose error exceeds that of the largest by at most `FREE` on every data set. Settings
-that trade quality for time: as they are, unless another value is cheaper and closer on every data set. Frozen centroids are
-never a default: they need a calibration text. Written are `record.json` and, made from it, `report.md` and `defaults.svg`;
-`--redraw` makes only these two anew.
+Two rules say what a default should be. Settings that only cost time (iterations, bits): the smallest value whose error exceeds
+that of the largest by at most `FREE` on every data set. Settings that trade quality for time: as they are, unless another value
+is cheaper and closer by more than `FREE`, as noise is not to choose, on every data set. Frozen centroids are never a default:
+they need a calibration text. Written are `record.json` and, made from it, `report.md` and `defaults.svg`; `--redraw` makes only
+these two anew.
 """
 
 import argparse
@@ -201,17 +201,15 @@ def record(data: Path, checkpoints: Path) -> dict[str, Any]:
 
 def best(made: dict[str, Any], mechanism: str, swept: str, now: Any) -> Any:
     """The value that the rules choose for a swept setting whose default is `now`."""
-    sweep = [case for case in made["cases"] if (case["mechanism"], case["swept"]) == (mechanism, swept)]
-    names = [s["name"] for s in made["sources"]]
+    cases = [case for case in made["cases"] if (case["mechanism"], case["swept"]) == (mechanism, swept)]
+    sweep = {case["value"]: case["found"] for case in cases}
     if swept in ONLY_TIME:
-        full = max(sweep, key=lambda case: case["value"])["found"]
-        free = [c for c in sweep if all(c["found"][n]["error"] <= (1 + FREE) * full[n]["error"] for n in names)]
-        return min(case["value"] for case in free)
+        full = sweep[max(sweep)]
+        return min(v for v, f in sweep.items() if all(f[n]["error"] <= (1 + FREE) * full[n]["error"] for n in full))
     if swept == "frozen":
         return now
-    here = next(case["found"] for case in sweep if case["value"] == now)
-    whats = [(n, what) for n in names for what in ("error", "ms")]
-    return next((case["value"] for case in sweep if all(case["found"][n][w] < here[n][w] for n, w in whats)), now)
+    here = [(n, what, (1 - FREE) * found[what]) for n, found in sweep[now].items() for what in ("error", "ms")]
+    return next((v for v, f in sweep.items() if all(f[n][what] < most for n, what, most in here)), now)
 
 
 def report(made: dict[str, Any]) -> str:
@@ -227,7 +225,7 @@ def report(made: dict[str, Any]) -> str:
         f"Error of a layer's attention output relative to exact attention, and CPU milliseconds of one thread for all six layers of "
         f"MiniLM on all texts, {machine['processor']}, torch {machine['torch']}, {made['seeds']} draws. {about}. Beside the value "
         f"that is swept, iterations are 10, bits 63, topk 32, clusters 100 for `frozen`, and the rest at its default; clusters None "
-        f"follow the length. Made by `{made['command']}`, which says by which rules, written down before, values are chosen.",
+        f"follow the length. Made by `{made['command']}`, which says by which rules values are chosen.",
     ]
     if made["crowded"]:
         parts.append("**Other programs were using the cores: the times are rough, the errors are not touched by it.**")

@@ -28,7 +28,8 @@ def made(swept, found):
         ("iterations", {1: [(0.2, 1), (0.2, 1)], 10: [(0.2, 4), (0.1, 4)]}, 10, 10),
         ("topk", {8: [(0.1, 1), (0.1, 1)], 32: [(0.2, 2), (0.2, 2)]}, 32, 8),
         ("topk", {8: [(0.3, 1), (0.1, 1)], 32: [(0.2, 2), (0.2, 2)]}, 32, 32),
-        ("clusters", {25: [(0.3, 1), (0.1, 1)], 100: [(0.2, 2), (0.2, 2)]}, None, None),
+        ("clusters", {None: [(0.2, 2), (0.2, 2)], 25: [(0.3, 1), (0.1, 1)]}, None, None),
+        ("hash_bias", {True: [(0.2, 2), (0.2, 2)], False: [(0.199, 1.99), (0.199, 1.99)]}, True, True),
     ],
 )
 def test_a_default_moves_only_where_nothing_is_lost(swept, found, now, chosen):

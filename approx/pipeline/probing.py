@@ -12,7 +12,7 @@ from approx_kernels.exact.probe import Case, fastest
 from approx_kernels.exact.ways import DEFAULT
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_LENGTHS = (512, 2048)
+_LENGTHS = (128, 512, 2048)
 _FORMS = ({}, {"causal": True}, {"padded": True}, {"few": True})
 _AGAIN = "measure anew with `approx doctor --probe`"
 

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
+from approx_kernels.c_language import compiler_obstacle
+
 _LOG = logging.getLogger(__name__)
 # Another number after a change that makes what was found before mean something else.
-FORMAT = 5
+FORMAT = 6
 
 Finding = dict[str, Any]
 
@@ -36,12 +38,14 @@ def file() -> Path:
 
 
 def machine(device: str) -> str:
-    """What a finding depends on besides what was measured: hardware, threads and the build of torch."""
+    """What a finding depends on besides what was measured: hardware, threads, the build of torch, and whether C compiles."""
     if device == "cuda":
         at = torch.cuda.current_device()
         return f"{torch.cuda.get_device_name(at)}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
     level = torch.backends.cpu.get_cpu_capability()
-    return f"{_processor()}, {level}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    # C that has gone cannot be taken, and C that has come has not been raced.
+    compiled = "no C" if compiler_obstacle() else "C"
+    return f"{_processor()}, {level}, {torch.get_num_threads()} threads, torch {torch.__version__}, {compiled}"
 
 
 def found(device: str) -> dict[str, Finding]:

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from approx_kernels import few_rows, findings, half_products, layers, products, tiled_layers
+from approx_kernels import c_language, few_rows, findings, half_products, layers, products, tiled_layers
 from approx_kernels.exact import exact_attention, fastest_attention, probe, ways
 from approx_kernels.exact.compiled import obstacle as c_obstacle
 from approx_kernels.exact.probe import Case, case_of, fastest, measure
@@ -177,59 +177,47 @@ def test_few_queries_that_the_chosen_way_cannot_take_go_another(monkeypatch):
         torch.testing.assert_close(found, exact_attention(q, k, v, causal=True, scale=0.3, impl="reference"))
 
 
-def test_what_another_process_has_found_since_is_not_measured_again(monkeypatch):
-    findings.find("cpu", "a thing", lambda: {"way": "x"})
-    here = dict(findings._known)
-    monkeypatch.setattr(findings, "_known", {})
-    findings.find("cpu", "another thing", lambda: {"way": "y"})
-    monkeypatch.setattr(findings, "_known", here)
-    assert findings.find("cpu", "another thing", pytest.fail) == {"way": "y"}
-    assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
+@pytest.fixture
+def compiling(monkeypatch):
+    """Turns compiling C on or off, as if in another process."""
+    if why := c_language.compiler_obstacle():
+        pytest.skip(why)
 
-
-def test_findings_reach_the_next_process_until_they_are_forgotten(monkeypatch):
-    findings.find("cpu", "a thing", lambda: {"way": "x"})
-    monkeypatch.setattr(findings, "_known", {})
-    assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
-    monkeypatch.setattr(findings, "machine", lambda device: "another machine")
-    assert findings.find("cpu", "a thing", lambda: {"way": "y"}) == {"way": "y"}
-    findings.forget()
-    assert not findings.file().exists()
-    assert findings.find("cpu", "a thing", lambda: {"way": "z"}) == {"way": "z"}
-
-
-def test_what_was_found_on_a_crowded_machine_holds_while_it_is_crowded(monkeypatch):
-    findings.find("cpu", "a thing", lambda: {"way": "x", "crowded": True})
-    for busy in (True, False):
+    def turn(on):
+        monkeypatch.setenv("APPROX_COMPILE_C", str(int(on)))
         monkeypatch.setattr(findings, "_known", {})
-        monkeypatch.setattr(findings, "crowded", lambda busy=busy: busy)
-        assert ("a thing" in findings.found("cpu")) == busy
+        c_language.library.cache_clear()
+
+    yield turn
+    monkeypatch.delenv("APPROX_COMPILE_C", raising=False)
+    c_language.library.cache_clear()
 
 
-def test_a_crowded_machine_is_measured_on_one_thread(monkeypatch):
-    monkeypatch.setattr(findings, "crowded", lambda: True)
-    torch.set_num_threads(2)
-    try:
-        with findings.clock() as now:
-            assert (torch.get_num_threads(), now) == (1, time.thread_time)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("later", [False, True], ids=["C goes", "C comes"])
+def test_what_was_found_with_c_or_without_it_is_measured_anew_after_a_change(compiling, later, rows):
+    asked = str(Case("cpu", torch.bfloat16, 64, 32, few=rows == 1))
+    q, k, v = torch.randn(1, 2, rows, 64), *torch.randn(2, 1, 2, 40, 64)
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    compiling(not later)
+    findings.find("cpu", asked, lambda: {"way": ways.DEFAULT if later else "compiled C"})
+    compiling(later)
+    out = fastest_attention(q, k, v, causal=False, scale=0.1)
+    exact = exact_attention(q, k, v, causal=False, scale=0.1, impl="reference")
+    torch.testing.assert_close(out, exact, atol=1e-2, rtol=2e-2)
+    finding = findings.found("cpu")[asked]
+    assert ("compiled C" in finding["errors"]) == later
+    compiling(not later)
+    assert "errors" not in findings.found("cpu")[asked], "what was found before the change holds after it is undone"
 
 
-@pytest.mark.parametrize("damaged", ["{", "[]", '{"x": 3}', '{"x": {"y": 3}}', "\0"])
-def test_a_damaged_file_is_measured_anew_and_replaced(monkeypatch, damaged):
-    findings.file().parent.mkdir()
-    findings.file().write_text(damaged)
-    assert findings.find("cpu", "a thing", lambda: {"way": "x"}) == {"way": "x"}
-    monkeypatch.setattr(findings, "_known", {})
-    assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
-
-
-def test_a_folder_that_cannot_be_written_only_costs_the_next_process_a_probe(tmp_path):
-    (tmp_path / "cache").write_text("a file in the way")
-    assert findings.find("cpu", "a thing", lambda: {"way": "x"}) == {"way": "x"}
-    assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
+@pytest.mark.parametrize("rows", [1, 40])
+def test_c_that_was_chosen_and_no_longer_compiles_leaves_the_default(monkeypatch, rows):
+    monkeypatch.setattr(probe, "find", lambda *_, **__: {"way": "compiled C"})
+    monkeypatch.setattr(ways, "c_obstacle", lambda *_: "the folder is full.")
+    q, k, v = torch.randn(1, 2, rows, 16), *torch.randn(2, 1, 2, 40, 16)
+    found = fastest_attention(q, k, v, causal=False, scale=0.3)
+    torch.testing.assert_close(found, exact_attention(q, k, v, causal=False, scale=0.3, impl="reference"))
 
 
 def test_on_cuda_every_back_end_and_lengths_are_asked(monkeypatch):

@@ -38,7 +38,7 @@ def ways(device: str, *, padded: bool, few: bool) -> dict[str, Way]:
     plain: dict[str, Way] = {DEFAULT: _default}
     if few:
         # Nothing to gain from lengths or chunks where the weights are a few rows.
-        return plain if device == "cuda" else plain | {"batched products": batched_attention, "compiled C": _few_in_c}
+        return plain if device == "cuda" else plain | {"batched products": batched_attention, **_compiled(_few_in_c)}
     if device == "cuda":
         plain |= {f"{name} SDPA": partial(_preferring, back_end=name) for name in BACK_ENDS}
         found = plain | {f"{name} by lengths": partial(_by_lengths, way=way) for name, way in plain.items() if padded}
@@ -48,7 +48,12 @@ def ways(device: str, *, padded: bool, few: bool) -> dict[str, Way]:
     if padded:
         found[f"{DEFAULT} by lengths"] = partial(_by_lengths, way=_default)
     found |= {f"chunks of {chunk}": partial(_in_chunks, chunk=chunk) for chunk in CHUNKS}
-    return found | {"compiled C": _in_c}
+    return found | _compiled(_in_c)
+
+
+def _compiled(way: Way) -> dict[str, Way]:
+    # Where C was there when it was found the fastest and is no longer, another way takes its place.
+    return {} if c_obstacle() else {"compiled C": way}
 
 
 def _default(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:

@@ -50,9 +50,9 @@ class _BackwardProblem(ctypes.Structure):
     _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")), ("dspans", _PLACE))
 
 
-def obstacle(q: Tensor) -> str | None:
-    """Why attention to lists of keys cannot run in C, with the remedy; None where it can."""
-    return c_obstacle(FORWARD, q) or c_obstacle(BACKWARD, q)
+def obstacle(*tensors: Tensor) -> str | None:
+    """Why attention to lists of keys cannot run in C on tensors, with the remedy; None where it can."""
+    return c_obstacle(FORWARD, *tensors) or c_obstacle(BACKWARD, *tensors)
 
 
 def cut(begin: int, end: int, most: int = WINDOW_ROWS) -> list[int]:

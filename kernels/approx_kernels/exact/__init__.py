@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from approx_kernels.custom_op import capturing
 from approx_kernels.exact.cpu import chunked_attention
 from approx_kernels.exact.fused import fused_attention
 from approx_kernels.exact.lengths import by_lengths
@@ -92,6 +93,8 @@ def fastest_attention(
     run = choose("fastest_attention", impl, {"probed": None, "cpu": _cpu_obstacle(q, dropout), "reference": None})
     # Nothing is probed, and no C called, where a compiler or a counter follows the operations.
     followed = is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() or type(q) is not Tensor
+    # Lengths are read from the device, and nobody may wait for it while its launches are captured.
+    followed = followed or (key_mask is not None and capturing())
     if run != "probed" or dropout or followed:
         run = "auto" if run == "probed" else run
         return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout, impl=run)

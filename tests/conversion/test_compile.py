@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from approx.conversion import surgery
 from approx.conversion.inputs import example_inputs
-from approx.conversion.plan import Plan
+from approx.conversion.plan import Plan, Rule
 from approx.mechanisms import MECHANISMS
 from approx_kernels import half_products, opaque
 from approx_kernels.c_language import compiler_obstacle
@@ -45,8 +45,8 @@ def convert(family, name):
     return model, example_inputs(model, 24, batch=2, padded=7)
 
 
-def compiled(model, backend: Any = "eager"):
-    return torch.compile(model, backend=backend, fullgraph=True)
+def compiled(model, backend: Any = "eager", **more):
+    return torch.compile(model, backend=backend, fullgraph=True, **more)
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
@@ -139,7 +139,7 @@ def test_a_converted_model_is_exported(name):
     assert any("attend" in each for each in called) == (name not in WHOLE), "what is exported has its steps"
 
 
-def listening(model):
+def listening(model, **more):
     """The model compiled, and a list that will name all that is called in its graph."""
     called = []
 
@@ -147,7 +147,25 @@ def listening(model):
         called.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
-    return compiled(model, keep), called
+    return compiled(model, keep, **more), called
+
+
+@pytest.mark.parametrize("family", ["BertModel", "GPT2Model", "LlamaModel"])
+def test_layers_that_a_plan_leaves_look_the_fastest_way_up_in_a_graph_too(family):
+    model = tiny(family)
+    surgery.convert(model, Plan((Rule("sdpa", "0"),)))
+    inputs = example_inputs(model, 24, batch=2, padded=7)
+    more = {} if family == "BertModel" else {"use_cache": False}
+    expected = outputs(model, inputs, **more)
+    one, called = listening(model, dynamic=True)
+    assert difference(outputs(one, inputs, **more), expected) < 1e-5
+    assert sum("attend" in each for each in called) == 2
+    # The operator would compute its output again for the gradient.
+    called.clear()
+    one(**inputs, **more)
+    assert not any("attend" in each for each in called)
+    program = torch.export.export(model, (), {**inputs, **more})
+    assert not any("attend" in str(node.target) for node in program.graph.nodes)
 
 
 @pytest.mark.skipif(compiler_obstacle() is not None, reason="there is no C compiler")

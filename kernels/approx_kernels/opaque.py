@@ -101,6 +101,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend, and say which draws of dropout were used: a number, [], int64 on the CPU."""
     seed = torch.randint(2**31, (), device="cpu") if dropout else torch.zeros((), dtype=torch.int64, device="cpu")
+    # Autograd is left out, so counters, which watch the inputs of modules, need not wait for gradients.
+    q, k, v = q.detach(), k.detach(), v.detach()
     out = _run(q, k, v, key_mask, tokens, state, text, training, dropout, seed)
     # An operator's result has the strides that were promised, and is no part of what it was given.
     return out.clone(memory_format=torch.contiguous_format), seed
@@ -120,7 +122,12 @@ def _slopes(
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, *state)]
 
 
-@custom_op(_slopes)
+def _operations_backward(grad: Any, seed: Any, *given: Any, **more: Any) -> int:
+    # Once more forward, and for each product two.
+    return 3 * _operations(*given, **more)
+
+
+@custom_op(_slopes, flops=_operations_backward)
 def attend_backward(
     grad: Tensor,
     seed: Tensor,
@@ -142,7 +149,9 @@ def attend_backward(
         for place, x in enumerate((q, k, v, *state))
     ]
     with _differentiable():
-        out = _run(inputs[0], inputs[1], inputs[2], key_mask, tokens, inputs[3:], text, training, dropout, seed)
+        # Counters cannot wait for the gradients that are asked for here.
+        watched = [x.view_as(x) for x in inputs[:3]]
+        out = _run(watched[0], watched[1], watched[2], key_mask, tokens, inputs[3:], text, training, dropout, seed)
         learned = [x for x in inputs if x.requires_grad]
         found = iter(torch.autograd.grad(out, learned, grad, allow_unused=True))
     slopes = [next(found) if x.requires_grad else None for x in inputs]

@@ -228,3 +228,8 @@ def test_a_compiled_layer_is_counted_too():
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         opaque.attend(q, k, v, None, None, [], mechanism._told(), False, 0.0)
     assert counter.get_total_flops() == 2 * mechanism.flops(24)
+    q.requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        opaque.attend(q, k, v, None, None, [], mechanism._told(), False, 0.0)[0].sum().backward()
+    assert counter.get_total_flops() == 4 * 2 * mechanism.flops(24)
+    assert q.grad is not None

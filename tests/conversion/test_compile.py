@@ -130,11 +130,16 @@ def test_what_is_learned_is_learned_through_the_operator():
     assert fraction.grad is not None
 
 
-@pytest.mark.parametrize("name", ["linear", "local", "block"])
-def test_a_converted_model_is_exported(name):
-    model, inputs = convert("BertModel", name)
-    program = torch.export.export(model, (), inputs)
-    assert difference(outputs(program.module(), inputs), outputs(model, inputs)) < 1e-5
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("GPT2Model" if causal else "BertModel", name) for name, causal in FORMS if name in MECHANISMS],
+)
+def test_a_converted_model_is_exported_saved_and_loaded(family, name, tmp_path):
+    model, inputs = convert(family, name)
+    expected = outputs(model, inputs, **UNCACHED[family])
+    torch.export.save(torch.export.export(model, (), {**inputs, **UNCACHED[family]}), tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2")
+    assert difference(outputs(program.module(), inputs, **UNCACHED[family]), expected) < 1e-6
     called = [str(node.target) for node in program.graph.nodes]
     assert any("attend" in each for each in called) == (name not in WHOLE), "what is exported has its steps"
 

@@ -63,7 +63,12 @@ def mechanisms(
         ["mechanism", "settings", "exact when", "source"],
         [[row["name"], settings_text(row["settings"]), row["exact_when"], row["source"]] for row in found],
     )
-    terminal.result(found, matrix, papers)
+    reasons: dict[str, list[str]] = {}
+    for row in found:
+        reasons.setdefault(row["compiles"], []).append(row["name"])
+    reasons.pop("whole", None)
+    notes = [f"Compiled as one operator: {', '.join(names)}. {reason}" for reason, names in reasons.items()]
+    terminal.result(found, matrix, *notes, papers)
 
 
 def inspect(

@@ -17,6 +17,7 @@ from approx.mechanisms.mechanism import Mechanism
 class ApproxModel:
     """What every converted model adds to its stock class: mechanisms from the config, loud failure where they are lost."""
 
+    _compiled_call_impl: Any
     config: Any
     modules: Any
     state_dict: Any
@@ -68,7 +69,8 @@ class ApproxModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The call of the stock class; on a CPU, products run at full speed where that costs no accuracy."""
-        if is_compiling() and self._causal():
+        # Compiled in place, the graph begins further in.
+        if (is_compiling() or self._compiled_call_impl is not None) and self._causal():
             kwargs = _with_mask(args, kwargs)
         with fast_products_for(self, args, kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO

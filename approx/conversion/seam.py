@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import assume_constant_result, is_exporting
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
@@ -20,7 +21,9 @@ from transformers.utils.import_utils import is_torchdynamo_compiling
 from approx.conversion.cache import StateLayer, drop_states, keep_states, take_layer, wants_weights
 from approx.conversion.sites import build
 from approx.errors import ApproxError, Exit
+from approx.mechanisms.exact import ExactAttention
 from approx_kernels.exact import fastest_attention
+from approx_kernels.opaque import attend_opaquely, told
 
 IMPLEMENTATION = "approx_v1"
 FORMAT = 1
@@ -79,6 +82,25 @@ def _dense_mask(mask: Tensor | None, causal: bool, queries: int, keys: int, devi
     return mask
 
 
+def _exact(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout: float
+) -> Tensor:
+    compiling = is_torchdynamo_compiling() and not is_exporting() and query.device.type == "cpu"
+    # In a graph only an operator looks up the fastest way. Its gradient computes it again, and dropout leaves but one way.
+    if compiling and not dropout and not (torch.is_grad_enabled() and query.requires_grad):
+        # The scale may be a symbol, which no text can hold; compared with the usual one it is known.
+        usual = query.shape[3] ** -0.5
+        if scale == usual:
+            text = _exactly(query.shape[1], query.shape[3], causal, usual)
+            return attend_opaquely(None, text, query, key, value, mask, 0.0, None)
+    return fastest_attention(query, key, value, mask, causal=causal, scale=scale, dropout=dropout)
+
+
+@assume_constant_result
+def _exactly(heads: int, head_dim: int, causal: bool, scale: float) -> str:
+    return told(ExactAttention, {"heads": heads, "head_dim": head_dim, "causal": causal, "scale": scale})
+
+
 def _exact_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     scores = (query.float() @ key.float().transpose(-1, -2)) * scale
     if causal and mask is None:
@@ -129,8 +151,7 @@ def attention(
     if mechanism is None or keys < mechanism.exact_below or (grid and _always_exact(mechanism, keys)):
         if not weighs and (attention_mask is None or attention_mask.dim() == 2):
             key, value = _per_query_head(key, query), _per_query_head(value, query)
-            out = fastest_attention(query, key, value, attention_mask, causal=causal, scale=scale, dropout=dropout)
-            return out.transpose(1, 2), None
+            return _exact(query, key, value, attention_mask, causal, scale, dropout).transpose(1, 2), None
         mask = _dense_mask(attention_mask, causal, queries, keys, query.device)
         out, _ = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scale, is_causal=causal

@@ -21,7 +21,7 @@ class ExactAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
-    compiles: ClassVar[str] = "the fastest way is looked up when it runs"
+    compiles: ClassVar[str] = "The fastest way is looked up when it runs."
     source: ClassVar[str] = "Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762"
     exact_when: ClassVar[str] = "Always."
 

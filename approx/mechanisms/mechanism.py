@@ -126,7 +126,7 @@ class Mechanism(nn.Module):
     @assume_constant_result
     def _told(self) -> str:
         form = {"heads": self.heads, "head_dim": self.head_dim, "causal": self.causal, "scale": self.scale}
-        return told(self, form | self.settings)
+        return told(type(self), form | self.settings)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -27,7 +27,9 @@ def custom_op(
     Args:
         fake: From the same arguments to empty outputs of the right shapes, dtypes and strides; also used for fake tensors.
         flops: From the shapes of the tensors, and the other arguments as they are, to multiply-adds counted as 2;
-            it also gets the keyword `out_shape`. For `torch.utils.flop_counter`.
+            it also gets the keyword `out_shape`. For `torch.utils.flop_counter`. None where nothing is multiplied, and
+            where no counter looks: C on a CPU refuses to run under one, which sees plain PyTorch instead. What ran in C
+            before there was a counter has a backward pass that is not counted.
         backward: As in `torch.library.register_autograd`: from the context and the gradients of all outputs to those of
             all arguments. It calls another such operator. None where there is no gradient.
         save: Keeps in the context what `backward` needs, from the keywords `inputs` and `output`.

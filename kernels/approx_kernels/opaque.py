@@ -22,13 +22,13 @@ def name_kind(kind: type[nn.Module]) -> None:
     _kinds[_name(kind)] = kind
 
 
-def told(module: nn.Module, arguments: dict[str, Any]) -> str:
+def told(kind: type[nn.Module], arguments: dict[str, Any]) -> str:
     """A module's class and the arguments of its constructor, as a text that an operator can take."""
-    return json.dumps([_name(type(module)), arguments])
+    return json.dumps([_name(kind), arguments])
 
 
 def attend_opaquely(
-    module: nn.Module,
+    module: nn.Module | None,
     text: str,
     q: Tensor,
     k: Tensor,
@@ -43,6 +43,7 @@ def attend_opaquely(
 
     Args:
         module: Any module of that form; its state is what the operator is given, so that it may change and be learned.
+            None for one that has no state, in evaluation mode.
         text: What `told` says of it.
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, H, S, D].
@@ -54,10 +55,13 @@ def attend_opaquely(
     Returns:
         [B, H, L, E] in the dtype of q.
     """
-    state = [*dict(module.named_parameters()).values(), *dict(module.named_buffers()).values()]
+    state = (
+        [] if module is None else [*dict(module.named_parameters()).values(), *dict(module.named_buffers()).values()]
+    )
+    training = module is not None and module.training
     # Autocast, which may leave them in several dtypes, is over when the operator runs.
     k, v = k.to(q.dtype), v.to(q.dtype)
-    return attend(q, k, v, key_mask, tokens, state, text, module.training, dropout)[0]
+    return attend(q, k, v, key_mask, tokens, state, text, training, dropout)[0]
 
 
 def _like(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -97,6 +101,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend, and say which draws of dropout were used: a number, [], int64 on the CPU."""
     seed = torch.randint(2**31, (), device="cpu") if dropout else torch.zeros((), dtype=torch.int64, device="cpu")
+    # Autograd is left out, so counters, which watch the inputs of modules, need not wait for gradients.
+    q, k, v = q.detach(), k.detach(), v.detach()
     out = _run(q, k, v, key_mask, tokens, state, text, training, dropout, seed)
     # An operator's result has the strides that were promised, and is no part of what it was given.
     return out.clone(memory_format=torch.contiguous_format), seed
@@ -116,7 +122,12 @@ def _slopes(
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, *state)]
 
 
-@custom_op(_slopes)
+def _operations_backward(grad: Any, seed: Any, *given: Any, **more: Any) -> int:
+    # Once more forward, and for each product two.
+    return 3 * _operations(*given, **more)
+
+
+@custom_op(_slopes, flops=_operations_backward)
 def attend_backward(
     grad: Tensor,
     seed: Tensor,
@@ -138,7 +149,9 @@ def attend_backward(
         for place, x in enumerate((q, k, v, *state))
     ]
     with _differentiable():
-        out = _run(inputs[0], inputs[1], inputs[2], key_mask, tokens, inputs[3:], text, training, dropout, seed)
+        # Counters cannot wait for the gradients that are asked for here.
+        watched = [x.view_as(x) for x in inputs[:3]]
+        out = _run(watched[0], watched[1], watched[2], key_mask, tokens, inputs[3:], text, training, dropout, seed)
         learned = [x for x in inputs if x.requires_grad]
         found = iter(torch.autograd.grad(out, learned, grad, allow_unused=True))
     slopes = [next(found) if x.requires_grad else None for x in inputs]

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from safetensors.torch import load_file
@@ -21,6 +22,14 @@ def test_mechanisms_are_all_listed_with_their_papers():
     assert rows["full"]["gradient"] == "exact"
     assert "through weights, not choices" in answer.out
     assert not rows["ltr"]["fits"]
+
+
+def test_the_table_says_why_a_compiler_cannot_follow_a_mechanism():
+    lines = " ".join(call("mechanisms").out.split())
+    for name, kind in MECHANISMS.items():
+        if kind.compiles != "whole":
+            told = re.search(rf"Compiled as one operator: [^.:]*\b{name}\b[^.:]*\. {re.escape(kind.compiles)}", lines)
+            assert told, f"nothing is said of {name}"
 
 
 def test_inspect_tells_stock_from_converted(base, converted):

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from approx.conversion import surgery
 from approx.conversion.inputs import example_inputs
-from approx.conversion.plan import Plan
+from approx.conversion.plan import Plan, Rule
 from approx.mechanisms import MECHANISMS
 from approx_kernels import half_products, opaque
 from approx_kernels.c_language import compiler_obstacle
@@ -45,8 +45,8 @@ def convert(family, name):
     return model, example_inputs(model, 24, batch=2, padded=7)
 
 
-def compiled(model, backend: Any = "eager"):
-    return torch.compile(model, backend=backend, fullgraph=True)
+def compiled(model, backend: Any = "eager", **more):
+    return torch.compile(model, backend=backend, fullgraph=True, **more)
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
@@ -130,16 +130,21 @@ def test_what_is_learned_is_learned_through_the_operator():
     assert fraction.grad is not None
 
 
-@pytest.mark.parametrize("name", ["linear", "local", "block"])
-def test_a_converted_model_is_exported(name):
-    model, inputs = convert("BertModel", name)
-    program = torch.export.export(model, (), inputs)
-    assert difference(outputs(program.module(), inputs), outputs(model, inputs)) < 1e-5
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("GPT2Model" if causal else "BertModel", name) for name, causal in FORMS if name in MECHANISMS],
+)
+def test_a_converted_model_is_exported_saved_and_loaded(family, name, tmp_path):
+    model, inputs = convert(family, name)
+    expected = outputs(model, inputs, **UNCACHED[family])
+    torch.export.save(torch.export.export(model, (), {**inputs, **UNCACHED[family]}), tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2")
+    assert difference(outputs(program.module(), inputs, **UNCACHED[family]), expected) < 1e-6
     called = [str(node.target) for node in program.graph.nodes]
     assert any("attend" in each for each in called) == (name not in WHOLE), "what is exported has its steps"
 
 
-def listening(model):
+def listening(model, **more):
     """The model compiled, and a list that will name all that is called in its graph."""
     called = []
 
@@ -147,7 +152,25 @@ def listening(model):
         called.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
-    return compiled(model, keep), called
+    return compiled(model, keep, **more), called
+
+
+@pytest.mark.parametrize("family", ["BertModel", "GPT2Model", "LlamaModel"])
+def test_layers_that_a_plan_leaves_look_the_fastest_way_up_in_a_graph_too(family):
+    model = tiny(family)
+    surgery.convert(model, Plan((Rule("sdpa", "0"),)))
+    inputs = example_inputs(model, 24, batch=2, padded=7)
+    more = {} if family == "BertModel" else {"use_cache": False}
+    expected = outputs(model, inputs, **more)
+    one, called = listening(model, dynamic=True)
+    assert difference(outputs(one, inputs, **more), expected) < 1e-5
+    assert sum("attend" in each for each in called) == 2
+    # The operator would compute its output again for the gradient.
+    called.clear()
+    one(**inputs, **more)
+    assert not any("attend" in each for each in called)
+    program = torch.export.export(model, (), {**inputs, **more})
+    assert not any("attend" in str(node.target) for node in program.graph.nodes)
 
 
 @pytest.mark.skipif(compiler_obstacle() is not None, reason="there is no C compiler")
@@ -171,11 +194,15 @@ def test_products_of_16_bits_are_as_fast_as_without_a_compiler(family, monkeypat
     assert called.count("float") >= 3 * 4
 
 
-def test_a_causal_model_without_a_mask_is_not_taken_for_packed_sequences():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_causal_model_without_a_mask_is_not_taken_for_packed_sequences(in_place):
     model, inputs = convert("GPT2Model", "linear")
     del inputs["attention_mask"]
     expected = outputs(model, inputs, use_cache=False)
-    assert difference(outputs(compiled(model), inputs, use_cache=False), expected) < 1e-5
+    if in_place:
+        model.compile(backend="eager", fullgraph=True)
+    one = model if in_place else compiled(model)
+    assert difference(outputs(one, inputs, use_cache=False), expected) < 1e-5
 
 
 @pytest.mark.slow
@@ -206,3 +233,8 @@ def test_a_compiled_layer_is_counted_too():
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         opaque.attend(q, k, v, None, None, [], mechanism._told(), False, 0.0)
     assert counter.get_total_flops() == 2 * mechanism.flops(24)
+    q.requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        opaque.attend(q, k, v, None, None, [], mechanism._told(), False, 0.0)[0].sum().backward()
+    assert counter.get_total_flops() == 4 * 2 * mechanism.flops(24)
+    assert q.grad is not None

@@ -38,6 +38,10 @@ def counted(monkeypatch, product):
     return seen
 
 
+def said(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == products.__name__]
+
+
 def watched(model):
     """The states of the switch that the first layer sees, filled call by call."""
     seen = []
@@ -91,21 +95,36 @@ def test_training_that_computes_layers_again_ends_with_it_put_back():
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
-def test_a_compiled_model_is_whole_and_the_same():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_graph_runs_with_the_switch_thrown_if_compiled_in_place_and_says_so_if_not(in_place, monkeypatch, caplog):
+    monkeypatch.setattr(products, "_told", False)
     model = tiny("BertModel").eval()
     surgery.convert(model, Plan.of("exact"))
     inputs = example_inputs(model, 20, batch=2)
-    whole = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
+    expected, states = outputs(model, inputs), []
+
+    def told(graph, examples):
+        return lambda *args: states.append(products._switch()) or graph(*args)
+
+    torch._dynamo.reset()
+    if in_place:
+        model.compile(backend=told, fullgraph=True)
+    whole = model if in_place else torch.compile(model, backend=told, fullgraph=True)
+    for _ in range(2):
         # Where there are tiles for bfloat16 the switch rounds, which no probe would choose.
-        limit = 1e-2 if "AMX" in instructions() else 1e-5
-        assert difference([whole(**inputs)[0]], [model(**inputs)[0]]) < limit
-    # Compiled in place, the graph runs inside of the call.
-    seen = watched(model)
-    model.compile(backend="eager")
-    outputs(model, inputs)
+        assert difference(outputs(whole, inputs), expected) < (1e-2 if "AMX" in instructions() else 1e-5)
+    assert states == 2 * ["bf16" if in_place else "none"]
     assert products._switch() == "none"
-    assert set(seen) <= {"bf16"}
+    assert [text.count("model.compile()") for text in said(caplog)] == [1] * (not in_place)
+
+
+def test_nothing_is_said_of_graphs_that_lose_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(products, "_told", False)
+    monkeypatch.setattr(products, "worth_rows", lambda: None)
+    model = tiny("BertModel").eval()
+    surgery.convert(model, Plan.of("exact"))
+    outputs(torch.compile(model, backend="eager", fullgraph=True), example_inputs(model, 20, batch=2))
+    assert not said(caplog)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from approx.evaluation.race import OK, Runner, race
 from approx.evaluation.statistics import ratio_interval
 from approx.evaluation.timing import Neighbours, timed
 from approx_kernels.findings import found as probed
-from approx_kernels.implementation import chosen
+from approx_kernels.implementation import chosen, forget
 from approx_kernels.tiled_layers import ASKED as TILED
 from bench import cpu_cases, cpu_floor, cpu_page
 from bench.cpu_record import DTYPES, LENGTHS, LONGEST, THREADS, Part, circumstances, gather, planned, take_up
@@ -71,6 +71,7 @@ def measure(part: Part, seconds: float, rounds: int) -> dict[str, Any]:
     """Let all contenders of a part take turns."""
     begun, neighbours, train = time.perf_counter(), Neighbours(), part.mode == "train"
     torch.set_num_threads(part.threads)
+    forget()
     dtype = getattr(torch, part.dtype)
     with torch.set_grad_enabled(train), memory_limit(CPU):
         if part.suite.startswith("attention"):

@@ -125,9 +125,7 @@ def _of_tiles(finding: dict[str, Any]) -> Iterator[str]:
 
 
 def _of_failure(kind: str, why: str) -> str:
-    return (
-        f"{kind}{': ' if kind else ''}as PyTorch has it, for the probe failed: {why}. Free some memory, then {_AGAIN}"
-    )
+    return f"{kind}{': ' if kind else ''}as PyTorch has it, for the probe failed: {why}. Mend that, then {_AGAIN}"
 
 
 def _gains(gains: dict[str, float]) -> str:

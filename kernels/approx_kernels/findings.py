@@ -120,13 +120,13 @@ def forget() -> None:
 def _measured(asked: str, measure: Callable[[], Finding], otherwise: Finding | None) -> Finding:
     try:
         return measure()
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:  # whatever fails in a probe, the default still runs
         if otherwise is None:
             raise
         why = str(error).partition("\n")[0] or type(error).__name__
         warnings.warn(
-            f"What is the fastest here could not be measured for {asked}: {why}. PyTorch's way is taken. Free some memory, "
-            "then measure anew with `approx doctor --probe`.",
+            f"What is the fastest here could not be measured for {asked}: {why}. PyTorch's way is taken. Mend that, then "
+            "measure anew with `approx doctor --probe`.",
             stacklevel=2,
         )
         return otherwise | {"failed": why}

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch.compiler import is_compiling
 
+# Some ops have further ones, which their errors and docstrings name.
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
 
 _LOG = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
 
     Args:
         op: The name of the public function that is the op.
-        impl: One of `IMPLEMENTATIONS`; `auto` takes what `implementation` asks for, otherwise the first that can run.
+        impl: One of `IMPLEMENTATIONS` or of the op's own; `auto` takes what `implementation` asks for, otherwise the first that can run.
         obstacles: The implementations that the op has, the best for these inputs first, each with the reason why it cannot
             run on them, which also says what to do; None where it can.
 
@@ -31,8 +32,10 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
         ValueError: if the one asked for is unknown, does not exist for this op, or cannot run. There is no falling back.
     """
     asked = _wanted[-1] if impl == "auto" else impl
-    if asked not in IMPLEMENTATIONS:
-        raise ValueError(f"impl is {asked!r}; expected one of {', '.join(IMPLEMENTATIONS)}.")
+    if asked not in IMPLEMENTATIONS and asked not in obstacles:
+        raise ValueError(
+            f"impl is {asked!r}; expected one of {', '.join(dict.fromkeys([*IMPLEMENTATIONS, *obstacles]))}."
+        )
     if asked == "auto":
         found = next((name for name, why in obstacles.items() if why is None), None)
         if found is None:
@@ -69,8 +72,18 @@ def untold() -> Iterator[None]:
 
 
 def chosen() -> dict[str, str]:
-    """The implementation that each op ran last in this process, by the op's name."""
+    """The implementation that each op ran last in this process, by the op's name; of the fastest exact attention the way."""
     return dict(_chosen)
+
+
+def took(op: str, way: str) -> None:
+    """Keep for `chosen` what an implementation, which chooses among ways of its own, took."""
+    _chosen[op] = way
+
+
+def forget() -> None:
+    """Let `chosen` tell only of what runs from now on."""
+    _chosen.clear()
 
 
 @contextmanager

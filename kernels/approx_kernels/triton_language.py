@@ -112,16 +112,16 @@ def obstacle(*tensors: Tensor) -> str | None:
     if triton is None:
         return "Triton is not installed. On Linux with an NVIDIA GPU: pip install triton."
     for x in tensors:
+        if x.device.type != "cuda" and not interpreted():
+            return f"a tensor is on the {x.device.type}; kernels need CUDA tensors. Move it to a GPU."
         if x.dtype not in DTYPES:
             return f"a tensor is {x.dtype}; allowed are float16, bfloat16 and float32. Convert it."
         if x.shape[-1] not in HEAD_SIZES:
-            return f"the head size is {x.shape[-1]}; allowed are {', '.join(map(str, HEAD_SIZES))}."
+            return f"the head size is {x.shape[-1]}; allowed are {', '.join(map(str, HEAD_SIZES))}. Ask for 'auto'."
         if interpreted():
             if x.dtype == torch.bfloat16:
                 return "a tensor is bfloat16, which Triton's interpreter cannot multiply. Take float16 or float32, or a GPU."
             continue
-        if x.device.type != "cuda":
-            return f"a tensor is on the {x.device.type}; kernels need CUDA tensors. Move it to a GPU."
         if torch.version.hip:
             return "this is a build of PyTorch for AMD; the kernels are made for NVIDIA's cards. Ask for 'auto'."
         # Of the ways to ask for it this is the one that a compiler follows.

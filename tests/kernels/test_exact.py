@@ -14,6 +14,8 @@ from approx_kernels.exact import exact_attention, fastest_attention, varlen
 from approx_kernels.exact.compiled import compiled_attention, compiled_few, few_obstacle, obstacle
 from approx_kernels.exact.cpu import batched_attention, chunked_attention
 from approx_kernels.exact.lengths import by_lengths
+from approx_kernels.exact.ways import ways
+from approx_kernels.implementation import chosen
 from closeness import assert_close
 
 
@@ -170,7 +172,7 @@ def test_few_queries_in_c_say_what_they_cannot(size, grad, words):
 
 
 def test_padding_of_any_value_cannot_matter_by_lengths():
-    q, k, v, mask = draw((3, 2, 30, 30, 5), torch.float16)
+    q, k, v, mask = draw((3, 2, 30, 30, 5), torch.bfloat16)
     mask[0] = False
     hidden = ~mask[:, None, :, None]
     out = exact_attention(q, k, v, mask, causal=False, scale=0.3, impl="cpu")
@@ -230,6 +232,14 @@ def test_an_implementation_that_cannot_run_is_refused_with_the_remedy(attend):
         attend(q, q, q, causal=False, scale=1.0, impl="triton")
     with pytest.raises(ValueError, match=r"on the meta\. Move them to the cpu"):
         attend(*(q.to("meta"),) * 3, causal=False, scale=1.0, impl="cpu")
+    with pytest.raises(ValueError, match=r"are float16, .*Convert them, or ask for 'auto'"):
+        attend(*(q.half(),) * 3, causal=False, scale=1.0, impl="cpu")
+
+
+def test_the_way_that_was_the_fastest_can_be_asked_for():
+    q = torch.randn(1, 1, 128, 64)
+    fastest_attention(q, q, q, causal=False, scale=0.1)
+    assert chosen()["fastest_attention"] in ways("cpu", padded=False, few=False)
 
 
 @pytest.mark.parametrize("spread", [1.0, 4.0])

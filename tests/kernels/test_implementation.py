@@ -9,7 +9,7 @@ import torch
 import torch.utils.flop_counter
 
 import approx_kernels
-from approx_kernels.implementation import choose, chosen, implementation, untold
+from approx_kernels.implementation import choose, chosen, forget, implementation, took, untold
 
 WAYS = {"triton": "the tensor is on the cpu.", "cpu": None, "reference": None}
 
@@ -19,6 +19,20 @@ def test_auto_takes_the_first_that_can_run_and_says_which():
     assert chosen()["sample"] == "cpu"
     assert choose("sample", "reference", WAYS) == "reference"
     assert chosen()["sample"] == "reference"
+
+
+def test_what_ran_is_told_with_the_way_it_took_and_can_be_forgotten():
+    choose("sample", "auto", WAYS)
+    took("sample", "compiled C")
+    assert chosen()["sample"] == "compiled C"
+    forget()
+    assert chosen() == {}
+
+
+def test_an_op_may_have_implementations_of_its_own():
+    assert choose("sample", "tiles", {"cpu": "too old", "tiles": None}) == "tiles"
+    with pytest.raises(ValueError, match="expected one of auto, reference, cpu, triton, tiles"):
+        choose("sample", "cuda", {"cpu": "too old", "tiles": None})
 
 
 def test_what_was_asked_for_never_falls_back():

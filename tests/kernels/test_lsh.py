@@ -181,6 +181,12 @@ def test_identical_tokens_share_a_bucket_wherever_they_stand():
     torch.testing.assert_close(padded[:, :, 17:], out)
 
 
+def test_what_was_asked_for_is_refused_at_every_length():
+    q = torch.randn(1, 2, CLUSTER, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match="'cpu' of lsh_attention cannot run"):
+        attend(q, q, q, variant="asymmetric", causal=False, impl="cpu")
+
+
 def test_shared_keys_need_a_query_for_each():
     with pytest.raises(ValueError, match="3 queries, 4 keys"):
         attend(*drawn(3, 4), variant="shared", causal=False)

@@ -107,9 +107,7 @@ def test_a_probe_that_failed_is_told_with_the_remedy():
     ]
     for state, text in lines:
         assert state == "missing"
-        assert (
-            "the probe failed: out of memory. Free some memory, then measure anew with `approx doctor --probe`" in text
-        )
+        assert "the probe failed: out of memory. Mend that, then measure anew with `approx doctor --probe`" in text
 
 
 @pytest.mark.skipif(os.name != "posix", reason="folders have other rights elsewhere")

@@ -10,7 +10,7 @@ from approx_kernels.exact.fused import fused_attention
 from approx_kernels.exact.lengths import by_lengths
 from approx_kernels.exact.probe import case_of, fastest
 from approx_kernels.exact.reference import dense_attention
-from approx_kernels.implementation import choose
+from approx_kernels.implementation import choose, took
 from approx_kernels.products import fast_products
 from approx_kernels.shapes import check_shapes
 
@@ -105,10 +105,14 @@ def fastest_attention(
         case = case_of(q, k, key_mask, causal=causal, switched=switched)
         if case is None:
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale)
-        return fastest(case)[1](q, k, v, key_mask, causal=causal, scale=scale)
+        name, way = fastest(case)
+        took("fastest_attention", name)
+        return way(q, k, v, key_mask, causal=causal, scale=scale)
 
 
 def _cpu_obstacle(q: Tensor, dropout: float) -> str | None:
     if q.device.type != "cpu":
         return f"the tensors are on the {q.device.type}. Move them to the cpu, or ask for 'auto'."
+    if q.dtype == torch.float16:
+        return "the tensors are float16, whose products in chunks take many times as long. Convert them, or ask for 'auto'."
     return f"it has no dropout, and {dropout} was asked for. Ask for 'auto'." if dropout else None

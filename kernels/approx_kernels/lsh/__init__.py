@@ -98,11 +98,11 @@ def lsh_attention(
         raise ValueError(f"The shared variant makes its keys from the queries, but got {length} queries, {keys} keys.")
     k, v = k.to(q.dtype), v.to(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        if variant == "asymmetric" and max(length, keys) <= (2 * cluster if causal else cluster):
-            return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
         limit = _obstacle(q, k, key_mask, variant, dedup, causal)
         ways = {"cpu": limit or obstacle(q), "tiles": None, "reference": None}
         run = choose("lsh_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
+        if variant == "asymmetric" and max(length, keys) <= (2 * cluster if causal else cluster):
+            return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
         own = "last resort" if variant == "shared" else "always" if causal else "as any other"
         if run == "triton" and (limit or causal or key_mask is not None):
             kind = {"variant": variant, "cluster": cluster, "dedup": dedup, "causal": causal, "own": own}

@@ -84,20 +84,72 @@ def test_sums_are_overwritten_while_decoding_and_kept_while_training():
         linear_decode(q, k, v, None, state, impl="cpu")
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+@pytest.mark.parametrize("width", [0, 1, 40, 300])
+@pytest.mark.parametrize(("queries", "keys", "size"), [(130, 130, 64), (65, 200, 24), (200, 90, 17), (9, 9, 5)])
+@needs_compiler
+def test_c_gives_what_the_reference_gives_of_every_map_and_window(
+    causal, dtype, feature_map, width, queries, keys, size
+):
+    q, grad = (torch.randn(2, queries, 3, size).to(dtype) for _ in range(2))
+    k, v = (torch.randn(2, keys, 3, size).to(dtype) for _ in range(2))
+    v, grad = v.abs() + 0.1, grad.abs() + 0.1
+    mask = torch.rand(2, keys) < 0.7 if queries != 130 else None
+    maps, mix = parts_of(feature_map, width, 3, size, torch.float32)
+    results = {}
+    for name, impl, wide in (("c", "cpu", dtype), ("plain", "reference", dtype), ("exact", "reference", torch.float64)):
+        inputs = [x.transpose(1, 2).to(wide).requires_grad_() for x in (q, k, v)]
+        learned = [x.detach().to(torch.promote_types(wide, torch.float32)).requires_grad_() for x in maps or ()]
+        mixed = None if mix is None else mix.detach().to(torch.promote_types(wide, torch.float32)).requires_grad_()
+        ways = {"causal": causal, "feature_map": feature_map, "window": width, "scale": 0.3, "eps": 1e-3}
+        fitted = (learned[0], learned[1]) if learned else None
+        out = linear_attention(inputs[0], inputs[1], inputs[2], mask, **ways, maps=fitted, mix=mixed, impl=impl)
+        inputs = [*inputs, *learned, *(() if mixed is None else (mixed,))]
+        found = torch.autograd.grad(out, inputs, grad.transpose(1, 2).to(wide), materialize_grads=True)
+        results[name] = (out, *found)
+    for name, found, plain, exact in zip("oqkvabc", results["c"], results["plain"], results["exact"], strict=False):
+        # Gradients are differences of sums, which round on both sides.
+        assert_close(name, found, plain, exact, factor=2.0 if name in "ov" else 16.0)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+@pytest.mark.parametrize("width", [0, 1, 40])
+@torch.no_grad()
+@needs_compiler
+def test_parts_that_are_rounded_to_bfloat16_are_as_close_without_gradients(causal, feature_map, width):
+    q, k, v = torch.randn(3, 2, 3, 150, 32).bfloat16()
+    maps, mix = parts_of(feature_map, width, 3, 32, torch.float32)
+    ways = {"causal": causal, "feature_map": feature_map, "window": width, "scale": 0.3, "eps": 1e-3}
+    found, plain = (linear_attention(q, k, v, **ways, maps=maps, mix=mix, impl=impl) for impl in ("cpu", "reference"))
+    maps, mix = None if maps is None else (maps[0].double(), maps[1].double()), None if mix is None else mix.double()
+    exact = linear_attention(q.double(), k.double(), v.double(), **ways, maps=maps, mix=mix, impl="reference")
+    assert_close("o", found, plain, exact)
+
+
+def test_what_c_has_not_is_refused_when_asked_for_and_done_otherwise():
+    q = torch.ones(1, 2, 5, 4, dtype=torch.float16)
+    with pytest.raises(ValueError, match="float16; allowed are"):
+        linear_attention(q, q, q, causal=False, impl="cpu")
+    assert linear_attention(q, q, q, causal=False).shape == q.shape
+    assert chosen()["linear_attention"] == "reference"
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({"feature_map": "softmax"}, "feature_map is 'softmax'; it has elu and relu"),
         ({"window": 3, "mix": torch.ones(2)}, "window is 3"),
-        ({"dtype": torch.float16}, "float16; allowed are"),
     ],
 )
-def test_what_c_has_not_is_refused_when_asked_for_and_done_otherwise(changed, words):
-    q = torch.ones(1, 2, 5, 4, dtype=changed.pop("dtype", torch.float32))
+def test_what_decoding_in_c_has_not_is_refused_when_asked_for_and_done_otherwise(changed, words):
+    q = torch.ones(1, 2, 5, 4)
     with pytest.raises(ValueError, match=words):
-        linear_attention(q, q, q, causal=False, **changed, impl="cpu")
-    assert linear_attention(q, q, q, causal=False, **changed).shape == q.shape
-    assert chosen()["linear_attention"] == "reference"
+        linear_decode(q, q, q, **changed, impl="cpu")
+    assert linear_decode(q, q, q, **changed)[0].shape == q.shape
+    assert chosen()["linear_decode"] == "reference"
 
 
 def test_numbers_of_a_long_sequence_stay_small_in_float16():

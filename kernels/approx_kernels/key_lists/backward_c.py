@@ -5,7 +5,7 @@ from approx_kernels.key_lists.forward_c import TILES
 BACKWARD = (
     TILES
     + r"""
-typedef struct { problem all; tensor grad, dq, dk, dv; float *dspans; } backward_problem;
+typedef struct { problem all; tensor grad, dq, dk, dv; float *dspans; const float *dtotals; } backward_problem;
 
 /* Scores of a query become weights, and gradients of weights those of scores; returns that of the span, times the ramp. */
 INLINE float weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t position, float lse, float share,
@@ -36,6 +36,29 @@ static void itself(const problem *p, int64_t b, int64_t h, int64_t at, float lse
     for (int64_t d = 0; d < p->size; d++) dq[d] += weight * change * key[d], dk[d] += weight * change * query[d];
 }
 
+/* Of each query, which of the keys that its block sees has the largest score; -1 where it sees none. */
+static void find_largest(const problem *p, int64_t b, int64_t h, const queries_of_block *w, int half, const float *queries,
+                         float *keys, float *standing, float *scores, int64_t *which) {
+    int64_t size = padded(p->size), most = half ? HALF_STRIP : STRIP, passed = 0;
+    float top[ROWS];
+    for (int64_t i = 0; i < w->rows; i++) top[i] = -INFINITY, which[i] = -1;
+    for (keys_of_block t = keys_from(p, b, h, w); next_keys(p, b, w, &t); passed += t.count) {
+        gather(p, p->k, b, h, &t, p->size, keys);
+        right asked = columns_right(half, t.count, p->size, keys, size, standing);
+        for (int64_t strip = 0; strip < w->rows; strip += most) {
+            int64_t deep = lesser(most, w->rows - strip), begin, end;
+            columns(&t, w->at[strip], w->at[strip + deep - 1], &begin, &end);
+            if (begin >= end) continue;
+            multiply(deep, end - begin, p->size, queries + strip * size, size, 1, asked, 0, begin, scores + begin, KEYS, 0);
+            for (int64_t i = strip; i < strip + deep; i++)
+                for (int64_t c = begin; c < lesser(end, t.count); c++) {
+                    float score = scores[(i - strip) * KEYS + c];
+                    if (score > top[i] && t.from[c] <= w->at[i] && t.to[c] >= w->at[i]) top[i] = score, which[i] = passed + c;
+                }
+        }
+    }
+}
+
 static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     const problem *p = &g->all;
     int64_t size = padded(p->size), width = padded(p->values), D = p->size, E = p->values;
@@ -52,7 +75,8 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     float *value_sums = sums + p->keys * size, longer = 0.0f;
     const float *lse = p->lse + (b * p->heads + h) * p->length;
     int narrow = p->bf16 && p->parts == 1, half = begin_halves(p->bf16, p->length);
-    int64_t most = half ? HALF_STRIP : STRIP;
+    int64_t most = half ? HALF_STRIP : STRIP, largest[ROWS], passed = 0;
+    float raised[ROWS];
     memset(sums, 0, sizeof(float) * p->keys * (size + width));
     queries_of_block w;
     int64_t last;
@@ -65,13 +89,17 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         for (int64_t i = 0; i < w.rows; i++) {
             share[i] = 0.0f;
             for (int64_t e = 0; e < E; e++) share[i] += given[i * width + e] * out[i * width + e];
+            /* By a normaliser that is relative to the largest weight, that key's score has the opposite of all gradients. */
+            int64_t at = (b * p->heads + h) * p->length + token(w.order, w.first + i);
+            if (g->dtotals) raised[i] = g->dtotals[at] * p->totals[at], share[i] -= raised[i];
             if (!sees_itself(p, &w, i)) continue;
             float kept = p->dropout.bound ? kept_key(&p->dropout, draw_at(p, b, h, &w, i), w.at[i]) : 1.0f;
             itself(p, b, h, w.at[i], lse[token(w.order, w.first + i)], share[i], kept, queries + i * size,
                    given + i * width, keys, values, dq + i * size, sums + w.at[i] * size, value_sums + w.at[i] * width);
         }
-        keys_of_block t = keys_from(p, b, h, &w);
-        while (next_keys(p, b, &w, &t)) {
+        if (g->dtotals) find_largest(p, b, h, &w, half, queries, keys, standing, weights, largest);
+        passed = 0;
+        for (keys_of_block t = keys_from(p, b, h, &w); next_keys(p, b, &w, &t); passed += t.count) {
             gather(p, p->k, b, h, &t, D, keys), gather(p, p->v, b, h, &t, E, values);
             right asked = columns_right(half, t.count, D, keys, size, standing);
             right kept = columns_right(half, t.count, E, values, width, standing_values);
@@ -91,6 +119,10 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
                 for (int64_t i = 0; i < deep; i++)
                     longer += weigh(&t, begin, end, w.at[strip + i], lse[token(w.order, w.first + strip + i)],
                                     share[strip + i], weights + i * KEYS, change + i * KEYS);
+                for (int64_t i = 0; g->dtotals && i < deep; i++) {
+                    int64_t c = largest[strip + i] - passed;
+                    if (c >= begin && c < end) change[i * KEYS + c] -= raised[strip + i];
+                }
                 for (int64_t i = 0; p->dropout.bound && i < deep; i++)
                     drop_row(&p->dropout, draw_at(p, b, h, &w, strip + i), t.key, begin, end, weights + i * KEYS);
                 int64_t count = lesser(end, t.count) - begin;

@@ -35,10 +35,8 @@ class _Problem(ctypes.Structure):
         *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "ranks", "size", "values")),
         *((name, _WHOLE) for name in ("before", "blocks", "parts", "own_orders", "bf16", "threads")),
         *((name, Rows) for name in ("q", "k", "v", "out")),
-        *(
-            (name, _PLACE)
-            for name in ("mask", "own", "starts", "first", "entries", "query_order", "key_order", "lse", "spans")
-        ),
+        *((name, _PLACE) for name in ("mask", "own", "starts", "first", "entries", "query_order", "key_order")),
+        *((name, _PLACE) for name in ("lse", "totals", "spans")),
         *((name, ctypes.c_float) for name in ("scale", "ramp", "itself")),
         ("dropout", Dropout),
     )
@@ -47,7 +45,12 @@ class _Problem(ctypes.Structure):
 class _BackwardProblem(ctypes.Structure):
     """`backward_problem` of backward_c.py."""
 
-    _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")), ("dspans", _PLACE))
+    _fields_ = (
+        ("all", _Problem),
+        *((name, Rows) for name in ("grad", "dq", "dk", "dv")),
+        ("dspans", _PLACE),
+        ("dtotals", _PLACE),
+    )
 
 
 def obstacle(*tensors: Tensor) -> str | None:
@@ -107,7 +110,7 @@ def attend_lists(
     by_rank = [None, None] if orders is None else [x.int().contiguous() for x in orders]
     mask = None if key_mask is None else key_mask.contiguous()
     lists = mask, None, torch.tensor(starts), counts, listed, *by_rank, spans
-    return _run(q, k, v, *lists, before, scale, ramp, 0.0, dropout)
+    return attend(q, k, v, *lists, before, scale, ramp, 0.0, dropout)[0]
 
 
 def attend_own_lists(
@@ -149,14 +152,19 @@ def attend_own_lists(
     counts = torch.arange(entries.shape[0] + 1)
     by_rank = [x.int().contiguous() for x in orders]
     lists = None, blocks, starts, counts, entries.int().contiguous(), *by_rank, None
-    return _run(q, k, v, *lists, before, scale, 1, itself, dropout)
+    return attend(q, k, v, *lists, before, scale, 1, itself, dropout)[0]
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *problem: Any, totals: bool = False) -> tuple[Tensor, Tensor]:
+    """Outputs, and if wanted their normalisers relative to the largest weight of each query, [B, H, L] in float32.
+
+    Where several keys have the largest weight, its gradient is that of one.
+    """
     dropout = problem[-1]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     with torch.autocast("cpu", enabled=False):
-        return _attend(q, k, v, *problem, draw_seed(dropout))[0].to(q.dtype)
+        out, _, relative = _attend(q, k, v, *problem, draw_seed(dropout), totals)
+    return out.to(q.dtype), relative
 
 
 def _parts(query_order: Tensor | None) -> int:
@@ -173,16 +181,18 @@ def _empty(
     first: Any,
     entries: Any,
     query_order: Any,
-    *_: Any,
-) -> tuple[Tensor, Tensor]:
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     # As models want it next: tokens before heads. What several parts add to is float32.
     dtype = q.dtype if _parts(query_order) == 1 else torch.float32
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=dtype).transpose(1, 2)
-    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return out, lse, torch.empty_like(lse) if rest[-1] else lse.new_empty(0)
 
 
 def _empty_gradients(
     grad: Tensor,
+    grad_totals: Any,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -199,22 +209,25 @@ def _empty_gradients(
     return dq, dk, dv, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.rest = inputs[-6:]
-    ctx.save_for_backward(*inputs[:-6], *output)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.rest = inputs[-7:-1]
+    ctx.save_for_backward(*inputs[:-7], *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse = ctx.saved_tensors
+def _gradients(ctx: Any, grad: Tensor, _: Any, grad_totals: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse, totals = ctx.saved_tensors
     q, spans = tensors[0], tensors[-1]
-    dq, dk, dv, dspans = _attend_backward(grad.to(q.dtype), *tensors, out.to(q.dtype), lse, *ctx.rest)
-    return dq.to(q.dtype), dk, dv, *[None] * 7, None if spans is None else dspans.sum(0), *[None] * 6
+    grad_totals = grad_totals.contiguous() if totals.numel() and grad_totals is not None else None
+    made = _attend_backward(grad.to(q.dtype), grad_totals, *tensors, out.to(q.dtype), lse, totals, *ctx.rest)
+    dq, dk, dv, dspans = made
+    return dq.to(q.dtype), dk, dv, *[None] * 7, None if spans is None else dspans.sum(0), *[None] * 7
 
 
 @custom_op(_empty_gradients)
 def _attend_backward(
     grad: Tensor,
+    grad_totals: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -228,6 +241,7 @@ def _attend_backward(
     spans: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    totals: Tensor,
     before: int,
     scale: float,
     ramp: int,
@@ -237,11 +251,12 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     lists = key_mask, own, starts, first, entries, query_order, key_order
-    made = _empty_gradients(grad, q, k, v, *lists)
-    problem = _problem(q, k, v, out, *lists, lse, spans, before, scale, ramp, itself, dropped(dropout, seed))
+    made = _empty_gradients(grad, grad_totals, q, k, v, *lists)
+    problem = _problem(q, k, v, out, *lists, lse, totals, spans, before, scale, ramp, itself, dropped(dropout, seed))
     found = library(BACKWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(rows_of, (grad, *made[:3])), address(made[3])))))
+    places = address(made[3]), address(grad_totals)
+    check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(rows_of, (grad, *made[:3])), *places))))
     return made
 
 
@@ -264,21 +279,22 @@ def _attend(
     itself: float,
     dropout: float,
     seed: int,
-) -> tuple[Tensor, Tensor]:
+    relative: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     lists = key_mask, own, starts, first, entries, query_order, key_order
-    out, lse = _empty(q, k, v, *lists)
+    out, lse, totals = _empty(q, k, v, *lists, relative)
     found = library(FORWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    problem = _problem(q, k, v, out, *lists, lse, spans, before, scale, ramp, itself, dropped(dropout, seed))
+    problem = _problem(q, k, v, out, *lists, lse, totals, spans, before, scale, ramp, itself, dropped(dropout, seed))
     check(found.forward(ctypes.byref(problem)))
-    return out, lse
+    return out, lse, totals
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lists: Any) -> _Problem:
-    key_mask, own, starts, first, entries, query_order, key_order, lse, spans, before, *numbers = lists
+    key_mask, own, starts, first, entries, query_order, key_order, lse, totals, spans, before, *numbers = lists
     ranks = k.shape[2] if key_order is None else key_order.shape[-1]
     orders = query_order is not None and query_order.ndim == 4
     counts = before, starts.numel() - 1, _parts(query_order), orders, q.dtype == torch.bfloat16, torch.get_num_threads()
     sizes = *q.shape[:3], k.shape[2], ranks, q.shape[3], v.shape[3], *counts
-    places = map(address, (key_mask, own, starts, first, entries, query_order, key_order, lse, spans))
+    places = map(address, (key_mask, own, starts, first, entries, query_order, key_order, lse, totals, spans))
     return _Problem(*sizes, *map(rows_of, (q, k, v, out)), *places, *numbers)

@@ -25,6 +25,7 @@ typedef struct {
     const entry *entries;
     const int32_t *query_order, *key_order; /* tokens by rank, [P, B H or 1, n]; NULL where each has its own */
     float *lse;            /* [B, H, L] */
+    float *totals;         /* [B, H, L], normalisers relative to the largest weight; NULL where nobody asks */
     const float *spans;    /* [H]: weights fall to 0 from that distance on; NULL where they do not */
     float scale, ramp, itself; /* itself: how often a query sees the key at its own position beside its lists, 0 or more */
     dropout dropout;
@@ -246,7 +247,9 @@ static int attend(const problem *p, int64_t b, int64_t h) {
             float factor = sum[i] > 0.0f ? 1.0f / sum[i] : sum[i] == 0.0f ? 0.0f : sum[i];
             for (int64_t e = 0; e < width; e += WIDTH) *(vf *)(out + i * width + e) *= factor;
             write_row(p->out, narrow, b, h, token(w.order, w.first + i), E, out + i * width);
-            lse[token(w.order, w.first + i)] = top[i] + logf(sum[i]);
+            int64_t query = token(w.order, w.first + i);
+            lse[query] = top[i] + logf(sum[i]);
+            if (p->totals) p->totals[(b * p->heads + h) * p->length + query] = sum[i];
         }
     }
     end_halves(half), free(memory);

@@ -156,15 +156,16 @@ INLINE void begin_origin(lanes *l, __m512 top, __m512 factor) {
     l->origin = _mm512_mask_mul_ps(l->origin, fresh, factor, top);
 }
 
-/* Outputs of SIDE queries of a strip, and the logarithms of their normalisers. */
-static void write_lanes(const problem *p, const strips *s, const strip *t, const lanes *l, int64_t half) {
+/* Outputs of SIDE queries of a strip, and their normalisers: the logarithms, and relative to the largest weight. */
+static void write_lanes(const problem *p, const strips *s, const strip *t, const lanes *l, __m512 top, int64_t half) {
     __m512 sums = total(l);
     __mmask16 any = _mm512_cmp_ps_mask(sums, _mm512_setzero_ps(), _CMP_NEQ_UQ);
     __m512 share = _mm512_maskz_div_ps(any, _mm512_set1_ps(1.0f), sums);
     int64_t head = t->b * p->out.batch + t->h * p->out.head, rows = lesser(t->rows - half, SIDE);
-    float *lse = p->lse + (t->b * p->heads + t->h) * p->length, origins[SIDE], sum[SIDE];
+    __m512 relative = _mm512_maskz_mul_ps(any, sums, whole_power(_mm512_sub_ps(l->origin, top)));
+    float *lse = p->lse + (t->b * p->heads + t->h) * p->length, origins[SIDE], sum[SIDE], totals[SIDE];
     vf block[WIDTH];
-    _mm512_storeu_ps(origins, l->origin), _mm512_storeu_ps(sum, sums);
+    _mm512_storeu_ps(origins, l->origin), _mm512_storeu_ps(sum, sums), _mm512_storeu_ps(totals, relative);
     for (int64_t e = 0; e < p->values; e += SIDE) {
         for (int64_t i = 0; i < SIDE; i++)
             block[i] = (vf)_mm512_mul_ps(share, _mm512_load_ps(s->out + (e + i) * SPAN + half));
@@ -177,8 +178,11 @@ static void write_lanes(const problem *p, const strips *s, const strip *t, const
             else _mm256_mask_storeu_epi16((uint16_t *)p->out.data + at, there, halved_lanes((__m512)block[i]));
         }
     }
-    for (int64_t i = 0; i < rows; i++)
-        lse[token(t->queries, t->first + half + i)] = origins[i] * 0.69314718f + logf(sum[i]);
+    for (int64_t i = 0; i < rows; i++) {
+        int64_t query = token(t->queries, t->first + half + i);
+        lse[query] = origins[i] * 0.69314718f + logf(sum[i]);
+        if (p->totals) p->totals[(t->b * p->heads + t->h) * p->length + query] = totals[i];
+    }
 }
 
 INLINE void attend_strip(const int wide, const problem *p, strips *s, const strip *t, const queries_of_block *q) {
@@ -191,8 +195,8 @@ INLINE void attend_strip(const int wide, const problem *p, strips *s, const stri
     for (int64_t g = 0; g < count; g++)
         if (!s->packed[s->list[g].at]) pack_group(p, s, t, s->list[g].at), s->packed[s->list[g].at] = 1;
     pack_queries(p, s, t);
+    __m512 left = _mm512_set1_ps(-INFINITY), right = left;
     if (count) {
-        __m512 left = _mm512_set1_ps(-INFINITY), right = left;
         meet(wide, s, s->list[0].at, s->scores, NULL, 0);
         hide(p, s, t, s->list[0], s->scores);
         highest(s->scores, &left, &right);
@@ -207,6 +211,7 @@ INLINE void attend_strip(const int wide, const problem *p, strips *s, const stri
             float *scores = s->scores + g % 2 * SQUARE, *next = s->scores + (g + 1) % 2 * SQUARE;
             w.scores = scores, w.weights = weights + g * step, w.done = g < some ? 0 : SIDE;
             if (start + g && g < some) hide(p, s, t, groups[g], scores);
+            if (p->totals && g < some) highest(scores, &left, &right);
             if (start + g + 1 < count) meet(wide, s, groups[g + 1].at, next, &w, share);
             for (int64_t pair = g; had && pair < s->pairs; pair += WAITING)
                 bring(wide, s, pair, earlier, had, waiting, &w, share);
@@ -219,7 +224,8 @@ INLINE void attend_strip(const int wide, const problem *p, strips *s, const stri
         int64_t start = count - had, turn = start / WAITING % 2;
         bring(wide, s, pair, s->list + start, had, s->weights + turn * WAITING * step, NULL, 0);
     }
-    write_lanes(p, s, t, &w.left, 0), write_lanes(p, s, t, &w.right, SIDE);
+    write_lanes(p, s, t, &w.left, _mm512_mul_ps(w.factor, left), 0);
+    write_lanes(p, s, t, &w.right, _mm512_mul_ps(w.factor, right), SIDE);
 }
 
 /* Strips of a block. */
@@ -244,7 +250,7 @@ static void attend_block(const problem *p, strips *s, int64_t item, int64_t bloc
 /* Whether strips save time: not where lists are of few keys here and there, for strips and groups are computed whole. */
 static int worth_strips(const problem *p) {
     if (p->dropout.bound || (HAVE_TILES && !tiles_at_hand()) || p->length < SIDE) return 0;
-    if (p->spans && p->scale <= 0.0f) return 0;
+    if ((p->spans || p->totals) && p->scale <= 0.0f) return 0;
     int64_t listed = 0, computed = 0, begin, end;
     for (int64_t block = 0; block < (p->own ? p->own[p->batch * p->heads] : p->blocks); block++)
         for (int64_t first = p->starts[block]; first < p->starts[block + 1]; first += SPAN)

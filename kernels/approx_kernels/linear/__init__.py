@@ -3,13 +3,13 @@
 from torch import Tensor
 
 from approx_kernels.implementation import choose
-from approx_kernels.linear.cpu import linear_batch, obstacle
-from approx_kernels.linear.decode import continue_heads, continue_in_place, state_obstacle
+from approx_kernels.linear.decode import continue_heads, continue_in_place, decode_obstacle, state_obstacle
 from approx_kernels.linear.features import FEATURE_MAPS
 from approx_kernels.linear.reference import drop_keys, linear_heads
 from approx_kernels.linear.triton_decode import continue_by_kernels, step_obstacle
 from approx_kernels.linear.triton_heads import linear_kernels, linear_obstacle
 from approx_kernels.linear.triton_window import windowed_kernels
+from approx_kernels.linear.window_cpu import linear_parts, obstacle
 from approx_kernels.ring import State
 from approx_kernels.shapes import check_shapes
 from approx_kernels.triton_language import ranked
@@ -64,8 +64,8 @@ def linear_attention(
         eps: Added to the normaliser.
         dropout: Probability with which a key is dropped from the numerator, for all queries of a head at once:
             there are no weights of single pairs to drop.
-        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, in one pass, for `elu` and `relu` without a window; `triton`
-            has every map.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C and `triton` kernels, of every map and window; where several keys
+            of a window have the largest score, its gradient is that of one.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -75,7 +75,7 @@ def linear_attention(
     """
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
-    no_cpu = obstacle(q, feature_map=feature_map, window=window)
+    no_cpu = obstacle(q)
     no_kernels = linear_obstacle(q, v, dropout=dropout)
     run = choose("linear_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
     form = {"causal": causal, "feature_map": feature_map, "input_scale": input_scale, "eps": eps}
@@ -85,7 +85,8 @@ def linear_attention(
             return windowed_kernels(q, k, v, key_mask, maps=maps, window=window, mix=mix, scale=scale, **form)
         return linear_kernels(q, k, v, key_mask, maps=maps, **form)
     if run == "cpu":
-        return linear_batch(q, k, drop_keys(v, dropout), key_mask, **form)
+        v = drop_keys(v, dropout)
+        return linear_parts(q, k, v, key_mask, maps=maps, window=window, mix=mix, scale=scale, **form)
     out, _ = linear_heads(
         q,
         k,
@@ -135,7 +136,7 @@ def linear_decode(
     """
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
-    no_cpu = obstacle(q, feature_map=feature_map, window=window) or state_obstacle(q, k, v)
+    no_cpu = decode_obstacle(q, feature_map=feature_map, window=window) or state_obstacle(q, k, v)
     no_kernels = linear_obstacle(q, v, dropout=0.0)
     no_kernels = no_kernels or state_obstacle(q, k, v) or step_obstacle(q, k, state, window)
     run = choose("linear_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))

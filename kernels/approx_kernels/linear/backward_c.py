@@ -98,6 +98,7 @@ static int gradients(const backward_problem *g, const float *across, int64_t b, 
             product(F, width, rows, queries, 1, size, given, width, down, width, 1);
         for (int64_t i = 0; i < rows; i++) {
             float part = dot(size, queries + i * size, change + i * size) * inverse[first + i];
+            if (p->norms) part -= p->norms[(b * p->heads + h) * L + first + i];
             share[first + i] = part;
             if (!p->causal) add_row(size, -part, queries + i * size, other);
             add_row(size, -part, totals + i * size, change + i * size);

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
@@ -13,8 +14,8 @@ from approx_kernels.linear.backward_c import BACKWARD
 from approx_kernels.linear.forward_c import FORWARD
 
 # What takes single numbers; exponentials are of random rows only. In the order of features_c.py.
-_PLAIN = ("elu", "relu")
-_MAPS = (*_PLAIN, "exp")
+FUSED = ("elu", "relu")
+_MAPS = (*FUSED, "exp")
 _WHOLE = ctypes.c_int64
 _PLACE = ctypes.c_void_p
 
@@ -26,7 +27,7 @@ class _Problem(ctypes.Structure):
         *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "size", "features", "values")),
         *((name, _WHOLE) for name in ("causal", "map", "bf16", "threads")),
         *((name, Rows) for name in ("q", "k", "v", "out")),
-        *((name, _PLACE) for name in ("mask", "sums", "tops", "rows")),
+        *((name, _PLACE) for name in ("mask", "sums", "tops", "rows", "norms")),
         *((name, ctypes.c_float) for name in ("input_scale", "eps", "floor")),
     )
 
@@ -35,15 +36,6 @@ class _BackwardProblem(ctypes.Structure):
     """`backward_problem` of backward_c.py."""
 
     _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")))
-
-
-def obstacle(q: Tensor, *, feature_map: str, window: int) -> str | None:
-    """Why linear attention cannot run in C, with the remedy; None where it can."""
-    if feature_map not in _PLAIN:
-        return f"feature_map is {feature_map!r}; it has {' and '.join(_PLAIN)}. Ask for 'auto'."
-    if window:
-        return f"window is {window}; it has none. Ask for 'auto'."
-    return features_obstacle(q)
 
 
 def features_obstacle(q: Tensor) -> str | None:
@@ -63,8 +55,9 @@ def linear_batch(
     eps: float,
     rows: Tensor | None = None,
     floor: float = 0.0,
-) -> Tensor:
-    """Attend; the backward pass keeps the inputs alone and computes their features again.
+) -> tuple[Tensor, Tensor]:
+    """Attend: outputs, and normalisers with eps, [B, H, L] in float32. The backward pass keeps the inputs alone and
+    computes their features again.
 
     With random rows w [F, D], features are `relu(w.x) + floor`, or for the map `exp` exp(w.x - |x|^2 / 2).
     """
@@ -74,8 +67,8 @@ def linear_batch(
     blind = max(q.shape[2] - k.shape[2], 0) if causal else 0
     with torch.autocast("cpu", enabled=False):
         rows = _whole(rows)
-        out = _attend(q[:, :, blind:], k, v, key_mask, rows, causal, feature_map, input_scale, eps, floor)
-    return torch.nn.functional.pad(out, (0, 0, blind, 0)) if blind else out
+        out, norms = _attend(q[:, :, blind:], k, v, key_mask, rows, causal, feature_map, input_scale, eps, floor)
+    return (F.pad(out, (0, 0, blind, 0)), F.pad(norms, (blind, 0), value=eps)) if blind else (out, norms)
 
 
 def linear_continue(
@@ -98,11 +91,11 @@ def linear_continue(
     """
     q, k, v = _laid_out(q, k, v)
     blind = max(q.shape[2] - k.shape[2], 0)
-    out = _empty(q, k, v)
+    out, _ = _empty(q, k, v)
     out[:, :, :blind] = 0.0
     how = True, feature_map, input_scale, eps, floor
     mask = None if key_mask is None else key_mask.contiguous()
-    _run(FORWARD, _problem(q[:, :, blind:], k, v, out[:, :, blind:], mask, _whole(rows), sums, tops, *how))
+    _run(FORWARD, _problem(q[:, :, blind:], k, v, out[:, :, blind:], mask, _whole(rows), sums, tops, None, *how))
     return out
 
 
@@ -115,23 +108,27 @@ def _whole(rows: Tensor | None) -> Tensor | None:
     return None if rows is None else rows.float().contiguous()
 
 
-def _empty(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+def _empty(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     # As models want it next: tokens before heads.
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_gradients(
+    grad: Tensor, grad_norms: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
     return dq, dk, dv
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors, ctx.how = inputs[:5], inputs[5:]
     ctx.save_for_backward(*tensors)
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_attend_backward(grad, *ctx.saved_tensors, *ctx.how), *[None] * 7
+def _gradients(ctx: Any, grad: Tensor, grad_norms: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_norms = None if grad_norms is None else grad_norms.contiguous()
+    return *_attend_backward(grad, grad_norms, *ctx.saved_tensors, *ctx.how), *[None] * 7
 
 
 def _products(q: list[int], k: list[int], v: list[int], rows: list[int] | None, passes: int) -> int:
@@ -145,7 +142,15 @@ def _count(q: list[int], k: list[int], v: list[int], mask: Any, rows: Any, *_: A
 
 
 def _count_backward(
-    grad: Any, q: list[int], k: list[int], v: list[int], mask: Any, rows: Any, *_: Any, out_shape: Any = None
+    grad: Any,
+    norms: Any,
+    q: list[int],
+    k: list[int],
+    v: list[int],
+    mask: Any,
+    rows: Any,
+    *_: Any,
+    out_shape: Any = None,
 ) -> int:
     return _products(q, k, v, rows, 2 * q[2] + 3 * k[2])
 
@@ -153,6 +158,7 @@ def _count_backward(
 @custom_op(_empty_gradients, flops=_count_backward)
 def _attend_backward(
     grad: Tensor,
+    grad_norms: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -165,8 +171,9 @@ def _attend_backward(
     floor: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    made = _empty_gradients(grad, q, k, v)
-    problem = _problem(q, k, v, grad, key_mask, rows, None, None, causal, feature_map, input_scale, eps, floor)
+    made = _empty_gradients(grad, grad_norms, q, k, v)
+    how = causal, feature_map, input_scale, eps, floor
+    problem = _problem(q, k, v, grad, key_mask, rows, None, None, grad_norms, *how)
     _run(BACKWARD, _BackwardProblem(problem, *map(rows_of, (grad, *made))))
     return made
 
@@ -183,12 +190,13 @@ def _attend(
     input_scale: float,
     eps: float,
     floor: float,
-) -> Tensor:
-    out = _empty(q, k, v)
+) -> tuple[Tensor, Tensor]:
+    out, norms = _empty(q, k, v)
     features = q.shape[3] if rows is None else rows.shape[0]
     sums = q.new_zeros(*q.shape[:2], features, v.shape[3] + 1, dtype=torch.float32)
-    _run(FORWARD, _problem(q, k, v, out, key_mask, rows, sums, None, causal, feature_map, input_scale, eps, floor))
-    return out
+    how = causal, feature_map, input_scale, eps, floor
+    _run(FORWARD, _problem(q, k, v, out, key_mask, rows, sums, None, norms, *how))
+    return out, norms
 
 
 def _run(source: str, problem: _Problem | _BackwardProblem) -> None:
@@ -206,6 +214,7 @@ def _problem(
     rows: Tensor | None,
     sums: Tensor | None,
     tops: Tensor | None,
+    norms: Tensor | None,
     causal: bool,
     feature_map: str,
     input_scale: float,
@@ -215,5 +224,5 @@ def _problem(
     features = q.shape[3] if rows is None else rows.shape[0]
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], features, v.shape[3])
     how = causal, _MAPS.index(feature_map), q.dtype == torch.bfloat16, torch.get_num_threads()
-    places = map(address, (key_mask, sums, tops, rows))
+    places = map(address, (key_mask, sums, tops, rows, norms))
     return _Problem(*sizes, *how, *map(rows_of, (q, k, v, out)), *places, input_scale, eps, floor)

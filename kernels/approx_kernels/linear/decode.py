@@ -6,11 +6,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.linear.cpu import linear_continue
+from approx_kernels.linear.cpu import FUSED, features_obstacle, linear_continue
 from approx_kernels.linear.features import features
 from approx_kernels.linear.reference import linear_heads, scaled
 from approx_kernels.linear.window import divided, near_weights
 from approx_kernels.ring import State, joined, newest
+
+
+def decode_obstacle(q: Tensor, *, feature_map: str, window: int) -> str | None:
+    """Why sums cannot be continued in C, with the remedy; None where they can."""
+    if feature_map not in FUSED:
+        return f"feature_map is {feature_map!r}; it has {' and '.join(FUSED)}. Ask for 'auto'."
+    if window:
+        return f"window is {window}; it has none. Ask for 'auto'."
+    return features_obstacle(q)
 
 
 def state_obstacle(*tensors: Tensor) -> str | None:

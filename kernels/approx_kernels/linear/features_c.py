@@ -24,6 +24,7 @@ typedef struct {
     float *sums;         /* [B, H, F, E + 1] */
     float *tops;         /* [B, H, F], what sums of exponentials are relative to */
     const float *rows;   /* [F, D], of random features; NULL where each number has one of its own */
+    float *norms;        /* [B, H, L], normalisers of queries, or the gradients of these; NULL where nobody asks */
     float input_scale, eps, floor;
 } problem;
 

@@ -74,7 +74,9 @@ static int attend(const problem *p, const float *across, int64_t b, int64_t h) {
         for (int64_t i = 0; i < rows; i++) {
             float weight = dot(size, queries + i * size, total);
             if (seen < p->keys) weight += row_sum(CHUNK, pairs + i * CHUNK);
-            scale_row(width, 1.0f / (weight + p->eps), out + i * width);
+            weight += p->eps;
+            if (p->norms) p->norms[(b * p->heads + h) * p->length + first + i] = weight;
+            scale_row(width, 1.0f / weight, out + i * width);
             write_row(p->out, p->bf16, b, h, first + i, E, out + i * width);
         }
         if (seen < p->keys) add_keys(&x, rows, keys, queries, total);

@@ -1,8 +1,9 @@
 """Local attention on a CPU: the window of each block of queries is a list of one entry."""
 
+import torch
 from torch import Tensor
 
-from approx_kernels.key_lists.cpu import FAR, WINDOW_ROWS, attend_lists
+from approx_kernels.key_lists.cpu import FAR, WINDOW_ROWS, attend, attend_lists
 
 
 def local_lists(
@@ -14,3 +15,15 @@ def local_lists(
     entries = [[(0, keys, -min(left, FAR), min(right, FAR))]] * (len(starts) - 1)
     lists = {"before": keys - length, "starts": starts, "entries": entries}
     return attend_lists(q, k, v, key_mask, **lists, scale=scale, dropout=dropout)
+
+
+def local_totals(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, left: int, right: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The same, and the normaliser of each query relative to its largest weight, [B, H, L] in float32."""
+    length, keys = q.shape[2], k.shape[2]
+    starts = torch.tensor([*range(0, length, WINDOW_ROWS), length])
+    entry = torch.tensor([[0, keys, -min(left, FAR), min(right, FAR)]], dtype=torch.int32)
+    mask = None if key_mask is None else key_mask.contiguous()
+    lists = mask, None, starts, torch.arange(starts.numel()), entry.repeat(starts.numel() - 1, 1), None, None, None
+    return attend(q, k, v, *lists, keys - length, scale, 1, 0.0, 0.0, totals=True)

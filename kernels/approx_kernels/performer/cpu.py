@@ -28,7 +28,7 @@ def performer_batch(
     scale: float,
 ) -> Tensor:
     """Attend; the backward pass keeps the inputs alone."""
-    return linear_batch(q, k, v, key_mask, causal=causal, **_form(projection, kernel, scale))
+    return linear_batch(q, k, v, key_mask, causal=causal, **_form(projection, kernel, scale))[0]
 
 
 def performer_continue(

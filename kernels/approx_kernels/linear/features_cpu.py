@@ -1,0 +1,77 @@
+"""Features that are learned, or softmaxes, on a CPU: made in C in one pass over the rows; their gradients by PyTorch."""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx_kernels.c_language import Rows, address, check, library, rows_of
+from approx_kernels.custom_op import custom_op
+from approx_kernels.linear.maps_c import MAPS
+
+# In the order of maps_c.py.
+_MAPS = ("softmax", "t2r", "hedgehog")
+
+
+class _Problem(ctypes.Structure):
+    """`problem` of maps_c.py."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "length", "size", "map", "bf16", "threads")),
+        ("x", Rows),
+        ("out", Rows),
+        ("weight", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+    )
+
+
+def map_features(x: Tensor, weight: Tensor | None, feature_map: str, scale: float) -> Tensor:
+    """As `features` of x times a scale, with products in float32, in the dtype of x."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return _map(x, None if weight is None else weight.float().contiguous(), feature_map, scale)
+
+
+def _empty(x: Tensor, weight: Any, feature_map: str, scale: float) -> Tensor:
+    features = x.shape[3] * (2 if feature_map == "hedgehog" else 1)
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], features).transpose(1, 2)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, ctx.feature_map, ctx.scale = inputs
+    ctx.save_for_backward(x, weight, output)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, made = ctx.saved_tensors
+    grad, made = grad.float(), made.float()
+    if ctx.feature_map == "t2r":
+        heights = grad * (made > 0)
+    else:
+        # Of softmaxes side by side, each with the sign of its heights.
+        change = [
+            f * (g - (f * g).sum(-1, keepdim=True))
+            for f, g in zip(made.split(x.shape[3], 3), grad.split(x.shape[3], 3), strict=True)
+        ]
+        heights = change[0] if len(change) == 1 else change[0] - change[1]
+    if weight is None:
+        return (heights * ctx.scale).to(x.dtype), None, None, None
+    product = weight[:, : x.shape[3]]
+    dweight = ((x.float() * ctx.scale).transpose(2, 3) @ heights).sum(0)
+    if ctx.feature_map == "t2r":
+        dweight = torch.cat([dweight, heights.sum((0, 2)).unsqueeze(1)], 1)
+    return (heights @ product.transpose(1, 2) * ctx.scale).to(x.dtype), dweight, None, None
+
+
+def _count(x: list[int], weight: list[int] | None, *_: Any, out_shape: Any = None) -> int:
+    return 0 if weight is None else 2 * x[0] * x[1] * x[2] * x[3] * x[3]
+
+
+@custom_op(_empty, flops=_count, backward=_gradients, save=_keep)
+def _map(x: Tensor, weight: Tensor | None, feature_map: str, scale: float) -> Tensor:
+    out = _empty(x, weight, feature_map, scale)
+    found = library(MAPS)
+    assert not isinstance(found, str), f"checked by the op: {found}"
+    how = _MAPS.index(feature_map), x.dtype == torch.bfloat16, torch.get_num_threads()
+    check(found.map_rows(ctypes.byref(_Problem(*x.shape, *how, rows_of(x), rows_of(out), address(weight), scale))))
+    return out

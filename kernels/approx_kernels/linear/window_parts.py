@@ -1,0 +1,66 @@
+"""A window beside sums, by what attends to each alone: the softmax of the keys in it, and causal sums over the others.
+
+With o the softmax of the keys in the window and t its sum relative to the largest score, and with the outputs and
+normalisers of features of the keys before it (and, in reverse, behind it), which no window is subtracted from,
+
+    out = (mix t o + sum_parts n_part o_part) / (mix t + sum_parts n_part).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# From features of queries and keys, values and a mask to causal outputs and normalisers, to which eps has been added.
+Sums = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+
+def reach(window: int, causal: bool) -> tuple[int, int]:
+    """Keys of a window before the own position and behind it."""
+    return (window - 1, 0) if causal else (window, window)
+
+
+def joined_parts(
+    near: Tensor,
+    total: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_mask: Tensor | None,
+    attend: Sums,
+    *,
+    causal: bool,
+    window: int,
+    mix: Tensor,
+    eps: float,
+) -> Tensor:
+    """The softmax `near` of the keys in the window, with its sum `total`, beside the sums over the others; in float32 at least."""
+    left, right = reach(window, causal)
+    parts = [_before(queries, keys, values, key_mask, keys.shape[2] - left - 1, attend)]
+    if not causal:
+        queries, keys, values = (x.flip(2) for x in (queries, keys, values))
+        mask = None if key_mask is None else key_mask.flip(1)
+        behind = _before(queries, keys, values, mask, queries.shape[2] - right - 1, attend)
+        parts.append(None if behind is None else (behind[0].flip(2), behind[1].flip(2)))
+    norm = mix.float()[:, None] * total
+    joined = norm[..., None] * near
+    for out, weight in filter(None, parts):
+        # It has had eps added.
+        joined, norm = joined + weight[..., None] * out, norm + (weight - eps)
+    return joined / norm.clamp(min=eps)[..., None]
+
+
+def _before(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, count: int, attend: Sums
+) -> tuple[Tensor, Tensor] | None:
+    """Causal sums over the first `count` keys, all of which the last query sees: outputs and normalisers."""
+    if count <= 0:
+        return None
+    mask = None if key_mask is None else key_mask[:, :count]
+    # More queries than keys: those that stand behind all keys see them all, which keys that do not count bring about.
+    more = count - k.shape[2]
+    if more > 0:
+        mask = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
+        k, v, mask = F.pad(k, (0, 0, 0, more)), F.pad(v, (0, 0, 0, more)), F.pad(mask, (0, more))
+    return attend(q, k[:, :, :count], v[:, :, :count], mask)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, whole_number
-from approx_kernels.exact import exact_attention
+from approx_kernels.exact import fastest_attention
 from approx_kernels.local import local_attention
 from approx_kernels.ring import joined, newest
 
@@ -58,7 +58,7 @@ class LocalAttention(Mechanism):
         """Attend from tokens that follow those in a state: a ring of the last `left` keys."""
         k, v, key_mask = joined(state, k, v, key_mask)
         if q.shape[2] == 1 and k.shape[2] <= self.left + 1:
-            out = exact_attention(q, k, v, key_mask, causal=False, scale=self.scale)
+            out = fastest_attention(q, k, v, key_mask, causal=False, scale=self.scale)
         else:
             out = self(q, k, v, key_mask)
         return out, newest(k, v, key_mask, self.left)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, whole_number
-from approx_kernels.exact import exact_attention
+from approx_kernels.exact import fastest_attention
 from approx_kernels.global_tokens import global_token_attention
 from approx_kernels.ring import first_and_newest, joined
 
@@ -75,7 +75,7 @@ class SinksAttention(Mechanism):
         """
         k, v, key_mask = joined(state, k, v, key_mask)
         if q.shape[2] == 1 and k.shape[2] <= self.sinks + self.window:
-            out = exact_attention(q, k, v, key_mask, causal=False, scale=self.scale)
+            out = fastest_attention(q, k, v, key_mask, causal=False, scale=self.scale)
         else:
             out = self(q, k, v, key_mask)
         return out, first_and_newest(k, v, key_mask, self.sinks, self.window - 1)

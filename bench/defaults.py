@@ -259,7 +259,9 @@ def draw(made: dict[str, Any], path: Path) -> None:
         FigureCanvasSVG(figure)
         axes = figure.add_subplot(xscale="log", yscale="log", xlabel=f"CPU ms, {last}", ylabel="relative error")
         for number, key in enumerate((mechanism, swept) for mechanism, sweeps in SWEEPS.items() for swept in sweeps):
-            found = [c["found"][last] for c in made["cases"] if (c["mechanism"], c["swept"]) == key]
+            # What follows the length is one of the numbers here.
+            swept = [c for c in made["cases"] if (c["mechanism"], c["swept"]) == key and c["value"] is not None]
+            found = [case["found"][last] for case in swept]
             style = {"linestyle": ("-", "--")[number // 10], "marker": "os"[number // 10], "markersize": 3}
             axes.plot([f["ms"] for f in found], [f["error"] for f in found], label=": ".join(key), **style)
         axes.axvline(made["sources"][-1]["sdpa_ms"], color="black", linewidth=0.8, label="exact attention")

@@ -7,7 +7,7 @@ from torch import Tensor
 from approx.mechanisms.mechanism import Mechanism, whole_number
 from approx_kernels.exact import fastest_attention
 from approx_kernels.local import local_attention
-from approx_kernels.ring import joined, newest
+from approx_kernels.ring import content, extended, newest
 
 
 class LocalAttention(Mechanism):
@@ -56,12 +56,13 @@ class LocalAttention(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, state: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Attend from tokens that follow those in a state: a ring of the last `left` keys."""
-        k, v, key_mask = joined(state, k, v, key_mask)
+        ring = extended(state, k, v, key_mask)
+        k, v, key_mask = content(ring)
         if q.shape[2] == 1 and k.shape[2] <= self.left + 1:
             out = fastest_attention(q, k, v, key_mask, causal=False, scale=self.scale)
         else:
             out = self(q, k, v, key_mask)
-        return out, newest(k, v, key_mask, self.left)
+        return out, newest(ring, self.left)
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:

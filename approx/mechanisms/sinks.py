@@ -7,7 +7,7 @@ from torch import Tensor
 from approx.mechanisms.mechanism import Mechanism, whole_number
 from approx_kernels.exact import fastest_attention
 from approx_kernels.global_tokens import global_token_attention
-from approx_kernels.ring import first_and_newest, joined
+from approx_kernels.ring import content, extended, first_and_newest
 
 
 class SinksAttention(Mechanism):
@@ -73,12 +73,13 @@ class SinksAttention(Mechanism):
 
         With what lies between them gone, distances are what they were, or the key is a sink.
         """
-        k, v, key_mask = joined(state, k, v, key_mask)
+        ring = extended(state, k, v, key_mask)
+        k, v, key_mask = content(ring)
         if q.shape[2] == 1 and k.shape[2] <= self.sinks + self.window:
             out = fastest_attention(q, k, v, key_mask, causal=False, scale=self.scale)
         else:
             out = self(q, k, v, key_mask)
-        return out, first_and_newest(k, v, key_mask, self.sinks, self.window - 1)
+        return out, first_and_newest(ring, self.sinks, self.window - 1)
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:

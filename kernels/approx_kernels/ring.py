@@ -1,51 +1,105 @@
-"""The ring: keys and values that queries to come can still reach, for decoding in bounded memory."""
+"""The ring: keys and values that queries to come can still reach, for decoding in bounded memory.
+
+It lies in buffers with room behind it, into which keys that follow are written. Those that nobody reaches any more stay
+behind, and only where the room has ended the others are copied to new buffers. Where it begins and ends is kept as the
+shape of an empty tensor, `span`: no GPU has to be waited for to read it, and it stays what it is when the samples of a
+state are reordered, repeated or chosen along the first dimension of all its tensors.
+"""
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.compiler import is_compiling
 
 State = dict[str, Tensor]
 
+PARTS = ("k", "v", "real")
+LEAST_ROOM = 64
 
-def joined(ring: State | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values and mask of a ring with those that follow; the mask stays None while all are real.
+
+def extended(ring: State | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> State:
+    """A ring with keys that follow; where its buffers have room it is overwritten, unless gradients might need it.
 
     Args:
-        ring: What `newest` or `first_and_newest` returned; None before the first token.
+        ring: What `newest` or `first_and_newest` returned, other tensors beside it; None before the first token.
         k: Keys that follow, [B, H, n, D].
         v: Their values, [B, H, n, E].
         key_mask: [B, n] bool, True at real ones; None when all are.
     """
+    newer = {"k": k, "v": v} if key_mask is None else {"k": k, "v": v, "real": key_mask[:, None, :, None]}
     if ring is None:
-        return k, v, key_mask
-    known = ring.get("real")
-    if known is not None or key_mask is not None:
-        known = k.new_ones(k.shape[0], ring["k"].shape[2], dtype=torch.bool) if known is None else known
-        key_mask = F.pad(known, (0, k.shape[2]), value=True) if key_mask is None else torch.cat([known, key_mask], 1)
-    return torch.cat([ring["k"], k], 2), torch.cat([ring["v"], v], 2), key_mask
+        return newer
+    begin, end = _span(ring)
+    after = end + k.shape[2]
+    known = {name: ring[name] for name in PARTS if name in ring}
+    for one, other in ((known, newer), (newer, known)):
+        if "real" in other and "real" not in one:
+            one["real"] = k.new_ones(k.shape[0], 1, one["k"].shape[2], 1, dtype=torch.bool)
+    if not all(_takes(x, newer[name], after) for name, x in known.items()):
+        return {name: torch.cat([x[:, :, begin:end], newer[name]], 2) for name, x in known.items()}
+    for name, x in known.items():
+        x[:, :, end:after] = newer[name]
+    return _spanning(known, begin, after)
 
 
-def newest(k: Tensor, v: Tensor, key_mask: Tensor | None, count: int) -> State:
+def content(ring: State) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys [B, H, m, D], values [B, H, m, E] and mask [B, m] of a ring; the mask is None while all are real."""
+    begin, end = _span(ring)
+    k, v = (ring[name][:, :, begin:end] for name in ("k", "v"))
+    return k, v, ring["real"][:, 0, begin:end, 0] if "real" in ring else None
+
+
+def newest(ring: State, count: int) -> State:
     """The ring of the last `count` keys, padding among them."""
-    first = max(k.shape[2] - count, 0)
-    # A view of one token more is cheaper than a copy; one of a long prompt, or of projections, would keep all of it.
-    copied = first > 1 or not (k.is_contiguous() and v.is_contiguous())
-    ring = {"k": k, "v": v} if key_mask is None else {"k": k, "v": v, "real": key_mask}
-    kept = {name: x[:, first:] if name == "real" else x[:, :, first:] for name, x in ring.items()}
-    return {name: x.clone() for name, x in kept.items()} if copied else kept
+    return _without_between(ring, 0, count)
 
 
-def first_and_newest(k: Tensor, v: Tensor, key_mask: Tensor | None, first: int, count: int) -> State:
+def first_and_newest(ring: State, first: int, count: int) -> State:
     """The ring of the `first` real keys of each sample and its last `count` real ones, in their order."""
-    if k.shape[2] <= first + count:
-        return newest(k, v, key_mask, k.shape[2])
-    if key_mask is None:
-        place = torch.arange(k.shape[2], device=k.device)
-        kept = torch.cat([place[:first], place[k.shape[2] - count :]])
-        return {"k": k.index_select(2, kept), "v": v.index_select(2, kept)}
+    k, v, key_mask = content(ring)
+    if key_mask is None or k.shape[2] <= first + count:
+        return _without_between(ring, first, count)
     rank = key_mask.cumsum(1)
     reached = key_mask & ((rank <= first) | (rank > rank[:, -1:] - count))
     # Samples keep different numbers of keys: what is short is filled with others, which count as padding.
     kept = (~reached).to(torch.uint8).argsort(dim=1, stable=True)[:, : first + count]
     k, v = (x.gather(2, kept[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
-    return {"k": k, "v": v, "real": reached.gather(1, kept)}
+    return _without_between({"k": k, "v": v, "real": reached.gather(1, kept)[:, None, :, None]}, first, count)
+
+
+def _without_between(ring: State, first: int, count: int) -> State:
+    """A ring without what lies between its `first` keys and its last `count`, in buffers of a size for what is left."""
+    begin, end = _span(ring)
+    gap = max(end - begin - first - count, 0)
+    parts = {name: ring[name] for name in PARTS if name in ring}
+    if "span" in ring:
+        for x in parts.values() if gap and first else ():
+            # The first step over what stays behind.
+            x[:, :, begin + gap : begin + gap + first] = x[:, :, begin : begin + first].clone()
+        begin += gap
+    else:
+        room = 0 if torch.is_grad_enabled() else max(LEAST_ROOM, (end - gap) // 4)
+        blanks = {name: x.new_zeros(*x.shape[:2], room, x.shape[3]) for name, x in parts.items()}
+        parts = {
+            name: torch.cat([x[:, :, :first], x[:, :, first + gap :], blanks[name]], 2) for name, x in parts.items()
+        }
+        end -= gap
+    # Once padding has been left behind all that follows is spared a mask; a GPU would have to be waited for.
+    told = "real" in parts and parts["real"].device.type == "cpu" and not is_compiling()
+    if told and bool(parts["real"][:, :, begin:end].all()):
+        del parts["real"]
+    return _spanning(parts, begin, end)
+
+
+def _span(ring: State) -> tuple[int, int]:
+    begin, end = ring["span"].shape[1:3] if "span" in ring else (0, ring["k"].shape[2])
+    return begin, end
+
+
+def _spanning(parts: State, begin: int, end: int) -> State:
+    return {**parts, "span": parts["k"].new_empty(parts["k"].shape[0], begin, end, 0)}
+
+
+def _takes(buffer: Tensor, newer: Tensor, end: int) -> bool:
+    """Whether a buffer can be written to as far as `end`."""
+    kept = torch.is_grad_enabled() or (buffer.is_inference() and not torch.is_inference_mode_enabled())
+    return not kept and end <= buffer.shape[2] and buffer.dtype == newer.dtype

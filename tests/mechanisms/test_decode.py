@@ -25,15 +25,16 @@ def decoded(mechanism, tensors, mask, cuts):
 
 @pytest.mark.parametrize("name", BOUNDED)
 @pytest.mark.parametrize("kind", MASKS)
-@given(shape=shapes, cuts=st.lists(st.integers(1, 66), max_size=4), one_by_one=st.booleans())
+@given(shape=shapes, cuts=st.lists(st.integers(1, 66), max_size=4), one_by_one=st.booleans(), grad=st.booleans())
 @few
-def test_pieces_give_what_the_whole_gives(name, kind, shape, cuts, one_by_one):
+def test_pieces_give_what_the_whole_gives(name, kind, shape, cuts, one_by_one, grad):
     length = shape["length"]
     mechanism = make(name, True, heads=shape["heads"], size=shape["size"])
     q, k, v = draw(**shape)
     mask = None if kind == "none" else draw_mask(kind, **shape)
     ends = range(1, length + 1) if one_by_one else sorted({*(cut % length for cut in cuts), length} - {0})
-    found, _ = decoded(mechanism, (q, k, v), mask, tuple(ends))
+    with torch.set_grad_enabled(grad):  # without, what a state holds is written over
+        found, _ = decoded(mechanism, (q, k, v), mask, tuple(ends))
     whole = mechanism(q, k, v, mask)
     if mask is not None:  # what padding receives has no meaning
         found, whole = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (found, whole))
@@ -61,7 +62,8 @@ def test_the_state_does_not_grow(name, kind):
     shape = {"batch": 2, "heads": 2, "length": 90, "size": 8, "values": 4, "seed": 1}
     mechanism = make(name, True, heads=2, size=8)
     mask = None if kind == "none" else draw_mask(kind, **shape)
-    _, states = decoded(mechanism, draw(**shape), mask, (30, *range(31, 91)))
+    with torch.no_grad():
+        _, states = decoded(mechanism, draw(**shape), mask, (30, *range(31, 91)))
     kept = [sum(x.untyped_storage().nbytes() for x in state.values()) for state in states]
     assert kept[-1] == kept[-50]
     # After a long prompt too: nothing of it is kept alive by a view.

@@ -10,7 +10,7 @@ from approx_kernels.linear.cpu import FUSED, features_obstacle, linear_continue
 from approx_kernels.linear.features import features
 from approx_kernels.linear.reference import linear_heads, scaled
 from approx_kernels.linear.window import divided, near_weights
-from approx_kernels.ring import State, joined, newest
+from approx_kernels.ring import State, content, extended, newest
 
 
 def decode_obstacle(q: Tensor, *, feature_map: str, window: int) -> str | None:
@@ -56,14 +56,15 @@ def continue_heads(
     """
     sums = None if state is None else state["sums"]
     ways = {"window": window, "mix": mix, **ways}
+    ring = extended(state, k, v, key_mask) if window else {}
     if window:
-        k, v, key_mask = joined(state, k, v, key_mask)
+        k, v, key_mask = content(ring)
     if window and sums is not None and q.shape[2] == 1 and k.shape[2] <= window:
         out, sums = _newest_query(q, k, v, key_mask, sums, **ways)
     else:
         out, sums = linear_heads(q, k, v, key_mask, causal=True, sums=sums, **ways)
     assert sums is not None, "causal sums always are"
-    return out, {"sums": sums, **(newest(k, v, key_mask, window - 1) if window else {})}
+    return out, {"sums": sums, **(newest(ring, window - 1) if window else {})}
 
 
 def _newest_query(

@@ -74,6 +74,18 @@ def test_the_default_keeps_its_place_against_a_small_gain(monkeypatch):
     assert measure(small())["way"] == ways.DEFAULT
 
 
+def test_a_way_that_was_held_up_once_is_not_hopeless(monkeypatch):
+    # The second call is the first that is timed.
+    seconds = iter([0.002, 0.2])
+
+    def held_up(*inputs, **settings):
+        return delayed(next(seconds, 0.002))(*inputs, **settings)
+
+    choose_among(monkeypatch, quick=held_up)
+    finding = measure(small())
+    assert (finding["way"], finding["refused"]) == ("quick", {})
+
+
 @pytest.mark.parametrize(
     "form", [{}, {"few": True}, {"causal": True}, {"padded": True}, {"training": True, "padded": True}]
 )

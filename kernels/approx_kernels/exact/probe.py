@@ -26,6 +26,8 @@ GAIN = 1.1
 # What is this many times slower than the default costs no more time.
 HOPELESS = 3.0
 ROUNDS = 12
+# So many at least, before anything is called hopeless too: whatever else runs may hold up one or two.
+LEAST_ROUNDS = 3
 SECONDS = 0.5
 # The relative error up to which a result is called exact in its dtype; in 16 bits that is the distance of two numbers.
 LABEL = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -185,16 +187,18 @@ def _error(out: Tensor, exact: Tensor | None, real: Tensor | None) -> float:
 def _race(calls: dict[str, Callable[[], Tensor]], device: str) -> dict[str, float]:
     """Milliseconds of each call: the least on a CPU, which others disturb, the median on a GPU.
 
-    Calls that are hopeless after a round leave the race; the others go on until there is enough of them.
+    Calls that are hopeless after a few rounds leave the race; the others go on until there is enough of them.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     best = statistics.median if device == "cuda" else min
     begun = time.perf_counter()
     with clock() as now:
-        for done in range(ROUNDS):
+        for done in range(1, ROUNDS + 1):
             for name, call in calls.items():
                 samples[name].append(_cuda_milliseconds(call) if device == "cuda" else _milliseconds(call, now))
-            if time.perf_counter() - begun > SECONDS and done:
+            if done < LEAST_ROUNDS:
+                continue
+            if time.perf_counter() - begun > SECONDS:
                 break
             limit = HOPELESS * best(samples[DEFAULT])
             calls = {name: call for name, call in calls.items() if name == DEFAULT or best(samples[name]) < limit}

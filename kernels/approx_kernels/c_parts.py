@@ -1,4 +1,4 @@
-"""Numbers of float32 in C as tiles hold them: where those multiply bfloat16 (AMX), as sums of three such numbers.
+"""Numbers of float32 in C as tiles hold them: where those multiply bfloat16 (AMX), as sums of such numbers.
 
 Three parts of 8 bits are all 24 of a float32. Of the nine products of two numbers the three smallest are less than half of
 the last bit; the other six, on tiles, take less time than one on the widest vectors. What is not finite makes NaN.
@@ -92,6 +92,48 @@ enum { PARTS = 2 };
 INLINE void write_parts(__m512 first, __m512 second, char *to) {
     _mm512_store_ps(to, first), _mm512_store_ps(to + 2 * TILE, second);
 }
+#endif
+
+/* A right side whose numbers are sums of `count` of bfloat16: as many right sides, one after the other. */
+typedef struct { const uint32_t *pairs; int64_t count, apart, stride; } split;
+
+#if HAVE_TILES
+/* Rows [depth, n] as such, in memory that is to be freed; without it where there are no tiles,
+   on which alone this is faster than float32, or it is not wanted. */
+static split split_rows(int wanted, int64_t count, int64_t depth, int64_t n, const float *rows, int64_t stride) {
+    split made = {.count = count, .apart = room(depth, n), .stride = padded(n)};
+    float *memory = wanted && tiles_at_hand() ? floats(count * made.apart + depth * made.stride) : NULL;
+    if (!memory) return made;
+    float *left = memory + count * made.apart;
+    memset(left, 0, sizeof(float) * depth * made.stride);
+    for (int64_t d = 0; d < depth; d++) memcpy(left + d * made.stride, rows + d * stride, sizeof(float) * n);
+    for (int64_t p = 0; p < count; p++) {
+        halve_pairs(depth, n, left, made.stride, (uint32_t *)memory + p * made.apart);
+        for (int64_t i = 0; i < depth * made.stride; i++) left[i] -= halved(left[i]);
+    }
+    made.pairs = (uint32_t *)memory;
+    return made;
+}
+
+/* c [m, n] = or += a [m, depth], numbers of bfloat16, by it; of enough rows for `begin_halves`. */
+static void split_product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t am, split b, float *c,
+                          int64_t ldc, int add) {
+    uint32_t left[LEFT_ROWS * LEFT_DEPTH / 2] __attribute__((aligned(64)));
+    for (int64_t d = 0; d < depth; d += LEFT_DEPTH)
+        for (int64_t i = 0; i < m; i += LEFT_ROWS) {
+            int64_t rows = lesser(m - i, LEFT_ROWS), deep = lesser(depth - d, LEFT_DEPTH);
+            halve_left(rows, deep, a + i * am + d, am, 1, left);
+            for (int64_t p = 0; p < b.count; p++)
+                multiply_left(rows, n, deep, left, b.pairs + p * b.apart + d / 2 * b.stride, b.stride, c + i * ldc, ldc,
+                              add || d || p);
+        }
+}
+#else
+INLINE split split_rows(int wanted, int64_t count, int64_t depth, int64_t n, const float *rows, int64_t stride) {
+    return (split){0};
+}
+INLINE void split_product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t am, split b, float *c,
+                          int64_t ldc, int add) {}
 #endif
 """
 )

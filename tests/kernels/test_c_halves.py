@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.c_halves import HALVES
 from approx_kernels.c_language import address, library
+from approx_kernels.c_parts import PARTS
 from approx_kernels.findings import instructions
 
 SOURCE = (
-    HALVES
+    PARTS
     + r"""
 int apply(int half, int across, int64_t m, int64_t n, int64_t depth, const float *a, int64_t am, int64_t ak,
           const float *b, int64_t stride, int64_t row, int64_t column, float *c, int64_t ldc, int add) {
@@ -21,6 +21,13 @@ int apply(int half, int across, int64_t m, int64_t n, int64_t depth, const float
     right r = across ? columns_right(half, n, depth, b, stride, memory) : rows_right(half, depth, n, b, stride, memory);
     multiply(m, padded(n) - column, depth - row, a, am, ak, r, row, column, c, ldc, add);
     end_halves(half), free(memory);
+    return half;
+}
+int apply_split(int64_t count, int64_t m, int64_t n, int64_t depth, const float *a, const float *b, float *c, int64_t add) {
+    split by = split_rows(1, count, depth, n, b, n);
+    int half = begin_halves(by.pairs != NULL, m);
+    if (half) split_product(m, n, depth, a, depth, by, c, padded(n), add);
+    end_halves(half), free((void *)by.pairs);
     return half;
 }
 float rounded(float x) { return halved(x); }
@@ -83,6 +90,32 @@ def test_products_are_exact_but_for_the_rounding_of_their_factors(
         left, right = left.bfloat16(), right.bfloat16()
     exact = left.double() @ right[row:, column:].double() + (0 if sums is None else sums)
     torch.testing.assert_close(made.double(), exact, rtol=1e-5, atol=1e-5 * depth**0.5)
+
+
+@needs_compiler
+@settings(max_examples=100, deadline=None)
+@given(
+    count=st.integers(1, 3),
+    m=st.integers(1, 70),
+    n=st.integers(1, 70),
+    depth=st.integers(1, 300),
+    adds=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_numbers_in_parts_lose_eight_bits_less_with_each(count, m, n, depth, adds, seed):
+    found = library(SOURCE)
+    assert not isinstance(found, str)
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.randn(m, depth, generator=generator).bfloat16().float()
+    right = torch.randn(depth, n, generator=generator)
+    sums = torch.randn(m, -(-n // found.width()) * found.width(), generator=generator)
+    made, sizes = sums.clone(), map(ctypes.c_int64, (count, m, n, depth))
+    ran = found.apply_split(*sizes, address(left), address(right), address(made), ctypes.c_int64(adds))
+    assert bool(ran) == (m >= 16 and instructions().endswith("AMX"))
+    if ran:
+        exact = left.double() @ right.double() + (sums[:, :n] if adds else 0)
+        error = (made[:, :n] - exact).abs() / (left.abs().double() @ right.abs().double() + 1)
+        assert error.max() <= max(2.0 ** (-8 * count), 1e-6)
 
 
 @needs_compiler

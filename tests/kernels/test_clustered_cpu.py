@@ -76,6 +76,15 @@ def test_the_clusters_are_those_of_the_reference(dtype, n, clusters, bits):
         assert torch.equal(*found)
 
 
+def test_clusters_are_told_apart_where_their_number_takes_more_than_16_bits():
+    n, clusters = 2**16 + 3, 2**16 + 1
+    planes, draws = draw_planes(64, bits=63, bias=True, clusters=clusters, seed=0)
+    found = cluster_queries(torch.randn(1, n, 64), planes, draws, clusters=clusters, iterations=1, impl="cpu")[0]
+    # Each centroid is one query of a stretch, whose nearest it is: no two random ones have the same 63 bits.
+    starts = torch.arange(clusters + 1) * n // clusters
+    assert torch.equal(found[starts[:-1] + draws % starts.diff()].long(), torch.arange(clusters))
+
+
 def test_equal_keys_and_far_scores_change_nothing():
     q, v = torch.randn(1, 2, 300, 16) * 30, torch.randn(1, 2, 300, 16)
     k = torch.randn(1, 2, 3, 16).repeat(1, 1, 100, 1)

@@ -1,12 +1,12 @@
 """Sign hashes and their Hamming k-means in C: a head's words stay in a core's own cache."""
 
-from approx_kernels.c_vectors import VECTORS
+from approx_kernels.c_parts import PARTS
 
 SOURCE = (
-    VECTORS
+    PARTS
     + r"""
 /* Queries whose heights stay in a core's own cache, and bits of a word. */
-enum { ROWS = 48, BITS = 64 };
+enum { ROWS = 64, BITS = 64 };
 
 /* Signs of a row of heights. */
 INLINE uint64_t signs(const float *row) {
@@ -37,19 +37,22 @@ static void stand(const float *planes, int64_t bits, int64_t size, float *across
         }
 }
 
-/* Words of some queries of a head, the first n where none are named. */
+/* Words of some queries of a head, the first n where none are named; of bfloat16 by planes in parts, if there are any. */
 static void hash(tensor q, int64_t bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
-                 int64_t bits, const float *across, float *memory, uint64_t *words) {
+                 int64_t bits, const float *across, split parts, float *memory, uint64_t *words) {
     int64_t wide = padded(size);
+    int half = begin_halves(parts.pairs != NULL, n);
     float *heights = memory + ROWS * wide;
     for (int64_t first = 0; first < n; first += ROWS) {
         int64_t rows = lesser(ROWS, n - first);
         if (tokens) read_rows(q, bf16, b, h, tokens + first, rows, size, wide, memory);
         else read_rows(from_row(q, bf16, first), bf16, b, h, NULL, rows, size, wide, memory);
         for (int64_t i = 0; i < rows; i++) memcpy(heights + i * BITS, across + size * BITS, sizeof(float) * BITS);
-        product(rows, padded(bits), size, memory, wide, 1, across, BITS, heights, BITS, 1);
+        if (half) split_product(rows, padded(bits), size, memory, wide, parts, heights, BITS, 1);
+        else product(rows, padded(bits), size, memory, wide, 1, across, BITS, heights, BITS, 1);
         for (int64_t i = 0; i < rows; i++) words[first + i] = signs(heights + i * BITS);
     }
+    end_halves(half);
 }
 
 #if defined(__AVX2__) && !defined(__AVX512VPOPCNTDQ__)
@@ -65,8 +68,42 @@ INLINE __m256i bits_set(__m256i x) {
 }
 #endif
 
+#if WIDTH == 16 && defined(__AVX512VPOPCNTDQ__)
+#define HAVE_COUNTS 1
+/* As `nearest`, for up to 2^16 centroids: of 16 words the differences and the centroid's number make one vector of keys. */
+static void nearest_counted(const uint64_t *words, int64_t n, const uint64_t *centroids, int64_t clusters, int32_t *groups) {
+    for (int64_t i = 0; i < n; i += 32) {
+        uint64_t row[32];
+        uint32_t best[32];
+        for (int r = 0; r < 32; r++) row[r] = words[lesser(i + r, n - 1)];
+        __m512i word[4], least[2] = {_mm512_set1_epi32(-1), _mm512_set1_epi32(-1)}, number = _mm512_setzero_si512();
+#pragma GCC unroll 4
+        for (int w = 0; w < 4; w++) word[w] = _mm512_loadu_si512(row + 8 * w);
+        for (int64_t c = 0; c < clusters; c++) {
+            __m512i other = _mm512_set1_epi64((long long)centroids[c]);
+#pragma GCC unroll 2
+            for (int w = 0; w < 2; w++) {
+                __m512i low = _mm512_slli_epi64(_mm512_popcnt_epi64(_mm512_xor_si512(word[2 * w], other)), 16);
+                __m512i high = _mm512_slli_epi64(_mm512_popcnt_epi64(_mm512_xor_si512(word[2 * w + 1], other)), 48);
+                least[w] = _mm512_min_epu32(_mm512_ternarylogic_epi64(low, high, number, 0xfe), least[w]);
+            }
+            number = _mm512_add_epi32(number, _mm512_set1_epi32(1));
+        }
+        for (int w = 0; w < 2; w++) _mm512_storeu_si512(best + 16 * w, least[w]);
+        for (int r = 0; r < 32 && i + r < n; r++) groups[i + r] = best[r / 16 * 16 + r % 8 * 2 + r / 8 % 2] & 0xffff;
+    }
+}
+#else
+#define HAVE_COUNTS 0
+INLINE void nearest_counted(const uint64_t *words, int64_t n, const uint64_t *centroids, int64_t clusters, int32_t *groups) {}
+#endif
+
 /* The centroid that differs in fewest bits from each word, the lowest among equals. */
 static void nearest(const uint64_t *words, int64_t n, const uint64_t *centroids, int64_t clusters, int32_t *groups) {
+    if (HAVE_COUNTS && clusters <= 1 << 16) {
+        nearest_counted(words, n, centroids, clusters, groups);
+        return;
+    }
     for (int64_t i = 0; i < n; i += 8) {
         uint64_t row[8], best[8];
         for (int r = 0; r < 8; r++) row[r] = words[i + r < n ? i + r : n - 1], best[r] = UINT64_MAX;
@@ -94,6 +131,14 @@ static void nearest(const uint64_t *words, int64_t n, const uint64_t *centroids,
     }
 }
 
+/* Which of the sums of a cluster's bits are no smaller than a bound. */
+INLINE uint64_t reaching(const int32_t *sums, int32_t bound) {
+    /* As numbers of float32, of which signs are taken anyway; exact below 2^24 members. */
+    float above[BITS];
+    for (int b = 0; b < BITS; b++) above[b] = (float)(sums[b] - bound) + 0.5f;
+    return signs(above);
+}
+
 /* Move each centroid to the majority bits of its members; says whether any has moved. */
 static int move(const uint64_t *words, int64_t n, const int32_t *groups, uint64_t *centroids, int64_t clusters,
                 const int64_t *draws, int64_t step, int32_t *ones, int32_t *members) {
@@ -108,12 +153,8 @@ static int move(const uint64_t *words, int64_t n, const int32_t *groups, uint64_
     }
     int moved = 0;
     for (int64_t c = 0; c < clusters; c++) {
-        uint64_t majority = 0, tied = 0;
-        for (int b = 0; b < 64; b++) {
-            int32_t twice = 2 * ones[64 * c + b];
-            majority |= (uint64_t)(twice > members[c]) << b;
-            tied |= (uint64_t)(twice == members[c]) << b;
-        }
+        uint64_t majority = reaching(ones + BITS * c, members[c] / 2 + 1);
+        uint64_t tied = members[c] % 2 ? 0 : reaching(ones + BITS * c, members[c] / 2) & ~majority;
         uint64_t next = members[c] ? majority | (tied & centroids[c]) : words[(draws[c] + step) % n];
         moved |= !members[c] || next != centroids[c];
         centroids[c] = next;
@@ -130,6 +171,8 @@ int cluster(const tensor *q, const float *planes, const int32_t *tokens, const i
     float *across = floats((size + 1) * BITS);
     if (!across) return 1;
     stand(planes, bits, size, across);
+    /* Three parts are all of a plane: what is hashed does not depend on the processor. */
+    split parts = split_rows(bf16, 3, size, BITS, across, BITS);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(| : failed)
     for (int64_t item = 0; item < batch * heads; item++) {
         int64_t b = item / heads, n = counts[b], wanted = clusters[b];
@@ -143,7 +186,7 @@ int cluster(const tensor *q, const float *planes, const int32_t *tokens, const i
         int32_t *ones = malloc(sizeof(int32_t) * (BITS + 1) * wanted);
         float *memory = floats(ROWS * (padded(size) + BITS));
         if (!words || !ones || !memory) { free(words), free(ones), free(memory), failed = 1; continue; }
-        hash(*q, bf16, b, item % heads, tokens ? tokens + b * length : NULL, n, size, bits, across, memory, words);
+        hash(*q, bf16, b, item % heads, tokens ? tokens + b * length : NULL, n, size, bits, across, parts, memory, words);
         for (int64_t c = 0; c < wanted; c++) {
             int64_t low = c * n / wanted, high = (c + 1) * n / wanted;
             centroids[c] = words[low + draws[c] % (high - low)];
@@ -155,7 +198,7 @@ int cluster(const tensor *q, const float *planes, const int32_t *tokens, const i
         }
         free(words), free(ones), free(memory);
     }
-    free(across);
+    free(across), free((void *)parts.pairs);
     return failed;
 }
 """

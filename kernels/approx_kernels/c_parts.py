@@ -98,15 +98,17 @@ INLINE void write_parts(__m512 first, __m512 second, char *to) {
 typedef struct { const uint32_t *pairs; int64_t count, apart, stride; } split;
 
 #if HAVE_TILES
-/* Rows [depth, n] as such, in memory that is to be freed; without it where there are no tiles,
+/* Rows [depth, n], times a factor, as such, in memory that is to be freed; without it where there are no tiles,
    on which alone this is faster than float32, or it is not wanted. */
-static split split_rows(int wanted, int64_t count, int64_t depth, int64_t n, const float *rows, int64_t stride) {
+static split split_rows(int wanted, int64_t count, int64_t depth, int64_t n, float factor, const float *rows,
+                        int64_t stride) {
     split made = {.count = count, .apart = room(depth, n), .stride = padded(n)};
     float *memory = wanted && tiles_at_hand() ? floats(count * made.apart + depth * made.stride) : NULL;
     if (!memory) return made;
     float *left = memory + count * made.apart;
     memset(left, 0, sizeof(float) * depth * made.stride);
-    for (int64_t d = 0; d < depth; d++) memcpy(left + d * made.stride, rows + d * stride, sizeof(float) * n);
+    for (int64_t d = 0; d < depth; d++)
+        for (int64_t j = 0; j < n; j++) left[d * made.stride + j] = factor * rows[d * stride + j];
     for (int64_t p = 0; p < count; p++) {
         halve_pairs(depth, n, left, made.stride, (uint32_t *)memory + p * made.apart);
         for (int64_t i = 0; i < depth * made.stride; i++) left[i] -= halved(left[i]);
@@ -129,7 +131,8 @@ static void split_product(int64_t m, int64_t n, int64_t depth, const float *a, i
         }
 }
 #else
-INLINE split split_rows(int wanted, int64_t count, int64_t depth, int64_t n, const float *rows, int64_t stride) {
+INLINE split split_rows(int wanted, int64_t count, int64_t depth, int64_t n, float factor, const float *rows,
+                        int64_t stride) {
     return (split){0};
 }
 INLINE void split_product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t am, split b, float *c,

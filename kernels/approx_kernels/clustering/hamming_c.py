@@ -172,7 +172,7 @@ int cluster(const tensor *q, const float *planes, const int32_t *tokens, const i
     if (!across) return 1;
     stand(planes, bits, size, across);
     /* Three parts are all of a plane: what is hashed does not depend on the processor. */
-    split parts = split_rows(bf16, 3, size, BITS, across, BITS);
+    split parts = split_rows(bf16, 3, size, BITS, 1.0f, across, BITS);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(| : failed)
     for (int64_t item = 0; item < batch * heads; item++) {
         int64_t b = item / heads, n = counts[b], wanted = clusters[b];

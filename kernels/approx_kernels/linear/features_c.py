@@ -4,10 +4,10 @@ Random features are exponentials of `w.x - |x|^2 / 2`, which no float32 holds; t
 each of them has had among the keys so far. Sums over keys shrink as these rise.
 """
 
-from approx_kernels.c_halves import HALVES
+from approx_kernels.c_parts import PARTS
 
 FEATURES = (
-    HALVES
+    PARTS
     + r"""
 enum { TOKENS = 64, CHUNK = 32, STRIP = 16 };
 enum { ELU, RELU, EXP };
@@ -35,6 +35,7 @@ typedef struct {
     const float *across, *along;     /* random rows, [D, F] and [F, D] */
     float *asking, *asked;           /* inputs of queries and keys, [TOKENS, D] */
     float *top, *higher, *fall;      /* [F]: what features are relative to, the largest so far, the ratio of the two */
+    split parts;                     /* the rows across, scaled, for inputs of bfloat16 on tiles; or nothing */
 } head;
 
 INLINE int real(const head *x, int64_t j) { return !x->all->mask || x->all->mask[x->b * x->all->keys + j]; }
@@ -88,8 +89,14 @@ static void read_values(const head *x, tensor from, int64_t first, int64_t rows,
 /* Features of rows; of exponentials, products with the random rows. */
 static void map_rows(const head *x, tensor from, int64_t first, int64_t rows, float *inputs, float *to) {
     const problem *p = x->all;
-    read_scaled(x, from, first, rows, p->size, p->input_scale, p->rows ? inputs : to);
-    if (p->rows) product(rows, x->size, p->size, inputs, x->wide, 1, x->across, x->size, to, x->size, 0);
+    int parts = x->parts.pairs != NULL;
+    read_scaled(x, from, first, rows, p->size, parts ? 1.0f : p->input_scale, p->rows ? inputs : to);
+    if (parts) {
+        split_product(rows, x->size, p->size, inputs, x->wide, x->parts, to, x->size, 0);
+        scale_row(rows * x->wide, p->input_scale, inputs);
+    } else if (p->rows) {
+        product(rows, x->size, p->size, inputs, x->wide, 1, x->across, x->size, to, x->size, 0);
+    }
     if (p->map == EXP) return;
     for (int64_t i = 0; i < rows; i++, to += x->size) {
         for (int64_t d = 0; d < x->size; d += WIDTH) {

@@ -20,7 +20,7 @@ static void past_pairs(int64_t depth, const float *rows, int64_t stride, const f
 FORWARD = (
     HEADS
     + r"""
-static int attend(const problem *p, const float *across, int64_t b, int64_t h) {
+static int attend(const problem *p, const float *across, split parts, int64_t b, int64_t h) {
     head x;
     int64_t size = padded(p->features), width = padded(p->values), F = p->features, E = p->values;
     float *memory = begin(&x, p, across, b, h,
@@ -28,6 +28,7 @@ static int attend(const problem *p, const float *across, int64_t b, int64_t h) {
                               room(TOKENS, width) + room(F, width));
     if (!memory) return 1;
     int half = begin_halves(p->bf16, p->length);
+    if (half) x.parts = parts;
     float *state = memory, *values = state + F * width, *out = values + TOKENS * width, *keys = out + TOKENS * width;
     float *queries = keys + TOKENS * size, *total = queries + TOKENS * size, *other = total + size;
     float *pairs = other + CHUNK * size, *given = pairs + CHUNK * CHUNK, *held = given + room(TOKENS, width);
@@ -95,10 +96,12 @@ int forward(const problem *p) {
     float *across = both_ways(p);
     int failed = !across;
     if (failed) return 1;
+    /* Two parts: what they lose of a logarithm is far less than what its inputs had lost. */
+    split parts = split_rows(p->bf16 && p->rows, 2, p->size, p->features, p->input_scale, across, padded(p->features));
 #pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(| : failed)
     for (int64_t item = 0; item < p->batch * p->heads; item++)
-        failed |= attend(p, across, item / p->heads, item % p->heads);
-    free(across);
+        failed |= attend(p, across, parts, item / p->heads, item % p->heads);
+    free(across), free((void *)parts.pairs);
     return failed;
 }
 """

@@ -90,8 +90,7 @@ static int gradients(const backward_problem *g, const float *across, int64_t b, 
         if (p->causal) memcpy(total, totals + (rows - 1) * size, sizeof(float) * size);
         product(rows, size, E, given, width, 1, state, size, change, size, 0);
         if (p->causal) {
-            transpose(CHUNK, E, values, width, other, CHUNK);
-            past_pairs(E, given, width, other, pairs);
+            past_pairs(E, given, width, columns_right(0, CHUNK, E, values, width, other), pairs);
             product(rows, size, CHUNK, pairs, CHUNK, 1, keys, size, change, size, 1);
             product(E, size, rows, values, 1, width, keys, size, state, size, 1);
         } else
@@ -121,10 +120,8 @@ static int gradients(const backward_problem *g, const float *across, int64_t b, 
         memset(queries + rows * size, 0, sizeof(float) * (CHUNK - rows) * size);
         memset(given + rows * width, 0, sizeof(float) * (CHUNK - rows) * width);
         for (int64_t i = 0; i < rows; i++) scale_row(width, inverse[first + i], given + i * width);
-        transpose(CHUNK, E, values, width, other, CHUNK);
-        past_pairs(E, given, width, other, pairs);
-        transpose(CHUNK, F, keys, size, other, CHUNK);
-        past_pairs(F, queries, size, other, weights);
+        past_pairs(E, given, width, columns_right(0, CHUNK, E, values, width, other), pairs);
+        past_pairs(F, queries, size, columns_right(0, CHUNK, F, keys, size, other), weights);
         product(rows, size, E, values, width, 1, up, size, change, size, 0);
         product(rows, size, CHUNK, pairs, 1, CHUNK, queries, size, change, size, 1);
         product(rows, width, F, keys, size, 1, down, width, out, width, 0);

@@ -5,13 +5,16 @@ from approx_kernels.linear.features_c import FEATURES
 HEADS = (
     FEATURES
     + r"""
-/* Products of each row with the rows up to its own, whose transpose is given, [CHUNK, CHUNK]; 0 beyond. */
-static void past_pairs(int64_t depth, const float *rows, int64_t stride, const float *others, float *pairs) {
+/* Rows of a chunk that share a product: tiles would be half empty if these were few, and nothing gained. */
+INLINE int64_t strip_of(right by) { return by.pairs ? CHUNK : STRIP; }
+
+/* Products of each row with the rows up to its own, which stand across, [CHUNK, CHUNK]; 0 beyond. */
+static void past_pairs(int64_t depth, const float *rows, int64_t stride, right others, float *pairs) {
     memset(pairs, 0, sizeof(float) * CHUNK * CHUNK);
-    for (int64_t i = 0; i < CHUNK; i += STRIP) {
-        product(STRIP, i + STRIP, depth, rows + i * stride, stride, 1, others, CHUNK, pairs + i * CHUNK, CHUNK, 0);
-        for (int64_t r = i; r < i + STRIP; r++)
-            for (int64_t j = r + 1; j < i + STRIP; j++) pairs[r * CHUNK + j] = 0.0f;
+    for (int64_t i = 0, strip = strip_of(others); i < CHUNK; i += strip) {
+        multiply(strip, i + strip, depth, rows + i * stride, stride, 1, others, 0, 0, pairs + i * CHUNK, CHUNK, 0);
+        for (int64_t r = i; r < i + strip; r++)
+            for (int64_t j = r + 1; j < i + strip; j++) pairs[r * CHUNK + j] = 0.0f;
     }
 }
 """
@@ -24,14 +27,14 @@ static int attend(const problem *p, const float *across, split parts, int64_t b,
     head x;
     int64_t size = padded(p->features), width = padded(p->values), F = p->features, E = p->values;
     float *memory = begin(&x, p, across, b, h,
-                          (F + 2 * TOKENS) * width + (2 * TOKENS + 1 + CHUNK) * size + CHUNK * CHUNK +
-                              room(TOKENS, width) + room(F, width));
+                          (F + 2 * TOKENS) * width + (2 * TOKENS + 1) * size + CHUNK * CHUNK +
+                              room(TOKENS, width) + room(F, width) + room(size, CHUNK));
     if (!memory) return 1;
     int half = begin_halves(p->bf16, p->length);
     if (half) x.parts = parts;
     float *state = memory, *values = state + F * width, *out = values + TOKENS * width, *keys = out + TOKENS * width;
     float *queries = keys + TOKENS * size, *total = queries + TOKENS * size, *other = total + size;
-    float *pairs = other + CHUNK * size, *given = pairs + CHUNK * CHUNK, *held = given + room(TOKENS, width);
+    float *pairs = other + room(size, CHUNK), *given = pairs + CHUNK * CHUNK, *held = given + room(TOKENS, width);
     float *sums = p->sums + (b * p->heads + h) * F * (E + 1);
     memset(state, 0, sizeof(float) * F * width), memset(total, 0, sizeof(float) * size);
     for (int64_t f = 0; f < F; f++) {
@@ -64,12 +67,11 @@ static int attend(const problem *p, const float *across, split parts, int64_t b,
         multiply(rows, width, F, queries, size, 1, past, 0, 0, out, width, 0);
         if (seen < p->keys) {
             memset(queries + rows * size, 0, sizeof(float) * (CHUNK - rows) * size);
-            transpose(CHUNK, F, keys, size, other, CHUNK);
-            past_pairs(F, queries, size, other, pairs);
-            for (int64_t i = 0; i < rows; i += STRIP)
-                product(lesser(STRIP, rows - i), width, i + STRIP, pairs + i * CHUNK, CHUNK, 1, values, width,
-                        out + i * width, width, 1);
             right kept = rows_right(half, rows, width, values, width, given);
+            past_pairs(F, queries, size, columns_right(half, CHUNK, F, keys, size, other), pairs);
+            for (int64_t i = 0, strip = strip_of(kept); i < rows; i += strip)
+                multiply(lesser(strip, rows - i), width, lesser(i + strip, rows), pairs + i * CHUNK, CHUNK, 1, kept, 0, 0,
+                         out + i * width, width, 1);
             multiply(F, width, rows, keys, 1, size, kept, 0, 0, state, width, 1);
         }
         for (int64_t i = 0; i < rows; i++) {

@@ -1,7 +1,7 @@
 """Which implementation of an op runs: the plain one that specifies it, one for CPUs, or one in Triton."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -74,6 +74,17 @@ def untold() -> Iterator[None]:
 def chosen() -> dict[str, str]:
     """The implementation that each op ran last in this process, by the op's name; of the fastest exact attention the way."""
     return dict(_chosen)
+
+
+def chosen_in(call: Callable[[], object]) -> dict[str, str]:
+    """What `chosen` says of the ops that run in a call, and of no others."""
+    before = chosen()
+    forget()
+    try:
+        call()
+        return chosen()
+    finally:
+        _chosen.update(before | _chosen)
 
 
 def took(op: str, way: str) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.utils.flop_counter
 
 import approx_kernels
-from approx_kernels.implementation import choose, chosen, forget, implementation, took, untold
+from approx_kernels.implementation import choose, chosen, chosen_in, forget, implementation, took, untold
 
 WAYS = {"triton": "the tensor is on the cpu.", "cpu": None, "reference": None}
 
@@ -27,6 +27,17 @@ def test_what_ran_is_told_with_the_way_it_took_and_can_be_forgotten():
     assert chosen()["sample"] == "compiled C"
     forget()
     assert chosen() == {}
+
+
+def test_what_a_call_ran_is_told_apart_from_what_ran_before():
+    forget()
+    choose("before", "auto", WAYS)
+    choose("both", "auto", WAYS)
+    assert chosen_in(lambda: choose("both", "reference", WAYS)) == {"both": "reference"}
+    assert chosen() == {"before": "cpu", "both": "reference"}
+    with pytest.raises(ValueError, match="cannot run"):
+        chosen_in(lambda: choose("both", "triton", WAYS))
+    assert chosen() == {"before": "cpu", "both": "reference"}
 
 
 def test_an_op_may_have_implementations_of_its_own():

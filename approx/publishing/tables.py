@@ -195,7 +195,7 @@ def _plain(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
     for row in rows:
         for entry in row["variants"]:
             for op, way in (entry.get("chosen") or {}).items():
-                if way == wording.PLAIN:
+                if way in wording.PLAIN:
                     at.setdefault((entry["name"], op), []).append(row["length"])
     measured = [row["length"] for row in rows]
     return [

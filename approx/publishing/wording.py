@@ -6,8 +6,8 @@ from typing import Any
 
 MINUS = "−"
 NOTHING = "–"
-# What a record calls the implementation of an op that nothing is faster than but everything else.
-PLAIN = "reference"
+# What a record calls implementations in plain PyTorch.
+PLAIN = ("reference", "tiles")
 
 
 def count(value: float | None) -> str:
@@ -133,7 +133,7 @@ def setting(row: dict[str, Any]) -> str:
 
 def implementations(entry: dict[str, Any]) -> str:
     """Say which implementation each op ran in: cluster_queries cpu, lsh_attention plain PyTorch."""
-    ran = {op: "plain PyTorch" if way == PLAIN else way for op, way in (entry.get("chosen") or {}).items()}
+    ran = {op: "plain PyTorch" if way in PLAIN else way for op, way in (entry.get("chosen") or {}).items()}
     return ", ".join(f"{op} {way}" for op, way in sorted(ran.items()))
 
 

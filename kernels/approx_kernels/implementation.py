@@ -9,6 +9,8 @@ from torch.compiler import is_compiling
 
 # Some ops have further ones, which their errors and docstrings name.
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
+# Those in plain PyTorch: as an op is specified, and of long inputs a part at a time.
+PLAIN = ("reference", "tiles")
 
 _LOG = logging.getLogger(__name__)
 _wanted = ["auto"]
@@ -17,7 +19,7 @@ _told: set[tuple[str, str]] = set()
 
 
 def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
-    """Say which implementation of an op runs, and keep it for `chosen`; the log tells once why it is not a faster one.
+    """Say which implementation of an op runs, and keep it for `chosen`; the log warns once why it is not a faster one.
 
     Args:
         op: The name of the public function that is the op.
@@ -52,12 +54,12 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
     best, why = next(iter(obstacles.items()))
     # Nobody waits for what a counter follows.
     followed = torch._C._len_torch_dispatch_stack()
-    slower = asked == "auto" and found == "reference" and not followed
+    slower = asked == "auto" and found in PLAIN and not followed
     if slower and why is not None and (op, why) not in _told and not _LOG.disabled:
         _told.add((op, why))
-        # The remedy of an obstacle is for who asked for that one.
-        reason = why.removesuffix(" Ask for 'auto'.")
-        _LOG.info("%s runs in plain PyTorch, which is slower, for %r cannot run: %s", op, best, reason)
+        # An obstacle is told to who asked for that one, too; here 'auto' was asked for.
+        reason = why.removesuffix(" Ask for 'auto'.").replace(", or ask for 'auto'", "")
+        _LOG.warning("%s runs in plain PyTorch, which is slower, for %r cannot run: %s", op, best, reason)
     return found
 
 

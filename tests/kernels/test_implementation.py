@@ -57,8 +57,9 @@ def test_what_was_asked_for_never_falls_back():
         choose("sample", "auto", {"triton": "too old"})
 
 
-def test_the_log_tells_once_why_the_plain_one_runs(caplog):
-    caplog.set_level(logging.INFO)
+def test_a_warning_tells_once_why_the_plain_one_runs(caplog):
+    # As it is for who uses Python and has set up no logging.
+    caplog.set_level(logging.WARNING)
     with untold():
         choose("plain", "auto", {"cpu": "it has no dropout. Ask for 'auto'.", "reference": None})
     for _ in range(2):
@@ -68,7 +69,9 @@ def test_the_log_tells_once_why_the_plain_one_runs(caplog):
         choose("plain", "auto", {"cpu": None, "reference": None})
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         choose("counted", "auto", {"cpu": "a counter follows.", "reference": None})
-    assert caplog.messages == ["plain runs in plain PyTorch, which is slower, for 'cpu' cannot run: it has no dropout."]
+    choose("tiled", "auto", {"cpu": "too old. Convert it, or ask for 'auto'.", "tiles": None, "reference": None})
+    told = "{} runs in plain PyTorch, which is slower, for 'cpu' cannot run: {}."
+    assert caplog.messages == [told.format("plain", "it has no dropout"), told.format("tiled", "too old. Convert it")]
 
 
 def test_a_wish_holds_inside_its_block_and_not_against_an_explicit_choice():

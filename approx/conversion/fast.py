@@ -1,13 +1,15 @@
 """The call of a model with its products on the CPU at full speed; travels with converted checkpoints."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_exporting
+from torch.compiler import is_compiling, is_exporting
 from transformers.pytorch_utils import Conv1D
 
+from approx_kernels.compiled_layers import compiled_layers
 from approx_kernels.few_rows import few_rows_linear, worth_rows
 from approx_kernels.half_products import BY_INPUT, BY_OUTPUT, half_products
 from approx_kernels.layers import layers_by
@@ -26,9 +28,14 @@ def fast_products_for(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     # What is exported runs elsewhere.
     if is_exporting():
         return nullcontext(False)
+    single = model.device.type == "cpu" and model.dtype == torch.float32
+    if single and is_compiling():
+        return compiled_layers(switched=False)
     names = (model.main_input_name, "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
     given = (*args[:1], *(kwargs.get(name) for name in names))
     rows = max([0, *(_rows(each) for each in given if isinstance(each, Tensor))])
+    if single and model._compiled_call_impl is not None:
+        return _around_graph(rows)
     for product, worth_it in ((few_rows_linear, worth_rows), (tiled_linear, worth_tiles)):
         worth = worth_it(rows, model.device, model.dtype)
         if any(least <= rows <= most for least, most in worth.values()):
@@ -41,6 +48,12 @@ def fast_products_for(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return nullcontext(False)
     layouts = (BY_OUTPUT, BY_INPUT) if any(isinstance(each, Conv1D) for each in layers) else (BY_OUTPUT,)
     return half_products(rows, model.device, model.dtype, layouts=layouts)
+
+
+@contextmanager
+def _around_graph(rows: int) -> Iterator[bool]:
+    with compiled_layers(switched=True) as held, fast_products(rows, "cpu", torch.float32) as thrown:
+        yield held or thrown
 
 
 def _layers(model: Any) -> list[tuple[nn.Module, str]]:

@@ -8,6 +8,7 @@ from itself (A/A) is reported beside what the others differ from it. Running out
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -57,6 +58,7 @@ def bench(
     seconds: float = 1.0,
     warm_up_seconds: float = 1.0,
     seed: int = 0,
+    chosen_in: Callable[[Callable[[], object]], dict[str, str]] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Time every contender at every batch size and length.
@@ -74,6 +76,8 @@ def bench(
         seconds: Seconds of rounds at least, per batch size and length.
         warm_up_seconds: Seconds of warm-up at most, per contender, batch size and length.
         seed: Of the bootstrap.
+        chosen_in: Executes a call and says which implementation each op took in it; every contender runs once more for it,
+            untimed. None records nothing of that.
         progress: Called with rows done, rows in all, and what comes next.
 
     Returns:
@@ -99,6 +103,11 @@ def bench(
                 seconds=seconds,
                 warm_up_seconds=warm_up_seconds,
             )
+            if chosen_in:
+                # By now every probe has run, which would be taken for the contender.
+                for runner in runners.values():
+                    if runner.status == OK:
+                        runner.chosen = runner.attempt(partial(chosen_in, runner.call))
         speed.append(
             {
                 "device": device.type,
@@ -214,13 +223,13 @@ def _results(contenders: Sequence[Contender], runners: dict[str, Runner], seed: 
 
 def _times(runner: Runner) -> dict[str, Any]:
     """Return what one contender took; without figures where it ran out of memory."""
-    entry: dict[str, Any] = dict.fromkeys(("median_ms", "p10_ms", "p90_ms", "first_ms", "peak_mb"))
+    entry: dict[str, Any] = dict.fromkeys(("median_ms", "p10_ms", "p90_ms", "first_ms", "peak_mb", "chosen"))
     entry |= {"samples": 0, "rejected": 0, "status": runner.status}
     if runner.status == OK:
         ms, good = runner.by_round()
         low, middle, high = (float(value) for value in np.quantile(ms[good], (0.1, 0.5, 0.9)))
         entry |= {"median_ms": middle, "p10_ms": low, "p90_ms": high}
-        entry |= {"first_ms": runner.first_ms, "peak_mb": runner.peak_mb}
+        entry |= {"first_ms": runner.first_ms, "peak_mb": runner.peak_mb, "chosen": runner.chosen}
         entry |= {"samples": int(good.sum()), "rejected": int((~good).sum())}
     return entry
 

@@ -31,6 +31,7 @@ class Runner:
     status: str = OK
     first_ms: float | None = None
     peak_mb: float | None = None
+    chosen: dict[str, str] | None = None
     repeats: int = 1
     rounds: list[list[Sample]] = field(default_factory=list)
 

@@ -30,7 +30,9 @@ never 0 or NaN. Its keys:
                    that is the base, the fastest that was found,
                    crowded: whether other programs used the cores all the while,
                    base: {median_ms, p10_ms, p90_ms, first_ms, samples, rejected, peak_mb,
-                          status: "ok" or "out of memory"},
+                          status: "ok" or "out of memory",
+                          chosen: {op: the implementation that it ran in, such as "cpu" or "triton"; "reference" and
+                                   "tiles" are plain PyTorch}, or null; older records lack it},
                    default: the same of PyTorch's default SDPA, with ratio and interval, or null where that is the base,
                    ceiling: the same of the model without attention, with ratio and interval, or null,
                    spread: {ratio, interval} of base against itself,

@@ -28,6 +28,7 @@ from approx.pipeline.reseeding import reseeding
 from approx.recipe import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
 from approx.tasks import Task, open_task
 from approx.tasks.metrics import METRICS
+from approx_kernels.implementation import chosen_in
 
 Progress = Callable[[str, int, int], None]
 
@@ -188,6 +189,7 @@ def measure_speed(
         rounds=stage.rounds,
         seconds=stage.seconds,
         seed=seed,
+        chosen_in=chosen_in,
         progress=lambda done, total, what: progress(f"bench {what}".strip(), done, total),
     )
     return raced["speed"]

@@ -11,6 +11,7 @@ from approx.evaluation.bench import Contender, bench
 from approx.patterns import Pattern, figures
 from approx.publishing.patterns import flow_picture, steps_picture
 from approx.publishing.pictures import write_pictures
+from approx_kernels.implementation import chosen_in
 
 # The attention of one layer of BERT base.
 HEADS, HEAD_DIM = 12, 64
@@ -130,6 +131,7 @@ def _speed(pattern: Pattern, device: str, progress: Callable[[str, int, int], No
         device=device,
         dtype="float32",
         inputs="synthetic",
+        chosen_in=chosen_in,
         progress=lambda done, total, what: progress(f"time {what}", done, total),
     )["speed"]
 

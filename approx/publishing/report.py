@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit
-from approx.publishing import page
+from approx.publishing import page, wording
 
 _QUALITY = (
     *("title", "checkpoint", "task", "split", "metric", "examples", "subset", "truncated", "variant"),
@@ -18,7 +18,7 @@ _QUALITY = (
 _SPEED = (
     *("title", "checkpoint", "processor", "gpu", "device", "dtype", "threads", "batch", "length", "mode", "inputs"),
     *("baseline", "role", "name", "median_ms", "p10_ms", "p90_ms", "samples", "peak_mb", "ratio", "low", "high"),
-    *("share_of_ceiling", "verdict", "status"),
+    *("share_of_ceiling", "verdict", "status", "chosen"),
 )
 
 
@@ -91,7 +91,10 @@ def _speed_lines(record: dict[str, Any]) -> list[dict[str, Any]]:
             entries.append({"role": "ceiling", "name": "attention removed", **row["ceiling"]})
         entries += [{"role": "variant", **entry} for entry in row["variants"]]
         about = {key: value for key, value in row.items() if key in _SPEED}
-        lines += [{**about, **machine, **_of(record), **entry, **_ends(entry)} for entry in entries]
+        lines += [
+            {**about, **machine, **_of(record), **entry, **_ends(entry), "chosen": wording.implementations(entry)}
+            for entry in entries
+        ]
     return lines
 
 

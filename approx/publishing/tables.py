@@ -85,6 +85,7 @@ def speed_table(rows: list[dict[str, Any]], crossovers: Iterable[dict[str, Any]]
     about = {key: rows[0][key] for key in ("batch", "dtype", "device")}
     crossed = {entry["name"]: entry["length"] for entry in crossovers if about.items() <= entry.items()}
     pays = [worthwhile_from(rows, name) for name in names]
+    times = [line for row in rows for line in _times(row)]
     return {
         "setting": wording.setting(rows[0]),
         "inputs": rows[0]["inputs"],
@@ -92,7 +93,9 @@ def speed_table(rows: list[dict[str, Any]], crossovers: Iterable[dict[str, Any]]
         "summary": [_summary(row, names) for row in rows],
         "crossover": [_from(crossed.get(name)) for name in names],
         "pays_from": [_from(length) for length in pays],
-        "times": [line for row in rows for line in _times(row)],
+        "times": times,
+        "implementations": any(line["implementations"] for line in times),
+        "plain": _plain(rows, names),
         "crowded": any(row.get("crowded") for row in rows),
     }
 
@@ -179,9 +182,25 @@ def _times(row: dict[str, Any]) -> list[dict[str, str]]:
             "interval": wording.between(entry.get("interval")),
             "peak": wording.milliseconds(entry.get("peak_mb")),
             "samples": _samples(entry),
+            "implementations": wording.implementations(entry),
             "status": entry["status"],
         }
         for entry in [*entries, *row["variants"]]
+    ]
+
+
+def _plain(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
+    """Say which variants ran an op in plain PyTorch, and at which lengths: lsh (lsh_attention, 512–2,048 tokens)."""
+    at: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        for entry in row["variants"]:
+            for op, way in (entry.get("chosen") or {}).items():
+                if way in wording.PLAIN:
+                    at.setdefault((entry["name"], op), []).append(row["length"])
+    measured = [row["length"] for row in rows]
+    return [
+        f"{name} ({op}, {wording.lengths(at[name, op], measured)})"
+        for name, op in sorted(at, key=lambda one: (names.index(one[0]), one[1]))
     ]
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 MINUS = "−"
 NOTHING = "–"
+# What a record calls implementations in plain PyTorch.
+PLAIN = ("reference", "tiles")
 
 
 def count(value: float | None) -> str:
@@ -127,6 +129,12 @@ def setting(row: dict[str, Any]) -> str:
     if row["mode"] != "forward":
         parts.append(str(row["mode"]))
     return ", ".join(parts)
+
+
+def implementations(entry: dict[str, Any]) -> str:
+    """Say which implementation each op ran in: cluster_queries cpu, lsh_attention plain PyTorch."""
+    ran = {op: "plain PyTorch" if way in PLAIN else way for op, way in (entry.get("chosen") or {}).items()}
+    return ", ".join(f"{op} {way}" for op, way in sorted(ran.items()))
 
 
 def needed(entry: dict[str, Any], task: dict[str, Any]) -> str | None:

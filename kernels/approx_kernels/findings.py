@@ -15,6 +15,7 @@ from threading import RLock
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from approx_kernels.c_language import compiler_obstacle
 
@@ -60,6 +61,9 @@ def found(device: str) -> dict[str, Finding]:
 def find(device: str, asked: str, measure: Callable[[], Finding], otherwise: Finding | None = None) -> Finding:
     """The finding about something; measured once a machine, which takes a second or a few and is logged.
 
+    Counters and other modes that follow operations see nothing of it. Of fake tensors nothing can be measured: among them
+    `otherwise` holds, and is not kept.
+
     Args:
         device: `cpu` or `cuda`.
         asked: What it is about, in words that tell it from everything else.
@@ -74,8 +78,12 @@ def find(device: str, asked: str, measure: Callable[[], Finding], otherwise: Fin
             known = _known[here] = _believed(here) | known
         if asked in known:
             return known[asked]
+        # Unlike what a compiler keeps for itself, this mode makes tensors of the probe's own fake.
+        if otherwise is not None and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return otherwise
         _LOG.info("Measuring %s, once on this machine.", asked)
-        made = _measured(asked, measure, otherwise)
+        with _disable_current_modes():
+            made = _measured(asked, measure, otherwise)
         _known[here][asked] = made
         # Where nothing can be written, it is measured once a process; `approx doctor` says so.
         with contextlib.suppress(OSError):

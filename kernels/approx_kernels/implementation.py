@@ -1,7 +1,7 @@
 """Which implementation of an op runs: the plain one that specifies it, one for CPUs, or one in Triton."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -9,6 +9,8 @@ from torch.compiler import is_compiling
 
 # Some ops have further ones, which their errors and docstrings name.
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
+# Those in plain PyTorch: as an op is specified, and of long inputs a part at a time.
+PLAIN = ("reference", "tiles")
 
 _LOG = logging.getLogger(__name__)
 _wanted = ["auto"]
@@ -17,7 +19,7 @@ _told: set[tuple[str, str]] = set()
 
 
 def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
-    """Say which implementation of an op runs, and keep it for `chosen`; the log tells once why it is not a faster one.
+    """Say which implementation of an op runs, and keep it for `chosen`; the log warns once why it is not a faster one.
 
     Args:
         op: The name of the public function that is the op.
@@ -52,12 +54,12 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
     best, why = next(iter(obstacles.items()))
     # Nobody waits for what a counter follows.
     followed = torch._C._len_torch_dispatch_stack()
-    slower = asked == "auto" and found == "reference" and not followed
+    slower = asked == "auto" and found in PLAIN and not followed
     if slower and why is not None and (op, why) not in _told and not _LOG.disabled:
         _told.add((op, why))
-        # The remedy of an obstacle is for who asked for that one.
-        reason = why.removesuffix(" Ask for 'auto'.")
-        _LOG.info("%s runs in plain PyTorch, which is slower, for %r cannot run: %s", op, best, reason)
+        # An obstacle is told to who asked for that one, too; here 'auto' was asked for.
+        reason = why.removesuffix(" Ask for 'auto'.").replace(", or ask for 'auto'", "")
+        _LOG.warning("%s runs in plain PyTorch, which is slower, for %r cannot run: %s", op, best, reason)
     return found
 
 
@@ -74,6 +76,17 @@ def untold() -> Iterator[None]:
 def chosen() -> dict[str, str]:
     """The implementation that each op ran last in this process, by the op's name; of the fastest exact attention the way."""
     return dict(_chosen)
+
+
+def chosen_in(call: Callable[[], object]) -> dict[str, str]:
+    """What `chosen` says of the ops that run in a call, and of no others."""
+    before = chosen()
+    forget()
+    try:
+        call()
+        return chosen()
+    finally:
+        _chosen.update(before | _chosen)
 
 
 def took(op: str, way: str) -> None:

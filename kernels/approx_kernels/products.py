@@ -6,14 +6,13 @@ float32. So the switch is thrown only where a probe finds it both faster and as 
 """
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import assume_constant_result, is_compiling
+from torch.compiler import is_compiling
 
 from approx_kernels.findings import Finding, clock, crowded, find
 
@@ -26,10 +25,8 @@ ROWS = (8, 64, 512)
 _FEATURES = (768, 3072)
 _REPEATS = 4
 
-_LOG = logging.getLogger(__name__)
 _lock = Lock()
 _inside = 0
-_told = False
 
 
 @contextlib.contextmanager
@@ -38,17 +35,14 @@ def fast_products(rows: int, device: torch.device | str, dtype: torch.dtype) -> 
 
     The switch belongs to the process, so contexts may be nested or held by several threads: the last one to end puts it
     back, also after an error. Whoever has set the precision of these products keeps what was set. Inside of compiled
-    graphs nothing is done, which a warning says once where it costs speed: enter the context around them.
+    graphs nothing is done: see `compiled_layers`, or enter the context around them.
 
     Args:
         rows: Rows of the products, such as the tokens of a call; few of them lose by the switch.
         device: Where they are computed.
         dtype: What in.
     """
-    compiling = is_compiling()
-    if compiling and torch.device(device).type == "cpu" and dtype == torch.float32:
-        _warn_of_loss()
-    if compiling or not _worth_it(rows, torch.device(device), dtype):
+    if is_compiling() or not worth_switch(rows, torch.device(device), dtype):
         # A context around this one may have thrown it.
         yield _inside > 0 and dtype == torch.float32
         return
@@ -100,28 +94,14 @@ def worth(gains: dict[int, float]) -> int | None:
     return found
 
 
-def _worth_it(rows: int, device: torch.device, dtype: torch.dtype) -> bool:
+def worth_switch(rows: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `fast_products` throws the switch now."""
     if device.type != "cpu" or dtype != torch.float32 or rows < ROWS[0] or not torch.backends.mkldnn.is_available():
         return False
     if torch.is_autocast_enabled("cpu") or (not _inside and _switch() != "none"):
         return False
     least = worth_rows()
     return least is not None and rows >= least
-
-
-@assume_constant_result
-def _warn_of_loss() -> bool:
-    # Of the rows nothing is asked: in a graph they may be any number.
-    global _told
-    lost = not _inside and _worth_it(ROWS[-1], torch.device("cpu"), torch.float32)
-    if lost and not _told:
-        _told = True
-        _LOG.warning(
-            "A compiled graph has products of float32, and no switch can be thrown inside of it that makes those of %s rows or "
-            "more faster on this machine. For a converted model call model.compile() in place of torch.compile(model).",
-            worth_rows(),
-        )
-    return lost
 
 
 def _switch(setting: str | None = None) -> str:

@@ -86,6 +86,11 @@ def worth_tiles(rows: int, device: torch.device | str, dtype: torch.dtype) -> Wo
     able = rows >= ROWS[0] and torch.device(device).type == "cpu" and dtype == torch.float32
     if not able or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or obstacle():
         return NOWHERE
+    return found_tiles()
+
+
+def found_tiles() -> Worth:
+    """As `worth_tiles`, on a processor that has tiles, of whatever call."""
     return find("cpu", ASKED, measure, otherwise={"rows": NOWHERE})["rows"]
 
 

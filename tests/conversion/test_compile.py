@@ -14,7 +14,6 @@ from approx.conversion.plan import Plan, Rule
 from approx.mechanisms import MECHANISMS
 from approx_kernels import half_products, opaque
 from approx_kernels.c_language import compiler_obstacle
-from approx_kernels.implementation import implementation
 from conversion.zoo import difference, outputs, tiny
 from forms import FORMS, SMALL, draw, draw_mask, make
 
@@ -219,9 +218,7 @@ def test_counted_operations_are_those_that_are_told(name, causal):
     length = 512
     mechanism = MECHANISMS[name](2, 32, causal=causal, scale=32**-0.5)
     q, k, v = draw(batch=1, heads=2, length=length, size=32, values=32, seed=0)
-    # A probe of the machine would be counted with what it is made for.
-    asked = implementation("auto" if name != "exact" else "reference")
-    with torch.no_grad(), asked, FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
         mechanism(q, k, v)
     # Kernels count pairs that a causal mask hides, and whole tiles.
     assert 0.5 < counter.get_total_flops() / mechanism.flops(length) < (4 if causal else 2)

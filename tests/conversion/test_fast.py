@@ -8,7 +8,7 @@ from approx.conversion.fast import _rows, fast_products_for
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan
 from approx.conversion.seam import IMPLEMENTATION, fastest_exact
-from approx_kernels import half_products, products, tiled_layers
+from approx_kernels import compiled_layers, half_products, products, tiled_layers
 from approx_kernels.c_language import library
 from approx_kernels.few_rows_c import SOURCE
 from approx_kernels.findings import instructions
@@ -18,7 +18,8 @@ from conversion.zoo import difference, outputs, tiny
 
 @pytest.fixture(autouse=True)
 def worth_it_from_eight_rows(monkeypatch):
-    monkeypatch.setattr(products, "worth_rows", lambda: 8)
+    for module in (products, compiled_layers):
+        monkeypatch.setattr(module, "worth_rows", lambda: 8)
     for worth in ("worth_rows", "worth_tiles"):
         monkeypatch.setattr(f"approx.conversion.fast.{worth}", lambda *_: NOWHERE)
     monkeypatch.setattr(
@@ -36,10 +37,6 @@ def counted(monkeypatch, product):
 
     monkeypatch.setattr(fast, product, counting)
     return seen
-
-
-def said(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == products.__name__]
 
 
 def watched(model):
@@ -95,16 +92,21 @@ def test_training_that_computes_layers_again_ends_with_it_put_back():
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.parametrize("architecture", ["BertModel", "GPT2Model"])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_graph_runs_with_the_switch_thrown_if_compiled_in_place_and_says_so_if_not(in_place, monkeypatch, caplog):
-    monkeypatch.setattr(products, "_told", False)
-    model = tiny("BertModel").eval()
+def test_a_graph_has_the_switch_thrown_around_it_if_compiled_in_place_and_in_each_layer_if_not(
+    architecture, in_place, monkeypatch
+):
+    monkeypatch.setattr(compiled_layers, "found_tiles", lambda: NOWHERE)
+    model = tiny(architecture).eval()
     surgery.convert(model, Plan.of("exact"))
-    inputs = example_inputs(model, 20, batch=2)
-    expected, states = outputs(model, inputs), []
+    inputs, more = example_inputs(model, 20, batch=2), {} if architecture == "BertModel" else {"use_cache": False}
+    expected, around, inside = outputs(model, inputs, **more), [], []
+    thrown = compiled_layers.fast_products
+    monkeypatch.setattr(compiled_layers, "fast_products", lambda *about: inside.append(about[0]) or thrown(*about))
 
     def told(graph, examples):
-        return lambda *args: states.append(products._switch()) or graph(*args)
+        return lambda *args: around.append(products._switch()) or graph(*args)
 
     torch._dynamo.reset()
     if in_place:
@@ -112,19 +114,45 @@ def test_a_graph_runs_with_the_switch_thrown_if_compiled_in_place_and_says_so_if
     whole = model if in_place else torch.compile(model, backend=told, fullgraph=True)
     for _ in range(2):
         # Where there are tiles for bfloat16 the switch rounds, which no probe would choose.
-        assert difference(outputs(whole, inputs), expected) < (1e-2 if "AMX" in instructions() else 1e-5)
-    assert states == 2 * ["bf16" if in_place else "none"]
+        found = outputs(whole, inputs, **more)
+        assert difference(found, expected) < (1e-2 if "AMX" in instructions() else 1e-5)
+    assert around == 2 * ["bf16" if in_place else "none"]
+    assert set(inside) == (set() if in_place else {40})
+    assert in_place or len(inside) >= 2 * 4 * model.config.num_hidden_layers
     assert products._switch() == "none"
-    assert [text.count("model.compile()") for text in said(caplog)] == [1] * (not in_place)
 
 
-def test_nothing_is_said_of_graphs_that_lose_nothing(monkeypatch, caplog):
-    monkeypatch.setattr(products, "_told", False)
+@pytest.mark.skipif(
+    not tiled_layers.usable(), reason="this processor has no tiles for bfloat16, or there is no C compiler"
+)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_graph_has_its_layers_on_tiles(in_place, training, monkeypatch):
+    limits = {layout: [8, 10**6] for layout in NOWHERE}
+    monkeypatch.setattr(compiled_layers, "found_tiles", lambda: limits)
+    monkeypatch.setattr(compiled_layers, "worth_tiles", lambda *_: limits)
     monkeypatch.setattr(products, "worth_rows", lambda: None)
     model = tiny("BertModel").eval()
-    surgery.convert(model, Plan.of("exact"))
-    outputs(torch.compile(model, backend="eager", fullgraph=True), example_inputs(model, 20, batch=2))
-    assert not said(caplog)
+    surgery.convert(model, Plan.of("linear"))
+    inputs = example_inputs(model, 20, batch=2)
+
+    def run(one):
+        if not training:
+            return outputs(one, inputs)
+        model.zero_grad()
+        one(**inputs).last_hidden_state.square().sum().backward()
+        return [each.grad.clone() for each in model.encoder.parameters() if each.grad is not None]
+
+    expected, rows, computed = run(model), [], compiled_layers.tiled_linear
+    monkeypatch.setattr(compiled_layers, "tiled_linear", lambda x, *rest: rows.append(len(x)) or computed(x, *rest))
+    torch._dynamo.reset()
+    if in_place:
+        model.compile(backend="aot_eager", fullgraph=True)
+    assert (
+        difference(run(model if in_place else torch.compile(model, backend="aot_eager", fullgraph=True)), expected)
+        < 1e-4
+    )
+    assert len(rows) >= (3 if training else 1) * 4 * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize(

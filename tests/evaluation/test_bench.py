@@ -52,6 +52,28 @@ def test_a_bench_has_a_row_for_every_batch_and_length():
     assert {(entry["name"], entry["batch"]) for entry in found["crossover"]} == {("variant", 1), ("variant", 2)}
 
 
+def test_what_each_contender_ran_in_is_asked_once_and_not_while_it_is_timed():
+    asked, calls = [], []
+
+    def chosen_in(call) -> dict[str, str]:
+        before = len(calls)
+        call()
+        asked.append(calls[before:])
+        return {"attention": calls[-1]}
+
+    def run(name: str):
+        return lambda q: calls.append(name) or attend(q)
+
+    contenders = [Contender("exact", run("exact"), "base"), Contender("variant", run("variant"))]
+    (row,) = run_bench(contenders, lengths=[16], batches=[1], chosen_in=chosen_in)["speed"]
+    assert row["base"]["chosen"] == {"attention": "exact"}
+    assert row["variants"][0]["chosen"] == {"attention": "variant"}
+    # With another back end as the base the default is asked too.
+    assert asked[:2] == [["exact"], ["variant"]]
+    assert calls[-len(asked) :] == [name for names in asked for name in names]
+    assert run_bench(contenders, lengths=[16], batches=[1])["speed"][0]["base"]["chosen"] is None
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -71,7 +93,7 @@ def test_out_of_memory_is_a_data_point(error: Exception):
     short, long = (row["variants"][0] for row in found["speed"])
     assert short["status"] == "ok"
     assert long["status"] == "out of memory"
-    assert all(long[key] is None for key in ("median_ms", "ratio", "interval", "share_of_ceiling", "verdict"))
+    assert all(long[key] is None for key in ("median_ms", "ratio", "interval", "share_of_ceiling", "verdict", "chosen"))
     assert found["speed"][1]["base"]["status"] == "ok"
 
 

@@ -4,8 +4,10 @@ import time
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from approx_kernels import findings
+from approx_kernels import findings, products
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +55,28 @@ def test_a_crowded_machine_is_measured_on_one_thread(monkeypatch):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
+
+
+def test_a_counter_counts_the_same_whether_or_not_something_is_measured():
+    def counted() -> int:
+        with FlopCounterMode(display=False) as counter:
+            products.worth_rows()
+            torch.ones(2, 3) @ torch.ones(3, 4)
+        return counter.get_total_flops()
+
+    assert findings.found("cpu") == {}
+    assert counted() == 48
+    assert findings.found("cpu").keys() == {products.ASKED}
+    assert counted() == 48
+
+
+def test_nothing_is_measured_of_fake_tensors():
+    with FakeTensorMode():
+        assert findings.find("cpu", "a thing", pytest.fail, otherwise={"way": "x"}) == {"way": "x"}
+    assert findings.found("cpu") == {}
+    found = findings.find("cpu", "a thing", lambda: {"way": "y"}, otherwise={"way": "x"})
+    with FakeTensorMode():
+        assert findings.find("cpu", "a thing", pytest.fail, otherwise={"way": "x"}) == found == {"way": "y"}
 
 
 @pytest.mark.parametrize("damaged", ["{", "[]", '{"x": 3}', '{"x": {"y": 3}}', "\0"])

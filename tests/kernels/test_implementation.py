@@ -9,7 +9,7 @@ import torch
 import torch.utils.flop_counter
 
 import approx_kernels
-from approx_kernels.implementation import choose, chosen, forget, implementation, took, untold
+from approx_kernels.implementation import choose, chosen, chosen_in, forget, implementation, took, untold
 
 WAYS = {"triton": "the tensor is on the cpu.", "cpu": None, "reference": None}
 
@@ -29,6 +29,17 @@ def test_what_ran_is_told_with_the_way_it_took_and_can_be_forgotten():
     assert chosen() == {}
 
 
+def test_what_a_call_ran_is_told_apart_from_what_ran_before():
+    forget()
+    choose("before", "auto", WAYS)
+    choose("both", "auto", WAYS)
+    assert chosen_in(lambda: choose("both", "reference", WAYS)) == {"both": "reference"}
+    assert chosen() == {"before": "cpu", "both": "reference"}
+    with pytest.raises(ValueError, match="cannot run"):
+        chosen_in(lambda: choose("both", "triton", WAYS))
+    assert chosen() == {"before": "cpu", "both": "reference"}
+
+
 def test_an_op_may_have_implementations_of_its_own():
     assert choose("sample", "tiles", {"cpu": "too old", "tiles": None}) == "tiles"
     with pytest.raises(ValueError, match="expected one of auto, reference, cpu, triton, tiles"):
@@ -46,8 +57,9 @@ def test_what_was_asked_for_never_falls_back():
         choose("sample", "auto", {"triton": "too old"})
 
 
-def test_the_log_tells_once_why_the_plain_one_runs(caplog):
-    caplog.set_level(logging.INFO)
+def test_a_warning_tells_once_why_the_plain_one_runs(caplog):
+    # As it is for who uses Python and has set up no logging.
+    caplog.set_level(logging.WARNING)
     with untold():
         choose("plain", "auto", {"cpu": "it has no dropout. Ask for 'auto'.", "reference": None})
     for _ in range(2):
@@ -57,7 +69,9 @@ def test_the_log_tells_once_why_the_plain_one_runs(caplog):
         choose("plain", "auto", {"cpu": None, "reference": None})
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         choose("counted", "auto", {"cpu": "a counter follows.", "reference": None})
-    assert caplog.messages == ["plain runs in plain PyTorch, which is slower, for 'cpu' cannot run: it has no dropout."]
+    choose("tiled", "auto", {"cpu": "too old. Convert it, or ask for 'auto'.", "tiles": None, "reference": None})
+    told = "{} runs in plain PyTorch, which is slower, for 'cpu' cannot run: {}."
+    assert caplog.messages == [told.format("plain", "it has no dropout"), told.format("tiled", "too old. Convert it")]
 
 
 def test_a_wish_holds_inside_its_block_and_not_against_an_explicit_choice():

@@ -14,7 +14,7 @@ from tiny_study import small_recipe, tiny_checkpoint, tiny_data, tiny_recipe
 
 STAGES = ("convert-local-2", "convert-linear", "evaluate-0", "bench-0", "bench-1")
 TIMES = {"median_ms", "p10_ms", "p90_ms", "first_ms", "ratio", "interval", "share_of_ceiling", "verdict", "samples"}
-TIMES |= {"rejected", "peak_mb", "baseline", "crowded", "status"}
+TIMES |= {"rejected", "peak_mb", "baseline", "crowded", "status", "chosen"}
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,8 @@ def check(made: dict, study: Path, out: Path) -> None:
     assert [layer["layer"] for layer in made["variants"][1]["layers"]] == [1]
     assert [row["length"] for row in made["speed"]] == [8, 16, 64]
     assert [row["inputs"] for row in made["speed"]] == ["real", "real", "synthetic"]
+    for row in made["speed"]:
+        assert [list(entry["chosen"]) for entry in row["variants"]] == [["local_attention"], ["linear_attention"]]
     # One crossover a variant, over all the grids together.
     assert [row["name"] for row in made["crossover"]] == ["local 2", "linear"]
     assert (out / made["quality"][0]["outputs"]).is_file()

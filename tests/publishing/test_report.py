@@ -224,6 +224,24 @@ def test_a_crowded_machine_is_confessed(record, tmp_path):
     assert "Other programs used this machine's cores" in report(record, tmp_path / "c")["index.html"]
 
 
+def test_what_ran_in_plain_pytorch_is_said(record, tmp_path):
+    before = report(record, tmp_path / "before")["report.md"]
+    assert "plain PyTorch" not in before
+    assert "ran in" not in before
+    for row in record["speed"][1:4]:
+        row["variants"][0]["chosen"] = {"cluster_queries": "cpu", "topk_attention": "reference"}
+    told = "ran improved-clustered 25 (topk_attention, 512–2,048 tokens)."
+    shown = report(record, tmp_path / "after")
+    assert told in Page(shown["index.html"]).text
+    assert told.replace("_", "\\_") in shown["report.md"]
+    assert "| ran in |" in shown["report.md"]
+    lines = list(csv.DictReader(shown["speed.csv"].splitlines()))
+    assert {line["chosen"] for line in lines} == {"", "cluster_queries cpu, topk_attention plain PyTorch"}
+    for row in record["speed"]:
+        row["variants"][0]["chosen"] = {"cluster_queries": "cpu"}
+    assert "plain PyTorch" not in report(record, tmp_path / "fast")["report.md"]
+
+
 def test_records_of_different_machines_have_figures_of_their_own(record, tmp_path):
     other = json.loads(json.dumps(record))
     other |= {"title": "Another machine", "speed": record["speed"][:2]}

@@ -6,6 +6,11 @@ from approx.publishing import wording
 from approx.publishing.answers import speed_groups, standing, worthwhile_from
 from approx.publishing.plots import COLOURS, colours
 from approx.publishing.tables import plan_lines
+from approx_kernels import implementation
+
+
+def test_plain_pytorch_is_what_the_kernels_call_so():
+    assert wording.PLAIN == implementation.PLAIN
 
 
 @pytest.mark.parametrize(

@@ -137,19 +137,70 @@ def test_what_c_has_not_is_refused_when_asked_for_and_done_otherwise():
     assert chosen()["linear_attention"] == "reference"
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"feature_map": "softmax"}, "feature_map is 'softmax'; it has elu and relu"),
-        ({"window": 3, "mix": torch.ones(2)}, "window is 3"),
-    ],
-)
-def test_what_decoding_in_c_has_not_is_refused_when_asked_for_and_done_otherwise(changed, words):
-    q = torch.ones(1, 2, 5, 4)
-    with pytest.raises(ValueError, match=words):
-        linear_decode(q, q, q, **changed, impl="cpu")
-    assert linear_decode(q, q, q, **changed)[0].shape == q.shape
+@needs_compiler
+def test_what_decoding_in_c_has_not_is_refused_when_asked_for_and_done_otherwise():
+    q, k = torch.ones(1, 2, 5, 4), torch.ones(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="5 queries and 3 keys"):
+        linear_decode(q, k, k, impl="cpu")
+    assert linear_decode(q, k, k)[0].shape == q.shape
     assert chosen()["linear_decode"] == "reference"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+@pytest.mark.parametrize("width", [0, 1, 5, 70])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
+@given(
+    cuts=st.lists(st.integers(1, 149), max_size=4, unique=True),
+    size=st.sampled_from((5, 24, 64)),
+    values=st.sampled_from((3, 16, 64, 81)),
+)
+@settings(max_examples=4)
+@example(cuts=list(range(1, 81)), size=24, values=17)
+@example(cuts=[90, 91, 92], size=64, values=64)
+@torch.no_grad()
+@needs_compiler
+def test_decoding_in_c_gives_what_the_reference_gives(dtype, feature_map, width, masked, cuts, size, values):
+    # As projections lay heads out.
+    q, k, v = (torch.randn(2, 150, 3, n).to(dtype).transpose(1, 2) for n in (size, size, values))
+    v = v.abs() + 0.1
+    mask = torch.rand(2, 150) < 0.7 if masked else None
+    maps, mix = parts_of(feature_map, width, 3, size, torch.float32)
+    ways = {"feature_map": feature_map, "window": width, "scale": -0.3, "input_scale": 0.7, "eps": 1e-3}
+    found, reached = pieces((q, k, v), mask, cuts, impl="cpu", maps=maps, mix=mix, **ways)
+    plain, known = pieces((q, k, v), mask, cuts, impl="reference", maps=maps, mix=mix, **ways)
+    wide = None if maps is None else (maps[0].double(), maps[1].double())
+    ways |= {"maps": wide, "mix": None if mix is None else mix.double()}
+    exact, sums = pieces([x.double() for x in (q, k, v)], mask, cuts, impl="reference", **ways)
+    assert_close("o", found, plain, exact)
+    assert reached["sums"].dtype == known["sums"].dtype == torch.float32
+    # Features of a prompt of 16 bits are rounded to them before they are summed.
+    own = known["sums"] if dtype == torch.float32 else known["sums"].bfloat16().float()
+    assert_close("sums", reached["sums"], own, sums["sums"])
+    assert all(torch.equal(reached[name], kept) for name, kept in known.items() if name != "sums")
+
+
+def pieces(tensors, mask, cuts, **ways):
+    """Outputs of tokens that come in pieces, and the state after the last."""
+    out, states = [], []
+    for begin, end in zip((0, *sorted(cuts)), (*sorted(cuts), tensors[0].shape[2]), strict=True):
+        q, k, v = (x[:, :, begin:end] for x in tensors)
+        piece, state = linear_decode(
+            q, k, v, None if mask is None else mask[:, begin:end], states[-1] if states else None, **ways
+        )
+        out.append(piece)
+        states.append(state)
+    return torch.cat(out, 2), state
+
+
+@needs_compiler
+def test_what_is_learned_has_gradients_while_decoding():
+    q = torch.randn(1, 2, 5, 8)
+    maps, mix = parts_of("hedgehog", 3, 2, 8, torch.float32)
+    out, _ = linear_decode(q, q, q, feature_map="hedgehog", maps=maps, window=3, mix=mix)
+    assert chosen()["linear_decode"] == "reference"
+    learned = [x for x in (*(maps or ()), mix) if x is not None]
+    assert all(each.ne(0).any() for each in torch.autograd.grad(out.square().sum(), learned))
 
 
 def test_numbers_of_a_long_sequence_stay_small_in_float16():

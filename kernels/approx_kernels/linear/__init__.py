@@ -136,29 +136,16 @@ def linear_decode(
     """
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
-    no_cpu = decode_obstacle(q, feature_map=feature_map, window=window) or state_obstacle(q, k, v)
-    no_kernels = linear_obstacle(q, v, dropout=0.0)
-    no_kernels = no_kernels or state_obstacle(q, k, v) or step_obstacle(q, k, state, window)
+    kept = state_obstacle(q, k, v, *(maps or ()), *(() if mix is None else (mix,)))
+    no_cpu = decode_obstacle(q, k) or kept
+    no_kernels = linear_obstacle(q, v, dropout=0.0) or kept or step_obstacle(q, k, state, window)
     run = choose("linear_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
-    ways = {"feature_map": feature_map, "input_scale": input_scale, "eps": eps}
+    ways = {"feature_map": feature_map, "maps": maps, "input_scale": input_scale, "eps": eps}
     if run == "triton":
-        return continue_by_kernels(q, k, v, key_mask, state, maps=maps, **ways)
-    if run == "cpu":
-        return continue_in_place(q, k, v, key_mask, state, **ways)
-    return continue_heads(
-        q,
-        k,
-        v,
-        key_mask,
-        state,
-        feature_map=feature_map,
-        maps=maps,
-        window=window,
-        mix=mix if window else None,
-        scale=scale,
-        input_scale=input_scale,
-        eps=eps,
-    )
+        return continue_by_kernels(q, k, v, key_mask, state, **ways)
+    go_on = continue_in_place if run == "cpu" else continue_heads
+    mix = mix if window else None
+    return go_on(q, k, v, key_mask, state, window=window, mix=mix, scale=scale, **ways)
 
 
 def _check_parts(

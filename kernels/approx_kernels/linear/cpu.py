@@ -84,19 +84,24 @@ def linear_continue(
     tops: Tensor | None = None,
     rows: Tensor | None = None,
     floor: float = 0.0,
-) -> Tensor:
-    """Causal attention after keys whose sums are [B, H, F, E + 1], float32; these get the new keys too, in place.
+) -> tuple[Tensor, Tensor]:
+    """As `linear_batch`, causal, after keys whose sums are [B, H, F, E + 1], float32; these get the new keys too, in place.
 
-    For the map `exp` they are relative to exponentials of the tops, [B, H, F], float32, which are overwritten likewise.
+    With L > S the first L - S queries see the earlier keys alone. For the map `exp` sums are relative to exponentials of the
+    tops, [B, H, F], float32, which are overwritten likewise.
     """
     q, k, v = _laid_out(q, k, v)
-    blind = max(q.shape[2] - k.shape[2], 0)
-    out, _ = _empty(q, k, v)
-    out[:, :, :blind] = 0.0
-    how = True, feature_map, input_scale, eps, floor
+    out, norms = _empty(q, k, v)
+    how = feature_map, input_scale, eps, floor
     mask = None if key_mask is None else key_mask.contiguous()
-    _run(FORWARD, _problem(q[:, :, blind:], k, v, out[:, :, blind:], mask, _whole(rows), sums, tops, None, *how))
-    return out
+    blind, rows = max(q.shape[2] - k.shape[2], 0), _whole(rows)
+    if blind:
+        few, norms = norms[:, :, :blind].contiguous(), norms[:, :, blind:].contiguous()
+        parts = q[:, :, :blind], k[:, :, :0], v[:, :, :0], out[:, :, :blind], None
+        _run(FORWARD, _problem(*parts, rows, sums, tops, few, False, *how))
+    parts = q[:, :, blind:], k, v, out[:, :, blind:], mask
+    _run(FORWARD, _problem(*parts, rows, sums, tops, norms, True, *how))
+    return out, torch.cat([few, norms], 2) if blind else norms
 
 
 def _laid_out(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,20 +6,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.linear.cpu import FUSED, features_obstacle, linear_continue
+from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.linear.features import features
 from approx_kernels.linear.reference import linear_heads, scaled
+from approx_kernels.linear.step_c import STEP
+from approx_kernels.linear.step_cpu import attend_newest
 from approx_kernels.linear.window import divided, near_weights
+from approx_kernels.linear.window_cpu import linear_parts, obstacle
 from approx_kernels.ring import State, content, extended, newest
 
 
-def decode_obstacle(q: Tensor, *, feature_map: str, window: int) -> str | None:
-    """Why sums cannot be continued in C, with the remedy; None where they can."""
-    if feature_map not in FUSED:
-        return f"feature_map is {feature_map!r}; it has {' and '.join(FUSED)}. Ask for 'auto'."
-    if window:
-        return f"window is {window}; it has none. Ask for 'auto'."
-    return features_obstacle(q)
+def decode_obstacle(q: Tensor, k: Tensor) -> str | None:
+    """Why tokens cannot be continued in C, with the remedy; None where they can."""
+    if q.shape[2] > k.shape[2]:
+        return f"there are {q.shape[2]} queries and {k.shape[2]} keys; it has a key for each query. Ask for 'auto'."
+    return c_obstacle(STEP, q) or (obstacle(q) if k.shape[2] > 1 else None)
 
 
 def state_obstacle(*tensors: Tensor) -> str | None:
@@ -30,12 +31,20 @@ def state_obstacle(*tensors: Tensor) -> str | None:
 
 
 def continue_in_place(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: State | None, **ways: Any
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: State | None, *, window: int, **ways: Any
 ) -> tuple[Tensor, State]:
-    """As `continue_heads` without a window, in C; the sums of the state are overwritten, not copied."""
-    shape = *q.shape[:2], q.shape[3], v.shape[3] + 1
-    sums = q.new_zeros(shape, dtype=torch.float32) if state is None else state["sums"].contiguous()
-    return linear_continue(q, k, v, key_mask, sums, **ways), {"sums": sums}
+    """As `continue_heads`, in C; the sums of the state are overwritten, not copied."""
+    features = q.shape[3] * (2 if ways["feature_map"] == "hedgehog" else 1)
+    sums = q.new_zeros(*q.shape[:2], features, v.shape[3] + 1, dtype=torch.float32) if state is None else state["sums"]
+    sums = sums.contiguous()
+    ring = extended(state, k, v, key_mask) if window else {}
+    if window:
+        k, v, key_mask = content(ring)
+    if q.shape[2] == 1 and k.shape[2] <= max(window, 1):
+        out = attend_newest(q, k, v, key_mask, sums, window=window, **ways)
+    else:
+        out = linear_parts(q, k, v, key_mask, causal=True, window=window, **ways, sums=sums)
+    return out, {"sums": sums, **(newest(ring, window - 1) if window else {})}
 
 
 def continue_heads(

@@ -8,10 +8,8 @@ from torch import Tensor
 
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.custom_op import custom_op
+from approx_kernels.linear.features import FEATURE_MAPS
 from approx_kernels.linear.maps_c import MAPS
-
-# In the order of maps_c.py.
-_MAPS = ("softmax", "t2r", "hedgehog")
 
 
 class _Problem(ctypes.Structure):
@@ -72,6 +70,6 @@ def _map(x: Tensor, weight: Tensor | None, feature_map: str, scale: float) -> Te
     out = _empty(x, weight, feature_map, scale)
     found = library(MAPS)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    how = _MAPS.index(feature_map), x.dtype == torch.bfloat16, torch.get_num_threads()
+    how = FEATURE_MAPS.index(feature_map), x.dtype == torch.bfloat16, torch.get_num_threads()
     check(found.map_rows(ctypes.byref(_Problem(*x.shape, *how, rows_of(x), rows_of(out), address(weight), scale))))
     return out

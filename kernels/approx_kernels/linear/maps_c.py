@@ -6,7 +6,7 @@ MAPS = (
     HALVES
     + r"""
 enum { TOKENS = 64 };
-enum { SOFTMAX, T2R, HEDGEHOG };
+enum { ELU, RELU, SOFTMAX, T2R, HEDGEHOG };
 
 typedef struct {
     int64_t batch, heads, length, size, map, bf16, threads;

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.key_lists.cpu import obstacle as lists_obstacle
-from approx_kernels.linear.cpu import FUSED, features_obstacle, linear_batch
+from approx_kernels.linear.cpu import FUSED, features_obstacle, linear_batch, linear_continue
 from approx_kernels.linear.features_cpu import map_features
 from approx_kernels.linear.maps_c import MAPS
 from approx_kernels.linear.window_parts import joined_parts, reach
@@ -31,8 +31,12 @@ def linear_parts(
     scale: float,
     input_scale: float,
     eps: float,
+    sums: Tensor | None = None,
 ) -> Tensor:
-    """As `linear_heads`; where several keys of a window have the largest score, its gradient is that of one."""
+    """As `linear_heads`; where several keys of a window have the largest score, its gradient is that of one.
+
+    The sums of earlier keys, in float32, get in place those that no window of a later query reaches; without gradients.
+    """
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *(maps or ()), mix) if x is not None)
     # Gradients are small differences of those of features and of parts, which 16 bits do not tell.
     parts = torch.float32 if learning and (window or feature_map not in FUSED) else q.dtype
@@ -45,14 +49,21 @@ def linear_parts(
             keys = map_features(k, key_map, feature_map, input_scale)
             # Features are 0 or more, and stay what they are.
             how |= {"feature_map": "relu", "input_scale": 1.0}
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+            if sums is not None:
+                return linear_continue(q, k, v, key_mask, sums, **how)
+            return linear_batch(q, k, v, key_mask, causal=causal or window > 0, **how)
+
         if not window:
-            return linear_batch(queries, keys, v, key_mask, causal=causal, **how)[0].to(dtype)
+            return attend(queries, keys, v, key_mask)[0].to(dtype)
         assert mix is not None, "checked by the op"
         left, right = reach(window, causal)
         near = local_totals(q, k, v, key_mask, left=left, right=right, scale=scale)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-            return linear_batch(q, k, v, key_mask, causal=True, **how)
-
-        ways = {"causal": causal, "window": window, "mix": mix, "eps": eps}
-        return joined_parts(*near, queries, keys, v, key_mask, attend, **ways).to(dtype)
+        out = joined_parts(*near, queries, keys, v, key_mask, attend, causal=causal, window=window, mix=mix, eps=eps)
+        if sums is not None and keys.shape[2] >= window:
+            # The window of the last query ends with it, that of the next one after it.
+            last = slice(keys.shape[2] - window, keys.shape[2] - left)
+            mask = None if key_mask is None else key_mask[:, last]
+            attend(keys[:, :, last], keys[:, :, last], v[:, :, last], mask)
+        return out.to(dtype)

@@ -51,7 +51,8 @@ def performer_continue(
             state["top"] = q.new_full((*features[:2], 1, features[2]), start, dtype=torch.float32)
     state = {name: x.contiguous() for name, x in state.items()}
     form = _form(projection, kernel, scale)
-    return linear_continue(q, k, v, key_mask, state["sums"], tops=state.get("top"), **form), state
+    out, _ = linear_continue(q, k, v, key_mask, state["sums"], tops=state.get("top"), **form)
+    return out, state
 
 
 def _form(projection: Tensor, kernel: str, scale: float) -> dict:

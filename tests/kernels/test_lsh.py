@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from approx_kernels.c_language import library
 from approx_kernels.lsh import draw_projections, lsh_attention
 from approx_kernels.lsh.sorting_c import SORTING
+from closeness import assert_close
 from forms import few
 
 needs_compiler = pytest.mark.skipif(isinstance(library(SORTING), str), reason="there is no C compiler here")
@@ -207,6 +208,38 @@ def test_orders_in_c_bring_the_same_tokens_together(causal, length, keys, rounds
     how = {"projections": drawn, "variant": "asymmetric", "cluster": cluster, "dedup": False, "causal": causal}
     found, plain = (lsh_attention(q, k, v, mask, scale=0.5, impl=impl, **how) for impl in ("cpu", "reference"))
     torch.testing.assert_close(found, plain)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("variant", "causal", "dedup"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize(
+    ("queries", "keys", "cluster", "size"),
+    [(200, 200, 16, 64), (70, 200, 5, 8), (1, 90, 9, 8), (30, 20, 4, 24), (13, 13, 1, 8)],
+)
+def test_c_gives_what_the_reference_gives_in_every_form(
+    variant, causal, dedup, dtype, masked, queries, keys, cluster, size
+):
+    # Shared keys are made from the queries.
+    queries = keys if variant == "shared" else queries
+    q, grad = torch.randn(2, 3, queries, size).to(dtype), (torch.rand(2, 3, queries, size) + 0.1).to(dtype)
+    k, v = torch.randn(2, 3, keys, size).to(dtype), (torch.rand(2, 3, keys, size) + 0.1).to(dtype)
+    mask = torch.rand(2, keys) < 0.7 if masked else None
+    drawn = draw_projections(size, rounds=3, variant=variant, causal=causal, seed=1)
+    how = {"projections": drawn, "variant": variant, "causal": causal, "dedup": dedup, "cluster": cluster, "scale": 0.2}
+    results = {}
+    for name, impl, wide in (("c", "cpu", dtype), ("plain", "reference", dtype), ("exact", "reference", torch.float64)):
+        inputs = [x.to(wide).requires_grad_() for x in (q, k, v)]
+        out = lsh_attention(inputs[0], inputs[1], inputs[2], mask, **how, impl=impl)
+        gradients = torch.autograd.grad(out, inputs, grad.to(wide), materialize_grads=True, allow_unused=True)
+        results[name] = (out, *gradients)
+    for name, found, plain, exact in zip("oqkv", *results.values(), strict=True):
+        if exact.abs().max() < 1e-9:  # no key is there, or no query has more than one
+            assert found.abs().max() < 1e-6
+            continue
+        # Gradients are differences of sums, which round on both sides, from weights that round as their normalisers do.
+        assert_close(name, found, plain, exact, factor=2.0 if name == "o" else 8.0)
 
 
 @needs_compiler

@@ -1,6 +1,6 @@
 """Gradients of softmax attention to listed keys in C; weights are computed again from their normalisers."""
 
-from approx_kernels.key_lists.forward_c import TILES
+from approx_kernels.key_lists.tiles_c import TILES
 
 BACKWARD = (
     TILES
@@ -42,7 +42,7 @@ static void find_largest(const problem *p, int64_t b, int64_t h, const queries_o
     int64_t size = padded(p->size), most = half ? HALF_STRIP : STRIP, passed = 0;
     float top[ROWS];
     for (int64_t i = 0; i < w->rows; i++) top[i] = -INFINITY, which[i] = -1;
-    for (keys_of_block t = keys_from(p, b, h, w); next_keys(p, b, w, &t); passed += t.count) {
+    for (keys_of_block t = keys_from(p, b, h, w, NULL); next_keys(p, b, w, &t); passed += t.count) {
         gather(p, p->k, b, h, &t, p->size, keys);
         right asked = columns_right(half, t.count, p->size, keys, size, standing);
         for (int64_t strip = 0; strip < w->rows; strip += most) {
@@ -63,7 +63,7 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     const problem *p = &g->all;
     int64_t size = padded(p->size), width = padded(p->values), D = p->size, E = p->values;
     int64_t rooms = room(D, KEYS) + room(E, KEYS) + room(KEYS, D) + room(HALF_STRIP, D) + room(HALF_STRIP, E);
-    float *memory = floats(2 * (ROWS + KEYS) * (size + width) + rooms + 2 * HALF_STRIP * KEYS + ROWS);
+    float *memory = floats(2 * (ROWS + KEYS) * (size + width) + rooms + 2 * HALF_STRIP * KEYS + ROWS + p->parts * KEYS);
     float *sums = floats(p->keys * (size + width));
     if (!memory || !sums) { free(memory), free(sums); return 1; }
     float *queries = memory, *given = queries + ROWS * size, *out = given + ROWS * width, *dq = out + ROWS * width;
@@ -99,7 +99,7 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         }
         if (g->dtotals) find_largest(p, b, h, &w, half, queries, keys, standing, weights, largest);
         passed = 0;
-        for (keys_of_block t = keys_from(p, b, h, &w); next_keys(p, b, &w, &t); passed += t.count) {
+        for (keys_of_block t = keys_from(p, b, h, &w, (int32_t *)(share + ROWS)); next_keys(p, b, &w, &t); passed += t.count) {
             gather(p, p->k, b, h, &t, D, keys), gather(p, p->v, b, h, &t, E, values);
             right asked = columns_right(half, t.count, D, keys, size, standing);
             right kept = columns_right(half, t.count, E, values, width, standing_values);
@@ -116,9 +116,11 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
                 multiply(deep, end - begin, E, outer, width, 1, kept, 0, begin, change + begin, KEYS, 0);
                 for (int64_t i = 0; p->dropout.bound && i < deep; i++)
                     drop_row(&p->dropout, draw_at(p, b, h, &w, strip + i), t.key, begin, end, change + i * KEYS);
-                for (int64_t i = 0; i < deep; i++)
+                for (int64_t i = 0; i < deep; i++) {
+                    screen(p, &w, strip + i, begin, end, &t);
                     longer += weigh(&t, begin, end, w.at[strip + i], lse[token(w.order, w.first + strip + i)],
                                     share[strip + i], weights + i * KEYS, change + i * KEYS);
+                }
                 for (int64_t i = 0; g->dtotals && i < deep; i++) {
                     int64_t c = largest[strip + i] - passed;
                     if (c >= begin && c < end) change[i * KEYS + c] -= raised[strip + i];

@@ -14,7 +14,7 @@ from approx_kernels.custom_op import custom_op
 from approx_kernels.key_lists.backward_c import BACKWARD
 from approx_kernels.key_lists.forward_c import FORWARD
 
-# Queries of a block at most: ROWS of forward_c.py. Fewer hide fewer keys where each query sees a window of its own.
+# Queries of a block at most: ROWS of tiles_c.py. Fewer hide fewer keys where each query sees a window of its own.
 MOST_ROWS, WINDOW_ROWS = 192, 96
 # Queries that are computed together at least: SPAN of strips_c.py.
 _STRIP = 32
@@ -29,13 +29,14 @@ _PLACE = ctypes.c_void_p
 
 
 class _Problem(ctypes.Structure):
-    """`problem` of forward_c.py."""
+    """`problem` of tiles_c.py."""
 
     _fields_ = (
         *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "ranks", "size", "values")),
         *((name, _WHOLE) for name in ("before", "blocks", "parts", "own_orders", "bf16", "threads")),
         *((name, Rows) for name in ("q", "k", "v", "out")),
         *((name, _PLACE) for name in ("mask", "own", "starts", "first", "entries", "query_order", "key_order")),
+        *((name, _PLACE) for name in ("stretches", "places")),
         *((name, _PLACE) for name in ("lse", "totals", "spans")),
         *((name, ctypes.c_float) for name in ("scale", "ramp", "itself")),
         ("dropout", Dropout),
@@ -109,50 +110,8 @@ def attend_lists(
     listed = torch.tensor([each for own in entries for each in own], dtype=torch.int32).view(-1, 4)
     by_rank = [None, None] if orders is None else [x.int().contiguous() for x in orders]
     mask = None if key_mask is None else key_mask.contiguous()
-    lists = mask, None, torch.tensor(starts), counts, listed, *by_rank, spans
+    lists = mask, None, torch.tensor(starts), counts, listed, *by_rank, None, None, spans
     return attend(q, k, v, *lists, before, scale, ramp, 0.0, dropout)[0]
-
-
-def attend_own_lists(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    before: int,
-    blocks: Tensor,
-    starts: Tensor,
-    entries: Tensor,
-    scale: float,
-    orders: tuple[Tensor, Tensor],
-    itself: float,
-    dropout: float = 0.0,
-) -> Tensor:
-    """`attend_lists` where each head has blocks of its own, of one entry each, and a key may have several ranks.
-
-    Queries and keys are counted by their ranks, but distances are between tokens: query token i stands at `before` + i. The queries of
-    a block have rising positions.
-
-    Args:
-        q: Queries, [B, H, L, D], float32 or bfloat16.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
-        before: Position of the first query token.
-        blocks: First block of each sample and head, [B H + 1], int64.
-        starts: First query of each block, and the end of the last, int64: queries of part p of head g are counted from
-            (g P + p) L on, and every part has all of them.
-        entries: What each block sees, [blocks, 4], int32; see `Entry`.
-        scale: Factor of the scores.
-        orders: Queries and keys by rank, [P, B, H, L] and [P, B, H, M].
-        itself: How often a query sees the key at its own position beside its lists, where there is one; 0 or more.
-        dropout: Probability with which a weight is dropped, in each part for itself.
-
-    Returns:
-        [B, H, L, E] in the dtype of q.
-    """
-    counts = torch.arange(entries.shape[0] + 1)
-    by_rank = [x.int().contiguous() for x in orders]
-    lists = None, blocks, starts, counts, entries.int().contiguous(), *by_rank, None
-    return attend(q, k, v, *lists, before, scale, 1, itself, dropout)[0]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *problem: Any, totals: bool = False) -> tuple[Tensor, Tensor]:
@@ -221,7 +180,7 @@ def _gradients(ctx: Any, grad: Tensor, _: Any, grad_totals: Tensor | None) -> tu
     grad_totals = grad_totals.contiguous() if totals.numel() and grad_totals is not None else None
     made = _attend_backward(grad.to(q.dtype), grad_totals, *tensors, out.to(q.dtype), lse, totals, *ctx.rest)
     dq, dk, dv, dspans = made
-    return dq.to(q.dtype), dk, dv, *[None] * 7, None if spans is None else dspans.sum(0), *[None] * 7
+    return dq.to(q.dtype), dk, dv, *[None] * 9, None if spans is None else dspans.sum(0), *[None] * 7
 
 
 @custom_op(_empty_gradients)
@@ -238,6 +197,8 @@ def _attend_backward(
     entries: Tensor,
     query_order: Tensor | None,
     key_order: Tensor | None,
+    stretches: Tensor | None,
+    places: Tensor | None,
     spans: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -250,13 +211,13 @@ def _attend_backward(
     seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    lists = key_mask, own, starts, first, entries, query_order, key_order
+    lists = key_mask, own, starts, first, entries, query_order, key_order, stretches, places
     made = _empty_gradients(grad, grad_totals, q, k, v, *lists)
     problem = _problem(q, k, v, out, *lists, lse, totals, spans, before, scale, ramp, itself, dropped(dropout, seed))
     found = library(BACKWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    places = address(made[3]), address(grad_totals)
-    check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(rows_of, (grad, *made[:3])), *places))))
+    written = address(made[3]), address(grad_totals)
+    check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(rows_of, (grad, *made[:3])), *written))))
     return made
 
 
@@ -272,6 +233,8 @@ def _attend(
     entries: Tensor,
     query_order: Tensor | None,
     key_order: Tensor | None,
+    stretches: Tensor | None,
+    places: Tensor | None,
     spans: Tensor | None,
     before: int,
     scale: float,
@@ -281,7 +244,7 @@ def _attend(
     seed: int,
     relative: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lists = key_mask, own, starts, first, entries, query_order, key_order
+    lists = key_mask, own, starts, first, entries, query_order, key_order, stretches, places
     out, lse, totals = _empty(q, k, v, *lists, relative)
     found = library(FORWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
@@ -291,10 +254,11 @@ def _attend(
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lists: Any) -> _Problem:
-    key_mask, own, starts, first, entries, query_order, key_order, lse, totals, spans, before, *numbers = lists
+    key_mask, own, starts, first, entries, query_order, key_order, shown, places, lse, totals, spans, *rest = lists
+    before, *numbers = rest
     ranks = k.shape[2] if key_order is None else key_order.shape[-1]
     orders = query_order is not None and query_order.ndim == 4
     counts = before, starts.numel() - 1, _parts(query_order), orders, q.dtype == torch.bfloat16, torch.get_num_threads()
     sizes = *q.shape[:3], k.shape[2], ranks, q.shape[3], v.shape[3], *counts
-    places = map(address, (key_mask, own, starts, first, entries, query_order, key_order, lse, totals, spans))
-    return _Problem(*sizes, *map(rows_of, (q, k, v, out)), *places, *numbers)
+    lists = key_mask, own, starts, first, entries, query_order, key_order, shown, places, lse, totals, spans
+    return _Problem(*sizes, *map(rows_of, (q, k, v, out)), *map(address, lists), *numbers)

@@ -155,7 +155,7 @@ static float *begin_strips(const problem *p, strips *s) {
                   .pairs = (p->values + SPAN - 1) / SPAN, .parts = is_wide(p) ? PARTS : 1, .item = -1};
     int64_t words = s->parts * TILE / 2, keys = s->groups * s->deep * words, values = s->groups * s->pairs * words;
     int64_t again = greater(SQUARE, 2 * padded(p->size)), faded = p->spans ? padded(p->keys + p->length + 1) : 0;
-    int64_t rest = s->pairs * SQUARE + faded + padded(2 * most) + padded((s->groups + 3) / 4);
+    int64_t rest = s->pairs * SQUARE + faded + padded(2 * most) + padded((s->groups + 3) / 4) + 4 * SIDE * p->parts;
     float *memory = floats(keys + values + (s->deep + 2 * WAITING) * words + 2 * SQUARE + again + rest), *at = memory;
     if (!memory) return NULL;
     s->keys = (char *)at, at += keys;
@@ -167,7 +167,8 @@ static float *begin_strips(const problem *p, strips *s) {
     s->out = at, at += s->pairs * SQUARE;
     s->faded = at, at += faded;
     s->list = (group *)at, at += padded(2 * most);
-    s->packed = (uint8_t *)at;
+    s->packed = (uint8_t *)at, at += padded((s->groups + 3) / 4);
+    s->stretches = (int32_t *)at;
     return memory;
 }
 #endif

@@ -22,6 +22,7 @@ typedef struct {
     float *scores, *again, *out, *faded;
     uint8_t *packed;
     group *list;
+    int32_t *stretches; /* [P, 4, SIDE]: of the queries' stretches in earlier parts the firsts, then the ends */
 } strips;
 
 /* SIDE queries of a strip: their weights are powers of 2, relative to that of the origin; the sum of those of earlier groups,

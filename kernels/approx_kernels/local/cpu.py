@@ -25,5 +25,5 @@ def local_totals(
     starts = torch.tensor([*range(0, length, WINDOW_ROWS), length])
     entry = torch.tensor([[0, keys, -min(left, FAR), min(right, FAR)]], dtype=torch.int32)
     mask = None if key_mask is None else key_mask.contiguous()
-    lists = mask, None, starts, torch.arange(starts.numel()), entry.repeat(starts.numel() - 1, 1), None, None, None
-    return attend(q, k, v, *lists, keys - length, scale, 1, 0.0, 0.0, totals=True)
+    lists = mask, None, starts, torch.arange(starts.numel()), entry.repeat(starts.numel() - 1, 1)
+    return attend(q, k, v, *lists, *[None] * 5, keys - length, scale, 1, 0.0, 0.0, totals=True)

@@ -15,6 +15,7 @@ from approx_kernels.lsh.buckets import bucket_plan
 from approx_kernels.lsh.clusters import cluster_plan
 from approx_kernels.lsh.cpu import Notes, bucket_lists, obstacle, sorted_lists
 from approx_kernels.lsh.hashing import draw_projections, unit_keys
+from approx_kernels.lsh.own_lists import round_lists
 from approx_kernels.lsh.plan import Plan
 from approx_kernels.lsh.reference import dense_union
 from approx_kernels.lsh.triton import round_by_round, sorted_tiles
@@ -79,11 +80,11 @@ def lsh_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which an attention weight is dropped, in each round.
-        impl: `triton`, which has every form, but no dropout; `cpu`, which is compiled C, has the asymmetric variant without
-            dedup. Where neither runs, `auto` takes tiles. `reference` materialises all pairs.
+        impl: `triton`, which has every form, but no dropout; `cpu`, which is compiled C and has every form too: with dedup it
+            drops a pair in all rounds or in none. Where neither runs, `auto` takes tiles. `reference` materialises all pairs.
         notes: Of decoding: what earlier calls have noted of keys that are the first of these, empty at first, its samples
             reordered or chosen at will along the first dimension of every tensor; brought up to date. `cpu` alone uses it,
-            where it is causal, and hashes only the keys that are new. None notes nothing.
+            where it is causal, asymmetric and without dedup, and hashes only the keys that are new. None notes nothing.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -99,7 +100,7 @@ def lsh_attention(
     k, v = k.to(q.dtype), v.to(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
         limit = _obstacle(q, k, key_mask, variant, dedup, causal)
-        ways = {"cpu": limit or obstacle(q), "tiles": None, "reference": None}
+        ways = {"cpu": obstacle(q), "tiles": None, "reference": None}
         run = choose("lsh_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
         if variant == "asymmetric" and max(length, keys) <= (2 * cluster if causal else cluster):
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
@@ -107,12 +108,16 @@ def lsh_attention(
         if run == "triton" and (limit or causal or key_mask is not None):
             kind = {"variant": variant, "cluster": cluster, "dedup": dedup, "causal": causal, "own": own}
             return round_by_round(q, k, v, key_mask, projections=projections, scale=scale, **kind)
-        if run in ("triton", "cpu") and not causal:
+        if run == "cpu" and limit:
+            keys_of = unit_keys(q, k) if variant == "shared" else k
+            kind = {"variant": variant, "cluster": cluster, "dedup": dedup, "causal": causal, "dropout": dropout}
+            out = round_lists(q, keys_of, v, key_mask, projections=projections, scale=scale, **kind)
+        elif run in ("triton", "cpu") and not causal:
             attend_tiles = sorted_tiles if run == "triton" else partial(sorted_lists, dropout=dropout)
             attend_tiles = partial(attend_tiles, projections=projections, cluster=cluster, scale=scale)
             # Without padding there is no position either: with L > S all queries take part.
             return attend_tiles(q, k, v) if key_mask is None else without_padding(attend_tiles, q, k, v, key_mask)
-        if run == "cpu":
+        elif run == "cpu":
             form = {"projections": projections, "cluster": cluster, "scale": scale, "dropout": dropout}
             out = bucket_lists(q, k, v, key_mask, **form, notes=notes)
         else:

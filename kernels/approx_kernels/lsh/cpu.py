@@ -8,8 +8,9 @@ from torch.nn import functional as F
 
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
-from approx_kernels.key_lists.cpu import FAR, MOST_ROWS, Entry, attend_lists, attend_own_lists, cut
+from approx_kernels.key_lists.cpu import FAR, MOST_ROWS, Entry, attend_lists, cut
 from approx_kernels.key_lists.cpu import obstacle as lists_obstacle
+from approx_kernels.lsh.own_lists import attend_own_lists
 from approx_kernels.lsh.sorting_c import SORTING
 
 # What is known of the keys of a cache, from one call to the next: their codes, and what later ones need for theirs.

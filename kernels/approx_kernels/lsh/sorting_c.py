@@ -170,7 +170,7 @@ int hash_tokens(const hashing *p) {
     return failed;
 }
 
-/* Two bounds of ranks, and two of distances: `entry` of forward_c.py. */
+/* Two bounds of ranks, and two of distances: `entry` of tiles_c.py. */
 typedef struct { int32_t begin, end, low, high; } entry;
 
 typedef struct {

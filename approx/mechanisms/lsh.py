@@ -31,7 +31,7 @@ class LshAttention(Mechanism):
         cluster: Tokens of a cluster; more is closer to exact.
         seed: Seed of the random directions, which are a buffer and saved with the checkpoint.
         dedup: Whether a pair counts once however many rounds bring it together, rather than once for each. Takes a
-            third more time; the error falls by a tenth at 4 rounds, by a third in the causal form.
+            fifth more time; the error falls by a tenth at 4 rounds, by a third in the causal form.
 
     Raises:
         ApproxError: if a setting is wrong.

@@ -76,6 +76,9 @@ def attend_lists(
     entries: Sequence[Sequence[Entry]],
     scale: float,
     orders: tuple[Tensor, Tensor] | None = None,
+    stretches: Tensor | None = None,
+    places: Tensor | None = None,
+    itself: bool = True,
     spans: Tensor | None = None,
     ramp: int = 1,
     dropout: float = 0.0,
@@ -98,6 +101,11 @@ def attend_lists(
         entries: The list of each block; no query may see a key by two of its entries, or it counts twice.
         scale: Factor of the scores.
         orders: Queries and keys by rank, whole numbers [P, L] and [P, S] for all heads, or [P, B, H, L] and [P, B, H, S].
+        stretches: With orders of each head, the ranks that each query token sees in each part, the first and the end,
+            [2, P, B, H, L] int32: a key counts in the first part that shows it alone. None where it counts in each.
+        places: Needed with these: entries by rank, which are the same in all parts, and ranks by entry,
+            [2, P, B, H, S] int32.
+        itself: Whether a query may see the key of its own rank.
         spans: z [H], float32: a weight at distance x is multiplied by clip((R + z - x) / R, 0, 1). Differentiable.
         ramp: R.
         dropout: Probability with which a weight is dropped, in each part for itself; a key that counts twice in a part is
@@ -110,8 +118,8 @@ def attend_lists(
     listed = torch.tensor([each for own in entries for each in own], dtype=torch.int32).view(-1, 4)
     by_rank = [None, None] if orders is None else [x.int().contiguous() for x in orders]
     mask = None if key_mask is None else key_mask.contiguous()
-    lists = mask, None, torch.tensor(starts), counts, listed, *by_rank, None, None, spans
-    return attend(q, k, v, *lists, before, scale, ramp, 0.0, dropout)[0]
+    lists = mask, None, torch.tensor(starts), counts, listed, *by_rank, stretches, places, spans
+    return attend(q, k, v, *lists, before, scale, ramp, 0.0 if itself else -1.0, dropout)[0]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *problem: Any, totals: bool = False) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from approx_kernels.lsh.buckets import bucket_plan
 from approx_kernels.lsh.clusters import cluster_plan
 from approx_kernels.lsh.cpu import Notes, bucket_lists, obstacle, sorted_lists
 from approx_kernels.lsh.hashing import draw_projections, unit_keys
-from approx_kernels.lsh.own_lists import round_lists
 from approx_kernels.lsh.plan import Plan
 from approx_kernels.lsh.reference import dense_union
 from approx_kernels.lsh.triton import round_by_round, sorted_tiles
@@ -84,7 +83,7 @@ def lsh_attention(
             drops a pair in all rounds or in none. Where neither runs, `auto` takes tiles. `reference` materialises all pairs.
         notes: Of decoding: what earlier calls have noted of keys that are the first of these, empty at first, its samples
             reordered or chosen at will along the first dimension of every tensor; brought up to date. `cpu` alone uses it,
-            where it is causal, asymmetric and without dedup, and hashes only the keys that are new. None notes nothing.
+            where it is causal and asymmetric, and hashes only the keys that are new. None notes nothing.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -99,27 +98,25 @@ def lsh_attention(
         raise ValueError(f"The shared variant makes its keys from the queries, but got {length} queries, {keys} keys.")
     k, v = k.to(q.dtype), v.to(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        limit = _obstacle(q, k, key_mask, variant, dedup, causal)
-        ways = {"cpu": obstacle(q), "tiles": None, "reference": None}
+        no_cpu = _obstacle(length, keys, key_mask, causal) or obstacle(q)
+        ways = {"cpu": no_cpu, "tiles": None, "reference": None}
         run = choose("lsh_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
         if variant == "asymmetric" and max(length, keys) <= (2 * cluster if causal else cluster):
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
         own = "last resort" if variant == "shared" else "always" if causal else "as any other"
-        if run == "triton" and (limit or causal or key_mask is not None):
-            kind = {"variant": variant, "cluster": cluster, "dedup": dedup, "causal": causal, "own": own}
-            return round_by_round(q, k, v, key_mask, projections=projections, scale=scale, **kind)
-        if run == "cpu" and limit:
-            keys_of = unit_keys(q, k) if variant == "shared" else k
-            kind = {"variant": variant, "cluster": cluster, "dedup": dedup, "causal": causal, "dropout": dropout}
-            out = round_lists(q, keys_of, v, key_mask, projections=projections, scale=scale, **kind)
-        elif run in ("triton", "cpu") and not causal:
-            attend_tiles = sorted_tiles if run == "triton" else partial(sorted_lists, dropout=dropout)
-            attend_tiles = partial(attend_tiles, projections=projections, cluster=cluster, scale=scale)
-            # Without padding there is no position either: with L > S all queries take part.
-            return attend_tiles(q, k, v) if key_mask is None else without_padding(attend_tiles, q, k, v, key_mask)
-        elif run == "cpu":
-            form = {"projections": projections, "cluster": cluster, "scale": scale, "dropout": dropout}
-            out = bucket_lists(q, k, v, key_mask, **form, notes=notes)
+        form = {"projections": projections, "cluster": cluster, "scale": scale}
+        kind = {**form, "variant": variant, "dedup": dedup}
+        if run == "triton":
+            if variant == "asymmetric" and not (dedup or causal) and key_mask is None:
+                return sorted_tiles(q, k, v, **form)
+            return round_by_round(q, k, v, key_mask, **kind, causal=causal, own=own)
+        if run == "cpu":
+            made = unit_keys(q, k) if variant == "shared" else k
+            if not causal:
+                attend = partial(sorted_lists, **kind, dropout=dropout)
+                # Without padding there is no position either: with L > S all queries take part.
+                return attend(q, made, v) if key_mask is None else without_padding(attend, q, made, v, key_mask)
+            out = bucket_lists(q, made, v, key_mask, **kind, dropout=dropout, notes=notes)
         else:
             make = partial(
                 bucket_plan if causal else cluster_plan, projections=projections, variant=variant, cluster=cluster
@@ -153,10 +150,8 @@ def _planned(
     return attend(q, k, v, plan, **settings)
 
 
-def _obstacle(q: Tensor, k: Tensor, key_mask: Tensor | None, variant: str, dedup: bool, causal: bool) -> str | None:
-    """Why what runs among sorted tokens alone cannot; None where it can."""
-    if variant != "asymmetric" or dedup:
-        return "it is for the asymmetric variant without dedup. Ask for 'auto'."
-    if key_mask is not None and not causal and q.shape[2] != k.shape[2]:
+def _obstacle(queries: int, keys: int, key_mask: Tensor | None, causal: bool) -> str | None:
+    """Why what runs among real tokens alone cannot; None where it can."""
+    if key_mask is not None and not causal and queries != keys:
         return "bidirectional, it takes a key mask where there are as many queries as keys only. Ask for 'auto'."
     return None

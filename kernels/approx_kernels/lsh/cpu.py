@@ -36,7 +36,7 @@ class _Hashing(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("batch", "heads", "rounds", "tokens", "size", "wide")),
-        *((name, ctypes.c_int64) for name in ("bits", "bf16", "threads")),
+        *((name, ctypes.c_int64) for name in ("bits", "levels", "bf16", "threads")),
         ("x", Rows),
         *((name, ctypes.c_void_p) for name in ("planes", "mask", "before", "sums", "codes")),
     )
@@ -47,9 +47,10 @@ class _Stretching(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("batch", "heads", "rounds", "length", "keys", "cluster")),
-        *((name, ctypes.c_int64) for name in ("doublings", "ranks", "most", "rows", "far", "threads")),
+        *((name, ctypes.c_int64) for name in ("doublings", "ranks", "most", "rows", "far", "levels")),
+        ("threads", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("by_query", "by_key", "mask", "query_order", "key_order")),
-        *((name, ctypes.c_void_p) for name in ("blocks", "starts", "entries", "count")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "starts", "entries", "count", "seen", "places")),
     )
 
 
@@ -59,21 +60,60 @@ def obstacle(q: Tensor) -> str | None:
 
 
 def sorted_lists(
-    q: Tensor, k: Tensor, v: Tensor, *, projections: Tensor, cluster: int, scale: float, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    projections: Tensor,
+    variant: str,
+    cluster: int,
+    dedup: bool,
+    scale: float,
+    dropout: float,
 ) -> Tensor:
-    """The asymmetric variant among real tokens; see `cluster_plan`. Rounds are parts of one softmax."""
-    length, keys = q.shape[2], k.shape[2]
+    """The bidirectional form among real tokens; see `cluster_stretches`. Rounds are parts of one softmax."""
+    length, keys, rounds, shared = q.shape[2], k.shape[2], len(projections), variant == "shared"
     clusters = max(min(-(-max(length, keys) // cluster), length, keys), 1)
     starts: list[int] = []
     entries: list[list[Entry]] = []
-    for own in range(clusters):
+    bounds = [(max(own - shared, 0) * keys // clusters, (own + 1) * keys // clusters) for own in range(clusters)]
+    for own, seen in enumerate(bounds):
         rows = cut(own * length // clusters, (own + 1) * length // clusters)
         starts += rows
-        entries += [[(own * keys // clusters, (own + 1) * keys // clusters, -FAR, FAR)]] * len(rows)
-    rounds = len(projections)
+        entries += [[(*seen, -FAR, FAR)]] * len(rows)
     starts = [part * length + start for part in range(rounds) for start in starts]
     lists = {"before": 0, "starts": [*starts, rounds * length], "entries": entries * rounds}
-    return attend_lists(q, k, v, None, **lists, scale=scale, orders=_orders(q, k, projections), dropout=dropout)
+    orders = _bucket_orders(q, projections, cluster) if shared else _orders(q, k, projections)
+    lonely = shared and any(end - low <= 1 for low, end in bounds)
+    stretches = places = None
+    if dedup or lonely:
+        own = (torch.arange(1, length + 1) * clusters - 1) // length
+        by_rank = torch.tensor(bounds, dtype=torch.int32).T[:, None, None, None, own].expand(2, *orders[0].shape)
+        stretches = torch.empty(by_rank.shape, dtype=torch.int32).scatter_(
+            -1, orders[0].long().expand_as(by_rank), by_rank
+        )
+    if dedup:
+        ranks = torch.arange(keys, dtype=torch.int32).expand_as(orders[1])
+        places = torch.stack([orders[1], torch.empty_like(orders[1]).scatter_(-1, orders[1].long(), ranks)])
+    lists |= {"stretches": stretches if dedup else None, "places": places, "itself": not shared}
+    out = attend_lists(q, k, v, None, **lists, scale=scale, orders=orders, dropout=dropout)
+    return _alone(out, v, stretches, dropout) if lonely and stretches is not None else out
+
+
+def _alone(out: Tensor, v: Tensor, stretches: Tensor, dropout: float) -> Tensor:
+    """The own value for whoever finds at most the own key in any round."""
+    alone = (stretches[1] - stretches[0] <= 1).all(0)[..., None]
+    return torch.where(alone, F.dropout(torch.ones_like(out[..., :1]), dropout) * v, out) if alone.any() else out
+
+
+def _bucket_orders(q: Tensor, projections: Tensor, cluster: int) -> tuple[Tensor, Tensor]:
+    """Tokens by bucket, then position, as queries and as keys, [rounds, B, H, L] int32."""
+    level = min(max((q.shape[2] - 1) // cluster, 1).bit_length() - 1, projections.shape[2].bit_length())
+    codes = _nearest(q, projections, level)[level].movedim(2, 0).contiguous()
+    order = torch.empty_like(codes)
+    sizes = (ctypes.c_int64(n) for n in (codes.numel() // q.shape[2], q.shape[2], 1 << level))
+    check(_library().sort_codes(*sizes, address(codes), address(order)))
+    return order, order
 
 
 def _orders(q: Tensor, k: Tensor, projections: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,32 +137,43 @@ def bucket_lists(
     key_mask: Tensor | None,
     *,
     projections: Tensor,
+    variant: str,
     cluster: int,
+    dedup: bool,
     scale: float,
     dropout: float,
     notes: Notes | None,
 ) -> Tensor:
-    """The causal form of the asymmetric variant; see `bucket_stretches`. Padded queries attend to themselves alone."""
+    """The causal form; see `bucket_stretches`. What padded queries get has no meaning."""
     batch, heads, length, keys = *q.shape[:3], k.shape[2]
-    rounds, bits = len(projections), projections.shape[2]
+    rounds, shared = len(projections), variant == "shared"
+    bits = projections.shape[2].bit_length() if shared else projections.shape[2]
     highest, first = (min(max(at // cluster, 1).bit_length() - 1, bits) for at in (keys - 1, keys - length))
     lowest = first if key_mask is None else 0
     ranks = keys + sum(min(keys, cluster << (level + 1)) for level in range(lowest, highest))
     # Stretches begin with every other cluster of a bucket at most, and a long one is cut.
     most = min(length, ranks // cluster + (2 << highest) + 1) + length // MOST_ROWS
     mask = None if key_mask is None else key_mask.contiguous()
-    by_query = _codes(q, projections, highest)
-    by_key = _codes(k, projections, highest, mask, {}) if notes is None else _noted_codes(k, projections, mask, notes)
+    by_query = _nearest(q, projections, highest) if shared else _codes(q, projections, highest)
+    if shared:
+        by_key = by_query
+    elif notes is None:
+        by_key = _codes(k, projections, highest, mask, {})
+    else:
+        by_key = _noted_codes(k, projections, mask, notes)
     # Ranks that no stretch has may be read with those beside them: they are to name some token.
     orders = [torch.zeros(rounds, batch, heads, n, dtype=torch.int32) for n in (length, ranks)]
     items = batch * heads * rounds
     blocks, starts, count = (torch.empty(n, dtype=torch.int64) for n in (batch * heads + 1, items * most + 1, items))
     entries = torch.empty(items * most, 4, dtype=torch.int32)
-    numbers = batch, heads, rounds, length, keys, cluster, highest, ranks, most, MOST_ROWS, FAR
-    places = map(address, (by_query, by_key, mask, *orders, blocks, starts, entries, count))
-    check(_library().stretches(ctypes.byref(_Stretching(*numbers, torch.get_num_threads(), *places))))
+    seen = torch.empty(2, rounds, batch, heads, length, dtype=torch.int32) if dedup or shared else None
+    # No query sees what has no rank.
+    places = torch.full((2, rounds, batch, heads, ranks), -1, dtype=torch.int32) if dedup else None
+    numbers = batch, heads, rounds, length, keys, cluster, highest, ranks, most, MOST_ROWS, FAR, shared and highest
+    written = map(address, (by_query, by_key, mask, *orders, blocks, starts, entries, count, seen, places))
+    check(_library().stretches(ctypes.byref(_Stretching(*numbers, torch.get_num_threads(), *written))))
     total = int(blocks[-1])
-    return attend_own_lists(
+    out = attend_own_lists(
         q,
         k,
         v,
@@ -132,9 +183,12 @@ def bucket_lists(
         entries=entries[:total],
         scale=scale,
         orders=(orders[0], orders[1]),
-        itself=rounds,
+        itself=0 if shared else 1 if dedup else rounds,
         dropout=dropout,
+        stretches=seen if dedup else None,
+        places=places,
     )
+    return _alone(out, v, seen, dropout) if shared and seen is not None else out
 
 
 def _noted_codes(k: Tensor, projections: Tensor, mask: Tensor | None, notes: Notes) -> Tensor:
@@ -171,10 +225,24 @@ def _codes(
         before = so_far.get("count", torch.zeros(x.shape[0], dtype=torch.int64))
         so_far["count"] = before + (x.shape[2] if mask is None else mask.sum(1))
     codes = torch.empty(*x.shape[:2], rounds, x.shape[2], dtype=torch.int32)
-    sizes = *x.shape[:2], rounds, x.shape[2], x.shape[3], columns.shape[1], bits
+    sizes = *x.shape[:2], rounds, x.shape[2], x.shape[3], columns.shape[1], bits, 0
     how = x.dtype == torch.bfloat16, torch.get_num_threads()
     places = map(address, (columns, mask, before, sums, codes))
     check(_library().hash_tokens(ctypes.byref(_Hashing(*sizes, *how, rows_of(x), *places))))
+    return codes
+
+
+def _nearest(q: Tensor, projections: Tensor, levels: int) -> Tensor:
+    """Buckets of the shared variant at each level up to that one, [levels + 1, B, H, rounds, L] int32."""
+    codes = torch.zeros(levels + 1, *q.shape[:2], len(projections), q.shape[2], dtype=torch.int32)
+    if levels:
+        q = q.detach() if q.stride(-1) == 1 else q.detach().contiguous()
+        bits = 1 << levels >> 1
+        columns = _columns(projections[..., :bits].double().transpose(0, 1).flatten(1))
+        sizes = *q.shape[:2], len(projections), q.shape[2], q.shape[3], columns.shape[1], bits, levels
+        how = q.dtype == torch.bfloat16, torch.get_num_threads()
+        places = map(address, (columns, None, None, None, codes))
+        check(_library().hash_tokens(ctypes.byref(_Hashing(*sizes, *how, rows_of(q), *places))))
     return codes
 
 

@@ -125,15 +125,40 @@ int sort_tokens(const ordering *p) {
     return failed;
 }
 
+/* Tokens by rising codes [items, n] below `most`, equal ones in their own order. */
+int sort_codes(int64_t items, int64_t n, int64_t most, const int32_t *codes, int32_t *order) {
+    int64_t *first = malloc(sizeof(int64_t) * (most + 1));
+    if (!first) return 1;
+    for (int64_t item = 0; item < items; item++, codes += n, order += n) {
+        memset(first, 0, sizeof(int64_t) * (most + 1));
+        for (int64_t i = 0; i < n; i++) first[codes[i] + 1]++;
+        for (int64_t c = 0; c < most; c++) first[c + 1] += first[c];
+        for (int64_t i = 0; i < n; i++) order[first[codes[i]]++] = (int32_t)i;
+    }
+    free(first);
+    return 0;
+}
+
 typedef struct {
-    int64_t batch, heads, rounds, tokens, size, wide, bits, bf16, threads;
+    int64_t batch, heads, rounds, tokens, size, wide, bits, levels, bf16, threads;
     tensor x;
     const double *planes;   /* [D, wide]: `bits` columns of each round, then nothing */
     const uint8_t *mask;    /* [B, n], 0 at padding; NULL when all tokens are real */
     const int64_t *before;  /* [B]: real tokens before these; NULL where there are none */
     double *sums;           /* [B, H, wide]: sums of their products, to which these are added; NULL where no mean is taken off */
-    int32_t *codes;         /* [B, H, R, n] */
+    int32_t *codes;         /* [B, H, R, n]; with levels, [levels + 1, B, H, R, n] */
 } hashing;
+
+/* The nearest of the first 1, 2, 4, ... directions and of their opposites, of each level one. */
+INLINE void nearest(const double *products, int64_t levels, int32_t *codes, int64_t step) {
+    int64_t best = 0;
+    codes[0] = 0;
+    for (int64_t level = 1; level <= levels; level++) {
+        for (int64_t c = (int64_t)1 << level >> 2; c < (int64_t)1 << (level - 1); c++)
+            if (fabs(products[c]) > fabs(products[best])) best = c;
+        codes[level * step] = (int32_t)(2 * best + (products[best] < 0.0));
+    }
+}
 
 int hash_tokens(const hashing *p) {
     int failed = 0;
@@ -159,9 +184,13 @@ int hash_tokens(const hashing *p) {
                     }
                 }
                 for (int64_t r = 0; r < p->rounds; r++) {
-                    int32_t code = 0;
+                    int32_t code = 0, *to = p->codes + (item * p->rounds + r) * n + i;
+                    if (p->levels) {
+                        nearest(products + r * p->bits, p->levels, to, p->batch * p->heads * p->rounds * n);
+                        continue;
+                    }
                     for (int64_t j = 0; j < p->bits; j++) code |= (products[r * p->bits + j] > 0.0) << j;
-                    p->codes[(item * p->rounds + r) * n + i] = code;
+                    *to = code;
                 }
             }
         }
@@ -174,14 +203,15 @@ int hash_tokens(const hashing *p) {
 typedef struct { int32_t begin, end, low, high; } entry;
 
 typedef struct {
-    int64_t batch, heads, rounds, length, keys, cluster, doublings, ranks, most, rows, far, threads;
-    const int32_t *by_query, *by_key; /* codes [B, H, R, n] */
+    int64_t batch, heads, rounds, length, keys, cluster, doublings, ranks, most, rows, far, levels, threads;
+    const int32_t *by_query, *by_key; /* codes [B, H, R, n], or where there are levels one of each */
     const uint8_t *mask;              /* [B, S], 0 at padding; NULL when all keys are real */
     int32_t *query_order;             /* [R, B, H, L]: queries by where their stretch begins, who sees nothing last */
     int32_t *key_order;               /* [R, B, H, ranks]: keys by rank */
     int64_t *blocks, *starts;         /* [B H + 1] and [B H R most + 1]: see `attend_own_lists` */
     entry *entries;                   /* [B H R most] */
     int64_t *count;                   /* [B H R]: blocks of each round */
+    int32_t *seen, *places;           /* `stretches` of attention to lists, and `places`, -1 where no rank is; NULL */
 } stretching;
 
 /* The tables of a round, level by level, key by key, and what of them each query sees when its own key has come. */
@@ -191,6 +221,8 @@ static int look_back(const stretching *p, int64_t item) {
     const uint8_t *mask = p->mask ? p->mask + b * S : NULL;
     int64_t place = (r * p->batch * p->heads + item / p->rounds);
     int32_t *query_order = p->query_order + place * L, *key_order = p->key_order + place * p->ranks;
+    int64_t all = p->batch * p->heads * p->rounds;
+    int32_t *seen = p->seen ? p->seen + place * L : NULL, *entry_of = p->places ? p->places + place * p->ranks : NULL;
     int32_t *real = malloc(sizeof(int32_t) * (S + 2 * L + p->ranks + 2));
     int32_t *bucket = malloc(sizeof(int32_t) * ((int64_t)2 << p->doublings));
     if (!real || !bucket) { free(real), free(bucket); return 1; }
@@ -212,6 +244,7 @@ static int look_back(const stretching *p, int64_t item) {
         while (doubled < p->doublings && position >= p->cluster << (doubled + 1)) doubled++;
         int32_t last = ((int32_t)1 << doubled) - 1;
         if (doubled != level) {
+            if (p->levels) mine = p->by_query + (doubled * all + item) * L, theirs = p->by_key + (doubled * all + item) * S;
             base += size, level = doubled, next = 0;
             size = level < p->doublings ? lesser(n, p->cluster << (level + 1)) : n;
             memset(filled, 0, sizeof(int32_t) * (last + 1));
@@ -221,7 +254,10 @@ static int look_back(const stretching *p, int64_t item) {
         int32_t own = mine[i] & last;
         for (; next <= position; next++) {
             int32_t c = theirs[real[next]] & last;
-            if (!single || c == own) key_order[bucket[c] + filled[c]++] = real[next];
+            if (single && c != own) continue;
+            int32_t rank = bucket[c] + filled[c]++;
+            key_order[rank] = real[next];
+            if (entry_of) entry_of[rank] = (int32_t)(base + next), entry_of[all * p->ranks + base + next] = rank;
         }
         int32_t seen = filled[own];
         if (seen) {
@@ -230,6 +266,7 @@ static int look_back(const stretching *p, int64_t item) {
         }
         begins[low[i] + 1]++;
     }
+    if (seen) memcpy(seen, low, sizeof(int32_t) * L), memcpy(seen + all * L, end, sizeof(int32_t) * L);
     for (int64_t rank = 0; rank < p->ranks; rank++) begins[rank + 1] += begins[rank];
     for (int64_t i = 0; i < L; i++) query_order[begins[low[i]]++] = (int32_t)i;
     int64_t first = 0, blocks = 0, *starts = p->starts + item * p->most;

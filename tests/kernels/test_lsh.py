@@ -223,8 +223,8 @@ def test_c_gives_what_the_reference_gives_in_every_form(
 ):
     # Shared keys are made from the queries.
     queries = keys if variant == "shared" else queries
-    q, grad = torch.randn(2, 3, queries, size).to(dtype), (torch.rand(2, 3, queries, size) + 0.1).to(dtype)
-    k, v = torch.randn(2, 3, keys, size).to(dtype), (torch.rand(2, 3, keys, size) + 0.1).to(dtype)
+    q, k = (torch.randn(2, 3, n, size).to(dtype) for n in (queries, keys))
+    v, grad = ((torch.rand(2, 3, n, size) + 0.1).to(dtype) for n in (keys, queries))
     # Where no query is known to be padded, bidirectional attention under a mask runs by tiles.
     mask = torch.rand(2, keys) < 0.7 if masked and (causal or queries == keys) else None
     drawn = draw_projections(size, rounds=3, variant=variant, causal=causal, seed=1)
@@ -233,12 +233,8 @@ def test_c_gives_what_the_reference_gives_in_every_form(
     for name, impl, wide in (("c", "cpu", dtype), ("plain", "reference", dtype), ("exact", "reference", torch.float64)):
         inputs = [x.to(wide).requires_grad_() for x in (q, k, v)]
         out = lsh_attention(inputs[0], inputs[1], inputs[2], mask, **how, impl=impl)
-        gradients = torch.autograd.grad(out, inputs, grad.to(wide), materialize_grads=True, allow_unused=True)
-        results[name] = (out, *gradients)
+        results[name] = out, *torch.autograd.grad(out, inputs, grad.to(wide), materialize_grads=True, allow_unused=True)
     for name, found, plain, exact in zip("oqkv", *results.values(), strict=True):
-        if exact.abs().max() < 1e-9:  # no key is there, or no query has more than one
-            assert found.abs().max() < 1e-6
-            continue
         # Gradients are differences of sums, which round on both sides, from weights that round as their normalisers do.
         assert_close(name, found, plain, exact, factor=2.0 if name == "o" else 8.0)
 
@@ -262,11 +258,7 @@ def test_equal_numbers_keep_the_order_of_their_tokens():
 @few
 def test_notes_change_nothing_but_what_is_hashed(masked, dedup, cuts, dtype):
     # Values of one sign, as sums that cancel say nothing.
-    q, k, v = (
-        torch.randn(2, 2, 120, 8, dtype=dtype),
-        torch.randn(2, 2, 120, 8, dtype=dtype),
-        torch.rand(2, 2, 120, 8, dtype=dtype),
-    )
+    q, k, v = (draw(2, 2, 120, 8, dtype=dtype) for draw in (torch.randn, torch.randn, torch.rand))
     mask = torch.rand(2, 120) < 0.7 if masked else None
     notes, begin = {}, 0
     form = {"variant": "asymmetric", "causal": True, "dedup": dedup}

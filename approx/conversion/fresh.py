@@ -17,6 +17,8 @@ from threading import Lock
 from safetensors.torch import load_file, save_file
 from torch import Tensor, get_num_threads
 
+from approx_kernels import findings
+
 # Libraries of macOS do not survive a fork, and Windows has none.
 _FORKS = sys.platform == "linux"
 # The check is one of the CPU, and what has looked for GPUs cannot be forked.
@@ -58,6 +60,12 @@ class Reloader:
         assert self._process.stdout
         with tempfile.TemporaryDirectory(dir=self._home.name) as scratch:
             save_file({key: tensor.contiguous() for key, tensor in inputs.items()}, f"{scratch}/inputs.safetensors")
+            # Which way is the fastest must not be found anew there: another one rounds otherwise.
+            cache, compiled = Path(scratch, "cache"), findings.file().parent / "compiled"
+            cache.mkdir()
+            findings.hand_over(cache)
+            if compiled.is_dir():
+                (cache / "compiled").symlink_to(compiled.resolve())
             asked = {"folder": str(folder.resolve()), "auto": auto, "scratch": scratch, "threads": get_num_threads()}
             try:
                 print(json.dumps(asked), file=self._process.stdin, flush=True)
@@ -137,6 +145,7 @@ from transformers import BertModel
 
 def reload(folder, auto, scratch, threads):
     torch.set_num_threads(threads)
+    os.environ["APPROX_CACHE"] = scratch + "/cache"
     model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True).eval()
     with torch.inference_mode():
         out = model(**load_file(f"{scratch}/inputs.safetensors"))

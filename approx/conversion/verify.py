@@ -131,12 +131,12 @@ def fresh_process(folder: Path, model: Any) -> Check:
     # Some heads tell padding by a token that not every config has, and take one row only without it.
     rows = 2 if getattr(model.config, "pad_token_id", None) is not None else 1
     inputs = {key: tensor[:rows].to("cpu") for key, tensor in _examples(model).items()}
+    with evaluating(model.to("cpu")), torch.inference_mode():
+        here = model(**inputs)[0]
     try:
         there = fresh.first_output(folder, auto or "AutoModel", inputs)
     except fresh.ReloadError as error:
         return Check(name, False, str(error))
-    with evaluating(model.to("cpu")), torch.inference_mode():
-        here = model(**inputs)[0]
     return Check(name, torch.equal(here, there), f"largest difference {(here.float() - there.float()).abs().max():.1e}")
 
 

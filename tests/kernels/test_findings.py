@@ -46,6 +46,14 @@ def test_what_was_found_on_a_crowded_machine_holds_while_it_is_crowded(monkeypat
         assert ("a thing" in findings.found("cpu")) == busy
 
 
+def test_what_is_handed_over_is_believed_whether_or_not_the_machine_is_crowded(monkeypatch, tmp_path):
+    findings.find("cpu", "a thing", lambda: {"way": "x", "crowded": True})
+    findings.hand_over(tmp_path)
+    monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
+    monkeypatch.setattr(findings, "_known", {})
+    assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
+
+
 def test_a_crowded_machine_is_measured_on_one_thread(monkeypatch):
     monkeypatch.setattr(findings, "crowded", lambda: True)
     torch.set_num_threads(2)

@@ -1,5 +1,7 @@
 """Layers of float32 as operators of a compiled graph: which become one, and that they and their gradients are the same."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -68,7 +70,8 @@ def test_the_operator_and_its_gradients_are_those_of_a_layer(layout, biased, til
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_an_operator_of_pytorch(layout):
     x, weight, bias = torch.randn(2, 5, 8), torch.randn(8, 8), torch.randn(8)
-    torch.library.opcheck(layer, (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), layout))
+    operator: Any = layer  # its decorator says no more than that it can be called
+    torch.library.opcheck(operator, (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), layout))
     with FlopCounterMode(display=False) as counter:
         layer(x, weight, None, layout)
     assert counter.get_total_flops() == 2 * 10 * 8 * 8

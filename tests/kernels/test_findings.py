@@ -69,7 +69,7 @@ def test_a_counter_counts_the_same_whether_or_not_something_is_measured():
     def counted() -> int:
         with FlopCounterMode(display=False) as counter:
             products.worth_rows()
-            torch.ones(2, 3) @ torch.ones(3, 4)
+            torch.mm(torch.ones(2, 3), torch.ones(3, 4))
         return counter.get_total_flops()
 
     assert findings.found("cpu") == {}

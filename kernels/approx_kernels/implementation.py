@@ -91,7 +91,8 @@ def chosen_in(call: Callable[[], object]) -> dict[str, str]:
 
 def took(op: str, way: str) -> None:
     """Keep for `chosen` what an implementation, which chooses among ways of its own, took."""
-    _chosen[op] = way
+    if not is_compiling():
+        _chosen[op] = way
 
 
 def forget() -> None:

@@ -10,6 +10,7 @@ from approx_kernels.exact.fused import fused_attention
 from approx_kernels.exact.lengths import by_lengths
 from approx_kernels.exact.probe import case_of, fastest
 from approx_kernels.exact.reference import dense_attention
+from approx_kernels.exact.ways import DEFAULT
 from approx_kernels.implementation import choose, took
 from approx_kernels.products import fast_products
 from approx_kernels.shapes import check_shapes
@@ -95,8 +96,10 @@ def fastest_attention(
     followed = is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() or type(q) is not Tensor
     # Lengths are read from the device, and nobody may wait for it while its launches are captured.
     followed = followed or (key_mask is not None and capturing())
-    if run != "probed" or dropout or followed:
-        run = "auto" if run == "probed" else run
+    if run == "probed" and (dropout or followed):
+        run = "auto"
+        took("fastest_attention", DEFAULT)
+    if run != "probed":
         return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout, impl=run)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -104,6 +107,7 @@ def fastest_attention(
     with fast_products(q.shape[2], q.device, q.dtype) as switched:
         case = case_of(q, k, key_mask, causal=causal, switched=switched)
         if case is None:
+            took("fastest_attention", DEFAULT)
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale)
         name, way = fastest(case)
         took("fastest_attention", name)

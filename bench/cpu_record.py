@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.record import environment
-from approx_kernels.findings import instructions
+from approx_kernels.findings import generation, instructions
 from bench import cpu_cases
 from bench.parts import all_kept, seed
 
@@ -75,11 +75,12 @@ def name_of(found: dict[str, Any]) -> str:
 
 
 def circumstances() -> dict[str, Any]:
-    """What may differ between the parts of one record: commit, time, versions, the widest instructions, and the command."""
+    """What may differ between the parts of one record: commit, time, versions, processor, and the command."""
     now = environment()
     return {
         **{name: now[name] for name in ("git_commit", "torch", "transformers", "processor")},
         "instructions": instructions(),
+        **generation(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": _command(),
     }
@@ -95,11 +96,13 @@ def take_up(output: Path) -> None:
     if not path.is_file():
         return
     made, here = json.loads(path.read_text(encoding="utf-8")), circumstances()
-    then = {**here, **made["environment"]}
-    if (then["processor"], then["instructions"]) != (here["processor"], here["instructions"]):
+    then = made["environment"]
+    # Older records lack the numbers of family and model.
+    told = [name for name in ("processor", "instructions", *generation()) if name in then]
+    if any(then[name] != here[name] for name in told):
+        measured, this = (", ".join(f"{name} {of[name]}" for name in told) for of in (then, here))
         raise ApproxError(
-            f"{path} holds what was measured on {then['processor']} with {then['instructions']}, and this is "
-            f"{here['processor']} with {here['instructions']}. Take another folder with -o.",
+            f"{path} holds what was measured on another processor: {measured}. This one is: {this}. Take another folder with -o.",
             Exit.REFUSED,
         )
     seed(output / "parts", {name_of(one): one for one in (*made["rates"], *made["parts"], *made["longest"])})
@@ -117,7 +120,7 @@ def gather(output: Path) -> None:
         "parts": [one for one in found.values() if "contenders" in one],
         "longest": [one for one in found.values() if one.get("suite") == "longest"],
         "left": left(set(found)),
-        "environment": {**machine, "instructions": instructions()},
+        "environment": {**machine, "instructions": instructions(), **generation()},
     }
     (output / "record.json").write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 

@@ -81,15 +81,19 @@ def test_a_checkout_that_has_the_record_alone_loses_nothing(bench, monkeypatch):
     assert find(again, suite="attention-causal") == find(both, suite="attention-causal")
 
 
-def test_the_record_of_another_processor_is_not_gone_on_with(bench, monkeypatch, capsys):
+@pytest.mark.parametrize("number", ["processor", "instructions", "family"])
+def test_the_record_of_another_processor_is_not_gone_on_with(bench, monkeypatch, capsys, number):
     run, folder = bench
+    monkeypatch.setattr(cpu_record, "generation", lambda: {"family": "one"})
     run("--only", "nothing")
     made = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-    made["environment"]["processor"] = "another"
+    made["environment"][number] = "another"
     (folder / "record.json").write_text(json.dumps(made), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["bench/cpu.py", "-o", str(folder)])
     assert cpu.main() == Exit.REFUSED
-    assert "holds what was measured on another with" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "measured on another processor" in told
+    assert f"{number} another" in told
 
 
 def test_parts_without_a_commit_are_drawn_and_those_that_are_left_stand_in_order():

@@ -192,11 +192,19 @@ def instructions() -> str:
 
 
 @functools.cache
+def generation() -> dict[str, str]:
+    """Numbers of this processor's family and model, where it has them: virtual machines of several share one name."""
+    facts = _processor_facts()
+    return {name: facts[key] for name, key in (("family", "cpu family"), ("model", "model")) if key in facts}
+
+
+@functools.cache
 def _processor() -> str:
-    # Virtual machines share the name of a family, so its features count too.
     facts = _processor_facts()
     features = sorted({"avx2", "avx512f", "avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split()))
-    return " ".join([facts.get("model name") or platform.processor() or platform.machine(), *features])
+    numbers = [f"{name} {number}" for name, number in generation().items()]
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    return " ".join([name, *numbers, *features])
 
 
 def _processor_facts() -> dict[str, str]:

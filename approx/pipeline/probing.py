@@ -54,8 +54,8 @@ def said() -> Iterator[tuple[str, bool, str]]:
         about, _, kind = asked.partition(", ")
         if "failed" in finding:
             yield about, False, _of_failure(kind, finding["failed"])
-        elif asked == products.ASKED:
-            yield about, True, _of_products(finding)
+        elif about == products.ASKED:
+            yield about, True, f"{kind}{': ' if kind else ''}{_of_products(finding)}"
         elif about in map(half_products.asked, half_products.DTYPES):
             yield from ((about, True, text) for text in _of_half_products(finding))
         elif about in map(few_rows.asked, few_rows.DTYPES):

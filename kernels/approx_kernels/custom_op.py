@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsage]  # what `custom_op` returns; named nowhere else
 from torch.utils import flop_counter
+
+# None of their members are known to type checkers.
+_autograd: Any = torch.autograd
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  # made when torch is loaded
+
+
+class Operator:
+    """A function, and the operator of PyTorch that it is to whoever looks."""
+
+    def __init__(self, function: Callable[..., Any], operator: CustomOpDef) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.operator = function, operator
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function returns."""
+        # The way through the operator takes the time of a small kernel.
+        return (self.operator if _looked_at(args) else self.function)(*args)
 
 
 def custom_op(
@@ -17,7 +38,7 @@ def custom_op(
     backward: Callable[..., Any] | None = None,
     save: Callable[..., None] | None = None,
     mutates: tuple[str, ...] = (),
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Callable[..., Any]], Operator]:
     """Make a function that launches kernels an operator of PyTorch, which `torch.compile` takes as a whole.
 
     The operator is called `<module>::<function>`, dots of the module written as `_`. A converted folder carries the module
@@ -40,7 +61,7 @@ def custom_op(
         an argument.
     """
 
-    def registered(function: Callable[..., Any]) -> Callable[..., Any]:
+    def registered(function: Callable[..., Any]) -> Operator:
         namespace = re.sub(r"[^A-Za-z0-9_]", _spelled, function.__module__.replace(".", "_"))
         name = function.__name__.lstrip("_")
         op = torch.library.custom_op(f"{namespace}::{name}", function, mutates_args=mutates)
@@ -51,9 +72,23 @@ def custom_op(
         flop_counter.flop_registry.pop(packet, None)
         if flops is not None:
             flop_counter.register_flop_formula(packet)(flops)
-        return op
+        return Operator(function, op)
 
     return registered
+
+
+def _looked_at(args: tuple[Any, ...]) -> bool:
+    """Whether a gradient, a compiler, a counter, a transformation or a profiler wants to see an operator of these arguments."""
+    if is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return True
+    if torch._C._is_tracing() or _autograd._profiler_enabled() or _functorch.maybe_current_level() is not None:
+        return True
+    learning = torch.is_grad_enabled()
+    return any(
+        type(each) not in (Tensor, nn.Parameter) or each.is_meta or (learning and each.requires_grad)
+        for each in args
+        if isinstance(each, Tensor)
+    )
 
 
 def capturing() -> bool:

@@ -7,6 +7,7 @@ float32. So the switch is thrown only where a probe finds it both faster and as 
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -20,9 +21,9 @@ ASKED = "float32 products"
 # Above this relative error a product is no longer called one of float32.
 LABEL = 1e-6
 GAIN = 1.1
-# The rows of the left matrix that are tried, with the weights of a layer between 768 and 3072 features on the right.
+# The rows of the left matrices that are tried, and the features of the models whose layers stand on the right.
 ROWS = (8, 64, 512)
-_FEATURES = (768, 3072)
+FEATURES = (64, 128, 256, 384, 512, 768)
 _REPEATS = 4
 
 _lock = Lock()
@@ -30,7 +31,9 @@ _inside = 0
 
 
 @contextlib.contextmanager
-def fast_products(rows: int, device: torch.device | str, dtype: torch.dtype) -> Iterator[bool]:
+def fast_products(
+    rows: int, device: torch.device | str, dtype: torch.dtype, features: int = FEATURES[-1]
+) -> Iterator[bool]:
     """Throw the switch for as long as the context lasts, if it is worth it; yields whether it is thrown.
 
     The switch belongs to the process, so contexts may be nested or held by several threads: the last one to end puts it
@@ -41,8 +44,9 @@ def fast_products(rows: int, device: torch.device | str, dtype: torch.dtype) -> 
         rows: Rows of the products, such as the tokens of a call; few of them lose by the switch.
         device: Where they are computed.
         dtype: What in.
+        features: Of a token, in the model whose products they are; narrow ones lose by the switch.
     """
-    if is_compiling() or not worth_switch(rows, torch.device(device), dtype):
+    if is_compiling() or not worth_switch(rows, torch.device(device), dtype, features):
         # A context around this one may have thrown it.
         yield _inside > 0 and dtype == torch.float32
         return
@@ -50,31 +54,43 @@ def fast_products(rows: int, device: torch.device | str, dtype: torch.dtype) -> 
         yield True
 
 
-def worth_rows() -> int | None:
-    """From how many rows on the switch is worth it on this machine; None if never. Measured once a machine."""
-    return find("cpu", ASKED, measure, otherwise={"rows": None})["rows"]
+def worth_rows(features: int = FEATURES[-1]) -> int | None:
+    """From how many rows on the switch is worth it on this machine; None if never. Measured once a machine.
+
+    Args:
+        features: Of a token; the widest of `FEATURES` that is not above them counts, or the narrowest.
+    """
+    width = max([FEATURES[0], *(each for each in FEATURES if each <= features)])
+    asked = ASKED if width == FEATURES[-1] else f"{ASKED}, {width} features"
+    return find("cpu", asked, partial(measure, width), otherwise={"rows": None})["rows"]
 
 
-def measure() -> Finding:
-    """Compare products with the switch and without.
+def measure(features: int = FEATURES[-1]) -> Finding:
+    """Compare the products of a transformer's layer with the switch and without.
+
+    Args:
+        features: Of a token; four times as many within the feed-forward part.
 
     Returns:
         `rows`, from which on it is worth it, or None; `gains`, how many times faster it is, by rows; `error` with it and
         `plain_error` without, both relative to float64.
     """
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(_FEATURES[1], _FEATURES[0], generator=generator).t()
+    # Projections of queries, keys, values and outputs, and two of the feed-forward part.
+    shapes = [*[(features, features)] * 4, (4 * features, features), (features, 4 * features)]
+    weights = [torch.randn(shape, generator=generator).t() for shape in shapes]
     gains, error, plain_error = {}, 0.0, 0.0
     with clock() as now, torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         for rows in ROWS:
-            x = torch.randn(rows, _FEATURES[0], generator=generator)
-            plain, plain_error = [], max(plain_error, _error(x, weight))
+            inputs = [torch.randn(rows, inside, generator=generator) for _, inside in shapes]
+            widest = inputs[4], weights[4]
+            plain, plain_error = [], max(plain_error, _error(*widest))
             with _switched():
-                switched, error = [], max(error, _error(x, weight))
+                switched, error = [], max(error, _error(*widest))
             for _ in range(_REPEATS):
-                plain.append(_seconds(x, weight, now))
+                plain.append(_seconds(inputs, weights, now))
                 with _switched():
-                    switched.append(_seconds(x, weight, now))
+                    switched.append(_seconds(inputs, weights, now))
             gains[rows] = min(plain) / min(switched)
     return {
         "rows": worth(gains) if error <= LABEL else None,
@@ -94,13 +110,13 @@ def worth(gains: dict[int, float]) -> int | None:
     return found
 
 
-def worth_switch(rows: int, device: torch.device, dtype: torch.dtype) -> bool:
+def worth_switch(rows: int, device: torch.device, dtype: torch.dtype, features: int = FEATURES[-1]) -> bool:
     """Whether `fast_products` throws the switch now."""
     if device.type != "cpu" or dtype != torch.float32 or rows < ROWS[0] or not torch.backends.mkldnn.is_available():
         return False
     if torch.is_autocast_enabled("cpu") or (not _inside and _switch() != "none"):
         return False
-    least = worth_rows()
+    least = worth_rows(features)
     return least is not None and rows >= least
 
 
@@ -128,9 +144,10 @@ def _switched() -> Iterator[None]:
                 _switch("none")
 
 
-def _seconds(x: Tensor, weight: Tensor, now: Callable[[], float]) -> float:
+def _seconds(inputs: list[Tensor], weights: list[Tensor], now: Callable[[], float]) -> float:
     begun = now()
-    torch.mm(x, weight)
+    for x, weight in zip(inputs, weights, strict=True):
+        torch.mm(x, weight)
     return now() - begun
 
 

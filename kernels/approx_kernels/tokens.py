@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.exact import exact_attention
 
 
@@ -41,7 +42,7 @@ def without_padding(
         out = attend(_at(q, queries), _at(k, keys), _at(v, keys))
         return out.new_zeros(*q.shape[:3], v.shape[3]).index_copy(2, queries, out)
 
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         if key_mask is not None:
             samples = zip(q.split(1), k.split(1), v.split(1), key_mask, strict=True)
             return torch.cat([sample(*each) for each in samples])

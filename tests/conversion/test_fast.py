@@ -19,7 +19,7 @@ from conversion.zoo import difference, outputs, tiny
 @pytest.fixture(autouse=True)
 def worth_it_from_eight_rows(monkeypatch):
     for module in (products, compiled_layers):
-        monkeypatch.setattr(module, "worth_rows", lambda: 8)
+        monkeypatch.setattr(module, "worth_rows", lambda *_: 8)
     for worth in ("worth_rows", "worth_tiles"):
         monkeypatch.setattr(f"approx.conversion.fast.{worth}", lambda *_: NOWHERE)
     monkeypatch.setattr(
@@ -131,7 +131,7 @@ def test_a_graph_has_its_layers_on_tiles(in_place, training, monkeypatch):
     limits = {layout: [8, 10**6] for layout in NOWHERE}
     monkeypatch.setattr(compiled_layers, "found_tiles", lambda: limits)
     monkeypatch.setattr(compiled_layers, "worth_tiles", lambda *_: limits)
-    monkeypatch.setattr(products, "worth_rows", lambda: None)
+    monkeypatch.setattr(products, "worth_rows", lambda *_: None)
     model = tiny("BertModel").eval()
     surgery.convert(model, Plan.of("linear"))
     inputs = example_inputs(model, 20, batch=2)

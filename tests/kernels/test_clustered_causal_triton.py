@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from approx_kernels.clustered import causal_clustered_attention, triton_causal_far
@@ -15,8 +16,6 @@ from closeness import assert_close
 
 pytest.importorskip("triton")
 
-# Its types do not know what `custom_op` of this package returns.
-opcheck: Any = torch.library.opcheck
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
@@ -193,7 +192,7 @@ def test_the_operators_pass_pytorchs_own_checks(kept):
     rows, order = torch.randn(1, 1, 2, 16, device=DEVICE), torch.randperm(11, device=DEVICE).int().view(1, 1, 11)
     begins = torch.tensor([[[0, 2, 4, 6, 7, 9, 11]]], dtype=torch.int32, device=DEVICE)
     given = q, k, v, near.requires_grad_(), lse.requires_grad_(), rows, order, begins, 5, kept, 0.3, False
-    opcheck(triton_causal_far.far_forward, given)
+    opcheck(triton_causal_far.far_forward.operator, given)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all real", "masked"])

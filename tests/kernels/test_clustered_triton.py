@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from approx_kernels.clustered import clustered_attention, triton_top
@@ -18,8 +19,6 @@ from closeness import assert_close
 
 pytest.importorskip("triton")
 
-# Its types do not know what `custom_op` of this package returns.
-opcheck: Any = torch.library.opcheck
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
@@ -145,13 +144,13 @@ def test_the_operators_pass_pytorchs_own_checks():
     q, k, v = (x.requires_grad_() for x in draw(9, 9))
     order = torch.arange(9, dtype=torch.int32, device=DEVICE).view(1, 1, 9)
     begins = torch.tensor([[[0, 4, 9]]], dtype=torch.int32, device=DEVICE)
-    opcheck(members.sum_rows, (q, order, begins, True))
+    opcheck(members.sum_rows.operator, (q, order, begins, True))
     means, shared = members.sum_rows(q, order, begins, True).detach(), torch.randn(1, 1, 2, 16, device=DEVICE)
-    opcheck(members.spread_rows, (shared.requires_grad_(), order, begins, 9, False))
-    opcheck(triton_top.largest_keys, (means, k.detach(), None, 3, 0.3), test_utils="test_faketensor")
+    opcheck(members.spread_rows.operator, (shared.requires_grad_(), order, begins, 9, False))
+    opcheck(triton_top.largest_keys.operator, (means, k.detach(), None, 3, 0.3), test_utils="test_faketensor")
     top = torch.tensor([[[[1, 5, -1], [0, 8, 1]]]], dtype=torch.int32, device=DEVICE)
     lse = torch.full((1, 1, 2), 3.0, device=DEVICE)
-    opcheck(launching.improved_forward, (q, k, v, means, shared, lse, top, order, begins, 0.3, False))
+    opcheck(launching.improved_forward.operator, (q, k, v, means, shared, lse, top, order, begins, 0.3, False))
 
 
 def test_it_compiles_without_a_break():

@@ -1,9 +1,8 @@
 """The clustering's kernels put every query where the reference does; under Triton's interpreter, or on a GPU."""
 
-from typing import Any
-
 import pytest
 import torch
+from torch.library import opcheck
 
 from approx_kernels.clustering import cluster_queries, draw_planes
 from approx_kernels.clustering import triton as launching
@@ -11,8 +10,6 @@ from approx_kernels.triton_language import configuration
 
 pytest.importorskip("triton")
 
-# Its types do not know what `custom_op` of this package returns.
-opcheck: Any = torch.library.opcheck
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
@@ -112,9 +109,9 @@ def test_the_operators_pass_pytorchs_own_checks(batch):
     q, _, planes, draws, (_, counts, clusters) = batch
     tests = ("test_schema", "test_faketensor")
     given = q[:1, :, :9], None, counts[1:2], clusters[1:2]
-    opcheck(launching.cluster_samples, (*given, planes, draws, 7, 1), test_utils=tests)
+    opcheck(launching.cluster_samples.operator, (*given, planes, draws, 7, 1), test_utils=tests)
     whole = torch.zeros(1, 2, 9, dtype=torch.int32, device=DEVICE)
-    opcheck(launching.sort_queries, (whole, *given[1:], 7), test_utils=tests)
+    opcheck(launching.sort_queries.operator, (whole, *given[1:], 7), test_utils=tests)
 
 
 @pytest.mark.parametrize(

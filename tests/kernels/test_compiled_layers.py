@@ -1,9 +1,8 @@
 """Layers of float32 as operators of a compiled graph: which become one, and that they and their gradients are the same."""
 
-from typing import Any
-
 import pytest
 import torch
+from torch.library import opcheck
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,7 +25,7 @@ def nothing_gains(monkeypatch):
 
 def switch_gains_from(monkeypatch, rows):
     monkeypatch.setattr(module, "worth_switch", lambda *_: True)
-    monkeypatch.setattr(module, "worth_rows", lambda: rows)
+    monkeypatch.setattr(module, "worth_rows", lambda *_: rows)
 
 
 def targets(call, *inputs, switched=False, **more):
@@ -70,8 +69,7 @@ def test_the_operator_and_its_gradients_are_those_of_a_layer(layout, biased, til
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_an_operator_of_pytorch(layout):
     x, weight, bias = torch.randn(2, 5, 8), torch.randn(8, 8), torch.randn(8)
-    operator: Any = layer  # its decorator says no more than that it can be called
-    torch.library.opcheck(operator, (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), layout))
+    opcheck(layer.operator, (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), layout))
     with FlopCounterMode(display=False) as counter:
         layer(x, weight, None, layout)
     assert counter.get_total_flops() == 2 * 10 * 8 * 8

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 SOURCE = """
@@ -62,10 +64,40 @@ def module(tmp_path):
     return loaded("some.package.scaling", tmp_path, 1.0)
 
 
+def test_the_way_through_the_operator_is_taken_where_somebody_looks(module, monkeypatch):
+    through, operator = [], module.scaled.operator
+    monkeypatch.setattr(module.scaled, "operator", lambda *args: through.append(1) or operator(*args))
+    x, learnt = torch.randn(2, 3), torch.randn(2, 3, requires_grad=True)
+
+    def seen(one) -> bool:
+        through.clear()
+        module.scaled(one, None, 2.0)
+        return bool(through)
+
+    assert not seen(x)
+    assert seen(learnt)
+    assert seen(x.to("meta"))
+    with torch.no_grad():
+        assert not seen(learnt)
+    with torch.inference_mode():
+        assert not seen(x)
+    with FlopCounterMode(display=False):
+        assert seen(x)
+    with torch.profiler.profile() as profile:
+        assert seen(x)
+    assert any(event.key.endswith("::scaled") for event in profile.key_averages())
+    with FakeTensorMode() as mode:
+        assert seen(mode.from_tensor(x))
+    with torch.device("cpu"):
+        assert seen(x)
+    torch.func.jvp(lambda one: one * float(seen(x)), (x,), (x,))
+    assert through
+
+
 def test_an_operator_passes_pytorchs_own_checks(module):
     x, bias = torch.randn(2, 3, 4, requires_grad=True)
-    torch.library.opcheck(module.scaled, (x, bias, 2.0))
-    torch.library.opcheck(module.scaled, (x, None, 2.0))
+    opcheck(module.scaled.operator, (x, bias, 2.0))
+    opcheck(module.scaled.operator, (x, None, 2.0))
 
 
 def test_it_is_compiled_without_a_break(module):

@@ -3,10 +3,9 @@
 Under Triton's interpreter, which takes a second for a few dozen tokens, or on a GPU where there is one.
 """
 
-from typing import Any
-
 import pytest
 import torch
+from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from approx_kernels.flash import block_list, flash, flash_attention, list_tile
@@ -16,8 +15,6 @@ from closeness import assert_close
 
 pytest.importorskip("triton")
 
-# Its signature is not that of what it takes.
-opcheck: Any = torch.library.opcheck
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cannot multiply bfloat16.
@@ -206,7 +203,7 @@ def test_the_operator_passes_pytorchs_own_checks(apart):
     blocks = block_list(pairs, 17, 17, tile=32, device=DEVICE).tensors
     spans = torch.tensor([3.0], device=DEVICE, requires_grad=True)
     rest = 0, 4, 0.3, 0, apart
-    opcheck(launching.flash_forward, (q, k, v, None, None, spans, blocks, launching.ENDLESS, *rest))
+    opcheck(launching.flash_forward.operator, (q, k, v, None, None, spans, blocks, launching.ENDLESS, *rest))
 
 
 def test_it_compiles_without_a_break():

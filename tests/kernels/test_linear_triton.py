@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from approx_kernels.flash import triton as flash_launching
@@ -210,8 +211,7 @@ def test_it_repeats_bit_by_bit(causal):
 
 def test_the_operator_passes_pytorchs_own_checks():
     q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1))
-    op: Any = launching.linear_forward
-    torch.library.opcheck(op, (q, k, v, None, True, True, "elu", 1.0, 1e-6))
+    opcheck(launching.linear_forward.operator, (q, k, v, None, True, True, "elu", 1.0, 1e-6))
 
 
 @pytest.mark.parametrize("window", [0, 5])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from approx_kernels.lsh import draw_projections, lsh_attention
@@ -17,8 +18,6 @@ from closeness import assert_close
 
 pytest.importorskip("triton")
 
-# Its types do not know what `custom_op` of this package returns.
-opcheck: Any = torch.library.opcheck
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
@@ -187,7 +186,7 @@ def test_the_operators_pass_pytorchs_own_checks(own):
     with torch.no_grad():
         how = {"variant": "asymmetric", "cluster": 2, "causal": True, "dedup": True}
         *plan, ranks = sorted_rounds(q, k, None, projections=projections, **how)
-    opcheck(launching.lsh_forward, (q, k, v, None, plan, ranks, own, 4, 0.3))
+    opcheck(launching.lsh_forward.operator, (q, k, v, None, plan, ranks, own, 4, 0.3))
 
 
 def test_operations_are_counted():

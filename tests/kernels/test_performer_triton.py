@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from approx_kernels.implementation import chosen
@@ -212,8 +213,7 @@ def test_it_repeats_bit_by_bit(causal):
 @pytest.mark.parametrize(("kernel", "causal", "whole"), [("softmax", True, True), ("relu", False, False)])
 def test_the_operator_passes_pytorchs_own_checks(kernel, causal, whole):
     q, k, v = (x.requires_grad_() for x in draw(17, 17))
-    op: Any = launching.performer_forward
-    torch.library.opcheck(op, (q, k, v, projection(16), None, causal, whole, kernel, 0.25))
+    opcheck(launching.performer_forward.operator, (q, k, v, projection(16), None, causal, whole, kernel, 0.25))
 
 
 @KERNEL

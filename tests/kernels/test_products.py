@@ -11,7 +11,7 @@ from approx_kernels.products import fast_products
 
 @pytest.fixture(autouse=True)
 def worth_it_from_eight_rows(monkeypatch):
-    monkeypatch.setattr(products, "worth_rows", lambda: 8)
+    monkeypatch.setattr(products, "worth_rows", lambda features: 8)
 
 
 def state():
@@ -99,8 +99,8 @@ def test_a_compiled_graph_is_left_alone():
     ],
 )
 def test_it_is_worth_it_from_where_it_only_gains_and_stays_exact(monkeypatch, seconds, error, rows):
-    def took(x, weight, now):
-        return seconds[len(x)] if state() == "bf16" else 1.0
+    def took(inputs, weights, now):
+        return seconds[len(inputs[0])] if state() == "bf16" else 1.0
 
     monkeypatch.setattr(products, "_seconds", took)
     monkeypatch.setattr(products, "_error", lambda x, weight: error if state() == "bf16" else 1e-7)
@@ -117,3 +117,22 @@ def test_on_this_machine_it_is_thrown_only_if_it_is_exact(monkeypatch):
     assert torch.equal(torch.random.get_rng_state(), before)
     assert finding["rows"] is None or finding["error"] <= products.LABEL
     assert finding["plain_error"] <= products.LABEL
+
+
+def test_narrow_models_are_asked_for_by_themselves(monkeypatch):
+    monkeypatch.undo()
+    asked = []
+
+    def find(device, about, measure, otherwise):
+        asked.append((about, *measure.args))
+        return {"rows": None if measure.args[0] < 256 else 64}
+
+    monkeypatch.setattr(products, "find", find)
+    found = [products.worth_rows(features) for features in (32, 64, 255, 300, 768, 4096)]
+    assert found == [None, None, None, 64, 64, 64]
+    names = [f"float32 products, {features} features" for features in (64, 64, 128, 256)]
+    assert asked == [*zip(names, (64, 64, 128, 256), strict=True), *[("float32 products", 768)] * 2]
+    with fast_products(64, "cpu", torch.float32, 255) as thrown:
+        assert not thrown
+    with fast_products(64, "cpu", torch.float32, 256) as thrown:
+        assert thrown

@@ -3,12 +3,11 @@
 Under Triton's interpreter, which takes a second for a few dozen tokens, or on a GPU where there is one.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from approx_kernels.topk import topk_attention, triton_launches
@@ -19,8 +18,6 @@ from closeness import assert_close
 
 pytest.importorskip("triton")
 
-# Its types do not know what `custom_op` of this package returns.
-opcheck: Any = torch.library.opcheck
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cannot multiply bfloat16.
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -241,7 +238,7 @@ def test_it_repeats_bit_by_bit():
 
 def test_the_operators_pass_pytorchs_own_checks():
     q, k, v = (x.requires_grad_() for x in draw(9, 12))
-    opcheck(topk_forward, (q, k, v, mask(12)[:1].view(torch.uint8), 3, True, 0.3))
+    opcheck(topk_forward.operator, (q, k, v, mask(12)[:1].view(torch.uint8), 3, True, 0.3))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])

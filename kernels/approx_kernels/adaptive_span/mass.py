@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.shapes import check_shapes
 
 _BLOCK = 64
@@ -30,7 +31,7 @@ def mass_by_distance(q: Tensor, k: Tensor, key_mask: Tensor | None = None, *, ca
     wide = torch.promote_types(q.dtype, torch.float32)
     mass = q.new_zeros(q.shape[1], max(length, keys), dtype=torch.float64)
     place = torch.arange(keys, device=q.device)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         for first in range(0, length, _BLOCK):
             rows = slice(first, min(first + _BLOCK, length))
             away = torch.arange(keys - length, keys, device=q.device)[rows, None] - place

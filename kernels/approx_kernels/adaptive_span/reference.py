@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.adaptive_span.cpu import span_lists
+from approx_kernels.autocast import without_autocast
 from approx_kernels.exact import exact_attention
 from approx_kernels.tokens import stretches
 
@@ -57,7 +58,7 @@ def grouped_heads(
         if window is None and not by_lists:
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
         # Autocast would round the logarithms of the mask.
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device.type):
             k, v = k.to(q.dtype), v.to(q.dtype)
             if by_lists:
                 form = {"spans": None if window is None else spans, "ramp": ramp, "causal": causal}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.c_dropout import Dropout, draw_seed, dropped
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
@@ -54,7 +55,7 @@ def causal_samples_in_c(
 ) -> Tensor:
     """As `causal_samples`."""
     batch, _, length, size = q.shape
-    with torch.autocast("cpu", enabled=False):
+    with without_autocast("cpu"):
         rows = centroids.detach().float().expand(batch, -1, -1, -1)
         groups = nearest_of_heads(q.detach(), selectors)
         if length < rows.shape[2]:

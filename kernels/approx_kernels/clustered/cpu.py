@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.c_dropout import Dropout, draw_seed, dropped
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
@@ -73,7 +74,7 @@ def clustered_batch(
             queries, query_tokens = keys, key_tokens
     wanted = clusters or torch.where(queries > SHORT[0], MOST_DEFAULT_CLUSTERS, SHORT[1])
     own = torch.minimum(queries, torch.as_tensor(wanted)) * (keys > 0)
-    with torch.autocast("cpu", enabled=False):
+    with without_autocast("cpu"):
         if selectors is None:
             assert planes is not None, "checked by the op"
             assert draws is not None, "checked by the op"

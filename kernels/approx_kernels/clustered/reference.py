@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.clustered.improved import improved_heads
 from approx_kernels.clustered.plain import plain_heads
 from approx_kernels.clustering import cluster_queries, nearest_centroids
@@ -56,7 +57,7 @@ def clustered_samples(
         return out.view(*shape[:3], -1)
 
     k, v = k.to(q.dtype), v.to(q.dtype)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         if key_mask is None or key_mask.all():
             return attend(q, k, v)
         padded_queries = q.shape[2] == k.shape[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.clustered.reference import MOST_DEFAULT_CLUSTERS, SHORT
 from approx_kernels.clustered.triton_members import spread_rows, sum_rows
 from approx_kernels.clustered.triton_own import improved_forward
@@ -40,7 +41,7 @@ def clustered_on_gpu(
     """Attend; a sample of at most C real queries has each of them for a cluster. Nothing waits for the device."""
     batch, _, length, _ = q.shape
     k, v = k.to(q.dtype), v.to(q.dtype)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         tokens = None
         queries = keys = torch.full((batch,), length, device=q.device)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.clustered.triton_causal_far import far_forward
 from approx_kernels.clustered.triton_causal_launches import MOST_CHUNK, MOST_CHUNKS
 from approx_kernels.clustering.frozen import nearest_centroids
@@ -45,7 +46,7 @@ def causal_on_gpu(
     q = q[:, :, ahead:]
     before = k.shape[2] - q.shape[2]
     asked = None if key_mask is None else key_mask[:, None, before:]
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         if k.shape[2] <= chunk:
             out = flash(q, k, v, key_mask, scale=scale, right=0, impl="triton")[0]
         else:

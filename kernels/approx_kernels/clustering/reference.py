@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import flop_counter
 
+from approx_kernels.autocast import without_autocast
+
 # A prime, so that the draws of an empty cluster in successive iterations walk through the queries.
 STRIDE = 2_147_483_647
 # Rows of 64 float32 bits that fit into half a MiB, the working set of one block of heads on a CPU.
@@ -30,7 +32,7 @@ def draw_planes(size: int, *, bits: int, bias: bool, clusters: int, seed: int) -
 def cluster_heads(q: Tensor, planes: Tensor, draws: Tensor, clusters: int, iterations: int) -> Tensor:
     """Hash the queries and cluster the hashes, as many heads at a time as a CPU's cache holds."""
     heads = max(1, _CACHED_ROWS // q.shape[1]) if q.device.type == "cpu" else q.shape[0]
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         blocks = [hamming_kmeans(hash_bits(b, planes), draws, clusters, iterations) for b in q.split(heads)]
     return torch.cat(blocks)
 

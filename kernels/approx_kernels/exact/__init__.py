@@ -104,7 +104,7 @@ def fastest_attention(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) for x in (q, k, v))
-    with fast_products(q.shape[2], q.device, q.dtype) as switched:
+    with fast_products(q.shape[2], q.device, q.dtype, q.shape[1] * q.shape[3]) as switched:
         case = case_of(q, k, key_mask, causal=causal, switched=switched)
         if case is None:
             took("fastest_attention", DEFAULT)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from approx_kernels.autocast import without_autocast
+
 
 def chunked_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, chunk: int) -> Tensor:
     """Softmax attention among tokens that are all real, in O(L S D) time and O(L + chunk S) memory, also backward.
@@ -27,7 +29,7 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: f
     Returns:
         [B, H, L, E] in the dtype of q.
     """
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         return _Chunked.apply(q, k.to(q.dtype), v.to(q.dtype), causal, scale, chunk)  # pyright: ignore[reportReturnType]  # what forward returns
 
 
@@ -39,7 +41,7 @@ def batched_attention(
     Args: as for `exact_attention`.
     """
     length, keys = q.shape[2], k.shape[2]
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         scores = (q * scale) @ k.to(q.dtype).transpose(-2, -1)
         allowed = None if key_mask is None else key_mask[:, None, None, :]
         if causal and length > 1:

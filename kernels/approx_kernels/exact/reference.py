@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.autocast import without_autocast
+
 
 def allowed_pairs(
     length: int, key_mask: Tensor | None, *, keys: int, causal: bool, device: torch.device
@@ -23,7 +25,7 @@ def dense_attention(
 ) -> Tensor:
     """Softmax attention in plain steps; 16-bit inputs are computed in float32."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         scores = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)
         allowed = allowed_pairs(q.shape[2], key_mask, keys=k.shape[2], causal=causal, device=q.device)
         if allowed is None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.exact import exact_attention
 from approx_kernels.flash.blocks import BlockList, block_list
 from approx_kernels.flash.reference import flash_reference
@@ -116,7 +117,7 @@ def flash(
         raise ValueError(f"spans has shape {list(spans.shape)}; expected [{q.shape[1]}], one for each head.")
     bounds = stretches(key_mask, q.shape[2], both) if lengths is None else behind_each_other(q, k, key_mask, lengths)
     left, right = (ENDLESS if reach is None else max(min(reach, ENDLESS), -ENDLESS) for reach in (left, right))
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         if run == "reference":
             return flash_reference(
                 q, k, v, bounds, key_mask, spans, blocks,

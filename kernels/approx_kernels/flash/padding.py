@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.custom_op import capturing
 from approx_kernels.tokens import without_padding
 
@@ -52,7 +53,7 @@ def under_padding(
     counts, at_front = _read(key_mask) if waits else ([], False)
     if before and not at_front:
         return without_padding(lambda q, k, v: attend(q, k, v, None), q, k, v, key_mask)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         k, v = k.to(q.dtype), v.to(q.dtype)
         if at_front:
             out = _grouped(attend, q, k, v, key_mask, counts, alike)

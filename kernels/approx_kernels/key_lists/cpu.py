@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.c_dropout import Dropout, draw_seed, dropped
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
@@ -129,7 +130,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *problem: Any, totals: bool = False)
     """
     dropout = problem[-1]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
-    with torch.autocast("cpu", enabled=False):
+    with without_autocast("cpu"):
         out, _, relative = _attend(q, k, v, *problem, draw_seed(dropout), totals)
     return out.to(q.dtype), relative
 

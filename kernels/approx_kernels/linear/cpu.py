@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.custom_op import custom_op
@@ -65,7 +66,7 @@ def linear_batch(
     key_mask = None if key_mask is None else key_mask.contiguous()
     # Bottom-right: with L > S the first L - S queries stand before all keys, and see none.
     blind = max(q.shape[2] - k.shape[2], 0) if causal else 0
-    with torch.autocast("cpu", enabled=False):
+    with without_autocast("cpu"):
         rows = _whole(rows)
         out, norms = _attend(q[:, :, blind:], k, v, key_mask, rows, causal, feature_map, input_scale, eps, floor)
     return (F.pad(out, (0, 0, blind, 0)), F.pad(norms, (blind, 0), value=eps)) if blind else (out, norms)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.linear.features import features
 from approx_kernels.linear.reference import linear_heads, scaled
@@ -94,7 +95,7 @@ def _newest_query(
     """The one query whose window holds all keys that are kept: pairs with these, and the sums of all others."""
     query_map, key_map = maps or (None, None)
     near = None if key_mask is None else key_mask[:, None, None]
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         query, keys, values = (x.to(sums.dtype) for x in (q, k, v))
         values = F.pad(values, (0, 1), value=1.0)
         weights = near_weights(query @ keys.transpose(2, 3) * scale, near, mix)

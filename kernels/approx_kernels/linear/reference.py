@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.linear.features import features
 from approx_kernels.linear.sums import attend_features, continue_features
 from approx_kernels.linear.window import attend_windowed
@@ -40,7 +41,7 @@ def linear_heads(
     if q.device.type == "cpu" and mix is None:
         heads = max(1, _CACHED // (q.shape[0] * k.shape[2] * k.shape[3]))
     out, reached = [], []
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         for first in range(0, q.shape[1], heads):
             block = slice(first, first + heads)
             query_map, key_map = (None, None) if maps is None else (maps[0][block], maps[1][block])

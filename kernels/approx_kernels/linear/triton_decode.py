@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.custom_op import custom_op
 from approx_kernels.linear.triton import power
 from approx_kernels.linear.triton_heads import as_features, attend
@@ -46,7 +47,7 @@ def continue_by_kernels(
     eps: float,
 ) -> tuple[Tensor, State]:
     """As `continue_heads` without a window: a whole prompt, or one token, which overwrites the sums of the state."""
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         q, k, v, how = as_features(q, k, v, feature_map, maps, input_scale)
         if state is None:
             out, _, sums, totals = attend(q, k, v, key_mask, True, *how, eps, whole=True)

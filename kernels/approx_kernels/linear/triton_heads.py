@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.linear.features import features
 from approx_kernels.linear.triton import linear_forward, most_features, power
 from approx_kernels.triton_language import obstacle
@@ -46,7 +47,7 @@ def linear_kernels(
     eps: float,
 ) -> Tensor:
     """Attend; maps that are fused are computed again in the backward pass, others are inputs of the kernels."""
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         q, k, v, how = as_features(q, k, v, feature_map, maps, input_scale)
         return attend(q, k, v, key_mask, causal, *how, eps)[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.flash.samples import stretches
 from approx_kernels.flash.triton import ENDLESS, flash_forward
 from approx_kernels.linear.triton_heads import as_features, attend, inverted
@@ -27,7 +28,7 @@ def windowed_kernels(
     eps: float,
 ) -> Tensor:
     """As `attend_windowed`; where several keys have the largest score, its gradient is that of one."""
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         queries, keys, values, how = as_features(q, k, v, feature_map, maps, input_scale)
         left, right = reach(window, causal)
         near, total = _near(q, k.to(q.dtype), values, key_mask, left, right, scale)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.key_lists.cpu import obstacle as lists_obstacle
 from approx_kernels.linear.cpu import FUSED, features_obstacle, linear_batch, linear_continue
@@ -42,7 +43,7 @@ def linear_parts(
     parts = torch.float32 if learning and (window or feature_map not in FUSED) else q.dtype
     dtype, (q, k, v) = q.dtype, (x.to(parts) for x in (q, k, v))
     queries, keys, how = q, k, {"feature_map": feature_map, "input_scale": input_scale, "eps": eps}
-    with torch.autocast("cpu", enabled=False):
+    with without_autocast("cpu"):
         if feature_map not in FUSED:
             query_map, key_map = maps or (None, None)
             queries = map_features(q, query_map, feature_map, input_scale)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.exact import exact_attention
 from approx_kernels.flash import flash_obstacle
 from approx_kernels.implementation import choose
@@ -97,7 +98,7 @@ def lsh_attention(
     if variant == "shared" and length != keys:
         raise ValueError(f"The shared variant makes its keys from the queries, but got {length} queries, {keys} keys.")
     k, v = k.to(q.dtype), v.to(q.dtype)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         no_cpu = _obstacle(length, keys, key_mask, causal) or obstacle(q)
         ways = {"cpu": no_cpu, "tiles": None, "reference": None}
         run = choose("lsh_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))

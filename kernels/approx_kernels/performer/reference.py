@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.linear.reference import drop_keys
 from approx_kernels.linear.sums import attend_features, continue_features
 from approx_kernels.performer.causal import causal_sums
@@ -42,7 +43,7 @@ def performer_heads(
     heads = max(1, _CACHED // numbers) if q.device.type == "cpu" else q.shape[1]
     attend = _relu if kernel == "relu" else _softmax
     out, reached = [], []
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         rows = projection.to(wide)
         for first, *parts in zip(range(0, q.shape[1], heads), *(x.split(heads, 1) for x in (q, k, v)), strict=True):
             shape = parts[0].shape[:2]

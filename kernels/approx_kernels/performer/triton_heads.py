@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.performer.triton import performer_forward
 from approx_kernels.ring import State
 from approx_kernels.triton_language import obstacle
@@ -58,7 +59,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, projection: Tensor, kernel: str, causal: bool, scale: float,
     *, whole: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
         mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
         # Bottom-right: with L > S the first L - S queries stand before all keys, and see none.

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from approx_kernels.autocast import without_autocast
 from approx_kernels.c_dropout import Dropout, draw_seed, dropped
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
@@ -51,7 +52,7 @@ def topk_rows(
     """Attend; of the scores of a query never more than a block and the K largest are in memory."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     mask = None if key_mask is None else key_mask.contiguous()
-    with torch.autocast("cpu", enabled=False):
+    with without_autocast("cpu"):
         return _attend(q, k, v, mask, min(topk, k.shape[2]), causal, scale, dropout, draw_seed(dropout))[0]
 
 

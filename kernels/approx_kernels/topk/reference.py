@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.autocast import without_autocast
+
 # Queries whose scores exist at a time.
 _BLOCK = 64
 
@@ -24,7 +26,7 @@ def topk_blocks(
     keys, offset = k.shape[2], k.shape[2] - q.shape[2]
     lowest = torch.finfo(wide).min
     out = []
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         queries, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
         position = torch.arange(keys, device=q.device)
         for first in range(0, q.shape[2], _BLOCK):

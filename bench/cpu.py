@@ -43,7 +43,7 @@ from approx_kernels.implementation import chosen, forget
 from approx_kernels.tiled_layers import ASKED as TILED
 from bench import cpu_cases, cpu_floor, cpu_page
 from bench.cpu_record import DTYPES, LENGTHS, LONGEST, THREADS, Part, circumstances, gather, planned, take_up
-from bench.parts import keep, kept
+from bench.parts import keep, kept, numbers
 
 CPU = torch.device("cpu")
 LONGEST_LAYERS = 12
@@ -171,6 +171,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
                 keep(folder, f"rates/{key}", rates[key])
     parts = [part for part in planned(options.threads, options.dtypes, options.lengths) if _asked(part.id, options)]
     ordered = sorted(((cost(part, rates), part) for part in parts), key=lambda each: each[0])
+    if not parts and not options.longest:
+        console.print(f"No part of the plan is called {options.only!r}, so nothing is measured.", highlight=False)
     for place, (turn, part) in enumerate(ordered):
         if kept(folder, part.id) and not options.again:
             continue
@@ -197,10 +199,6 @@ def _asked(name: str, options: argparse.Namespace) -> bool:
     return fnmatch.fnmatchcase(name, options.only)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(one) for one in text.split(","))
-
-
 def _listed(values: tuple[object, ...]) -> str:
     return ",".join(map(str, values))
 
@@ -224,11 +222,11 @@ def main() -> int:
         help="folder of the parts, the record and the page; one a processor",
     )
     parser.add_argument("--only", default="*", metavar="PATTERN", help="parts whose name matches (all)")
-    parser.add_argument("--lengths", type=_numbers, metavar="N,N", help=f"tokens ({_listed(LENGTHS)})")
+    parser.add_argument("--lengths", type=numbers, metavar="N,N", help=f"tokens ({_listed(LENGTHS)})")
     parser.add_argument("--dtypes", type=_words, metavar="NAME,NAME", help=f"precisions ({_listed(DTYPES)})")
     parser.add_argument(
         "--threads",
-        type=_numbers,
+        type=numbers,
         default=THREADS,
         metavar="N,N",
         help=f"numbers of threads; training and bfloat16 decoding take the greatest alone ({_listed(THREADS)})",

@@ -203,10 +203,6 @@ def _check() -> None:
         raise ApproxError("TRITON_INTERPRET is 1, so kernels would be interpreted, not timed. Unset it.")
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(one) for one in text.split(","))
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure, write and print; 6 if a test failed or a kernel is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -214,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"what all stages share ({MINUTES:g})")
     parser.add_argument("--no-tests", dest="tests", action="store_false", help="leave out pytest -m gpu")
     parser.add_argument("--only", default="*", metavar="GLOB", help="parts whose name matches")
-    parser.add_argument("--lengths", type=_numbers, default=(256, *LENGTHS), help="tokens, separated by commas")
+    parser.add_argument("--lengths", type=parts.numbers, default=(256, *LENGTHS), help="tokens, separated by commas")
     parser.add_argument("--redraw", action="store_true", help="measure nothing; make the page from the record")
     options = parser.parse_args(arguments)
     options.device = DEVICE

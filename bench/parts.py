@@ -1,8 +1,16 @@
-"""A benchmark in parts: what is kept of each, a file whole or not at all, and how a part is found in a record."""
+"""A benchmark in parts: which are asked for, what is kept of each, a file whole or not at all, and how one is found."""
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers that an option lists, such as lengths; argparse tells of what is none."""
+    if not all(one.isdecimal() and int(one) for one in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text} was asked for; allowed are whole numbers from 1 on, as in 512,1024")
+    return tuple(int(one) for one in text.split(","))
 
 
 def kept(folder: Path, name: str) -> dict[str, Any] | None:

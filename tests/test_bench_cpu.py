@@ -86,6 +86,7 @@ def test_the_record_of_another_processor_is_not_gone_on_with(bench, monkeypatch,
     run, folder = bench
     monkeypatch.setattr(cpu_record, "generation", lambda: {"family": "one"})
     run("--only", "nothing")
+    assert "No part of the plan is called 'nothing'" in capsys.readouterr().err
     made = json.loads((folder / "record.json").read_text(encoding="utf-8"))
     made["environment"][number] = "another"
     (folder / "record.json").write_text(json.dumps(made), encoding="utf-8")
@@ -118,11 +119,19 @@ def test_models_run_end_to_end_beside_their_ceiling(bench, monkeypatch, suite):
     assert {"sdpa", "no", *few} <= set(names)
 
 
-def test_a_precision_that_is_unknown_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench/cpu.py", "-o", "x", "--dtypes", "float23"])
+@pytest.mark.parametrize(
+    ("option", "wrong", "allowed"),
+    [
+        ("--dtypes", "float23", "float32, bfloat16"),
+        ("--lengths", "512,0", "whole numbers from 1 on"),
+        ("--threads", "two", "whole numbers from 1 on"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, option, wrong, allowed):
+    monkeypatch.setattr(sys, "argv", ["bench/cpu.py", "-o", "x", option, wrong])
     with pytest.raises(SystemExit):
         cpu.main()
-    assert "float23 was asked for; allowed are float32, bfloat16" in capsys.readouterr().err
+    assert f"{wrong} was asked for; allowed are {allowed}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("wide", "said"), [(160e9, "in float32 and rounded at 160."), (5e9, "")])

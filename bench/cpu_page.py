@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cpu_cases import REFERENCES
+from bench.cpu_record import processor
 from bench.cpu_sections import PEERS_BASE, dagger, floors, memory, peers, products
 from bench.cpu_targets import LENGTHS, THREADS, judged, other_targets
 from bench.pages import draw, ratio, table
@@ -84,7 +85,7 @@ def _about(made: dict[str, Any]) -> list[str]:
         for name in ("torch", "transformers")
     )
     text = [
-        f"{machine['processor']} with {machine.get('instructions', 'unknown instructions')}, {machine['cores']} cores, "
+        f"{processor(machine)}, {machine['cores']} cores, "
         f"torch {torch}, transformers {transformers}; batch 1 where nothing else is said, 12 heads of 64. Models have "
         f"{_layers(parts)} with random weights, their word and position tables looked up but not trained; the encoder of "
         "Wav2Vec2 is timed without its convolutions, GPT-2 without its head. Inputs of attention alone are random, on which "
@@ -156,7 +157,7 @@ def readme_table(made: dict[str, Any]) -> str:
         table(["attention", "precision", *(f"×, {n:,} tokens" for n in lengths)], rows, words=2)
         + f"\n\nForward time of "
         f"{' or '.join(map(str, layers))} RoBERTa-base-sized layers relative to the best exact attention in the same precision; batch 1, "
-        f"{machine['processor']}, {THREADS} threads, torch {machine['torch']}. Bold where it is faster beyond the noise. "
+        f"{processor(machine)}, {THREADS} threads, torch {machine['torch']}. Bold where it is faster beyond the noise. "
         f"{products(made)}".rstrip()
     )
 

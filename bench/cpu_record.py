@@ -86,6 +86,13 @@ def circumstances() -> dict[str, Any]:
     }
 
 
+def processor(machine: dict[str, Any]) -> str:
+    """A processor by its name, its instructions and, as far as they are known, the numbers of its family and model."""
+    numbers = ", ".join(f"{name} {machine[name]}" for name in ("family", "model") if name in machine)
+    known = f" with {machine['instructions']}" if "instructions" in machine else ""
+    return machine["processor"] + known + f" ({numbers})" * bool(numbers)
+
+
 def take_up(output: Path) -> None:
     """Keep what the record of a folder holds and its parts lack, as in a fresh checkout.
 
@@ -98,11 +105,9 @@ def take_up(output: Path) -> None:
     made, here = json.loads(path.read_text(encoding="utf-8")), circumstances()
     then = made["environment"]
     # Older records lack the numbers of family and model.
-    told = [name for name in ("processor", "instructions", *generation()) if name in then]
-    if any(then[name] != here[name] for name in told):
-        measured, this = (", ".join(f"{name} {of[name]}" for name in told) for of in (then, here))
+    if any(then.get(name, here[name]) != here[name] for name in ("processor", "instructions", *generation())):
         raise ApproxError(
-            f"{path} holds what was measured on another processor: {measured}. This one is: {this}. Take another folder with -o.",
+            f"{path} holds what was measured on {processor(then)}, and this is {processor(here)}. Take another folder with -o.",
             Exit.REFUSED,
         )
     seed(output / "parts", {name_of(one): one for one in (*made["rates"], *made["parts"], *made["longest"])})

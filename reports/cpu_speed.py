@@ -17,15 +17,16 @@ def write(reports: Path, out: Path) -> None:
 def in_readme(readme: str, reports: Path) -> str:
     """The README with its tables of speeds made again, a table a processor."""
     from bench import cpu_page
+    from bench.cpu_record import processor
 
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
     tables = []
     for folder in _folders(reports):
         made = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-        machine, name = made["environment"], f"reports/{folder.name}"
+        name = f"reports/{folder.name}"
         tables.append(
-            f"<details{' open' * (not tables)}><summary>{machine['processor']}, {machine['instructions']}</summary>\n\n"
+            f"<details{' open' * (not tables)}><summary>{processor(made['environment'])}</summary>\n\n"
             f"{cpu_page.readme_table(made)}\n\n[All of it]({name}/report.md), made by `python bench/cpu.py -o {name}`.\n\n"
             "</details>"
         )

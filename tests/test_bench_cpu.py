@@ -1,6 +1,7 @@
 """The benchmark on CPUs, run on inputs of a few tokens: what it measures, keeps, leaves and writes."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -93,8 +94,7 @@ def test_the_record_of_another_processor_is_not_gone_on_with(bench, monkeypatch,
     monkeypatch.setattr(sys, "argv", ["bench/cpu.py", "-o", str(folder)])
     assert cpu.main() == Exit.REFUSED
     told = capsys.readouterr().err
-    assert "measured on another processor" in told
-    assert f"{number} another" in told
+    assert re.search(r"holds what was measured on .*another.*, and this is ", told)
 
 
 def test_parts_without_a_commit_are_drawn_and_those_that_are_left_stand_in_order():

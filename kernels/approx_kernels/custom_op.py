@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsage]  # what `custom_op` returns; named nowhere else
 from torch.utils import flop_counter
 
-# None of their members are known to type checkers.
+# Their private members are not known to type checkers.
 _autograd: Any = torch.autograd
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  # made when torch is loaded
 
@@ -21,7 +20,7 @@ _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIs
 class Operator:
     """A function, and the operator of PyTorch that it is to whoever looks."""
 
-    def __init__(self, function: Callable[..., Any], operator: CustomOpDef) -> None:
+    def __init__(self, function: Callable[..., Any], operator: Any) -> None:
         functools.update_wrapper(self, function)
         self.function, self.operator = function, operator
 

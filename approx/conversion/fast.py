@@ -76,7 +76,8 @@ def _modules(model: nn.Module) -> list[nn.Module]:
 
 def _features(model: Any) -> int:
     """Features of a token; those of a usual model where one of several parts does not say."""
-    return getattr(model.config, "hidden_size", None) or FEATURES[-1]
+    told = getattr(model.config, "hidden_size", None)
+    return told if isinstance(told, int) else FEATURES[-1]
 
 
 def _rows(x: Tensor) -> int:

@@ -1,5 +1,7 @@
 """Products at full speed around the call of a converted model, and exact attention at its fastest in it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -15,6 +17,8 @@ from approx_kernels.findings import instructions
 from approx_kernels.layers import NOWHERE
 from conversion.zoo import difference, outputs, tiny
 
+with_tiles = pytest.mark.skipif(not tiled_layers.usable(), reason="no tiles for bfloat16 here, or no C compiler")
+
 
 @pytest.fixture(autouse=True)
 def worth_it_from_eight_rows(monkeypatch):
@@ -22,9 +26,7 @@ def worth_it_from_eight_rows(monkeypatch):
         monkeypatch.setattr(module, "worth_rows", lambda *_: 8)
     for worth in ("worth_rows", "worth_tiles"):
         monkeypatch.setattr(f"approx.conversion.fast.{worth}", lambda *_: NOWHERE)
-    monkeypatch.setattr(
-        half_products, "least_rows", lambda dtype: dict.fromkeys((half_products.BY_OUTPUT, half_products.BY_INPUT), 8)
-    )
+    monkeypatch.setattr(half_products, "least_rows", lambda dtype: dict.fromkeys(NOWHERE, 8))
 
 
 def counted(monkeypatch, product):
@@ -122,9 +124,7 @@ def test_a_graph_has_the_switch_thrown_around_it_if_compiled_in_place_and_in_eac
     assert products._switch() == "none"
 
 
-@pytest.mark.skipif(
-    not tiled_layers.usable(), reason="this processor has no tiles for bfloat16, or there is no C compiler"
-)
+@with_tiles
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_graph_has_its_layers_on_tiles(in_place, training, monkeypatch):
@@ -237,9 +237,8 @@ def test_a_model_of_16_bits_trains_with_and_without_recomputation(checkpointing)
 @pytest.mark.parametrize("architecture", ["BertModel", "GPT2Model", "LlamaModel", "WhisperModel"])
 def test_a_model_that_is_not_converted_attends_exactly_by_the_seam(architecture):
     model = tiny(architecture).eval()
-    inputs = (
-        example_inputs(model, 20, batch=2, padded=5) if architecture != "WhisperModel" else example_inputs(model, 20)
-    )
+    sound = architecture == "WhisperModel"
+    inputs = example_inputs(model, 20, batch=1 if sound else 2, padded=0 if sound else 5)
     before, stock = outputs(model, inputs), model.config._attn_implementation
     with fastest_exact(model):
         assert model.config._attn_implementation == IMPLEMENTATION
@@ -259,8 +258,7 @@ def test_tokens_that_are_decoded_are_computed_in_c(architecture, monkeypatch):
     before = model.generate(ids, **how)
     surgery.convert(model, Plan.of("exact"))
     rows = counted(monkeypatch, "few_rows_linear")
-    limits = {half_products.BY_OUTPUT: [1, 8], half_products.BY_INPUT: [1, 8]}
-    monkeypatch.setattr("approx.conversion.fast.worth_rows", lambda *_: limits)
+    monkeypatch.setattr("approx.conversion.fast.worth_rows", lambda *_: {layout: [1, 8] for layout in NOWHERE})
     assert torch.equal(model.generate(ids, **how), before)
     # The prompt has 40 rows; each of three more steps has one in all layers, and in the head.
     assert len(rows) > 3 * 4 * model.config.num_hidden_layers
@@ -268,9 +266,7 @@ def test_tokens_that_are_decoded_are_computed_in_c(architecture, monkeypatch):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.skipif(
-    not tiled_layers.usable(), reason="this processor has no tiles for bfloat16, or there is no C compiler"
-)
+@with_tiles
 @pytest.mark.parametrize("architecture", ["BertModel", "GPT2Model", "LlamaModel", "Wav2Vec2Model"])
 def test_a_converted_model_on_tiles_is_the_same_to_float32(architecture, monkeypatch):
     model = tiny(architecture).eval()
@@ -284,8 +280,7 @@ def test_a_converted_model_on_tiles_is_the_same_to_float32(architecture, monkeyp
 
 
 def test_layers_of_a_model_with_compiled_parts_are_left_alone(monkeypatch):
-    limits = {half_products.BY_OUTPUT: [1, 80], half_products.BY_INPUT: [1, 80]}
-    monkeypatch.setattr("approx.conversion.fast.worth_rows", lambda *_: limits)
+    monkeypatch.setattr("approx.conversion.fast.worth_rows", lambda *_: {layout: [1, 80] for layout in NOWHERE})
     model = tiny("BertModel").eval()
     inputs = example_inputs(model, 20, batch=2)
     with fast_products_for(model, (), inputs) as held:
@@ -293,3 +288,13 @@ def test_layers_of_a_model_with_compiled_parts_are_left_alone(monkeypatch):
     model.encoder.compile(backend="eager")
     with fast_products_for(model, (), inputs) as held:
         assert not held
+
+
+@pytest.mark.parametrize(("told", "asked"), [(64, 64), (None, 768), ([64, 128], 768)])
+def test_the_switch_is_asked_for_by_the_features_of_the_model(monkeypatch, told, asked):
+    model, seen = tiny("BertModel").eval(), []
+    inputs = example_inputs(model, 20, batch=2)
+    monkeypatch.setattr(products, "worth_rows", seen.append)
+    monkeypatch.setattr(model, "config", SimpleNamespace(hidden_size=told))
+    with fast_products_for(model, (), inputs) as thrown:
+        assert (thrown, seen) == (False, [asked])

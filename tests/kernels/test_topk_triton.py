@@ -75,7 +75,7 @@ def mask(length):
     return torch.stack([position % 3 != 0, position < length, position == 4, position < 0])
 
 
-@settings(max_examples=8)
+@settings(max_examples=12)
 @given(
     queries=st.integers(1, 40),
     keys=st.integers(1, 70),

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "approx.patterns": "approx.errors approx.mechanisms approx_kernels",
     "approx.tasks": "approx.errors",
     "approx.conversion": "approx.errors approx.version approx.yaml_text approx.mechanisms approx_kernels",
-    "approx.evaluation": "approx.errors approx.version approx.tasks",
+    "approx.evaluation": "approx.errors approx.version approx.tasks approx_kernels.cache_folder",
     "approx.finetuning": "approx.errors approx.version approx.tasks",
     "approx.publishing": "approx.errors approx.version approx.evaluation.record",
     "approx.publishing.push": "approx.errors approx.version approx.evaluation.record approx.publishing"

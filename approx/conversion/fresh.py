@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, get_num_threads
 
 from approx_kernels import findings
+from approx_kernels.cache_folder import cache_folder
 
 # Libraries of macOS do not survive a fork, and Windows has none.
 _FORKS = sys.platform == "linux"
@@ -61,7 +62,7 @@ class Reloader:
         with tempfile.TemporaryDirectory(dir=self._home.name) as scratch:
             save_file({key: tensor.contiguous() for key, tensor in inputs.items()}, f"{scratch}/inputs.safetensors")
             # Which way is the fastest must not be found anew there: another one rounds otherwise.
-            cache, compiled = Path(scratch, "cache"), findings.file().parent / "compiled"
+            cache, compiled = Path(scratch, "cache"), cache_folder() / "compiled"
             cache.mkdir()
             findings.hand_over(cache)
             if compiled.is_dir():

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit
+from approx_kernels.cache_folder import cache_folder
 
 
 def default_folder() -> Path:
     """Where outputs are kept: $APPROX_CACHE, or `approx` in the user's cache folder."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("APPROX_CACHE") or home / "approx") / "outputs"
+    return cache_folder() / "outputs"
 
 
 def fingerprint(*parts: Any) -> str:

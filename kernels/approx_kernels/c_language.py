@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -15,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+
+from approx_kernels.cache_folder import is_private, private_folder
 
 _LOG = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")
@@ -45,8 +48,9 @@ def obstacle(source: str, *tensors: Tensor) -> str | None:
 def library(source: str) -> ctypes.CDLL | str:
     """The functions of a C source, or why there are none.
 
-    The first process on a machine compiles it, a second or two that the log announces; later ones read the result from
-    $APPROX_CACHE, or `approx` in the user's cache folder. Nothing is compiled or read where $APPROX_COMPILE_C is 0.
+    The first process on a machine compiles it, which takes a few seconds and is logged; later ones read the result from
+    $APPROX_CACHE, or `approx` in the user's cache folder, if nobody else can write there and it is undamaged. Nothing is
+    compiled or read where $APPROX_COMPILE_C is 0. $APPROX_C_FLAGS adds flags for the compiler.
     """
     compiler, why = find_compiler()
     if compiler is None:
@@ -54,12 +58,10 @@ def library(source: str) -> ctypes.CDLL | str:
     # A compiler that hangs is waited for once, and one that fails is told of once: by a source of one line.
     if source != _TRIAL and (why := compiler_obstacle()):
         return why
-    # A folder may be shared by machines whose processors differ.
-    machine = [platform.machine(), platform.processor(), _processor(), torch.backends.cpu.get_cpu_capability()]
-    digest = hashlib.sha256("\0".join([source, compiler, *_FLAGS, *machine]).encode()).hexdigest()[:24]
     try:
-        kept = _folder() / f"{digest}.so"
-        return ctypes.CDLL(str(kept if kept.is_file() else _compile(compiler, source, kept)))
+        folder = private_folder("compiled")
+        key = _key(compiler, source)
+        return ctypes.CDLL(str(_kept(folder, key) or _compile(compiler, source, folder, key)))
     except subprocess.TimeoutExpired:
         return _missing(f"{compiler} took more than {_SECONDS} seconds. Set $CC to another compiler.")
     except subprocess.CalledProcessError as error:
@@ -122,17 +124,52 @@ def check(failed: int) -> None:
         raise MemoryError("compiled code got no memory for its working sets. Shorten the inputs or the batch.")
 
 
-def _compile(compiler: str, source: str, kept: Path) -> Path:
+def _flags() -> list[str]:
+    return [*_FLAGS, *shlex.split(os.environ.get("APPROX_C_FLAGS", ""))]
+
+
+def _key(compiler: str, source: str) -> str:
+    # A folder may be shared by machines whose processors differ, and a compiler may be updated under the same name.
+    machine = [platform.machine(), platform.processor(), _processor(), torch.backends.cpu.get_cpu_capability()]
+    parts = [source, compiler, _version(compiler), *_flags(), *machine]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+@cache
+def _version(compiler: str) -> str:
+    said = subprocess.run(
+        [compiler, "--version"], check=False, capture_output=True, encoding="utf-8", errors="replace", timeout=_SECONDS
+    )
+    return said.stdout + said.stderr
+
+
+def _kept(folder: Path, key: str) -> Path | None:
+    """The library of that key, if it is whole; its name ends with the hash of its contents."""
+    for path in sorted(folder.glob(f"{key}-*.so")):
+        if is_private(path) and path.name == _name(key, path):
+            return path
+        # A library that was cut short, as by a full disk, must not be loaded, and need not be found again.
+        path.unlink()
+    return None
+
+
+def _name(key: str, made: Path) -> str:
+    return f"{key}-{hashlib.sha256(made.read_bytes()).hexdigest()[:24]}.so"
+
+
+def _compile(compiler: str, source: str, folder: Path, key: str) -> Path:
     _LOG.info("Compiling C for this processor with %s, once on this machine; it takes a few seconds.", compiler)
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         text, made = Path(scratch) / "source.c", Path(scratch) / "made.so"
         text.write_text(source, encoding="utf-8")
-        command = [compiler, *_FLAGS, str(text), "-o", str(made), "-lm"]
-        run = {"capture_output": True, "text": True, "timeout": _SECONDS}
+        command = [compiler, *_flags(), str(text), "-o", str(made), "-lm"]
+        run = {"capture_output": True, "encoding": "utf-8", "errors": "replace", "timeout": _SECONDS}
         # Not every compiler has OpenMP; without it there is one thread, and the results are the same.
         if subprocess.run([*command, "-fopenmp"], check=False, **run).returncode:
             subprocess.run(command, check=True, **run)
+        made.chmod(0o700)
+        kept = folder / _name(key, made)
         # Another process may have been as fast; both made the same.
         os.replace(made, kept)
     _LOG.debug("Compiled %s in %.1f seconds.", kept.name, time.perf_counter() - began)
@@ -142,13 +179,6 @@ def _compile(compiler: str, source: str, kept: Path) -> Path:
 def _missing(why: str) -> str:
     _LOG.warning("Slower code runs in place of compiled code, for %s", why)
     return why
-
-
-def _folder() -> Path:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get("APPROX_CACHE") or home / "approx") / "compiled"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
 
 
 def _processor() -> str:

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from approx_kernels.c_language import compiler_obstacle
+from approx_kernels.cache_folder import cache_folder
 
 _LOG = logging.getLogger(__name__)
 # Another number after a change that makes what was found before mean something else.
@@ -34,8 +35,7 @@ _lock = RLock()
 
 def file() -> Path:
     """Where findings are kept: in $APPROX_CACHE, or in `approx` in the user's cache folder."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("APPROX_CACHE") or home / "approx") / f"machine-{FORMAT}.json"
+    return cache_folder() / f"machine-{FORMAT}.json"
 
 
 def machine(device: str) -> str:

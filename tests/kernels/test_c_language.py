@@ -2,6 +2,8 @@
 
 import logging
 import os
+import shutil
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,8 +11,19 @@ import torch
 from approx.pipeline import health
 from approx_kernels import c_language
 from approx_kernels.c_language import library, obstacle
+from approx_kernels.cache_folder import is_private
 
 SOURCE = "int answer(void) {{ return {}; }}"
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "cache"))
+    library.cache_clear()
+    yield tmp_path / "cache"
+    library.cache_clear()
+    c_language._version.cache_clear()
 
 
 def test_what_is_compiled_once_is_read_again(monkeypatch, tmp_path, caplog):
@@ -30,6 +43,59 @@ def test_what_is_compiled_once_is_read_again(monkeypatch, tmp_path, caplog):
     assert not isinstance(again, str)
     assert again.answer() == 41
     assert kept == sorted((tmp_path / "compiled").iterdir()), "nothing half-made is left"
+
+
+def test_a_library_that_was_cut_short_is_compiled_again(monkeypatch, cache, tmp_path):
+    source = SOURCE.format(44)
+    if isinstance(found := library(source), str):
+        pytest.skip(found)
+    # What this process has loaded it would not read again.
+    shutil.copytree(cache, tmp_path / "other")
+    monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "other"))
+    whole = {path: path.read_bytes() for path in (tmp_path / "other" / "compiled").iterdir()}
+    for path, contents in whole.items():
+        path.write_bytes(contents[: len(contents) // 2])
+    library.cache_clear()
+    again = library(source)
+    assert not isinstance(again, str), again
+    assert again.answer() == 44
+    assert {path: path.read_bytes() for path in (tmp_path / "other" / "compiled").iterdir()} == whole
+
+
+def test_a_library_that_somebody_else_can_write_is_not_loaded(cache, tmp_path):
+    source = SOURCE.format(45)
+    if isinstance(found := library(source), str):
+        pytest.skip(found)
+    (cache / "compiled").chmod(0o777)
+    library.cache_clear()
+    assert "can be written by other users, so code in it cannot be trusted" in str(library(source))
+    (cache / "compiled").chmod(0o700)
+    (theirs,) = (path for path in (cache / "compiled").iterdir() if b"answer" in path.read_bytes())
+    theirs.rename(tmp_path / "theirs.so")
+    theirs.symlink_to(tmp_path / "theirs.so")
+    library.cache_clear()
+    assert not isinstance(library(source), str)
+    assert is_private(theirs), "the link was replaced"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a script stands in for the compiler")
+def test_another_version_or_other_flags_make_another_library(monkeypatch, cache, tmp_path):
+    source = SOURCE.format(46)
+    if isinstance(found := library(source), str):
+        pytest.skip(found)
+    compiler, wrapper = c_language.find_compiler()[0], tmp_path / "wrapper"
+    monkeypatch.setenv("CC", str(wrapper))
+    made = []
+    for version, flags in (("12.1", ""), ("12.2", ""), ("12.2", "-O1 -g"), ("12.2", "-O1 -g")):
+        script = f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit\nexec {compiler} "$@"\n'
+        wrapper.write_text(script, encoding="utf-8")
+        wrapper.chmod(0o755)
+        monkeypatch.setenv("APPROX_C_FLAGS", flags)
+        library.cache_clear()
+        c_language._version.cache_clear()
+        assert not isinstance(library(source), str)
+        made.append(len(list((cache / "compiled").iterdir())))
+    assert [after - before for before, after in pairwise(made)] == [2, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +144,8 @@ def test_a_compiler_that_fails_is_tried_and_told_of_once_and_the_doctor_names_it
     library.cache_clear()
     for number in (7, 8, 9):
         assert "no licence" in str(library(SOURCE.format(number)))
-    # With OpenMP and without.
-    assert (tmp_path / "broken.log").read_text().count("called") == 2
+    # Asked for its version, then with OpenMP and without.
+    assert (tmp_path / "broken.log").read_text().count("called") == 3
     assert sum("Slower code" in message for message in caplog.messages) == 1
     (found,) = (each for each in health.examine(offline=True) if each.what == "c compiler")
     assert found.state == "missing"

@@ -38,9 +38,7 @@ from approx.evaluation.memory import is_out_of_memory, memory_limit, peak_mb
 from approx.evaluation.race import OK, Runner, race
 from approx.evaluation.statistics import ratio_interval
 from approx.evaluation.timing import Neighbours, timed
-from approx_kernels.findings import found as probed
 from approx_kernels.implementation import chosen, forget
-from approx_kernels.tiled_layers import ASKED as TILED
 from bench import cpu_cases, cpu_floor, cpu_page
 from bench.cpu_record import DTYPES, LENGTHS, LONGEST, THREADS, Part, circumstances, gather, planned, take_up
 from bench.parts import keep, kept, numbers
@@ -106,11 +104,8 @@ def measure(part: Part, seconds: float, rounds: int) -> dict[str, Any]:
         "spread": float(np.median(first) / np.median(second)),
         "crowded": part.threads > 1 and neighbours.crowded(),
         "took_s": time.perf_counter() - begun,
-        # What each op ran last, and from how many rows on products are computed in another way.
+        # What each op ran last.
         "chosen": chosen(),
-        "products": {
-            asked: one["rows"] for asked, one in probed("cpu").items() if asked.endswith("products") or asked == TILED
-        },
         "contenders": rows,
     }
 

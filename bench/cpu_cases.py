@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from approx.conversion import surgery
 from approx.conversion.anatomy import attention_free
-from approx.conversion.fast import fast_products_for
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan
 from approx.mechanisms import MECHANISMS
@@ -122,17 +120,12 @@ def model(suite: str, length: int, dtype: torch.dtype, *, batch: int, train: boo
     def contender(name: str, role: str, one: nn.Module) -> Contender:
         forward, grad = run(one, length, batch, dtype)
         leaves = tuple(parameter for parameter in one.parameters() if parameter.requires_grad)
-        # A call of a converted model has its products fast by itself.
-        if role == "base" or (role == "variant" and suite != "wav2vec2"):
-            return Contender(name, role, _step(forward, leaves, grad, train))
-        tokens = torch.empty(batch, 1 if suite == "decode" else length, dtype=torch.int64)
 
-        def fast() -> object:
-            # The ceiling has them fast as well, and so has the encoder of speech, which is called in place of its model.
-            with fast_products_for(one, (tokens,), {}), attention_free(one) if role == "ceiling" else nullcontext():
+        def without() -> object:
+            with attention_free(one):
                 return forward()
 
-        return Contender(name, role, _step(fast, leaves, grad, train))
+        return Contender(name, role, _step(without if role == "ceiling" else forward, leaves, grad, train))
 
     yield contender(SDPA, "base", base)
     yield contender(CEILING, "ceiling", base)

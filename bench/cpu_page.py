@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.cpu_cases import REFERENCES
 from bench.cpu_record import processor
-from bench.cpu_sections import PEERS_BASE, dagger, floors, memory, peers, products
+from bench.cpu_sections import PEERS_BASE, dagger, floors, half_products, memory, peers, products
 from bench.cpu_targets import LENGTHS, THREADS, judged, other_targets
 from bench.pages import draw, ratio, table
 from bench.parts import find, names, row
@@ -21,7 +21,7 @@ _SUITES = {
     "wav2vec2": "Wav2Vec2-base-sized encoder, frames of 10, 30 and 60 s",
 }
 _BASE = (
-    "PyTorch's own products of bfloat16, which a model with default SDPA takes, are slow on this processor, so it is a poor base: "
+    "PyTorch's own products of bfloat16, which a model with default SDPA took, are slow on this processor, so it is a poor base: "
     "what attention itself gains is the second figure."
 )
 # Implementations that run on a CPU where there is no C compiler, or by request.
@@ -194,7 +194,7 @@ def _suite(made: dict[str, Any], suite: str) -> list[str]:
             "Against default SDPA / against the best exact.",
             table(["attention", *(f"{part['length']:,}{dagger(part)}" for part in parts)], lines),
         ]
-        if dtype == "bfloat16" and products(made):
+        if dtype == "bfloat16" and half_products(made):
             text.append(PEERS_BASE if suite.startswith("attention") else _BASE)
     return text
 

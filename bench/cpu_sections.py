@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from approx_kernels.tiled_layers import ASKED as TILED
 from bench.cpu_cases import cases
 from bench.cpu_floor import SIGNS, floor_ms, limit
 from bench.cpu_peers import COUNTERPARTS
@@ -11,7 +10,7 @@ from bench.cpu_targets import LENGTHS, LONGEST_GB, THREADS, against_peers, expon
 from bench.pages import table
 from bench.parts import find, names, noise, row
 
-PEERS_BASE = "PyTorch's own products of bfloat16, which the peers take, are slow on this processor, so in it they are a poor base."
+PEERS_BASE = "PyTorch's own products of bfloat16, which the peers took, are slow on this processor, so in it they are a poor base."
 # A column whose noise exceeds this is marked.
 _NOISY = 1.04
 
@@ -21,35 +20,37 @@ def dagger(part: dict[str, Any] | None) -> str:
     return " †" if part and (part["crowded"] or noise(part) > _NOISY) else ""
 
 
+# Older versions gave converted models these besides their attention; what was found of each stands in the parts.
+_HALF = "bfloat16 products"
+_REPLACED = {
+    "float32 products": "products of float32 by another library",
+    "float32 layers on tiles": "layers of float32 on tiles for bfloat16",
+    _HALF: "products of bfloat16 computed in float32",
+}
+
+
 def products(made: dict[str, Any]) -> str:
-    """What converted models have besides their attention on the record's processor; nothing where they have nothing."""
-    return " ".join(filter(None, [_half_products(made), _tiled_layers(made)]))
-
-
-def _half_products(made: dict[str, Any]) -> str:
-    """What converted models have besides their attention where the processor has no products of 16 bits; else nothing."""
-    rates = next(
-        (one for one in made["rates"] if (one["dtype"], one["threads"]) == ("bfloat16", THREADS)), {"by_precision": {}}
-    )
-    plain, wide = (rates["by_precision"].get(way, 0.0) / 1e9 for way in ("highest", "float32"))
-    if wide <= plain:
+    """What converted models had besides their attention when older parts were measured; nothing where they had nothing."""
+    had = [what for asked, what in _REPLACED.items() if _was_replaced(made, asked)]
+    if not had:
         return ""
     return (
-        f"This processor has no instructions for bfloat16: PyTorch's products run at {plain:.0f} GF/s, far slower still "
-        f"with weights that lie as GPT-2's do, in float32 and rounded at {wide:.0f}. Converted models and the ceiling take the latter, default SDPA and the peers the former, so in bfloat16 most of every "
-        "gain over it is that of the row `exact`, and only what exceeds it is the attention's."
-    )
-
-
-def _tiled_layers(made: dict[str, Any]) -> str:
-    found = [part.get("products", {}).get(TILED, {}) for part in made["parts"]]
-    if not any(most for one in found for _, most in one.values()):
-        return ""
-    return (
-        "Layers of float32 run on this processor's tiles for bfloat16, every number in three parts, as exact and faster. Converted "
-        "models and the ceiling have that, default SDPA and the peers have not, so in float32 part of every gain over it is "
+        "Parts of this record are of a version in which converted models and the ceiling had faster layers around attention as well "
+        f"({', '.join(had)}), while default SDPA and the peers had not. In that precision part of every gain over default SDPA is "
         "that of the row `exact`, and only what exceeds it is the attention's."
     )
+
+
+def half_products(made: dict[str, Any]) -> bool:
+    """Whether default SDPA and the peers took PyTorch's products of bfloat16 where those are slow, and the others did not."""
+    return _was_replaced(made, _HALF)
+
+
+def _was_replaced(made: dict[str, Any], asked: str) -> bool:
+    """Whether any part says from how many rows on: a number, or numbers by the layout of the weights, [1, 0] for never."""
+    found = [part.get("products", {}).get(asked) for part in made["parts"]]
+    each = [one for by in found for one in (by.values() if isinstance(by, dict) else [by])]
+    return any(one is not None and one != [1, 0] for one in each)
 
 
 def floors(made: dict[str, Any], dtype: str) -> list[str]:
@@ -101,7 +102,7 @@ def peers(made: dict[str, Any], modes: dict[str, str]) -> list[str]:
         "## Peers",
         "Attention alone, projections exchanged for copies: how many times as fast as the peer ours is.",
         table(head, rows, words=4),
-        *([PEERS_BASE] if _half_products(made) else []),
+        *([PEERS_BASE] if half_products(made) else []),
     ]
 
 

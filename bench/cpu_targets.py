@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from approx_kernels.products import GAIN
 from bench.cpu_cases import CEILING
 from bench.cpu_peers import COUNTERPARTS
 from bench.pages import asked_and_found
@@ -24,7 +23,6 @@ class Target(NamedTuple):
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 TARGETS = (
-    Target("roberta", "exact", "float32", (1.6, 1.75, 1.8, 1.85, 1.85)),
     Target("roberta", "exact", "bfloat16", (1.25, 1.35, 1.6, 2.1, 2.2)),
     Target("roberta", "linear", "bfloat16", (1.45, 1.75, 2.6, 4.6, 8.3), (1.17, 1.33, 1.65, 2.15, 3.9)),
     Target("roberta", "local left=128 right=128", "bfloat16", (1.3, 1.55, 2.25, 3.8, 7.0), (1.05, 1.2, 1.4, 1.75, 3.2)),
@@ -72,8 +70,6 @@ def judged(made: dict[str, Any]) -> list[list[str]]:
                 against = "default SDPA" if key == "against_sdpa" else "best exact"
                 cells += ["–"] * (len(LENGTHS) - len(cells))
                 why = "; ".join(f"{reason} {', '.join(figures)}" for reason, figures in reasons.items())
-                if reasons and (target.name, target.dtype) == ("exact", "float32"):
-                    why += _switch(made)
                 lines.append([where[target.suite], f"`{target.name}`", target.dtype, against, *cells, why or "–"])
     return lines
 
@@ -89,17 +85,6 @@ def _why(part: dict[str, Any], found: dict[str, Any], key: str, least: float) ->
     if free[key][0] < least:
         return f"{told} reaches", f"{free[key][0]:.2f}"
     return f"share of what {told} reaches:", f"{found[key][0] / free[key][0]:.2f}"
-
-
-def _switch(made: dict[str, Any]) -> str:
-    """What `exact` may gain in float32: PyTorch's switch of the instructions of products; nothing where it is worth it."""
-    rates = next((one for one in made["rates"] if (one["dtype"], one["threads"]) == ("float32", THREADS)), None)
-    if rates is None:
-        return ""
-    if len(rates["by_precision"]) == 1:
-        return "; the switch of float32 products is not taken on this processor, where it rounds more than float32 does"
-    gain = rates["flops"] / rates["by_precision"]["highest"]
-    return f"; the switch of float32 products gains nothing on this processor: ×{gain:.2f}" if gain < GAIN else ""
 
 
 def other_targets(made: dict[str, Any]) -> list[list[str]]:

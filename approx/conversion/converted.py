@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.compiler import assume_constant_result, is_compiling
 
-from approx.conversion.fast import fast_products_for
 from approx.conversion.manifest import seal_model
 from approx.conversion.seam import FORMAT, IMPLEMENTATION, attach
 from approx.errors import ApproxError, Exit
@@ -68,12 +67,11 @@ class ApproxModel:
         return (model, info) if wants_info else model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The call of the stock class; on a CPU, products run at full speed where that costs no accuracy."""
+        """The call of the stock class."""
         # Compiled in place, the graph begins further in.
         if (is_compiling() or self._compiled_call_impl is not None) and self._causal():
             kwargs = _with_mask(args, kwargs)
-        with fast_products_for(self, args, kwargs):
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
 
     @assume_constant_result
     def _causal(self) -> bool:

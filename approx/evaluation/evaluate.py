@@ -204,9 +204,7 @@ def _said(
             name: value.to(device, subject.model.dtype if value.is_floating_point() else None)
             for name, value in task.collate(encodings, subject.processor).items()
         }
-        with subject.around(batch):
-            outputs = subject.model(**batch)
-        return task.predict(outputs, encodings, subject.model.config)
+        return task.predict(subject.model(**batch), encodings, subject.model.config)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

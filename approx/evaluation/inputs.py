@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -30,7 +30,6 @@ class Subject:
         identity: A hash of all that its outputs depend on: weights, plan, dtype, code. None keeps no outputs.
         reseeded: The same with every seed of what it draws raised by a number, as long as the context lasts; None where it
             draws nothing.
-        around: A context about every call, given its inputs by name: what all models of a comparison compute in.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Subject:
     processor: Any
     identity: str | None = None
     reseeded: Callable[[int], AbstractContextManager[Subject]] | None = None
-    around: Callable[[dict[str, Any]], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass(frozen=True)

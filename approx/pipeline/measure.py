@@ -12,7 +12,6 @@ import torch
 
 from approx.conversion import anatomy, checkpoint, families, positions, surgery
 from approx.conversion.export import read_receipt
-from approx.conversion.fast import fast_products_for
 from approx.conversion.inputs import example_inputs, samples
 from approx.conversion.resolution import described
 from approx.conversion.seam import fastest_exact
@@ -113,10 +112,8 @@ def measure_quality(
     """
     subjects = {}
     for label, one in opened.items():
-        # Converted models have their products fast; without this the base would round otherwise in 16 bits.
-        around = partial(fast_products_for, one.model, ())
         known = fingerprint(identity(one), computed_by(one.model.device))
-        subject = Subject(label, one.model, checkpoint.processor(one.source), known, around=around)
+        subject = Subject(label, one.model, checkpoint.processor(one.source), known)
         reseeded = reseeding(one, subject) if stage.seeds > 1 and label != BASE else None
         subjects[label] = dataclasses.replace(subject, reseeded=reseeded)
     task = task_of(stage)
@@ -161,12 +158,11 @@ def measure_speed(
             )
 
     def attention_free(inputs: Any) -> Any:
-        # Converted models have their products fast, so the ceiling has as well.
-        with anatomy.attention_free(base), fast_products_for(base, (), inputs):
+        with anatomy.attention_free(base):
             return base(**inputs)
 
     def fastest(inputs: Any) -> Any:
-        with fastest_exact(base), fast_products_for(base, (), inputs):
+        with fastest_exact(base):
             return base(**inputs)
 
     def forward(model: Any) -> Callable[[Any], Any]:

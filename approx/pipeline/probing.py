@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx_kernels import few_rows, findings, half_products, products, tiled_layers
+from approx_kernels import findings
 from approx_kernels.exact.probe import Case, fastest
 from approx_kernels.exact.ways import DEFAULT
 
@@ -31,20 +31,12 @@ def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
             Exit.UNAVAILABLE,
         ) from None
     device = _device()
-    if device == "cpu":
-        products.worth_rows()
-        half_products.least_rows(torch.bfloat16)
-        with torch.no_grad():
-            for dtype in _DTYPES:
-                few_rows.worth_rows(1, device, dtype)
-            tiled_layers.worth_tiles(tiled_layers.ROWS[-1], device, torch.float32)
     kinds = [(dtype, length, form) for dtype in _DTYPES for length in _LENGTHS for form in _FORMS]
     for done, (dtype, length, form) in enumerate(kinds):
-        with products.fast_products(length, device, dtype) as switched:
-            case = Case(device, dtype, 64, length, switched=switched, **form)
-            if progress:
-                progress(str(case), done, len(kinds))
-            fastest(case)
+        case = Case(device, dtype, 64, length, **form)
+        if progress:
+            progress(str(case), done, len(kinds))
+        fastest(case)
 
 
 def said() -> Iterator[tuple[str, bool, str]]:
@@ -54,14 +46,6 @@ def said() -> Iterator[tuple[str, bool, str]]:
         about, _, kind = asked.partition(", ")
         if "failed" in finding:
             yield about, False, _of_failure(kind, finding["failed"])
-        elif about == products.ASKED:
-            yield about, True, f"{kind}{': ' if kind else ''}{_of_products(finding)}"
-        elif about in map(half_products.asked, half_products.DTYPES):
-            yield from ((about, True, text) for text in _of_half_products(finding))
-        elif about in map(few_rows.asked, few_rows.DTYPES):
-            yield from ((about, True, text) for text in _of_few_rows(finding))
-        elif about == tiled_layers.ASKED:
-            yield from ((about, True, text) for text in _of_tiles(finding))
         elif about == "exact attention":
             yield about, True, f"{kind}: {_of_way(finding)}"
     if not any(asked.startswith("exact attention") for asked in known):
@@ -84,52 +68,8 @@ def _kept() -> bool:
     return os.access(holder, os.W_OK)
 
 
-def _of_products(finding: dict[str, Any]) -> str:
-    gains = _gains(finding["gains"])
-    if finding["rows"] is not None:
-        text = f"switched from {finding['rows']} rows on ({gains}, error {finding['error']:.1e})"
-    elif finding["error"] > products.LABEL:
-        text = f"as PyTorch has them: the switch rounds to bfloat16 here (error {finding['error']:.1e})"
-    else:
-        text = f"as PyTorch has them: the switch gains too little here ({gains})"
-    return text + _doubt(finding)
-
-
-def _of_half_products(finding: dict[str, Any]) -> Iterator[str]:
-    for layout, least in finding["rows"].items():
-        gains = _gains(finding["gains"][layout])
-        told = (
-            f"as PyTorch has them, for float32 gains too little here ({gains})"
-            if least is None
-            else f"in float32, rounded once, from {least} row{'s' * (least > 1)} on ({gains})"
-        )
-        yield f"{layout}: {told}{_doubt(finding)}"
-
-
-def _of_few_rows(finding: dict[str, Any]) -> Iterator[str]:
-    for layout, (least, most) in finding["rows"].items():
-        gains = _gains(finding["gains"][layout])
-        told = (
-            f"in C from {least} to {most} rows ({gains})"
-            if most
-            else f"as PyTorch has them, for C gains too little here ({gains})"
-        )
-        yield f"{layout}: {told}{_doubt(finding)}"
-
-
-def _of_tiles(finding: dict[str, Any]) -> Iterator[str]:
-    for layout, (least, most) in finding["rows"].items():
-        told = f"{_gains(finding['gains'][layout])}, error {finding['error']:.1e}"
-        chosen = f"in three parts of bfloat16 from {least} rows on" if most else "as PyTorch has them"
-        yield f"{layout}: {chosen} ({told}){_doubt(finding)}"
-
-
 def _of_failure(kind: str, why: str) -> str:
     return f"{kind}{': ' if kind else ''}as PyTorch has it, for the probe failed: {why}. Mend that, then {_AGAIN}"
-
-
-def _gains(gains: dict[str, float]) -> str:
-    return ", ".join(f"{gain}× at {rows} row{'s' * (rows != '1')}" for rows, gain in gains.items())
 
 
 def _of_way(finding: dict[str, Any]) -> str:

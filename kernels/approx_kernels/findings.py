@@ -22,7 +22,7 @@ from approx_kernels.cache_folder import cache_folder
 
 _LOG = logging.getLogger(__name__)
 # Another number after a change that makes what was found before mean something else.
-FORMAT = 6
+FORMAT = 7
 
 Finding = dict[str, Any]
 

@@ -4,7 +4,6 @@ import pyarrow.parquet
 import pytest
 
 from approx.evaluation import record
-from approx_kernels import half_products
 from tiny_study import tiny_checkpoint
 
 from .conftest import call
@@ -93,16 +92,6 @@ def test_inputs_beyond_the_positions_are_refused_or_cut_and_counted(base, tmp_pa
 def test_sixteen_bits(converted, data, dtype):
     answer = call("evaluate", converted, "--task", "glue/sst2", "--data", data, "--dtype", dtype)
     assert answer.code == 0, answer.err
-
-
-def test_the_base_has_its_products_as_a_converted_model_has_them(base, data, monkeypatch):
-    computed, rows = half_products._linear, []
-    least = dict.fromkeys((half_products.BY_OUTPUT, half_products.BY_INPUT), 8)
-    monkeypatch.setattr(half_products, "least_rows", lambda dtype: least)
-    monkeypatch.setattr(half_products, "_linear", lambda x, *rest: rows.append(x.shape) or computed(x, *rest))
-    answer = call("evaluate", base, "--task", "glue/sst2", "--data", data, "--dtype", "bfloat16", "--fresh")
-    assert answer.code == 0, answer.err
-    assert rows
 
 
 def test_bench_times_a_stock_checkpoint_against_no_attention(base):

@@ -12,12 +12,11 @@ from approx.conversion import surgery
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan, Rule
 from approx.mechanisms import MECHANISMS
-from approx_kernels import half_products, opaque
+from approx_kernels import opaque
 from approx_kernels.c_language import compiler_obstacle
 from conversion.zoo import difference, outputs, tiny
 from forms import FORMS, SMALL, draw, draw_mask, make
 
-LAYOUTS = (half_products.BY_OUTPUT, half_products.BY_INPUT)
 WHOLE = [name for name, kind in MECHANISMS.items() if kind.compiles == "whole"]
 LISTED = [name for name in MECHANISMS if name not in WHOLE]
 UNCACHED = {"BertModel": {}, "RobertaModel": {}, "GPT2Model": {"use_cache": False}}
@@ -179,17 +178,6 @@ def test_compiled_too_a_cpu_runs_c_where_there_is_some(name, dtype):
     one, called = listening(mechanism)
     one(*(x.to(dtype) for x in draw(**SHAPE)))
     assert any("attend" in each for each in called) == (dtype == torch.float32)
-
-
-@pytest.mark.parametrize("family", ["BertModel", "GPT2Model"])
-def test_products_of_16_bits_are_as_fast_as_without_a_compiler(family, monkeypatch):
-    monkeypatch.setattr(half_products, "find", lambda *_, **__: {"rows": dict.fromkeys(LAYOUTS, 1)})
-    model, inputs = convert(family, "local")
-    model = model.to(torch.bfloat16)
-    one, called = listening(model)
-    assert difference(outputs(one, inputs, **UNCACHED[family]), outputs(model, inputs, **UNCACHED[family])) == 0
-    # Inputs, weights and biases of the four layers or more are made wide.
-    assert called.count("float") >= 3 * 4
 
 
 @pytest.mark.parametrize("in_place", [False, True])

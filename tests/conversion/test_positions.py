@@ -1,7 +1,6 @@
 """Longer position tables: short inputs give the same to the last bit, longer ones run, and all of it can be undone."""
 
 import json
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from approx.conversion import positions, surgery
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan
 from approx.errors import ApproxError, Exit
-from approx_kernels.layers import NOWHERE
 from conversion.zoo import FAMILIES, difference, outputs, tiny
 
 LEARNED = (
@@ -23,14 +21,6 @@ LEARNED = (
     "GPT2LMHeadModel",
 )
 USABLE = 64
-
-
-@pytest.fixture(autouse=True)
-def plain_products(monkeypatch):
-    """What is faster than PyTorch's products adds up in another order; here that would hide what positions do."""
-    for worth in ("worth_rows", "worth_tiles"):
-        monkeypatch.setattr(f"approx.conversion.fast.{worth}", lambda *_: NOWHERE)
-    monkeypatch.setattr("approx.conversion.fast.fast_products", lambda *_: nullcontext(False))
 
 
 @pytest.mark.parametrize("length", [65, 128, 150])

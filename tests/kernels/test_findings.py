@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from approx_kernels import findings, products
+from approx_kernels import findings
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +68,13 @@ def test_a_crowded_machine_is_measured_on_one_thread(monkeypatch):
 def test_a_counter_counts_the_same_whether_or_not_something_is_measured():
     def counted() -> int:
         with FlopCounterMode(display=False) as counter:
-            products.worth_rows()
+            findings.find("cpu", "a thing", lambda: {"way": str(torch.mm(torch.ones(5, 5), torch.ones(5, 5)).shape)})
             torch.mm(torch.ones(2, 3), torch.ones(3, 4))
         return counter.get_total_flops()
 
     assert findings.found("cpu") == {}
     assert counted() == 48
-    assert findings.found("cpu").keys() == {products.ASKED}
+    assert findings.found("cpu").keys() == {"a thing"}
     assert counted() == 48
 
 

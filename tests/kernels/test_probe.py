@@ -6,13 +6,12 @@ import warnings
 import pytest
 import torch
 
-from approx_kernels import c_language, few_rows, findings, half_products, layers, products, tiled_layers
+from approx_kernels import c_language, findings
 from approx_kernels.exact import exact_attention, fastest_attention, probe, ways
 from approx_kernels.exact.compiled import obstacle as c_obstacle
 from approx_kernels.exact.probe import Case, case_of, fastest, measure
 
 CASE = Case("cpu", torch.float32, 64, 512)
-LAYOUTS = (half_products.BY_OUTPUT, half_products.BY_INPUT)
 
 
 @pytest.fixture(autouse=True)
@@ -120,41 +119,11 @@ def test_a_failing_probe_says_so_once_and_the_default_runs(monkeypatch):
         assert fastest(small())[0] == ways.DEFAULT
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no memory\nmore")], ids=["memory", "runtime"])
-@pytest.mark.parametrize(
-    ("module", "ask", "expected"),
-    [
-        (products, products.worth_rows, None),
-        (half_products, lambda: half_products.least_rows(torch.bfloat16), dict.fromkeys(LAYOUTS)),
-        (few_rows, lambda: few_rows.worth_rows(1, "cpu", torch.float32), dict.fromkeys(LAYOUTS, layers.NEVER)),
-        (
-            tiled_layers,
-            lambda: tiled_layers.worth_tiles(64, "cpu", torch.float32),
-            dict.fromkeys(LAYOUTS, layers.NEVER),
-        ),
-    ],
-    ids=["products", "half products", "few rows", "tiles"],
-)
-def test_other_probes_that_fail_leave_everything_to_pytorch(monkeypatch, module, ask, expected, error):
-    def out_of_memory(*_):
-        raise error
-
-    monkeypatch.setattr(module, "measure", out_of_memory)
-    monkeypatch.setattr(few_rows, "obstacle", lambda source: None)
-    monkeypatch.setattr(tiled_layers, "obstacle", lambda: None)
-    with torch.no_grad():
-        with pytest.warns(UserWarning, match="no memory|MemoryError"):
-            assert ask() == expected
-        assert ask() == expected, "asked once more it warned again"
-    (finding,) = findings.found("cpu").values()
-    assert finding["failed"] in ("MemoryError", "no memory")
-
-
 def test_kinds_of_input():
     def kind(length, keys, **more):
         x = torch.zeros(1, 1, max(length, keys), 24, requires_grad=more.pop("training", False))
         mask = torch.ones(1, keys, dtype=torch.bool) if more.pop("padded", False) else None
-        return case_of(x[:, :, :length], x[:, :, :keys], mask, causal=more.pop("causal", False), switched=False)
+        return case_of(x[:, :, :length], x[:, :, :keys], mask, causal=more.pop("causal", False))
 
     assert kind(31, 31) is None
     assert kind(40, 40) == small()
@@ -164,7 +133,7 @@ def test_kinds_of_input():
     with torch.no_grad():
         assert kind(40, 40, training=True) == small()
     x = torch.zeros(1, 1, 40, 8, dtype=torch.float64)
-    assert case_of(x, x, None, causal=False, switched=False) is None
+    assert case_of(x, x, None, causal=False) is None
 
 
 @pytest.mark.parametrize("way", ["chunks of 256", "default SDPA by lengths"])

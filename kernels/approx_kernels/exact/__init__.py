@@ -12,7 +12,6 @@ from approx_kernels.exact.probe import case_of, fastest
 from approx_kernels.exact.reference import dense_attention
 from approx_kernels.exact.ways import DEFAULT
 from approx_kernels.implementation import choose, took
-from approx_kernels.products import fast_products
 from approx_kernels.shapes import check_shapes
 
 CHUNK = 256
@@ -104,14 +103,13 @@ def fastest_attention(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) for x in (q, k, v))
-    with fast_products(q.shape[2], q.device, q.dtype, q.shape[1] * q.shape[3]) as switched:
-        case = case_of(q, k, key_mask, causal=causal, switched=switched)
-        if case is None:
-            took("fastest_attention", DEFAULT)
-            return exact_attention(q, k, v, key_mask, causal=causal, scale=scale)
-        name, way = fastest(case)
-        took("fastest_attention", name)
-        return way(q, k, v, key_mask, causal=causal, scale=scale)
+    case = case_of(q, k, key_mask, causal=causal)
+    if case is None:
+        took("fastest_attention", DEFAULT)
+        return exact_attention(q, k, v, key_mask, causal=causal, scale=scale)
+    name, way = fastest(case)
+    took("fastest_attention", name)
+    return way(q, k, v, key_mask, causal=causal, scale=scale)
 
 
 def _cpu_obstacle(q: Tensor, dropout: float) -> str | None:

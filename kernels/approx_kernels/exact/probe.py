@@ -46,7 +46,6 @@ class Case:
         causal: Whether a query sees only its past.
         padded: Whether there is a mask.
         training: Whether gradients are wanted.
-        switched: Whether float32 products are switched to the processor's widest instructions.
     """
 
     device: str
@@ -57,7 +56,6 @@ class Case:
     causal: bool = False
     padded: bool = False
     training: bool = False
-    switched: bool = False
 
     def __str__(self) -> str:
         said = [
@@ -65,12 +63,12 @@ class Case:
             str(self.dtype).removeprefix("torch."),
             f"head size {self.size}",
             f"{self.length}{'+' if self.length == LENGTHS[-1] else ''} keys",
-            *(name for name in ("few", "causal", "padded", "training", "switched") if getattr(self, name)),
+            *(name for name in ("few", "causal", "padded", "training") if getattr(self, name)),
         ]
         return ", ".join(said)
 
 
-def case_of(q: Tensor, k: Tensor, key_mask: Tensor | None, *, causal: bool, switched: bool) -> Case | None:
+def case_of(q: Tensor, k: Tensor, key_mask: Tensor | None, *, causal: bool) -> Case | None:
     """The kind that an input is of; None where the default is taken without a question."""
     keys = k.shape[2]
     if keys < LENGTHS[0] or q.device.type not in ("cpu", "cuda") or q.dtype not in LABEL:
@@ -79,7 +77,7 @@ def case_of(q: Tensor, k: Tensor, key_mask: Tensor | None, *, causal: bool, swit
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     length = max(length for length in LENGTHS if length <= keys)
     size = next((size for size in SIZES if size >= q.shape[3]), SIZES[-1])
-    return Case(q.device.type, q.dtype, size, length, few, causal and not few, key_mask is not None, training, switched)
+    return Case(q.device.type, q.dtype, size, length, few, causal and not few, key_mask is not None, training)
 
 
 def fastest(case: Case) -> tuple[str, Way]:

@@ -122,6 +122,10 @@ class AdaptiveSpanAttention(Mechanism):
         """Spans as long as the sequence."""
         return {"max_span": max(length, 1), "start": "longest"}
 
+    def approximates_from(self) -> int:
+        """One distance beyond the longest span."""
+        return int(max(self._known())) + 2
+
     def flops(self, length: int) -> int:
         """Two products over the pairs of each block of 64 queries and the keys within the head's window."""
         whole = length * (length + 1) // 2 if self.causal else length * length

@@ -94,6 +94,11 @@ class BigBirdAttention(Mechanism):
         """One block for all."""
         return {"block": max(length, 1)}
 
+    def approximates_from(self) -> int:
+        """One block more than the second block sees, or where `compatible` a block between the first and the last."""
+        seen = 2 if self.compatible and self.random else 4 + self.random
+        return seen * self.block + 1
+
     def flops(self, length: int) -> int:
         """Two products over the pairs of the listed blocks, and over all keys for the first and the last block."""
         listed = length * min((5 + self.random) * self.block, length)

@@ -85,6 +85,10 @@ class BlockAttention(Mechanism):
         """One block for all."""
         return {"size": max(length, 1), "shift": 0}
 
+    def approximates_from(self) -> int:
+        """One token beyond the last block that the first one sees."""
+        return self.size * (1 + self.neighbours) - (0 if isinstance(self.shift, str) else self.shift) + 1
+
     def flops(self, length: int) -> int:
         """Two products over the pairs of whole blocks, computed even where the causal mask hides them."""
         return 4 * self.heads * length * self._keys(length) * self.head_dim

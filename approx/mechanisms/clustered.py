@@ -147,6 +147,13 @@ class ClusteredAttention(Mechanism):
         """One cluster for each query, and one chunk for all."""
         return {"clusters": max(length, 1), "chunk": max(length, 1)}
 
+    def approximates_from(self) -> int:
+        """One token more than clusters and keys of a query's own, or than a chunk; a single key that is shared stays exact."""
+        if self.causal:
+            chunk = max(self.chunk, (self.topk or 0) + 1)
+            return chunk * (1 if chunk - (self.topk or 0) > 1 else 2) + 1
+        return max(self._clusters(1), self.topk or 0) + 1
+
     def flops(self, length: int) -> int:
         """Hashes, distances of all iterations, attention of the mean queries, own weights of each query."""
         clusters, size, own = self._clusters(length), self.head_dim, min(self.topk or 0, length)

@@ -36,6 +36,9 @@ class ExactAttention(Mechanism):
         """Nothing to set: it always is exact."""
         return {}
 
+    def approximates_from(self) -> None:
+        """None: it always is exact."""
+
     def flops(self, length: int) -> int:
         """Two products over the pairs that are allowed; what the causal mask hides is skipped."""
         pairs = length * (length + 1) // 2 if self.causal else length * length

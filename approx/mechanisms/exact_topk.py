@@ -49,6 +49,10 @@ class ExactTopkAttention(Mechanism):
         """Every query keeps every key."""
         return {"topk": max(length, 1)}
 
+    def approximates_from(self) -> int:
+        """One key more than a query keeps."""
+        return self.topk + 1
+
     def flops(self, length: int) -> int:
         """Two dense products over all pairs, computed even where the causal mask or the choice hides them."""
         return 4 * self.heads * length * length * self.head_dim

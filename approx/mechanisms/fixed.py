@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, whole_number
+from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, latest, whole_number
 from approx_kernels.strides import CAUSAL_STRIDE, root_above
 from approx_kernels.summaries import summary_attention
 
@@ -94,6 +94,24 @@ class FixedAttention(Mechanism):
     def exact_settings(cls, length: int) -> dict[str, Any]:
         """One block for all."""
         return {"stride": max(length, 1), "summary": 1, "mode": "merged", "step": None}
+
+    def approximates_from(self) -> int | None:
+        """The first token that stands in no summary and in another block, of the step that is exact the longest."""
+        return latest(self._unseen_from(step) for step in self._steps[: self.heads])
+
+    def _unseen_from(self, step: int | None) -> int | None:
+        if self.stride is None and not self.causal:
+            # Blocks of up to two tokens hold inputs of up to two.
+            return 3 if step == 1 else max(self.summary**2 + 1, 2 if step == 2 else 3)
+        stride = self.stride_over(1)
+        if step == 1:
+            return stride + 1
+        if self.summary >= stride:
+            return None
+        if step is None:
+            return stride + 1
+        # A block that may still grow has no summary before its last columns.
+        return 2 if self.causal else self.summary + 1
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of whole blocks and summaries."""

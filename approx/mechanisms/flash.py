@@ -32,6 +32,9 @@ class FlashAttention(Mechanism):
         """Nothing to set: it always is exact."""
         return {}
 
+    def approximates_from(self) -> None:
+        """None: it always is exact."""
+
     def flops(self, length: int) -> int:
         """Two products over the pairs that are allowed; tiles that the causal mask hides are skipped."""
         pairs = length * (length + 1) // 2 if self.causal else length * length

@@ -31,6 +31,9 @@ class FullAttention(Mechanism):
         """Nothing to set: it always is exact."""
         return {}
 
+    def approximates_from(self) -> None:
+        """None: it always is exact."""
+
     def flops(self, length: int) -> int:
         """Two dense products over all pairs, computed even where the causal mask hides them."""
         return 4 * self.heads * length * length * self.head_dim

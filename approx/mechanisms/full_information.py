@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, true_or_false, whole_number
+from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, latest, true_or_false, whole_number
 from approx_kernels.strides import root_below
 from approx_kernels.summaries import summary_attention
 
@@ -102,6 +102,22 @@ class LtrAttention(Mechanism):
     def exact_settings(cls, length: int) -> dict[str, Any]:
         """Every column is a summary."""
         return {"stride": max(length, 1), "summary": max(length, 1), "mode": "merged", "step": None}
+
+    def approximates_from(self) -> int | None:
+        """The first token that stands in no summary and is not seen in its block, of the step that is exact the longest."""
+        return latest(self._unseen_from(step) for step in self._steps[: self.heads])
+
+    def _unseen_from(self, step: int | None) -> int | None:
+        if step is not None and step % 2:
+            return 2
+        # Columns of a summary from both ends of a block meet in its middle.
+        both = step is None and self.both_directions
+        columns = self.summary * (2 if both else 1)
+        if self.stride is None:
+            return (columns + 1) ** 2
+        if columns >= self.stride:
+            return None
+        return self.stride + 1 if both else columns + (1 if step else 2)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of whole blocks and summaries."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from approx.mechanisms.mechanism import Mechanism
+from approx.mechanisms.mechanism import Mechanism, latest
 from approx_kernels.exact import exact_attention
 
 
@@ -93,6 +93,10 @@ class HeadGroups(Mechanism):
             found.append(out)
             after |= {own + name: x for name, x in group.items()}
         return self._joined(found), after
+
+    def approximates_from(self) -> int | None:
+        """That of the group which is exact the longest."""
+        return latest(mechanism.approximates_from() for _, mechanism in self.members())
 
     def flops(self, length: int) -> int:
         """The sum over the groups."""

@@ -116,6 +116,10 @@ class LinearAttention(Mechanism):
         """A window as wide as the sequence, beside which no key is left to the features."""
         return {"window": max(length, 1)}
 
+    def approximates_from(self) -> int:
+        """One key beyond the window; without one, two tokens, which features weigh."""
+        return max(self.window + (1 if self.causal else 2), 2)
+
     def flops(self, length: int) -> int:
         """Learned maps, sums and readings of them, and pairs: in causal chunks or around windows, rounded up to 64."""
         features = self._features()

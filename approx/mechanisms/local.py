@@ -69,6 +69,10 @@ class LocalAttention(Mechanism):
         """A window as wide as the sequence, to both sides."""
         return {"left": length, "right": length}
 
+    def approximates_from(self) -> int:
+        """One key beyond the shorter side of the window."""
+        return (self.left if self.causal else min(self.left, self.right)) + 2
+
     def flops(self, length: int) -> int:
         """Two products over the pairs of each block of 64 queries and the keys it can reach."""
         return 4 * self.heads * length * min(64 + self._reach(), length) * self.head_dim

@@ -106,6 +106,16 @@ class LongformerAttention(Mechanism):
         """A window as wide as the sequence, to both sides."""
         return {"window": max(2 * length, 1)}
 
+    def approximates_from(self) -> int:
+        """One token beyond the window of the first token that is not global; those chosen by content may be none."""
+        first, chosen = 0, set(self._positions)
+        while first in chosen:
+            first += 1
+        last = first + self.window // 2 + 1
+        while last in chosen:
+            last += 1
+        return last + 1
+
     def flops(self, length: int) -> int:
         """Two products over the pairs of each block of 64 queries with its window and the global tokens, both ways.
 

@@ -132,6 +132,10 @@ class LshAttention(Mechanism):
         """All tokens in one cluster."""
         return {"variant": "asymmetric", "cluster": max(length, 1)}
 
+    def approximates_from(self) -> int:
+        """One token more than are taken together; queries in place of keys differ as soon as there are two tokens."""
+        return 2 if self.variant == "shared" else self.cluster * (2 if self.causal else 1) + 1
+
     def flops(self, length: int) -> int:
         """Hashes, and two products over the stretch of keys of each query, in every round."""
         if self._all_together(length):

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -142,8 +143,8 @@ class Mechanism(nn.Module):
             q: Queries, [B, H, L, D], float.
             k: Keys, [B, H, S, D].
             v: Values, [B, H, S, E].
-            key_mask: [B, S] bool, True at real keys; None when all are real. When L == S it also says which
-                queries are real; what a padded query receives has no meaning.
+            key_mask: [B, S] bool, True at real keys; None when all are real. Where L <= S, query i is the token of
+                key S - L + i: it is real if that key is. What a padded query receives has no meaning; it may be 0.
             dropout: Probability with which an attention weight is dropped; 0 outside of training.
 
         Returns:
@@ -218,6 +219,10 @@ class Mechanism(nn.Module):
         """
         raise NotImplementedError
 
+    def approximates_from(self) -> int | None:
+        """Fewest real tokens with which every head differs from exact attention, those aside that never do; None if none does."""
+        raise NotImplementedError
+
     def flops(self, length: int) -> int:
         """Multiply-adds, counted as 2, of one sequence of `length` tokens: all heads, forward."""
         raise NotImplementedError
@@ -229,6 +234,11 @@ class Mechanism(nn.Module):
     def extra_repr(self) -> str:
         """The settings, for printing a model."""
         return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+
+
+def latest(lengths: Iterable[int | None]) -> int | None:
+    """The largest of what `approximates_from` said; None if nothing approximates."""
+    return max((length for length in lengths if length is not None), default=None)
 
 
 def whole_number(name: str, value: Any, low: int, high: int | None = None) -> int:

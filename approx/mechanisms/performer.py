@@ -113,6 +113,10 @@ class PerformerAttention(Mechanism):
     def exact_settings(cls, length: int) -> None:
         """None: it equals softmax attention only on average."""
 
+    def approximates_from(self) -> int:
+        """Two tokens, whose weights are estimates."""
+        return 2
+
     def flops(self, length: int) -> int:
         """Features of queries and keys, sums and readings of them, and the pairs inside causal chunks of 64."""
         pairs = min(length, 64) if self.causal else 0

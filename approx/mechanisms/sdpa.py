@@ -30,6 +30,9 @@ class SdpaAttention(Mechanism):
         """Nothing to set: it always is exact."""
         return {}
 
+    def approximates_from(self) -> None:
+        """None: it always is exact."""
+
     def flops(self, length: int) -> int:
         """Two products over the pairs that are allowed; the kernels skip what the causal mask hides."""
         pairs = length * (length + 1) // 2 if self.causal else length * length

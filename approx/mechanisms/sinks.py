@@ -86,6 +86,10 @@ class SinksAttention(Mechanism):
         """A window as wide as the sequence."""
         return {"window": max(length, 1)}
 
+    def approximates_from(self) -> int:
+        """One token between the sinks and the window."""
+        return self.sinks + self.window + 1
+
     def flops(self, length: int) -> int:
         """Two products over the pairs of each block of 64 queries with its window and the sinks."""
         return 4 * self.heads * length * self._keys(length) * self.head_dim

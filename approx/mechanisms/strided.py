@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, whole_number
+from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, latest, whole_number
 from approx_kernels.strided import strided_attention
 from approx_kernels.strides import CAUSAL_STRIDE, root_above
 
@@ -88,6 +88,18 @@ class StridedAttention(Mechanism):
     def exact_settings(cls, length: int) -> dict[str, Any]:
         """A window as wide as the sequence."""
         return {"stride": max(length, 1), "mode": "merged", "step": None}
+
+    def approximates_from(self) -> int | None:
+        """The first distance that is neither within the window nor a stride, of the step that is exact the longest."""
+        return latest(self._unseen_from(step) for step in self._steps[: self.heads])
+
+    def _unseen_from(self, step: int | None) -> int | None:
+        if step == 2:
+            return None if self.stride == 1 else 2
+        if self.stride is None and not self.causal:
+            return 3 if step == 1 else 4
+        stride = self.stride_over(1)
+        return stride + 1 if step == 1 else None if stride == 1 else stride + 2
 
     def flops(self, length: int) -> int:
         """Two products over the pairs that are computed: whole rows of l tokens around each query, and columns."""

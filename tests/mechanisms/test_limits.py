@@ -36,6 +36,19 @@ def test_the_exact_limit_is_exact_forward_and_backward(name, causal, length, mas
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "causal"), FORMS)
+@pytest.mark.parametrize("padding", [(0, 0), (37, 0), (0, 41), (37, 41)], ids=["none", "left", "right", "both sides"])
+def test_the_exact_limit_is_exact_for_the_real_queries_of_fewer_than_there_are_keys(name, causal, padding):
+    q, (k, v) = torch.randn(2, 3, 200, 16), torch.randn(2, 2, 3, 300, 16)
+    mask = torch.ones(2, 300, dtype=torch.bool)
+    mask[0, : padding[0]] = mask[0, 300 - padding[1] :] = False
+    exact = MECHANISMS["full"](3, 16, causal=causal, scale=0.25)
+    limit = MECHANISMS[name](3, 16, causal=causal, scale=0.25, **MECHANISMS[name].exact_settings(300) or {})
+    # The queries are the last tokens. Those of padding at the right have no meaning, and patterns give them 0.
+    real = mask[:, None, 100:, None]
+    torch.testing.assert_close(limit(q, k, v, mask) * real, exact(q, k, v, mask) * real, atol=1e-5, rtol=1e-5)
+
+
 def test_performer_never_is_exact():
     assert MECHANISMS["performer"].exact_settings(10) is None
 

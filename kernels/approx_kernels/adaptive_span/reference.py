@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from approx_kernels.adaptive_span.cpu import span_lists
 from approx_kernels.autocast import without_autocast
 from approx_kernels.exact import exact_attention
+from approx_kernels.padding import blank_for_gradients, blank_padding
 from approx_kernels.tokens import stretches
 
 # Queries of a block, and what windows are rounded up to: smaller ones make more groups and calls than they save.
@@ -46,6 +47,7 @@ def grouped_heads(
 ) -> Tensor:
     """Exact attention for heads that span everything, a window for each group of the others; with `by_lists` C for all."""
     length, keys = q.shape[2], k.shape[2]
+    q, k, v = (blank_for_gradients if by_lists else blank_padding)(q, k, v, key_mask)
     windows = window_sizes(known, ramp, (keys if causal else max(length, keys)) - 1)
     groups = defaultdict(list)
     for head, window in enumerate(windows):

@@ -8,6 +8,7 @@ from approx_kernels.clustered.improved import improved_heads
 from approx_kernels.clustered.plain import plain_heads
 from approx_kernels.clustering import cluster_queries, nearest_centroids
 from approx_kernels.exact import exact_attention
+from approx_kernels.padding import attend_to_nothing
 
 # Up to so many queries there are so many clusters by default.
 SHORT = (512, 25)
@@ -70,9 +71,7 @@ def clustered_samples(
                 inner = _at(q, samples, real) if padded_queries else q[samples]
                 some = attend(inner, _at(k, samples, real), _at(v, samples, real))
             else:
-                # All zeros, yet a function of its inputs, whose gradients are then 0.
-                nothing = key_mask[samples]
-                some = exact_attention(q[samples], k[samples], v[samples], nothing, causal=False, scale=scale)
+                some = attend_to_nothing(q[samples], k[samples], v[samples])
             for sample, tokens, found in zip(samples, real, some, strict=True):
                 place = length and padded_queries
                 out[sample] = out[sample].index_copy(1, tokens, found) if place else found

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.autocast import without_autocast
+from approx_kernels.padding import blank_padding
 
 
 def allowed_pairs(
@@ -25,6 +26,7 @@ def dense_attention(
 ) -> Tensor:
     """Softmax attention in plain steps; 16-bit inputs are computed in float32."""
     wide = torch.promote_types(q.dtype, torch.float32)
+    q, k, v = blank_padding(q, k, v, key_mask)
     with without_autocast(q.device.type):
         scores = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)
         allowed = allowed_pairs(q.shape[2], key_mask, keys=k.shape[2], causal=causal, device=q.device)

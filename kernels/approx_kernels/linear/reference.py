@@ -8,6 +8,7 @@ from approx_kernels.autocast import without_autocast
 from approx_kernels.linear.features import features
 from approx_kernels.linear.sums import attend_features, continue_features
 from approx_kernels.linear.window import attend_windowed
+from approx_kernels.padding import blank_padding
 
 # Numbers in a working set: half a MiB of float32, which a core's own cache holds.
 _CACHED = 2**17
@@ -36,6 +37,7 @@ def linear_heads(
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     keep = None if key_mask is None else key_mask[:, None, :, None]
+    q, k, v = blank_padding(q, k, v, key_mask)
     heads = q.shape[1]
     # A window is walked block by block, which is little work at a time for all heads together.
     if q.device.type == "cpu" and mix is None:

@@ -11,6 +11,7 @@ from approx_kernels.linear.features_cpu import map_features
 from approx_kernels.linear.maps_c import MAPS
 from approx_kernels.linear.window_parts import joined_parts, reach
 from approx_kernels.local.cpu import local_totals
+from approx_kernels.padding import blank_padding
 
 
 def obstacle(q: Tensor) -> str | None:
@@ -41,6 +42,7 @@ def linear_parts(
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *(maps or ()), mix) if x is not None)
     # Gradients are small differences of those of features and of parts, which 16 bits do not tell.
     parts = torch.float32 if learning and (window or feature_map not in FUSED) else q.dtype
+    q, k, v = blank_padding(q, k, v, key_mask) if learning else (q, k, v)
     dtype, (q, k, v) = q.dtype, (x.to(parts) for x in (q, k, v))
     queries, keys, how = q, k, {"feature_map": feature_map, "input_scale": input_scale, "eps": eps}
     with without_autocast("cpu"):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.padding import blank_padding
 from approx_kernels.tokens import stretches
 
 # Small enough that little outside of the window is computed, large enough to keep a fused kernel busy.
@@ -22,6 +23,7 @@ def local_blocks(
     dropout: float,
 ) -> Tensor:
     """Fused exact attention between a block of queries and its stretch of keys, under the window's mask."""
+    q, k, v = blank_padding(q, k, v, key_mask)
     before = k.shape[2] - q.shape[2]
     if before < 0:
         # Queries before all keys: with keys of nothing to stand on, they are like the others.

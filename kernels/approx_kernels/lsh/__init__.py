@@ -20,6 +20,7 @@ from approx_kernels.lsh.plan import Plan
 from approx_kernels.lsh.reference import dense_union
 from approx_kernels.lsh.triton import round_by_round, sorted_tiles
 from approx_kernels.lsh.union import tile_union
+from approx_kernels.padding import blank_for_gradients, blank_padding
 from approx_kernels.shapes import check_shapes
 from approx_kernels.tokens import without_padding
 from approx_kernels.triton_language import ranked
@@ -112,6 +113,7 @@ def lsh_attention(
                 return sorted_tiles(q, k, v, **form)
             return round_by_round(q, k, v, key_mask, **kind, causal=causal, own=own)
         if run == "cpu":
+            q, k, v = blank_for_gradients(q, k, v, key_mask)
             made = unit_keys(q, k) if variant == "shared" else k
             if not causal:
                 attend = partial(sorted_lists, **kind, dropout=dropout)
@@ -125,7 +127,7 @@ def lsh_attention(
             union = dense_union if run == "reference" else tile_union
             attend_heads = partial(_planned, make, union, own=own, scale=scale, dedup=dedup, dropout=dropout)
             wide = torch.promote_types(q.dtype, torch.float32)
-            wide_q, wide_k, wide_v = q.to(wide), k.to(wide), v.to(wide)
+            wide_q, wide_k, wide_v = (x.to(wide) for x in blank_padding(q, k, v, key_mask))
             wide_k = unit_keys(wide_q, wide_k) if variant == "shared" else wide_k
             together = max(1, _TOGETHER // (q.shape[0] * keys)) if q.device.type == "cpu" else heads
             parts = zip(*(x.split(together, 1) for x in (wide_q, wide_k, wide_v)), strict=True)
@@ -133,7 +135,7 @@ def lsh_attention(
         if key_mask is not None and (causal or length == keys):
             # A query without a position (L > S) sees nothing anyway.
             real = key_mask[:, max(keys - length, 0) :]
-            out = out * F.pad(real, (length - real.shape[1], 0))[:, None, :, None]
+            out = out.masked_fill(~F.pad(real, (length - real.shape[1], 0))[:, None, :, None], 0.0)
         return out.to(q.dtype)
 
 

@@ -161,8 +161,10 @@ def bucket_lists(
         by_key = _codes(k, projections, highest, mask, {})
     else:
         by_key = _noted_codes(k, projections, mask, notes)
-    # Ranks that no stretch has may be read with those beside them: they are to name some token.
+    # Ranks outside every stretch may be read along with their neighbours, so they name a real token where there is one.
     orders = [torch.zeros(rounds, batch, heads, n, dtype=torch.int32) for n in (length, ranks)]
+    if mask is not None:
+        orders[1] += mask.to(torch.uint8).argmax(1)[:, None, None]
     items = batch * heads * rounds
     blocks, starts, count = (torch.empty(n, dtype=torch.int64) for n in (batch * heads + 1, items * most + 1, items))
     entries = torch.empty(items * most, 4, dtype=torch.int32)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from approx_kernels.linear.cpu import features_obstacle, linear_batch, linear_continue
+from approx_kernels.padding import blank_for_gradients
 from approx_kernels.performer.reference import EPS, FLOOR
 from approx_kernels.performer.sums import lowest
 from approx_kernels.ring import State
@@ -28,6 +29,7 @@ def performer_batch(
     scale: float,
 ) -> Tensor:
     """Attend; the backward pass keeps the inputs alone."""
+    q, k, v = blank_for_gradients(q, k, v, key_mask)
     return linear_batch(q, k, v, key_mask, causal=causal, **_form(projection, kernel, scale))[0]
 
 

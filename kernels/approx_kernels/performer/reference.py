@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from approx_kernels.autocast import without_autocast
 from approx_kernels.linear.reference import drop_keys
 from approx_kernels.linear.sums import attend_features, continue_features
+from approx_kernels.padding import blank_padding
 from approx_kernels.performer.causal import causal_sums
 from approx_kernels.performer.sums import KeySums, divided, heights_of, logs_of
 from approx_kernels.ring import State
@@ -42,6 +43,7 @@ def performer_heads(
     numbers = q.shape[0] * min(k.shape[2], _CHUNK) * projection.shape[0]
     heads = max(1, _CACHED // numbers) if q.device.type == "cpu" else q.shape[1]
     attend = _relu if kernel == "relu" else _softmax
+    q, k, v = blank_padding(q, k, v, key_mask)
     out, reached = [], []
     with without_autocast(q.device.type):
         rows = projection.to(wide)

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.autocast import without_autocast
+from approx_kernels.padding import blank_padding
 
 # Queries whose scores exist at a time.
 _BLOCK = 64
@@ -25,6 +26,7 @@ def topk_blocks(
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, offset = k.shape[2], k.shape[2] - q.shape[2]
     lowest = torch.finfo(wide).min
+    q, k, v = blank_padding(q, k, v, key_mask)
     out = []
     with without_autocast(q.device.type):
         queries, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)

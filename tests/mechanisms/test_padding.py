@@ -1,0 +1,67 @@
+"""Padding that holds NaN or infinity reaches no output and no gradient, in plain PyTorch and in C."""
+
+import math
+
+import pytest
+import torch
+
+from approx_kernels.implementation import implementation
+from forms import FORMS, SELF_ONLY, draw, draw_mask, make, over
+
+# PyTorch's SDPA multiplies padded values by 0, as its documentation allows; blanking them first costs up to half of its time.
+FINITE_ONLY = ("exact", "flash", "sdpa")
+over_any_padding = over([(name, causal) for name, causal in FORMS if name not in FINITE_ONLY])
+
+
+def attended(mechanism, inputs, mask, impl):
+    """Outputs at real queries, with and without gradients, and the gradients at all tokens."""
+    q, k, v = (x.clone().requires_grad_() for x in inputs)
+    same = q.shape[2] == k.shape[2]
+    queries = mask if same else torch.ones(q.shape[0], q.shape[2], dtype=torch.bool)
+    with implementation(impl):
+        with torch.no_grad():
+            plain = mechanism(q, k, v, mask).transpose(1, 2)[queries]
+        out = mechanism(q, k, v, mask).transpose(1, 2)[queries]
+    return [plain, out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
+
+
+def check(name, causal, impl, bad, *, kind, length, keys=None, dtype=torch.float32):
+    shape = {"batch": 2, "heads": 2, "length": length, "size": 16, "values": 16, "seed": 3}
+    mask = draw_mask(kind, **shape | {"length": keys or length})
+    inputs = [x.to(dtype) for x in draw(**shape, keys=keys)]
+    padded = ~mask[:, None, :, None]
+    spoiled = [x.masked_fill(padded, bad) if x.shape[2] == mask.shape[1] else x for x in inputs]
+    assert not all(x.isfinite().all() for x in spoiled), "nothing was spoiled"
+    mechanism = make(name, causal, heads=2, size=16)
+    expected, found = (attended(mechanism, each, mask, impl) for each in (inputs, spoiled))
+    for here, there in zip(found, expected, strict=True):
+        torch.testing.assert_close(here, there)
+
+
+@over_any_padding
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_padding_may_hold_anything(name, causal, impl, bad):
+    check(name, causal, impl, bad, kind="arbitrary", length=77)
+
+
+@over_any_padding
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"kind": "right", "length": 9},
+        {"kind": "left", "length": 40, "dtype": torch.bfloat16},
+        {"kind": "one row empty", "length": 40},
+    ],
+    ids=["short", "left", "empty"],
+)
+def test_padding_of_any_kind_may_hold_nan(name, causal, impl, inputs):
+    check(name, causal, impl, math.nan, **inputs)
+
+
+@over([form for form in FORMS if form[0] not in (*FINITE_ONLY, *SELF_ONLY)])
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize(("kind", "queries"), [("left", 20), ("arbitrary", 1)])
+def test_padding_before_the_queries_may_hold_nan(name, causal, impl, kind, queries):
+    check(name, causal, impl, math.nan, kind=kind, length=queries, keys=77)

@@ -143,10 +143,8 @@ class Mechanism(nn.Module):
             q: Queries, [B, H, L, D], float.
             k: Keys, [B, H, S, D].
             v: Values, [B, H, S, E].
-            key_mask: [B, S] bool, True at real keys; None when all are real. Where L <= S, query i is the token of
-                key S - L + i: it is real if that key is. What a padded query receives has no meaning; it may be 0.
-                Padding may hold anything, NaN and infinity included, except for `exact`, `flash` and `sdpa`, and on GPUs:
-                PyTorch's SDPA and the Triton kernels multiply it by 0, so it must be finite there.
+            key_mask: [B, S] bool, True at real keys; None when all are real. Where L <= S, query i is the token of key S - L + i and
+                as real. Outputs of padding have no meaning. It may hold NaN, but not for `exact`, `flash`, `sdpa` and on GPUs.
             dropout: Probability with which an attention weight is dropped; 0 outside of training.
 
         Returns:

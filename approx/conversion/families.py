@@ -70,8 +70,15 @@ def stock_class(converted: type) -> type:
 def stock_config(config: Any) -> Any:
     """A copy of a config as the stock class of its family would hold it."""
     config = copy.deepcopy(config)
-    change_class(config, stock_class(type(config)))
+    make_stock(config)
     return config
+
+
+def make_stock(config: Any) -> None:
+    """Turn a converted config into one of its stock class, in place, without what conversion wrote into it."""
+    change_class(config, stock_class(type(config)))
+    for name in ("approx", "auto_map"):
+        vars(config).pop(name, None)
 
 
 def change_class(config: Any, kind: type) -> None:

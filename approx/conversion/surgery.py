@@ -1,10 +1,11 @@
 """Surgery: carry a plan out on a loaded model, and undo it."""
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from approx.conversion import families, positions
 from approx.conversion.anatomy import anatomy
@@ -55,7 +56,7 @@ def convert(
 ) -> Receipt:
     """Exchange the attention of a loaded model, in place.
 
-    The model keeps its tensors and becomes an instance of the converted class of its family, so `save_pretrained`
+    The model keeps its tensors, gets a config of its own and becomes an instance of the converted class of its family, so `save_pretrained`
     writes a folder that loads converted.
 
     Args:
@@ -103,11 +104,12 @@ def exchange(model: Any, plan: Plan, *, max_length: int | None = None) -> Receip
         resized = (positions.extendable(model.config, facts.architecture, max_length), max_length)
     sites = {site.path: site_record(site, rules) for site, rules in assignment.items()}
     before = set(model.state_dict())
+    _own_configs(model)
     if max_length is not None:
         positions.resize(model, max_length)
     stock_implementation = model.config._attn_implementation
     attach(model, sites)
-    # The config object is shared by all submodules, so it changes its class in place and nobody holds a stale one.
+    # All submodules share the config object, so it changes its class in place and none of them holds a stale one.
     families.change_class(model.config, families.config_class(type(model.config)))
     model.config.approx = {
         "format": FORMAT,
@@ -141,10 +143,17 @@ def revert(model: Any) -> None:
     record = model.config.approx
     detach(model, record["sites"])
     model.__class__ = families.stock_class(type(model))
-    families.change_class(model.config, families.stock_class(type(model.config)))
-    for name in ("approx", "auto_map"):
-        if hasattr(model.config, name):
-            delattr(model.config, name)
+    families.make_stock(model.config)
     if record["base"]["positions"] is not None:
         positions.resize(model, record["base"]["positions"])
     switch(model, record["base"]["implementation"])
+
+
+def _own_configs(model: Any) -> None:
+    """Give a model copies of its configs: whoever passed them may make other models of them, which stay as they are."""
+    # With one memo for all, modules that shared a config, or held a part of one, share its copy.
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                setattr(module, name, copy.deepcopy(value, memo))

@@ -45,7 +45,7 @@ INLINE void drop_row(const dropout *d, draw of, const int32_t *keys, int64_t beg
 
 /* Drop weights of a query for `count` keys that stand one after another, in whole vectors. */
 INLINE void drop_stretch(const dropout *d, draw of, int64_t first, int64_t count, float *row) {
-    vu key;
+    vu key = {0};
     for (int l = 0; l < WIDTH; l++) key[l] = (uint32_t)(first + l);
     for (int64_t c = 0; c < count; c += WIDTH, key += WIDTH)
         *(vf *)(row + c) *= kept(d, (vu){0} + of.before, (vu){0} + of.between, key);

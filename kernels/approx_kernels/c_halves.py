@@ -70,7 +70,7 @@ static int tiles_at_hand(void) {
 
 /* Whether products are rounded: if wanted, and of rows enough to fill a tile. Tiles are a thread's own, and others set them
    differently; they are to be given back by `end_halves`. */
-static int begin_halves(int wanted, int64_t rows) {
+SHARED int begin_halves(int wanted, int64_t rows) {
     if (!wanted || rows < SIDE || !tiles_at_hand()) return 0;
     struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
     for (int t = 0; t < 8; t++) shape.bytes[t] = 4 * SIDE, shape.rows[t] = SIDE;
@@ -81,9 +81,11 @@ static int begin_halves(int wanted, int64_t rows) {
 INLINE void end_halves(int half) { if (half) __asm__ volatile("tilerelease" ::: "memory"); }
 #else
 #define HAVE_TILES 0
+BEGIN_STAND_INS
 INLINE int tiles_at_hand(void) { return 0; }
 INLINE int begin_halves(int wanted, int64_t rows) { return HAVE_PAIRS && wanted && rows >= SIDE; }
 INLINE void end_halves(int half) {}
+END_STAND_INS
 #endif
 
 #if HAVE_PAIRS
@@ -265,10 +267,12 @@ static void half_product(int64_t m, int64_t n, int64_t depth, const float *a, in
     } while (p < depth);
 }
 #else
+BEGIN_STAND_INS
 INLINE void halve_pairs(int64_t depth, int64_t n, const float *from, int64_t stride, uint32_t *to) {}
 INLINE void halve_across(int64_t n, int64_t depth, const float *from, int64_t stride, uint32_t *to) {}
 INLINE void half_product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t am, int64_t ak,
                          const uint32_t *pairs, int64_t stride, float *c, int64_t ldc, int add) {}
+END_STAND_INS
 #endif
 
 /* Rows [depth, n] for the right of products; rounded, in `memory`. */

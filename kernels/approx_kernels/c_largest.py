@@ -14,7 +14,7 @@ static void sink(float *scores, int32_t *keys, int64_t count, int64_t at) {
 }
 
 /* Add a score to a list that is not full; once it is, the least stands first. */
-static void append(float *scores, int32_t *keys, int32_t *filled, int64_t kept, float score, int32_t key) {
+SHARED void append(float *scores, int32_t *keys, int32_t *filled, int64_t kept, float score, int32_t key) {
     scores[*filled] = score, keys[(*filled)++] = key;
     for (int64_t at = kept / 2; *filled == kept && at-- > 0;) sink(scores, keys, kept, at);
 }

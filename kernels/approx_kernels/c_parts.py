@@ -100,7 +100,7 @@ typedef struct { const uint32_t *pairs; int64_t count, apart, stride; } split;
 #if HAVE_TILES
 /* Rows [depth, n], times a factor, as such, in memory that is to be freed; without it where there are no tiles,
    on which alone this is faster than float32, or it is not wanted. */
-static split split_rows(int wanted, int64_t count, int64_t depth, int64_t n, float factor, const float *rows,
+SHARED split split_rows(int wanted, int64_t count, int64_t depth, int64_t n, float factor, const float *rows,
                         int64_t stride) {
     split made = {.count = count, .apart = room(depth, n), .stride = padded(n)};
     float *memory = wanted && tiles_at_hand() ? floats(count * made.apart + depth * made.stride) : NULL;
@@ -118,7 +118,7 @@ static split split_rows(int wanted, int64_t count, int64_t depth, int64_t n, flo
 }
 
 /* c [m, n] = or += a [m, depth], numbers of bfloat16, by it; of enough rows for `begin_halves`. */
-static void split_product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t am, split b, float *c,
+SHARED void split_product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t am, split b, float *c,
                           int64_t ldc, int add) {
     uint32_t left[LEFT_ROWS * LEFT_DEPTH / 2] __attribute__((aligned(64)));
     for (int64_t d = 0; d < depth; d += LEFT_DEPTH)
@@ -131,12 +131,14 @@ static void split_product(int64_t m, int64_t n, int64_t depth, const float *a, i
         }
 }
 #else
+BEGIN_STAND_INS
 INLINE split split_rows(int wanted, int64_t count, int64_t depth, int64_t n, float factor, const float *rows,
                         int64_t stride) {
     return (split){0};
 }
 INLINE void split_product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t am, split b, float *c,
                           int64_t ldc, int add) {}
+END_STAND_INS
 #endif
 """
 )

@@ -15,6 +15,11 @@ VECTORS = r"""
 #define WIDTH 4
 #endif
 #define INLINE static inline __attribute__((always_inline))
+/* Some of the files that have these functions do not call all of them. */
+#define SHARED static __attribute__((unused))
+/* What stands in for what a processor lacks takes the same arguments, and does not look at them. */
+#define BEGIN_STAND_INS _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic ignored \"-Wunused-parameter\"")
+#define END_STAND_INS _Pragma("GCC diagnostic pop")
 typedef float vf __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
@@ -82,7 +87,7 @@ INLINE void transpose_block(vf x[WIDTH]) {
 #endif
 
 /* from [rows, width] with that stride -> to [width, rows in whole vectors], 0 beyond them. */
-static void transpose(int64_t rows, int64_t width, const float *from, int64_t stride, float *to, int64_t stride_to) {
+SHARED void transpose(int64_t rows, int64_t width, const float *from, int64_t stride, float *to, int64_t stride_to) {
 #if WIDTH == 16
     vf block[WIDTH];
     for (int64_t first = 0; first < padded(rows); first += WIDTH)
@@ -158,7 +163,7 @@ INLINE void tile(const int rows, const int vectors, int64_t depth, const float *
 #define CHAIN 64
 
 /* c [m, n] = or += a [m, depth] b [depth, n]; n is a multiple of a vector. */
-static void product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t am, int64_t ak, const float *b,
+SHARED void product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t am, int64_t ak, const float *b,
                     int64_t ldb, float *c, int64_t ldc, int add) {
     int64_t p = 0;
     do {
@@ -191,7 +196,10 @@ INLINE void read_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_
     for (; d + WIDTH <= size; d += WIDTH)
         *(vi *)(to + d) = (vi)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((void *)(from + d))), 16);
 #endif
-    for (; d < size; d++) ((uint32_t *)to)[d] = (uint32_t)from[d] << 16;
+    for (; d < size; d++) {
+        uint32_t bits = (uint32_t)from[d] << 16;
+        memcpy(to + d, &bits, 4);
+    }
 }
 
 INLINE void write_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_t size, const float *from) {
@@ -204,7 +212,8 @@ INLINE void write_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64
         _mm256_storeu_si256((void *)(to + d), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + d)));
 #endif
     for (; d < size; d++) {
-        uint32_t bits = ((const uint32_t *)from)[d];
+        uint32_t bits;
+        memcpy(&bits, from + d, 4);
         /* To the nearest, ties to even; a NaN stays one. */
         uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
         to[d] = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
@@ -217,7 +226,7 @@ INLINE int64_t token(const int32_t *tokens, int64_t i) { return tokens ? tokens[
 #define AHEAD 8
 
 /* Some tokens of a head, the first n where none are named, padded with zeros to `wide`. */
-static void read_rows(tensor x, int bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
+SHARED void read_rows(tensor x, int bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
                       int64_t wide, float *to) {
     int64_t bytes = bf16 ? 2 : 4, start = b * x.batch + h * x.head;
     for (int64_t i = 0; i < n; i++) {
@@ -231,7 +240,7 @@ static void read_rows(tensor x, int bf16, int64_t b, int64_t h, const int32_t *t
 }
 
 /* The reverse. */
-static void write_rows(tensor x, int bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
+SHARED void write_rows(tensor x, int bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
                        int64_t wide, const float *from) {
     for (int64_t i = 0; i < n; i++) write_row(x, bf16, b, h, token(tokens, i), size, from + i * wide);
 }

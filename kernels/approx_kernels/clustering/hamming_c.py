@@ -95,7 +95,9 @@ static void nearest_counted(const uint64_t *words, int64_t n, const uint64_t *ce
 }
 #else
 #define HAVE_COUNTS 0
+BEGIN_STAND_INS
 INLINE void nearest_counted(const uint64_t *words, int64_t n, const uint64_t *centroids, int64_t clusters, int32_t *groups) {}
+END_STAND_INS
 #endif
 
 /* The centroid that differs in fewest bits from each word, the lowest among equals. */

@@ -57,6 +57,7 @@ INLINE __m512 whole_power(__m512 x) {
     return _mm512_scalef_ps(y, _mm512_sub_ps(x, part));
 }
 
+BEGIN_STAND_INS
 /* Weights of two keys, for SIDE queries: pairs, or each key by itself. */
 INLINE void write_weights(const int wide, __m512 low, __m512 high, char *to) {
 #if HAVE_PAIRS
@@ -71,6 +72,7 @@ INLINE void write_weights(const int wide, __m512 low, __m512 high, char *to) {
     _mm512_store_ps(to, low), _mm512_store_ps(to + 64, high);
 #endif
 }
+END_STAND_INS
 
 INLINE void weigh_lanes(const int wide, const float *scores, __m512 factor, lanes *l, char *weights) {
     __m512 low = _mm512_fmsub_ps(_mm512_load_ps(scores), factor, l->origin);
@@ -147,6 +149,7 @@ INLINE void bring(const int wide, const strips *s, int64_t pair, const group *gr
         _mm512_store_ps(out + i, _mm512_add_ps(_mm512_load_ps(out + i), _mm512_load_ps(s->again + i)));
 }
 #else
+BEGIN_STAND_INS
 INLINE __m512 multiply_add(const int wide, __m512 a, __m512 b, __m512 sum) {
 #if HAVE_PAIRS
     if (!wide) return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
@@ -200,6 +203,7 @@ INLINE void bring(const int wide, const strips *s, int64_t pair, const group *gr
             for (int x = 0; x < 2; x++, out += SIDE) _mm512_store_ps(out, _mm512_add_ps(_mm512_load_ps(out), sums[r][x]));
     }
 }
+END_STAND_INS
 #endif
 #endif
 """

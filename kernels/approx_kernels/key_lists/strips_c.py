@@ -219,8 +219,10 @@ static int attend_strips(const problem *p) {
     return failed;
 }
 #else
+BEGIN_STAND_INS
 INLINE int worth_strips(const problem *p) { return 0; }
 INLINE int attend_strips(const problem *p) { return 1; }
+END_STAND_INS
 #endif
 """
 )

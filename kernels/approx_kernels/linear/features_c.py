@@ -68,7 +68,7 @@ static float *begin(head *x, const problem *p, const float *across, int64_t b, i
     if (!memory) return NULL;
     float *asking = memory + more, *top = asking + 2 * TOKENS * wide;
     *x = (head){p, b, h, size, padded(p->values), wide, across, across + p->size * size, asking,
-                asking + TOKENS * wide, top, top + size, top + 2 * size};
+                asking + TOKENS * wide, top, top + size, top + 2 * size, {0}};
     /* What fills up the last vector never rises. */
     for (int64_t f = 0; f < size; f++)
         x->higher[f] = x->top[f] = f >= F ? 0.0f : p->tops ? p->tops[(b * p->heads + h) * F + f] : LOWEST;
@@ -206,7 +206,7 @@ static void shrink_rows(const head *x, int64_t n, float *sums) {
 }
 
 /* The same, [n, F]. */
-static void shrink_columns(const head *x, int64_t n, float *sums) {
+SHARED void shrink_columns(const head *x, int64_t n, float *sums) {
     for (int64_t i = 0; i < n; i++) multiply_row(x->size, x->fall, sums + i * x->size);
 }
 """

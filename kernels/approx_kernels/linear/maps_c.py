@@ -37,7 +37,6 @@ static int map_head(const problem *p, int64_t b, int64_t h) {
     int64_t D = p->size, size = padded(D), rows = D + (p->map == T2R);
     float *memory = floats(2 * TOKENS * size + (rows + 2) * size + room(D, D));
     if (!memory) return 1;
-    int half = begin_halves(0, p->length);
     float *inputs = memory, *heights = inputs + TOKENS * size, *weight = heights + TOKENS * size;
     float *features = weight + rows * size, *other = features + size, *held = other + size;
     memset(weight, 0, sizeof(float) * rows * size);

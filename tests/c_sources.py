@@ -1,5 +1,6 @@
 """The C sources of the kernels, and whether tests may do without one: only where there is no compiler at all."""
 
+import ctypes
 import importlib
 import pkgutil
 import re
@@ -7,7 +8,7 @@ import re
 import pytest
 
 import approx_kernels
-from approx_kernels.c_language import compiler_obstacle, library
+from approx_kernels.c_language import find_compiler, library
 
 
 def sources() -> dict[str, str]:
@@ -25,10 +26,13 @@ def sources() -> dict[str, str]:
     return {name: text for text, name in {text: name for name, text in found.items()}.items()}
 
 
-def compiled(source: str):
-    """The functions of a source. Where a compiler works, one that does not compile is an error and no reason to skip."""
-    if why := compiler_obstacle():
-        pytest.skip(why)
+_COMPILER, _WHY = find_compiler()
+# Where there is a compiler, C that does not compile is an error and no reason to skip.
+needs_compiler = pytest.mark.skipif(_COMPILER is None, reason=_WHY)
+
+
+def compiled(source: str) -> ctypes.CDLL:
+    """The functions of a source."""
     found = library(source)
     assert not isinstance(found, str), found
     return found

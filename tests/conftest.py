@@ -15,9 +15,6 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Outputs that one test keeps must not be found by another run of the tests.
-os.environ["APPROX_CACHE"] = tempfile.mkdtemp(prefix="approx-tests-")
-
 import numpy as np
 import torch
 from hypothesis import settings
@@ -27,7 +24,16 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 # A runner in the background ignores Ctrl-C, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-atexit.register(shutil.rmtree, os.environ["APPROX_CACHE"], ignore_errors=True)
+
+# Outputs that one test keeps must not be found by another run of the tests, nor by another worker of this one; but what one
+# worker has compiled serves all of them.
+if "APPROX_TESTS_RUN" not in os.environ:
+    os.environ["APPROX_TESTS_RUN"] = tempfile.mkdtemp(prefix="approx-tests-")
+    atexit.register(shutil.rmtree, os.environ["APPROX_TESTS_RUN"], ignore_errors=True)
+COMPILED = Path(os.environ["APPROX_TESTS_RUN"], "compiled")
+COMPILED.mkdir(mode=0o700, exist_ok=True)
+os.environ["APPROX_CACHE"] = tempfile.mkdtemp(dir=COMPILED.parent)
+Path(os.environ["APPROX_CACHE"], "compiled").symlink_to(COMPILED)
 
 # The same examples in every run; a loaded machine may take its time over one.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
@@ -50,6 +56,16 @@ def seeded():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path) -> Path:
+    """A cache folder of the test's own, in which there is nothing but what has been compiled."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "compiled").symlink_to(COMPILED)
+    monkeypatch.setenv("APPROX_CACHE", str(folder))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -19,10 +21,15 @@ from torch.compiler import is_compiling
 
 from approx_kernels.cache_folder import is_private, private_folder
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 _LOG = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")
-# A small file takes one or two seconds, on a busy machine ten; whoever waits for longer has a compiler that hangs.
-_SECONDS = 60
+# The longest file takes seven seconds, on a busy machine thirty; a compiler that takes far longer hangs.
+_SECONDS = 180
 _SWITCH = "APPROX_COMPILE_C"
 _TRIAL = "int approx_trial(void) { return 0; }"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -61,7 +68,12 @@ def library(source: str) -> ctypes.CDLL | str:
     try:
         folder = private_folder("compiled")
         key = _key(compiler, source)
-        return ctypes.CDLL(str(_kept(folder, key) or _compile(compiler, source, folder, key)))
+        found = _kept(folder, key)
+        if found is None:
+            with _locked(folder / f"{key}.lock"):
+                # Another process may have compiled it meanwhile.
+                found = _kept(folder, key) or _compile(compiler, source, folder, key)
+        return ctypes.CDLL(str(found))
     except subprocess.TimeoutExpired:
         return _missing(f"{compiler} took more than {_SECONDS} seconds. Set $CC to another compiler.")
     except subprocess.CalledProcessError as error:
@@ -157,6 +169,19 @@ def _name(key: str, made: Path) -> str:
     return f"{key}-{hashlib.sha256(made.read_bytes()).hexdigest()[:24]}.so"
 
 
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Let one process at a time compile a source; where nothing can be locked, each does so for itself."""
+    with file.open("w") as held:
+        if fcntl is not None:
+            with suppress(OSError):
+                fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
+
 def _compile(compiler: str, source: str, folder: Path, key: str) -> Path:
     _LOG.info("Compiling C for this processor with %s, once on this machine; it takes a few seconds.", compiler)
     began = time.perf_counter()
@@ -170,7 +195,6 @@ def _compile(compiler: str, source: str, folder: Path, key: str) -> Path:
             subprocess.run(command, check=True, **run)
         made.chmod(0o700)
         kept = folder / _name(key, made)
-        # Another process may have been as fast; both made the same.
         os.replace(made, kept)
     _LOG.debug("Compiled %s in %.1f seconds.", kept.name, time.perf_counter() - began)
     return kept

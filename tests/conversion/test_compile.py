@@ -13,7 +13,7 @@ from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan, Rule
 from approx.mechanisms import MECHANISMS
 from approx_kernels import opaque
-from approx_kernels.c_language import compiler_obstacle
+from c_sources import needs_compiler
 from conversion.zoo import difference, outputs, tiny
 from forms import FORMS, SMALL, draw, draw_mask, make
 
@@ -170,7 +170,7 @@ def test_layers_that_a_plan_leaves_look_the_fastest_way_up_in_a_graph_too(family
     assert not any("attend" in str(node.target) for node in program.graph.nodes)
 
 
-@pytest.mark.skipif(compiler_obstacle() is not None, reason="there is no C compiler")
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [name for name in WHOLE if MECHANISMS[name].runs_c])
 def test_compiled_too_a_cpu_runs_c_where_there_is_some(name, dtype):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from approx_kernels.adaptive_span import adaptive_span_attention, mass_by_distance, reference, window_sizes
-from approx_kernels.key_lists.cpu import obstacle
+from c_sources import needs_compiler
 
 HEADS, RAMP = 4, 20
 
@@ -114,14 +114,13 @@ def test_mass_by_distance_is_that_of_exact_attention(queries_keys, causal):
     torch.testing.assert_close(mass_by_distance(q, k, mask, causal=causal, scale=0.3), expected)
 
 
+@needs_compiler
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("shortest", [5.0, 100.0], ids=["some", "all"])
 def test_heads_that_span_everything_run_in_c_too(monkeypatch, rows, causal, shortest):
     # As many numbers a head as C takes for few queries.
     q, k, v = torch.randn(2, HEADS, rows, 16), *torch.randn(2, 2, HEADS, 40, 16)
-    if why := obstacle(q):
-        pytest.skip(why)
     monkeypatch.setattr(reference, "exact_attention", lambda *_, **__: pytest.fail("C was asked for"))
     form = {"spans": torch.tensor([100.0, shortest, 100.0, 100.0]), "causal": causal}
     for mask in (None, torch.arange(40) < torch.tensor([[40], [25]])):

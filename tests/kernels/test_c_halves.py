@@ -2,14 +2,14 @@
 
 import ctypes
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.c_language import address, library
+from approx_kernels.c_language import address
 from approx_kernels.c_parts import PARTS
 from approx_kernels.findings import instructions
+from c_sources import compiled, needs_compiler
 
 SOURCE = (
     PARTS
@@ -34,13 +34,11 @@ float rounded(float x) { return halved(x); }
 int width(void) { return WIDTH; }
 """
 )
-needs_compiler = pytest.mark.skipif(isinstance(library(SOURCE), str), reason="there is no C compiler here")
 
 
 def multiplied(left, right, sums, *, half, left_across, right_across, row=0, column=0):
     """sums or 0, plus left @ right from a row and a column on, and whether the factors were rounded."""
-    found = library(SOURCE)
-    assert not isinstance(found, str)
+    found = compiled(SOURCE)
     (m, depth), n = left.shape, right.shape[1]
     wide = -(-n // found.width()) * found.width()
     a = (left.t() if left_across else left).contiguous()
@@ -103,8 +101,7 @@ def test_products_are_exact_but_for_the_rounding_of_their_factors(
     seed=st.integers(0, 2**20),
 )
 def test_numbers_in_parts_lose_eight_bits_less_with_each(count, m, n, depth, adds, seed):
-    found = library(SOURCE)
-    assert not isinstance(found, str)
+    found = compiled(SOURCE)
     generator = torch.Generator().manual_seed(seed)
     left = torch.randn(m, depth, generator=generator).bfloat16().float()
     right = torch.randn(depth, n, generator=generator)
@@ -120,8 +117,7 @@ def test_numbers_in_parts_lose_eight_bits_less_with_each(count, m, n, depth, add
 
 @needs_compiler
 def test_numbers_are_rounded_as_pytorch_rounds_them():
-    found = library(SOURCE)
-    assert not isinstance(found, str)
+    found = compiled(SOURCE)
     found.rounded.argtypes, found.rounded.restype = [ctypes.c_float], ctypes.c_float
     halfway = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8])
     for x in torch.cat([torch.randn(200), 1e30 * torch.randn(50), halfway]).tolist():

@@ -1,8 +1,10 @@
 """C that is compiled where it runs: kept, announced, and never a wall."""
 
 import logging
+import multiprocessing
 import os
 import shutil
+import sys
 from itertools import pairwise
 
 import pytest
@@ -12,6 +14,7 @@ from approx.pipeline import health
 from approx_kernels import c_language
 from approx_kernels.c_language import library, obstacle
 from approx_kernels.cache_folder import is_private
+from c_sources import compiled, needs_compiler
 
 SOURCE = "int answer(void) {{ return {}; }}"
 
@@ -26,14 +29,13 @@ def cache(monkeypatch, tmp_path):
     c_language._version.cache_clear()
 
 
+@needs_compiler
 def test_what_is_compiled_once_is_read_again(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
     caplog.set_level(logging.INFO)
     library.cache_clear()
     source = SOURCE.format(41)
-    if isinstance(found := library(source), str):
-        pytest.skip(found)
-    assert found.answer() == 41
+    assert compiled(source).answer() == 41
     kept = sorted((tmp_path / "compiled").iterdir())
     assert len(kept) == 2, "this, and the line that compilers are tried with"
     assert "once on this machine" in caplog.text
@@ -45,10 +47,10 @@ def test_what_is_compiled_once_is_read_again(monkeypatch, tmp_path, caplog):
     assert kept == sorted((tmp_path / "compiled").iterdir()), "nothing half-made is left"
 
 
+@needs_compiler
 def test_a_library_that_was_cut_short_is_compiled_again(monkeypatch, cache, tmp_path):
     source = SOURCE.format(44)
-    if isinstance(found := library(source), str):
-        pytest.skip(found)
+    compiled(source)
     # What this process has loaded it would not read again.
     shutil.copytree(cache, tmp_path / "other")
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "other"))
@@ -62,10 +64,10 @@ def test_a_library_that_was_cut_short_is_compiled_again(monkeypatch, cache, tmp_
     assert {path: path.read_bytes() for path in (tmp_path / "other" / "compiled").iterdir()} == whole
 
 
+@needs_compiler
 def test_a_library_that_somebody_else_can_write_is_not_loaded(cache, tmp_path):
     source = SOURCE.format(45)
-    if isinstance(found := library(source), str):
-        pytest.skip(found)
+    compiled(source)
     (cache / "compiled").chmod(0o777)
     library.cache_clear()
     assert "can be written by other users, so code in it cannot be trusted" in str(library(source))
@@ -78,11 +80,11 @@ def test_a_library_that_somebody_else_can_write_is_not_loaded(cache, tmp_path):
     assert is_private(theirs), "the link was replaced"
 
 
+@needs_compiler
 @pytest.mark.skipif(os.name != "posix", reason="a script stands in for the compiler")
 def test_another_version_or_other_flags_make_another_library(monkeypatch, cache, tmp_path):
     source = SOURCE.format(46)
-    if isinstance(found := library(source), str):
-        pytest.skip(found)
+    compiled(source)
     compiler, wrapper = c_language.find_compiler()[0], tmp_path / "wrapper"
     monkeypatch.setenv("CC", str(wrapper))
     made = []
@@ -98,6 +100,27 @@ def test_another_version_or_other_flags_make_another_library(monkeypatch, cache,
     assert [after - before for before, after in pairwise(made)] == [2, 2, 0]
 
 
+@needs_compiler
+@needs_compiler
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked, and a script stands in for the compiler")
+def test_of_two_processes_one_compiles_and_the_other_waits(monkeypatch, cache, tmp_path):
+    compiler, wrapper = c_language.find_compiler()[0], tmp_path / "wrapper"
+    script = f'#!/bin/sh\n[ "$1" != --version ] && echo called >> $0.log && sleep 0.5\nexec {compiler} "$@"\n'
+    wrapper.write_text(script, encoding="utf-8")
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CC", str(wrapper))
+    forked = multiprocessing.get_context("fork")
+    both = [forked.Process(target=compiled, args=(SOURCE.format(47),)) for _ in range(2)]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join()
+    assert [each.exitcode for each in both] == [0, 0]
+    # The line that compilers are tried with, and the source.
+    assert (tmp_path / "wrapper.log").read_text().count("called") == 2
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("compiler", "source", "words"),
     [
@@ -109,8 +132,8 @@ def test_without_a_compiler_that_works_it_is_said_once_why(monkeypatch, tmp_path
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
     if compiler:
         monkeypatch.setenv("CC", compiler)
-    elif isinstance(found := library(SOURCE.format(2)), str):
-        pytest.skip(found)
+    else:
+        compiled(SOURCE.format(2))
     library.cache_clear()
     for _ in range(2):
         assert words in (obstacle(source, torch.ones(1)) or "")

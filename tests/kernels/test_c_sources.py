@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from approx_kernels import c_language
-from c_sources import compiled, sources
+from c_sources import compiled, needs_compiler, sources
 
 SOURCES = sources()
 STRICT = ("-Wall", "-Wextra", "-Werror")
@@ -23,6 +23,7 @@ def test_the_sources_are_found():
     assert {"key_lists.forward_c.FORWARD", "lsh.sorting_c.SORTING", "topk.topk_c.BACKWARD"} <= SOURCES.keys()
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_source_compiles_here(name):
     compiled(SOURCES[name])

@@ -7,14 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.clustered import causal_clustered_attention, causal_cpu
+from approx_kernels.clustered import causal_clustered_attention
 from approx_kernels.clustering import draw_centroids
 from approx_kernels.implementation import chosen
+from c_sources import needs_compiler
 from closeness import assert_close
 
-pytestmark = pytest.mark.skipif(
-    causal_cpu.obstacle(torch.ones(1)) is not None, reason=str(causal_cpu.obstacle(torch.ones(1)))
-)
+pytestmark = needs_compiler
 CENTROIDS, SELECTORS = draw_centroids(2, 24, clusters=12, seed=0)
 FITTED = {"centroids": CENTROIDS, "selectors": SELECTORS, "scale": 0.3}
 

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from approx_kernels.c_language import library
-from approx_kernels.clustered import clustered_attention, cpu
+from approx_kernels.clustered import clustered_attention
 from approx_kernels.clustering import cluster_queries, draw_centroids, draw_planes
 from approx_kernels.implementation import chosen
+from c_sources import needs_compiler
 from closeness import assert_close
 
-pytestmark = pytest.mark.skipif(cpu.obstacle(torch.ones(1)) is not None, reason=str(cpu.obstacle(torch.ones(1))))
+pytestmark = needs_compiler
 
 
 def attend(impl: str, dtype: torch.dtype, *given: Any, **settings: Any) -> tuple[torch.Tensor, ...]:

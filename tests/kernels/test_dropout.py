@@ -7,12 +7,10 @@ import torch
 
 from approx_kernels.adaptive_span import adaptive_span_attention
 from approx_kernels.blocks import bigbird_attention, block_attention, draw_blocks
-from approx_kernels.c_language import library
 from approx_kernels.clustered import causal_clustered_attention, clustered_attention
 from approx_kernels.clustering import draw_centroids, draw_planes
 from approx_kernels.global_tokens import global_token_attention
 from approx_kernels.key_lists.cpu import FAR, attend_lists
-from approx_kernels.key_lists.forward_c import FORWARD
 from approx_kernels.linear import linear_attention
 from approx_kernels.local import local_attention
 from approx_kernels.lsh import draw_projections, lsh_attention
@@ -20,9 +18,10 @@ from approx_kernels.performer import draw_projection, performer_attention
 from approx_kernels.strided import strided_attention
 from approx_kernels.summaries import summary_attention
 from approx_kernels.topk import topk_attention
+from c_sources import needs_compiler
 from closeness import assert_close
 
-pytestmark = pytest.mark.skipif(isinstance(library(FORWARD), str), reason="there is no C compiler here")
+pytestmark = needs_compiler
 
 TOKENS, SIZE = 130, 16
 # Several rounds may show one pair, and each of them drops it or not.

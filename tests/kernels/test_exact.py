@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from approx_kernels.exact import exact_attention, fastest_attention, varlen
-from approx_kernels.exact.compiled import compiled_attention, compiled_few, few_obstacle, obstacle
+from approx_kernels.exact.compiled import compiled_attention, compiled_few, few_obstacle
 from approx_kernels.exact.cpu import batched_attention, chunked_attention
 from approx_kernels.exact.lengths import by_lengths
 from approx_kernels.exact.ways import ways
 from approx_kernels.implementation import chosen
+from c_sources import needs_compiler
 from closeness import assert_close
 
 
@@ -133,6 +134,7 @@ def test_lengths_equal_a_mask_wherever_a_query_is_real(causal, shape, empty):
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=25)
+@needs_compiler
 def test_few_queries_in_c_equal_the_reference(dtype, causal, queries, more, size, values, masked, seed):
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
@@ -141,8 +143,6 @@ def test_few_queries_in_c_equal_the_reference(dtype, causal, queries, more, size
     )
     # The second sample may have no key at all.
     mask = torch.rand(2, queries + more, generator=generator) < torch.tensor([[0.5], [seed % 2]]) if masked else None
-    if why := few_obstacle(q, k, v):
-        pytest.skip(why)
     found = compiled_few(q, k, v, mask, causal=causal, scale=0.3)
     given: Any = {"causal": causal, "scale": 0.3, "impl": "reference"}
     plain = exact_attention(q, k, v, mask, **given)
@@ -150,10 +150,9 @@ def test_few_queries_in_c_equal_the_reference(dtype, causal, queries, more, size
     assert_close("output", found, plain, exact, factor=4.0)
 
 
+@needs_compiler
 def test_few_queries_in_c_stay_finite_and_let_nan_through():
     q, k, v = torch.randn(3, 1, 1, 100, 16).unbind()
-    if why := few_obstacle(q, k, v):
-        pytest.skip(why)
     out = compiled_few(q[:, :, :1] * 1e4, k, v, None, causal=True, scale=1.0)
     torch.testing.assert_close(out, exact_attention(q[:, :, :1] * 1e4, k, v, causal=True, scale=1.0))
     for x in (k, v):
@@ -246,13 +245,12 @@ def test_the_way_that_was_the_fastest_can_be_asked_for():
         assert chosen()["fastest_attention"] == "default SDPA"
 
 
+@needs_compiler
 @pytest.mark.parametrize("spread", [1.0, 4.0])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_sums_over_many_keys_gather_no_more_roundings_than_those_of_sdpa(causal, spread):
     q, k, v = torch.randn(3, 1, 1, 4096, 64).unbind()
     q = q * spread
-    if why := obstacle(q):
-        pytest.skip(why)
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
     plain = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     made = compiled_attention(q, k, v, causal=causal, scale=64**-0.5)

@@ -7,16 +7,13 @@ import torch
 
 from approx_kernels.adaptive_span import adaptive_span_attention
 from approx_kernels.blocks import bigbird_attention, block_attention, draw_blocks
-from approx_kernels.c_language import library
 from approx_kernels.global_tokens import global_token_attention
 from approx_kernels.key_lists.cpu import FAR, attend_lists, cut
-from approx_kernels.key_lists.forward_c import FORWARD
 from approx_kernels.lsh import draw_projections, lsh_attention
 from approx_kernels.strided import strided_attention
 from approx_kernels.summaries import summary_attention
+from c_sources import needs_compiler
 from closeness import assert_close
-
-needs_compiler = pytest.mark.skipif(isinstance(library(FORWARD), str), reason="there is no C compiler here")
 
 
 def summaries(*tensors, stride, steps=(None,), **how):

@@ -5,13 +5,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.c_language import library
 from approx_kernels.implementation import chosen
 from approx_kernels.linear import FEATURE_MAPS, linear_attention, linear_decode, reference, sums, window
-from approx_kernels.linear.forward_c import FORWARD
+from c_sources import needs_compiler
 from closeness import assert_close
-
-needs_compiler = pytest.mark.skipif(isinstance(library(FORWARD), str), reason="there is no C compiler here")
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])

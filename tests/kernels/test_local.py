@@ -5,13 +5,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.c_language import library
 from approx_kernels.implementation import chosen
-from approx_kernels.key_lists.forward_c import FORWARD
 from approx_kernels.local import local_attention, reference
+from c_sources import needs_compiler
 from closeness import assert_close
-
-needs_compiler = pytest.mark.skipif(isinstance(library(FORWARD), str), reason="there is no C compiler here")
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (63, 63), (129, 129), (17, 129), (129, 17)])

@@ -6,13 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from approx_kernels.c_language import library
 from approx_kernels.lsh import draw_projections, lsh_attention
-from approx_kernels.lsh.sorting_c import SORTING
+from c_sources import needs_compiler
 from closeness import assert_close
 from forms import few
-
-needs_compiler = pytest.mark.skipif(isinstance(library(SORTING), str), reason="there is no C compiler here")
 
 CLUSTER, ROUNDS, SCALE = 5, 3, 0.6
 CASES = [

@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-from approx_kernels.c_language import library
 from approx_kernels.implementation import chosen
-from approx_kernels.linear.forward_c import FORWARD
 from approx_kernels.performer import draw_projection, performer_attention, performer_decode
+from c_sources import needs_compiler
 from closeness import assert_close
-
-needs_compiler = pytest.mark.skipif(isinstance(library(FORWARD), str), reason="there is no C compiler here")
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "relu"])

@@ -15,8 +15,7 @@ CASE = Case("cpu", torch.float32, 64, 512)
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, tmp_path):
-    monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "cache"))
+def nothing_known(monkeypatch, own_cache):
     monkeypatch.setattr(findings, "_known", {})
     monkeypatch.setattr(findings, "crowded", lambda: False)
     monkeypatch.setattr(probe, "crowded", lambda: False)
@@ -161,7 +160,8 @@ def test_few_queries_that_the_chosen_way_cannot_take_go_another(monkeypatch):
 @pytest.fixture
 def compiling(monkeypatch):
     """Turns compiling C on or off, as if in another process."""
-    if why := c_language.compiler_obstacle():
+    compiler, why = c_language.find_compiler()
+    if compiler is None:
         pytest.skip(why)
 
     def turn(on):

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.topk import cpu, reference, topk_attention
+from approx_kernels.topk import reference, topk_attention
+from c_sources import needs_compiler
 from closeness import assert_close
 
 
@@ -36,9 +37,6 @@ def test_equal_scores_do_not_add_keys():
     weights = topk_attention(q, torch.ones(1, 1, 9, 2), keys, topk=3, causal=False, scale=1.0)
     assert (weights > 0).sum(-1).eq(3).all()
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 1, 4))
-
-
-needs_compiler = pytest.mark.skipif(cpu.obstacle(torch.ones(1)) is not None, reason=str(cpu.obstacle(torch.ones(1))))
 
 
 @needs_compiler

@@ -3,7 +3,8 @@
 import pytest
 
 from approx.pipeline import stages
-from approx_kernels.c_language import compiler_obstacle, library
+from approx_kernels.c_language import library
+from c_sources import needs_compiler
 from tiny_study import tiny_checkpoint, tiny_data
 
 
@@ -15,15 +16,13 @@ def anew():
     library.cache_clear()
 
 
-def test_outputs_of_compiled_code_are_not_taken_for_those_of_pytorch(tmp_path, monkeypatch, anew):
-    if why := compiler_obstacle():
-        pytest.skip(why)
-    monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "cache"))
+@needs_compiler
+def test_outputs_of_compiled_code_are_not_taken_for_those_of_pytorch(tmp_path, monkeypatch, anew, own_cache):
     base, data = str(tiny_checkpoint(tmp_path / "base")), str(tiny_data(tmp_path))
 
     def ledgers() -> int:
         stages.evaluate(base, "glue/sst2", data=data, device="cpu")
-        return len(list((tmp_path / "cache" / "outputs").rglob("*.jsonl")))
+        return len(list((own_cache / "outputs").rglob("*.jsonl")))
 
     assert (ledgers(), ledgers()) == (1, 1)
     monkeypatch.setenv("APPROX_COMPILE_C", "0")

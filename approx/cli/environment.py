@@ -11,7 +11,11 @@ from approx.errors import ApproxError, Exit
 from approx.version import __version__
 
 Probe = Annotated[
-    bool, typer.Option("--probe", help="Forget which exact attention is the fastest here, and measure it anew.")
+    bool,
+    typer.Option(
+        "--probe",
+        help="Measure which exact attention is the fastest here, a few minutes; processes that start later go by it.",
+    ),
 ]
 
 
@@ -21,7 +25,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def doctor(terminal: Terminal, offline: options.Offline = False, probe: Probe = False) -> None:
-    """Check versions, kernels, GPU, hub and data, and say how to mend what is wrong."""
+    """Check versions, kernels, GPU, hub and data, and say how to fix what is wrong."""
     from approx.pipeline import health, probing
 
     if probe:
@@ -32,7 +36,7 @@ def doctor(terminal: Terminal, offline: options.Offline = False, probe: Probe = 
     terminal.result([vars(finding) for finding in findings], table(["what", "state", "found"], rows))
     broken = [finding.what for finding in findings if finding.state == "broken"]
     if broken:
-        raise ApproxError(f"Not usable as it is: {', '.join(broken)}. The table says how to mend it.", Exit.MISSING)
+        raise ApproxError(f"Not usable as it is: {', '.join(broken)}. The table says how to fix it.", Exit.MISSING)
 
 
 def print_versions() -> None:

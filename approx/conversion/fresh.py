@@ -17,7 +17,6 @@ from threading import Lock
 from safetensors.torch import load_file, save_file
 from torch import Tensor, get_num_threads
 
-from approx_kernels import findings
 from approx_kernels.cache_folder import cache_folder
 
 # Libraries of macOS do not survive a fork, and Windows has none.
@@ -61,13 +60,9 @@ class Reloader:
         assert self._process.stdout
         with tempfile.TemporaryDirectory(dir=self._home.name) as scratch:
             save_file({key: tensor.contiguous() for key, tensor in inputs.items()}, f"{scratch}/inputs.safetensors")
-            # Which way is the fastest must not be found anew there: another one rounds otherwise.
-            cache, compiled = Path(scratch, "cache"), cache_folder() / "compiled"
-            cache.mkdir()
-            findings.hand_over(cache)
-            if compiled.is_dir():
-                (cache / "compiled").symlink_to(compiled.resolve())
             asked = {"folder": str(folder.resolve()), "auto": auto, "scratch": scratch, "threads": get_num_threads()}
+            # What was compiled and found for this process holds there too; another way to attend would round otherwise.
+            asked["cache"] = str(cache_folder().absolute())
             try:
                 print(json.dumps(asked), file=self._process.stdin, flush=True)
                 status = self._process.stdout.readline().strip()
@@ -144,9 +139,9 @@ from safetensors.torch import load_file, save_file
 # The file of one family brings what those of all import.
 from transformers import BertModel
 
-def reload(folder, auto, scratch, threads):
+def reload(folder, auto, scratch, threads, cache):
     torch.set_num_threads(threads)
-    os.environ["APPROX_CACHE"] = scratch + "/cache"
+    os.environ["APPROX_CACHE"] = cache
     model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True).eval()
     with torch.inference_mode():
         out = model(**load_file(f"{scratch}/inputs.safetensors"))

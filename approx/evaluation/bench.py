@@ -104,7 +104,7 @@ def bench(
                 warm_up_seconds=warm_up_seconds,
             )
             if chosen_in:
-                # By now every probe has run, which would be taken for the contender.
+                # Apart from the race, for what is kept of it takes time.
                 for runner in runners.values():
                     if runner.status == OK:
                         runner.chosen = runner.attempt(partial(chosen_in, runner.call))

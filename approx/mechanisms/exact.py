@@ -1,4 +1,4 @@
-"""Exact softmax attention in the way that is the fastest on this machine."""
+"""Exact softmax attention in a way that is fast on this machine."""
 
 from typing import Any, ClassVar
 
@@ -9,19 +9,19 @@ from approx_kernels.exact import fastest_attention
 
 
 class ExactAttention(Mechanism):
-    """Softmax attention by whichever of many exact ways a short probe finds the fastest here.
+    """Softmax attention in whichever of many exact ways `approx doctor --probe` found the fastest here, or else by default.
 
-    The ways are PyTorch's SDPA and each of its back ends, lengths in place of a padding mask, on a CPU matrix products a
-    chunk of queries at a time and compiled C, and on CUDA variable-length attention and the kernels of `flash`. Below 128
-    keys it is SDPA. In O(L S D) time and O(L) memory,
-    plus a chunk of 512 queries where matrix products win. Nothing is lost by it but the last digits, within the rounding of
-    the dtype.
+    By default it is compiled C on CPUs with AVX-512 from 512 keys on (128 in bfloat16 where the processor multiplies that),
+    and PyTorch's SDPA otherwise. A probe also tries SDPA's back ends, lengths in place of a padding mask, on a CPU matrix products a chunk of
+    queries at a time, and on CUDA variable-length attention and the kernels of `flash`. Below 128 keys it is SDPA.
+    In O(L S D) time and O(L) memory, plus a chunk of 512 queries where matrix products win. Nothing is lost by it but the
+    last digits, within the rounding of the dtype.
 
     Source: Vaswani et al., 2017, Attention Is All You Need, arXiv 1706.03762; departs from it in nothing.
     """
 
     supports_decode: ClassVar[bool] = True
-    compiles: ClassVar[str] = "The fastest way is looked up when it runs."
+    compiles: ClassVar[str] = "The way is looked up when it runs."
     source: ClassVar[str] = "Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762"
     exact_when: ClassVar[str] = "Always."
 

@@ -13,7 +13,7 @@ from approx.conversion.checkpoint import Checkpoint
 from approx.evaluation.ledger import fingerprint
 from approx.tasks.task import Split, Task
 from approx_kernels.c_language import compiler_obstacle
-from approx_kernels.findings import instructions
+from approx_kernels.findings import found, instructions
 
 _BESIDE_WEIGHTS = (".json", ".txt", ".model")
 
@@ -31,13 +31,16 @@ def identity(opened: Checkpoint) -> str:
 
 
 def computed_by(device: torch.device) -> str:
-    """What computes on a device: other instructions, and C instead of PyTorch, round otherwise.
+    """What computes on a device: other instructions, C instead of PyTorch, and ways that a probe found round otherwise.
 
     It is not in the identity: what outputs are compared with is told by the weights, on whatever machine.
     """
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{instructions()}, {'PyTorch alone' if compiler_obstacle() else 'C'}"
+        computes = torch.cuda.get_device_name(device)
+    else:
+        computes = f"{instructions()}, {'PyTorch alone' if compiler_obstacle() else 'C'}"
+    ways = {asked: one.get("way") for asked, one in found(device.type).items()}
+    return f"{computes}, {fingerprint(ways)}" if ways else computes
 
 
 def beside(folder: Path) -> str:

@@ -1,5 +1,11 @@
 """The seam alone: what surgery changes of a model, and exact attention by it in a model that is not converted."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,7 +14,10 @@ from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan
 from approx.conversion.seam import IMPLEMENTATION, fastest_exact
 from approx_kernels import findings
+from approx_kernels.cache_folder import private_folder
 from conversion.zoo import difference, outputs, tiny
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -47,3 +56,46 @@ def test_a_model_that_is_not_converted_attends_exactly_by_the_seam(architecture)
     mask = inputs.get("attention_mask", torch.ones(1, 1)).bool()
     real = mask if mask.shape == before[0].shape[:2] else slice(None)
     assert difference([before[0][real]], [after[0][real]]) < 1e-5
+
+
+_FORWARD = """
+import hashlib, json, sys
+import torch, transformers
+from approx.conversion import surgery
+from approx.conversion.plan import Plan
+torch.set_num_threads(2)
+torch.manual_seed(0)
+sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+found = []
+for dtype in (torch.float32, torch.bfloat16):
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=50, max_position_embeddings=600, **sizes)).eval()
+    surgery.convert(model, Plan.of("exact"))
+    model.to(dtype)
+    with torch.inference_mode():
+        out = model(torch.arange(520)[None] % 50).last_hidden_state
+    found.append(hashlib.sha256(out.float().numpy().tobytes()).hexdigest())
+probes = [name for name in sys.modules if name.startswith("approx_kernels") and "probe" in name]
+print(json.dumps({"bits": found, "threads": torch.get_num_threads(), "probes": probes}))
+"""
+
+
+@pytest.mark.slow
+def test_fresh_processes_measure_nothing_and_compute_the_same_bits(tmp_path):
+    made = []
+    # What is compiled is no secret among processes; what a machine is like would be kept beside it.
+    compiled = private_folder("compiled")
+    for name in ("one", "another"):
+        cache = tmp_path / name
+        cache.mkdir()
+        (cache / "compiled").symlink_to(compiled)
+        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        environment = {**os.environ, "APPROX_CACHE": str(cache), "PYTHONPATH": path}
+        done = subprocess.run(
+            [sys.executable, "-c", _FORWARD], env=environment, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        made.append(json.loads(done.stdout))
+        assert {path.name for path in cache.iterdir()} <= {"compiled"}, "something was found out about the machine"
+    assert made[0] == made[1]
+    assert len(made[0]["bits"]) == 2
+    assert (made[0]["threads"], made[0]["probes"]) == (2, [])

@@ -1,11 +1,8 @@
-"""What probes found is kept for other processes, and believed as long as it holds."""
+"""What a probe found is kept for other processes; nothing is found out by reading it."""
 
-import time
+import json
 
 import pytest
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from approx_kernels import findings
 
@@ -14,89 +11,66 @@ from approx_kernels import findings
 def nothing_known(monkeypatch, tmp_path):
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(findings, "_known", {})
-    monkeypatch.setattr(findings, "crowded", lambda: False)
 
 
-def test_what_another_process_has_found_since_is_not_measured_again(monkeypatch):
-    findings.find("cpu", "a thing", lambda: {"way": "x"})
-    here = dict(findings._known)
+def another_process(monkeypatch):
     monkeypatch.setattr(findings, "_known", {})
-    findings.find("cpu", "another thing", lambda: {"way": "y"})
-    monkeypatch.setattr(findings, "_known", here)
-    assert findings.find("cpu", "another thing", pytest.fail) == {"way": "y"}
-    assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
 
 
-def test_findings_reach_the_next_process_until_they_are_forgotten(monkeypatch):
-    findings.find("cpu", "a thing", lambda: {"way": "x"})
-    monkeypatch.setattr(findings, "_known", {})
-    assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
-    monkeypatch.setattr(findings, "machine", lambda device: "another machine")
-    assert findings.find("cpu", "a thing", lambda: {"way": "y"}) == {"way": "y"}
+def test_findings_reach_this_process_and_the_next_until_they_are_forgotten(monkeypatch):
+    assert findings.found("cpu") == {}
+    findings.keep("cpu", "a thing", {"way": "x"})
+    assert findings.found("cpu") == {"a thing": {"way": "x"}}
+    another_process(monkeypatch)
+    assert findings.found("cpu") == {"a thing": {"way": "x"}}
     findings.forget()
     assert not findings.file().exists()
-    assert findings.find("cpu", "a thing", lambda: {"way": "z"}) == {"way": "z"}
-
-
-def test_what_was_found_on_a_crowded_machine_holds_while_it_is_crowded(monkeypatch):
-    findings.find("cpu", "a thing", lambda: {"way": "x", "crowded": True})
-    for busy in (True, False):
-        monkeypatch.setattr(findings, "_known", {})
-        monkeypatch.setattr(findings, "crowded", lambda busy=busy: busy)
-        assert ("a thing" in findings.found("cpu")) == busy
-
-
-def test_what_is_handed_over_is_believed_whether_or_not_the_machine_is_crowded(monkeypatch, tmp_path):
-    findings.find("cpu", "a thing", lambda: {"way": "x", "crowded": True})
-    findings.hand_over(tmp_path)
-    monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
-    monkeypatch.setattr(findings, "_known", {})
-    assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
-
-
-def test_a_crowded_machine_is_measured_on_one_thread(monkeypatch):
-    monkeypatch.setattr(findings, "crowded", lambda: True)
-    torch.set_num_threads(2)
-    try:
-        with findings.clock() as now:
-            assert (torch.get_num_threads(), now) == (1, time.thread_time)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
-
-
-def test_a_counter_counts_the_same_whether_or_not_something_is_measured():
-    def counted() -> int:
-        with FlopCounterMode(display=False) as counter:
-            findings.find("cpu", "a thing", lambda: {"way": str(torch.mm(torch.ones(5, 5), torch.ones(5, 5)).shape)})
-            torch.mm(torch.ones(2, 3), torch.ones(3, 4))
-        return counter.get_total_flops()
-
     assert findings.found("cpu") == {}
-    assert counted() == 48
-    assert findings.found("cpu").keys() == {"a thing"}
-    assert counted() == 48
 
 
-def test_nothing_is_measured_of_fake_tensors():
-    with FakeTensorMode():
-        assert findings.find("cpu", "a thing", pytest.fail, otherwise={"way": "x"}) == {"way": "x"}
+def test_findings_of_one_machine_say_nothing_of_another(monkeypatch):
+    findings.keep("cpu", "a thing", {"way": "x"})
+    here = findings.machine("cpu")
+    monkeypatch.setattr(findings, "machine", lambda device: "another machine")
     assert findings.found("cpu") == {}
-    found = findings.find("cpu", "a thing", lambda: {"way": "y"}, otherwise={"way": "x"})
-    with FakeTensorMode():
-        assert findings.find("cpu", "a thing", pytest.fail, otherwise={"way": "x"}) == found == {"way": "y"}
+    findings.keep("cpu", "a thing", {"way": "y"})
+    kept = json.loads(findings.file().read_text("utf-8"))
+    assert kept == {here: {"a thing": {"way": "x"}}, "another machine": {"a thing": {"way": "y"}}}
+
+
+def test_what_several_processes_find_is_kept_together(monkeypatch):
+    findings.found("cpu")
+    before = findings._known
+    another_process(monkeypatch)
+    findings.keep("cpu", "a thing", {"way": "x"})
+    monkeypatch.setattr(findings, "_known", before)
+    findings.keep("cpu", "another thing", {"way": "y"})
+    another_process(monkeypatch)
+    assert findings.found("cpu") == {"a thing": {"way": "x"}, "another thing": {"way": "y"}}
+
+
+def test_within_a_process_nothing_changes_under_way(monkeypatch):
+    assert findings.found("cpu") == {}
+    known = findings._known
+    another_process(monkeypatch)
+    findings.keep("cpu", "a thing", {"way": "x"})
+    monkeypatch.setattr(findings, "_known", known)
+    assert findings.found("cpu") == {}
 
 
 @pytest.mark.parametrize("damaged", ["{", "[]", '{"x": 3}', '{"x": {"y": 3}}', "\0"])
-def test_a_damaged_file_is_measured_anew_and_replaced(monkeypatch, damaged):
+def test_a_damaged_file_is_as_good_as_none_and_is_replaced(monkeypatch, damaged):
     findings.file().parent.mkdir()
     findings.file().write_text(damaged)
-    assert findings.find("cpu", "a thing", lambda: {"way": "x"}) == {"way": "x"}
-    monkeypatch.setattr(findings, "_known", {})
-    assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
+    assert findings.found("cpu") == {}
+    findings.keep("cpu", "a thing", {"way": "x"})
+    another_process(monkeypatch)
+    assert findings.found("cpu") == {"a thing": {"way": "x"}}
 
 
-def test_a_folder_that_cannot_be_written_only_costs_the_next_process_a_probe(tmp_path):
+def test_a_folder_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path):
     (tmp_path / "cache").write_text("a file in the way")
-    assert findings.find("cpu", "a thing", lambda: {"way": "x"}) == {"way": "x"}
-    assert findings.find("cpu", "a thing", pytest.fail) == {"way": "x"}
+    assert findings.found("cpu") == {}
+    with pytest.raises(OSError, match="cache"):
+        findings.keep("cpu", "a thing", {"way": "x"})
+    assert findings.found("cpu") == {}

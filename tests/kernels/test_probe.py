@@ -1,27 +1,21 @@
-"""What a probe chooses and keeps; nothing here asserts how fast this machine is."""
+"""What a probe finds; nothing here asserts how fast this machine is."""
 
 import time
-import warnings
 
 import pytest
 import torch
 
-from approx_kernels import c_language, findings
-from approx_kernels.exact import exact_attention, fastest_attention, probe, ways
+from approx_kernels.exact import exact_attention, probe, ways
+from approx_kernels.exact.choice import Case
 from approx_kernels.exact.compiled import obstacle as c_obstacle
-from approx_kernels.exact.probe import Case, case_of, fastest, measure
-
-CASE = Case("cpu", torch.float32, 64, 512)
+from approx_kernels.exact.probe import measure
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, own_cache):
-    monkeypatch.setattr(findings, "_known", {})
-    monkeypatch.setattr(findings, "crowded", lambda: False)
+def small_and_quick(monkeypatch):
     monkeypatch.setattr(probe, "crowded", lambda: False)
-    # Small and quick: what is chosen depends on the ways alone.
+    # What is chosen depends on the ways alone.
     monkeypatch.setattr(probe, "SHORT", 16)
-    monkeypatch.setattr(probe, "LENGTHS", (32, 64))
     monkeypatch.setattr(probe, "SECONDS", 0.0)
 
 
@@ -47,11 +41,11 @@ def choose_among(monkeypatch, **others):
 
 
 def small(**changed):
-    return Case("cpu", torch.float32, 64, 32, **changed)
+    return Case("cpu", torch.float32, 32, **changed)
 
 
 def test_the_fastest_way_is_chosen_and_every_other_is_told(monkeypatch):
-    known = choose_among(
+    choose_among(
         monkeypatch,
         quick=delayed(0.002),
         wrong=delayed(0.0, lambda out: out * (1 + 1e-4)),
@@ -64,7 +58,6 @@ def test_the_fastest_way_is_chosen_and_every_other_is_told(monkeypatch):
     assert "error 1.0e-04 is above 1.0e-06" in finding["refused"]["wrong"]
     assert finding["refused"]["absent"] == "No available kernel. Aborting execution."
     assert "times the default's time" in finding["refused"]["hopeless"]
-    assert fastest(small()) == ("quick", known["quick"])
 
 
 def test_the_default_keeps_its_place_against_a_small_gain(monkeypatch):
@@ -89,7 +82,7 @@ def test_a_way_that_was_held_up_once_is_not_hopeless(monkeypatch):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_way_on_a_cpu_runs_and_is_exact_in_its_dtype(form, dtype):
-    case = Case("cpu", dtype, 64, 32, **form)
+    case = Case("cpu", dtype, 32, **form)
     finding = measure(case)
     known = set(ways.ways("cpu", padded=case.padded, few=case.few))
     # Without a C compiler one of them is refused.
@@ -98,107 +91,29 @@ def test_every_way_on_a_cpu_runs_and_is_exact_in_its_dtype(form, dtype):
     assert not [why for why in finding["refused"].values() if "error" in why]
 
 
-def test_a_probe_repeats_nothing_and_draws_nothing(monkeypatch):
+def test_a_probe_draws_nothing_and_leaves_the_modes_around_it(monkeypatch):
     choose_among(monkeypatch, quick=delayed(0.0))
     before = torch.random.get_rng_state()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        assert fastest(small(training=True))[0] == "quick"
+        assert measure(small(training=True))["way"] == "quick"
+        assert torch.is_inference_mode_enabled()
+        assert torch.is_autocast_enabled("cpu")
     assert torch.equal(torch.random.get_rng_state(), before)
-    choose_among(monkeypatch, quick=failing)
-    assert fastest(small(training=True))[0] == "quick", "it was measured again"
 
 
-def test_a_failing_probe_says_so_once_and_the_default_runs(monkeypatch):
-    monkeypatch.setattr(probe, "ways", lambda device, *, padded, few: {ways.DEFAULT: failing})
-    told = r"could not be measured for exact attention, float32, .*: No available kernel.*approx doctor --probe"
-    with pytest.warns(UserWarning, match=told):
-        assert fastest(small())[0] == ways.DEFAULT
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert fastest(small())[0] == ways.DEFAULT
-
-
-def test_kinds_of_input():
-    def kind(length, keys, **more):
-        x = torch.zeros(1, 1, max(length, keys), 24, requires_grad=more.pop("training", False))
-        mask = torch.ones(1, keys, dtype=torch.bool) if more.pop("padded", False) else None
-        return case_of(x[:, :, :length], x[:, :, :keys], mask, causal=more.pop("causal", False))
-
-    assert kind(31, 31) is None
-    assert kind(40, 40) == small()
-    assert kind(100, 1000) == Case("cpu", torch.float32, 64, 64)
-    assert kind(1, 40, causal=True) == small(few=True)
-    assert kind(40, 40, causal=True, padded=True, training=True) == small(causal=True, padded=True, training=True)
-    with torch.no_grad():
-        assert kind(40, 40, training=True) == small()
-    x = torch.zeros(1, 1, 40, 8, dtype=torch.float64)
-    assert case_of(x, x, None, causal=False) is None
-
-
-@pytest.mark.parametrize("way", ["chunks of 256", "default SDPA by lengths"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_what_was_chosen_runs(monkeypatch, way, causal):
-    monkeypatch.setattr(probe, "find", lambda *_, **__: {"way": way})
-    q, k, v = torch.randn(3, 2, 2, 70, 8).unbind()
-    mask = torch.arange(70) < torch.tensor([[70], [40]])
-    found = fastest_attention(q, k, v, mask, causal=causal, scale=0.3)
-    plain = exact_attention(q, k, v, mask, causal=causal, scale=0.3, impl="reference")
-    torch.testing.assert_close(found.transpose(1, 2)[mask], plain.transpose(1, 2)[mask])
-    # Nothing but SDPA drops weights; the mean of the dropped ones is right in any case.
-    assert torch.isfinite(fastest_attention(q, k, v, mask, causal=causal, scale=0.3, dropout=0.5)).all()
-
-
-def test_few_queries_that_the_chosen_way_cannot_take_go_another(monkeypatch):
-    monkeypatch.setattr(probe, "find", lambda *_, **__: {"way": "compiled C"})
-    for size, grad in ((16, False), (24, False), (16, True)):
-        q, k = torch.randn(1, 2, 1, size), torch.randn(1, 2, 70, size)
-        v = torch.randn(1, 2, 70, size, requires_grad=grad)
-        found = fastest_attention(q, k, v, causal=True, scale=0.3)
-        torch.testing.assert_close(found, exact_attention(q, k, v, causal=True, scale=0.3, impl="reference"))
-
-
-@pytest.fixture
-def compiling(monkeypatch):
-    """Turns compiling C on or off, as if in another process."""
-    compiler, why = c_language.find_compiler()
-    if compiler is None:
-        pytest.skip(why)
-
-    def turn(on):
-        monkeypatch.setenv("APPROX_COMPILE_C", str(int(on)))
-        monkeypatch.setattr(findings, "_known", {})
-        c_language.library.cache_clear()
-
-    yield turn
-    monkeypatch.delenv("APPROX_COMPILE_C", raising=False)
-    c_language.library.cache_clear()
-
-
-@pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("later", [False, True], ids=["C goes", "C comes"])
-def test_what_was_found_with_c_or_without_it_is_measured_anew_after_a_change(compiling, later, rows):
-    asked = str(Case("cpu", torch.bfloat16, 64, 32, few=rows == 1))
-    q, k, v = torch.randn(1, 2, rows, 64), *torch.randn(2, 1, 2, 40, 64)
-    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-    compiling(not later)
-    findings.find("cpu", asked, lambda: {"way": ways.DEFAULT if later else "compiled C"})
-    compiling(later)
-    out = fastest_attention(q, k, v, causal=False, scale=0.1)
-    exact = exact_attention(q, k, v, causal=False, scale=0.1, impl="reference")
-    torch.testing.assert_close(out, exact, atol=1e-2, rtol=2e-2)
-    finding = findings.found("cpu")[asked]
-    assert ("compiled C" in finding["errors"]) == later
-    compiling(not later)
-    assert "errors" not in findings.found("cpu")[asked], "what was found before the change holds after it is undone"
-
-
-@pytest.mark.parametrize("rows", [1, 40])
-def test_c_that_was_chosen_and_no_longer_compiles_leaves_the_default(monkeypatch, rows):
-    monkeypatch.setattr(probe, "find", lambda *_, **__: {"way": "compiled C"})
-    monkeypatch.setattr(ways, "c_obstacle", lambda *_: "the folder is full.")
-    q, k, v = torch.randn(1, 2, rows, 16), *torch.randn(2, 1, 2, 40, 16)
-    found = fastest_attention(q, k, v, causal=False, scale=0.3)
-    torch.testing.assert_close(found, exact_attention(q, k, v, causal=False, scale=0.3, impl="reference"))
+def test_a_machine_that_others_use_is_measured_on_one_thread(monkeypatch):
+    monkeypatch.setattr(probe, "crowded", lambda: True)
+    choose_among(monkeypatch, quick=delayed(0.0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with probe.clock() as now:
+            assert (torch.get_num_threads(), now) == (1, time.thread_time)
+        assert torch.get_num_threads() == 2
+        assert measure(small())["crowded"]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_on_cuda_every_back_end_and_lengths_are_asked(monkeypatch):
@@ -243,6 +158,6 @@ def test_on_cuda_the_own_kernels_are_asked_where_triton_is(causal, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("form", [{}, {"causal": True}, {"padded": True}, {"padded": True, "training": True}])
 def test_on_cuda_the_ways_that_run_are_exact(form):
-    finding = measure(Case("cuda", torch.bfloat16, 64, 512, **form))
+    finding = measure(Case("cuda", torch.bfloat16, 512, **form))
     assert finding["errors"][finding["way"]] <= probe.LABEL[torch.bfloat16]
     assert ("varlen" in finding["milliseconds"]) == ("padded" in form)

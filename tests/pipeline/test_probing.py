@@ -1,76 +1,85 @@
-import os
+"""`approx doctor --probe`: what it measures, keeps and tells."""
 
 import pytest
-import torch
 
 from approx.errors import ApproxError
 from approx.pipeline import health, probing
 from approx_kernels import findings
-from approx_kernels.exact import probe, ways
+from approx_kernels.exact import choice, probe, ways
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, tmp_path):
-    monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "cache"))
+def nothing_known(monkeypatch, own_cache):
     monkeypatch.setattr(findings, "_known", {})
-    monkeypatch.setattr(findings, "crowded", lambda: False)
-    monkeypatch.setattr(probing, "_LENGTHS", (512,))
-    monkeypatch.setattr(probing, "_DTYPES", (torch.float32,))
+    monkeypatch.setattr(probe, "crowded", lambda: False)
+    monkeypatch.setattr(probing, "LENGTHS", (512,))
+    monkeypatch.setattr(probing, "_DTYPES", probing._DTYPES[:1])
 
 
 def told() -> dict[str, tuple[str, str]]:
     return {f"{one.what} {one.found}".partition(":")[0]: (one.state, one.found) for one in health.examine(offline=True)}
 
 
-def test_before_a_probe_the_doctor_says_how_to_start_one():
-    state, text = told()["exact attention not measured yet"]
-    assert state == "missing"
-    assert "approx doctor --probe" in text
+def test_without_a_probe_the_doctor_says_that_defaults_hold_and_how_to_measure():
+    lines = [one for one in health.examine(offline=True) if one.what == "exact attention"]
+    assert [one.state for one in lines] == ["ok"]
+    assert "as by default; `approx doctor --probe` measures" in lines[0].found
+    assert not findings.file().exists()
 
 
 def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
     monkeypatch.setattr(probe, "SECONDS", 0.0)
     seen = []
     probing.probe(lambda *where: seen.append(where))
-    assert [(done, total) for _, done, total in seen] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert [(done, total) for _, done, total in seen] == [(done, 7) for done in range(7)]
     lines = told()
-    for form in ("", ", causal", ", padded", ", few"):
-        found = [line for what, line in lines.items() if what.endswith(f"512 keys{form}")]
-        assert found
-        assert found[0][0] == "ok"
-        assert "error" in found[0][1]
-    assert findings.file().exists()
-    monkeypatch.setattr(
-        probe, "find", lambda device, asked, *_, **__: findings.find(device, asked, lambda: {"way": "none"})
-    )
-    monkeypatch.setattr(probing, "fastest", lambda case: findings.find("cpu", "another thing", dict))
+    forms = ("", ", causal", ", padded", ", causal, padded", ", few", ", training", ", causal, training")
+    for form in forms:
+        state, text = lines[f"exact attention float32, 512 keys{form}"]
+        assert state == "ok"
+        assert "error" in text
+    # The calls of this process and of later ones go by it.
+    case = choice.Case("cpu", probing._DTYPES[0], 512)
+    assert choice.chosen(case)[0] == findings.found("cpu")[str(case)]["way"]
+    found = {"way": ways.DEFAULT, "milliseconds": {ways.DEFAULT: 1.0}, "errors": {ways.DEFAULT: 0.0}}
+    monkeypatch.setattr(probing, "_FORMS", ({},))
+    monkeypatch.setattr(probing, "measure", lambda case: found)
     probing.probe()
-    assert not any("exact attention" in asked for asked in findings.found("cpu"))
+    assert list(findings.found("cpu").values()) == [found]
 
 
 def test_what_was_measured_beside_other_programs_is_marked_and_the_mark_explained():
-    finding = {"way": "x", "milliseconds": {"x": 1.0, ways.DEFAULT: 2.0}, "errors": {"x": 1e-7}, "crowded": True}
     assert "other programs" not in " ".join(text for _, text in told().values())
-    findings._known[findings.machine("cpu")]["exact attention, float32, 512 keys"] = finding
-    assert "* was measured while other programs used the cores: when they are gone, measure anew" in " ".join(
-        text for _, text in told().values()
-    )
+    finding = {"way": "x", "milliseconds": {"x": 1.0, ways.DEFAULT: 2.0}, "errors": {"x": 1e-7}, "crowded": True}
+    findings.keep("cpu", "exact attention, float32, 512 keys", finding)
+    lines = " ".join(text for _, text in told().values())
+    assert "x, 2.00× default SDPA, error 1.0e-07 *" in lines
+    assert "* was measured while other programs used the cores: when they are gone, measure again" in lines
 
 
-def test_a_probe_that_failed_is_told_with_the_remedy():
-    findings.find("cpu", "exact attention, float32, 512 keys", lambda: {"failed": "out of memory"})
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("out of memory\nmore")], ids=["memory", "runtime"])
+def test_a_probe_that_fails_leaves_the_default_and_is_told_with_the_remedy(monkeypatch, error):
+    def fail(case):
+        raise error
+
+    monkeypatch.setattr(probing, "measure", fail)
+    probing.probe()
     state, text = told()["exact attention float32, 512 keys"]
     assert state == "missing"
-    assert "the probe failed: out of memory. Mend that, then measure anew with `approx doctor --probe`" in text
+    why = "MemoryError" if isinstance(error, MemoryError) else "out of memory"
+    assert f"default SDPA, because the probe failed: {why}. Fix that, then measure again with `approx doctor" in text
+    assert choice.chosen(choice.Case("cpu", probing._DTYPES[0], 512))[0] == ways.DEFAULT
 
 
-@pytest.mark.skipif(os.name != "posix", reason="folders have other rights elsewhere")
-def test_findings_that_cannot_be_kept_are_told(monkeypatch):
-    monkeypatch.setattr(probing.os, "access", lambda *_: False)
-    assert "set APPROX_CACHE to a folder that can be written" in " ".join(text for _, text in told().values())
+def test_findings_that_cannot_be_kept_are_an_error_with_the_remedy(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(probing, "measure", lambda case: {"way": ways.DEFAULT})
+    with pytest.raises(ApproxError, match=r"cannot be (kept|removed).*APPROX_CACHE"):
+        probing.probe()
 
 
 def test_findings_that_cannot_be_removed_are_an_error_with_the_remedy():
-    findings.file().mkdir(parents=True)
+    findings.file().mkdir()
     with pytest.raises(ApproxError, match=r"cannot be removed: .*APPROX_CACHE"):
         probing.probe()

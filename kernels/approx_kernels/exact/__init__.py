@@ -5,10 +5,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from approx_kernels.custom_op import capturing
+from approx_kernels.exact.choice import case_of, chosen
 from approx_kernels.exact.cpu import chunked_attention
 from approx_kernels.exact.fused import fused_attention
 from approx_kernels.exact.lengths import by_lengths
-from approx_kernels.exact.probe import case_of, fastest
 from approx_kernels.exact.reference import dense_attention
 from approx_kernels.exact.ways import DEFAULT
 from approx_kernels.implementation import choose, took
@@ -75,11 +75,12 @@ def fastest_attention(
     dropout: float = 0.0,
     impl: str = "auto",
 ) -> Tensor:
-    """`exact_attention` in the way that is the fastest on this machine for inputs of this kind.
+    """`exact_attention` in a way that is fast for inputs of this kind (device, dtype, length, few, causal, padded, training).
 
-    The first inputs of a kind (device, dtype, head size, length, causal, padded, training) wait for a probe of at most a few
-    seconds, which is kept for other processes in a file. With dropout, inside of compiled graphs, under a counter of
-    operations and below 128 keys it is PyTorch's SDPA without a question.
+    Nothing is measured. Where `approx doctor --probe` ran on this machine, the way is the fastest that it found; elsewhere it
+    is compiled C for long inputs on CPUs with AVX-512, as the table `DEFAULTS` in `choice.py` says, and PyTorch's SDPA
+    otherwise. With dropout, inside of compiled graphs, under a counter of operations and
+    below 128 keys it is always PyTorch's SDPA.
 
     Args: as for `exact_attention`, whose implementations may be asked for by `impl`.
 
@@ -90,15 +91,15 @@ def fastest_attention(
         ValueError: as `exact_attention`.
     """
     check_shapes(q, k, v, key_mask)
-    run = choose("fastest_attention", impl, {"probed": None, "cpu": _cpu_obstacle(q, dropout), "reference": None})
-    # Nothing is probed, and no C called, where a compiler or a counter follows the operations.
+    run = choose("fastest_attention", impl, {"fastest": None, "cpu": _cpu_obstacle(q, dropout), "reference": None})
+    # No C is called where a compiler or a counter follows the operations.
     followed = is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() or type(q) is not Tensor
     # Lengths are read from the device, and nobody may wait for it while its launches are captured.
     followed = followed or (key_mask is not None and capturing())
-    if run == "probed" and (dropout or followed):
+    if run == "fastest" and (dropout or followed):
         run = "auto"
         took("fastest_attention", DEFAULT)
-    if run != "probed":
+    if run != "fastest":
         return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout, impl=run)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -107,7 +108,7 @@ def fastest_attention(
     if case is None:
         took("fastest_attention", DEFAULT)
         return exact_attention(q, k, v, key_mask, causal=causal, scale=scale)
-    name, way = fastest(case)
+    name, way = chosen(case)
     took("fastest_attention", name)
     return way(q, k, v, key_mask, causal=causal, scale=scale)
 

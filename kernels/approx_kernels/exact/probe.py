@@ -1,24 +1,22 @@
-"""Which way to compute exact attention is the fastest on this machine: measured once for each kind of input."""
+"""Measures which way to compute exact attention is the fastest on this machine; only `approx doctor --probe` asks."""
 
+import contextlib
+import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from approx_kernels.exact.choice import Case
 from approx_kernels.exact.reference import dense_attention
 from approx_kernels.exact.ways import DEFAULT, Way, ways
-from approx_kernels.findings import Finding, clock, crowded, find
+from approx_kernels.findings import Finding
 
-# Each speaks for the inputs up to the next, the last for all longer ones. Shorter ones than the first take so little time
-# that in whole models nothing is gained any more, in bfloat16 a little lost.
-LENGTHS = (128, 256, 512, 1024, 2048)
-SIZES = (64, 128)
-FEW = 8
+# Of the heads that are made up.
+SIZE = 64
 # Keys at which errors are measured, and ways that are hopeless found out; as many as there are where those are fewer.
 SHORT = 256
 # Another way takes the default's place only when clearly faster: noise must not choose.
@@ -29,63 +27,10 @@ ROUNDS = 12
 # So many at least, before anything is called hopeless too: whatever else runs may hold up one or two.
 LEAST_ROUNDS = 3
 SECONDS = 0.5
+# Running programs per core from which on they are in each other's way; this one may use all cores itself.
+CROWDED = 1.5
 # The relative error up to which a result is called exact in its dtype; in 16 bits that is the distance of two numbers.
 LABEL = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kind of input.
-
-    Args:
-        device: `cpu` or `cuda`.
-        dtype: Of queries, keys and values.
-        size: Head size, D, one of `SIZES`; the nearest that is no smaller, or the last.
-        length: Keys, one of `LENGTHS`; the nearest that is no larger.
-        few: Whether there are at most `FEW` queries.
-        causal: Whether a query sees only its past.
-        padded: Whether there is a mask.
-        training: Whether gradients are wanted.
-    """
-
-    device: str
-    dtype: torch.dtype
-    size: int
-    length: int
-    few: bool = False
-    causal: bool = False
-    padded: bool = False
-    training: bool = False
-
-    def __str__(self) -> str:
-        said = [
-            "exact attention",
-            str(self.dtype).removeprefix("torch."),
-            f"head size {self.size}",
-            f"{self.length}{'+' if self.length == LENGTHS[-1] else ''} keys",
-            *(name for name in ("few", "causal", "padded", "training") if getattr(self, name)),
-        ]
-        return ", ".join(said)
-
-
-def case_of(q: Tensor, k: Tensor, key_mask: Tensor | None, *, causal: bool) -> Case | None:
-    """The kind that an input is of; None where the default is taken without a question."""
-    keys = k.shape[2]
-    if keys < LENGTHS[0] or q.device.type not in ("cpu", "cuda") or q.dtype not in LABEL:
-        return None
-    few = q.shape[2] <= FEW
-    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    length = max(length for length in LENGTHS if length <= keys)
-    size = next((size for size in SIZES if size >= q.shape[3]), SIZES[-1])
-    return Case(q.device.type, q.dtype, size, length, few, causal and not few, key_mask is not None, training)
-
-
-def fastest(case: Case) -> tuple[str, Way]:
-    """The name of the fastest way for a case, and the way; the default where the probe fails."""
-    known = ways(case.device, padded=case.padded, few=case.few)
-    chosen = find(case.device, str(case), partial(measure, case), otherwise={"way": DEFAULT}).get("way")
-    # Kept by a version that knew others, it is as good as nothing.
-    return (chosen, known[chosen]) if chosen in known else (DEFAULT, known[DEFAULT])
 
 
 def measure(case: Case) -> Finding:
@@ -140,6 +85,30 @@ def measure(case: Case) -> Finding:
     } | ({"crowded": True} if case.device == "cpu" and crowded() else {})
 
 
+def crowded() -> bool:
+    """Whether other programs use so much of the cores that nothing measured now should be believed for long."""
+    # Systems without this figure are taken to be quiet.
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return load > CROWDED * (os.cpu_count() or 1)
+
+
+@contextlib.contextmanager
+def clock() -> Iterator[Callable[[], float]]:
+    """A clock, in seconds, for work on the CPU within the context.
+
+    It is the wall's. Where other programs would disturb that, this process keeps to one thread within the context, and the
+    clock is that thread's own time.
+    """
+    threads = torch.get_num_threads()
+    if threads > 1 and crowded():
+        torch.set_num_threads(1)
+    try:
+        yield time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
 def _inputs(case: Case, length: int, oracle: bool = True) -> tuple[Any, Tensor | None, Tensor | None]:
     """Random q, k, v as a model lays them out, their mask, and what exact attention is in float64."""
     generator = torch.Generator().manual_seed(0)
@@ -148,7 +117,7 @@ def _inputs(case: Case, length: int, oracle: bool = True) -> tuple[Any, Tensor |
     batch, heads = 4 if case.device == "cuda" else 1 + case.padded, 12
     rows = 1 if case.few else length
     q, k, v = (
-        torch.randn(batch, n, heads, case.size, generator=generator).to(case.device, case.dtype).transpose(1, 2)
+        torch.randn(batch, n, heads, SIZE, generator=generator).to(case.device, case.dtype).transpose(1, 2)
         for n in (rows, length, length)
     )
     real = None
@@ -159,13 +128,13 @@ def _inputs(case: Case, length: int, oracle: bool = True) -> tuple[Any, Tensor |
     exact = None
     if oracle:
         wide = [x.detach().double() for x in (q, k, v)]
-        exact = dense_attention(wide[0], wide[1], wide[2], real, causal=case.causal, scale=case.size**-0.5, dropout=0.0)
+        exact = dense_attention(wide[0], wide[1], wide[2], real, causal=case.causal, scale=SIZE**-0.5, dropout=0.0)
     return [x.requires_grad_(case.training) for x in (q, k, v)], real, exact
 
 
 def _call(way: Way, inputs: Any, real: Tensor | None, case: Case) -> Callable[[], Tensor]:
     def call() -> Tensor:
-        out = way(*inputs, real, causal=case.causal, scale=case.size**-0.5)
+        out = way(*inputs, real, causal=case.causal, scale=SIZE**-0.5)
         if case.training:
             torch.autograd.grad(out, inputs, out.detach())
         return out

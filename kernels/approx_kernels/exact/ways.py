@@ -1,4 +1,4 @@
-"""The ways to compute exact attention, by name, among which a probe chooses."""
+"""The ways to compute exact attention, by name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +18,7 @@ from approx_kernels.triton_language import HEAD_SIZES, triton
 Way = Callable[..., Tensor]
 
 DEFAULT = "default SDPA"
+COMPILED = "compiled C"
 BACK_ENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -53,7 +54,7 @@ def ways(device: str, *, padded: bool, few: bool) -> dict[str, Way]:
 
 def _compiled(way: Way) -> dict[str, Way]:
     # Where C was there when it was found the fastest and is no longer, another way takes its place.
-    return {} if c_obstacle() else {"compiled C": way}
+    return {} if c_obstacle() else {COMPILED: way}
 
 
 def _default(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
@@ -104,7 +105,7 @@ def _few_in_c(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causa
         return compiled_few(q, k, v, key_mask, causal=causal, scale=scale)
     if c_obstacle(q) is not None:
         raise RuntimeError(why)
-    # A probe with another head size, or without gradients, has spoken for this one.
+    # What was found or is the default speaks for all head sizes, with gradients or without.
     return _default(q, k, v, key_mask, causal=causal, scale=scale)
 
 
@@ -113,7 +114,7 @@ def _own_flash(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, caus
     from approx_kernels.flash import flash, flash_obstacle
 
     if not {q.shape[3], v.shape[3]} <= set(HEAD_SIZES):
-        # A probe with another head size has spoken for this one.
+        # What was found speaks for all head sizes.
         return _default(q, k, v, key_mask, causal=causal, scale=scale)
     why = flash_obstacle(q, v, 0.0)
     if why is not None:

@@ -97,7 +97,7 @@ def attention(length: int, dtype: torch.dtype, *, causal: bool, train: bool) -> 
     q, k, v = (x.detach().requires_grad_(train) for x in (q, k, v))
     for case in [Case(SDPA, SDPA, {}), *cases(causal, length)]:
         mechanism = mechanism_of(case, causal).to(dtype).train(train)
-        if mechanism.needs_calibration:
+        if mechanism.takes_calibration:
             with torch.no_grad():
                 mechanism.calibrate(q, k, v)
         forward = lambda mechanism=mechanism: mechanism(q, k, v)  # noqa: E731  # one of many

@@ -155,7 +155,7 @@ def measure(case: dict[str, Any], texts: list[list[Layer]], exact: list[list[Ten
         settings = case["settings"] | ({"seed": seed} if seeded else {})
         made = [kind(heads, size, causal=False, scale=size**-0.5, **settings).eval() for _ in range(layers)]
         for layer, mechanism in enumerate(made):
-            if mechanism.needs_calibration:
+            if mechanism.takes_calibration:
                 mechanism.calibrate(*(torch.cat([text[layer][part] for text in texts[:half]], 2) for part in range(3)))
         for layer, mechanism in enumerate(made):
             outputs = [mechanism(*text[layer]) for text in texts[half:]]

@@ -88,7 +88,7 @@ def contenders(
 def built(case: Case, causal: bool, dtype: torch.dtype, device: torch.device, given: Inputs) -> Any:
     """The mechanism on the device, with as many heads as the inputs and fitted to them where it must be."""
     mechanism = mechanism_of(case, causal, given.q.shape[1]).to(device, dtype)
-    if mechanism.needs_calibration:
+    if mechanism.takes_calibration:
         with torch.no_grad():
             mechanism.calibrate(given.q, given.k, given.v)
     return mechanism

@@ -76,7 +76,7 @@ shapes = st.fixed_dictionaries(
 
 def make(name, causal, *, heads, size, **changed):
     mechanism = KINDS[name](heads, size, causal=causal, scale=size**-0.5, **(SMALL.get(name, {}) | changed))
-    if mechanism.needs_calibration:
+    if mechanism.takes_calibration:
         with torch.no_grad():
             mechanism.calibrate(*draw(batch=2, heads=heads, length=40, size=size, values=size, seed=7))
     return mechanism

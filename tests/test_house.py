@@ -87,7 +87,8 @@ def broken_import_rules(source: str, module: str, is_package: bool = False) -> l
             wrong.append(f"{module} may not import {target}")
         if within(target, "approx.cli") and not speaks:
             wrong.append(f"{module} imports {target}, but nobody imports cli")
-        sibling = within(target, "approx.mechanisms") and not within(target, "approx.mechanisms.mechanism")
+        shared = any(within(target, f"approx.mechanisms.{name}") for name in ("mechanism", "steps"))
+        sibling = within(target, "approx.mechanisms") and not shared
         if sibling and within(module, "approx.mechanisms") and not is_package:
             wrong.append(f"{module} imports {target}, but no mechanism imports another")
         if travels and not ours and top not in sys.stdlib_module_names | {"torch", "triton"}:

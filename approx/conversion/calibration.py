@@ -22,7 +22,7 @@ def mechanisms(model: Any) -> list[Mechanism]:
 
 
 def calibrate(model: Any, inputs: dict[str, Tensor] | None, only: Collection[Mechanism] | None = None) -> None:
-    """Fit each mechanism that needs it, just before it runs, so that it sees what the fitted layers below it give.
+    """Fit each mechanism that takes a batch, just before it runs, so that it sees what the fitted layers below it give.
 
     Args:
         model: A converted model.
@@ -33,11 +33,13 @@ def calibrate(model: Any, inputs: dict[str, Tensor] | None, only: Collection[Mec
         ApproxError: if a mechanism needs a batch and there is none, or the batch does not reach it.
     """
     chosen = mechanisms(model) if only is None else only
-    waiting = {mechanism for mechanism in chosen if mechanism.needs_calibration}
+    waiting = {mechanism for mechanism in chosen if mechanism.takes_calibration}
     if not waiting:
         return
     if inputs is None:
-        names = ", ".join(sorted({type(mechanism).__name__ for mechanism in waiting}))
+        names = ", ".join(sorted({type(each).__name__ for each in waiting if each.needs_calibration}))
+        if not names:
+            return
         raise ApproxError(
             f"{names} must be fitted to inputs, and none were given. Pass a batch of the model's inputs as 'calibration', or "
             "choose settings that need none."

@@ -40,9 +40,9 @@ def build(site: Mapping[str, Any]) -> Mechanism:
 def _part(part: Mapping[str, Any], heads: int, site: Mapping[str, Any]) -> Mechanism:
     if part["mechanism"] not in MECHANISMS:
         raise ApproxError(f"Mechanism '{part['mechanism']}' is not known here. Known: {', '.join(sorted(MECHANISMS))}.")
-    mechanism = MECHANISMS[part["mechanism"]](
-        heads, site["head_dim"], causal=site["causal"], scale=site["scale"], **part["settings"]
-    )
+    kind = MECHANISMS[part["mechanism"]]
+    settings = {**kind.earlier, **part["settings"]}
+    mechanism = kind(heads, site["head_dim"], causal=site["causal"], scale=site["scale"], **settings)
     mechanism.exact_below = part.get("exact_below", 0)
     mechanism.checkpoint = part.get("checkpoint", False)
     return mechanism

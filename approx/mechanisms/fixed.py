@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, latest, whole_number
+from approx.mechanisms.mechanism import Mechanism, latest, whole_number
+from approx.mechanisms.steps import chosen_steps, interleaved
 from approx_kernels.strides import CAUSAL_STRIDE, root_above
 from approx_kernels.summaries import summary_attention
 

@@ -26,6 +26,7 @@ class Mechanism(nn.Module):
     that exact attention gives to the others, the captured mass, foretells its damage. `decode_state` says what the
     causal form keeps while tokens are decoded one by one: a `cache` of all keys and values, which grows and is read by
     `forward`; a `ring` of the ones in reach; or a `recurrent` state. The latter two are bounded and read by `decode`.
+    `earlier` gives the values of settings that converted folders of earlier versions do not state, which then had no others.
     `takes_notes` says whether `forward` takes, as the keyword `notes`, a dictionary that stays beside a cache: what it
     has worked out about its keys, tensors of first dimension B, which later calls need not work out again.
     `padding` says which key masks are honoured, `any` being those of every form, and `gradient` whether the gradient is
@@ -58,6 +59,7 @@ class Mechanism(nn.Module):
     gradient: ClassVar[str] = "exact"
     compiles: ClassVar[str] = "whole"
     runs_c: ClassVar[bool] = False
+    earlier: ClassVar[dict[str, Any]] = {}
     source: ClassVar[str]
     exact_when: ClassVar[str]
 
@@ -186,6 +188,11 @@ class Mechanism(nn.Module):
         """Whether the state must be fitted to inputs, by `calibrate`, before it means anything."""
         return False
 
+    @property
+    def takes_calibration(self) -> bool:
+        """Whether `calibrate` fits anything; what `needs_calibration` does, and other mechanisms may do without."""
+        return self.needs_calibration
+
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
         """Fit the state to a calibration batch; conversion calls it once, without gradients.
 
@@ -245,19 +252,25 @@ def whole_number(name: str, value: Any, low: int, high: int | None = None) -> in
     """The value, if it is an int (and not a bool) of at least `low` and at most `high`."""
     inside = type(value) is int and low <= value and (high is None or value <= high)
     limits = f"of at least {low}" if high is None else f"from {low} to {high}"
-    return _checked(name, value, inside, f"a whole number {limits}")
+    return checked(name, value, inside, f"a whole number {limits}")
 
 
 def positive_number(name: str, value: Any) -> float:
     """The value as a float, if it is a finite number above 0."""
     inside = type(value) in (int, float) and math.isfinite(value) and value > 0
-    return float(_checked(name, value, inside, "a finite number above 0"))
+    return float(checked(name, value, inside, "a finite number above 0"))
 
 
 def number_up_to_one(name: str, value: Any) -> float:
     """The value as a float, if it is a number above 0 and at most 1."""
     inside = type(value) in (int, float) and 0 < value <= 1
-    return float(_checked(name, value, inside, "a number above 0 and at most 1"))
+    return float(checked(name, value, inside, "a number above 0 and at most 1"))
+
+
+def number_from_zero_to_one(name: str, value: Any) -> float:
+    """The value as a float, if it is a number from 0 to 1."""
+    inside = type(value) in (int, float) and 0 <= value <= 1
+    return float(checked(name, value, inside, "a number from 0 to 1"))
 
 
 def seed_number(value: Any) -> int:
@@ -267,34 +280,16 @@ def seed_number(value: Any) -> int:
 
 def true_or_false(name: str, value: Any) -> bool:
     """The value, if it is a bool."""
-    return _checked(name, value, type(value) is bool, "true or false")
+    return checked(name, value, type(value) is bool, "true or false")
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     """The value, if it is among the allowed words."""
-    return _checked(name, value, value in allowed, f"one of {', '.join(allowed)}")
+    return checked(name, value, value in allowed, f"one of {', '.join(allowed)}")
 
 
-def chosen_steps(mode: Any, step: Any, count: int) -> tuple[int | None, ...]:
-    """The steps of a sparse pattern that the heads use in turn; None is all of them merged.
-
-    `mode` is `merged`; `heads`, one step a head in turn; or `interleave`, one step a layer in turn, which by itself is
-    a lowest layer. `step`, from 1, is one step for all heads.
-    """
-    one_of("mode", mode, ("merged", "interleave", "heads"))
-    if step is not None:
-        _checked("mode", mode, mode != "heads", "'merged' or 'interleave' beside a step, which all heads then use")
-        return (whole_number("step", step, 1, count),)
-    return {"merged": (None,), "interleave": (1,), "heads": tuple(range(1, count + 1))}[mode]
-
-
-def interleaved(settings: dict[str, Any], rank: int, count: int) -> dict[str, Any]:
-    """The settings of a layer of that rank: with `mode: interleave` the step of `count` that is its turn."""
-    own = settings.get("mode") == "interleave" and settings.get("step") is None
-    return settings | {"step": rank % count + 1} if own else settings
-
-
-def _checked(name: str, value: Any, inside: bool, allowed: str) -> Any:
+def checked(name: str, value: Any, inside: bool, allowed: str) -> Any:
+    """The value, if it is `inside` of what is `allowed`, in words."""
     if not inside:
         raise ApproxError(f"Setting '{name}' is {value!r}; allowed is {allowed}. Change it or leave it out.")
     return value

@@ -1,22 +1,48 @@
 """Performer attention: random features whose products are softmax weights on average."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, one_of, seed_number, true_or_false, whole_number
-from approx_kernels.performer import KERNELS, draw_projection, performer_attention, performer_decode
+from approx.mechanisms.mechanism import (
+    Mechanism,
+    number_from_zero_to_one,
+    one_of,
+    seed_number,
+    true_or_false,
+    whole_number,
+)
+from approx_kernels.exact import exact_attention
+from approx_kernels.performer import (
+    ESTIMATORS,
+    KERNELS,
+    Fitted,
+    draw_projection,
+    fit_estimator,
+    performer_attention,
+    performer_decode,
+)
+from approx_kernels.shapes import check_shapes
+
+# The share of uniform attention where none is given and none was fitted yet: on real activations the best of 0.3, 0.5 and 0.7
+# for 64 to 1,024 plain features, and at each of these closer than the eps of the paper.
+_UNFITTED = 0.5
+# The largest that is fitted: with nothing else, queries and keys would have no gradient.
+_MOST = 0.9
 
 
 class PerformerAttention(Mechanism):
     """Estimate softmax attention from M positive random features, in O(n M D).
 
-    The relative error falls as the root of M and grows exponentially with the norms of queries and keys, so a
-    pretrained model loses much until it is fine-tuned.
+    The relative error falls as the root of M and grows with the norms of queries and keys: exponentially with plain features,
+    far slower with features that are fitted to what reaches the layer. `convert` fits them to its calibration batch; until
+    then features are plain. A share of uniform attention, fitted likewise, takes the place of the eps that the paper
+    adds to features: an estimate that fails is then no worse than no attention.
 
-    Source: Choromanski et al., 2021, Rethinking Attention with Performers, arXiv 2009.14794; departs from it in
-    drawing only when told to, and in a stabiliser that cancels exactly and knows nothing of the future.
+    Source: Choromanski et al., 2021, Rethinking Attention with Performers, arXiv 2009.14794, Likhosherstov et al., 2022, Chefs'
+    Random Tables, arXiv 2205.15317, and 2023, FAVOR#, arXiv 2302.00787; departs from them in drawing only when told to, in a
+    stabiliser that cancels exactly and knows nothing of the future, in the share, and in moments around the mean.
 
     Args:
         heads: Number of heads, H.
@@ -25,7 +51,11 @@ class PerformerAttention(Mechanism):
         scale: Factor of the scores; q and k are multiplied by its root.
         features: Random features, M; more is closer to exact.
         orthogonal: Whether the random rows are orthogonal in blocks of D, which lowers the error.
-        kernel: `softmax`, or `relu`, the generalised attention that approximates no softmax.
+        kernel: `softmax`, or `relu`, the generalised attention that approximates no softmax and has no estimator.
+        estimator: Features of the softmax kernel: `positive`, which fits nothing; or fitted to a calibration batch, `oprf`,
+            `sderf` or `aderf`, the sharpest, which costs a product of D times D for each query and key; see `fit_estimator`.
+        floor: Share of uniform attention in the outputs, from 0 to 1. None fits that of each head to the calibration batch,
+            up to 0.9; before it is 0.5, or 0 for the relu kernel.
         seed: Seed of the random rows, which are a buffer and saved with the checkpoint.
         redraw_every: Steps of training after which `after_step` draws other rows; 0 for never, as it is outside of training.
 
@@ -39,9 +69,11 @@ class PerformerAttention(Mechanism):
         "On a CPU, how far keys rise above earlier ones decides what the causal form computes again."
     )
     source: ClassVar[str] = "Choromanski et al. 2021, Rethinking Attention with Performers, arXiv 2009.14794"
-    exact_when: ClassVar[str] = "Never: with kernel = softmax the error falls as 1 / root of features."
+    exact_when: ClassVar[str] = "Never: with kernel = softmax and floor = 0 the error falls as 1 / root of features."
+    earlier: ClassVar[dict[str, Any]] = {"estimator": "positive", "floor": 0.0}
 
     projection: Tensor
+    share: Tensor
 
     def __init__(
         self,
@@ -53,6 +85,8 @@ class PerformerAttention(Mechanism):
         features: int = 256,
         orthogonal: bool = True,
         kernel: str = "softmax",
+        estimator: str = "aderf",
+        floor: float | None = None,
         seed: int = 0,
         redraw_every: int = 0,
     ) -> None:
@@ -60,9 +94,49 @@ class PerformerAttention(Mechanism):
         self.features = whole_number("features", features, 1)
         self.orthogonal = true_or_false("orthogonal", orthogonal)
         self.kernel = one_of("kernel", kernel, KERNELS)
+        self.estimator = one_of("estimator", estimator, ESTIMATORS)
+        self.floor = None if floor is None else number_from_zero_to_one("floor", floor)
         self.seed = seed_number(seed)
         self.redraw_every = whole_number("redraw_every", redraw_every, 0)
         self.register_buffer("projection", self._draw(self.seed))
+        if self.floor is None:
+            self.register_buffer("share", torch.full((self.heads,), _UNFITTED if kernel == "softmax" else 0.0))
+        if self._fits_features:
+            for name, value in Fitted.plain(self.heads, self.head_dim)._asdict().items():
+                self.register_buffer(name, value)
+
+    @property
+    def takes_calibration(self) -> bool:
+        """Whether features or the share are fitted to a calibration batch; without one they are plain and constant."""
+        return self._fits_features or self.floor is None
+
+    @property
+    def _fits_features(self) -> bool:
+        return self.kernel == "softmax" and self.estimator != "positive"
+
+    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
+        """Fit the features, then the share that brings the outputs of each head closest to exact attention.
+
+        Args: as for `forward`.
+        """
+        if key_mask is not None and not key_mask.any():
+            return
+        if self._fits_features:
+            fitted = fit_estimator(q, k, key_mask, estimator=self.estimator, scale=self.scale)
+            for name, value in fitted._asdict().items():
+                self.get_buffer(name).copy_(value)
+        if self.floor is not None:
+            return
+        exact = exact_attention(q, k, v, key_mask, causal=self.causal, scale=self.scale).double()
+        estimate, uniform = (self._attend(q, k, v, key_mask, share).double() for share in (0.0, 1.0))
+        if key_mask is not None and q.shape[2] == k.shape[2]:
+            # What padded queries get has no meaning.
+            exact, estimate, uniform = (x * key_mask[:, None, :, None] for x in (exact, estimate, uniform))
+        away, across = exact - estimate, uniform - estimate
+        best = (away * across).sum((0, 2, 3)) / across.square().sum((0, 2, 3)).clamp(
+            min=torch.finfo(torch.float64).tiny
+        )
+        self.share.copy_(best.clamp(0, _MOST))
 
     def redraw(self, seed: int) -> None:
         """Draw other random rows; nothing but this and `after_step` ever does."""
@@ -80,7 +154,7 @@ class PerformerAttention(Mechanism):
 
     @property
     def warning(self) -> str | None:
-        """Queries and keys of pretrained models are long, and `relu` is no softmax."""
+        """Attention of pretrained models is sharp in places, and `relu` is no softmax."""
         why = "approximates no softmax" if self.kernel == "relu" else "is far from the softmax where attention is sharp"
         return (
             f"performer with kernel '{self.kernel}' {why}: the model loses most of its quality until it is fine-tuned."
@@ -90,24 +164,32 @@ class PerformerAttention(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
     ) -> Tensor:
         """Attend; dropout acts on whole keys in the numerator, since no weights of single pairs exist."""
-        return performer_attention(
-            q,
-            k,
-            v,
-            key_mask,
-            projection=self.projection,
-            kernel=self.kernel,
-            causal=self.causal,
-            scale=self.scale,
-            dropout=dropout,
-        )
+        return self._attend(q, k, v, key_mask, self.floor, dropout)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, state: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Attend from tokens that follow those in a state: sums over their features."""
-        ways = {"projection": self.projection, "kernel": self.kernel, "scale": self.scale}
+        """Attend from tokens that follow those in a state: sums over their features, and over values."""
+        check_shapes(q, k, v, key_mask)
+        q, k, ways = self._ways(q, k, self.floor)
         return performer_decode(q, k, v, key_mask, state, **ways)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, floor: float | None, dropout: float = 0.0
+    ) -> Tensor:
+        check_shapes(q, k, v, key_mask)
+        q, k, ways = self._ways(q, k, floor)
+        return performer_attention(q, k, v, key_mask, **ways, causal=self.causal, dropout=dropout)
+
+    def _ways(self, q: Tensor, k: Tensor, floor: float | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Queries and keys in the base of the features, and what the op is told; a `floor` of None is the fitted share."""
+        share = self.share if floor is None else torch.full((self.heads,), floor, device=q.device) if floor else None
+        ways = {"projection": self.projection, "share": share, "kernel": self.kernel, "scale": self.scale}
+        if not self._fits_features:
+            return q, k, ways
+        fitted = Fitted(*(self.get_buffer(name) for name in Fitted._fields))
+        ways["projection"], ways["offsets"] = fitted.rows(self.projection)
+        return *fitted.inputs(q, k, self.scale), ways
 
     @classmethod
     def exact_settings(cls, length: int) -> None:
@@ -118,12 +200,13 @@ class PerformerAttention(Mechanism):
         return 2
 
     def flops(self, length: int) -> int:
-        """Features of queries and keys, sums and readings of them, and the pairs inside causal chunks of 64."""
+        """Maps and features of queries and keys, sums and readings of them, and the pairs inside causal chunks of 64."""
         pairs = min(length, 64) if self.causal else 0
-        features = 4 * length * self.head_dim * self.features
+        features = 4 * length * self.head_dim * (self.features + self._fits_features * self.head_dim)
         return self.heads * (features + 4 * length * (self.features * self.head_dim + pairs * self.features))
 
     def memory(self, length: int) -> int:
         """Outputs before they are joined, and the features of a chunk and the state, if all heads come at once."""
         chunk = 2 * min(length, 64) * self.features + self.features * self.head_dim
-        return 4 * self.heads * (length * self.head_dim + chunk)
+        mapped = 2 * length * self.head_dim if self._fits_features else 0
+        return 4 * self.heads * (length * self.head_dim + mapped + chunk)

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from approx.conversion import surgery
 from approx.conversion.plan import Plan
+from approx.conversion.sites import build
 from approx.mechanisms.full import FullAttention
 from approx.mechanisms.performer import PerformerAttention
 from conversion.zoo import tiny
@@ -16,6 +17,8 @@ FEATURES = [64, 128, 256, 512, 1024, 2048, 4096]
 
 
 def make(*, causal=False, **settings):
+    """Features and nothing else, if the settings do not say otherwise."""
+    settings = {"estimator": "positive", "floor": 0.0} | settings
     return PerformerAttention(2, SIZE, causal=causal, scale=SIZE**-0.5, **settings)
 
 
@@ -142,3 +145,99 @@ def test_dropout_takes_whole_keys_out_of_the_numerator_only(kernel, causal):
     factor = torch.where(weights > 1e-6, dropped / weights, 0.0).amax(2, keepdim=True)
     assert set(factor.round(decimals=3).flatten().tolist()) == {0.0, 2.0}
     torch.testing.assert_close(dropped, weights * factor.round())
+
+
+def real_like(*, length=200, seed=0):
+    """Queries and keys as trained heads have them: far from the origin, along a few directions, and values."""
+    generator = torch.Generator().manual_seed(seed)
+    stretch = torch.logspace(0.3, -1, SIZE)
+    q, k, v = torch.randn(3, 1, 2, length, SIZE, generator=generator).unbind()
+    return q * stretch * 0.6 + 0.5, k * stretch.sqrt() * 0.6 - 1.0, v
+
+
+def error(mechanism, q, k, v):
+    exact = FullAttention(2, SIZE, causal=mechanism.causal, scale=SIZE**-0.5)(q, k, v)
+    return float((mechanism(q, k, v) - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_what_is_fitted_to_one_text_errs_less_on_another(causal):
+    fitted, text = {}, real_like(seed=1)
+    for name, settings in {
+        "plain": {},
+        "oprf": {"estimator": "oprf"},
+        "sderf": {"estimator": "sderf"},
+        "aderf": {"estimator": "aderf"},
+        "default": {"estimator": "aderf", "floor": None},
+    }.items():
+        found = []
+        for seed in range(4):
+            mechanism = make(causal=causal, features=64, seed=seed, **settings)
+            if mechanism.takes_calibration:
+                mechanism.calibrate(*real_like())
+            found.append(error(mechanism, *text))
+        fitted[name] = sum(found) / len(found)
+    assert sorted(fitted.values(), reverse=True) == list(fitted.values()), fitted
+
+
+def test_the_fitted_share_is_the_best_of_each_head_and_leaves_a_gradient():
+    text = real_like()
+    mechanism = make(features=32, estimator="aderf", floor=None)
+    assert mechanism.takes_calibration
+    assert not mechanism.needs_calibration
+    assert mechanism.share.tolist() == [0.5, 0.5]
+    mechanism.calibrate(*text)
+    best = error(mechanism, *text)
+    for change in ([0.03, 0.0], [0.0, 0.03], [-0.03, 0.0], [0.0, -0.03]):
+        other = make(features=32, estimator="aderf", floor=None)
+        other.load_state_dict(mechanism.state_dict())
+        other.share += torch.tensor(change)
+        assert error(other, *text) > best
+    # Sharp attention that no 2 features tell anything of.
+    hopeless = make(features=2, floor=None)
+    hopeless.calibrate(30 * text[0], 30 * text[1], text[2])
+    assert 0.7 < hopeless.share.min() < hopeless.share.max() == pytest.approx(0.9)
+
+
+def test_a_floor_is_a_share_of_uniform_attention():
+    q, k, v = drawn(4.0)
+    estimate, half, whole = (make(features=64, floor=floor)(q, k, v) for floor in (0.0, 0.5, 1.0))
+    torch.testing.assert_close(whole, v.mean(2, keepdim=True).expand_as(v))
+    torch.testing.assert_close(half, (estimate + whole) / 2)
+    assert torch.equal(make(features=64, estimator="aderf", floor=0.5)(q, k, v), make(features=64, floor=0.5)(q, k, v))
+
+
+def test_padding_is_not_fitted_to():
+    q, k, v = real_like(length=40)
+    mask = torch.rand(1, 40) < 0.6
+    first, other = (make(features=32, estimator="aderf", floor=None) for _ in range(2))
+    padded, real = ~mask[:, None, :, None], mask[0]
+    first.calibrate(q.masked_fill(padded, 1e3), k.masked_fill(padded, 1e3), v.masked_fill(padded, 1e3), mask)
+    other.calibrate(q[:, :, real], k[:, :, real], v[:, :, real])
+    for name, value in first.state_dict().items():
+        torch.testing.assert_close(value, other.state_dict()[name], msg=name)
+    before = {name: x.clone() for name, x in first.state_dict().items()}
+    first.calibrate(q, k, v, torch.zeros_like(mask))
+    assert all(torch.equal(x, before[name]) for name, x in first.state_dict().items())
+
+
+def test_a_converted_model_is_fitted_where_inputs_are_given_and_plain_where_not():
+    inputs = {"input_ids": torch.arange(40)[None]}
+    plan = Plan.of("performer", features=8)
+    fitted, plain = tiny("BertModel"), tiny("BertModel")
+    surgery.convert(fitted, plan, calibration=inputs)
+    surgery.convert(plain, plan)
+    state = {name: x for name, x in plain.state_dict().items() if name.endswith(("curvature", "share"))}
+    assert state
+    for name, x in state.items():
+        assert x.eq(0.0 if name.endswith("curvature") else 0.5).all()
+        assert not torch.equal(fitted.state_dict()[name], x)
+
+
+def test_a_layer_converted_before_there_were_estimators_is_what_it_was():
+    site = {"heads": 2, "head_dim": SIZE, "causal": False, "scale": SIZE**-0.5, "mechanism": "performer"}
+    stated = {"features": 64, "orthogonal": True, "kernel": "softmax", "seed": 3, "redraw_every": 0}
+    old, q_k_v = build({**site, "settings": stated}), drawn(4.0)
+    assert isinstance(old, PerformerAttention)
+    assert list(old.state_dict()) == ["projection"]
+    assert torch.equal(old(*q_k_v), make(features=64, seed=3)(*q_k_v))

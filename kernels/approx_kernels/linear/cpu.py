@@ -26,9 +26,9 @@ class _Problem(ctypes.Structure):
 
     _fields_ = (
         *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "size", "features", "values")),
-        *((name, _WHOLE) for name in ("causal", "map", "bf16", "threads")),
+        *((name, _WHOLE) for name in ("sets", "causal", "map", "bf16", "threads")),
         *((name, Rows) for name in ("q", "k", "v", "out")),
-        *((name, _PLACE) for name in ("mask", "sums", "tops", "rows", "norms")),
+        *((name, _PLACE) for name in ("mask", "sums", "tops", "rows", "offsets", "norms")),
         *((name, ctypes.c_float) for name in ("input_scale", "eps", "floor")),
     )
 
@@ -55,20 +55,24 @@ def linear_batch(
     input_scale: float,
     eps: float,
     rows: Tensor | None = None,
+    offsets: Tensor | None = None,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Attend: outputs, and normalisers with eps, [B, H, L] in float32. The backward pass keeps the inputs alone and
     computes their features again.
 
-    With random rows w [F, D], features are `relu(w.x) + floor`, or for the map `exp` exp(w.x - |x|^2 / 2).
+    With random rows w, [F, D] or for each head [H, F, D], features are `relu(w.x) + floor`, or for the map `exp`
+    exp(w.x - |x|^2 / 2), those of queries times exponentials of the offsets, which have the shape of rows but for D.
     """
     q, k, v = _laid_out(q, k, v)
     key_mask = None if key_mask is None else key_mask.contiguous()
     # Bottom-right: with L > S the first L - S queries stand before all keys, and see none.
     blind = max(q.shape[2] - k.shape[2], 0) if causal else 0
     with without_autocast("cpu"):
-        rows = _whole(rows)
-        out, norms = _attend(q[:, :, blind:], k, v, key_mask, rows, causal, feature_map, input_scale, eps, floor)
+        rows, offsets = _whole(rows), _whole(offsets)
+        out, norms = _attend(
+            q[:, :, blind:], k, v, key_mask, rows, offsets, causal, feature_map, input_scale, eps, floor
+        )
     return (F.pad(out, (0, 0, blind, 0)), F.pad(norms, (blind, 0), value=eps)) if blind else (out, norms)
 
 
@@ -84,6 +88,7 @@ def linear_continue(
     eps: float,
     tops: Tensor | None = None,
     rows: Tensor | None = None,
+    offsets: Tensor | None = None,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """As `linear_batch`, causal, after keys whose sums are [B, H, F, E + 1], float32; these get the new keys too, in place.
@@ -95,13 +100,13 @@ def linear_continue(
     out, norms = _empty(q, k, v)
     how = feature_map, input_scale, eps, floor
     mask = None if key_mask is None else key_mask.contiguous()
-    blind, rows = max(q.shape[2] - k.shape[2], 0), _whole(rows)
+    blind, rows, offsets = max(q.shape[2] - k.shape[2], 0), _whole(rows), _whole(offsets)
     if blind:
         few, norms = norms[:, :, :blind].contiguous(), norms[:, :, blind:].contiguous()
         parts = q[:, :, :blind], k[:, :, :0], v[:, :, :0], out[:, :, :blind], None
-        _run(FORWARD, _problem(*parts, rows, sums, tops, few, False, *how))
+        _run(FORWARD, _problem(*parts, rows, offsets, sums, tops, few, False, *how))
     parts = q[:, :, blind:], k, v, out[:, :, blind:], mask
-    _run(FORWARD, _problem(*parts, rows, sums, tops, norms, True, *how))
+    _run(FORWARD, _problem(*parts, rows, offsets, sums, tops, norms, True, *how))
     return out, torch.cat([few, norms], 2) if blind else norms
 
 
@@ -110,8 +115,8 @@ def _laid_out(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _whole(rows: Tensor | None) -> Tensor | None:
-    return None if rows is None else rows.float().contiguous()
+def _whole(given: Tensor | None) -> Tensor | None:
+    return None if given is None else given.float().contiguous()
 
 
 def _empty(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -128,18 +133,18 @@ def _empty_gradients(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.how = inputs[:5], inputs[5:]
+    tensors, ctx.how = inputs[:6], inputs[6:]
     ctx.save_for_backward(*tensors)
 
 
 def _gradients(ctx: Any, grad: Tensor, grad_norms: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_norms = None if grad_norms is None else grad_norms.contiguous()
-    return *_attend_backward(grad, grad_norms, *ctx.saved_tensors, *ctx.how), *[None] * 7
+    return *_attend_backward(grad, grad_norms, *ctx.saved_tensors, *ctx.how), *[None] * 8
 
 
 def _products(q: list[int], k: list[int], v: list[int], rows: list[int] | None, passes: int) -> int:
     """Twice the multiply-adds of random features, once, and of so many passes of features against values."""
-    features, random = (q[3], 0) if rows is None else (rows[0], q[3] * rows[0] * (q[2] + k[2]))
+    features, random = (q[3], 0) if rows is None else (rows[-2], q[3] * rows[-2] * (q[2] + k[2]))
     return 2 * q[0] * q[1] * (random + passes * features * v[3])
 
 
@@ -170,6 +175,7 @@ def _attend_backward(
     v: Tensor,
     key_mask: Tensor | None,
     rows: Tensor | None,
+    offsets: Tensor | None,
     causal: bool,
     feature_map: str,
     input_scale: float,
@@ -179,7 +185,7 @@ def _attend_backward(
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     made = _empty_gradients(grad, grad_norms, q, k, v)
     how = causal, feature_map, input_scale, eps, floor
-    problem = _problem(q, k, v, grad, key_mask, rows, None, None, grad_norms, *how)
+    problem = _problem(q, k, v, grad, key_mask, rows, offsets, None, None, grad_norms, *how)
     _run(BACKWARD, _BackwardProblem(problem, *map(rows_of, (grad, *made))))
     return made
 
@@ -191,6 +197,7 @@ def _attend(
     v: Tensor,
     key_mask: Tensor | None,
     rows: Tensor | None,
+    offsets: Tensor | None,
     causal: bool,
     feature_map: str,
     input_scale: float,
@@ -198,10 +205,10 @@ def _attend(
     floor: float,
 ) -> tuple[Tensor, Tensor]:
     out, norms = _empty(q, k, v)
-    features = q.shape[3] if rows is None else rows.shape[0]
+    features = q.shape[3] if rows is None else rows.shape[-2]
     sums = q.new_zeros(*q.shape[:2], features, v.shape[3] + 1, dtype=torch.float32)
     how = causal, feature_map, input_scale, eps, floor
-    _run(FORWARD, _problem(q, k, v, out, key_mask, rows, sums, None, norms, *how))
+    _run(FORWARD, _problem(q, k, v, out, key_mask, rows, offsets, sums, None, norms, *how))
     return out, norms
 
 
@@ -218,6 +225,7 @@ def _problem(
     out: Tensor,
     key_mask: Tensor | None,
     rows: Tensor | None,
+    offsets: Tensor | None,
     sums: Tensor | None,
     tops: Tensor | None,
     norms: Tensor | None,
@@ -227,8 +235,8 @@ def _problem(
     eps: float,
     floor: float,
 ) -> _Problem:
-    features = q.shape[3] if rows is None else rows.shape[0]
+    features, sets = (q.shape[3], 1) if rows is None else (rows.shape[-2], rows.shape[0] if rows.ndim == 3 else 1)
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], features, v.shape[3])
-    how = causal, _MAPS.index(feature_map), q.dtype == torch.bfloat16, torch.get_num_threads()
-    places = map(address, (key_mask, sums, tops, rows, norms))
+    how = sets, causal, _MAPS.index(feature_map), q.dtype == torch.bfloat16, torch.get_num_threads()
+    places = map(address, (key_mask, sums, tops, rows, offsets, norms))
     return _Problem(*sizes, *how, *map(rows_of, (q, k, v, out)), *places, input_scale, eps, floor)

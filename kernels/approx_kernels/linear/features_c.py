@@ -18,12 +18,13 @@ enum { ELU, RELU, EXP };
 #define LOWEST -8e37f
 
 typedef struct {
-    int64_t batch, heads, length, keys, size, features, values, causal, map, bf16, threads;
+    int64_t batch, heads, length, keys, size, features, values, sets, causal, map, bf16, threads;
     tensor q, k, v, out;
     const uint8_t *mask; /* [B, S], 0 at padding; NULL when all keys are real */
     float *sums;         /* [B, H, F, E + 1] */
     float *tops;         /* [B, H, F], what sums of exponentials are relative to */
-    const float *rows;   /* [F, D], of random features; NULL where each number has one of its own */
+    const float *rows;   /* [sets, F, D], of random features, of all heads or of each; NULL where each number has one of its own */
+    const float *offsets; /* [sets, F], added to the logarithms of queries' features; NULL for none */
     float *norms;        /* [B, H, L], normalisers of queries, or the gradients of these; NULL where nobody asks */
     float input_scale, eps, floor;
 } problem;
@@ -33,6 +34,7 @@ typedef struct {
     const problem *all;
     int64_t b, h, size, width, wide; /* features, values and inputs in whole vectors */
     const float *across, *along;     /* random rows, [D, F] and [F, D] */
+    const float *offsets;            /* [F]; or nothing */
     float *asking, *asked;           /* inputs of queries and keys, [TOKENS, D] */
     float *top, *higher, *fall;      /* [F]: what features are relative to, the largest so far, the ratio of the two */
     split parts;                     /* the rows across, scaled, for inputs of bfloat16 on tiles; or nothing */
@@ -50,15 +52,25 @@ INLINE float row_sum(int64_t n, const float *row) {
     return lane_sum(sums);
 }
 
-/* The random rows as columns, [D, F], then as rows, [F, D], each in whole vectors; NULL where there is no memory. */
+/* Numbers of a set of random rows, as `both_ways` lays them out. */
+INLINE int64_t set_size(const problem *p) {
+    return p->size * padded(p->features) + (p->rows ? p->features * padded(p->size) : 0);
+}
+
+/* Each set of random rows as columns, [D, F], then as rows, [F, D], in whole vectors; NULL where there is no memory. */
 static float *both_ways(const problem *p) {
     int64_t size = padded(p->features), wide = padded(p->size), D = p->size, F = p->rows ? p->features : 0;
-    float *across = floats(D * size + F * wide), *along = across + D * size;
-    if (!across) return NULL;
-    memset(across, 0, sizeof(float) * (D * size + F * wide));
-    for (int64_t f = 0; f < F; f++)
-        for (int64_t d = 0; d < D; d++) across[d * size + f] = along[f * wide + d] = p->rows[f * D + d];
-    return across;
+    int64_t sets = p->rows ? p->sets : 1, all = sets * set_size(p);
+    float *made = floats(all);
+    if (!made) return NULL;
+    memset(made, 0, sizeof(float) * all);
+    for (int64_t s = 0; s < sets; s++) {
+        const float *rows = p->rows + s * F * D;
+        float *across = made + s * set_size(p), *along = across + D * size;
+        for (int64_t f = 0; f < F; f++)
+            for (int64_t d = 0; d < D; d++) across[d * size + f] = along[f * wide + d] = rows[f * D + d];
+    }
+    return made;
 }
 
 /* Begin a head: memory for its own work and, returned, for `more` floats; NULL where there is none. */
@@ -67,8 +79,10 @@ static float *begin(head *x, const problem *p, const float *across, int64_t b, i
     float *memory = floats(more + 2 * TOKENS * wide + 3 * size);
     if (!memory) return NULL;
     float *asking = memory + more, *top = asking + 2 * TOKENS * wide;
-    *x = (head){p, b, h, size, padded(p->values), wide, across, across + p->size * size, asking,
-                asking + TOKENS * wide, top, top + size, top + 2 * size, {0}};
+    int64_t set = p->sets > 1 ? h : 0;
+    if (p->rows) across += set * set_size(p);
+    *x = (head){p, b, h, size, padded(p->values), wide, across, across + p->size * size,
+                p->offsets ? p->offsets + set * F : NULL, asking, asking + TOKENS * wide, top, top + size, top + 2 * size, {0}};
     /* What fills up the last vector never rises. */
     for (int64_t f = 0; f < size; f++)
         x->higher[f] = x->top[f] = f >= F ? 0.0f : p->tops ? p->tops[(b * p->heads + h) * F + f] : LOWEST;
@@ -114,6 +128,7 @@ static void read_queries(const head *x, int64_t first, int64_t rows, float *to) 
     if (x->all->map != EXP) return;
     for (int64_t i = 0; i < rows; i++, to += x->size) {
         vf tops = (vf){0} - INFINITY;
+        for (int64_t d = 0; x->offsets && d < x->all->features; d++) to[d] += x->offsets[d];
         for (int64_t d = x->all->features; d < x->size; d++) to[d] = LOWEST;
         for (int64_t d = 0; d < x->size; d += WIDTH) {
             *(vf *)(to + d) += *(vf *)(x->top + d);

@@ -31,7 +31,9 @@ static int attend(const problem *p, const float *across, split parts, int64_t b,
                               room(TOKENS, width) + room(F, width) + room(size, CHUNK));
     if (!memory) return 1;
     int half = begin_halves(p->bf16, p->length);
-    if (half) x.parts = parts;
+    /* Two parts: what they lose of a logarithm is far less than what its inputs had lost. */
+    split own = split_rows(half && p->rows && p->sets > 1, 2, p->size, F, p->input_scale, x.across, size);
+    if (half) x.parts = own.pairs ? own : parts;
     float *state = memory, *values = state + F * width, *out = values + TOKENS * width, *keys = out + TOKENS * width;
     float *queries = keys + TOKENS * size, *total = queries + TOKENS * size, *other = total + size;
     float *pairs = other + room(size, CHUNK), *given = pairs + CHUNK * CHUNK, *held = given + room(TOKENS, width);
@@ -90,7 +92,7 @@ static int attend(const problem *p, const float *across, split parts, int64_t b,
         sums[f * (E + 1) + E] = total[f];
     }
     if (p->tops) memcpy(p->tops + (b * p->heads + h) * F, x.top, sizeof(float) * F);
-    end_halves(half), free(memory);
+    end_halves(half), free(memory), free((void *)own.pairs);
     return 0;
 }
 
@@ -98,8 +100,8 @@ int forward(const problem *p) {
     float *across = both_ways(p);
     int failed = !across;
     if (failed) return 1;
-    /* Two parts: what they lose of a logarithm is far less than what its inputs had lost. */
-    split parts = split_rows(p->bf16 && p->rows, 2, p->size, p->features, p->input_scale, across, padded(p->features));
+    split parts = split_rows(p->bf16 && p->rows && p->sets == 1, 2, p->size, p->features, p->input_scale, across,
+                             padded(p->features));
 #pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(| : failed)
     for (int64_t item = 0; item < p->batch * p->heads; item++)
         failed |= attend(p, across, parts, item / p->heads, item % p->heads);

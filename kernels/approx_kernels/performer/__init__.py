@@ -6,6 +6,7 @@ from approx_kernels.implementation import choose
 from approx_kernels.linear.decode import state_obstacle
 from approx_kernels.linear.reference import drop_keys
 from approx_kernels.performer.cpu import obstacle, performer_batch, performer_continue
+from approx_kernels.performer.estimators import ESTIMATORS, Fitted, fit_estimator
 from approx_kernels.performer.projection import draw_projection
 from approx_kernels.performer.reference import performer_heads
 from approx_kernels.performer.triton_heads import (
@@ -14,11 +15,20 @@ from approx_kernels.performer.triton_heads import (
     performer_prompt,
     prompt_obstacle,
 )
+from approx_kernels.performer.uniform import SUMS, mixed
 from approx_kernels.ring import State
 from approx_kernels.shapes import check_shapes
 from approx_kernels.triton_language import ranked
 
-__all__ = ["KERNELS", "draw_projection", "performer_attention", "performer_decode"]
+__all__ = [
+    "ESTIMATORS",
+    "KERNELS",
+    "Fitted",
+    "draw_projection",
+    "fit_estimator",
+    "performer_attention",
+    "performer_decode",
+]
 
 KERNELS = ("softmax", "relu")
 
@@ -30,6 +40,8 @@ def performer_attention(
     key_mask: Tensor | None = None,
     *,
     projection: Tensor,
+    offsets: Tensor | None = None,
+    share: Tensor | None = None,
     kernel: str = "softmax",
     causal: bool,
     scale: float,
@@ -42,6 +54,11 @@ def performer_attention(
     f(q).f(k) / M is exp(scale q.k) on average, with a relative error that falls as 1 / root M and grows exponentially
     with the norms. `relu`: f(x) = relu(w.x) + 1e-3, which approximates no softmax.
 
+    Offsets b are for estimators that weigh their rows, see `fit_estimator`: f(q).f(k) is a sum of terms times exp(b). With
+    a share s the outputs are (1 - s) o_i and s times the mean of the values that query i may see. That does what the eps
+    added to features does in the paper, which draws all weights towards each other where the estimate fails, but is the same
+    for long and short keys and knows nothing of later ones.
+
     Nothing over- or underflows: features of keys are divided by the largest of that feature among the real keys (in
     the causal form among those already seen), which the queries are multiplied by before their own largest feature
     is taken out. Both cancel exactly, since no eps is added.
@@ -50,21 +67,23 @@ def performer_attention(
     between which a running state is carried. A query without any allowed key gives 0.
 
     Source: Choromanski et al., 2021, Rethinking Attention with Performers, arXiv 2009.14794; departs from it in the
-    stabiliser, which there is one number for all features and leaks the future through an added eps.
+    stabiliser, which there is one number for all features and leaks the future through an added eps, and in the share.
 
     Args:
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, H, S, D].
         v: Values, [B, H, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
-        projection: Rows w, [M, D], as `draw_projection` draws them; all heads share them.
+        projection: Rows w, [M, D], as `draw_projection` draws them, for all heads; or [H, M, D], of each head.
+        offsets: Logarithms of the weights of rows, [H, M], for rows of each head and the softmax kernel; None for no weights.
+        share: Share of uniform attention of each head, [H], from 0 to 1; None for none.
         kernel: One of `KERNELS`.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability with which a key is dropped from the numerator, for all queries of a head at once:
             there are no weights of single pairs to drop.
         impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, in one pass, without a gradient of the projection; `triton` has
-            neither that nor dropout.
+            neither that nor dropout nor rows of each head.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -72,16 +91,19 @@ def performer_attention(
     Raises:
         ValueError: if the shapes or dtypes do not fit together, or the implementation cannot run.
     """
-    _check_parts(q, k, v, key_mask, projection, kernel)
+    _check_parts(q, k, v, key_mask, projection, offsets, share, kernel)
     no_kernels = performer_obstacle(q, v, projection, dropout)
-    run = choose("performer_attention", impl, ranked(q, no_kernels, cpu=obstacle(q, projection), reference=None))
+    no_cpu = obstacle(q, projection, offsets)
+    run = choose("performer_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
     how = {"projection": projection, "kernel": kernel, "causal": causal, "scale": scale}
+    v = drop_keys(v, dropout)
     if run == "triton":
-        return performer_kernels(q, k, v, key_mask, **how)
-    if run == "cpu":
-        return performer_batch(q, k, drop_keys(v, dropout), key_mask, **how)
-    out, _ = performer_heads(q, k, v, key_mask, **how, dropout=dropout)
-    return out
+        out = performer_kernels(q, k, v, key_mask, **how)
+    elif run == "cpu":
+        out = performer_batch(q, k, v, key_mask, **how, offsets=offsets)
+    else:
+        out, _ = performer_heads(q, k, v, key_mask, **how, offsets=offsets)
+    return out if share is None else mixed(out, v, key_mask, share, causal=causal)[0]
 
 
 def performer_decode(
@@ -92,6 +114,8 @@ def performer_decode(
     state: State | None = None,
     *,
     projection: Tensor,
+    offsets: Tensor | None = None,
+    share: Tensor | None = None,
     kernel: str = "softmax",
     scale: float,
     impl: str = "auto",
@@ -104,26 +128,53 @@ def performer_decode(
 
     Returns:
         [B, H, L, E] in the dtype of q, and the state, in float32 at least: `sums` of features times values and a
-        one, [B, H, M, E + 1]; for the softmax kernel beside the `top` that they are relative to, [B, H, 1, M].
+        one, [B, H, M, E + 1]; for the softmax kernel beside the `top` that they are relative to, [B, H, 1, M]; with a share
+        also the sums of values and a one, `values`, [B, H, 1, E + 1].
 
     Raises:
         ValueError: if the shapes or dtypes do not fit together, or the implementation cannot run.
     """
-    _check_parts(q, k, v, key_mask, projection, kernel)
-    no_cpu = obstacle(q, projection) or state_obstacle(q, k, v)
+    _check_parts(q, k, v, key_mask, projection, offsets, share, kernel)
+    no_cpu = obstacle(q, projection, offsets) or state_obstacle(q, k, v)
     no_kernels = performer_obstacle(q, v, projection) or state_obstacle(q, k, v) or prompt_obstacle(q, k, state)
     run = choose("performer_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
     ways = {"projection": projection, "kernel": kernel, "scale": scale}
+    uniform = None if state is None else state.get(SUMS)
+    state = None if state is None else {name: x for name, x in state.items() if name != SUMS}
     if run == "triton":
-        return performer_prompt(q, k, v, key_mask, **ways)
-    if run == "cpu":
-        return performer_continue(q, k, v, key_mask, state, **ways)
-    return performer_heads(q, k, v, key_mask, **ways, causal=True, state=state)
+        out, state = performer_prompt(q, k, v, key_mask, **ways)
+    elif run == "cpu":
+        out, state = performer_continue(q, k, v, key_mask, state, **ways, offsets=offsets)
+    else:
+        out, state = performer_heads(q, k, v, key_mask, **ways, offsets=offsets, causal=True, state=state)
+    if share is None:
+        return out, state
+    out, uniform = mixed(out, v, key_mask, share, causal=True, earlier=uniform)
+    return out, state | {SUMS: uniform}
 
 
-def _check_parts(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, projection: Tensor, kernel: str) -> None:
+def _check_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    projection: Tensor,
+    offsets: Tensor | None,
+    share: Tensor | None,
+    kernel: str,
+) -> None:
     check_shapes(q, k, v, key_mask)
-    if projection.ndim != 2 or projection.shape[1] != q.shape[3]:
-        raise ValueError(f"projection has shape {list(projection.shape)}; expected [features, {q.shape[3]}] to fit q.")
+    heads, size, shape = q.shape[1], q.shape[3], list(projection.shape)
+    if projection.ndim not in (2, 3) or shape[-1] != size or (projection.ndim == 3 and shape[0] != heads):
+        raise ValueError(
+            f"projection has shape {shape}; expected [features, {size}] or [{heads}, features, {size}] to fit q."
+        )
     if kernel not in KERNELS:
         raise ValueError(f"kernel is {kernel!r}; expected one of {', '.join(KERNELS)}.")
+    if offsets is not None and (projection.ndim == 2 or kernel != "softmax" or list(offsets.shape) != shape[:2]):
+        raise ValueError(
+            f"offsets have shape {list(offsets.shape)} beside a projection of {shape} and kernel {kernel!r}; they need "
+            "kernel 'softmax' and the first two numbers of a projection [heads, features, size]."
+        )
+    if share is not None and list(share.shape) != [heads]:
+        raise ValueError(f"share has shape {list(share.shape)}; expected [{heads}], a number for each head.")

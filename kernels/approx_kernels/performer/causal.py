@@ -3,7 +3,16 @@
 import torch
 from torch import Tensor
 
-from approx_kernels.performer.sums import KeySums, divided, heights_of, key_features, logs_of, lowest, query_features
+from approx_kernels.performer.sums import (
+    KeySums,
+    Rows,
+    divided,
+    heights_of,
+    key_features,
+    logs_of,
+    lowest,
+    query_features,
+)
 
 # Queries of a chunk: inside it pairs are computed, from chunk to chunk a state of size M x E is carried.
 _CHUNK = 64
@@ -13,7 +22,7 @@ RISE = 60.0
 
 
 def causal_sums(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tensor, sums: KeySums
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Rows, sums: KeySums
 ) -> tuple[Tensor, KeySums]:
     """Outputs of queries that stand beside their keys, all of which follow those in `sums`, and the sums with these.
 

@@ -5,11 +5,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.autocast import without_autocast
-from approx_kernels.linear.reference import drop_keys
 from approx_kernels.linear.sums import attend_features, continue_features
 from approx_kernels.padding import blank_padding
 from approx_kernels.performer.causal import causal_sums
-from approx_kernels.performer.sums import KeySums, divided, heights_of, logs_of
+from approx_kernels.performer.sums import KeySums, Rows, divided, heights_of, logs_of
 from approx_kernels.ring import State
 
 # Numbers in a working set: half a MiB of float32, which a core's own cache holds.
@@ -29,10 +28,10 @@ def performer_heads(
     key_mask: Tensor | None,
     *,
     projection: Tensor,
+    offsets: Tensor | None,
     kernel: str,
     causal: bool,
     scale: float,
-    dropout: float = 0.0,
     state: State | None = None,
 ) -> tuple[Tensor, State]:
     """Performer attention; on a CPU a few heads at a time, whose features then stay in its cache.
@@ -40,19 +39,18 @@ def performer_heads(
     Causal, it goes on from the state that earlier keys left, and returns the state for later queries.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    numbers = q.shape[0] * min(k.shape[2], _CHUNK) * projection.shape[0]
+    numbers = q.shape[0] * min(k.shape[2], _CHUNK) * projection.shape[-2]
     heads = max(1, _CACHED // numbers) if q.device.type == "cpu" else q.shape[1]
     attend = _relu if kernel == "relu" else _softmax
     q, k, v = blank_padding(q, k, v, key_mask)
     out, reached = [], []
     with without_autocast(q.device.type):
-        rows = projection.to(wide)
         for first, *parts in zip(range(0, q.shape[1], heads), *(x.split(heads, 1) for x in (q, k, v)), strict=True):
             shape = parts[0].shape[:2]
             queries, keys, values = (x.to(wide).flatten(0, 1) for x in parts)
             keep = None if key_mask is None else key_mask[:, None].expand(*shape, -1).flatten(0, 1)[..., None]
-            values = drop_keys(values, dropout)
             block = slice(first, first + heads)
+            rows = _rows_of(block, shape[0], projection.to(wide), None if offsets is None else offsets.to(wide))
             earlier = None if state is None else {name: x[:, block].flatten(0, 1) for name, x in state.items()}
             joined, later = attend(queries * scale**0.5, keys * scale**0.5, values, keep, rows, causal, earlier)
             out.append(joined.unflatten(0, shape).to(q.dtype))
@@ -60,10 +58,17 @@ def performer_heads(
     return torch.cat(out, 1), {name: torch.cat([each[name] for each in reached], 1) for name in reached[0]}
 
 
+def _rows_of(block: slice, batch: int, rows: Tensor, offsets: Tensor | None) -> Rows:
+    """The rows of some heads of each sample."""
+    if rows.ndim == 2:
+        return Rows(rows, None)
+    return Rows(rows[block].repeat(batch, 1, 1), None if offsets is None else offsets[block].repeat(batch, 1)[:, None])
+
+
 def _relu(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tensor, causal: bool, state: State | None
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Rows, causal: bool, state: State | None
 ) -> tuple[Tensor, State]:
-    queries, keys = (F.relu(x @ rows.T) + FLOOR for x in (q, k))
+    queries, keys = (F.relu(x @ rows.rows.mT) + FLOOR for x in (q, k))
     keys = keys if keep is None else keys * keep
     if not causal:
         return attend_features(queries, keys, v, EPS), {}
@@ -72,7 +77,7 @@ def _relu(
 
 
 def _softmax(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tensor, causal: bool, state: State | None
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Rows, causal: bool, state: State | None
 ) -> tuple[Tensor, State]:
     v = F.pad(v, (0, 1), value=1.0)
     sums = KeySums.of_nothing(k, v, rows) if state is None else KeySums(state["top"], state["sums"])
@@ -89,7 +94,7 @@ def _softmax(
     return F.pad(out, (0, 0, blind, 0)), {"top": sums.top, "sums": sums.state}
 
 
-def _sum_keys(sums: KeySums, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tensor) -> KeySums:
+def _sum_keys(sums: KeySums, k: Tensor, v: Tensor, keep: Tensor | None, rows: Rows) -> KeySums:
     for first in range(0, k.shape[1], _CHUNK):
         chunk = slice(first, first + _CHUNK)
         sums = sums.add(logs_of(k[:, chunk], rows), v[:, chunk], None if keep is None else keep[:, chunk])

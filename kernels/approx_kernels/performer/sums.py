@@ -10,6 +10,18 @@ import torch
 from torch import Tensor
 
 
+class Rows(NamedTuple):
+    """The random rows w and what is added to the logarithms of queries' features.
+
+    Attributes:
+        rows: [M, D], or [G, M, D] where heads have their own.
+        offsets: [G, 1, M], or None for none.
+    """
+
+    rows: Tensor
+    offsets: Tensor | None
+
+
 class KeySums(NamedTuple):
     """What is kept of the keys seen so far; its size does not depend on their number.
 
@@ -23,9 +35,9 @@ class KeySums(NamedTuple):
     state: Tensor
 
     @classmethod
-    def of_nothing(cls, k: Tensor, v: Tensor, rows: Tensor) -> "KeySums":
+    def of_nothing(cls, k: Tensor, v: Tensor, rows: Rows) -> "KeySums":
         """The sums before the first key; v has its column of ones."""
-        groups, count = k.shape[0], rows.shape[0]
+        groups, count = k.shape[0], rows.rows.shape[-2]
         return cls(k.new_full((groups, 1, count), lowest(k.dtype)), k.new_zeros(groups, count, v.shape[2]))
 
     def raised(self, logs: Tensor, keep: Tensor | None) -> Tensor:
@@ -49,14 +61,15 @@ def lowest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 4
 
 
-def heights_of(q: Tensor, rows: Tensor) -> Tensor:
+def heights_of(q: Tensor, rows: Rows) -> Tensor:
     """Logarithms of the features of queries, [G, n, D] -> [G, n, M]."""
-    return q @ rows.T
+    heights = q @ rows.rows.mT
+    return heights if rows.offsets is None else heights + rows.offsets
 
 
-def logs_of(k: Tensor, rows: Tensor) -> Tensor:
+def logs_of(k: Tensor, rows: Rows) -> Tensor:
     """Logarithms of the features of keys, [G, n, D] -> [G, n, M]."""
-    return (k @ rows.T).sub_(k.square().sum(-1, keepdim=True) / 2)
+    return (k @ rows.rows.mT).sub_(k.square().sum(-1, keepdim=True) / 2)
 
 
 def query_features(heights: Tensor, top: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ def performer_obstacle(q: Tensor, v: Tensor, projection: Tensor, dropout: float 
     """Why the kernels cannot run, with the remedy; None where they can."""
     if dropout:
         return "they drop no keys. Set the dropout of attention to 0, or ask for 'auto'."
+    if projection.ndim == 3:
+        return "they have one set of random rows for all heads, and here each head has its own. Ask for 'auto'."
     if projection.requires_grad and torch.is_grad_enabled():
         return "they have no gradient of the projection. Detach it, or ask for 'auto'."
     return obstacle(q, v)

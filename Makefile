@@ -2,13 +2,17 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+# What `make mutants` changes: a room of tests/mutants/rooms.toml, how many places of it, and which ones.
+ROOM ?= tasks
+SAMPLE ?= 60
+SEED ?= 1
 # What pip installs before anything else, to choose a build of PyTorch: TORCH=torch==2.13.0, or any words that pip understands.
 TORCH ?=
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 NO_GPU := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test test-lowest lint bench clean
+.PHONY: help demo test test-lowest lint bench clean mutants
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -29,6 +33,9 @@ lint: $(VENV)/.dev  ## Style, layout and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+mutants: $(VENV)/.mutants  ## Plant small errors in a room of the code and count those its tests notice: ROOM=tasks SAMPLE=60 SEED=1
+	$(VENV)/bin/python tests/mutants $(ROOM) --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(if $(AGAIN),--again)
 
 bench: $(VENV)/.demo  ## The real run behind the README's table: MiniLM on SST-2, quality and speed
 	$(VENV)/bin/approx run recipes/minilm-sst2.yaml -o runs/minilm-sst2 --force
@@ -62,3 +69,7 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.python $(CONSTRAINTS)
 $(VENV)/.dev: pyproject.toml $(VENV)/.python $(CONSTRAINTS)
 	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev]'
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.mutants: $(VENV)/.dev
+	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e '.[mutants]'
+	@touch $@

@@ -66,7 +66,7 @@ class LanguageModelling(Text):
             ids = tokens[begin:end].tolist()
             if begin == 0 and len(ids) < window:
                 ids = begun + ids
-            windows.append({"input_ids": ids, "scored": min(end - first, len(ids) - 1)})
+            windows.append({"input_ids": ids, "scored": end - first})
             first = end
         return windows
 

@@ -26,6 +26,9 @@ def test_evaluate_compares_with_the_base_and_keeps_every_output(base, converted,
     # The folder above the task's own is as good, and nothing is replaced unasked.
     assert call(*scored, "--data", data.parent, "--limit", "4", "--json").json["quality"][0]["examples"] == 4
     assert call(*scored, "--data", data, "-o", "my records/r.json").code == 8
+    (tmp_path / "my records" / "r.json").unlink()
+    assert call(*scored, "--data", data, "-o", "my records/r.json").code == 8
+    assert pyarrow.parquet.read_table(tmp_path / "my records" / entry["outputs"]) == table
 
 
 def test_without_a_base_a_converted_checkpoint_meets_itself_and_a_stock_one_nobody(base, converted, data):

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx.evaluation.bench import Contender, _paired, _share, _verdict, bench, crossover
+from approx.evaluation.bench import Contender, _paired, _ratio, _share, _verdict, bench, crossover
+from approx.evaluation.race import Runner
+from approx.evaluation.timing import Sample
 
 
 def attend(q: torch.Tensor) -> torch.Tensor:
@@ -276,3 +278,12 @@ def test_on_cuda_events_and_memory():
     )
     assert found["speed"][0]["base"]["median_ms"] > 0
     assert found["speed"][0]["base"]["peak_mb"] >= 512 * 64 * 2 * 2 / 1e6
+
+
+def test_a_round_counts_only_where_neither_of_the_two_was_disturbed():
+    """Each was disturbed in 12 rounds of 40, and never at the same time, so most rounds are not to be believed."""
+    base, other = Runner(lambda: None), Runner(lambda: None)
+    base.rounds = [[Sample(20.0, 0.2)]] * 12 + [[Sample(2.0, 1.0)]] * 28
+    other.rounds = [[Sample(1.0, 1.0)]] * 28 + [[Sample(50.0, 0.2)]] * 12
+    assert _ratio(base, other, seed=0) == {"ratio": 2.0, "interval": [2.0, 2.0]}
+    assert _ratio(other, base, seed=0) == {"ratio": 0.5, "interval": [0.5, 0.5]}

@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from approx.errors import ApproxError
-from approx.evaluation.evaluate import Subject, evaluate
+from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
 from approx.evaluation.ledger import Ledger, default_folder, fingerprint
 from approx.tasks import open_task
 from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
@@ -81,6 +82,26 @@ def test_what_outputs_depend_on_finds_another_ledger(data, tmp_path):
     (data / "dev.tsv").write_text(text.replace("\t1", "\t0", 1))
     evaluated(data, kept, counted=counted)
     assert len(counted) == 46
+
+
+def test_another_kind_of_device_finds_another_ledger(data, tmp_path):
+    """Tensors of the device `meta` hold no numbers, so the model that stands here says the same of every input."""
+    task, calls = open_task("glue/sst2"), []
+
+    class Constant(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.dtype = tiny_model(2).config, torch.float32
+
+        def forward(self, input_ids: torch.Tensor, **_: torch.Tensor) -> SimpleNamespace:
+            calls.append(input_ids.device.type)
+            return SimpleNamespace(logits=torch.tensor([[0.0, 1.0]]).expand(len(input_ids), 2))
+
+    subject = Subject("constant", Constant(), tiny_tokenizer(), "a")
+    prepared = prepare([Subject("a", tiny_model(2), tiny_tokenizer())], task, task.load(data), batch_size=37)
+    for device in ("cpu", "cpu:0", "meta", "meta"):
+        assert predict(subject, task, prepared, device=device, kept=tmp_path / "kept") == [1] * 37
+    assert calls == ["cpu", "meta"]
 
 
 def test_models_without_identity_keep_nothing(data, tmp_path):

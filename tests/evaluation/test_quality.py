@@ -1,8 +1,12 @@
-"""Holm over tasks: within a record by variant, over records that are read together by plan."""
+"""Holm over tasks: within a record by variant, over records that are read together by plan; and the seed of resampling."""
 
+import numpy as np
 import pytest
 
+from approx.evaluation.evaluate import Subject, evaluate
 from approx.evaluation.quality import over_records, over_tasks
+from approx.tasks import open_task
+from tiny_classifier import tiny_model, tiny_tokenizer
 
 
 def task(**p_values):
@@ -36,3 +40,17 @@ def test_records_that_are_read_together_share_a_family_where_the_plan_is_the_sam
     found = [adjusted(one["quality"]) for one in over_records(records)]
     assert found == [[[pytest.approx(0.03)]], [[None]], [[pytest.approx(0.08)], [0.5]]]
     assert over_records(records[:1]) == records[:1]
+
+
+def test_the_seed_of_an_evaluation_decides_its_resampling_and_nothing_else(tmp_path):
+    rows = [f"{row}\t{'good ' * (row % 9)}film\tfine\t{row % 5}\n" for row in range(40)]
+    (tmp_path / "dev.tsv").write_text("index\tsentence1\tsentence2\tscore\n" + "".join(rows))
+    subjects = {name: Subject(name, tiny_model(1), tiny_tokenizer()) for name in ("exact", "other")}
+
+    def found(seed: int) -> dict:
+        return evaluate(subjects, open_task("glue/stsb"), data=tmp_path / "dev.tsv", seed=seed)["variants"][0]
+
+    first, other = found(1), found(2)
+    assert found(1) == first
+    assert first["difference"] == other["difference"]
+    assert not np.array_equal(first["interval"], other["interval"])

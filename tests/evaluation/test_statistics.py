@@ -193,3 +193,10 @@ def test_unpaired_samples_are_refused():
         ratio_interval([1.0, 2.0], [1.0])
     with pytest.raises(ValueError, match="at least one"):
         compare_correct([], [])
+
+
+def test_without_a_change_the_interval_is_that_of_one_example_more_each_way():
+    """Two examples of -1 and 1 add 2 / n² to the variance of a mean of n."""
+    interval = compare_scores(lambda rows: 0.0, 50, seed=0, resamples=50).interval
+    half = float(stats.t.ppf(0.975, 49)) * math.sqrt(2) / 50
+    assert interval == pytest.approx((-half, half))

@@ -1,10 +1,18 @@
 """What kept outputs depend on: whatever computes them otherwise computes them again."""
 
+import copy
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from approx.conversion import checkpoint
 from approx.pipeline import stages
+from approx.pipeline.identity import beside, examples_read, identity
+from approx.tasks import open_task
 from approx_kernels.c_language import library
 from c_sources import needs_compiler
+from tiny_classifier import tiny_model
 from tiny_study import tiny_checkpoint, tiny_data
 
 
@@ -28,3 +36,59 @@ def test_outputs_of_compiled_code_are_not_taken_for_those_of_pytorch(tmp_path, m
     monkeypatch.setenv("APPROX_COMPILE_C", "0")
     anew()
     assert (ledgers(), ledgers()) == (2, 2)
+
+
+def opened(model: Any, sha256: str = "a") -> checkpoint.Checkpoint:
+    """A checkpoint of which nothing is known but its model and the hash of its weights."""
+    nowhere = checkpoint.Source("a", Path(), None, {}, model.config, type(model), converted=False)
+    return checkpoint.Checkpoint(nowhere, model, sha256)
+
+
+def test_whatever_changes_outputs_changes_the_identity_and_a_folders_name_does_not():
+    model = tiny_model(2)
+    known = identity(opened(model))
+    other = copy.deepcopy(model)
+    other.config._name_or_path = "elsewhere"
+    assert identity(opened(other)) == known
+    other.config.layer_norm_eps *= 2
+    found = [identity(opened(other)), identity(opened(model, "b")), identity(opened(copy.deepcopy(model).bfloat16()))]
+    assert len({known, *found}) == 4
+
+
+def test_examples_and_settings_are_told_apart_and_the_place_of_the_file_is_not(tmp_path):
+    def read(folder: str, label: int = 1, **settings: int) -> str:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "dev.tsv").write_text(f"sentence\tlabel\nfine\t{label}\n", encoding="utf-8")
+        task = open_task("glue/sst2")
+        return examples_read(task, task.load(tmp_path / folder / "dev.tsv"))
+
+    assert read("here") == read("there")
+    assert read("here") != read("here", 0)
+
+
+def test_the_files_beside_the_weights_are_hashed_with_their_names(tmp_path):
+    found = set()
+    for name, text in (("config.json", "{}"), ("config.json", "[]"), ("vocab.txt", "[]"), ("vocab.model", "[]")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        found.add(beside(tmp_path))
+        (tmp_path / name).unlink()
+    assert len(found) == 4
+    empty = beside(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"weights are hashed elsewhere")
+    assert beside(tmp_path) == empty
+
+
+def test_weights_in_several_files_are_hashed_to_the_last(tmp_path):
+    base = tiny_checkpoint(tmp_path / "base")
+    model = checkpoint.load(base).model
+    hashes = []
+    for changed in ("", "embeddings.word_embeddings", "classifier.bias"):
+        for name, parameter in model.named_parameters():
+            if changed and changed in name:
+                parameter.data += 1
+        model.save_pretrained(base, max_shard_size="8KB")
+        (base / "model.safetensors").unlink(missing_ok=True)
+        assert len(list(base.glob("*.safetensors"))) > 2
+        hashes.append(checkpoint.load(base).weights_sha256)
+    assert len(set(hashes)) == 3
+    assert checkpoint.load(base).weights_sha256 == hashes[-1]

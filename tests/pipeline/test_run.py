@@ -120,7 +120,10 @@ def test_it_goes_on_with_what_still_stands_where_a_file_has_changed(study, tmp_p
     data, out = tiny_data(tmp_path), tmp_path / "run"
     (tmp_path / "seen.txt").write_text("the film is good " * 40, encoding="utf-8")
     file = tiny_recipe(tmp_path / "tiny.yaml", study.parent / "base", data)
-    file.write_text(file.read_text("utf-8") + f"calibrate: {tmp_path / 'seen.txt'}\n", encoding="utf-8")
+    text = file.read_text("utf-8").replace(
+        "linear: {mechanism: linear,", "frozen: {mechanism: clustered, settings: {frozen: true, clusters: 3},"
+    )
+    file.write_text(f"{text}calibrate: {tmp_path / 'seen.txt'}\n", encoding="utf-8")
 
     def stages() -> tuple[float, set[str]]:
         """The base's score, and which stages were made."""
@@ -132,14 +135,15 @@ def test_it_goes_on_with_what_still_stands_where_a_file_has_changed(study, tmp_p
         }
 
     score, first = stages()
-    assert first == {"convert-linear", "evaluate-0", "bench-0"}
+    assert first == {"convert-frozen", "evaluate-0", "bench-0"}
     assert stages() == (score, set())
     rows = (data / "dev.tsv").read_text("utf-8").splitlines()
     turned = [f"{row[:-1]}{1 - int(row[-1])}" for row in rows[1:]]
     (data / "dev.tsv").write_text("\n".join([rows[0], *turned]) + "\n", encoding="utf-8")
     assert stages() == (pytest.approx(1 - score), {"evaluate-0", "bench-0"})
-    (tmp_path / "seen.txt").write_text("the film is bad " * 40, encoding="utf-8")
-    assert "convert-linear" in stages()[1]
+    (tmp_path / "seen.txt").write_text("not very dull bad fine " * 40, encoding="utf-8")
+    # Other centroids are other weights, and what was measured with the earlier ones does not stand.
+    assert stages()[1] == {"convert-frozen", "evaluate-0", "bench-0"}
 
 
 def test_a_folder_with_something_else_is_never_touched(study, tmp_path):

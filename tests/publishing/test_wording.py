@@ -125,3 +125,10 @@ def test_layers_of_a_plan_are_put_together(record):
         {"layers": "0–4", "mechanism": "improved-clustered", "settings": "clusters = 25, topk = 32"},
         {"layers": "5", "mechanism": "sdpa", "settings": "–"},
     ]
+
+
+def test_examples_that_would_settle_a_verdict_are_told_in_groups_of_the_same_size():
+    entry, task = {"needed_examples": 1200}, {"examples": 300, "groups": 20}
+    assert wording.needed(entry, {"examples": 300}) == "about 1,200 examples"
+    assert wording.needed(entry, task) == "about 1,200 examples of 80 groups"
+    assert wording.needed({"needed_examples": None}, task) is None

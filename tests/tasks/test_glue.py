@@ -216,3 +216,15 @@ def test_real_excerpts_are_called_so(shared_data):
 
 def test_all_ten_are_registered():
     assert {f"glue/{subset}" for subset in FILES} <= TASKS.keys()
+
+
+def test_each_subset_is_scored_as_the_benchmark_scores_it():
+    """Wang et al. 2019, table 1; the first metric is the one that is compared."""
+    special = {
+        "cola": ("matthews",),
+        "mrpc": ("f1", "accuracy"),
+        "qqp": ("f1", "accuracy"),
+        "stsb": ("pearson", "spearman"),
+    }
+    for subset in glue.GLUE:
+        assert open_task(f"glue/{subset}").metrics == special.get(subset, ("accuracy",)), subset

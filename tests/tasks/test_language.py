@@ -136,6 +136,10 @@ def test_heads_and_models_that_see_ahead_are_refused():
     with pytest.raises(ApproxError, match="depends on the tokens behind it"):
         open_task("lm").check(BertLMHeadModel(masked()))
     open_task("lm").check(BertLMHeadModel(masked(is_decoder=True)))
+    quiet = BertLMHeadModel(masked())
+    quiet.register_forward_hook(lambda *call: setattr(call[-1], "logits", call[-1].logits * 1e-3))
+    with pytest.raises(ApproxError, match="depends on the tokens behind it"):
+        open_task("lm").check(quiet)
     with pytest.raises(ApproxError, match=r"needs a masked language-modelling head.*task lm"):
         open_task("mlm").check(causal())
 

@@ -92,7 +92,8 @@ def test_answers_lie_within_the_text_and_are_short_enough():
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("The  Film!", ["film"]), ("a-b, an", ["ab"]), ("thesis", ["thesis"]), ("U.S.", ["us"])]
+    ("text", "words"),
+    [("The  Film!", ["film"]), ("a-b, an", ["ab"]), ("thesis", ["thesis"]), ("U.S.", ["us"]), ("a film", ["film"])],
 )
 def test_answers_are_compared_without_case_punctuation_and_articles(text, words):
     assert answer_words(text) == words
@@ -223,3 +224,14 @@ def test_a_question_without_room_for_its_text_is_refused():
 def test_another_head_is_refused():
     with pytest.raises(ApproxError, match="needs a question-answering head"):
         open_task("squad").check(tiny_model(2))
+
+
+def test_of_more_spans_than_are_kept_the_likeliest_stay():
+    """The three likeliest starts, 6, 5 and 1, of which only the last lies before the likeliest end, 2."""
+    starts, ends = torch.zeros(1, 9), torch.zeros(1, 9)
+    starts[0, [6, 5, 1]] = torch.tensor([10.0, 9.0, 8.0])
+    ends[0, [2, 7, 8]] = torch.tensor([20.0, 1.0, 0.5])
+    windows = [{"input_ids": [0] * 9, "offsets": [None, *([place, place + 1] for place in range(1, 9))]}]
+    outputs = SimpleNamespace(start_logits=starts, end_logits=ends)
+    (said,) = open_task("squad", best=3).predict(outputs, windows, None)
+    assert said["spans"] == [[28.0, 1, 3], [11.0, 6, 8], [10.5, 6, 9]]

@@ -1,0 +1,96 @@
+"""`make mutants`: small errors of all kinds, nothing that only tells, and a made-up room whose tests notice one of two."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mutmut", reason="mutmut is of the extra `mutants`")
+TOOL = Path(__file__).parent / "mutants"
+
+
+def changed(source: str, texts: bool = False) -> set[str]:
+    """The lines that replace those of a text, without their indentation."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from changes import mutants_of\n"
+    code += f"for one in mutants_of('a.py', sys.stdin.read(), {texts}): print(one.shown()[1])"
+    command = [sys.executable, "-c", code, str(TOOL)]
+    done = subprocess.run(command, input=textwrap.dedent(source), capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines())
+
+
+def test_conditions_numbers_arguments_and_statements_are_changed():
+    found = changed("""
+        def f(rows, count=1):
+            rows.sort(key=len)
+            if rows and count < 2:
+                raise ValueError("no rows")
+            return g(rows, strict=True)
+    """)
+    assert found >= {
+        "def f(rows, count=2):",
+        "pass",
+        "rows.sort(key=None)",
+        "if rows or count < 2:",
+        "if rows and count <= 2:",
+        "if rows and count < 3:",
+        "return g(None, strict=True)",
+    }
+
+
+def test_what_only_tells_is_left_alone():
+    assert (
+        changed('''
+        """A module."""
+        import logging
+        def f(name: "str") -> None:
+            """Say it."""
+            assert name
+            logging.info("seen %s", name)
+            print(f"{name + '!'}", 1)
+    ''')
+        == set()
+    )
+    assert changed("said = 'two words'") == {"said = None"}
+    assert "said = f'{1 - 2} a'" not in changed("said = f'{1 + 2} a'")
+    assert "said = f'{1 - 2} a'" in changed("said = f'{1 + 2} a'", texts=True)
+
+
+def test_a_room_is_counted_and_its_survivors_are_named(tmp_path):
+    """The tests of this room look at one side of a comparison only."""
+    shutil.copytree(TOOL, tmp_path / "tests" / "mutants", ignore=shutil.ignore_patterns("__pycache__"))
+    tool = tmp_path / "tests" / "mutants"
+    for name, text in {
+        "approx/__init__.py": "",
+        "approx/room/__init__.py": "",
+        "approx/room/sign.py": "def sign(x):\n    return x > 0\n",
+        "kernels/nothing.py": "",
+        "tests/conftest.py": "import os, tempfile\nos.environ['APPROX_CACHE'] = tempfile.mkdtemp()\n",
+        "tests/room/test_sign.py": "from approx.room.sign import sign\n\n\ndef test_sign():\n    assert sign(2)\n"
+        "    assert not sign(0)\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tool / "rooms.toml").write_text('survivors = 0.1\npreloaded = []\n[room]\nsources = "approx/room"\n')
+    (tool / "equivalent.toml").write_text("")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+
+    def run() -> tuple[int, str]:
+        command = [sys.executable, "tests/mutants", "room"]
+        environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "COV_CORE_SOURCE")}
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = run()
+    # That x > 1 gives the same for 0 and 2 is what these tests cannot see.
+    assert code == 1, said
+    assert "room: 2 mutants, 2 taken (seed 1); 1 killed, 1 survived, 0 equivalent: 50% of 2" in said
+    report = tmp_path / "runs" / "mutants" / "room.toml"
+    assert 'was = "return x > 0"\nnow = "return x > 1"' in report.read_text()
+    (tool / "equivalent.toml").write_text(report.read_text().replace('why = ""', 'why = "Nobody asks for 1."'))
+    code, said = run()
+    assert code == 0, said
+    assert "2 taken (seed 1); 1 killed, 0 survived, 1 equivalent: 100% of 1" in said

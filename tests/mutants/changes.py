@@ -1,6 +1,7 @@
 """Small deliberate errors: the operators of mutmut, statements left out and conditions turned round, each by itself.
 
-Left out is what no behaviour can show: annotations, docstrings, prose, messages of errors, logging, assertions, decorators.
+Left out is what no behaviour can show: annotations, docstrings, prose, messages of errors, logging, assertions, decorators,
+and the looks of pictures.
 """
 
 import difflib
@@ -15,6 +16,8 @@ from mutmut.mutation.mutators import mutation_operators, operator_string
 
 # Calls that only tell somebody something, or only help the reader and the type checker.
 _TELLING = {"cast", "debug", "info", "print", "warn", "warning", "TypeVar", "getLogger"}
+# Where a picture has its ink is for the eye to judge; what it holds is tested, not how it looks.
+_DRAWN = {"axes", "figure"}
 # Keywords of calls that state what holds anyway, or only silence a warning.
 _STATING = {"encoding", "strict", "verbose"}
 
@@ -101,9 +104,9 @@ class _Visitor(cst.CSTVisitor):
     def _left_out(self, node: cst.CSTNode) -> bool:
         if isinstance(node, cst.Expr):
             value = node.value
-            return isinstance(value, cst.BaseString) or (isinstance(value, cst.Call) and _name(value.func) in _TELLING)
+            return isinstance(value, cst.BaseString) or (isinstance(value, cst.Call) and self._left_out(value))
         if isinstance(node, cst.Call):
-            return _name(node.func) in _TELLING
+            return _name(node.func) in _TELLING or _owner(node.func) in _DRAWN
         if isinstance(node, cst.Arg):
             return node.keyword is not None and node.keyword.value in _STATING
         if isinstance(node, cst.FormattedString | cst.ConcatenatedString):
@@ -145,3 +148,10 @@ def _name(function: cst.BaseExpression) -> str:
     if isinstance(function, cst.Attribute):
         return function.attr.value
     return function.value if isinstance(function, cst.Name) else ""
+
+
+def _owner(function: cst.BaseExpression) -> str:
+    """Whose method it is: `axes` of `axes.xaxis.set_ticks`."""
+    while isinstance(function, cst.Attribute):
+        function = function.value
+    return _name(function)

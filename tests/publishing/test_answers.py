@@ -45,3 +45,19 @@ def test_a_loss_looks_like_what_it_is(measured, verdict, tone):
     (found,) = (answer for answer in answers(measured) if answer.name == entry["name"])
     (figure,) = (figure for figure in found.figures if "the speed" not in figure.label)
     assert figure.tone == tone
+
+
+@pytest.mark.parametrize(
+    ("interval", "verdict", "tone"),
+    [
+        ([1.4, 1.6], "faster", "good"),
+        ([0.9, 1.6], "exact is better here", "even"),
+        ([0.4, 0.6], "exact is better here", "bad"),
+    ],
+)
+def test_a_speed_looks_like_what_it_is_and_is_that_of_the_longest_row(measured, interval, verdict, tone):
+    name = measured["speed"][-1]["variants"][0]["name"]
+    measured["speed"][-1]["variants"][0] |= {"ratio": 1.5, "interval": interval, "verdict": verdict}
+    (found,) = (answer for answer in answers(measured) if answer.name == name)
+    assert (found.figures[0].value, found.figures[0].tone) == ("1.50×", tone)
+    assert found.figures[0].label == "the speed of exact attention at 512 tokens"

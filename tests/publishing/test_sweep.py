@@ -35,6 +35,9 @@ def test_speeds_of_different_machines_never_share_a_table():
     assert "another" in there["title"]
     assert [row[0] for row in there["rows"]] == ["slow", "quick"]
     assert [row[-1] for row in here["rows"]] == ["1.00×"]
+    assert [line["machine"] for table in (here, there) for line in table["lines"]] == [
+        sweep.machine_words(entry["machine"]) for entry in made["speed"] for _ in range(1 + (entry is made["speed"][1]))
+    ]
     # What was timed elsewhere has no speed here.
     assert [row[-1] for row in there["rows"]] == ["", "1.50×"]
 
@@ -62,6 +65,8 @@ def test_seeds_come_to_a_mean_and_its_spread_and_failures_are_listed():
     assert round(row["difference"]["sd"], 6) == 0.141421
     assert row["verdicts"] == {"inconclusive": 2}
     text = sweep.markdown({"title": "T", "notice": None, **made})
+    head, ruler, *_ = (line for line in text.splitlines() if line.startswith("|"))
+    assert ruler == "| --- |" + " --: |" * (head.count("|") - 2)
     assert "| a | 70.0 | -20.0 | 14.14 | 2 |  | inconclusive |" in text
     assert "- evaluate b: a line and another" in text
     assert sweep.comma_separated(made).splitlines()[0].startswith("checkpoint,plan,task,split,metric")

@@ -68,7 +68,6 @@ def test_a_room_is_counted_and_its_survivors_are_named(tmp_path):
         "approx/room/__init__.py": "",
         "approx/room/sign.py": "def sign(x):\n    return x > 0\n",
         "kernels/nothing.py": "",
-        "tests/conftest.py": "import os, tempfile\nos.environ['APPROX_CACHE'] = tempfile.mkdtemp()\n",
         "tests/room/test_sign.py": "from approx.room.sign import sign\n\n\ndef test_sign():\n    assert sign(2)\n"
         "    assert not sign(0)\n",
     }.items():

@@ -54,11 +54,6 @@ class Room:
             subprocess.run([*command, "approx", "kernels"], cwd=copy, check=True)
         return made
 
-    @property
-    def compiled(self) -> Path:
-        """Where compiled C is kept between runs."""
-        return self.scratch / "compiled"
-
 
 @dataclass(frozen=True)
 class Baseline:
@@ -78,7 +73,7 @@ def baseline_of(room: Room) -> Baseline:
     copy, told = room.copies[0], room.scratch / "baseline.json"
 
     def run() -> int:
-        recorder = Recorder(copy / room.sources, room.compiled)
+        recorder = Recorder(copy / room.sources)
         code = _pytest(copy, room.tests, recorder)
         told.write_text(json.dumps(recorder.result()))
         return code
@@ -161,9 +156,7 @@ def _try(room: Room, copy: Path, mutant: Mutant, chosen: dict[str, float]) -> in
         by_file[file] = by_file.get(file, 0.0) + seconds
     namesake = f"test_{Path(mutant.file).stem}.py"
     files = sorted(by_file, key=lambda file: (Path(file).name != namesake, by_file[file]))
-    return _fork(
-        lambda: _pytest(copy, ["-x", *files], Chosen(chosen, files, room.compiled, told)), copy.with_suffix(".log")
-    )
+    return _fork(lambda: _pytest(copy, ["-x", *files], Chosen(chosen, files, told)), copy.with_suffix(".log"))
 
 
 def _noticed(copy: Path, code: int) -> str | None:
@@ -182,6 +175,9 @@ def _pytest(copy: Path, arguments: list[str], plugin: Any) -> int:
     ours = [str(copy), str(copy / "kernels")]
     sys.path[:0] = ours
     os.environ["PYTHONPATH"] = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # As tests/conftest.py has it: what one run has compiled serves the others.
+    os.environ["APPROX_TESTS_RUN"] = str(copy.parent / "run")
+    os.makedirs(os.environ["APPROX_TESTS_RUN"], exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(dir=copy.parent)
     code = pytest.main(["-q", "-p", "no:cacheprovider", *arguments], plugins=[plugin])
     shutil.rmtree(tempfile.tempdir, ignore_errors=True)

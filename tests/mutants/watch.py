@@ -1,8 +1,6 @@
 """Plugins of pytest: which test runs which line, and only the tests that can notice a change, the likeliest first."""
 
-import os
 import resource
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,20 +9,16 @@ from typing import Any
 import coverage  # pyright: ignore[reportMissingImports]  # it is of the extra `mutants`
 import pytest
 
-_COMPILED = "compiled"
-
 
 class Recorder:
     """Records what each test runs, how long it takes and whether it starts processes, whose lines nobody sees.
 
     Args:
         folder: The sources to watch.
-        kept: Where the C that was compiled is put, for the runs to come.
     """
 
-    def __init__(self, folder: Path, kept: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self._coverage = coverage.Coverage(data_file=None, source=[str(folder)], config_file=False)
-        self._kept = kept
         self.seconds: dict[str, float] = {}
         self.processes: set[str] = set()
 
@@ -55,11 +49,8 @@ class Recorder:
         return (yield)
 
     def pytest_sessionfinish(self) -> None:
-        """Stop, and keep the compiled C."""
+        """Stop watching."""
         self._coverage.stop()
-        made = Path(os.environ["APPROX_CACHE"], _COMPILED)
-        if made.is_dir():
-            shutil.copytree(made, self._kept)
 
     def result(self) -> dict[str, Any]:
         """What was recorded, with names of tests and files in place of coverage's own."""
@@ -81,17 +72,11 @@ class Chosen:
     Args:
         seconds: How long each of the tests takes.
         files: The order of their files.
-        compiled: The folder of compiled C that Recorder kept.
         told: Where the name of the test that failed is written.
     """
 
-    def __init__(self, seconds: dict[str, float], files: list[str], compiled: Path, told: Path) -> None:
-        self._seconds, self._files, self._compiled, self._told = seconds, files, compiled, told
-
-    def pytest_sessionstart(self) -> None:
-        """Give the tests' own cache what was compiled already."""
-        if self._compiled.is_dir():
-            shutil.copytree(self._compiled, Path(os.environ["APPROX_CACHE"], _COMPILED))
+    def __init__(self, seconds: dict[str, float], files: list[str], told: Path) -> None:
+        self._seconds, self._files, self._told = seconds, files, told
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Choose and sort."""

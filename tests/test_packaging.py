@@ -79,7 +79,7 @@ def imported(*folders: str) -> set[str]:
                 found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 found.add(node.module.split(".")[0])
-    here = {path.stem for folder in ("tests", "bench") for path in (ROOT / folder).iterdir()}
+    here = {path.stem for folder in ("tests", "tests/mutants", "bench") for path in (ROOT / folder).iterdir()}
     local = {"approx", "approx_kernels", "bench", "cli", "reports", "tests"} | here
     return found - local - set(sys.stdlib_module_names)
 

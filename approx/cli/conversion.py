@@ -179,6 +179,7 @@ def convert(
     terminal.result(
         {"output": str(output), **receipt},
         _swapped(terminal, receipt),
+        f"Damage of the layers measured on {receipt['measured_on']}.",
         checks,
         *left,
         *(f"Warning: {warning}" for warning in receipt["warnings"]),

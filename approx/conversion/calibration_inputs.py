@@ -5,26 +5,35 @@ import io
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from approx.conversion import checkpoint, positions
+from approx.conversion.calibration import mechanisms
+from approx.conversion.calibration_text import TEXT
 from approx.conversion.inputs import example_inputs, samples
 from approx.errors import ApproxError, Exit
 
-_TOKENS = 256
-_ROWS = 8
-_FRAMES = 512
-_TEXT = (
-    "The harbour was quiet when the first boats came back. A clerk wrote down what each of them had caught, the weight, "
-    "the price and the name of the buyer, and nobody asked why the northern grounds had given so little this year. "
-    "In the office above the market two engineers compared the figures with those of the last ten summers. The water had "
-    "grown warmer by half a degree, they said, but the fish had left before that; it was the current that had moved. "
-    "Their report would be short. It would say what had been measured, how, and how sure one could be of it, and it would "
-    "leave the question of what to do to those who had to live with the answer. "
-)
+# Enough for most mechanisms to approximate, and quick.
+_USUAL_TOKENS, _USUAL_FRAMES = 1024, 512
+# What a batch may cost in memory, where every layer's weights are looked at whole.
+_MOST_TOKENS = 2048
+# Among so many tokens of English at least a quarter are different.
+_FIRST_WORDS = 256
+
+
+class CalibrationBatch(NamedTuple):
+    """Inputs that mechanisms are fitted to and damage is measured on.
+
+    Attributes:
+        inputs: Keyword arguments of the model's forward.
+        told: What they are: the name of a file, or what took its place.
+    """
+
+    inputs: dict[str, Tensor]
+    told: str
 
 
 @dataclass(frozen=True)
@@ -109,36 +118,60 @@ def _wanted(kind: str) -> str:
     }.get(kind, "Leave out --calibrate.")
 
 
-def calibration_batch(source: checkpoint.Source, model: Any, file: CalibrationFile | None = None) -> dict[str, Tensor]:
-    """Inputs without padding: rows of at most 256 tokens, or one of at most 512 frames of speech.
+def calibration_length(model: Any) -> int:
+    """Tokens of a calibration row: as long as its layers must see to approximate, if the positions and memory allow.
+
+    1,024 tokens, or 512 frames of speech; twice the length at which all layers approximate where that is more; never more
+    than 2,048 or than the positions of the model.
+
+    Args:
+        model: A converted model, fitted or not.
+    """
+    wanted = _USUAL_FRAMES if model.main_input_name == "input_values" else _USUAL_TOKENS
+    for mechanism in mechanisms(model):
+        start = mechanism.approximates_from()
+        if start is not None:
+            wanted = max(wanted, 2 * max(start, mechanism.exact_below))
+    return min(wanted, _MOST_TOKENS, positions.limit(model.config) or wanted)
+
+
+def calibration_batch(
+    source: checkpoint.Source, model: Any, length: int, file: CalibrationFile | None = None
+) -> CalibrationBatch:
+    """Inputs without padding: rows of at most `length` tokens, 2,048 in all, or one of at most `length` frames of speech.
 
     Args:
         source: The checkpoint, for its tokenizer or feature extractor.
-        model: The stock model.
-        file: Up to 8 rows from the start of its text, or the start of its sound, resampled if its rate is not the model's.
-            Without it a row of English, or of random tokens where the tokenizer does not know English or is missing; for
-            speech and images random numbers.
+        model: The model, stock or converted.
+        length: Tokens of a row, at most; see `calibration_length`.
+        file: As many rows as fit from the start of its text, or the start of its sound, resampled if its rate is not the
+            model's. Without it a row of English, or of random tokens where the tokenizer does not know English or is missing;
+            for speech and images random numbers.
 
     Raises:
         ApproxError: if there is a file and the model cannot read it.
     """
-    limit = positions.limit(model.config)
-    length = _TOKENS if limit is None else min(limit, _TOKENS)
     kind = model.main_input_name
     if kind == "input_values" and file is not None:
-        return _heard(source, model, file)
+        return CalibrationBatch(_heard(source, model, file, length), file.name)
+    noise = "random tokens" if kind == "input_ids" else "random numbers"
+    random = CalibrationBatch(example_inputs(model, length, device=model.device), noise)
     if kind != "input_ids":
-        return example_inputs(model, length, device=model.device)
+        return random
     try:
         tokenizer = checkpoint.processor(source)
     except ApproxError:
         if file is not None:
             raise
-        return example_inputs(model, length, device=model.device)
+        return random
+    most = max(1, _MOST_TOKENS // length)
     # A token has some letters, hardly ever twenty, and a book need not be tokenised for its first pages.
-    written = _TEXT * 4 if file is None else file.text()[: 20 * length * _ROWS]
-    rows = tokenizer(written, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
-    rows = [row for row in rows[: 1 if file is None else _ROWS] if len(row) == len(rows[0])]
+    written = file.text()[: 20 * length * most] if file is not None else TEXT
+    rows = _rows(tokenizer, written, length)
+    repeated = file is None and bool(rows) and len(rows[0]) < length
+    if repeated:
+        rows = _rows(tokenizer, TEXT * -(-length // len(rows[0])), length)
+    rows = [row for row in rows[: 1 if file is None else most] if len(row) == len(rows[0])]
     tokens = {token for row in rows for token in row}
     known = bool(tokens) and max(tokens) < model.config.vocab_size
     if file is not None and not known:
@@ -148,12 +181,17 @@ def calibration_batch(source: checkpoint.Source, model: Any, file: CalibrationFi
             Exit.UNAVAILABLE,
         )
     # A vocabulary of another language reads our text as unknown tokens, which says nothing.
-    if not known or (file is None and len(tokens) < length // 4):
-        return example_inputs(model, length, device=model.device)
-    return {"input_ids": torch.tensor(rows, device=model.device)}
+    if not known or (file is None and len(tokens) < min(length, _FIRST_WORDS) // 4):
+        return random
+    told = file.name if file is not None else f"built-in English text{', repeated' if repeated else ''}"
+    return CalibrationBatch({"input_ids": torch.tensor(rows, device=model.device)}, told)
 
 
-def _heard(source: checkpoint.Source, model: Any, file: CalibrationFile) -> dict[str, Tensor]:
+def _rows(tokenizer: Any, text: str, length: int) -> list[list[int]]:
+    return tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
+
+
+def _heard(source: checkpoint.Source, model: Any, file: CalibrationFile, length: int) -> dict[str, Tensor]:
     from scipy.signal import resample_poly
 
     processor = checkpoint.processor(source)
@@ -163,7 +201,7 @@ def _heard(source: checkpoint.Source, model: Any, file: CalibrationFile) -> dict
     if rate != wanted:
         common = gcd(rate, wanted)
         sound = resample_poly(sound, wanted // common, rate // common)
-    sound = sound[: samples(model.config, _FRAMES)]
+    sound = sound[: samples(model.config, length)]
     if len(sound) < samples(model.config, 1):
         raise ApproxError(
             f"{file.name} holds {len(sound)} samples, fewer than the {samples(model.config, 1)} of one frame of "

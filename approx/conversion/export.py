@@ -76,7 +76,11 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def recipe_entry(
-    checkpoint: Checkpoint, plan: list[dict[str, Any]], max_length: int | None, file: CalibrationFile | None = None
+    checkpoint: Checkpoint,
+    plan: list[dict[str, Any]],
+    max_length: int | None,
+    file: CalibrationFile | None,
+    calibration_length: int,
 ) -> dict[str, Any]:
     """What this conversion appends to the recipe chain of the checkpoint."""
     return {
@@ -91,6 +95,7 @@ def recipe_entry(
         "plan": plan,
         "max_length": max_length,
         "calibration": None if file is None else {"name": file.name, "sha256": file.sha256},
+        "calibration_length": calibration_length,
     }
 
 
@@ -107,15 +112,16 @@ def read_receipt(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def write_card(folder: Path, model: Any) -> None:
-    """Write the model card: what was exchanged, from which base, and how to load it."""
+def write_card(folder: Path, model: Any, receipt: Receipt) -> None:
+    """Write the model card: what was exchanged, from which base, what each layer loses, and how to load it."""
     record, stock = model.config.approx, families.stock_class(type(model)).__name__
     base = record["recipe"][-1]["base"]
     auto = next((a for a, head in travel.heads(record["base"]["model_type"]).items() if head == stock), "AutoModel")
     reader = processor_class(type(model))
     read = "tokenizer" if reader == "AutoTokenizer" else "processor"
     parts = [part for site in sorted(record["sites"].values(), key=lambda s: s["layer"]) for part in described(site)]
-    rows = "\n".join(_row(part) for part in parts)
+    errors, masses = receipt.errors or {}, receipt.captured_mass or {}
+    rows = "\n".join(_row(part, errors, masses) for part in parts)
     revision = f", revision {base['revision']}" if base["revision"] else ""
     (folder / "README.md").write_text(
         f"""---
@@ -128,9 +134,12 @@ tags: [approx-attention, {", ".join(sorted({part["mechanism"] for part in parts}
 {stock}, made from `{base["name"]}`{revision} (weights sha256 `{base["weights_sha256"][:16]}…`) by approx. Layers that the table leaves
 out keep exact attention. `{RECEIPT}` says what the conversion changed and which checks it passed.
 
-| layer | mechanism | settings |
-|---|---|---|
+| layer | mechanism | settings | output error | captured mass |
+|---|---|---|--:|--:|
 {rows}
+
+Output error: how far the output of the layer's attention is from exact attention's, relative to its size. Captured mass: the
+share of exact attention's weight on the keys that the layer still sees. Both measured on {receipt.measured_on}.
 
 ## Load it
 
@@ -150,7 +159,8 @@ purpose: it would silently run exact attention instead.
     )
 
 
-def _row(part: dict[str, Any]) -> str:
+def _row(part: dict[str, Any], errors: dict[int, float], masses: dict[int, float]) -> str:
     heads = "" if part["heads"] == "all" else f" (heads {part['heads']})"
     settings = ", ".join(f"{name} = {value}" for name, value in part["settings"].items())
-    return f"| {part['layer']} | {part['mechanism']}{heads} | {settings or '–'} |"
+    error, mass = (f"{found[part['layer']]:.3f}" if part["layer"] in found else "–" for found in (errors, masses))
+    return f"| {part['layer']} | {part['mechanism']}{heads} | {settings or '–'} | {error} | {mass} |"

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from approx.conversion import checkpoint, damage, export, fresh, positions, surgery, verify
+from approx.conversion import calibration, checkpoint, damage, export, fresh, positions, surgery, verify
 from approx.conversion.anatomy import anatomy
-from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch
+from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch, calibration_length
 from approx.conversion.folder import atomic_folder, refuse_existing, refuse_losing, refuse_unwritable
 from approx.conversion.plan import Plan
 from approx.conversion.separator import of_checkpoint, with_separator
@@ -69,16 +69,19 @@ def convert(
     fresh.begin()
     opened = checkpoint.load(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
     model = opened.model
-    batch = calibration_batch(source, model, file)
     progress("checking the exact limit")
     checks = [verify.exact_limit(model, plan)]
     reference = dict(model.state_dict())
     progress("exchanging attention")
-    receipt = surgery.convert(model, plan, max_length=max_length, calibration=batch)
-    model.config.approx["recipe"] = [export.recipe_entry(opened, plan.to_data(), max_length, file)]
+    receipt = surgery.exchange(model, plan, max_length=max_length)
+    length = calibration_length(model)
+    batch = calibration_batch(source, model, length, file)
+    calibration.calibrate(model, batch.inputs)
+    model.config.approx["recipe"] = [export.recipe_entry(opened, plan.to_data(), max_length, file, length)]
     progress("checking padding and causality")
     checks += [verify.padding(model), verify.causality(model)]
-    receipt.lost(damage.layer_damage(model, batch))
+    receipt.lost(damage.layer_damage(model, batch.inputs), batch.told)
+    receipt.warnings += damage.unseen(model, receipt.measured_at or {})
     with atomic_folder(out, force=force) as folder:
         progress("writing")
         export.write(folder, opened, max_length)
@@ -86,7 +89,7 @@ def convert(
         progress("reloading in a fresh process")
         checks.append(verify.fresh_process(folder, model))
         data = export.write_receipt(folder, receipt, checks)
-        export.write_card(folder, model)
+        export.write_card(folder, model, receipt)
         failed = [check for check in checks if check.passed is False]
         if failed:
             kept = out.with_name(f"{out.name}.failed")

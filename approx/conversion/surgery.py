@@ -32,6 +32,8 @@ class Receipt:
         warnings: What the mechanisms have to say about their settings, such as that fine-tuning has to follow.
         errors: Relative error of each swapped layer's output on a calibration batch, once it was measured.
         captured_mass: Exact attention weight on the keys that a layer still sees, for each layer that leaves keys out.
+        measured_at: Tokens that each swapped layer attended over when these figures were measured.
+        measured_on: The same in words, with what these tokens were: "512 tokens a row, built-in English text".
     """
 
     swapped: list[dict[str, Any]]
@@ -42,9 +44,14 @@ class Receipt:
     warnings: list[str] = field(default_factory=list)
     errors: dict[int, float] | None = None
     captured_mass: dict[int, float] | None = None
+    measured_at: dict[int, int] | None = None
+    measured_on: str | None = None
 
-    def lost(self, damage: dict[int, Damage]) -> None:
-        """Write down what the layers lose, once it was measured."""
+    def lost(self, damage: dict[int, Damage], told: str) -> None:
+        """Write down what the layers lose, once it was measured, on how many tokens and on what."""
+        self.measured_at = {layer: one.tokens for layer, one in damage.items()}
+        lengths = " and ".join(f"{tokens:,}" for tokens in sorted(set(self.measured_at.values())))
+        self.measured_on = f"{lengths} tokens a row, {told}"
         self.errors = {layer: one.error for layer, one in damage.items()}
         self.captured_mass = {
             layer: one.captured_mass for layer, one in damage.items() if one.captured_mass is not None

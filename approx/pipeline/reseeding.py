@@ -14,6 +14,9 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject
 from approx.evaluation.ledger import fingerprint
 
+# Tokens of the batch that earlier versions, whose checkpoints do not say it, fitted to.
+_EARLIER_LENGTH = 256
+
 
 def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractContextManager[Subject]] | None:
     """How to raise the seeds of everything that a converted checkpoint draws; None where it draws nothing.
@@ -36,7 +39,8 @@ def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractC
     if not drawing:
         return None
     fitted = any(mechanism.needs_calibration for mechanism in drawing)
-    text = next((entry.get("calibration") for entry in reversed(model.config.approx.get("recipe", []))), None)
+    made = (model.config.approx.get("recipe") or [{}])[-1]
+    text, length = made.get("calibration"), made.get("calibration_length", _EARLIER_LENGTH)
     if fitted and text is not None:
         raise ApproxError(
             f"The mechanisms of {subject.name} were fitted to {text['name']} when it was converted, and that text is not kept "
@@ -53,7 +57,7 @@ def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractC
                 for mechanism, seed in zip(drawing, seeds, strict=True):
                     mechanism.redraw(seed + raised)
             if fitted:
-                calibrate(model, calibration_batch(opened.source, model), drawing)
+                calibrate(model, calibration_batch(opened.source, model, length).inputs, drawing)
             identity = None if subject.identity is None else fingerprint(subject.identity, "seed", raised)
             yield replace(subject, name=f"{subject.name}, seed + {raised}", identity=identity, reseeded=None)
         finally:

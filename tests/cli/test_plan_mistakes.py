@@ -111,6 +111,12 @@ def test_a_decoder_is_calibrated_without_any_text(gpt2):
     assert call("convert", gpt2, "-o", "out", "-m", "clustered", "--set", "clusters=3").code == 0
 
 
+def test_a_conversion_that_never_approximates_is_told(base):
+    answer = call("convert", base, "-o", "out", "-m", "local")
+    assert answer.code == 0, answer.err
+    assert "the model takes no more than 32: they never approximate." in answer.out
+
+
 def test_a_conversion_tells_text_mass_and_warnings(base, tmp_path):
     (tmp_path / "my own.txt").write_text("the film is good, not bad. very dull\n" * 50, encoding="utf-8")
     words = ("convert", base, "-m", "local", "--set", "left=2", "--set", "right=2", "--heads", "0", "--checkpoint")
@@ -119,6 +125,12 @@ def test_a_conversion_tells_text_mass_and_warnings(base, tmp_path):
     assert "captured mass" in answer.out
     receipt = json.loads((tmp_path / "one" / "approx_receipt.json").read_text("utf-8"))
     assert all(0 < mass < 1 for mass in receipt["captured_mass"].values())
+    # As long as the positions, of a text that is longer.
+    assert set(receipt["measured_at"].values()) == {32}
+    assert "measured on 32 tokens a row, my own.txt." in answer.out
+    card = (tmp_path / "one" / "README.md").read_text("utf-8")
+    assert "measured on 32 tokens a row, my own.txt." in card
+    assert f"| {receipt['errors']['0']:.3f} | {receipt['captured_mass']['0']:.3f} |" in card
     assert [(part["heads"], part["checkpoint"]) for part in receipt["swapped"][:2]] == [("0", True), ("1", False)]
     config = json.loads((tmp_path / "one" / "config.json").read_text("utf-8"))
     calibration = config["approx"]["recipe"][0]["calibration"]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from approx.conversion import surgery, verify
-from approx.conversion.damage import layer_damage
+from approx.conversion.damage import layer_damage, unseen
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan, Rule
 from approx.errors import ApproxError
@@ -106,9 +106,35 @@ def test_mass_is_counted_for_the_heads_that_leave_keys_out():
     assert damage[0].captured_mass is None
     # A window of 3 of 20 keys, under weights that are hardly anything but even.
     assert damage[1].captured_mass == pytest.approx(3 / 20, abs=0.05)
-    assert damage[2] == (0.0, 1.0)
+    assert damage[2] == (0.0, 1.0, 20)
+    assert [one.tokens for one in damage.values()] == [20, 20, 20]
     # Watching leaves nothing behind.
     assert not any(module._forward_hooks for module in model.modules() if isinstance(module, nn.Module))
+
+
+def test_the_receipt_says_how_long_the_inputs_were_also_where_a_layer_stayed_exact():
+    model = tiny("BertModel")
+    plan = Plan((Rule("local", "0", {"left": 2, "right": 2}), Rule("local", "1", exact_below=30)))
+    receipt = surgery.convert(model, plan)
+    receipt.lost(layer_damage(model, example_inputs(model, 20, batch=2)), "random tokens")
+    assert receipt.measured_at == {0: 20, 1: 20}
+    assert receipt.measured_on == "20 tokens a row, random tokens"
+    assert receipt.errors is not None
+    assert (receipt.errors[0] > 0, receipt.errors[1]) == (True, 0.0)
+
+
+def test_layers_whose_damage_cannot_be_seen_are_named_with_the_reason():
+    model = tiny("BertModel")
+    local = {"left": 2, "right": 2}, {"left": 70, "right": 70}
+    rules = Rule("local", "0", local[0]), Rule("local", "1", local[1]), Rule("local", "2", local[0], exact_below=30)
+    surgery.convert(model, Plan(rules))
+    never, short = unseen(model, {0: 20, 1: 20, 2: 20})
+    assert never.startswith("With these settings layers 1 are exact on fewer than 72 tokens")
+    assert "no more than 64: they never approximate" in never
+    assert short.startswith("With these settings layers 2 are exact on fewer than 30 tokens")
+    assert "measured on 20" in short
+    assert len(unseen(model, {0: 4, 1: 40, 2: 40})) == 1
+    assert len(unseen(model, {0: 3, 1: 40, 2: 40})) == 2
 
 
 def test_a_mechanism_that_must_be_finetuned_says_so():

@@ -7,9 +7,12 @@ import pytest
 import soundfile
 import torch
 
-from approx.conversion import checkpoint
-from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch
+from approx.conversion import checkpoint, surgery
+from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch, calibration_length
+from approx.conversion.plan import Plan
 from approx.errors import ApproxError
+from conversion.zoo import tiny
+from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_speech import recogniser, sound, speech_processor
 
 
@@ -30,20 +33,21 @@ def recording(path, samples, rate=16_000, kind="WAV"):
     return CalibrationFile.read(path, "input_values")
 
 
-def test_a_recording_is_heard_from_its_start_and_no_further_than_512_frames(heard, tmp_path):
+def test_a_recording_is_heard_from_its_start_and_no_further_than_it_is_asked(heard, tmp_path):
     source, model = heard
     short, long = sound(0.9), np.concatenate([sound(0.9), sound(40.0, tone=220.0)])
-    batch = calibration_batch(source, model, recording(tmp_path / "short.flac", short, kind="FLAC"))
+    batch, told = calibration_batch(source, model, 512, recording(tmp_path / "short.flac", short, kind="FLAC"))
+    assert told == "short.flac"
     normal = (short - short.mean()) / short.std()
     assert torch.allclose(batch["input_values"][0], torch.from_numpy(normal), atol=1e-3)
-    frames = model.base_model(**calibration_batch(source, model, recording(tmp_path / "long.wav", long)))
+    frames = model.base_model(**calibration_batch(source, model, 512, recording(tmp_path / "long.wav", long)).inputs)
     assert frames.last_hidden_state.shape[1] == 512
 
 
 def test_a_recording_of_another_rate_is_resampled(heard, tmp_path):
     source, model = heard
-    slow = calibration_batch(source, model, recording(tmp_path / "slow.wav", sound(1.0, rate=8_000), 8_000))
-    right = calibration_batch(source, model, recording(tmp_path / "right.wav", sound(1.0)))
+    slow, _ = calibration_batch(source, model, 512, recording(tmp_path / "slow.wav", sound(1.0, rate=8_000), 8_000))
+    right, _ = calibration_batch(source, model, 512, recording(tmp_path / "right.wav", sound(1.0)))
     assert slow["input_values"].shape == right["input_values"].shape
     assert torch.corrcoef(torch.cat([slow["input_values"], right["input_values"]]))[0, 1] > 0.9
 
@@ -58,6 +62,59 @@ def test_what_a_model_cannot_hear_is_refused(heard, tmp_path):
     with pytest.raises(ApproxError, match="is empty"):
         recording(tmp_path / "none.wav", sound(0.0))
     with pytest.raises(ApproxError, match="fewer than the"):
-        calibration_batch(source, model, recording(tmp_path / "click.wav", sound(0.01)))
+        calibration_batch(source, model, 512, recording(tmp_path / "click.wav", sound(0.01)))
     with pytest.raises(ApproxError, match="pixel_values cannot be calibrated"):
         CalibrationFile.read(tmp_path / "words.txt", "pixel_values")
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "plan", "length"),
+    [
+        ("BertModel", 64, Plan.of("local"), 64),
+        ("BertModel", 1500, Plan.of("local", left=4, right=4), 1024),
+        ("BertModel", 4096, Plan.of("local", left=700, right=700), 1404),
+        ("BertModel", 4096, Plan.of("local", left=3000, right=3000), 2048),
+        ("BertModel", 4096, Plan.of("local", exact_below=900), 1800),
+        ("BertModel", 4096, Plan.of("exact"), 1024),
+        ("Wav2Vec2Model", None, Plan.of("local", left=4, right=4), 512),
+        ("Wav2Vec2Model", None, Plan.of("local", left=300, right=300), 604),
+    ],
+)
+def test_rows_are_so_long_that_layers_approximate_if_the_positions_allow(name, positions, plan, length):
+    model = tiny(name, **({} if positions is None else {"max_position_embeddings": positions}))
+    surgery.exchange(model, plan)
+    assert calibration_length(model) == length
+
+
+def test_positions_that_are_extended_count():
+    model = tiny("BertModel")
+    surgery.exchange(model, Plan.of("local"), max_length=200)
+    assert calibration_length(model) == 200
+
+
+def test_text_fills_its_rows_and_says_what_it_is(tmp_path):
+    folder = tmp_path / "words"
+    model = tiny_model(2, positions=2048)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    source = checkpoint.locate(folder)
+    (tmp_path / "own.txt").write_text("the film is not very good but fine " * 900, encoding="utf-8")
+    own = CalibrationFile.read(tmp_path / "own.txt", "input_ids")
+    for length, rows in ((256, 8), (512, 4), (2048, 1)):
+        inputs, told = calibration_batch(source, model, length, own)
+        assert inputs["input_ids"].shape == (rows, length)
+        assert told == "own.txt"
+    # Its vocabulary is 14 words, so our text says nothing to it.
+    inputs, told = calibration_batch(source, model, 512)
+    assert (tuple(inputs["input_ids"].shape), told) == ((1, 512), "random tokens")
+
+
+def test_our_own_text_is_repeated_where_it_is_too_short_and_says_so(shared_checkpoints):
+    folder = shared_checkpoints / "minilm-sst2"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not there")
+    source = checkpoint.locate(folder)
+    model = checkpoint.load(folder).model
+    for length, told in ((512, "built-in English text"), (2048, "built-in English text, repeated")):
+        batch = calibration_batch(source, model, length)
+        assert (tuple(batch.inputs["input_ids"].shape), batch.told) == ((1, length), told)

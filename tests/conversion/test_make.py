@@ -265,7 +265,7 @@ def test_the_real_checkpoint_converts_and_comes_back(shared_checkpoints, tmp_pat
     folder = shared_checkpoints / "minilm-sst2"
     if not folder.is_dir():
         pytest.skip(f"{folder} is not there")
-    receipt = make.convert(folder, tmp_path / "out", Plan.of("improved-clustered", clusters=25), max_length=1000)
+    receipt = make.convert(folder, tmp_path / "out", Plan.of("improved-clustered"), max_length=1000)
     assert all(check["passed"] is not False for check in receipt["checks"])
     assert max(receipt["errors"].values()) < 0.5
     model, stock = checkpoint.load(tmp_path / "out").model, checkpoint.load(folder).model

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from approx.evaluation import record
+from approx.publishing import wording
 
 NAME = "clustered-paper"
 CLUSTERS, KEYS, ITERATIONS, LONGEST = 25, 32, 10, 512
@@ -152,7 +153,7 @@ def _cells(row: Row) -> list[str]:
         f"{100 * row.variant['difference']:+.1f} ({low:+.1f} … {high:+.1f})",
         f"{100 * row.left[0]:.1f} … {100 * row.left[1]:.1f} % (published {100 * share:.1f} %)",
         WORDS[class_of(share)],
-        f"**{verdict(share, row.left)}**",
+        f"**{verdict(share, row.left) if wording.tested(row.variant) else row.variant['verdict']}**",
     ]
 
 
@@ -192,14 +193,16 @@ def _all(name: str, made: dict[str, Any]) -> list[str]:
     task = next(entry for entry in made["quality"] if entry["task"] == name)
     metrics = list(task["base"]["scores"])
     lines = [
-        f"| {task['task']} | {' | '.join(metric.replace('_', ' ') for metric in metrics)} | difference (95 %) | verdict |",
-        "|---|" + "--:|" * len(metrics) + "---|---|",
-        f"| exact | {_scores(task['base'], metrics)} | | |",
+        f"| {task['task']} | {' | '.join(metric.replace('_', ' ') for metric in metrics)} | difference (95 %) | verdict "
+        "| approximated on |",
+        "|---|" + "--:|" * len(metrics) + "---|---|---|",
+        f"| exact | {_scores(task['base'], metrics)} | | | |",
     ]
     for variant in task["variants"]:
         low, high = (100 * end for end in variant["interval"])
         difference = f"{100 * variant['difference']:+.1f} ({low:+.1f} … {high:+.1f})"
-        lines.append(f"| {variant['name']} | {_scores(variant, metrics)} | {difference} | {variant['verdict']} |")
+        said = f"{variant['verdict']} | {wording.approximated(variant, task)}"
+        lines.append(f"| {variant['name']} | {_scores(variant, metrics)} | {difference} | {said} |")
     margin = 100 * task["variants"][0]["margin"]
     return [
         "\n".join(lines),

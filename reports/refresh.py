@@ -15,6 +15,7 @@ sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (
 from approx.evaluation import record
 from approx.patterns import figures, find_pattern, pattern_names
 from approx.pipeline.patterns import draw
+from approx.publishing import wording
 from approx.publishing.report import write_report
 from bench import growth
 from reports import clustered_paper, cpu_speed, long_documents
@@ -36,12 +37,12 @@ def results(made: dict[str, Any]) -> str:
     """The README's table: quality and speed of one record side by side, a row a variant."""
     quality = made["quality"][0]
     lengths = [row["length"] for row in made["speed"]]
-    head = ["attention", f"{quality['task']} {quality['metric']}", "difference (95 %)", "verdict"]
+    head = ["attention", f"{quality['task']} {quality['metric']}", "difference (95 %)", "verdict", "approximated on"]
     lines = [head + [f"×, {length} tokens" for length in lengths]]
     base = quality["base"]["scores"][quality["metric"]]
     ceilings = ["–" if row["ceiling"] is None else f"{row['ceiling']['ratio']:.2f}" for row in made["speed"]]
-    lines.append(["exact (SDPA)", f"{100 * base:.1f}", "", ""] + ["1"] * len(lengths))
-    lines.append(["*no attention at all: the ceiling*", "", "", "", *ceilings])
+    lines.append(["exact (SDPA)", f"{100 * base:.1f}", "", "", ""] + ["1"] * len(lengths))
+    lines.append(["*no attention at all: the ceiling*", "", "", "", "", *ceilings])
     for variant in quality["variants"]:
         low, high = (100 * end for end in variant["interval"])
         lines.append(
@@ -50,6 +51,7 @@ def results(made: dict[str, Any]) -> str:
                 f"{100 * variant['scores'][quality['metric']]:.1f}",
                 f"{100 * variant['difference']:+.1f} ({low:+.1f} … {high:+.1f})",
                 variant["verdict"],
+                wording.approximated(variant, quality),
                 *(_ratio(row, variant["name"]) for row in made["speed"]),
             ]
         )

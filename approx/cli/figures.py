@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from approx.cli.terminal import table
+from approx.publishing import wording
 from approx.recipe import BASE, CEILING
 
 _SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "verdict")
@@ -27,6 +28,7 @@ def quality_table(entry: dict[str, Any]) -> Table:
             _interval(entry["base"]["interval"], scale, digits + 1),
             "",
             "",
+            "",
         ]
     ]
     for row in entry["variants"]:
@@ -38,13 +40,14 @@ def quality_table(entry: dict[str, Any]) -> Table:
                 f"{scale * row['difference']:+.{digits}f}",
                 _interval(row["interval"], scale, digits + 1),
                 row["verdict"] + needed,
+                _approximated(row, entry),
                 _p_value(row.get("p_adjusted")),
             ]
         )
         if row.get("seeds"):
-            rows.append([*_over_seeds(row, scale, digits), "", ""])
+            rows.append([*_over_seeds(row, scale, digits), "", "", ""])
     return table(
-        ["", f"{metric} %" if fraction else metric, "difference", "95 %", "verdict", "p (Holm)"],
+        ["", f"{metric} %" if fraction else metric, "difference", "95 %", "verdict", "approximated", "p (Holm)"],
         rows,
         title="; ".join(
             [f"{entry['task']}, {entry['split']}: {entry['examples']} examples{subset}{cut}", *entry.get("notes", ())]
@@ -94,6 +97,11 @@ def _over_seeds(row: dict[str, Any], scale: float, digits: int) -> list[str]:
     between = [drawn["low"], drawn["high"]]
     score = _score(drawn["mean"], scale) + spread
     return [f"{row['name']}, {len(drawn['scores'])} seeds", score, "", _interval(between, scale, digits)]
+
+
+def _approximated(row: dict[str, Any], entry: dict[str, Any]) -> str:
+    found = row.get("approximated")
+    return "" if found is None else f"{wording.part(found['examples'] / entry['examples'])} of inputs"
 
 
 def _p_value(value: float | None) -> str:

@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,6 +11,7 @@ from approx.cli.command import command, scrubbed, typed_command
 from approx.cli.figures import quality_table, speed_tables
 from approx.cli.terminal import Terminal
 from approx.errors import ApproxError, Exit
+from approx.publishing import wording
 
 _PANEL = "Measure"
 
@@ -70,7 +71,15 @@ def evaluate(
     ] = False,
     margin: Annotated[float, typer.Option(min=0, help="Loss in points that would be acceptable.")] = 1.0,
     fail_over: Annotated[
-        bool, typer.Option("--fail-over", help="Exit with 7 if the loss is beyond the margin.")
+        bool,
+        typer.Option(
+            "--fail-over",
+            help="Exit with 7 if the loss is beyond the margin, or not tested because attention is exact on more than nine "
+            "tenths of these inputs.",
+        ),
+    ] = False,
+    allow_untested: Annotated[
+        bool, typer.Option("--allow-untested", help="Let --fail-over accept a loss that was not tested.")
     ] = False,
     seeds: Annotated[
         int,
@@ -102,6 +111,8 @@ def evaluate(
 
     if task is None:
         raise ApproxError("No task was given. Name one with --task, e.g. --task glue/sst2.")
+    if allow_untested and not fail_over:
+        raise ApproxError("--allow-untested says what --fail-over accepts. Give both or neither.")
     options.check_output(output, force)
     outputs = None if output is None else output.with_suffix(".parquet")
     if output is not None and output == outputs:
@@ -119,11 +130,24 @@ def evaluate(
         record.save(output, made)
         terminal.note(f"Record written to {output}, the outputs of each example to {outputs}")
     terminal.result(made, *map(quality_table, made["quality"]))
-    verdicts = [variant["verdict"] for entry in made["quality"] for variant in entry["variants"]]
-    if fail_over and not verdicts:
+    if fail_over:
+        variants = [variant for entry in made["quality"] for variant in entry["variants"]]
+        _check_losses(variants, task, margin, allow_untested)
+
+
+def _check_losses(variants: list[dict[str, Any]], task: str, margin: float, allow_untested: bool) -> None:
+    """Refuse a loss beyond the margin, and one that nobody can have seen."""
+    if not variants:
         raise ApproxError("--fail-over compares with a base, and there was none. Name it with --against.")
-    if "loss beyond margin" in verdicts and fail_over:
+    if any(variant["verdict"] == "loss beyond margin" for variant in variants):
         raise ApproxError(f"The loss on {task} is beyond the margin of {margin} points.", Exit.THRESHOLD)
+    untested = [variant for variant in variants if not wording.tested(variant)]
+    if untested and not allow_untested:
+        raise ApproxError(
+            f"The loss on {task} is {untested[0]['verdict']}, and --fail-over accepts only what was tested. Evaluate on longer "
+            "inputs, or add --allow-untested.",
+            Exit.THRESHOLD,
+        )
 
 
 def bench(

@@ -10,6 +10,7 @@ from torch.compiler import assume_constant_result, is_compiling
 from approx.conversion.manifest import seal_model
 from approx.conversion.seam import FORMAT, IMPLEMENTATION, attach
 from approx.errors import ApproxError, Exit
+from approx.mechanisms.head_groups import HeadGroups
 from approx.mechanisms.mechanism import Mechanism
 
 
@@ -76,6 +77,20 @@ class ApproxModel:
     @assume_constant_result
     def _causal(self) -> bool:
         return any(module.causal for module in self.modules() if isinstance(module, Mechanism))
+
+    def approximates(self, positions: int, widest: int) -> bool:
+        """Whether any layer computes anything but exact attention on an input, as far as its length tells.
+
+        Args:
+            positions: Of the input as attention sees it, without padding.
+            widest: Positions of the longest input in the same batch, which `exact_below` is compared with.
+        """
+        return any(
+            widest >= mechanism.exact_below and start is not None and positions >= start
+            for mechanism in self.modules()
+            if isinstance(mechanism, Mechanism) and not isinstance(mechanism, HeadGroups)
+            for start in (mechanism.differs_from(),)
+        )
 
     def attention_penalty(self) -> Tensor:
         """What the mechanisms want to be small, such as their spans, added up to a scalar; 0 if they want nothing.

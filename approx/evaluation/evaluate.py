@@ -17,6 +17,7 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation import processes
+from approx.evaluation.coverage import coverage
 from approx.evaluation.inputs import Prepared, Subject, prepare
 from approx.evaluation.ledger import Ledger, fingerprint
 from approx.evaluation.memory import is_out_of_memory
@@ -105,11 +106,13 @@ def evaluate(
 
     predictions = {subject.name: predicted(subject) for subject in models}
     labels = [example.label for example in examples]
+    covered = {subject.name: found for subject in models if (found := coverage(subject, task, prepared)) is not None}
     if outputs is not None and processes.leads():
         columns = {"id": [example.id for example in examples], "label": labels, "tokens": prepared.lengths}
         columns |= {f"prediction/{name}": found for name, found in predictions.items()}
+        columns |= {f"approximated/{name}": found.examples for name, found in covered.items()}
         write_outputs(outputs, columns)
-    entry = compare(task, examples, prepared.lengths, predictions, margin=margin, seed=seed)
+    entry = compare(task, examples, prepared.lengths, predictions, margin=margin, seed=seed, covered=covered)
     if seeds > 1:
         for subject, variant in zip(models[1:], entry["variants"], strict=True):
             scores = []

@@ -30,6 +30,8 @@ class Subject:
         identity: A hash of all that its outputs depend on: weights, plan, dtype, code. None keeps no outputs.
         reseeded: The same with every seed of what it draws raised by a number, as long as the context lasts; None where it
             draws nothing.
+        approximates: Whether it computes anything but exact attention on an input of so many positions (the first number) in
+            a batch whose longest input has so many (the second); None for a model that is not converted.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Subject:
     processor: Any
     identity: str | None = None
     reseeded: Callable[[int], AbstractContextManager[Subject]] | None = None
+    approximates: Callable[[int, int], bool] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from approx.evaluation.coverage import Coverage
 from approx.evaluation.statistics import (
     Comparison,
     Interval,
@@ -33,6 +34,7 @@ def compare(
     *,
     margin: float,
     seed: int,
+    covered: Mapping[str, Coverage] | None = None,
 ) -> dict[str, Any]:
     """Score every model and compare each with the first, which is the base.
 
@@ -45,6 +47,7 @@ def compare(
         predictions: Name of a model -> its predictions; the base comes first.
         margin: The loss that is acceptable, in the units of the score.
         seed: Of the bootstrap.
+        covered: Name of each converted model -> on which examples it approximates.
 
     Returns:
         `metric`, `fraction`, `lower_is_better`, `sliced_by`, `slice_metric`, `groups`, `base` and `variants` of a quality entry
@@ -65,7 +68,8 @@ def compare(
         gain = found.interval
         if gain is not None and metric.lower_is_better:
             gain = (-gain[1], -gain[0])
-        judged, needed = verdict(gain, margin, len(labels))
+        reach = (covered or {}).get(name)
+        judged, needed = verdict(gain, margin, len(labels), None if reach is None else sum(reach.examples))
         variants.append(
             {
                 "name": name,
@@ -78,6 +82,7 @@ def compare(
                 "margin": margin,
                 "verdict": judged,
                 "needed_examples": needed,
+                "approximated": None if reach is None else reach.to_dict(),
                 "slices": _slices(task, labels, lengths, predictions[base], predictions[name]),
             }
         )

@@ -18,10 +18,14 @@ never 0 or NaN. Its keys:
                    groups: speakers or documents that are drawn together, null where examples are independent,
                    tokens: {median, longest: int}, notes: [str], what was left out or changed when the examples were read,
                    base: {scores: {metric: score}, interval}; an interval is null where there is one example or group,
-                   variants: [{name, scores, difference, interval, confidence, test, p_value, margin, verdict,
+                   variants: [{name, scores, difference, interval, confidence, test, p_value, margin,
+                               verdict: see `approx.evaluation.statistics.verdict`,
                                p_adjusted: p_value raised by Holm over the tasks of the variant, or of its plan where
                                records are read together; null if there is one,
                                needed_examples: int or null,
+                               approximated: {examples: on how many of them anything but exact attention is computed, in any
+                                              window that they are read in, tokens: share of all real tokens in such
+                                              windows}, null for a model that is not converted; older records lack it,
                                seeds: {seeds: what was added to the seed of each layer, 0 first, scores: of the metric, one
                                        a seed, mean, sd, low, high}, all empty or null where nothing is drawn; only if asked,
                                slices: [{from, to (excluded), examples, base, converted: scores by slice_metric}]}],

@@ -22,6 +22,8 @@ CONFIDENCE = 0.95
 RESAMPLES = 2000
 POWER = 0.8
 """The chance with which `needed_examples` promises a settled verdict."""
+TESTED = 0.1
+"""The share of the inputs that must be approximated before a small loss says anything about the approximation."""
 
 
 @dataclass(frozen=True)
@@ -156,17 +158,25 @@ def score_interval(
     return _percentiles(_resample(score, examples, seed, resamples, groups), 1 - 2 * float(norm.sf(wide)))
 
 
-def verdict(interval: Interval | None, margin: float, examples: int) -> tuple[str, int | None]:
+def verdict(
+    interval: Interval | None, margin: float, examples: int, approximated: int | None = None
+) -> tuple[str, int | None]:
     """Judge a difference by its interval against the loss that is acceptable.
 
     With the loss known to lie between `low` and `high` (the interval of base minus converted):
     `loss beyond margin` when low > margin; `loss within margin` when high <= margin and low > 0;
     `no loss` when high <= margin and low <= 0; otherwise `inconclusive`: the interval holds the margin, or there is none.
 
+    Where a converted model computes exact attention on more than nine tenths of the examples, a small loss says nothing
+    about its approximation: the verdict is then `not tested: exact on N % of these inputs`. A loss that is beyond the margin
+    all the same stays what it is.
+
     Args:
         interval: Of converted minus base, as `Comparison` gives it.
         margin: The acceptable loss, in the units of the score, at least 0.
         examples: How many the interval was computed on.
+        approximated: On how many of them the model computes anything but exact attention; None for a model that is not
+            converted.
 
     Returns:
         The verdict, and for `inconclusive` about how many examples of the same kind would settle it with a
@@ -174,11 +184,14 @@ def verdict(interval: Interval | None, margin: float, examples: int) -> tuple[st
         settle it because the loss seems to be the margin itself. Where examples come in groups, as many more groups are
         meant as examples; of few groups it says too many rather than too few.
     """
+    if interval is not None and -interval[1] > margin:
+        return "loss beyond margin", None
+    if approximated is not None and approximated < TESTED * examples:
+        # Rounded down, so that 100 % means all of them.
+        return f"not tested: exact on {100 * (examples - approximated) // examples} % of these inputs", None
     if interval is None:
         return "inconclusive", None
     low, high = -interval[1], -interval[0]
-    if low > margin:
-        return "loss beyond margin", None
     if high <= margin:
         return ("loss within margin" if low > 0 else "no loss"), None
     half, distance = (high - low) / 2, abs(margin - (high + low) / 2)

@@ -126,6 +126,10 @@ class AdaptiveSpanAttention(Mechanism):
         """One distance beyond the longest span."""
         return int(max(self._known())) + 2
 
+    def differs_from(self) -> int:
+        """One distance beyond the shortest span."""
+        return int(min(self._known())) + 2
+
     def flops(self, length: int) -> int:
         """Two products over the pairs of each block of 64 queries and the keys within the head's window."""
         whole = length * (length + 1) // 2 if self.causal else length * length

@@ -100,6 +100,10 @@ class FixedAttention(Mechanism):
         """The first token that stands in no summary and in another block, of the step that is exact the longest."""
         return latest(self._unseen_from(step) for step in self._steps[: self.heads])
 
+    def differs_from(self) -> int | None:
+        """The same of the step that differs first."""
+        return min(filter(None, map(self._unseen_from, self._steps[: self.heads])), default=None)
+
     def _unseen_from(self, step: int | None) -> int | None:
         if self.stride is None and not self.causal:
             # Blocks of up to two tokens hold inputs of up to two.

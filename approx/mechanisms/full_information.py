@@ -108,6 +108,10 @@ class LtrAttention(Mechanism):
         """The first token that stands in no summary and is not seen in its block, of the step that is exact the longest."""
         return latest(self._unseen_from(step) for step in self._steps[: self.heads])
 
+    def differs_from(self) -> int | None:
+        """The same of the step that differs first."""
+        return min(filter(None, map(self._unseen_from, self._steps[: self.heads])), default=None)
+
     def _unseen_from(self, step: int | None) -> int | None:
         if step is not None and step % 2:
             return 2

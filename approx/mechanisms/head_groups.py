@@ -98,6 +98,10 @@ class HeadGroups(Mechanism):
         """That of the group which is exact the longest."""
         return latest(mechanism.approximates_from() for _, mechanism in self.members())
 
+    def differs_from(self) -> int | None:
+        """That of the group which differs first."""
+        return min(filter(None, (mechanism.differs_from() for _, mechanism in self.members())), default=None)
+
     def flops(self, length: int) -> int:
         """The sum over the groups."""
         return sum(mechanism.flops(length) for _, mechanism in self.members())

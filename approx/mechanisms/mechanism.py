@@ -194,10 +194,7 @@ class Mechanism(nn.Module):
         return self.needs_calibration
 
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
-        """Fit the state to a calibration batch; conversion calls it once, without gradients.
-
-        Args: as for `forward`.
-        """
+        """Fit the state to a calibration batch, given as to `forward`; conversion calls it once, without gradients."""
         raise NotImplementedError
 
     def penalty(self) -> Tensor | None:
@@ -220,15 +217,16 @@ class Mechanism(nn.Module):
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any] | None:
-        """Settings under which it equals exact attention on every input of at most `length` tokens.
-
-        Empty when it always does, None when no settings do.
-        """
+        """Settings with which it equals exact attention on up to `length` tokens: none if it always does, None if it cannot."""
         raise NotImplementedError
 
     def approximates_from(self) -> int | None:
         """Fewest real tokens with which every head differs from exact attention, those aside that never do; None if none does."""
         raise NotImplementedError
+
+    def differs_from(self) -> int | None:
+        """Fewest real tokens with which any head differs from exact attention; None if none does."""
+        return self.approximates_from()
 
     def flops(self, length: int) -> int:
         """Multiply-adds, counted as 2, of one sequence of `length` tokens: all heads, forward."""

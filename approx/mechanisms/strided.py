@@ -94,6 +94,10 @@ class StridedAttention(Mechanism):
         """The first distance that is neither within the window nor a stride, of the step that is exact the longest."""
         return latest(self._unseen_from(step) for step in self._steps[: self.heads])
 
+    def differs_from(self) -> int | None:
+        """The same of the step that differs first."""
+        return min(filter(None, map(self._unseen_from, self._steps[: self.heads])), default=None)
+
     def _unseen_from(self, step: int | None) -> int | None:
         if step == 2:
             return None if self.stride == 1 else 2

@@ -113,7 +113,8 @@ def measure_quality(
     subjects = {}
     for label, one in opened.items():
         known = fingerprint(identity(one), computed_by(one.model.device))
-        subject = Subject(label, one.model, checkpoint.processor(one.source), known)
+        approximates = one.model.approximates if one.source.converted else None
+        subject = Subject(label, one.model, checkpoint.processor(one.source), known, approximates=approximates)
         reseeded = reseeding(one, subject) if stage.seeds > 1 and label != BASE else None
         subjects[label] = dataclasses.replace(subject, reseeded=reseeded)
     task = task_of(stage)

@@ -100,15 +100,13 @@ def _answer(variant: dict[str, Any], record: dict[str, Any]) -> Answer:
         sentences.append("Its speed was not measured.")
     tasks = [(task, entry) for task in record.get("quality") or [] if (entry := variant_of(task["variants"], name))]
     for task, entry in tasks:
-        tone = {"no loss": "good", "loss within margin": "even", "loss beyond margin": "bad"}
-        figures.append(
-            Figure(
-                wording.change(entry, task),
-                f"{wording.units(task)} on {task['task']}",
-                tone.get(entry["verdict"], "even"),
-            )
-        )
+        value, what = wording.change(entry, task), f"{wording.units(task)} on {task['task']}"
+        if not wording.tested(entry):
+            value, what = "not tested", f"quality on {task['task']}: hardly an input is approximated"
+        figures.append(Figure(value, what, wording.tone(entry)))
         loss, verdict = wording.loss(entry, task), wording.verdict(entry, task)
+        if wording.tested(entry) and entry.get("approximated"):
+            verdict += f"; attention is approximated on {wording.approximated(entry, task)}"
         # One split may be read to several lengths; its notes then tell which score is meant.
         alike = sum((other["task"], other["split"]) == (task["task"], task["split"]) for other, _ in tasks)
         notes = task.get("notes", []) if alike > 1 else []

@@ -110,8 +110,10 @@ def quality_figure(
         identity: Unique in the page.
 
     Returns:
-        The drawing and its caption; None where no variant has both a quality and a speed.
+        The drawing and its caption; None where no variant has both a speed and a quality that was tested.
     """
+    untested = [entry["name"] for entry in task["variants"] if not wording.tested(entry)]
+    task = {**task, "variants": [entry for entry in task["variants"] if wording.tested(entry)]}
     row = _fullest(task, rows)
     if row is None:
         return None
@@ -156,6 +158,8 @@ def quality_figure(
         f"{wording.setting(row)}."
     )
     end = longest_input(task)
+    if untested:
+        caption += f" Not shown, because not tested: {', '.join(untested)}."
     if end is not None and row["length"] >= end:
         caption += f" The task's own inputs have fewer than {wording.count(end)} tokens."
     description = f"{caption} Further right is faster, further up is better."

@@ -14,6 +14,7 @@ _QUALITY = (
     *("title", "checkpoint", "task", "split", "metric", "examples", "subset", "truncated", "variant"),
     *("base_score", "score", "difference", "low", "high", "confidence", "test", "p_value", "margin", "verdict"),
     *("needed_examples", "p_adjusted", "seeds", "seeds_mean", "seeds_sd"),
+    *("approximated_examples", "approximated_tokens"),
 )
 _SPEED = (
     *("title", "checkpoint", "processor", "gpu", "device", "dtype", "threads", "batch", "length", "mode", "inputs"),
@@ -76,6 +77,7 @@ def _quality_lines(record: dict[str, Any]) -> list[dict[str, Any]]:
             "score": entry["scores"].get(task["metric"]),
             **_ends(entry),
             **_seeds(entry),
+            **{f"approximated_{key}": value for key, value in (entry.get("approximated") or {}).items()},
         }
         for task in record["quality"]
         for entry in task["variants"]

@@ -7,10 +7,6 @@ from approx.publishing import wording
 from approx.publishing.answers import standing, variant_of, worthwhile_from
 
 _TONES = {
-    "no loss": "good",
-    "loss within margin": "even",
-    "loss beyond margin": "bad",
-    "inconclusive": "even",
     "faster": "good",
     "alone": "good",
     "slower": "bad",
@@ -46,7 +42,8 @@ def quality_table(task: dict[str, Any]) -> dict[str, Any]:
             "margin": wording.decimal(entry["margin"] * scale, digits - 1),
             "verdict": entry["verdict"],
             "needed": wording.needed(entry, task),
-            "tone": _TONES[entry["verdict"]],
+            "tone": wording.tone(entry),
+            "approximated": wording.approximated(entry, task),
             "seeds": _over_seeds(entry, task),
         }
         for entry in task["variants"]
@@ -134,7 +131,7 @@ def damage_table(variants: list[dict[str, Any]]) -> dict[str, Any] | None:
             }
             for layer in layers
         ]
-        rows.append({"name": variant["name"], "cells": cells})
+        rows.append({"name": variant["name"], "measured": wording.measured(receipt), "cells": cells})
     return {"layers": layers, "rows": rows, "masses": any(cell["kept"] for row in rows for cell in row["cells"])}
 
 

@@ -80,6 +80,11 @@ def between(interval: Sequence[float] | None, digits: int = 2, scale: float = 1.
     return " to ".join(decimal(end * scale, digits) for end in interval)
 
 
+def measured(receipt: dict[str, Any]) -> str:
+    """Say on what the damage of layers was measured: 512 tokens a row, built-in English text."""
+    return receipt.get("measured_on") or "not known"
+
+
 def share_of_examples(entry: dict[str, Any]) -> str:
     """Say how many examples a score stands on, and what must be known about them."""
     text = f"{count(entry['examples'])} examples"
@@ -162,8 +167,37 @@ def loss(entry: dict[str, Any], task: dict[str, Any]) -> str:
     return f"{'loses' if difference < 0 else 'gains'} {amount} ± {decimal(half, digits)} {units(task)}"
 
 
+def tested(entry: dict[str, Any]) -> bool:
+    """Whether a variant approximated on enough inputs for its score to say anything."""
+    return not entry["verdict"].startswith("not tested")
+
+
+def tone(entry: dict[str, Any]) -> str:
+    """Whether a verdict is good news, bad news or neither."""
+    return {"no loss": "good", "loss beyond margin": "bad"}.get(entry["verdict"], "even")
+
+
+def approximated(entry: dict[str, Any], task: dict[str, Any]) -> str:
+    """Say on which share of the inputs anything but exact attention was computed: 23 % of inputs, 31 % of tokens."""
+    if "approximated" not in entry:
+        return "not known"
+    found = entry["approximated"]
+    if found is None:
+        return NOTHING
+    return f"{part(found['examples'] / task['examples'])} of inputs, {part(found['tokens'])} of tokens"
+
+
+def part(share: float) -> str:
+    """Write a share so that 0 % means none and 100 % means all."""
+    if 0 < share < 0.01:
+        return "< 1 %"
+    return percent(min(share, 0.99) if share < 1 else share)
+
+
 def verdict(entry: dict[str, Any], task: dict[str, Any]) -> str:
     """Say what the verdict on a difference means against its margin."""
+    if not tested(entry):
+        return entry["verdict"]
     fraction = task.get("fraction", True)
     margin = f"{decimal(entry['margin'] * scale(task), 1 if fraction else 3)} {'points' if fraction else units(task)}"
     if entry["verdict"] == "inconclusive":

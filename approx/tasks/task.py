@@ -130,6 +130,15 @@ class Task(ABC):
         """Tokens of an encoding."""
         return len(next(iter(encoding.values()), ()))
 
+    def positions(self, encoding: Encoding, config: Any) -> int:
+        """Positions that the model's attention has for an encoding, padding aside: here one a token.
+
+        Args:
+            encoding: One of `encode`.
+            config: The model's configuration.
+        """
+        return self.tokens(encoding)
+
     def company(self, encoding: Encoding, processor: Any, config: Any) -> int | None:
         """A number that encodings must have in common to share a batch, or None for one that has to be alone.
 

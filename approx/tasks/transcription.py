@@ -99,6 +99,10 @@ class Transcription(Task):
         """Frames of 20 ms, the last one perhaps not full."""
         return -(-encoding["samples"] // _HOP)
 
+    def positions(self, encoding: Encoding, config: Any) -> int:
+        """Frames that the convolutions make of the recording."""
+        return _outputs_of(encoding["samples"], config)
+
     def company(self, encoding: Encoding, processor: Any, config: Any) -> int:
         """The exact length, where no mask keeps a model from hearing the padding."""
         masked = processor.feature_extractor.return_attention_mask and config.feat_extract_norm == "layer"

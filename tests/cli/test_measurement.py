@@ -71,6 +71,44 @@ def test_a_loss_beyond_the_margin_exits_with_7(base, data, tmp_path):
     assert answer.err.splitlines()[-1] == "error: The loss on glue/sst2 is beyond the margin of 5.0 points."
 
 
+def test_no_loss_on_inputs_that_are_exact_is_not_tested(base, data, tmp_path):
+    """A window over all of every sentence: the converted model is the base."""
+    wide = ("-m", "local", "--set", "left=20", "--set", "right=20")
+    assert call("convert", base, "-o", "wide", *wide).code == 0
+    said = "not tested: exact on 100 % of these inputs"
+    words = ("evaluate", "wide", "--against", base, "--task", "glue/sst2", "--data", data, "--margin", "100")
+    shown = call(*words, "-o", "r.json")
+    assert shown.code == 0
+    assert said in shown.out
+    (entry,) = record.load(tmp_path / "r.json")["quality"][0]["variants"]
+    assert (entry["verdict"], entry["approximated"]) == (said, {"examples": 0, "tokens": 0.0})
+    assert call(*words, "--json").json["quality"][0]["variants"][0]["verdict"] == said
+    failed = call(*words, "--fail-over")
+    assert failed.code == 7
+    assert said in failed.err.splitlines()[-1]
+    assert call(*words, "--fail-over", "--allow-untested").code == 0
+    alone = call(*words, "--allow-untested")
+    assert alone.code == 2
+    assert "--fail-over" in alone.err
+    assert call("report", "r.json", "-o", "page").code == 0
+    for name in ("index.html", "report.md", "quality.csv", "report.json"):
+        assert said in (tmp_path / "page" / name).read_text("utf-8"), name
+
+
+def test_the_share_that_is_approximated_is_that_of_the_lengths(base, tmp_path):
+    """A window of 4 tokens to each side: sentences of 6 tokens and more are approximated."""
+    assert call("convert", base, "-o", "narrow", "-m", "local", "--set", "left=4", "--set", "right=4").code == 0
+    sentences = ["good " * words for words in (1, 2, 3, 3, 4, 5, 8, 1, 1, 1)]
+    rows = [f"{sentence}\t{row % 2}" for row, sentence in enumerate(sentences)]
+    (tmp_path / "dev.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n", encoding="utf-8")
+    words = ("evaluate", "narrow", "--against", base, "--task", "glue/sst2", "--data", "dev.tsv", "--margin", "100")
+    entry = call(*words, "--json").json["quality"][0]["variants"][0]
+    # With two special tokens each: 6, 7 and 10 of 49.
+    assert entry["approximated"] == {"examples": 3, "tokens": 23 / 49}
+    assert entry["verdict"] == "no loss"
+    assert "30 % of inputs" in call(*words).out
+
+
 def test_a_base_with_another_tokenizer_is_refused(converted, data, tmp_path):
     other = tiny_checkpoint(tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text("utf-8"))

@@ -133,17 +133,30 @@ def test_all_heads_differ_at_that_length_and_not_before(name, causal, settings):
         assert damage(mechanism, length).min() > ROUNDING, f"some head is exact at {length}"
 
 
+@pytest.mark.parametrize(("name", "causal", "settings"), CASES)
+def test_some_head_differs_at_that_length_and_none_before(name, causal, settings):
+    mechanism = make(name, causal, settings)
+    start = mechanism.differs_from()
+    if start is None:
+        assert mechanism.approximates_from() is None
+        return
+    assert all(damage(mechanism, length).max() < ROUNDING for length in range(max(1, start - 12), start))
+    assert damage(mechanism, start).max() > ROUNDING
+
+
 def test_the_trained_spans_count_and_not_the_longest_one_that_is_allowed():
     mechanism = make("adaptive-span", False, {"max_span": 50})
     assert mechanism.approximates_from() == 52
     with torch.no_grad():
         mechanism.fraction.copy_(torch.tensor([0.1, 0.2, 0.0, 0.13]))
     assert mechanism.approximates_from() == 12
+    assert mechanism.differs_from() == 2
 
 
 def test_heads_that_take_steps_in_turn_wait_for_the_last_step_that_a_head_takes():
     heads = {"stride": 9, "mode": "heads"}
     assert MECHANISMS["strided"](2, 8, causal=True, scale=1.0, **heads).approximates_from() == 10
+    assert MECHANISMS["strided"](2, 8, causal=True, scale=1.0, **heads).differs_from() == 2
     assert MECHANISMS["fixed"](1, 8, causal=True, scale=1.0, **heads).approximates_from() == 10
     assert MECHANISMS["ltr"](1, 8, causal=False, scale=1.0, **heads).approximates_from() == 2
 
@@ -155,6 +168,7 @@ def test_groups_of_heads_wait_for_the_last_group_that_approximates():
     exact = MECHANISMS["sdpa"](2, SIZE, causal=True, scale=0.25)
     mixed = HeadGroups([([0], local(3)), ([1, 2], exact), ([3], local(20))])
     assert mixed.approximates_from() == 22
+    assert mixed.differs_from() == 5
     assert damage(mixed, 21)[3] < ROUNDING
     assert (damage(mixed, 22) > ROUNDING).tolist() == [True, False, False, True]
     assert HeadGroups([([0, 1], exact)]).approximates_from() is None

@@ -64,6 +64,16 @@ def test_without_a_mask_padding_would_be_heard(data, tmp_path):
     assert (short - alone).abs().max() > 1e-3
 
 
+def test_positions_are_the_frames_that_attention_sees(data, tmp_path):
+    # The first convolution is wider than its step, as in Wav2Vec2, so the last frame is not heard.
+    model, processor = recogniser(conv_kernel=(20, 8, 4)), speech_processor(tmp_path)
+    encodings = [TASK.encode(example, processor)[0] for example in TASK.load(data).examples]
+    with torch.inference_mode():
+        seen = [model.base_model(**TASK.collate([one], processor)).last_hidden_state.shape[1] for one in encodings]
+    assert [TASK.positions(one, model.config) for one in encodings] == seen
+    assert seen != [TASK.tokens(one) for one in encodings]
+
+
 @pytest.mark.parametrize("norm", ["layer", "group"])
 def test_a_mask_alone_does_not_make_a_model_deaf_to_padding(tmp_path, norm):
     processor = speech_processor(tmp_path, norm)

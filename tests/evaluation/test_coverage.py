@@ -1,0 +1,156 @@
+"""On which inputs a model approximates is counted right, and the verdict listens."""
+
+import copy
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from approx.evaluation.coverage import Coverage, coverage
+from approx.evaluation.evaluate import Subject, evaluate, prepare
+from approx.evaluation.quality import compare
+from approx.evaluation.statistics import verdict
+from approx.tasks import Example, Split, open_task
+from tiny_classifier import WORDS as VOCABULARY
+from tiny_classifier import tiny_model, tiny_tokenizer
+
+SST2 = open_task("glue/sst2")
+# Words of each sentence; the tokenizer adds two tokens.
+WORDS = (3, 8, 1, 12, 5, 2, 8, 4, 3, 6)
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    rows = [f"{'good ' * words}\t{row % 2}" for row, words in enumerate(WORDS)]
+    (tmp_path / "dev.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
+    return tmp_path
+
+
+def subject(start: int, exact_below: int = 0, name: str = "other", **more) -> Subject:
+    """A model said to approximate from `start` real tokens on, in batches that are at least `exact_below` wide."""
+    model = more.pop("model", None) or tiny_model(2)
+    return Subject(
+        name, model, tiny_tokenizer(), approximates=lambda n, widest: n >= start and widest >= exact_below, **more
+    )
+
+
+def test_examples_and_tokens_are_counted_by_their_own_lengths_and_not_by_the_padding(data):
+    one = subject(8)
+    prepared = prepare([one], SST2, SST2.load(data), batch_size=10)
+    found = coverage(one, SST2, prepared)
+    long = [words + 2 >= 8 for words in WORDS]
+    assert found is not None
+    assert found.examples == long
+    assert found.tokens == sum(w + 2 for w, reached in zip(WORDS, long, strict=True) if reached) / sum(
+        words + 2 for words in WORDS
+    )
+    assert found.to_dict() == {"examples": 4, "tokens": found.tokens}
+
+
+def test_exact_below_is_compared_with_the_longest_input_of_the_batch(data):
+    one = subject(5, exact_below=8)
+    whole, pairs = (coverage(one, SST2, prepare([one], SST2, SST2.load(data), batch_size=n)) for n in (10, 2))
+    assert whole is not None
+    assert pairs is not None
+    # Sorted by length the batches of two are 14 10, 10 8, 7 6, 5 5, 4 3.
+    assert sum(whole.examples) == 8
+    assert sum(pairs.examples) == 4
+
+
+def test_an_example_is_approximated_if_any_window_of_it_is(tmp_path):
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            vocab_size=len(VOCABULARY),
+            n_positions=64,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+    task = open_task("lm", window=8, stride=4, stretch=25)
+    (tmp_path / "text.txt").write_text("good film " * 30)
+    one = Subject("other", model, tiny_tokenizer(), approximates=lambda n, widest: n >= 8)
+    prepared = prepare([one], task, task.load(tmp_path / "text.txt"), batch_size=4)
+    windows = [task.positions(encoding, model.config) for encoding in prepared.encodings]
+    found = coverage(one, task, prepared)
+    assert found is not None
+    # The first example is read in windows of 5 and 6 tokens, for there is nothing before it.
+    assert windows[:4] == [5, 6, 8, 8]
+    assert found.examples == [False] + [True] * (len(found.examples) - 1)
+    assert found.tokens == sum(n for n in windows if n >= 8) / sum(windows)
+
+
+def test_nothing_is_said_of_a_model_that_is_not_converted(data):
+    stock = Subject("stock", tiny_model(2), tiny_tokenizer())
+    assert coverage(stock, SST2, prepare([stock], SST2, SST2.load(data), batch_size=4)) is None
+
+
+def test_the_record_has_the_count_also_where_the_outputs_were_kept(data, tmp_path):
+    base = tiny_model(2)
+    subjects = {
+        "exact": Subject("exact", base, tiny_tokenizer(), identity="a"),
+        "short": subject(99, name="short", model=copy.deepcopy(base), identity="b"),
+        "long": subject(8, name="long", model=copy.deepcopy(base), identity="c"),
+    }
+    entries = [
+        evaluate(subjects, SST2, data=data, margin=1.0, kept=tmp_path / "kept", outputs=tmp_path / "o.parquet")
+        for _ in range(2)
+    ]
+    assert entries[0] == entries[1]
+    short, long = entries[1]["variants"]
+    assert (short["approximated"], short["verdict"]) == (
+        {"examples": 0, "tokens": 0.0},
+        "not tested: exact on 100 % of these inputs",
+    )
+    assert (long["approximated"]["examples"], long["verdict"]) == (4, "no loss")
+    outputs = pyarrow.parquet.read_table(tmp_path / "o.parquet").to_pydict()
+    assert outputs["approximated/long"] == [words + 2 >= 8 for words in WORDS]
+    assert outputs["approximated/short"] == [False] * 10
+    assert "approximated/exact" not in outputs
+
+
+def test_the_base_has_no_verdict_and_a_stock_variant_keeps_its_own():
+    examples = [Example(str(row), {}, 1) for row in range(400)]
+    predictions = {"exact": [1] * 400, "stock": [1] * 400, "converted": [1] * 400}
+    covered = {"converted": Coverage([True] * 39 + [False] * 361, 0.2)}
+    found = compare(SST2, examples, [9] * 400, predictions, margin=0.02, seed=0, covered=covered)
+    stock, converted = found["variants"]
+    assert (stock["verdict"], stock["approximated"]) == ("no loss", None)
+    assert converted["verdict"] == "not tested: exact on 90 % of these inputs"
+    assert converted["approximated"] == {"examples": 39, "tokens": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("approximated", "expected"),
+    [
+        (None, "no loss"),
+        (0, "not tested: exact on 100 % of these inputs"),
+        (1, "not tested: exact on 99 % of these inputs"),
+        (99, "not tested: exact on 90 % of these inputs"),
+        (100, "no loss"),
+        (1000, "no loss"),
+    ],
+)
+def test_a_tenth_of_the_inputs_must_be_approximated(approximated: int | None, expected: str):
+    assert verdict((-0.001, 0.001), 0.005, 1000, approximated) == (expected, None)
+
+
+def test_what_was_not_tested_needs_no_more_examples_and_what_was_lost_stays_lost():
+    assert verdict((-0.02, 0.02), 0.005, 1000)[0] == "inconclusive"
+    assert verdict((-0.02, 0.02), 0.005, 1000, 10) == ("not tested: exact on 99 % of these inputs", None)
+    assert verdict((-0.004, -0.001), 0.005, 1000, 10)[0] == "not tested: exact on 99 % of these inputs"
+    assert verdict(None, 0.005, 1, 0)[0] == "not tested: exact on 100 % of these inputs"
+    assert verdict((-0.2, -0.1), 0.005, 1000, 10) == ("loss beyond margin", None)
+
+
+def test_a_split_in_another_order_counts_the_same(data):
+    split = SST2.load(data)
+    turned = Split(split.name, split.examples[::-1], split.subset)
+    one = subject(8)
+    found, other = (coverage(one, SST2, prepare([one], SST2, part, batch_size=3)) for part in (split, turned))
+    assert found is not None
+    assert other is not None
+    assert found.examples == other.examples[::-1]

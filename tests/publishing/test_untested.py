@@ -1,0 +1,91 @@
+"""A variant that computes exact attention on nearly all inputs: no part of a report may praise it."""
+
+import csv
+
+import pytest
+
+from approx.publishing import wording
+from approx.publishing.answers import answers
+from approx.publishing.plots import quality_figure
+from approx.publishing.report import write_report
+from approx.publishing.tables import quality_table
+
+NAME = "improved-clustered 25"
+VERDICT = "not tested: exact on 95 % of these inputs"
+
+
+@pytest.fixture
+def untested(record) -> dict:
+    """The record, its first variant approximating on 40 of the 872 inputs; the second on a quarter, the third unknown."""
+    entries = record["quality"][0]["variants"]
+    entries[0] |= {"verdict": VERDICT, "approximated": {"examples": 40, "tokens": 0.081}}
+    entries[1] |= {"approximated": {"examples": 218, "tokens": 0.4}}
+    entries[3] |= {"approximated": None}
+    return record
+
+
+def test_every_file_says_that_it_was_not_tested(untested, tmp_path):
+    write_report([untested], tmp_path)
+    for name in ("report.md", "index.html", "report.json", "quality.csv"):
+        assert VERDICT in (tmp_path / name).read_text("utf-8"), name
+    first, second, third, *_ = csv.DictReader((tmp_path / "quality.csv").read_text("utf-8").splitlines())
+    assert (first["verdict"], first["approximated_examples"], first["approximated_tokens"]) == (VERDICT, "40", "0.081")
+    assert (second["approximated_examples"], third["approximated_examples"]) == ("218", "")
+    text = (tmp_path / "report.md").read_text("utf-8")
+    assert f"| {VERDICT} | 5 % of inputs, 8 % of tokens |" in text
+
+
+def test_neither_its_figure_nor_its_colour_praises_it(untested):
+    (table, _), (answer, other, *_) = map(quality_table, untested["quality"]), answers(untested)
+    assert [row["tone"] for row in table["rows"]] == ["even", "even", "bad", "even"]
+    assert [(figure.value, figure.tone) for figure in answer.figures[1:]] == [("not tested", "even")]
+    assert f"on glue/sst2 (dev): {VERDICT}." in " ".join(answer.sentences)
+    assert "no loss" not in " ".join(answer.sentences)
+    assert "attention is approximated on 25 % of inputs, 40 % of tokens." in " ".join(other.sentences)
+
+
+def test_the_figure_of_quality_against_speed_leaves_it_out_and_says_so(untested):
+    drawn = quality_figure(untested["quality"][0], untested["speed"], untested, "both")
+    assert drawn is not None
+    assert f"Not shown, because not tested: {NAME}." in drawn[1]
+    alone = untested["quality"][0] | {"variants": untested["quality"][0]["variants"][:1]}
+    assert quality_figure(alone, untested["speed"], untested, "both") is None
+
+
+def test_a_verdict_has_the_colour_that_it_deserves():
+    words = ("no loss", "loss within margin", "loss beyond margin", "inconclusive", VERDICT)
+    assert [wording.tone({"verdict": word}) for word in words] == ["good", "even", "bad", "even", "even"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({}, "not known"),
+        ({"approximated": None}, "–"),
+        ({"approximated": {"examples": 0, "tokens": 0.0}}, "0 % of inputs, 0 % of tokens"),
+        ({"approximated": {"examples": 1, "tokens": 0.004}}, "< 1 % of inputs, < 1 % of tokens"),
+        ({"approximated": {"examples": 500, "tokens": 0.616}}, "50 % of inputs, 62 % of tokens"),
+        ({"approximated": {"examples": 999, "tokens": 0.9999}}, "99 % of inputs, 99 % of tokens"),
+        ({"approximated": {"examples": 1000, "tokens": 1.0}}, "100 % of inputs, 100 % of tokens"),
+    ],
+)
+def test_shares_in_words(entry: dict, said: str):
+    assert wording.approximated(entry, {"examples": 1000}) == said
+
+
+def test_speeds_are_beyond_quality_from_the_first_length_that_no_input_has(record):
+    """The longest inputs have 66 tokens; times at 67 are of longer ones, times at 66 are not."""
+    row = record["speed"][0]
+    for length, beyond in ((66, False), (67, True), (660, True)):
+        found = answers(record | {"speed": [row | {"length": length}]})[0]
+        assert ("the quality at longer inputs is not known" in " ".join(found.sentences)) == beyond
+
+
+def test_groups_that_settle_a_verdict_are_as_many_more_as_examples():
+    task = {"examples": 200, "groups": 10}
+    assert wording.needed({"needed_examples": 1000}, task) == "about 1,000 examples of 50 groups"
+
+
+def test_no_difference_is_neither_a_loss_nor_a_gain():
+    entry = {"difference": 0.0, "interval": [-0.0001, 0.0001]}
+    assert wording.loss(entry, {"metric": "accuracy"}).startswith("scores the same")

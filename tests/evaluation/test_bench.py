@@ -49,6 +49,7 @@ def test_a_bench_has_a_row_for_every_batch_and_length():
             assert entry["p10_ms"] <= entry["median_ms"] <= entry["p90_ms"]
             assert entry["samples"] >= 1
             assert 4 <= entry["samples"] + entry["rejected"] <= 8
+        assert all(entry["peak_mb"] is not None and entry["first_ms"] > 0 for entry in (row["base"], *row["variants"]))
         for entry in (row["ceiling"], row["spread"], *row["variants"]):
             assert entry["interval"][0] <= entry["interval"][1]
     assert {(entry["name"], entry["batch"]) for entry in found["crossover"]} == {("variant", 1), ("variant", 2)}

@@ -1,8 +1,7 @@
 """Base and converted on the same tokens in the same batches, and every input that would crash or mislead."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -97,21 +96,6 @@ def test_batches_change_neither_predictions_nor_their_order(data):
         directly = [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
     assert one == pytest.approx(directly, abs=1e-5)
     assert eight == pytest.approx(directly, abs=1e-5)
-
-
-def test_every_call_is_made_in_its_context(data):
-    seen: list[set[str]] = []
-
-    @contextmanager
-    def around(batch: dict[str, torch.Tensor]) -> Iterator[None]:
-        seen.append(set(batch))
-        yield
-        seen.append({"left"})
-
-    subject = Subject("exact", tiny_model(2), tiny_tokenizer(), around=around)
-    predict(subject, SST2, prepare([subject], SST2, SST2.load(data), batch_size=30))
-    assert [names == {"left"} for names in seen] == [False, True] * 2
-    assert seen[0] >= {"input_ids", "attention_mask"}
 
 
 def test_inputs_of_like_length_share_a_batch_and_the_longest_come_first(data):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -137,6 +138,10 @@ def test_fingerprints_tell_arrays_and_order_apart():
     first, second = torch.arange(3).numpy(), torch.arange(1, 4).numpy()
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
     assert len({fingerprint(first), fingerprint(second), fingerprint("a", "b"), fingerprint("b", "a")}) == 4
+    # Of long ones NumPy prints the ends only.
+    long = [np.zeros(5000), np.zeros(5000)]
+    long[1][2500] = 1e-9
+    assert fingerprint(long[0]) != fingerprint(long[1])
 
 
 def test_the_folder_follows_the_environment(monkeypatch, tmp_path):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from approx.evaluation.evaluate import Subject, evaluate
-from approx.evaluation.quality import over_records, over_tasks
-from approx.tasks import open_task
+from approx.evaluation.quality import compare, over_records, over_tasks
+from approx.tasks import Example, open_task
 from tiny_classifier import tiny_model, tiny_tokenizer
 
 
@@ -54,3 +54,17 @@ def test_the_seed_of_an_evaluation_decides_its_resampling_and_nothing_else(tmp_p
     assert found(1) == first
     assert first["difference"] == other["difference"]
     assert not np.array_equal(first["interval"], other["interval"])
+
+
+@pytest.mark.parametrize(("name", "certain"), [("glue/mrpc", False), ("lm", True)])
+def test_equal_predictions_prove_no_loss_only_where_a_score_has_no_bounds(name, certain):
+    """Of an F1 score examples not seen may change; without bounds nothing can be said of them."""
+    said = (
+        [{"loss": 2.0 + row % 3, "count": 4, "places": {"1": [2.0 + row % 3, 4]}} for row in range(30)]
+        if certain
+        else [0, 1, 1] * 10
+    )
+    examples = [Example(str(row), {}, 20 if certain else row % 2) for row in range(30)]
+    found = compare(open_task(name), examples, [20] * 30, {"a": said, "b": said}, margin=0.01, seed=0)
+    low, high = found["variants"][0]["interval"]
+    assert (low == high == 0.0) is certain

@@ -46,6 +46,7 @@ def test_the_same_record_is_the_same_bytes(tmp_path):
         (json.dumps({**RECORD, "schema": 2}), "has schema 2, but this version of approx reads schema 1"),
         (json.dumps({"schema": 1, "title": "x"}), "is incomplete: checkpoint is missing; command is missing"),
         (json.dumps({**RECORD, "quality": [{"task": "glue/sst2"}]}), r"quality\[0\].base is missing"),
+        (json.dumps({**RECORD, "crossover": [{}]}), r"crossover\[0\].batch is missing; .*dtype is missing"),
         (json.dumps({**RECORD, "speed": {}}), "speed is not a list"),
         (json.dumps({**RECORD, "checkpoint": None}), "checkpoint is not an object"),
     ],

@@ -108,7 +108,7 @@ def test_one_example_or_group_settles_nothing(groups):
 def test_holm_is_the_procedure_of_the_paper():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.2]) == [0.2]
-    assert holm([0.9, 0.5]) == [1.0, 1.0]
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
@@ -200,3 +200,9 @@ def test_without_a_change_the_interval_is_that_of_one_example_more_each_way():
     interval = compare_scores(lambda rows: 0.0, 50, seed=0, resamples=50).interval
     half = float(stats.t.ppf(0.975, 49)) * math.sqrt(2) / 50
     assert interval == pytest.approx((-half, half))
+
+
+def test_where_every_resample_gives_the_same_the_p_value_is_all_or_nothing():
+    for difference, p_value in ((0.0, 1.0), (-0.25, 0.0)):
+        found = compare_scores(lambda rows, same=difference: same, 50, seed=0, bounded=False, resamples=20)
+        assert (found.p_value, found.interval) == (p_value, (difference, difference))

@@ -34,6 +34,14 @@ def test_turns_are_interleaved_and_rotate_and_the_base_has_two(monkeypatch: pyte
         assert all(len(turns) == runner.turns for turns in runner.rounds)
 
 
+def test_a_race_lasts_for_its_rounds_and_for_its_seconds():
+    for rounds, seconds in ((4, 0.0), (2, 0.3)):
+        runner, begun = Runner(lambda: None), time.perf_counter()
+        race([runner], CPU, rounds=rounds, seconds=seconds, warm_up_seconds=0.0, block_ms=0.1, memory=False)
+        assert len(runner.rounds) >= rounds
+        assert time.perf_counter() - begun >= seconds
+
+
 def test_the_second_turn_of_the_base_is_half_a_round_away():
     runners = [Runner(lambda: None) for _ in range(4)]
     runners[0].turns = 2

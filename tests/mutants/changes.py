@@ -107,6 +107,9 @@ class _Visitor(cst.CSTVisitor):
             return isinstance(value, cst.BaseString) or (isinstance(value, cst.Call) and self._left_out(value))
         if isinstance(node, cst.Call):
             return _name(node.func) in _TELLING or _owner(node.func) in _DRAWN
+        if isinstance(node, cst.Assign):
+            # What a star would import; nobody writes one.
+            return any(isinstance(one.target, cst.Name) and one.target.value == "__all__" for one in node.targets)
         if isinstance(node, cst.Arg):
             return node.keyword is not None and node.keyword.value in _STATING
         if isinstance(node, cst.FormattedString | cst.ConcatenatedString):

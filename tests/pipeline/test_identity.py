@@ -56,14 +56,17 @@ def test_whatever_changes_outputs_changes_the_identity_and_a_folders_name_does_n
 
 
 def test_examples_and_settings_are_told_apart_and_the_place_of_the_file_is_not(tmp_path):
-    def read(folder: str, label: int = 1, **settings: int) -> str:
+    def read(folder: str, label: int = 1, name: str = "dev", task: str = "glue/sst2") -> str:
         (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / "dev.tsv").write_text(f"sentence\tlabel\nfine\t{label}\n", encoding="utf-8")
-        task = open_task("glue/sst2")
-        return examples_read(task, task.load(tmp_path / folder / "dev.tsv"))
+        file = tmp_path / folder / f"{name}.tsv"
+        file.write_text(f"sentence\tlabel\nfine\t{label}\n", encoding="utf-8")
+        opened = open_task(task)
+        return examples_read(opened, opened.load(file))
 
     assert read("here") == read("there")
-    assert read("here") != read("here", 0)
+    assert len({read("here"), read("here", 0), read("here", name="train")}) == 3
+    lengths = [open_task("needle", length=length, examples=2) for length in (64, 65)]
+    assert len({examples_read(task, lengths[0].load()) for task in lengths}) == 2
 
 
 def test_the_files_beside_the_weights_are_hashed_with_their_names(tmp_path):

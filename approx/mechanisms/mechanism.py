@@ -253,6 +253,11 @@ def whole_number(name: str, value: Any, low: int, high: int | None = None) -> in
     return checked(name, value, inside, f"a whole number {limits}")
 
 
+def power_of_two(name: str, value: Any) -> int:
+    """The value, if it is an int that is 1, 2, 4, 8 and so on."""
+    return checked(name, value, type(value) is int and value.bit_count() == 1 and value > 0, "a power of two")
+
+
 def positive_number(name: str, value: Any) -> float:
     """The value as a float, if it is a finite number above 0."""
     inside = type(value) in (int, float) and math.isfinite(value) and value > 0

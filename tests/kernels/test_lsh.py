@@ -38,7 +38,7 @@ def clusters(count, total):
     return [range(j * total // count, (j + 1) * total // count) for j in range(count)]
 
 
-def pairs_of_all(q, k, directions, variant):
+def pairs_of_all(q, k, directions, variant, buckets=1):
     """Pairs that one round brings together when all tokens are known."""
     count = min(-(-max(len(q), len(k)) // CLUSTER), len(q), len(k))
     if variant == "asymmetric":
@@ -50,7 +50,7 @@ def pairs_of_all(q, k, directions, variant):
         for mine, theirs in zip(clusters(count, len(q)), clusters(count, len(k)), strict=True):
             yield from ((query_order[i], key_order[j]) for i in mine for j in theirs)
         return
-    level = level_at(len(q) - 1)
+    level = min(level_at(len(q) - 1) + buckets.bit_length() - 1, 7)
     order = sorted(range(len(q)), key=lambda i: (nearest(q[i], directions, level), i))
     chunks = clusters(count, len(q))
     for number, mine in enumerate(chunks):
@@ -72,12 +72,12 @@ def pairs_of_past(q, k, directions, variant):
         yield from ((query, j) for j in inside[chunk * CLUSTER :] if j != position)
 
 
-def expected(q, k, v, projections, *, variant, causal, dedup):
+def expected(q, k, v, projections, *, variant, causal, dedup, **finer):
     """One head of one sample, of real tokens only: q [L, D], k [S, D], v [S, E]."""
     hashed_q, hashed_k = q.detach(), k.detach()
     counts = torch.zeros(len(q), len(k), dtype=q.dtype)
     for directions in projections.to(q.dtype):
-        for query, key in (pairs_of_past if causal else pairs_of_all)(hashed_q, hashed_k, directions, variant):
+        for query, key in (pairs_of_past if causal else pairs_of_all)(hashed_q, hashed_k, directions, variant, **finer):
             counts[query, key] += 1
     own = torch.eye(len(k), dtype=q.dtype)[len(k) - len(q) :]
     if variant == "shared":

@@ -5,6 +5,7 @@ import torch
 
 from approx.conversion import surgery
 from approx.conversion.plan import Plan
+from approx.conversion.sites import build
 from approx.errors import ApproxError, Exit
 from approx.mechanisms.full import FullAttention
 from approx.mechanisms.lsh import LshAttention
@@ -106,3 +107,30 @@ def test_redraw_is_explicit_and_a_checkpoint_keeps_what_was_drawn(variant, causa
     again = make(causal=causal, variant=variant, cluster=4, seed=9)
     again.load_state_dict(mechanism.state_dict())
     assert torch.equal(again(q, k, v), mechanism(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("variant", "causal", "once"),
+    [("asymmetric", False, False), ("asymmetric", True, True), ("shared", False, True), ("shared", True, True)],
+)
+def test_pairs_count_once_by_default_where_that_is_cheap(variant, causal, once):
+    q, k, v = drawn(200)
+    form = {"variant": variant, "causal": causal, "cluster": 16}
+    out, others = make(**form)(q, k, v), [make(**form, dedup=dedup)(q, k, v) for dedup in (False, True)]
+    assert torch.equal(out, others[once])
+    assert not torch.equal(out, others[not once])
+
+
+def test_pairs_that_count_once_err_less():
+    tensors = drawn(300)
+    counted = [error(make(cluster=64, rounds=8, dedup=dedup), *tensors) for dedup in (False, True)]
+    assert counted[1] < 0.8 * counted[0]
+
+
+@pytest.mark.parametrize("dedup", [False, True])
+def test_a_layer_converted_before_there_was_a_choice_of_buckets_is_what_it_was(dedup):
+    site = {"heads": 2, "head_dim": SIZE, "causal": False, "scale": SIZE**-0.5, "mechanism": "lsh"}
+    stated = {"variant": "shared", "rounds": 2, "cluster": 8, "seed": 3, "dedup": dedup}
+    old, tensors = build({**site, "settings": stated}), drawn(200)
+    assert torch.equal(old(*tensors), make(**stated, buckets=1)(*tensors))
+    assert not torch.equal(old(*tensors), make(**stated)(*tensors))

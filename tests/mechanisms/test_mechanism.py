@@ -51,7 +51,7 @@ DEFAULTS = {
     "rtl": {"stride": None, "summary": 1, "both_directions": False, "mode": "merged", "step": None},
     "bigbird": {"block": 64, "random": 3, "compatible": False, "seed": 0},
     "sinks": {"sinks": 4, "window": 1020},
-    "lsh": {"variant": "asymmetric", "rounds": 4, "cluster": 64, "seed": 0, "dedup": False},
+    "lsh": {"variant": "asymmetric", "rounds": 4, "cluster": 64, "buckets": 4, "seed": 0, "dedup": None},
     "longformer": {"window": 512, "global_tokens": "first", "separator": None},
     "adaptive-span": {"max_span": 1024, "ramp": 32, "start": "longest", "keep": 0.99},
 }
@@ -117,6 +117,7 @@ WRONG = [
     ("lsh", "variant", "reformer"),
     ("lsh", "rounds", 0),
     ("lsh", "cluster", 0),
+    ("lsh", "buckets", 6),
     ("lsh", "seed", "0"),
     ("lsh", "dedup", 1),
     ("longformer", "window", 0),

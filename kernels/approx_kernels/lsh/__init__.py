@@ -42,6 +42,7 @@ def lsh_attention(
     projections: Tensor,
     variant: str,
     cluster: int,
+    buckets: int = 1,
     dedup: bool,
     causal: bool,
     scale: float,
@@ -58,7 +59,7 @@ def lsh_attention(
     both orders into equally many clusters. m and the order of all tokens know the future, so the causal form hashes
     directions instead, of keys less the mean of the keys before them, into buckets whose number doubles with the
     position (see `bucket_plan`), and adds the own key to every round. `shared` takes the queries, at length D^½, as
-    keys: k gets a gradient of 0. Its buckets are argmax [xR; -xR], of at most 128; it looks back one cluster and sees
+    keys: k gets a gradient of 0. Its buckets are argmax [xR; -xR], `buckets` for each cluster and 128 at most; it looks back one cluster and sees
     itself only where it sees nothing else. Causal, it uses the causal buckets.
 
     Query i is the token of key S - L + i where that matters: in the causal form and in the masks of L == S. Padded
@@ -77,6 +78,8 @@ def lsh_attention(
         variant: `asymmetric` or `shared`.
         cluster: Tokens of a cluster; the asymmetric variant is exact for samples of at most so many, and its causal
             form for twice as many.
+        buckets: Buckets for each cluster where the shared variant is not causal, a power of two; more than one bring tokens
+            together that are more alike. Others have no such choice.
         dedup: Whether a pair counts once however many rounds bring it together.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
@@ -96,6 +99,8 @@ def lsh_attention(
     """
     check_shapes(q, k, v, key_mask)
     heads, length, keys = q.shape[1], q.shape[2], k.shape[2]
+    if buckets < 1 or buckets & (buckets - 1):
+        raise ValueError(f"buckets is {buckets}; expected a power of two, such as 1, 4 or 8.")
     if variant == "shared" and length != keys:
         raise ValueError(f"The shared variant makes its keys from the queries, but got {length} queries, {keys} keys.")
     k, v = k.to(q.dtype), v.to(q.dtype)
@@ -111,19 +116,18 @@ def lsh_attention(
         if run == "triton":
             if variant == "asymmetric" and not (dedup or causal) and key_mask is None:
                 return sorted_tiles(q, k, v, **form)
-            return round_by_round(q, k, v, key_mask, **kind, causal=causal, own=own)
+            return round_by_round(q, k, v, key_mask, **kind, buckets=buckets, causal=causal, own=own)
         if run == "cpu":
             q, k, v = blank_for_gradients(q, k, v, key_mask)
             made = unit_keys(q, k) if variant == "shared" else k
             if not causal:
-                attend = partial(sorted_lists, **kind, dropout=dropout)
+                attend = partial(sorted_lists, **kind, buckets=buckets, dropout=dropout)
                 # Without padding there is no position either: with L > S all queries take part.
                 return attend(q, made, v) if key_mask is None else without_padding(attend, q, made, v, key_mask)
             out = bucket_lists(q, made, v, key_mask, **kind, dropout=dropout, notes=notes)
         else:
-            make = partial(
-                bucket_plan if causal else cluster_plan, projections=projections, variant=variant, cluster=cluster
-            )
+            how = {"projections": projections, "variant": variant, "cluster": cluster}
+            make = partial(bucket_plan, **how) if causal else partial(cluster_plan, **how, buckets=buckets)
             union = dense_union if run == "reference" else tile_union
             attend_heads = partial(_planned, make, union, own=own, scale=scale, dedup=dedup, dropout=dropout)
             wide = torch.promote_types(q.dtype, torch.float32)

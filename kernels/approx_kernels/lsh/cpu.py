@@ -67,6 +67,7 @@ def sorted_lists(
     projections: Tensor,
     variant: str,
     cluster: int,
+    buckets: int,
     dedup: bool,
     scale: float,
     dropout: float,
@@ -83,7 +84,7 @@ def sorted_lists(
         entries += [[(*seen, -FAR, FAR)]] * len(rows)
     starts = [part * length + start for part in range(rounds) for start in starts]
     lists = {"before": 0, "starts": [*starts, rounds * length], "entries": entries * rounds}
-    orders = _bucket_orders(q, projections, cluster) if shared else _orders(q, k, projections)
+    orders = _bucket_orders(q, projections, cluster, buckets) if shared else _orders(q, k, projections)
     lonely = shared and any(end - low <= 1 for low, end in bounds)
     stretches = places = None
     if dedup or lonely:
@@ -106,9 +107,10 @@ def _alone(out: Tensor, v: Tensor, stretches: Tensor, dropout: float) -> Tensor:
     return torch.where(alone, F.dropout(torch.ones_like(out[..., :1]), dropout) * v, out) if alone.any() else out
 
 
-def _bucket_orders(q: Tensor, projections: Tensor, cluster: int) -> tuple[Tensor, Tensor]:
+def _bucket_orders(q: Tensor, projections: Tensor, cluster: int, buckets: int) -> tuple[Tensor, Tensor]:
     """Tokens by bucket, then position, as queries and as keys, [rounds, B, H, L] int32."""
-    level = min(max((q.shape[2] - 1) // cluster, 1).bit_length() - 1, projections.shape[2].bit_length())
+    doubled = max((q.shape[2] - 1) // cluster, 1).bit_length() + buckets.bit_length() - 2
+    level = min(doubled, projections.shape[2].bit_length())
     codes = _nearest(q, projections, level)[level].movedim(2, 0).contiguous()
     order = torch.empty_like(codes)
     sizes = (ctypes.c_int64(n) for n in (codes.numel() // q.shape[2], q.shape[2], 1 << level))

@@ -91,12 +91,21 @@ def level_of(position: Tensor, cluster: int, variant: str) -> Tensor:
     return torch.bucketize(position, bounds, right=True)
 
 
-def levels_within(level: Tensor, first: int, last: int, cluster: int, variant: str) -> range:
-    """The levels of positions from `first` to `last`, which the host knows; it asks a CPU which of them there are."""
+def finer(level: Tensor, buckets: int, variant: str) -> Tensor:
+    """A level with as many buckets in the place of each, or the highest there is."""
+    return (level + buckets.bit_length() - 1).clamp(max=_doublings(variant))
+
+
+def levels_within(level: Tensor, first: int, last: int, cluster: int, variant: str, buckets: int = 1) -> range:
+    """The levels of positions from `first` to `last`, `buckets` times as fine, which the host knows; it asks a CPU which of
+    them there are.
+    """
     if level.device.type == "cpu" and not torch.compiler.is_compiling():
         return range(int(level.min()), int(level.max()) + 1)
     most = _doublings(variant)
-    lowest, highest = (min(max((at // cluster).bit_length() - 1, 0), most) for at in (first, last))
+    lowest, highest = (
+        min(max((at // cluster).bit_length() - 1, 0) + buckets.bit_length() - 1, most) for at in (first, last)
+    )
     return range(lowest, highest + 1)
 
 

@@ -32,6 +32,7 @@ def sorted_rounds(
     projections: Tensor,
     variant: str,
     cluster: int,
+    buckets: int,
     causal: bool,
     dedup: bool,
 ) -> SortedRounds:
@@ -46,7 +47,8 @@ def sorted_rounds(
         keys, queries = found.keys, None
     else:
         order, low, room, queries = (
-            torch.stack(each) for each in zip(*cluster_stretches(q, k, key_mask, **how).rounds, strict=True)
+            torch.stack(each)
+            for each in zip(*cluster_stretches(q, k, key_mask, **how, buckets=buckets).rounds, strict=True)
         )
         keys = torch.arange(k.shape[2], device=k.device).expand(k.shape[0], -1)
     low = low.masked_fill(room == 0, order.shape[-1])

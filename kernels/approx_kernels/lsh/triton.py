@@ -50,6 +50,7 @@ def round_by_round(
     projections: Tensor,
     variant: str,
     cluster: int,
+    buckets: int,
     dedup: bool,
     causal: bool,
     own: str,
@@ -60,7 +61,7 @@ def round_by_round(
     with torch.no_grad():
         plan = sorted_rounds(
             q.to(wide), k.to(wide), key_mask,
-            projections=projections, variant=variant, cluster=cluster, causal=causal, dedup=dedup,
+            projections=projections, variant=variant, cluster=cluster, buckets=buckets, causal=causal, dedup=dedup,
         )  # fmt: skip
     k = unit_keys(q.to(wide), k.to(wide)).to(q.dtype) if variant == "shared" else k
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))

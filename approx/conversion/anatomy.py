@@ -194,6 +194,8 @@ def _observe(kind: _Kind) -> Anatomy:
             if "input_ids" in inputs:
                 # Without a mask some families look for padding in the ids, which have no content here.
                 inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+                # Of as many tokens as the encoder's, what attends to those would pass for self-attention.
+                inputs |= {name: ids[:, 1:] for name, ids in inputs.items() if name == "decoder_input_ids"}
             observer.calls = []
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 model(**inputs)
@@ -202,9 +204,12 @@ def _observe(kind: _Kind) -> Anatomy:
     except ApproxError:
         raise
     except Exception as error:
+        remedy = "If stock transformers runs this model, the family is not supported; otherwise fix its config.json."
+        if any(sign in str(error) for sign in ("meta tensor", "register_meta")):
+            remedy = "Its forward pass reads numbers, where only shapes are known yet: the family is not supported."
         raise ApproxError(
             f"{model_class.__name__} (family '{config.model_type}') could not be run on example inputs to find its attention: "
-            f"{type(error).__name__}: {error}. {_remedy(error)}",
+            f"{type(error).__name__}: {error}. {remedy}",
             Exit.UNSUPPORTED,
         ) from error
     finally:
@@ -229,12 +234,6 @@ def _observe(kind: _Kind) -> Anatomy:
         flops_per_position=per_position,
         flops_fixed=flops[0] - per_position * lengths[0],
     )
-
-
-def _remedy(error: Exception) -> str:
-    if any(sign in str(error) for sign in ("meta tensor", "register_meta")):
-        return "Its forward pass reads numbers, where only shapes are known yet: the family is not supported."
-    return "If stock transformers runs this model, the family is not supported; otherwise mend its config.json."
 
 
 def attends_causally(family: str) -> bool:

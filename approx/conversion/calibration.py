@@ -52,7 +52,7 @@ def calibrate(model: Any, inputs: dict[str, Tensor] | None, only: Collection[Mec
 
     handles = [mechanism.register_forward_pre_hook(fit) for mechanism in waiting]
     try:
-        with _all_open(model), torch.no_grad(), evaluating(model):
+        with all_open(model), torch.no_grad(), evaluating(model):
             model(**inputs)
     finally:
         for handle in handles:
@@ -75,8 +75,8 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _all_open(model: Any) -> Iterator[None]:
-    """No layer exact because the batch is short: what is fitted serves the longer inputs to come."""
+def all_open(model: Any) -> Iterator[None]:
+    """No layer exact because an input is short: what is fitted, or checked, serves the longer inputs to come."""
     limits = {mechanism: mechanism.exact_below for mechanism in mechanisms(model)}
     for mechanism in limits:
         mechanism.exact_below = 0

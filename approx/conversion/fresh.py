@@ -54,15 +54,16 @@ class Reloader:
         """Whether it still runs, and is this process's, not that of one it was forked from."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def first_output(self, folder: Path, auto: str, inputs: dict[str, Tensor]) -> Tensor:
+    def first_outputs(self, folder: Path, auto: str, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
         """See the function of this name."""
         assert self._process.stdin
         assert self._process.stdout
         with tempfile.TemporaryDirectory(dir=self._home.name) as scratch:
-            save_file({key: tensor.contiguous() for key, tensor in inputs.items()}, f"{scratch}/inputs.safetensors")
-            asked = {"folder": str(folder.resolve()), "auto": auto, "scratch": scratch, "threads": get_num_threads()}
+            for number, each in enumerate(inputs):
+                save_file({key: x.contiguous() for key, x in each.items()}, f"{scratch}/{number}.safetensors")
+            asked = {"folder": str(folder.resolve()), "auto": auto, "scratch": scratch, "calls": len(inputs)}
             # What was compiled and found for this process holds there too; another way to attend would round otherwise.
-            asked["cache"] = str(cache_folder().absolute())
+            asked |= {"threads": get_num_threads(), "cache": str(cache_folder().absolute())}
             try:
                 print(json.dumps(asked), file=self._process.stdin, flush=True)
                 status = self._process.stdout.readline().strip()
@@ -71,7 +72,8 @@ class Reloader:
             if status != "0":
                 said = self._said.read_text("utf-8", "replace").strip().splitlines()
                 raise ReloadError(said[-1] if said else "it died")
-            return load_file(f"{scratch}/outputs.safetensors")["first"]
+            found = load_file(f"{scratch}/outputs.safetensors")
+            return [found[str(number)] for number in range(len(inputs))]
 
     def close(self) -> None:
         """End it, whatever it does."""
@@ -92,16 +94,16 @@ def begin() -> None:
         _usable()
 
 
-def first_output(folder: Path, auto: str, inputs: dict[str, Tensor]) -> Tensor:
-    """Load a folder in a fresh process and run it there.
+def first_outputs(folder: Path, auto: str, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
+    """Load a folder in a fresh process and run it there, its mechanisms at any length, whatever their `exact_below` says.
 
     Args:
         folder: Of the checkpoint.
         auto: The auto class of transformers that loads it.
-        inputs: What the model is called with.
+        inputs: What the model is called with, one call after another; after the first its base model is called, without a cache.
 
     Returns:
-        The first of its outputs.
+        The first output of each call.
 
     Raises:
         ReloadError: if there is none.
@@ -109,7 +111,7 @@ def first_output(folder: Path, auto: str, inputs: dict[str, Tensor]) -> Tensor:
     with _lock:
         found = _usable()
         try:
-            return found.first_output(folder, auto, inputs)
+            return found.first_outputs(folder, auto, inputs)
         finally:
             if not _FORKS:
                 found.close()
@@ -124,7 +126,7 @@ def _usable() -> Reloader:
 
 # It is text: whatever this process has imported must not help it.
 _SERVER = """
-import json, os, shutil, sys, traceback
+import inspect, json, os, shutil, sys, traceback
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("approx", "approx_kernels", "triton"):
@@ -139,13 +141,21 @@ from safetensors.torch import load_file, save_file
 # The file of one family brings what those of all import.
 from transformers import BertModel
 
-def reload(folder, auto, scratch, threads, cache):
+def reload(folder, auto, scratch, calls, threads, cache):
     torch.set_num_threads(threads)
     os.environ["APPROX_CACHE"] = cache
     model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True).eval()
+    for module in model.modules():
+        if hasattr(module, "exact_below"):
+            module.exact_below = 0
+    found = {}
     with torch.inference_mode():
-        out = model(**load_file(f"{scratch}/inputs.safetensors"))
-    save_file({"first": out[0].contiguous()}, f"{scratch}/outputs.safetensors")
+        for number in range(calls):
+            part, inputs = model.base_model if number else model, load_file(f"{scratch}/{number}.safetensors")
+            if number and "use_cache" in inspect.signature(part.forward).parameters:
+                inputs["use_cache"] = False
+            found[str(number)] = part(**inputs)[0].contiguous()
+    save_file(found, f"{scratch}/outputs.safetensors")
 
 def status(**wanted):
     try:

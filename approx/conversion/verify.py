@@ -1,6 +1,7 @@
 """The checks that a conversion must pass before its folder gets its name."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from approx.conversion import fresh, positions, surgery, travel
+from approx.conversion import fresh, layerwise, positions, regime, surgery, travel
 from approx.conversion.anatomy import anatomy
-from approx.conversion.calibration import evaluating
+from approx.conversion.calibration import all_open, evaluating
 from approx.conversion.families import stock_class
 from approx.conversion.inputs import example_inputs
+from approx.conversion.layerwise import difference
 from approx.conversion.plan import Plan
+from approx.conversion.regime import Trial
 from approx.mechanisms import MECHANISMS
 from approx_kernels.implementation import untold
 
-_LENGTH = 40
 # Images and spectrograms have a length of their own, which the exact limit must cover too.
 _LONGEST = 4096
 # Largest difference allowed, relative to the largest output: rounding through a whole model, not an approximation.
@@ -33,11 +35,13 @@ class Check:
         name: What was checked.
         passed: Whether it held; None if it does not apply to this model.
         detail: The figure found, or why it does not apply.
+        lengths: Positions of the inputs that were run, padding left out; none where nothing was run.
     """
 
     name: str
     passed: bool | None
     detail: str
+    lengths: list[int] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The check as plain data."""
@@ -61,7 +65,8 @@ def exact_limit(model: Any, plan: Plan) -> Check:
             rules.append(replace(rule, settings={**rule.settings, **limit}, exact_below=0))
     if not rules:
         return Check(name, None, f"{', '.join(sorted(set(inexact)))}: no settings are exact")
-    inputs = _examples(model)
+    length = min(regime.SHORT, positions.limit(model.config) or regime.SHORT)
+    inputs = _examples(model, Trial(length, length // 4))
     before = _run(model, inputs)
     # At the limit nothing depends on what mechanisms are fitted to.
     surgery.exchange(model, Plan(tuple(rules)))
@@ -71,39 +76,51 @@ def exact_limit(model: Any, plan: Plan) -> Check:
             after = _run(model, inputs)
     finally:
         surgery.revert(model)
-    error = max(_difference(*pair) for pair in zip(_real(after, inputs), _real(before, inputs), strict=True))
+    error = max(difference(*pair) for pair in zip(_real(after, inputs), _real(before, inputs), strict=True))
     skipped = f"; not checked: {', '.join(sorted(set(inexact)))}" if inexact else ""
-    return Check(name, error <= _tolerance(model), f"relative difference {error:.1e}{skipped}")
+    return Check(name, error <= _tolerance(model), f"relative difference {error:.1e}{skipped}", [length])
 
 
 def padding(model: Any) -> Check:
-    """Whether padding a batch changes nothing for the row that was padded."""
+    """Whether padding a batch changes nothing for the rows that were padded.
+
+    The whole model is compared on a short input. On one that its mechanisms approximate each layer is, given the same
+    inputs, for there rounding may tip what they choose.
+    """
     name = "padding cannot matter"
-    padded = _examples(model)
+    tried = regime.trials(model)
+    padded = _examples(model, tried[0])
     if "attention_mask" not in padded:
         return Check(name, None, f"{type(model).__name__} takes no padding")
     real = padded["attention_mask"][-1].sum().item()
     alone = {key: tensor[-1:, :real] for key, tensor in padded.items()}
-    single = _run(model, alone)
-    error = _difference(_run(model, padded)[-1:, : single.shape[1]], single)
-    if error > _tolerance(model) and _pads_without_mask(model):
-        return Check(name, None, "this model normalises over the padding itself and is meant to be used without a mask")
-    return Check(name, error <= _tolerance(model), f"relative difference {error:.1e}")
+    with all_open(model):
+        single = _run(model, alone)
+        error = difference(_run(model, padded)[-1:, : single.shape[1]], single)
+        if error > _tolerance(model) and _pads_without_mask(model):
+            found = "this model normalises over the padding itself and is meant to be used without a mask"
+            return Check(name, None, found)
+        errors = [error, *(layerwise.padding(model, trial) for trial in tried)]
+    return _compared(name, model, max(errors), [trial.real for trial in tried])
 
 
 def causality(model: Any) -> Check:
-    """Whether changing the last token leaves every earlier output of a causal model as it was."""
+    """Whether changing the last tokens leaves every earlier output as it was, of a causal model and of each causal layer."""
     name = "no leak from the future"
     sites = model.config.approx["sites"].values()
-    inputs = {key: tensor[:1] for key, tensor in _examples(model).items() if key != "attention_mask"}
-    tokens = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
-    if not any(site["causal"] for site in sites) or tokens not in inputs:
-        return Check(name, None, "no converted layer is causal")
-    changed = {**inputs, tokens: inputs[tokens].clone()}
-    changed[tokens][:, -1] = (changed[tokens][:, -1] + 1) % model.config.vocab_size
-    before, after = _run(model, inputs), _run(model, changed)
-    error = _difference(after[:, :-1], before[:, :-1])
-    return Check(name, error <= _tolerance(model), f"relative difference {error:.1e}")
+    tried, errors = regime.trials(model), []
+    for trial in tried:
+        inputs = {key: tensor[:1] for key, tensor in _examples(model, trial).items() if key != "attention_mask"}
+        tokens = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+        if not any(site["causal"] for site in sites) or tokens not in inputs:
+            return Check(name, None, "no converted layer is causal")
+        changed = {**inputs, tokens: inputs[tokens].clone()}
+        changed[tokens][:, trial.real :] = (changed[tokens][:, trial.real :] + 1) % model.config.vocab_size
+        with all_open(model):
+            before, after = _run(model, inputs), _run(model, changed)
+            errors.append(difference(after[:, : trial.real], before[:, : trial.real]))
+            errors.append(layerwise.causality(model, trial, inputs))
+    return _compared(name, model, max(errors), [trial.length for trial in tried])
 
 
 def weights(folder: Path, reference: dict[str, Tensor]) -> Check:
@@ -130,20 +147,39 @@ def fresh_process(folder: Path, model: Any) -> Check:
     auto = next((a for a, head in travel.heads(stock.config_class.model_type).items() if head == stock.__name__), None)  # type: ignore[attr-defined]  # every model class has it
     # Some heads tell padding by a token that not every config has, and take one row only without it.
     rows = 2 if getattr(model.config, "pad_token_id", None) is not None else 1
-    inputs = {key: tensor[:rows].to("cpu") for key, tensor in _examples(model).items()}
-    with evaluating(model.to("cpu")), torch.inference_mode():
-        here = model(**inputs)[0]
+    model.to("cpu")
+    tried = regime.trials(model)
+    # Some mechanisms decode in another way than they attend to a whole input; only the first call has a cache, if any.
+    uncached = {"use_cache": False} if "use_cache" in signature(model.base_model.forward).parameters else {}
+    inputs = [{key: tensor[:rows] for key, tensor in _examples(model, tried[0]).items()}]
+    # Of long inputs one row is enough, the padded one, and the head of a language model would make them large.
+    longer = tried[1:] or (tried if uncached else [])
+    inputs += [{key: tensor[-1:] for key, tensor in _examples(model, trial).items()} for trial in longer]
+    with evaluating(model), all_open(model), torch.inference_mode():
+        here = [model(**inputs[0])[0], *(model.base_model(**each, **uncached)[0] for each in inputs[1:])]
     try:
-        there = fresh.first_output(folder, auto or "AutoModel", inputs)
+        there = fresh.first_outputs(folder, auto or "AutoModel", inputs)
     except fresh.ReloadError as error:
         return Check(name, False, str(error))
-    return Check(name, torch.equal(here, there), f"largest difference {(here.float() - there.float()).abs().max():.1e}")
+    pairs = list(zip(here, there, strict=True))
+    largest = max(float((one.float() - other.float()).abs().max()) for one, other in pairs)
+    lengths = [tried[0].length, *(trial.real for trial in tried[1:])]
+    same = all(torch.equal(*pair) for pair in pairs)
+    return Check(name, same, f"largest difference {largest:.1e}{_at(model, lengths)}", lengths)
 
 
-def _examples(model: Any) -> dict[str, Tensor]:
+def _compared(name: str, model: Any, error: float, lengths: list[int]) -> Check:
+    found = f"relative difference {error:.1e}{_at(model, lengths)}"
+    return Check(name, error <= _tolerance(model), found, lengths)
+
+
+def _at(model: Any, lengths: list[int]) -> str:
+    return f" at {' and '.join(map(str, lengths))} positions{regime.unseen(model, max(lengths))}"
+
+
+def _examples(model: Any, trial: Trial) -> dict[str, Tensor]:
     """Two rows, the second padded where the family takes padding."""
-    length = min(_LENGTH, positions.limit(model.config) or _LENGTH)
-    return example_inputs(model, length, batch=2, padded=length // 4, device=model.device)
+    return example_inputs(model, trial.length, batch=2, padded=trial.padded, device=model.device)
 
 
 def _run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -157,11 +193,6 @@ def _real(hidden: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     mask = inputs.get("attention_mask")
     kept = hidden.shape[1] if mask is None else int(hidden.shape[1] * mask[-1].float().mean())
     return hidden[0], hidden[1, :kept]
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    largest = expected.float().abs().max().clamp_min(1e-6)
-    return float((found.float() - expected.float()).abs().max() / largest)
 
 
 def _tolerance(model: Any) -> float:

@@ -28,18 +28,18 @@ def test_each_folder_is_loaded_by_itself_and_a_broken_one_costs_no_other(convert
     written = code.read_text("utf-8")
     code.write_text(f"import approx\n{written}", encoding="utf-8")
     with pytest.raises(fresh.ReloadError, match="approx is kept out of this check"):
-        fresh.first_output(folder, "AutoModel", inputs)
+        fresh.first_outputs(folder, "AutoModel", [inputs])
     code.write_text(f"print(0)\n{written}", encoding="utf-8")
-    assert torch.equal(fresh.first_output(folder, "AutoModel", inputs), out)
+    assert torch.equal(fresh.first_outputs(folder, "AutoModel", [inputs])[0], out)
     with pytest.raises(fresh.ReloadError, match="nowhere"):
-        fresh.first_output(folder.with_name("nowhere"), "AutoModel", inputs)
+        fresh.first_outputs(folder.with_name("nowhere"), "AutoModel", [inputs])
 
 
 def test_where_nothing_can_be_forked_a_process_loads_one_folder(converted, monkeypatch):
     folder, inputs, out = converted
     monkeypatch.setattr(fresh, "_FORKS", False)
     monkeypatch.setattr(fresh, "_current", None)
-    assert torch.equal(fresh.first_output(folder, "AutoModel", inputs), out)
+    assert torch.equal(fresh.first_outputs(folder, "AutoModel", [inputs])[0], out)
     assert fresh._current
     assert not fresh._current.usable
 
@@ -52,6 +52,6 @@ def test_a_process_that_died_is_told_and_followed_by_another(converted, monkeypa
     assert process
     process._process.send_signal(signal.SIGKILL)
     with pytest.raises(fresh.ReloadError, match="it died"):
-        process.first_output(folder, "AutoModel", inputs)
+        process.first_outputs(folder, "AutoModel", [inputs])
     assert not process.usable
-    assert torch.equal(fresh.first_output(folder, "AutoModel", inputs), out)
+    assert torch.equal(fresh.first_outputs(folder, "AutoModel", [inputs])[0], out)

@@ -243,6 +243,12 @@ def test_the_receipt_says_what_was_done():
     assert len(receipt.added) == 2
 
 
+def test_a_decoder_of_tokens_keeps_its_cross_attention():
+    receipt = surgery.convert(tiny("BartForConditionalGeneration"), Plan.of("local"))
+    assert receipt.cross_attention == 2
+    assert [site["path"].rpartition(".")[2] for site in receipt.swapped] == ["self_attn"] * 4
+
+
 def test_a_plan_that_does_not_fit_leaves_the_model_as_it_was():
     model = tiny("GPT2LMHeadModel")
     keys, kind = set(model.state_dict()), type(model)

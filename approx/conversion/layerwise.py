@@ -1,0 +1,116 @@
+"""What padding and the future do to each converted layer, given the inputs that it has in the model.
+
+A whole model hands small differences on: rounding may tip which keys or clusters a layer chooses, and every layer after it
+shows that. With the same queries, keys and values twice, a difference is the mechanism's own, or that of the mask it got.
+"""
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx.conversion.calibration import evaluating
+from approx.conversion.inputs import example_inputs
+from approx.conversion.regime import Trial
+from approx.mechanisms.mechanism import Mechanism
+
+# From a mechanism, its q, k, v, key mask, token ids if it reads them, and output to a relative difference.
+_Compare = Callable[[Mechanism, list[Tensor], Tensor | None, Tensor | None, Tensor], float]
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest number expected; infinite where anything is not finite."""
+    largest = expected.float().abs().max().clamp_min(1e-6)
+    error = float((found.float() - expected.float()).abs().max() / largest)
+    return error if error < torch.inf else torch.inf
+
+
+def padding(model: Any, trial: Trial) -> float:
+    """Largest relative difference between the outputs of padded rows and those of their real tokens by themselves.
+
+    One row is padded at the right, and where layers are causal, which never look there, another one at the left.
+
+    Args:
+        model: A converted model whose inputs have an `attention_mask`.
+        trial: Size of its inputs.
+    """
+    causal = any(site["causal"] for site in model.config.approx["sites"].values())
+    inputs = example_inputs(model, trial.length, batch=3 if causal else 2, padded=trial.padded, device=model.device)
+    own = "attention_mask"
+    if causal and "decoder_input_ids" in inputs:
+        own = "decoder_attention_mask"
+        if own in signature(model.base_model.forward).parameters:
+            inputs[own] = torch.ones_like(inputs["decoder_input_ids"])
+            inputs[own][-1, trial.real :] = 0
+    if causal and own in inputs:
+        inputs[own][1] = inputs[own][-1].flip(0)
+
+    def compare(
+        mechanism: Mechanism, qkv: list[Tensor], key_mask: Tensor | None, tokens: Tensor | None, out: Tensor
+    ) -> float:
+        given = inputs.get(own if mechanism.causal else "attention_mask")
+        # Samples of speech become fewer frames, and the model alone knows which of them are padding.
+        real = given.bool() if given is not None and given.shape == qkv[1].shape[::2] else key_mask
+        if real is None:
+            return 0.0
+        errors = [0.0]
+        for row in (~real.all(1)).nonzero().squeeze(1).tolist():
+            place = real[row].nonzero().squeeze(1)
+            one = slice(row, row + 1)
+            alone = _attend(mechanism, [x[one, :, place] for x in qkv], None if tokens is None else tokens[one, place])
+            errors.append(difference(out[one, :, place], alone))
+        return max(errors)
+
+    return _largest(model, inputs, compare)
+
+
+def causality(model: Any, trial: Trial, inputs: dict[str, Tensor]) -> float:
+    """Largest relative difference that other last tokens make to earlier outputs of causal layers.
+
+    Args:
+        model: A converted model.
+        trial: Size of its inputs, of whose tokens as many count as the last ones as would be padding.
+        inputs: Without padding.
+    """
+
+    def compare(
+        mechanism: Mechanism, qkv: list[Tensor], key_mask: Tensor | None, tokens: Tensor | None, out: Tensor
+    ) -> float:
+        if not mechanism.causal:
+            return 0.0
+        # Of two neighbours one lies within a block, where a leak may end.
+        first = qkv[1].shape[2] - trial.padded
+        errors = []
+        for cut in (first - 1, first):
+            other = [torch.cat([x[:, :, :cut], 5 - 3 * x[:, :, cut:]], 2) for x in qkv]
+            errors.append(difference(_attend(mechanism, other, tokens)[:, :, :cut], out[:, :, :cut]))
+        return max(errors)
+
+    return _largest(model, inputs, compare)
+
+
+def _attend(mechanism: Mechanism, qkv: list[Tensor], tokens: Tensor | None) -> Tensor:
+    q, k, v = qkv
+    # Past its hooks, which would call this again.
+    more: dict[str, Any] = {} if tokens is None else {"tokens": tokens}
+    return mechanism.forward(q, k, v, **more)
+
+
+def _largest(model: Any, inputs: dict[str, Tensor], compare: _Compare) -> float:
+    found = [0.0]
+
+    def hook(mechanism: Mechanism, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        q, k, v, key_mask = args
+        found.append(compare(mechanism, [q, k, v], key_mask, kwargs.get("tokens"), out))
+
+    watched = [model.base_model.get_submodule(path).mechanism for path in model.config.approx["sites"]]
+    handles = [mechanism.register_forward_hook(hook, with_kwargs=True) for mechanism in watched]
+    try:
+        with evaluating(model), torch.inference_mode():
+            model.base_model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return max(found)

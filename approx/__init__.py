@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from approx.conversion.checkpoint import load
     from approx.conversion.plan import Plan
     from approx.conversion.surgery import convert, revert
+    from approx.pipeline.products import fast_products
     from approx.pipeline.stages import bench, evaluate, inspect
     from approx.publishing.report import write_report as report
 
 _ROOMS = {"Plan": "conversion.plan", "load": "conversion.checkpoint", "report": "publishing.report"}
+_ROOMS |= {"fast_products": "pipeline.products"}
 _ROOMS |= dict.fromkeys(("convert", "revert"), "conversion.surgery")
 _ROOMS |= dict.fromkeys(("bench", "evaluate", "inspect"), "pipeline.stages")
-__all__ = ["ApproxError", "Plan", "__version__", "bench", "convert", "evaluate", "inspect", "load", "report", "revert"]
+__all__ = ["ApproxError", "Plan", "__version__", "bench", "convert", "evaluate", "fast_products", "inspect"]
+__all__ += ["load", "report", "revert"]
 __dir__ = __all__.copy  # what an interactive session offers, made or not
 register_when_asked()
 

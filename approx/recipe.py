@@ -32,6 +32,7 @@ class EvaluateStage:
         truncate: Whether inputs that are longer are cut instead of refused.
         settings: Of the task itself, e.g. the length of generated documents.
         seeds: How many draws of each variant's mechanisms are scored, its own first.
+        fast_products: Whether all models run within `approx.fast_products()`.
     """
 
     task: str
@@ -45,6 +46,7 @@ class EvaluateStage:
     truncate: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     seeds: int = 1
+    fast_products: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class BenchStage:
         inputs: `real` (texts of the first task) or `synthetic` (random tokens).
         rounds: Rounds at least.
         seconds: Seconds of rounds at least, for each length and batch size.
+        fast_products: Whether all models run within `approx.fast_products()`.
     """
 
     lengths: list[int]
@@ -66,6 +69,7 @@ class BenchStage:
     inputs: str = "real"
     rounds: int = 12
     seconds: float = 1.0
+    fast_products: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,8 @@ class Recipe:
 BASE, CEILING = "exact", "attention-free"
 """Names of the two lines that every report has: the base itself, and the base with its attention replaced by its values."""
 
-CHOICES = {
-    "device": ("auto", "cpu", "cuda"),
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "inputs": ("real", "synthetic"),
-}
+CHOICES: dict[str, tuple[str, ...]] = {"device": ("auto", "cpu", "cuda"), "inputs": ("real", "synthetic")}
+CHOICES |= {"dtype": ("auto", "float32", "bfloat16", "float16")}
 _LEAST = {"limit": 1, "batch_size": 1, "lengths": 1, "batches": 1, "max_length": 1}
 _LEAST |= {"rounds": 3, "seconds": 0, "margin": 0, "seed": 0, "seeds": 0}
 _NOT_IN_THE_FILE = ("text", "mistakes", "points")
@@ -214,8 +215,7 @@ def _make(kind: type, data: Any, where: str, mistakes: list[str]) -> Any:
                 mistakes.append(f"{where}: the key '{name}' is missing.")
         if name in data:
             values[name] = _value(hints[name], data[name], f"{where}.{name}", mistakes)
-    values = {name: value for name, value in values.items() if value is not _WRONG}
-    values = {**getattr(kind, "EMPTY", {}), **values}
+    values = getattr(kind, "EMPTY", {}) | {name: value for name, value in values.items() if value is not _WRONG}
     return kind(**values) if needed <= values.keys() else _WRONG
 
 

@@ -64,6 +64,7 @@ def speed_tables(speed: list[dict[str, Any]]) -> list[Table]:
     title = f"Median time of one forward pass: {inputs} inputs, {first['dtype']} on {first['device']}"
     if first["device"] == "cpu":
         title += f", {first['threads']} thread{'s'[: first['threads'] > 1]}"
+    title += ", fast products" * first.get("fast_products", False)
     return [table(_SPEED, [row for entry in speed for row in _speed_rows(entry)], title=title)]
 
 

@@ -103,6 +103,7 @@ def evaluate(
     seed: options.Seed = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    fast_products: options.FastProducts = False,
     offline: options.Offline = False,
 ) -> None:
     """Score a checkpoint on a task, against its base on the same examples in the same order."""
@@ -122,7 +123,7 @@ def evaluate(
         made = stages.evaluate(
             model, task, against=against, data=data, split=split, limit=limit, streaming=streaming,
             settings=options.read_settings(set_), truncate=truncate, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
-            dtype=dtype, offline=offline, command=typed_command(), progress=bar,
+            dtype=dtype, fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
     if not processes.leads():
         return
@@ -175,6 +176,7 @@ def bench(
     seed: options.Seed = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    fast_products: options.FastProducts = False,
     offline: options.Offline = False,
 ) -> None:
     """Time a checkpoint side by side with exact attention and with no attention at all (the ceiling)."""
@@ -186,8 +188,8 @@ def bench(
         made = stages.bench(
             model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch, "--batch", "1,8"),
             against=against, max_length=max_length, rounds=rounds, seconds=seconds, task=task, data=data,
-            settings=options.read_settings(set_), seed=seed, device=device, dtype=dtype, offline=offline,
-            command=typed_command(), progress=bar,
+            settings=options.read_settings(set_), seed=seed, device=device, dtype=dtype,
+            fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
     if output is not None:
         record.save(output, made)

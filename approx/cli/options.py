@@ -91,6 +91,14 @@ Dtype = Annotated[
     str,
     typer.Option(help="auto (what the checkpoint says), float32, bfloat16 or float16.", rich_help_panel=_MACHINE),
 ]
+FastProducts = Annotated[
+    bool,
+    typer.Option(
+        "--fast-products",
+        help="Multiply float32 matrices on the CPU by PyTorch's faster switch, in all models alike; `approx doctor` says what it gains.",
+        rich_help_panel=_MACHINE,
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, help="Of everything random.", rich_help_panel=_MACHINE)]
 
 

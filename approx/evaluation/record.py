@@ -29,10 +29,12 @@ never 0 or NaN. Its keys:
                                seeds: {seeds: what was added to the seed of each layer, 0 first, scores: of the metric, one
                                        a seed, mean, sd, low, high}, all empty or null where nothing is drawn; only if asked,
                                slices: [{from, to (excluded), examples, base, converted: scores by slice_metric}]}],
-                   outputs: name of the parquet of per-example outputs, beside the record, or null}]
+                   outputs: name of the parquet of per-example outputs, beside the record, or null,
+                   fast_products: whether all models ran within `approx.fast_products()`; older records lack it}]
     speed        [{device, dtype, threads, batch, length, mode, inputs: "real" or "synthetic", baseline: the exact attention
                    that is the base, the fastest that was found,
                    crowded: whether other programs used the cores all the while,
+                   fast_products: as of quality,
                    base: {median_ms, p10_ms, p90_ms, first_ms, samples, rejected, peak_mb,
                           status: "ok" or "out of memory",
                           chosen: {op: the implementation that it ran in, such as "cpu" or "triton"; "reference" and

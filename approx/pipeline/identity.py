@@ -30,7 +30,7 @@ def identity(opened: Checkpoint) -> str:
     return fingerprint(type(model).__name__, opened.weights_sha256, config, str(model.dtype), versions)
 
 
-def computed_by(device: torch.device) -> str:
+def computed_by(device: torch.device, *, fast_products: bool = False) -> str:
     """What computes on a device: other instructions, C instead of PyTorch, and ways that a probe found round otherwise.
 
     It is not in the identity: what outputs are compared with is told by the weights, on whatever machine.
@@ -40,7 +40,7 @@ def computed_by(device: torch.device) -> str:
     else:
         computes = f"{instructions()}, {'PyTorch alone' if compiler_obstacle() else 'C'}"
     ways = {asked: one.get("way") for asked, one in found(device.type).items()}
-    return f"{computes}, {fingerprint(ways)}" if ways else computes
+    return computes + (f", {fingerprint(ways)}" if ways else "") + ", fast products" * fast_products
 
 
 def beside(folder: Path) -> str:

@@ -23,6 +23,7 @@ from approx.evaluation.ledger import default_folder, fingerprint
 from approx.evaluation.quality import over_tasks
 from approx.evaluation.stream import sound_inputs, text_inputs
 from approx.pipeline.identity import computed_by, identity
+from approx.pipeline.products import products_for
 from approx.pipeline.reseeding import reseeding
 from approx.recipe import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
 from approx.tasks import Task, open_task
@@ -112,30 +113,33 @@ def measure_quality(
     """
     subjects = {}
     for label, one in opened.items():
-        known = fingerprint(identity(one), computed_by(one.model.device))
+        known = fingerprint(identity(one), computed_by(one.model.device, fast_products=stage.fast_products))
         approximates = one.model.approximates if one.source.converted else None
         subject = Subject(label, one.model, checkpoint.processor(one.source), known, approximates=approximates)
         reseeded = reseeding(one, subject) if stage.seeds > 1 and label != BASE else None
         subjects[label] = dataclasses.replace(subject, reseeded=reseeded)
     task = task_of(stage)
-    return evaluate(
-        subjects,
-        task,
-        data=_path(stage.data),
-        split=stage.split,
-        limit=stage.limit,
-        streaming=stage.streaming,
-        batch_size=batch_size(stage),
-        max_length=stage.max_length,
-        margin=stage.margin / (100 if METRICS[task.metrics[0]].fraction else 1),
-        truncate=stage.truncate,
-        seed=seed,
-        seeds=stage.seeds,
-        device=opened[BASE].model.device,
-        outputs=outputs,
-        kept=None if fresh else default_folder(),
-        progress=lambda done, total: progress(f"evaluate {stage.task}", done, total),
-    )
+    with products_for([one.model for one in opened.values()], stage.fast_products):
+        entry = evaluate(
+            subjects,
+            task,
+            data=_path(stage.data),
+            split=stage.split,
+            limit=stage.limit,
+            streaming=stage.streaming,
+            batch_size=batch_size(stage),
+            max_length=stage.max_length,
+            margin=stage.margin / (100 if METRICS[task.metrics[0]].fraction else 1),
+            truncate=stage.truncate,
+            seed=seed,
+            seeds=stage.seeds,
+            device=opened[BASE].model.device,
+            outputs=outputs,
+            kept=None if fresh else default_folder(),
+            progress=lambda done, total: progress(f"evaluate {stage.task}", done, total),
+        )
+    notes = [*entry["notes"], *(["float32 products by the faster switch"] if stage.fast_products else [])]
+    return entry | {"notes": notes, "fast_products": stage.fast_products}
 
 
 def measure_speed(
@@ -175,21 +179,22 @@ def measure_speed(
         Contender(CEILING, attention_free, "ceiling"),
         *(Contender(label, forward(model)) for label, model in models.items() if label != BASE),
     ]
-    raced = bench(
-        contenders,
-        make_inputs=_input_maker(base, source, texts, seed),
-        lengths=stage.lengths,
-        batches=stage.batches,
-        device=base.device,
-        dtype=base.dtype,
-        inputs="synthetic" if texts is None else "real",
-        rounds=stage.rounds,
-        seconds=stage.seconds,
-        seed=seed,
-        chosen_in=chosen_in,
-        progress=lambda done, total, what: progress(f"bench {what}".strip(), done, total),
-    )
-    return raced["speed"]
+    with products_for(models.values(), stage.fast_products):
+        raced = bench(
+            contenders,
+            make_inputs=_input_maker(base, source, texts, seed),
+            lengths=stage.lengths,
+            batches=stage.batches,
+            device=base.device,
+            dtype=base.dtype,
+            inputs="synthetic" if texts is None else "real",
+            rounds=stage.rounds,
+            seconds=stage.seconds,
+            seed=seed,
+            chosen_in=chosen_in,
+            progress=lambda done, total, what: progress(f"bench {what}".strip(), done, total),
+        )
+    return [{**row, "fast_products": stage.fast_products} for row in raced["speed"]]
 
 
 def make_record(

@@ -11,6 +11,7 @@ from approx.evaluation.evaluate import Subject, prepare
 from approx.evaluation.ledger import fingerprint
 from approx.pipeline.identity import examples_read
 from approx.pipeline.measure import batch_size, choose_device, task_of
+from approx.pipeline.products import refuse
 from approx.recipe import BASE, BenchStage, EvaluateStage, Recipe
 
 
@@ -43,7 +44,9 @@ def check(recipe: Recipe, *, offline: bool) -> dict[str, Plan]:
         except ApproxError as error:
             found += [ApproxError(f"Variant '{name}': {line}", error.exit_code) for line in str(error).splitlines()]
     try:
-        choose_device(recipe.device)
+        device = choose_device(recipe.device)
+        if any(stage.fast_products for stage in (*recipe.evaluate, *recipe.bench)):
+            refuse(device, "float32" if recipe.dtype == "auto" else recipe.dtype)
     except ApproxError as error:
         found.append(error)
     for stage in recipe.evaluate:

@@ -1,11 +1,13 @@
 """What `approx doctor --probe` finds out about exact attention on this machine, and what `approx doctor` says of it."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from approx.errors import ApproxError, Exit
+from approx.pipeline import products
 from approx_kernels import findings
 from approx_kernels.exact.choice import LENGTHS, Case
 from approx_kernels.exact.probe import measure
@@ -20,7 +22,9 @@ _AGAIN = "measure again with `approx doctor --probe`"
 
 
 def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
-    """Forget what was found, and measure the usual kinds of input; fixed defaults go on to decide about the others.
+    """Forget what was found, and measure the usual kinds of exact attention and, on a CPU, what `fast_products` gains.
+
+    About other kinds of attention fixed defaults go on to decide.
 
     Raises:
         ApproxError: if what was found before cannot be removed, or what is found cannot be kept.
@@ -34,15 +38,18 @@ def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
             Exit.UNAVAILABLE,
         ) from None
     cases = [Case(device, dtype, length, **form) for dtype in _DTYPES for length in LENGTHS for form in _FORMS]
-    for done, case in enumerate(cases):
+    work: dict[str, Callable[[], findings.Finding]] = {str(case): partial(measure, case) for case in cases}
+    if products.obstacle(device) is None:
+        work[products.ASKED] = products.measure
+    for done, (asked, find) in enumerate(work.items()):
         if progress:
-            progress(str(case), done, len(cases))
+            progress(asked, done, len(work))
         try:
-            found = measure(case)
+            found = find()
         except (RuntimeError, MemoryError) as error:
             found = {"way": DEFAULT, "failed": str(error).partition("\n")[0] or type(error).__name__}
         try:
-            findings.keep(device, str(case), found)
+            findings.keep(device, asked, found)
         except OSError as error:
             raise ApproxError(
                 f"What was measured cannot be kept in {findings.file()}: {error.strerror}. Set APPROX_CACHE to a folder that "
@@ -58,11 +65,19 @@ def said() -> Iterator[tuple[str, bool, str]]:
         about, _, kind = asked.partition(", ")
         if "failed" in finding:
             text = f"{DEFAULT}, because the probe failed: {finding['failed']}. Fix that, then {_AGAIN}"
-            yield about, False, f"{kind}: {text}"
+            yield (
+                about,
+                False,
+                f"{kind}: {text}" if kind else f"the probe failed: {finding['failed']}. Fix that, then {_AGAIN}",
+            )
         elif about == "exact attention":
             yield about, True, f"{kind}: {_of_way(finding)}"
     if not any(asked.startswith("exact attention") for asked in known):
         yield "exact attention", True, "computed as by default; `approx doctor --probe` measures what is fastest here"
+    if not torch.cuda.is_available():
+        timed = known.get(products.ASKED)
+        if timed is None or "failed" not in timed:
+            yield products.ASKED, True, products.said(timed)
     if any(finding.get("crowded") for finding in known.values()):
         yield "findings", True, f"* was measured while other programs used the cores: when they are gone, {_AGAIN}"
 

@@ -120,6 +120,7 @@ def evaluate(
     seeds: int = 1,
     device: str = "auto",
     dtype: str = "auto",
+    fast_products: bool = False,
     offline: bool = False,
     command: str = "",
     progress: Progress = silent,
@@ -145,6 +146,7 @@ def evaluate(
         seeds: How many draws of the mechanisms are scored, the checkpoint's own first.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or a torch dtype's name.
+        fast_products: Whether all models run within `approx.fast_products()`.
         offline: Whether only local files and the hub's cache may be used.
         command: As typed, for the record.
         progress: Called with stage, done and total.
@@ -156,8 +158,9 @@ def evaluate(
         ApproxError: if checkpoint, task and data do not go together.
     """
     stage = EvaluateStage(
-        task, data, split, limit, batch_size, margin, truncate, settings or {}, seeds, streaming=streaming
-    )
+        task, data, split, limit, batch_size, margin, truncate, settings or {}, seeds, streaming=streaming,
+        fast_products=fast_products,
+    )  # fmt: skip
     # A mistyped task is told before any weight is loaded.
     task_of(stage)
     opened = _opened(name, against, device, dtype, offline)
@@ -182,6 +185,7 @@ def bench(
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
+    fast_products: bool = False,
     offline: bool = False,
     command: str = "",
     progress: Progress = silent,
@@ -202,6 +206,7 @@ def bench(
         seed: Of the inputs and the bootstrap.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or a torch dtype's name.
+        fast_products: Whether all models run within `approx.fast_products()`.
         offline: Whether only local files and the hub's cache may be used.
         command: As typed, for the record.
         progress: Called with stage, done and total.
@@ -214,7 +219,7 @@ def bench(
     """
     texts = None if task is None else EvaluateStage(task, data, settings=settings or {})
     inputs = "synthetic" if texts is None else "real"
-    stage = BenchStage(lengths, batches or [1], max_length, inputs, rounds, seconds)
+    stage = BenchStage(lengths, batches or [1], max_length, inputs, rounds, seconds, fast_products=fast_products)
     if texts is not None:
         open_task(texts.task, **texts.settings)
     opened = _opened(name, against, device, dtype, offline)

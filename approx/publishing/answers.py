@@ -43,7 +43,8 @@ def speed_groups(record: dict[str, Any]) -> list[list[dict[str, Any]]]:
     keys = ("device", "dtype", "threads", "batch", "mode", "inputs")
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for row in record.get("speed") or []:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+        # Older records lack the last.
+        groups.setdefault((*(row[key] for key in keys), row.get("fast_products", False)), []).append(row)
     return [sorted(rows, key=lambda row: row["length"]) for rows in groups.values()]
 
 

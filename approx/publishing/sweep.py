@@ -11,7 +11,8 @@ from approx.publishing import wording
 
 _MACHINE = ("processor", "cores", "threads", "gpu", "platform", "python", "torch", "triton")
 _TASK = ("task", "split", "metric", "fraction", "lower_is_better", "examples", "subset", "truncated")
-_PLACE = ("batch", "length", "inputs", "device", "dtype", "mode")
+# Older results lack the last.
+_PLACE = ("batch", "length", "inputs", "device", "dtype", "mode", "fast_products")
 _SPEED = (*_PLACE, "baseline", "crowded")
 _TIMES = ("median_ms", "p10_ms", "p90_ms", "peak_mb", "ratio", "interval", "share_of_ceiling", "verdict", "status")
 
@@ -126,9 +127,7 @@ def _alike(row: dict[str, Any], other: dict[str, Any]) -> bool:
 def _table(
     checkpoint: str, task: dict[str, Any] | None, quality: list[dict[str, Any]], speed: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    places = sorted(
-        {tuple(str(row[key]) if key not in ("batch", "length") else row[key] for key in _PLACE) for row in speed}
-    )
+    places = sorted({_place(row) for row in speed})
     names = list(dict.fromkeys(row["plan"] for row in [*quality, *speed]))
     lines = []
     for name in names:
@@ -168,7 +167,8 @@ def _table(
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(str(row[key]) if key not in ("batch", "length") else row[key] for key in _PLACE)
+    *others, fast = _PLACE
+    return (*(str(row[key]) if key not in ("batch", "length") else row[key] for key in others), bool(row.get(fast)))
 
 
 def _last_ratio(timed: list[dict[str, Any] | None]) -> float:
@@ -176,8 +176,9 @@ def _last_ratio(timed: list[dict[str, Any] | None]) -> float:
 
 
 def _called(place: tuple[Any, ...], several: bool) -> str:
-    batch, length, inputs, device, dtype, _ = place
-    return f"{length} tokens" + (f", batch {batch}, {inputs}, {dtype}, {device}" if several else "")
+    batch, length, inputs, device, dtype, _, fast = place
+    told = f", batch {batch}, {inputs}, {dtype}, {device}" if several else ""
+    return f"{length} tokens{told}" + ", fast products" * fast
 
 
 def machine_words(place: dict[str, Any]) -> str:

@@ -133,6 +133,8 @@ def setting(row: dict[str, Any]) -> str:
     parts.append(f"batch {row['batch']}")
     if row["mode"] != "forward":
         parts.append(str(row["mode"]))
+    if row.get("fast_products"):
+        parts.append("fast products")
     return ", ".join(parts)
 
 

@@ -2,8 +2,11 @@ import json
 
 import pyarrow.parquet
 import pytest
+import torch
 
+from approx.errors import Exit
 from approx.evaluation import record
+from approx.pipeline import products
 from tiny_study import tiny_checkpoint
 
 from .conftest import call
@@ -133,6 +136,37 @@ def test_inputs_beyond_the_positions_are_refused_or_cut_and_counted(base, tmp_pa
 def test_sixteen_bits(converted, data, dtype):
     answer = call("evaluate", converted, "--task", "glue/sst2", "--data", data, "--dtype", dtype)
     assert answer.code == 0, answer.err
+
+
+def test_fast_products_are_given_to_base_and_converted_and_stand_in_the_record(converted, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(products, "obstacle", lambda device="cpu", dtype="float32": None)
+    seen, forward = [], torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda *given: seen.append(products._switch()) or forward(*given))
+    words = ("evaluate", converted, "--task", "glue/sst2", "--data", data, "--fresh")
+    assert call(*words, "-o", "plain.json").code == 0
+    assert set(seen) == {"none"}
+    seen.clear()
+    answer = call(*words, "--fast-products", "-o", "fast.json")
+    assert answer.code == 0, answer.err
+    assert set(seen) == {"bf16"}
+    assert "float32 products by the faster switch" in " ".join(answer.out.split())
+    for name, fast in (("plain", False), ("fast", True)):
+        assert record.load(tmp_path / f"{name}.json")["quality"][0]["fast_products"] is fast
+    seen.clear()
+    answer = call("bench", converted, "--lengths", "8", *QUICK, "--fast-products", "-o", "speed.json")
+    assert answer.code == 0, answer.err
+    assert set(seen) == {"bf16"}
+    assert "fast products" in " ".join(answer.out.split())
+    assert record.load(tmp_path / "speed.json")["speed"][0]["fast_products"] is True
+    assert products._switch() == "none"
+
+
+@pytest.mark.parametrize("command", [("evaluate",), ("bench", "--lengths", "8")], ids=["evaluate", "bench"])
+def test_fast_products_that_cannot_help_are_refused(command, base, data):
+    task = ("--task", "glue/sst2", "--data", data)
+    answer = call(*command, base, *task, "--dtype", "bfloat16", "--fast-products")
+    assert answer.code == Exit.UNSUPPORTED
+    assert "the dtype is bfloat16; they are products of float32" in " ".join(answer.err.split())
 
 
 def test_bench_times_a_stock_checkpoint_against_no_attention(base):

@@ -3,7 +3,7 @@
 import pytest
 
 from approx.errors import ApproxError
-from approx.pipeline import health, probing
+from approx.pipeline import health, probing, products
 from approx_kernels import findings
 from approx_kernels.exact import choice, probe, ways
 
@@ -31,7 +31,9 @@ def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
     monkeypatch.setattr(probe, "SECONDS", 0.0)
     seen = []
     probing.probe(lambda *where: seen.append(where))
-    assert [(done, total) for _, done, total in seen] == [(done, 7) for done in range(7)]
+    # Seven forms of attention and, where they can help, fast products.
+    assert [(done, total) for _, done, total in seen] == [(done, len(seen)) for done in range(len(seen))]
+    assert len(seen) == 7 + (products.obstacle() is None)
     lines = told()
     forms = ("", ", causal", ", padded", ", causal, padded", ", few", ", training", ", causal, training")
     for form in forms:
@@ -45,7 +47,8 @@ def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
     monkeypatch.setattr(probing, "_FORMS", ({},))
     monkeypatch.setattr(probing, "measure", lambda case: found)
     probing.probe()
-    assert list(findings.found("cpu").values()) == [found]
+    assert findings.found("cpu")[str(case)] == found
+    assert len(findings.found("cpu")) == 1 + (products.obstacle() is None)
 
 
 def test_what_was_measured_beside_other_programs_is_marked_and_the_mark_explained():
@@ -66,6 +69,7 @@ def test_a_probe_that_fails_leaves_the_default_and_is_told_with_the_remedy(monke
     probing.probe()
     state, text = told()["exact attention float32, 512 keys"]
     assert state == "missing"
+    assert "float32 products" in " ".join(told())
     why = "MemoryError" if isinstance(error, MemoryError) else "out of memory"
     assert f"default SDPA, because the probe failed: {why}. Fix that, then measure again with `approx doctor" in text
     assert choice.chosen(choice.Case("cpu", probing._DTYPES[0], 512))[0] == ways.DEFAULT

@@ -1,5 +1,6 @@
 """The switch of float32 products: thrown for as long as a context lasts, and refused where it cannot help."""
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -10,7 +11,9 @@ import approx
 from approx.errors import ApproxError, Exit
 from approx.pipeline import products
 from approx.pipeline.identity import computed_by
+from approx.pipeline.preflight import check
 from approx.pipeline.products import fast_products, obstacle, products_for
+from approx.recipe import BenchStage, Recipe
 
 
 @pytest.fixture
@@ -127,3 +130,12 @@ def test_outputs_that_are_kept_tell_whether_it_was_thrown():
     cpu = torch.device("cpu")
     assert computed_by(cpu) == computed_by(cpu, fast_products=False)
     assert computed_by(cpu, fast_products=True) != computed_by(cpu)
+
+
+def test_a_recipe_that_asks_for_it_in_vain_is_refused_before_any_work():
+    stage = BenchStage([8], inputs="synthetic", fast_products=True)
+    asked = Recipe("a title", "", {}, bench=[stage], device="cpu", dtype="bfloat16")
+    with pytest.raises(ApproxError, match="the dtype is bfloat16"):
+        check(asked, offline=True)
+    plain = dataclasses.replace(asked, bench=[dataclasses.replace(stage, fast_products=False)])
+    assert check(plain, offline=True) == {}

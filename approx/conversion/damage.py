@@ -12,6 +12,7 @@ from approx.conversion.calibration import evaluating
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.head_groups import HeadGroups
 from approx.mechanisms.mechanism import Mechanism
+from approx_kernels.grouped import heads_of
 
 
 class Damage(NamedTuple):
@@ -59,7 +60,10 @@ def layer_damage(model: Any, inputs: dict[str, Tensor]) -> dict[int, Damage]:
             handles[layer][0].remove()
             q, k, v, key_mask = args
             error = _error(out, _exact(module, module.heads)(q, k, v, key_mask), key_mask)
-            mass = [_captured(part, q[:, heads], k[:, heads], key_mask, kwargs.get("tokens")) for heads, part in sparse]
+            mass = [
+                _captured(part, q[:, heads], k[:, heads_of(q, k, heads)], key_mask, kwargs.get("tokens"))
+                for heads, part in sparse
+            ]
             found[layer] = found[layer]._replace(
                 error=error, captured_mass=float(torch.cat(mass).mean()) if mass else None
             )

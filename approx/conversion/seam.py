@@ -13,73 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import assume_constant_result, is_exporting
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from approx.conversion.cache import StateLayer, drop_states, keep_states, take_layer, wants_weights
+from approx.conversion.masks import dense_mask, in_use, key_mask
 from approx.conversion.sites import build
 from approx.errors import ApproxError, Exit
 from approx.mechanisms.exact import ExactAttention
+from approx_kernels.custom_op import capturing
 from approx_kernels.exact import fastest_attention
+from approx_kernels.grouped import beside, sharing
 from approx_kernels.opaque import attend_opaquely, told
 
 IMPLEMENTATION = "approx_v1"
 FORMAT = 1
 # Keyword under which token ids travel from the model's forward to its attention, for mechanisms that read them.
 _TOKENS = "approx_tokens"
-
-
-def key_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """Mask function of the seam: the keys that are real tokens, never an L×S grid for plain masks.
-
-    Returns:
-        [B, S] bool, True = real token; None when every key is real; the 4-D mask of SDPA for anything that is neither
-        plainly causal nor plainly bidirectional, and for static caches, which layers that are not exact refuse.
-    """
-    plain = mask_function in (causal_mask_function, bidirectional_mask_function)
-    # A static cache has slots for tokens to come, so the last query does not see the last key; without a grid SDPA would
-    # begin at the first key, and everything here ends at the last.
-    if not plain or (mask_function is causal_mask_function and int(q_offset) + q_length != kv_length + int(kv_offset)):
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            **{**kwargs, "allow_is_causal_skip": False},
-        )
-    if attention_mask is None:
-        return None
-    real = attention_mask[:, -kv_length:].bool()
-    # Reading the mask synchronises a GPU once per forward, which no graph can hold; it buys the unmasked path in every layer.
-    captured = real.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not is_torchdynamo_compiling() and not captured and bool(real.all()):
-        return None
-    return real
-
-
-def _dense_mask(mask: Tensor | None, causal: bool, queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """Mask for SDPA, or None where SDPA needs none. SDPA's own `is_causal` aligns top-left, so L != S is spelled out."""
-    if mask is not None and mask.dim() == 2:
-        mask = mask[:, None, None, :]
-        if causal and queries > 1:
-            mask = mask & torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    elif mask is None and causal and 1 < queries != keys:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
-    return mask
 
 
 def _exact(
@@ -102,7 +53,7 @@ def _exactly(heads: int, head_dim: int, causal: bool, scale: float) -> str:
 
 
 def _exact_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    scores = (query.float() @ key.float().transpose(-1, -2)) * scale
+    scores = (beside(query.float() * scale, key) @ key.float().transpose(-1, -2)).view(*query.shape[:3], key.shape[2])
     if causal and mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(
             key.shape[-2] - query.shape[-2]
@@ -144,26 +95,34 @@ def attention(
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    weighs, layer, slots = wants_weights(kwargs), take_layer(module), key.shape[-2]
+    # In a graph, which nobody may leave to read a mask, SDPA takes the row of a static cache as it is.
+    followed = is_torchdynamo_compiling() or capturing()
+    if not (followed and (mechanism is None or _always_exact(mechanism, slots))):
+        key, value, attention_mask = in_use(query, key, value, attention_mask, causal)
     queries, keys = query.shape[-2], key.shape[-2]
-    weighs, layer = wants_weights(kwargs), take_layer(module)
 
     grid = attention_mask is not None and attention_mask.dim() != 2
     if mechanism is None or keys < mechanism.exact_below or (grid and _always_exact(mechanism, keys)):
         if not weighs and (attention_mask is None or attention_mask.dim() == 2):
-            key, value = _per_query_head(key, query), _per_query_head(value, query)
             return _exact(query, key, value, attention_mask, causal, scale, dropout).transpose(1, 2), None
-        mask = _dense_mask(attention_mask, causal, queries, keys, query.device)
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scale, is_causal=causal
-        )
+        mask = dense_mask(attention_mask, causal, queries, keys, query.device)
+        how: dict[str, Any] = {
+            "dropout_p": dropout,
+            "scale": scale,
+            "is_causal": causal and mask is None and queries > 1,
+        }
+        out = F.scaled_dot_product_attention(query, key, value, mask, **how, enable_gqa=sharing(query, key) > 1)
+        out = out.transpose(1, 2)
         if not weighs:
             return out, None
-        return out, _exact_weights(query, _per_query_head(key, query), mask, causal, scale)
+        return out, F.pad(_exact_weights(query, key, mask, causal, scale), (0, slots - keys))
 
     if grid:
         raise ApproxError(
-            "A 4-D attention mask (packed sequences, a static cache, or a mask of your own) reached a converted layer; it takes "
-            "a [batch, tokens] mask. Unpack the sequences, use the default dynamic cache, or keep exact attention in this model.",
+            "A 4-D attention mask (packed sequences, several tokens at once on a compiled static cache, or a mask of your own) reached "
+            "a converted layer; it takes a [batch, tokens] mask. Unpack the sequences, compile single steps alone or use a dynamic "
+            "cache, or keep exact attention in this model.",
             Exit.UNSUPPORTED,
         )
     if scale != mechanism.scale:
@@ -185,23 +144,19 @@ def attention(
             "converted layer. Ask for them from its first token on, or pass use_cache=False.",
             Exit.UNSUPPORTED,
         )
-    key, value = _per_query_head(key, query), _per_query_head(value, query)
     if isinstance(layer, StateLayer):
         return layer.attend(mechanism, query, key, value, attention_mask).transpose(1, 2), None
     # A compiler takes such a mechanism as one operator, which has no notes.
     notes = {} if layer is None or is_torchdynamo_compiling() else {"notes": layer.notes}
     out = mechanism(query, key, value, attention_mask, dropout=dropout, **tokens, **notes).transpose(1, 2)
-    return out, mechanism.weights(query, key, attention_mask, **tokens) if weighs else None
+    if not weighs:
+        return out, None
+    return out, F.pad(mechanism.weights(query, key, attention_mask, **tokens), (0, slots - keys))
 
 
 def _always_exact(mechanism: nn.Module, keys: int) -> bool:
     # Mechanisms take no grid of queries and keys, but SDPA does what these would do.
     return all(each.exact_settings(keys) == {} for each in getattr(mechanism, "groups", [mechanism]))
-
-
-def _per_query_head(shared: Tensor, query: Tensor) -> Tensor:
-    groups = query.shape[1] // shared.shape[1]
-    return shared if groups == 1 else shared.repeat_interleave(groups, dim=1)
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)

@@ -12,6 +12,7 @@ from approx_kernels.clustered import (
     default_clusters,
 )
 from approx_kernels.clustering import draw_centroids, draw_planes, fit_centroids
+from approx_kernels.grouped import sharing
 
 # Assignments of a k-means that is done once and for all, at least.
 FITTED = 10
@@ -104,7 +105,8 @@ class ClusteredAttention(Mechanism):
 
         Args: as for `forward`.
         """
-        real = [x.transpose(1, 2).flatten(0, 1) for x in (q, k)]
+        # Of keys that query heads share each has a copy: it is done once.
+        real = [x.transpose(1, 2).flatten(0, 1) for x in (q, k.repeat_interleave(sharing(q, k), 1))]
         if key_mask is not None:
             keys = key_mask.flatten()
             real = [x[keys] if x.shape[0] == keys.shape[0] else x for x in real]

@@ -1,13 +1,13 @@
 """Several mechanisms in one layer, each for some of its heads."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from approx.mechanisms.mechanism import Mechanism, latest
 from approx_kernels.exact import exact_attention
+from approx_kernels.grouped import as_index, heads_of
 
 
 class HeadGroups(Mechanism):
@@ -27,7 +27,7 @@ class HeadGroups(Mechanism):
         order = [head for heads, _ in groups for head in heads]
         super().__init__(len(order), first.head_dim, causal=first.causal, scale=first.scale)
         self.groups = nn.ModuleList(mechanism for _, mechanism in groups)
-        self._parts = [_index(heads) for heads, _ in groups]
+        self._parts = [as_index(heads) for heads, _ in groups]
         # Where each head of the layer lies once the groups are joined.
         self._back = None if order == sorted(order) else [order.index(head) for head in range(len(order))]
         # Below all limits the whole layer is exact.
@@ -71,7 +71,8 @@ class HeadGroups(Mechanism):
         """Attend; what dropout acts on is each mechanism's own."""
         found = []
         for heads, mechanism in self.members():
-            parts = q[:, heads], k[:, heads], v[:, heads]
+            own = heads_of(q, k, heads)
+            parts = q[:, heads], k[:, own], v[:, own]
             if k.shape[-2] < mechanism.exact_below:
                 out = exact_attention(*parts, key_mask, causal=self.causal, scale=self.scale, dropout=dropout)
             else:
@@ -89,7 +90,8 @@ class HeadGroups(Mechanism):
             own, group = f"{number}.", None
             if state is not None:
                 group = {name.removeprefix(own): x for name, x in state.items() if name.startswith(own)}
-            out, group = mechanism.decode(q[:, heads], k[:, heads], v[:, heads], key_mask, group)
+            of_keys = heads_of(q, k, heads)
+            out, group = mechanism.decode(q[:, heads], k[:, of_keys], v[:, of_keys], key_mask, group)
             found.append(out)
             after |= {own + name: x for name, x in group.items()}
         return self._joined(found), after
@@ -118,10 +120,3 @@ class HeadGroups(Mechanism):
     def _joined(self, parts: list[Tensor]) -> Tensor:
         joined = torch.cat(parts, 1)
         return joined if self._back is None else joined[:, self._back]
-
-
-def _index(heads: Sequence[int]) -> Any:
-    """Heads at even steps as a slice, which copies nothing."""
-    step = heads[1] - heads[0] if len(heads) > 1 else 1
-    stepwise = step > 0 and list(heads) == list(range(heads[0], heads[-1] + 1, step))
-    return slice(heads[0], heads[-1] + 1, step) if stepwise else list(heads)

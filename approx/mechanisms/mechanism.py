@@ -143,8 +143,8 @@ class Mechanism(nn.Module):
 
         Args:
             q: Queries, [B, H, L, D], float.
-            k: Keys, [B, H, S, D].
-            v: Values, [B, H, S, E].
+            k: Keys, [B, G, S, D], where H is a multiple of G: query head h reads key head h // (H / G).
+            v: Values, [B, G, S, E].
             key_mask: [B, S] bool, True at real keys; None when all are real. Where L <= S, query i is the token of key S - L + i and
                 as real. Outputs of padding have no meaning. It may hold NaN, but not for `exact`, `flash`, `sdpa` and on GPUs.
             dropout: Probability with which an attention weight is dropped; 0 outside of training.
@@ -166,8 +166,8 @@ class Mechanism(nn.Module):
 
         Args:
             q: Queries of the last tokens, [B, H, L, D], float.
-            k: Keys that are not in the state yet, [B, H, S, D], L <= S; the last L belong to the queries.
-            v: Their values, [B, H, S, E].
+            k: Keys that are not in the state yet, [B, G, S, D], L <= S; the last L belong to the queries.
+            v: Their values, [B, G, S, E].
             key_mask: [B, S] bool, True where these are real; None when all are.
             state: What the last call returned, its samples reordered, repeated or chosen at will along the first
                 dimension of every tensor; None before the first token.

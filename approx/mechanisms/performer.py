@@ -14,6 +14,7 @@ from approx.mechanisms.mechanism import (
     whole_number,
 )
 from approx_kernels.exact import exact_attention
+from approx_kernels.grouped import sharing
 from approx_kernels.performer import (
     ESTIMATORS,
     KERNELS,
@@ -171,25 +172,29 @@ class PerformerAttention(Mechanism):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Attend from tokens that follow those in a state: sums over their features, and over values."""
         check_shapes(q, k, v, key_mask)
-        q, k, ways = self._ways(q, k, self.floor)
+        q, k, v, ways = self._ways(q, k, v, self.floor)
         return performer_decode(q, k, v, key_mask, state, **ways)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, floor: float | None, dropout: float = 0.0
     ) -> Tensor:
         check_shapes(q, k, v, key_mask)
-        q, k, ways = self._ways(q, k, floor)
+        q, k, v, ways = self._ways(q, k, v, floor)
         return performer_attention(q, k, v, key_mask, **ways, causal=self.causal, dropout=dropout)
 
-    def _ways(self, q: Tensor, k: Tensor, floor: float | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Queries and keys in the base of the features, and what the op is told; a `floor` of None is the fitted share."""
+    def _ways(
+        self, q: Tensor, k: Tensor, v: Tensor, floor: float | None
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Queries and keys in the base of the features, values, and what the op is told; a `floor` of None is the fitted share."""
         share = self.share if floor is None else torch.full((self.heads,), floor, device=q.device) if floor else None
         ways = {"projection": self.projection, "share": share, "kernel": self.kernel, "scale": self.scale}
         if not self._fits_features:
-            return q, k, ways
+            return q, k, v, ways
         fitted = Fitted(*(self.get_buffer(name) for name in Fitted._fields))
         ways["projection"], ways["offsets"] = fitted.rows(self.projection)
-        return *fitted.inputs(q, k, self.scale), ways
+        # Each head has a base of its own, in which it shares keys with no other.
+        v = v.repeat_interleave(sharing(q, v), 1)
+        return *fitted.inputs(q, k, self.scale), v, ways
 
     @classmethod
     def exact_settings(cls, length: int) -> None:

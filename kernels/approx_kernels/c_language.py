@@ -109,19 +109,21 @@ def find_compiler() -> tuple[str | None, str]:
 
 
 class Rows(ctypes.Structure):
-    """`tensor` of c_vectors.py: where a tensor [B, H, N, D] begins, and its first three strides."""
+    """`tensor` of c_vectors.py: where a tensor [B, G, N, D] begins, its first three strides, and who shares a head."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("batch", ctypes.c_int64),
         ("head", ctypes.c_int64),
         ("row", ctypes.c_int64),
+        ("shared", ctypes.c_int64),
     )
 
 
-def rows_of(x: Tensor) -> Rows:
-    """The rows of a tensor [B, H, N, D], numbers of a row side by side."""
-    return Rows(x.data_ptr(), *x.stride()[:3])
+def rows_of(first: Tensor, *others: Tensor) -> list[Rows]:
+    """The rows of tensors [B, H, N, D], numbers of a row side by side; of others with G heads, each H / G heads share one."""
+    heads = first.shape[1]
+    return [Rows(x.data_ptr(), *x.stride()[:3], heads // x.shape[1]) for x in (first, *others)]
 
 
 def address(x: Tensor | None) -> ctypes.c_void_p:

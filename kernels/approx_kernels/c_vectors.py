@@ -179,7 +179,10 @@ SHARED void product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t
 }
 
 /* A tensor [B, H, n, size] of floats or bfloat16, whose last dimension lies in one piece. */
-typedef struct { void *data; int64_t batch, head, row; } tensor;
+typedef struct { void *data; int64_t batch, head, row, shared; } tensor;
+
+/* Where the rows of a head begin, of which `shared` heads in turn have the same. */
+INLINE int64_t head_of(tensor x, int64_t b, int64_t h) { return b * x.batch + h / x.shared * x.head; }
 
 /* The rows from one on. */
 INLINE tensor from_row(tensor x, int bf16, int64_t first) {
@@ -188,7 +191,7 @@ INLINE tensor from_row(tensor x, int bf16, int64_t first) {
 }
 
 INLINE void read_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_t size, float *to) {
-    int64_t at = b * x.batch + h * x.head + i * x.row;
+    int64_t at = head_of(x, b, h) + i * x.row;
     if (!bf16) { memcpy(to, (float *)x.data + at, sizeof(float) * size); return; }
     const uint16_t *from = (uint16_t *)x.data + at;
     int64_t d = 0;
@@ -203,7 +206,7 @@ INLINE void read_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_
 }
 
 INLINE void write_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_t size, const float *from) {
-    int64_t at = b * x.batch + h * x.head + i * x.row;
+    int64_t at = head_of(x, b, h) + i * x.row;
     if (!bf16) { memcpy((float *)x.data + at, from, sizeof(float) * size); return; }
     uint16_t *to = (uint16_t *)x.data + at;
     int64_t d = 0;
@@ -228,7 +231,7 @@ INLINE int64_t token(const int32_t *tokens, int64_t i) { return tokens ? tokens[
 /* Some tokens of a head, the first n where none are named, padded with zeros to `wide`. */
 SHARED void read_rows(tensor x, int bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
                       int64_t wide, float *to) {
-    int64_t bytes = bf16 ? 2 : 4, start = b * x.batch + h * x.head;
+    int64_t bytes = bf16 ? 2 : 4, start = head_of(x, b, h);
     for (int64_t i = 0; i < n; i++) {
         if (i + AHEAD < n) {
             const char *next = (char *)x.data + bytes * (start + token(tokens, i + AHEAD) * x.row);

@@ -46,8 +46,8 @@ def attend_opaquely(
             None for one that has no state, in evaluation mode.
         text: What `told` says of it.
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool or None.
         dropout: As the module takes it.
         tokens: [B, S] or None, for modules that take it.

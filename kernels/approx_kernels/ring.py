@@ -21,8 +21,8 @@ def extended(ring: State | None, k: Tensor, v: Tensor, key_mask: Tensor | None) 
 
     Args:
         ring: What `newest` or `first_and_newest` returned, other tensors beside it; None before the first token.
-        k: Keys that follow, [B, H, n, D].
-        v: Their values, [B, H, n, E].
+        k: Keys that follow, [B, G, n, D].
+        v: Their values, [B, G, n, E].
         key_mask: [B, n] bool, True at real ones; None when all are.
     """
     newer = {"k": k, "v": v} if key_mask is None else {"k": k, "v": v, "real": key_mask[:, None, :, None]}
@@ -42,7 +42,7 @@ def extended(ring: State | None, k: Tensor, v: Tensor, key_mask: Tensor | None) 
 
 
 def content(ring: State) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys [B, H, m, D], values [B, H, m, E] and mask [B, m] of a ring; the mask is None while all are real."""
+    """Keys [B, G, m, D], values [B, G, m, E] and mask [B, m] of a ring; the mask is None while all are real."""
     begin, end = _span(ring)
     k, v = (ring[name][:, :, begin:end] for name in ("k", "v"))
     return k, v, ring["real"][:, 0, begin:end, 0] if "real" in ring else None

@@ -9,8 +9,8 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> No
 
     Args:
         q: Queries, [B, H, L, D].
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D], where H is a multiple of G.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys, or None.
 
     Raises:
@@ -19,14 +19,16 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> No
     if q.ndim != 4:
         raise ValueError(f"q has shape {list(q.shape)}; expected [batch, heads, queries, head size].")
     batch, heads, _, size = q.shape
-    if k.ndim != 4 or k.shape[:2] != (batch, heads) or k.shape[3] != size:
+    if k.ndim != 4 or k.shape[0] != batch or k.shape[3] != size:
+        raise ValueError(f"k has shape {list(k.shape)}; expected [{batch}, heads, keys, {size}] to fit q.")
+    if not k.shape[1] or heads % k.shape[1]:
         raise ValueError(
-            f"k has shape {list(k.shape)}; expected [{batch}, {heads}, keys, {size}] to fit q. "
-            "Repeat grouped keys and values to the number of query heads first."
+            f"k has {k.shape[1]} heads for the {heads} of q; expected as many, or a number that divides them, each for as "
+            "many query heads."
         )
     if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"v has shape {list(v.shape)}; expected [{batch}, {heads}, {k.shape[2]}, value size] to fit k."
+            f"v has shape {list(v.shape)}; expected [{batch}, {k.shape[1]}, {k.shape[2]}, value size] to fit k."
         )
     if not (q.numel() and k.numel() and v.numel()):
         raise ValueError(

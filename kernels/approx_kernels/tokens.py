@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.autocast import without_autocast
+from approx_kernels.grouped import heads_of
 from approx_kernels.padding import attend_to_nothing
 
 
@@ -23,8 +24,8 @@ def without_padding(
     Args:
         attend: From q [B, H, L, D], k [B, H, S, D], v [B, H, S, E] with L <= S to [B, H, L, E].
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
 
     Returns:
@@ -68,7 +69,8 @@ def by_step(
     if period == 1:
         return attend(q, k, v, steps[0])
     own = [slice(first, None, period) for first in range(min(period, heads))]
-    out = torch.cat([attend(q[:, s], k[:, s], v[:, s], step) for s, step in zip(own, steps, strict=False)], 1)
+    parts = [(q[:, s], k[:, heads_of(q, k, s)], v[:, heads_of(q, k, s)]) for s in own]
+    out = torch.cat([attend(*part, step) for part, step in zip(parts, steps, strict=False)], 1)
     place = torch.arange(heads, device=q.device)
     return out.index_select(1, torch.cat([place[s] for s in own]).argsort())
 

@@ -16,13 +16,16 @@ def given(**other):
 def test_what_fits_passes():
     check_shapes(**given())
     check_shapes(**given(key_mask=None))
+    check_shapes(**given(k=torch.zeros(2, 1, 7, 8), v=torch.zeros(2, 1, 7, 4)))
 
 
 @pytest.mark.parametrize(
     ("name", "tensor", "told"),
     [
         ("q", torch.zeros(2, 5, 8), r"q has shape \[2, 5, 8\]; expected \[batch, heads, queries, head size\]"),
-        ("k", torch.zeros(2, 1, 7, 8), r"k has shape \[2, 1, 7, 8\]; expected \[2, 3, keys, 8\].*Repeat grouped keys"),
+        ("k", torch.zeros(2, 3, 7, 9), r"k has shape \[2, 3, 7, 9\]; expected \[2, heads, keys, 8\]"),
+        ("k", torch.zeros(2, 2, 7, 8), "k has 2 heads for the 3 of q; expected as many, or a number that divides them"),
+        ("v", torch.zeros(2, 1, 7, 4), r"v has shape \[2, 1, 7, 4\]; expected \[2, 3, 7, value size\]"),
         ("v", torch.zeros(2, 3, 6, 4), r"v has shape \[2, 3, 6, 4\]; expected \[2, 3, 7, value size\]"),
         ("q", torch.zeros(2, 3, 0, 8), r"\[2, 3, 0, 8\].*one is empty"),
         ("v", torch.zeros(2, 3, 7, 4).half(), r"torch.float32, torch.float32, torch.float16; expected one floating dtype"),

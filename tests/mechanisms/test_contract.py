@@ -264,7 +264,8 @@ def test_layout_in_memory_cannot_matter(name, causal, shape):
     ("changed", "words"),
     [
         ({"q": torch.zeros(2, 3, 5)}, "q has shape"),
-        ({"k": torch.zeros(2, 1, 5, 4)}, "k has shape"),
+        ({"k": torch.zeros(2, 3, 5, 5)}, "k has shape"),
+        (dict.fromkeys("kv", torch.zeros(2, 2, 5, 4)), "2 heads for the 3 of q"),
         ({"v": torch.zeros(2, 3, 6, 4)}, "v has shape"),
         ({"v": torch.zeros(2, 3, 5, 4, dtype=torch.float16)}, "dtypes"),
         (dict.fromkeys("qkv", torch.zeros(2, 3, 0, 4)), "empty"),
@@ -272,7 +273,7 @@ def test_layout_in_memory_cannot_matter(name, causal, shape):
         ({"key_mask": torch.ones(2, 5)}, "key_mask is torch.float32"),
         ({"key_mask": torch.ones(2, 4, dtype=torch.bool)}, "key_mask"),
     ],
-    ids=["q", "grouped keys", "values", "dtype", "no tokens", "no samples", "float mask", "short mask"],
+    ids=["q", "keys", "heads", "values", "dtype", "no tokens", "no samples", "float mask", "short mask"],
 )
 def test_tensors_that_do_not_fit_are_refused(name, causal, changed, words):
     tensors = dict.fromkeys("qkv", torch.zeros(2, 3, 5, 4)) | changed

@@ -7,6 +7,7 @@ from torch import Tensor
 from approx_kernels.adaptive_span.mass import mass_by_distance
 from approx_kernels.adaptive_span.reference import grouped_heads, window_sizes
 from approx_kernels.flash import flash, flash_obstacle
+from approx_kernels.grouped import in_order, turns
 from approx_kernels.implementation import choose
 from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.shapes import check_shapes
@@ -41,8 +42,8 @@ def adaptive_span_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         spans: z, [H], float, 0 or more, in tokens.
         known: Gives `spans` as Python numbers, if they may have been read before; it is asked only where windows follow from
@@ -70,4 +71,7 @@ def adaptive_span_attention(
         return flash(q, k, v, key_mask, scale=scale, right=right, spans=spans, ramp=ramp, impl="triton")[0]
     numbers = spans.tolist() if known is None else known()
     how = {"ramp": ramp, "causal": causal, "scale": scale, "dropout": dropout}
-    return grouped_heads(q, k, v, key_mask, spans=spans, known=numbers, **how, by_lists=run == "cpu")
+    if run == "cpu":
+        return grouped_heads(q, k, v, key_mask, spans=spans, known=numbers, **how, by_lists=True)
+    parts = [(q[:, turn], spans[turn], numbers[turn]) for turn in turns(q, k)]
+    return in_order([grouped_heads(some, k, v, key_mask, spans=z, known=read, **how) for some, z, read in parts])

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from approx_kernels.autocast import without_autocast
+from approx_kernels.grouped import beside
 from approx_kernels.shapes import check_shapes
 
 _BLOCK = 64
@@ -14,7 +15,7 @@ def mass_by_distance(q: Tensor, k: Tensor, key_mask: Tensor | None = None, *, ca
 
     Args:
         q: Queries, [B, H, L, D], float; query i stands at position S - L + i.
-        k: Keys, [B, H, S, D].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         key_mask: [B, S] bool, True at real keys; None when all are real. When L == S it also says which queries
             are real and counted.
         causal: Whether a query sees only keys at or before its own position.
@@ -40,7 +41,8 @@ def mass_by_distance(q: Tensor, k: Tensor, key_mask: Tensor | None = None, *, ca
                 seen = seen & key_mask[:, None, None, :]
                 if length == keys:
                     seen = seen & key_mask[:, None, rows, None]
-            scores = (q[:, :, rows].to(wide) * scale) @ k.to(wide).transpose(-2, -1)
+            scores = beside(q[:, :, rows].to(wide) * scale, k) @ k.to(wide).transpose(-2, -1)
+            scores = scores.view(*q.shape[:2], -1, keys)
             weights = scores.masked_fill(~seen, torch.finfo(wide).min).softmax(-1).masked_fill(~seen, 0.0)
             mass.index_add_(1, away.abs().flatten(), weights.double().sum(0).flatten(1))
     return mass / mass.sum(1, keepdim=True).clamp(min=1.0)

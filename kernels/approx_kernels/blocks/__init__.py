@@ -11,6 +11,7 @@ from approx_kernels.blocks.reference import bigbird_lists, draw_blocks, listed_b
 from approx_kernels.blocks.triton import bigbird_tiles, block_tiles
 from approx_kernels.flash import flash_obstacle
 from approx_kernels.flash.padding import under_padding
+from approx_kernels.grouped import in_turns
 from approx_kernels.implementation import choose
 from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.shapes import check_shapes
@@ -44,8 +45,8 @@ def block_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
         size: Tokens of a block.
         neighbours: Blocks seen to each side of the own one.
@@ -71,7 +72,8 @@ def block_attention(
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attend_blocks = neighbour_lists if run == "cpu" else neighbour_blocks
-        return attend_blocks(q, k, v, **how, dropout=dropout)
+        own = partial(attend_blocks, **how, dropout=dropout)
+        return own(q, k, v) if run == "cpu" else in_turns(own, q, k, v)
 
     return without_padding(attend, q, k, v, key_mask)
 
@@ -103,8 +105,8 @@ def bigbird_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
         block: Tokens of a block.
         draws: What `draw_blocks` returned; its second size is the number of random blocks, r.
@@ -131,7 +133,8 @@ def bigbird_attention(
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attend_lists = block_lists if run == "cpu" else listed_blocks
-        return attend_lists(q, k, v, size=block, lists=lists(k.shape[2]), scale=scale, dropout=dropout)
+        own = partial(attend_lists, size=block, lists=lists(k.shape[2]), scale=scale, dropout=dropout)
+        return own(q, k, v) if run == "cpu" else in_turns(own, q, k, v)
 
     if run == "triton":
         return under_padding(tiles, q, k, v, key_mask, lambda count: -(-count // block) * block)

@@ -14,6 +14,7 @@ from approx_kernels.clustered.triton import clustered_on_gpu
 from approx_kernels.clustered.triton import obstacle as triton_obstacle
 from approx_kernels.clustered.triton_causal import causal_on_gpu
 from approx_kernels.clustered.triton_causal import obstacle as causal_triton_obstacle
+from approx_kernels.grouped import in_turns
 from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
 from approx_kernels.tokens import without_padding
@@ -52,8 +53,8 @@ def clustered_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys, and when L == S at real queries; None when all are real.
         planes: Hash planes, [bits, D + 1], the biases last; queries are then clustered by their hashes.
         draws: Random numbers for the clustering, int64, at least C; needed with `planes`.
@@ -77,14 +78,19 @@ def clustered_attention(
     if selectors is not None:
         _check_fitted(q, "selectors", selectors, clusters, q.shape[3] + 1)
     settings = {"clusters": clusters, "iterations": iterations, "topk": topk, "scale": scale}
-    ways = {"planes": planes, "draws": draws, "selectors": selectors}
+    ways = {"planes": planes, "draws": draws}
     why = triton_obstacle(q, v, clusters, 0 if planes is None else len(planes), dropout)
     run = choose("clustered_attention", impl, ranked(q, why, cpu=cpu_obstacle(q), reference=None))
-    if run == "triton":
-        return clustered_on_gpu(q, k, v, key_mask, **ways, **settings)
     if run == "cpu":
-        return clustered_batch(q, k, v, key_mask, **ways, **settings, dropout=dropout)
-    return clustered_samples(q, k, v, key_mask, **ways, **settings, dropout=dropout, impl=impl)
+        return clustered_batch(q, k, v, key_mask, **ways, selectors=selectors, **settings, dropout=dropout)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, selectors: Tensor | None) -> Tensor:
+        if run == "triton":
+            return clustered_on_gpu(q, k, v, key_mask, **ways, selectors=selectors, **settings)
+        parts = {**ways, "selectors": selectors, **settings}
+        return clustered_samples(q, k, v, key_mask, **parts, dropout=dropout, impl=impl)
+
+    return in_turns(attend, q, k, v, selectors)
 
 
 def causal_clustered_attention(
@@ -119,8 +125,8 @@ def causal_clustered_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         centroids: Fixed centroids of queries, [H, C, D].
         selectors: What says which centroid is nearest, [H, C, D + 1] (see `fit_centroids`).
@@ -141,11 +147,18 @@ def causal_clustered_attention(
     _check_fitted(q, "selectors", selectors, centroids.shape[1], q.shape[3] + 1)
     why = causal_triton_obstacle(q, v, chunk, topk or 0, dropout)
     run = choose("causal_clustered_attention", impl, ranked(q, why, cpu=causal_obstacle(q), reference=None))
-    settings = {"centroids": centroids, "selectors": selectors, "chunk": chunk, "topk": topk or 0, "scale": scale}
-    if run == "triton":
-        return causal_on_gpu(q, k, v, key_mask, **settings)
-    attend = causal_samples_in_c if run == "cpu" else causal_samples
-    return without_padding(partial(attend, **settings, dropout=dropout), q, k, v, key_mask)
+    settings = {"chunk": chunk, "topk": topk or 0, "scale": scale}
+    if run == "cpu":
+        attend = partial(causal_samples_in_c, centroids=centroids, selectors=selectors, **settings, dropout=dropout)
+        return without_padding(attend, q, k, v, key_mask)
+
+    def attend_turn(q: Tensor, k: Tensor, v: Tensor, centroids: Tensor, selectors: Tensor) -> Tensor:
+        fitted = {"centroids": centroids, "selectors": selectors}
+        if run == "triton":
+            return causal_on_gpu(q, k, v, key_mask, **fitted, **settings)
+        return without_padding(partial(causal_samples, **fitted, **settings, dropout=dropout), q, k, v, key_mask)
+
+    return in_turns(attend_turn, q, k, v, centroids, selectors)
 
 
 def _check_fitted(q: Tensor, name: str, found: Tensor, clusters: int | None, width: int) -> None:

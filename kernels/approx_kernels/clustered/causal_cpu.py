@@ -15,6 +15,7 @@ from approx_kernels.clustered.causal_backward_c import BACKWARD
 from approx_kernels.clustered.causal_forward_c import FORWARD
 from approx_kernels.clustering.cpu import nearest_of_heads
 from approx_kernels.clustering.cpu import obstacle as clustering_obstacle
+from approx_kernels.grouped import empty_gradients, summed
 
 
 class _Problem(ctypes.Structure):
@@ -106,16 +107,17 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]  # named arguments there
         q, k, v, rows, *state = ctx.saved_tensors
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        made = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
+        made = empty_gradients(q, k, v)
         problem = _problem(q, k, v, rows, grad, *state, *ctx.settings)
         found = library(BACKWARD)
         assert not isinstance(found, str), f"checked by the op: {found}"
-        check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(rows_of, (grad, *made))))))
-        return *made, *[None] * 7
+        check(found.backward(ctypes.byref(_BackwardProblem(problem, *rows_of(grad, *made)))))
+        dq, dk, dv = made
+        return dq, summed(dk, k.shape[1]), summed(dv, k.shape[1]), *[None] * 7
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, out: Tensor, *state: Any) -> _Problem:
     groups, most, peak, mass, top, chunk, topk, *numbers = state
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], rows.shape[2], chunk, topk)
-    places = (*map(rows_of, (q, k, v, rows, out)), *map(address, (groups, most, peak, mass, top)))
+    places = (*rows_of(q, k, v, rows, out), *map(address, (groups, most, peak, mass, top)))
     return _Problem(*sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *places, *numbers)

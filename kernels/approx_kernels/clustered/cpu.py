@@ -16,6 +16,7 @@ from approx_kernels.clustered.reference import MOST_DEFAULT_CLUSTERS, SHORT
 from approx_kernels.clustering.cpu import cluster_samples, nearest_of_heads
 from approx_kernels.clustering.cpu import obstacle as clustering_obstacle
 from approx_kernels.custom_op import custom_op
+from approx_kernels.grouped import empty_gradients, summed
 
 _WHOLE = ctypes.c_int64
 _PLACE = ctypes.c_void_p
@@ -122,11 +123,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return *_attend_backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 11
+    dq, dk, dv = _attend_backward(grad, *ctx.saved_tensors, *ctx.rest)
+    groups = ctx.saved_tensors[1].shape[1]
+    return dq, summed(dk, groups), summed(dv, groups), *[None] * 11
 
 
 def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_zeros(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
+    # What is not real is not written.
+    dq, dk, dv = (x.zero_() for x in empty_gradients(q, k, v))
     return dq, dk, dv
 
 
@@ -158,7 +162,7 @@ def _attend_backward(
     problem = _problem(q, k, v, grad, *state, most, kept, scale, dropped(dropout, seed))
     found = library(BACKWARD)
     assert not isinstance(found, str), "checked by the op"
-    check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(rows_of, (grad, *made))))))
+    check(found.backward(ctypes.byref(_BackwardProblem(problem, *rows_of(grad, *made)))))
     return made
 
 
@@ -193,4 +197,4 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *state: Any) -> _Prob
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], most, kept)
     places = map(address, (query_tokens, key_tokens, queries, keys, clusters, groups, rest, sums, mass, top))
     how = q.dtype == torch.bfloat16, torch.get_num_threads()
-    return _Problem(*sizes, *how, *map(rows_of, (q, k, v, out)), *places, *numbers)
+    return _Problem(*sizes, *how, *rows_of(q, k, v, out), *places, *numbers)

@@ -49,7 +49,7 @@ def cluster_samples(
     groups = _empty(q, tokens, counts, clusters, planes, draws, iterations)
     tensors = map(address, (planes, tokens, counts, clusters, draws))
     numbers = (q.dtype == torch.bfloat16, *q.shape, len(planes), iterations, STRIDE, torch.get_num_threads())
-    check(found.cluster(ctypes.byref(rows_of(q)), *tensors, *map(ctypes.c_int64, numbers), address(groups)))
+    check(found.cluster(ctypes.byref(rows_of(q)[0]), *tensors, *map(ctypes.c_int64, numbers), address(groups)))
     return groups
 
 
@@ -66,6 +66,6 @@ def nearest_of_heads(q: Tensor, selectors: Tensor) -> Tensor:
     found = library(SELECTORS)
     assert not isinstance(found, str), "checked by the op"
     numbers = (q.dtype == torch.bfloat16, *q.shape, selectors.shape[1], torch.get_num_threads())
-    where = ctypes.byref(rows_of(q)), address(selectors)
+    where = ctypes.byref(rows_of(q)[0]), address(selectors)
     check(found.nearest(*where, *map(ctypes.c_int64, numbers), address(groups)))
     return groups

@@ -37,8 +37,8 @@ def exact_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.

@@ -33,8 +33,8 @@ def compiled_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: 
 
     Args:
         q: Queries, [B, H, L, D], float32 or bfloat16.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         causal: Whether query i, which stands at position S - L + i, sees only keys up to there.
         scale: Factor of the scores.
 
@@ -61,8 +61,8 @@ def compiled_few(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, ca
 
     Args:
         q: Queries, [B, H, L, D], float32 or bfloat16.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are.
         causal: Whether query i, which stands at position S - L + i, sees only keys up to there.
         scale: Factor of the scores.
@@ -75,7 +75,7 @@ def compiled_few(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, ca
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
     sizes = *q.shape[:3], k.shape[2], q.shape[3], v.shape[3]
     how = q.dtype == torch.bfloat16, causal, torch.get_num_threads()
-    made = _Problem(*sizes, *how, *map(rows_of, (q, k, v, out)), address(mask), scale)
+    made = _Problem(*sizes, *how, *rows_of(q, k, v, out), address(mask), scale)
     found = library(SOURCE)
     assert not isinstance(found, str), f"checked before: {found}"
     check(found.few_queries(ctypes.byref(made)))

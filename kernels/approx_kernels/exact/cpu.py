@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from approx_kernels.autocast import without_autocast
+from approx_kernels.grouped import beside, empty_gradients, sharing, summed
 
 
 def chunked_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, chunk: int) -> Tensor:
@@ -20,8 +21,8 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: f
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         causal: Whether query i, which stands at position S - L + i, sees only keys up to there; then L <= S.
         scale: Factor of the scores.
         chunk: Queries at a time.
@@ -42,15 +43,16 @@ def batched_attention(
     """
     length, keys = q.shape[2], k.shape[2]
     with without_autocast(q.device.type):
-        scores = (q * scale) @ k.to(q.dtype).transpose(-2, -1)
+        scores = (beside(q * scale, k) @ k.to(q.dtype).transpose(-2, -1)).view(*q.shape[:3], keys)
         allowed = None if key_mask is None else key_mask[:, None, None, :]
         if causal and length > 1:
             past = torch.ones(length, keys, dtype=torch.bool, device=q.device).tril(keys - length)
             allowed = past if allowed is None else allowed & past
         if allowed is None:
-            return scores.softmax(-1) @ v.to(q.dtype)
-        weights = scores.masked_fill(~allowed, torch.finfo(q.dtype).min).softmax(-1)
-        return weights.masked_fill(~allowed, 0.0) @ v.to(q.dtype)
+            weights = scores.softmax(-1)
+        else:
+            weights = scores.masked_fill(~allowed, torch.finfo(q.dtype).min).softmax(-1).masked_fill(~allowed, 0.0)
+        return (beside(weights, k) @ v.to(q.dtype)).view(*q.shape[:3], v.shape[3])
 
 
 class _Chunked(torch.autograd.Function):
@@ -58,8 +60,9 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, chunk: int) -> Tensor:
         out = q.new_empty(*q.shape[:3], v.shape[3])
         scores, weights = (_Buffer(q, chunk * k.shape[2]) for _ in range(2))
+        each = sharing(q, k)
         for b, h in _heads(q):
-            queries, keys, values = q[b, h] * scale, k[b, h].contiguous().t(), v[b, h].contiguous()
+            queries, keys, values = q[b, h] * scale, k[b, h // each].contiguous().t(), v[b, h // each].contiguous()
             for rows, seen in _chunks(q.shape[2], k.shape[2], causal, chunk):
                 weight = _weights(queries[rows], keys[:, :seen], causal, scores, weights)
                 torch.mm(weight, values[:seen], out=out[b, h, rows])
@@ -74,10 +77,11 @@ class _Chunked(torch.autograd.Function):
         causal, scale, chunk = ctx.settings
         wide = torch.promote_types(q.dtype, torch.float32)
         grad = grads[0]
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = empty_gradients(q, k, v)
+        each = sharing(q, k)
         scores, weights = (_Buffer(q, chunk * k.shape[2]) for _ in range(2))
         for b, h in _heads(q):
-            queries, keys, values = q[b, h] * scale, k[b, h].contiguous(), v[b, h].contiguous()
+            queries, keys, values = q[b, h] * scale, k[b, h // each].contiguous(), v[b, h // each].contiguous()
             given = grad[b, h].contiguous()
             # Sums over chunks are kept wider than the products that they are of.
             key_sum, value_sum = (torch.zeros(x.shape, dtype=wide) for x in (keys, values))
@@ -91,7 +95,7 @@ class _Chunked(torch.autograd.Function):
                 torch.mm(change, keys[:seen], out=dq[b, h, rows]).mul_(scale)
                 key_sum[:seen] += change.t() @ queries[rows]
             dk[b, h], dv[b, h] = key_sum, value_sum
-        return dq, dk, dv, None, None, None
+        return dq, summed(dk, k.shape[1]), summed(dv, k.shape[1]), None, None, None
 
 
 class _Buffer:

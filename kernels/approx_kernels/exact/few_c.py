@@ -64,8 +64,8 @@ INLINE void join(const problem *p, const int bf16, int64_t b, int64_t h, int64_t
                  const float *query, float *most, float *sum, float *out) {
     float scores[BLOCK];
     int64_t bytes = bf16 ? 2 : 4;
-    const char *k = (char *)p->k.data + bytes * (b * p->k.batch + h * p->k.head + first * p->k.row);
-    const char *v = (char *)p->v.data + bytes * (b * p->v.batch + h * p->v.head + first * p->v.row);
+    const char *k = (char *)p->k.data + bytes * (head_of(p->k, b, h) + first * p->k.row);
+    const char *v = (char *)p->v.data + bytes * (head_of(p->v, b, h) + first * p->v.row);
     int64_t key_stride = bytes * p->k.row, value_stride = bytes * p->v.row, j = 0;
     for (; j + 4 <= count; j += 4) meet(bf16, 4, p->size, query, k + j * key_stride, key_stride, scores + j);
     for (; j < count; j++) meet(bf16, 1, p->size, query, k + j * key_stride, key_stride, scores + j);
@@ -91,41 +91,45 @@ INLINE void join(const problem *p, const int bf16, int64_t b, int64_t h, int64_t
     for (; at < p->values; at += WIDTH) gather(bf16, 1, count, scores, v, value_stride, at, factor, out);
 }
 
-INLINE void head(const problem *p, const int bf16, int64_t b, int64_t h, float *queries, float *outs, float *most,
-                 float *sums) {
-    int64_t n = p->length;
+/* The queries of `count` heads from h on, which read the same keys. */
+INLINE void heads(const problem *p, const int bf16, int64_t b, int64_t h, int64_t count, float *queries, float *outs,
+                  float *most, float *sums) {
+    int64_t L = p->length, n = count * L;
     for (int64_t i = 0; i < n; i++) {
         float *query = queries + i * p->size;
-        read_row(p->q, bf16, b, h, i, p->size, query);
+        read_row(p->q, bf16, b, h + i / L, i % L, p->size, query);
         for (int64_t d = 0; d < p->size; d++) query[d] *= p->scale;
         memset(outs + i * p->values, 0, sizeof(float) * p->values);
         most[i] = -INFINITY, sums[i] = 0;
     }
     for (int64_t first = 0; first < p->keys; first += BLOCK)
         for (int64_t i = 0; i < n; i++) {
-            int64_t seen = p->causal ? p->keys - n + i + 1 : p->keys;
+            int64_t seen = p->causal ? p->keys - L + i % L + 1 : p->keys;
             int64_t count = lesser(lesser(first + BLOCK, p->keys), seen) - first;
             if (count > 0)
                 join(p, bf16, b, h, first, count, queries + i * p->size, most + i, sums + i, outs + i * p->values);
         }
     for (int64_t i = 0; i < n; i++) {
         scale_row(p->values, most[i] == -INFINITY ? 0.0f : 1.0f / sums[i], outs + i * p->values);
-        write_row(p->out, bf16, b, h, i, p->values, outs + i * p->values);
+        write_row(p->out, bf16, b, h + i / L, i % L, p->values, outs + i * p->values);
     }
 }
 
 int few_queries(const problem *p) {
     int failed = 0;
+    /* Heads that share keys read them together, unless threads would be left without any. */
+    int64_t groups = p->heads / p->k.shared, count = p->batch * groups < p->threads ? 1 : p->k.shared;
+    int64_t n = count * p->length, tasks = p->heads / count;
 #pragma omp parallel num_threads(p->threads)
     {
-        float *room = floats(p->length * (p->size + p->values + 2));
-        float *outs = room + p->length * p->size, *most = outs + p->length * p->values;
+        float *room = floats(n * (p->size + p->values + 2));
+        float *outs = room + n * p->size, *most = outs + n * p->values;
 #pragma omp for
-        for (int64_t task = 0; task < p->batch * p->heads; task++) {
-            int64_t b = task / p->heads, h = task % p->heads;
+        for (int64_t task = 0; task < p->batch * tasks; task++) {
+            int64_t b = task / tasks, h = task % tasks * count;
             if (!room) failed = 1;
-            else if (p->bf16) head(p, 1, b, h, room, outs, most, most + p->length);
-            else head(p, 0, b, h, room, outs, most, most + p->length);
+            else if (p->bf16) heads(p, 1, b, h, count, room, outs, most, most + n);
+            else heads(p, 0, b, h, count, room, outs, most, most + n);
         }
         free(room);
     }

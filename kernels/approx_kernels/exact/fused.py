@@ -1,5 +1,7 @@
 """Softmax attention through PyTorch's fused kernels."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,6 +13,7 @@ from torch.utils.flop_counter import (
 )
 
 from approx_kernels.exact.reference import allowed_pairs
+from approx_kernels.grouped import sharing
 
 # PyTorch counts the operations of its fused kernels on GPUs alone.
 _ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -21,16 +24,20 @@ def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float, dropout: float
 ) -> Tensor:
     """SDPA with the smallest mask that says what is allowed, so that its fastest kernels stay open."""
-    length, keys = q.shape[2], k.shape[2]
+    length, keys, grouped = q.shape[2], k.shape[2], sharing(q, k) > 1
+
+    def attend(**how: Any) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, enable_gqa=grouped, **how)
+
     if causal and key_mask is None and length == keys:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale)
+        return attend(is_causal=True)
     allowed = allowed_pairs(length, key_mask, keys=keys, causal=causal, device=q.device)
     if allowed is None:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
+        return attend()
     # Kernels disagree on a row without any allowed key, so it sees everything and is then set to 0.
     reached = allowed.any(-1, keepdim=True)
     allowed = allowed | ~reached
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scale)
+    out = attend(attn_mask=allowed)
     return out.masked_fill(~reached, 0.0)
 
 

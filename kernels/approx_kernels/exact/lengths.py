@@ -19,8 +19,8 @@ def by_lengths(attend: Attend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor
     Args:
         attend: From q [b, H, l, D], k [b, H, s, D], v [b, H, s, E] to [b, H, l, E], with l <= s where queries are tokens.
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         causal: Whether a query sees only keys at or before its own position.
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.autocast import without_autocast
+from approx_kernels.grouped import beside
 from approx_kernels.padding import blank_padding
 
 
@@ -28,7 +29,7 @@ def dense_attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = blank_padding(q, k, v, key_mask)
     with without_autocast(q.device.type):
-        scores = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)
+        scores = (beside(q.to(wide) * scale, k) @ k.to(wide).transpose(-2, -1)).view(*q.shape[:3], k.shape[2])
         allowed = allowed_pairs(q.shape[2], key_mask, keys=k.shape[2], causal=causal, device=q.device)
         if allowed is None:
             weights = scores.softmax(-1)
@@ -37,4 +38,4 @@ def dense_attention(
             # and the finite fill value keeps its gradient 0 too.
             lowest = torch.finfo(wide).min
             weights = scores.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0.0)
-        return (F.dropout(weights, dropout) @ v.to(wide)).to(q.dtype)
+        return (beside(F.dropout(weights, dropout), k) @ v.to(wide)).view(*q.shape[:3], v.shape[3]).to(q.dtype)

@@ -30,8 +30,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, *, causa
 
     Args:
         q: Queries, [B, H, L, D], float16 or bfloat16.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
@@ -74,6 +74,12 @@ def _attend(
         more["scale"] = scale
     else:
         q = q * (scale * q.shape[-1] ** 0.5)
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in known:
+            more["enable_gqa"] = True
+        else:
+            # Older versions know no shared heads.
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if causal:
         more |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     return varlen_attn(q, k, v, q_starts, k_starts, length, keys, **more)

@@ -31,8 +31,8 @@ def listed_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         pattern: Name and settings: all that `pairs` depends on besides the numbers of queries and keys.
         pairs: As for `block_list`.
         key_mask: As for `flash`.

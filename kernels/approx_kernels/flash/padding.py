@@ -33,8 +33,8 @@ def under_padding(
         attend: From q [B, H, L, D], k [B, H, S, D], v [B, H, S, E] with L <= S and a mask [B, S], or None, of which each
             sample has the real keys at the front, to [B, H, L, E], with 0 for padded queries where L == S.
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         alike: From a number of real tokens to the largest for which the pattern says the same of them all; None where it
             says the same for any number.

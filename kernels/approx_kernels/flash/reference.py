@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from approx_kernels.flash.blocks import BlockList
+from approx_kernels.grouped import sharing
 
 
 def flash_reference(
@@ -41,6 +42,8 @@ def flash_reference(
             counts = counts * (sample[:, None] == sample)
     if key_mask is not None:
         counts = counts * key_mask[:, None, None, :]
+    # All weights are in memory; copies of grouped keys are the least of it.
+    k, v = (x.repeat_interleave(sharing(q, x), 1) for x in (k, v))
     scores = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)
     if spans is not None:
         mass = ((ramp + spans.to(wide)[:, None, None] - away.abs()) / ramp).clamp(max=1.0)

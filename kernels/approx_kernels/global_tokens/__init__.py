@@ -12,6 +12,7 @@ from approx_kernels.flash.listed import listed_attention
 from approx_kernels.flash.padding import under_padding
 from approx_kernels.global_tokens.cpu import window_lists
 from approx_kernels.global_tokens.reference import places, seeing_rows, window_blocks
+from approx_kernels.grouped import in_turns
 from approx_kernels.implementation import choose
 from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.shapes import check_shapes
@@ -46,8 +47,8 @@ def global_token_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
         left: Keys seen before the own position.
         right: Keys seen after the own position.
@@ -79,7 +80,7 @@ def global_token_attention(
             near = {"left": left, "right": right, "causal": causal, "scale": scale, "dropout": dropout}
             out = window_lists(q, k, v, **near, tokens=[int(token) for token in tokens])
         else:
-            out = window_blocks(q, k, v, left=left, right=right, **how)
+            out = in_turns(partial(window_blocks, left=left, right=right, **how), q, k, v)
         if not see_all:
             return out
         if not isinstance(tokens, Tensor):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.grouped import sharing
 from approx_kernels.tokens import stretches
 
 # Queries that share their keys: little outside of the window is computed, and little is copied.
@@ -86,7 +87,8 @@ def seeing_rows(
     past = torch.arange(keys, device=q.device) <= index[..., None] if causal else None
     past = past[:, None] if past is not None and past.dim() == 3 else past
     queries = _at(q, (index - before).clamp(min=0))
-    exact = F.scaled_dot_product_attention(queries, k, v, attn_mask=past, dropout_p=dropout, scale=scale)
+    how = {"dropout_p": dropout, "scale": scale, "enable_gqa": sharing(q, k) > 1}
+    exact = F.scaled_dot_product_attention(queries, k, v, attn_mask=past, **how)
     # What is no query, or fills up a sample with fewer chosen tokens, is written to a row behind the last and cut off.
     rows = torch.where(counts & (index >= before), index - before, length)
     rows = rows[..., None, :, None].expand_as(exact)

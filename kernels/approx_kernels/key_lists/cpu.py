@@ -12,6 +12,7 @@ from approx_kernels.c_dropout import Dropout, draw_seed, dropped
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.custom_op import custom_op
+from approx_kernels.grouped import empty_gradients, summed
 from approx_kernels.key_lists.backward_c import BACKWARD
 from approx_kernels.key_lists.forward_c import FORWARD
 
@@ -94,8 +95,8 @@ def attend_lists(
 
     Args:
         q: Queries, [B, H, L, D], float32 or bfloat16.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         before: Position of the first query.
         starts: First query of each block, and L (times the parts); at most `MOST_ROWS` apart.
@@ -172,7 +173,7 @@ def _empty_gradients(
     query_order: Any,
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
+    dq, dk, dv = empty_gradients(q, k, v)
     dq = dq if _parts(query_order) == 1 else dq.float()
     return dq, dk, dv, q.new_empty(q.shape[:2], dtype=torch.float32)
 
@@ -189,6 +190,7 @@ def _gradients(ctx: Any, grad: Tensor, _: Any, grad_totals: Tensor | None) -> tu
     grad_totals = grad_totals.contiguous() if totals.numel() and grad_totals is not None else None
     made = _attend_backward(grad.to(q.dtype), grad_totals, *tensors, out.to(q.dtype), lse, totals, *ctx.rest)
     dq, dk, dv, dspans = made
+    dk, dv = summed(dk, tensors[1].shape[1]), summed(dv, tensors[2].shape[1])
     return dq.to(q.dtype), dk, dv, *[None] * 9, None if spans is None else dspans.sum(0), *[None] * 7
 
 
@@ -226,7 +228,7 @@ def _attend_backward(
     found = library(BACKWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
     written = address(made[3]), address(grad_totals)
-    check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(rows_of, (grad, *made[:3])), *written))))
+    check(found.backward(ctypes.byref(_BackwardProblem(problem, *rows_of(grad, *made[:3]), *written))))
     return made
 
 
@@ -270,4 +272,4 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lists: Any) -> _Prob
     counts = before, starts.numel() - 1, _parts(query_order), orders, q.dtype == torch.bfloat16, torch.get_num_threads()
     sizes = *q.shape[:3], k.shape[2], ranks, q.shape[3], v.shape[3], *counts
     lists = key_mask, own, starts, first, entries, query_order, key_order, shown, places, lse, totals, spans
-    return _Problem(*sizes, *map(rows_of, (q, k, v, out)), *map(address, lists), *numbers)
+    return _Problem(*sizes, *rows_of(q, k, v, out), *map(address, lists), *numbers)

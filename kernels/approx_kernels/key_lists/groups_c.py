@@ -44,7 +44,7 @@ INLINE void positions_of(const problem *p, const strip *t, int64_t first, int64_
 INLINE void expect(const problem *p, tensor x, const strip *t, const int32_t *tokens, int64_t first, int64_t end,
                    int64_t size) {
     int64_t bytes = p->bf16 ? 2 : 4;
-    const char *from = (char *)x.data + bytes * (t->b * x.batch + t->h * x.head);
+    const char *from = (char *)x.data + bytes * head_of(x, t->b, t->h);
     for (int64_t i = first; i < end; i++)
         for (int64_t d = 0; d < bytes * size; d += 64) __builtin_prefetch(from + bytes * token(tokens, i) * x.row + d);
 }
@@ -96,8 +96,8 @@ static void pack_values(const problem *p, int64_t from, const int64_t *key, uint
    no number, and times a weight of 0 it would not be 0. */
 static void pack_group(const problem *p, const strips *s, const strip *t, int64_t at) {
     int64_t first = at * SPAN, end = lesser(first + SPAN, p->ranks), next = lesser(end + SPAN, p->ranks), key[SPAN];
-    int64_t step = s->parts * 2 * TILE, keys = t->b * p->k.batch + t->h * p->k.head;
-    int64_t values = t->b * p->v.batch + t->h * p->v.head;
+    int64_t step = s->parts * 2 * TILE, keys = head_of(p->k, t->b, t->h);
+    int64_t values = head_of(p->v, t->b, t->h);
     uint32_t real = real_keys(p, t, first);
     for (int64_t j = 0; j < SPAN; j++) key[j] = first + j < end ? token(t->keys, first + j) : 0;
     expect(p, p->k, t, t->keys, end, next, p->size), expect(p, p->v, t, t->keys, end, next, p->values);
@@ -113,7 +113,7 @@ static void pack_group(const problem *p, const strips *s, const strip *t, int64_
 
 /* Queries of a strip as tiles of the right side: pairs of numbers by queries. */
 static void pack_queries(const problem *p, const strips *s, const strip *t) {
-    int64_t queries = t->b * p->q.batch + t->h * p->q.head, end = t->first + t->rows, step = s->parts * 2 * TILE;
+    int64_t queries = head_of(p->q, t->b, t->h), end = t->first + t->rows, step = s->parts * 2 * TILE;
     expect(p, p->q, t, t->queries, end, lesser(end + SPAN, p->length), p->size);
     for (int64_t d = 0; d < s->deep; d++) {
         char *to = s->queries + d * step;
@@ -134,7 +134,7 @@ static void lay_outputs(const problem *p, const strips *s, const strip *t, tenso
         for (int64_t half = 0; half < SPAN; half += SIDE) {
             __mmask16 there = first_lanes(p->values - e);
             for (int64_t i = half; i < half + SIDE; i++) {
-                int64_t at = t->b * x.batch + t->h * x.head + rows[i] * x.row + e;
+                int64_t at = head_of(x, t->b, t->h) + rows[i] * x.row + e;
                 __mmask16 own = which >> i & 1 ? there : 0;
                 block[i - half] = (vf)read_lanes(x, bf16, own, at);
             }

@@ -92,7 +92,7 @@ static void write_lanes(const problem *p, const strips *s, const strip *t, const
     __m512 sums = total(l);
     __mmask16 any = _mm512_cmp_ps_mask(sums, _mm512_setzero_ps(), _CMP_NEQ_UQ);
     __m512 share = _mm512_maskz_div_ps(any, _mm512_set1_ps(1.0f), sums);
-    int64_t head = t->b * p->out.batch + t->h * p->out.head, rows = lesser(t->rows - half, SIDE);
+    int64_t head = head_of(p->out, t->b, t->h), rows = lesser(t->rows - half, SIDE);
     __m512 relative = _mm512_maskz_mul_ps(any, sums, whole_power(_mm512_sub_ps(l->origin, top)));
     float *lse = p->lse + (t->b * p->heads + t->h) * p->length, origins[SIDE], sum[SIDE], totals[SIDE];
     vf block[WIDTH];

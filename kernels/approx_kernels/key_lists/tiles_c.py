@@ -140,7 +140,7 @@ INLINE draw draw_at(const problem *p, int64_t b, int64_t h, const queries_of_blo
 
 static void gather(const problem *p, tensor x, int64_t b, int64_t h, const keys_of_block *t, int64_t size, float *to) {
     int64_t stride = padded(size);
-    int64_t bytes = p->bf16 ? 2 : 4, start = b * x.batch + h * x.head;
+    int64_t bytes = p->bf16 ? 2 : 4, start = head_of(x, b, h);
     for (int64_t c = 0; c < t->count; c++) {
         if (c + AHEAD < t->count) {
             const char *next = (char *)x.data + bytes * (start + t->key[c + AHEAD] * x.row);

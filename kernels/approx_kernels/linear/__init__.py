@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
+from approx_kernels.grouped import in_order, sharing
 from approx_kernels.implementation import choose
 from approx_kernels.linear.decode import continue_heads, continue_in_place, decode_obstacle, state_obstacle
 from approx_kernels.linear.features import FEATURE_MAPS
-from approx_kernels.linear.reference import drop_keys, linear_heads
+from approx_kernels.linear.reference import drop_keys, joined_sums, linear_heads, own_parts
 from approx_kernels.linear.triton_decode import continue_by_kernels, step_obstacle
 from approx_kernels.linear.triton_heads import linear_kernels, linear_obstacle
 from approx_kernels.linear.triton_window import windowed_kernels
@@ -48,8 +49,8 @@ def linear_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         causal: Whether a query sees only keys at or before its own position.
         feature_map: One of `FEATURE_MAPS`: `elu` is elu(x) + 1, `relu` relu(x), `softmax` the softmax over the D
@@ -80,10 +81,15 @@ def linear_attention(
     run = choose("linear_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
     form = {"causal": causal, "feature_map": feature_map, "input_scale": input_scale, "eps": eps}
     if run == "triton":
-        if window:
-            assert mix is not None, "checked above"
-            return windowed_kernels(q, k, v, key_mask, maps=maps, window=window, mix=mix, scale=scale, **form)
-        return linear_kernels(q, k, v, key_mask, maps=maps, **form)
+        found = []
+        for turn, _, learned in own_parts(q, k, None, maps, mix if window else None):
+            if window:
+                found.append(
+                    windowed_kernels(q[:, turn], k, v, key_mask, **learned, window=window, scale=scale, **form)
+                )
+            else:
+                found.append(linear_kernels(q[:, turn], k, v, key_mask, maps=learned["maps"], **form))
+        return in_order(found)
     if run == "cpu":
         v = drop_keys(v, dropout)
         return linear_parts(q, k, v, key_mask, maps=maps, window=window, mix=mix, scale=scale, **form)
@@ -124,12 +130,12 @@ def linear_decode(
     """Causal `linear_attention` of tokens that follow others, of which a state of constant size is kept.
 
     Args: as for `linear_attention`, where not named here.
-        k: Keys that are not in the state yet, [B, H, S, D], L <= S; the last L stand at the queries' positions.
+        k: Keys that are not in the state yet, [B, G, S, D], L <= S; the last L stand at the queries' positions.
         state: What the last call returned; None before the first key. It belongs to the call, which may overwrite it.
 
     Returns:
-        [B, H, L, E] in the dtype of q, and the state: `sums`, [B, H, F, E + 1] for F features, in float32 at least;
-        with a window of the keys before it, beside its last w - 1 keys as a ring.
+        [B, H, L, E] in the dtype of q, and the state: `sums`, [B, G, F, E + 1] for F features, or [B, H, F, E + 1] with
+        learned maps, in float32 at least; with a window of the keys before it, beside its last w - 1 keys as a ring.
 
     Raises:
         ValueError: if the shapes or dtypes do not fit together, or the implementation cannot run.
@@ -141,8 +147,15 @@ def linear_decode(
     no_kernels = linear_obstacle(q, v, dropout=0.0) or kept or step_obstacle(q, k, state, window)
     run = choose("linear_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
     ways = {"feature_map": feature_map, "maps": maps, "input_scale": input_scale, "eps": eps}
-    if run == "triton":
+    if run == "triton" and sharing(q, k) == 1:
         return continue_by_kernels(q, k, v, key_mask, state, **ways)
+    if run == "triton":
+        found = []
+        for turn, sums, learned in own_parts(q, k, None if state is None else state["sums"], maps, None):
+            # Each turn overwrites the sums that it begins with.
+            own = None if state is None else {"sums": sums.clone()}
+            found.append(continue_by_kernels(q[:, turn], k, v, key_mask, own, **ways | {"maps": learned["maps"]}))
+        return in_order([out for out, _ in found]), {"sums": joined_sums([after["sums"] for _, after in found], maps)}
     go_on = continue_in_place if run == "cpu" else continue_heads
     mix = mix if window else None
     return go_on(q, k, v, key_mask, state, window=window, mix=mix, scale=scale, **ways)

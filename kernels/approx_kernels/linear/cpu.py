@@ -11,6 +11,7 @@ from approx_kernels.autocast import without_autocast
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.custom_op import custom_op
+from approx_kernels.grouped import beside, empty_gradients, in_order, sharing, summed, turns
 from approx_kernels.linear.backward_c import BACKWARD
 from approx_kernels.linear.forward_c import FORWARD
 
@@ -91,22 +92,63 @@ def linear_continue(
     offsets: Tensor | None = None,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """As `linear_batch`, causal, after keys whose sums are [B, H, F, E + 1], float32; these get the new keys too, in place.
+    """As `linear_batch`, causal, after keys whose sums are [B, G, F, E + 1], float32; these get the new keys too, in place.
 
     With L > S the first L - S queries see the earlier keys alone. For the map `exp` sums are relative to exponentials of the
-    tops, [B, H, F], float32, which are overwritten likewise.
+    tops, [B, G, F], float32, which are overwritten likewise.
     """
+    how: dict[str, Any] = {
+        "feature_map": feature_map,
+        "input_scale": input_scale,
+        "eps": eps,
+        "rows": rows,
+        "offsets": offsets,
+        "floor": floor,
+    }
+    if sharing(q, k) > 1 and q.shape[2] == 1:
+        # A single query sees every key, and so do all that share a key head: they are queries of one head.
+        out, norms = _continue(beside(q, k), k, v, key_mask, sums, tops, seen=True, **how)
+        return out.reshape(*q.shape[:3], -1), norms.reshape(q.shape[:3])
+    found = []
+    *others, last = turns(q, k)
+    for turn in others:
+        kept = sums.clone(), None if tops is None else tops.clone()
+        found.append(_continue(q[:, turn], k, v, key_mask, *kept, **how))
+    # Each has added the same keys to the sums that it began with.
+    found.append(_continue(q[:, last], k, v, key_mask, sums, tops, **how))
+    outs, norms = zip(*found, strict=True)
+    return in_order(outs), in_order(norms)
+
+
+def _continue(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    sums: Tensor,
+    tops: Tensor | None,
+    *,
+    rows: Tensor | None,
+    offsets: Tensor | None,
+    feature_map: str,
+    input_scale: float,
+    eps: float,
+    floor: float,
+    seen: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The same for as many query heads as key heads; every query has `seen` all keys, or is one of the last."""
     q, k, v = _laid_out(q, k, v)
     out, norms = _empty(q, k, v)
     how = feature_map, input_scale, eps, floor
     mask = None if key_mask is None else key_mask.contiguous()
-    blind, rows, offsets = max(q.shape[2] - k.shape[2], 0), _whole(rows), _whole(offsets)
+    blind = 0 if seen else max(q.shape[2] - k.shape[2], 0)
+    rows, offsets = _whole(rows), _whole(offsets)
     if blind:
         few, norms = norms[:, :, :blind].contiguous(), norms[:, :, blind:].contiguous()
         parts = q[:, :, :blind], k[:, :, :0], v[:, :, :0], out[:, :, :blind], None
         _run(FORWARD, _problem(*parts, rows, offsets, sums, tops, few, False, *how))
     parts = q[:, :, blind:], k, v, out[:, :, blind:], mask
-    _run(FORWARD, _problem(*parts, rows, offsets, sums, tops, norms, True, *how))
+    _run(FORWARD, _problem(*parts, rows, offsets, sums, tops, norms, not seen, *how))
     return out, torch.cat([few, norms], 2) if blind else norms
 
 
@@ -128,8 +170,7 @@ def _empty(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _empty_gradients(
     grad: Tensor, grad_norms: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
-    return dq, dk, dv
+    return empty_gradients(q, k, v)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -139,7 +180,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad: Tensor, grad_norms: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_norms = None if grad_norms is None else grad_norms.contiguous()
-    return *_attend_backward(grad, grad_norms, *ctx.saved_tensors, *ctx.how), *[None] * 8
+    dq, dk, dv = _attend_backward(grad, grad_norms, *ctx.saved_tensors, *ctx.how)
+    k, v = ctx.saved_tensors[1:3]
+    return dq, summed(dk, k.shape[1]), summed(dv, v.shape[1]), *[None] * 8
 
 
 def _products(q: list[int], k: list[int], v: list[int], rows: list[int] | None, passes: int) -> int:
@@ -186,7 +229,7 @@ def _attend_backward(
     made = _empty_gradients(grad, grad_norms, q, k, v)
     how = causal, feature_map, input_scale, eps, floor
     problem = _problem(q, k, v, grad, key_mask, rows, offsets, None, None, grad_norms, *how)
-    _run(BACKWARD, _BackwardProblem(problem, *map(rows_of, (grad, *made))))
+    _run(BACKWARD, _BackwardProblem(problem, *rows_of(grad, *made)))
     return made
 
 
@@ -239,4 +282,4 @@ def _problem(
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], features, v.shape[3])
     how = sets, causal, _MAPS.index(feature_map), q.dtype == torch.bfloat16, torch.get_num_threads()
     places = map(address, (key_mask, sums, tops, rows, offsets, norms))
-    return _Problem(*sizes, *how, *map(rows_of, (q, k, v, out)), *places, input_scale, eps, floor)
+    return _Problem(*sizes, *how, *rows_of(q, k, v, out), *places, input_scale, eps, floor)

@@ -8,8 +8,9 @@ from torch.nn import functional as F
 
 from approx_kernels.autocast import without_autocast
 from approx_kernels.c_language import obstacle as c_obstacle
+from approx_kernels.grouped import in_order, sharing
 from approx_kernels.linear.features import features
-from approx_kernels.linear.reference import linear_heads, scaled
+from approx_kernels.linear.reference import joined_sums, linear_heads, own_parts, scaled
 from approx_kernels.linear.step_c import STEP
 from approx_kernels.linear.step_cpu import attend_newest
 from approx_kernels.linear.window import divided, near_weights
@@ -36,8 +37,10 @@ def continue_in_place(
 ) -> tuple[Tensor, State]:
     """As `continue_heads`, in C; the sums of the state are overwritten, not copied."""
     features = q.shape[3] * (2 if ways["feature_map"] == "hedgehog" else 1)
-    sums = q.new_zeros(*q.shape[:2], features, v.shape[3] + 1, dtype=torch.float32) if state is None else state["sums"]
-    sums = sums.contiguous()
+    # What each query head has learned of keys, no other knows.
+    heads = (k if ways["maps"] is None else q).shape[1]
+    sums = q.new_zeros(q.shape[0], heads, features, v.shape[3] + 1, dtype=torch.float32)
+    sums = sums if state is None else state["sums"].contiguous()
     ring = extended(state, k, v, key_mask) if window else {}
     if window:
         k, v, key_mask = content(ring)
@@ -61,8 +64,8 @@ def continue_heads(
 ) -> tuple[Tensor, State]:
     """Causal linear attention after the keys of a state, and the state with the new ones.
 
-    The state holds `sums` of features times values and a one, [B, H, F, E + 1]; with a window only of keys that it
-    no longer reaches, and the others as a ring.
+    The state holds `sums` of features times values and a one, [B, G, F, E + 1], with learned maps [B, H, F, E + 1]; with
+    a window only of keys that it no longer reaches, and the others as a ring.
     """
     sums = None if state is None else state["sums"]
     ways = {"window": window, "mix": mix, **ways}
@@ -93,6 +96,13 @@ def _newest_query(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """The one query whose window holds all keys that are kept: pairs with these, and the sums of all others."""
+    if sharing(q, k) > 1:
+        form = {"feature_map": feature_map, "window": window, "scale": scale, "input_scale": input_scale, "eps": eps}
+        found = [
+            _newest_query(q[:, turn], k, v, key_mask, own, **parts, **form)
+            for turn, own, parts in own_parts(q, k, sums, maps, mix)
+        ]
+        return in_order([out for out, _ in found]), joined_sums([each for _, each in found], maps)
     query_map, key_map = maps or (None, None)
     near = None if key_mask is None else key_mask[:, None, None]
     with without_autocast(q.device.type):

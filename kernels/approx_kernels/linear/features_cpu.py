@@ -8,6 +8,7 @@ from torch import Tensor
 
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.custom_op import custom_op
+from approx_kernels.grouped import sharing, summed
 from approx_kernels.linear.features import FEATURE_MAPS
 from approx_kernels.linear.maps_c import MAPS
 
@@ -17,22 +18,22 @@ class _Problem(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("batch", "heads", "length", "size", "map", "bf16", "threads")),
-        ("x", Rows),
-        ("out", Rows),
+        *((name, Rows) for name in ("out", "x")),
         ("weight", ctypes.c_void_p),
         ("scale", ctypes.c_float),
     )
 
 
 def map_features(x: Tensor, weight: Tensor | None, feature_map: str, scale: float) -> Tensor:
-    """As `features` of x times a scale, with products in float32, in the dtype of x."""
+    """As `features` of x times a scale, with products in float32, in the dtype of x; of G heads for H that learned a map."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return _map(x, None if weight is None else weight.float().contiguous(), feature_map, scale)
 
 
 def _empty(x: Tensor, weight: Any, feature_map: str, scale: float) -> Tensor:
     features = x.shape[3] * (2 if feature_map == "hedgehog" else 1)
-    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], features).transpose(1, 2)
+    heads = x.shape[1] if weight is None else weight.shape[0]
+    return x.new_empty(x.shape[0], x.shape[2], heads, features).transpose(1, 2)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -54,15 +55,18 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         heights = change[0] if len(change) == 1 else change[0] - change[1]
     if weight is None:
         return (heights * ctx.scale).to(x.dtype), None, None, None
-    product = weight[:, : x.shape[3]]
+    product, groups = weight[:, : x.shape[3]], x.shape[1]
+    # A gradient for each map: in training alone grouped keys are repeated.
+    x = x.repeat_interleave(sharing(made, x), 1)
     dweight = ((x.float() * ctx.scale).transpose(2, 3) @ heights).sum(0)
     if ctx.feature_map == "t2r":
         dweight = torch.cat([dweight, heights.sum((0, 2)).unsqueeze(1)], 1)
-    return (heights @ product.transpose(1, 2) * ctx.scale).to(x.dtype), dweight, None, None
+    dx = summed(heights @ product.transpose(1, 2), groups)
+    return (dx * ctx.scale).to(x.dtype), dweight, None, None
 
 
 def _count(x: list[int], weight: list[int] | None, *_: Any, out_shape: Any = None) -> int:
-    return 0 if weight is None else 2 * x[0] * x[1] * x[2] * x[3] * x[3]
+    return 0 if weight is None else 2 * x[0] * weight[0] * x[2] * x[3] * x[3]
 
 
 @custom_op(_empty, flops=_count, backward=_gradients, save=_keep)
@@ -71,5 +75,9 @@ def _map(x: Tensor, weight: Tensor | None, feature_map: str, scale: float) -> Te
     found = library(MAPS)
     assert not isinstance(found, str), f"checked by the op: {found}"
     how = FEATURE_MAPS.index(feature_map), x.dtype == torch.bfloat16, torch.get_num_threads()
-    check(found.map_rows(ctypes.byref(_Problem(*x.shape, *how, rows_of(x), rows_of(out), address(weight), scale))))
+    check(
+        found.map_rows(
+            ctypes.byref(_Problem(*out.shape[:3], x.shape[3], *how, *rows_of(out, x), address(weight), scale))
+        )
+    )
     return out

@@ -10,7 +10,7 @@ enum { ELU, RELU, SOFTMAX, T2R, HEDGEHOG };
 
 typedef struct {
     int64_t batch, heads, length, size, map, bf16, threads;
-    tensor x, out;
+    tensor out, x;
     const float *weight; /* [H, D, D], of T2R with the bias below it, [H, D + 1, D]; NULL where nothing is learned */
     float scale;
 } problem;

@@ -1,10 +1,14 @@
 """Linear attention in plain PyTorch: features of queries and keys, then sums over keys."""
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.autocast import without_autocast
+from approx_kernels.grouped import in_order, sharing, turns
 from approx_kernels.linear.features import features
 from approx_kernels.linear.sums import attend_features, continue_features
 from approx_kernels.linear.window import attend_windowed
@@ -33,8 +37,19 @@ def linear_heads(
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention; on a CPU without a window a few heads at a time, whose features then stay in its cache.
 
-    Causal, it goes on from the sums of earlier keys, [B, H, F, E + 1], and returns the sums for later queries.
+    Causal, it goes on from the sums of earlier keys, [B, G, F, E + 1], and returns the sums for later queries; with learned
+    maps each query head has sums of its own, [B, H, F, E + 1].
     """
+    if sharing(q, k) > 1:
+        form = {"causal": causal, "feature_map": feature_map, "window": window, "dropout": dropout}
+        form |= {"scale": scale, "input_scale": input_scale, "eps": eps}
+        found = [
+            linear_heads(q[:, turn], k, v, key_mask, sums=own, **parts, **form)
+            for turn, own, parts in own_parts(q, k, sums, maps, mix)
+        ]
+        return in_order([out for out, _ in found]), joined_sums(
+            [each for _, each in found if each is not None], maps
+        ) if causal else None
     wide = torch.promote_types(q.dtype, torch.float32)
     keep = None if key_mask is None else key_mask[:, None, :, None]
     q, k, v = blank_padding(q, k, v, key_mask)
@@ -65,6 +80,21 @@ def linear_heads(
             out.append(joined.to(q.dtype))
             reached.append(later)
     return torch.cat(out, 1), torch.cat(reached, 1) if causal else None
+
+
+def own_parts(
+    q: Tensor, k: Tensor, sums: Tensor | None, maps: tuple[Tensor, Tensor] | None, mix: Tensor | None
+) -> Iterator[tuple[slice, Any, dict[str, Any]]]:
+    """The query heads of each of `turns`, the sums that they read (None without any), and what they have learned."""
+    for turn in turns(q, k):
+        learned = None if maps is None else (maps[0][turn], maps[1][turn])
+        own = sums if sums is None or maps is None else sums[:, turn]
+        yield turn, own, {"maps": learned, "mix": None if mix is None else mix[turn]}
+
+
+def joined_sums(parts: Sequence[Tensor], maps: tuple[Tensor, Tensor] | None) -> Tensor:
+    """The sums after all turns: where nothing is learned each has made the same."""
+    return parts[-1] if maps is None else in_order(parts)
 
 
 def drop_keys(values: Tensor, dropout: float) -> Tensor:

@@ -6,12 +6,12 @@ STEP = (
     MAPS
     + r"""
 typedef struct {
-    int64_t batch, heads, keys, size, features, values, map, leaving, bf16, threads;
+    int64_t batch, heads, shared, keys, size, features, values, map, leaving, bf16, threads;
     tensor q, k, v, out;       /* of the query, and of the keys that are not in the sums */
     const uint8_t *mask;       /* [B, S], 0 at padding; NULL when all keys are real */
     const float *query_map, *key_map; /* as `weight` of a problem */
     const float *mix;          /* [H]: pairs weigh mix exp(scale q.k - largest); NULL: as the features of both tell */
-    float *sums;               /* [B, H, F, E + 1], to which the first key is added where it is `leaving` the pairs */
+    float *sums;               /* [B, H / shared, F, E + 1], to which the first key is added where it is `leaving` the pairs */
     float scale, input_scale, eps;
 } step;
 
@@ -71,7 +71,7 @@ INLINE float number(const void *data, int bf16, int64_t at) {
 
 /* Products of a query with keys, where those are real. */
 INLINE void meet_keys(const int bf16, const step *p, int64_t b, int64_t h, const float *query, float *scores) {
-    int64_t at = b * p->k.batch + h * p->k.head, D = p->size;
+    int64_t at = head_of(p->k, b, h), D = p->size;
     for (int64_t j = 0; j < p->keys; j++, at += p->k.row) {
         if (!real(p, b, j)) continue;
         vf sums = {0};
@@ -103,7 +103,7 @@ INLINE void weigh_some(const int vectors, const int bf16, const step *p, int64_t
 INLINE void weigh_values(const int bf16, const step *p, int64_t b, int64_t h, const float *weights, float *out) {
     int64_t E = p->values;
     for (int64_t j = 0; j < p->keys; j += SOME) {
-        int64_t at = b * p->v.batch + h * p->v.head + j * p->v.row, e = 0;
+        int64_t at = head_of(p->v, b, h) + j * p->v.row, e = 0;
         for (; e + 4 * WIDTH <= E; e += 4 * WIDTH) weigh_some(4, bf16, p, b, j, at + e, weights, out + e);
         for (; e + WIDTH <= E; e += WIDTH) weigh_some(1, bf16, p, b, j, at + e, weights, out + e);
         float sum = 0.0f;
@@ -116,17 +116,18 @@ INLINE void weigh_values(const int bf16, const step *p, int64_t b, int64_t h, co
     }
 }
 
-static int attend_one(const step *p, int64_t b, int64_t h) {
+/* The last of the heads that share sums adds to them. */
+static int attend_one(const step *p, int64_t b, int64_t h, int last) {
     int64_t D = p->size, E = p->values, F = p->features, wide = padded(D), width = padded(E + 1);
     float *memory = floats(3 * wide + 2 * padded(F) + 2 * (wide + width) + padded(p->keys));
     if (!memory) return 1;
     float *query = memory, *key = query + wide, *heights = key + wide, *asking = heights + wide;
     float *asked = asking + padded(F) + wide, *out = asked + padded(F) + wide, *value = out + width;
-    float *weights = value + width, *sums = p->sums + (b * p->heads + h) * F * (E + 1);
+    float *weights = value + width, *sums = p->sums + (b * p->heads + h) / p->shared * F * (E + 1);
     read_rows(p->q, p->bf16, b, h, NULL, 1, D, wide, query);
     map_one(p, p->query_map, h, query, heights, asking);
     memset(out, 0, sizeof(float) * width);
-    int leaving = p->leaving && real(p, b, 0);
+    int leaving = last && p->leaving && real(p, b, 0);
     if (leaving || !p->mix) {
         read_rows(p->k, p->bf16, b, h, NULL, 1, D, wide, key);
         map_one(p, p->key_map, h, key, heights, asked);
@@ -158,8 +159,9 @@ static int attend_one(const step *p, int64_t b, int64_t h) {
 int attend_newest(const step *p) {
     int failed = 0;
 #pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(| : failed)
-    for (int64_t item = 0; item < p->batch * p->heads; item++)
-        failed |= attend_one(p, item / p->heads, item % p->heads);
+    for (int64_t item = 0; item < p->batch * p->heads / p->shared; item++)
+        for (int64_t h = item * p->shared; h < (item + 1) * p->shared; h++)
+            failed |= attend_one(p, h / p->heads, h % p->heads, h + 1 == (item + 1) * p->shared);
     return failed;
 }
 """

@@ -14,7 +14,7 @@ class _Step(ctypes.Structure):
     """`step` of step_c.py."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "keys", "size", "features", "values")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "shared", "keys", "size", "features", "values")),
         *((name, ctypes.c_int64) for name in ("map", "leaving", "bf16", "threads")),
         *((name, Rows) for name in ("q", "k", "v", "out")),
         *((name, ctypes.c_void_p) for name in ("mask", "query_map", "key_map", "mix", "sums")),
@@ -37,22 +37,20 @@ def attend_newest(
     input_scale: float,
     eps: float,
 ) -> Tensor:
-    """One query, q [B, H, 1, D], and what the sums of earlier keys, [B, H, F, E + 1] in float32, do not have yet.
+    """One query, q [B, H, 1, D], and what the sums of earlier keys, [B, G, F, E + 1] in float32, do not have yet.
 
     That is its own key, or with a window all keys in it, at most `window`. The key that no later query needs is added to
-    the sums, in place.
+    the sums, in place. With learned maps each query head has sums of its own, [B, H, F, E + 1].
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     # As models want it next: tokens before heads.
     out = q.new_empty(q.shape[0], 1, q.shape[1], v.shape[3]).transpose(1, 2)
     mask = None if key_mask is None else key_mask.contiguous()
     parts = [None if x is None else x.detach().float().contiguous() for x in (*(maps or (None, None)), mix)]
-    sizes = *q.shape[:2], k.shape[2], q.shape[3], sums.shape[2], v.shape[3]
+    sizes = *q.shape[:2], q.shape[1] // sums.shape[1], k.shape[2], q.shape[3], sums.shape[2], v.shape[3]
     how = FEATURE_MAPS.index(feature_map), k.shape[2] == max(window, 1), q.dtype == torch.bfloat16
     places = map(address, (mask, *parts, sums))
-    problem = _Step(
-        *sizes, *how, torch.get_num_threads(), *map(rows_of, (q, k, v, out)), *places, scale, input_scale, eps
-    )
+    problem = _Step(*sizes, *how, torch.get_num_threads(), *rows_of(q, k, v, out), *places, scale, input_scale, eps)
     found = library(STEP)
     assert not isinstance(found, str), f"checked by the op: {found}"
     check(found.attend_newest(ctypes.byref(problem)))

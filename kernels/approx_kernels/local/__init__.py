@@ -1,8 +1,11 @@
 """Local attention: exact softmax attention within a window."""
 
+from functools import partial
+
 from torch import Tensor
 
 from approx_kernels.flash import flash, flash_obstacle
+from approx_kernels.grouped import in_turns
 from approx_kernels.implementation import choose
 from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.local.cpu import local_lists
@@ -33,8 +36,8 @@ def local_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         left: Keys seen before the own position.
         right: Keys seen after the own position.
@@ -55,4 +58,5 @@ def local_attention(
         return flash(q, k, v, key_mask, scale=scale, left=left, right=right, impl="triton")[0]
     if run == "cpu":
         return local_lists(q, k, v, key_mask, left=left, right=right, scale=scale, dropout=dropout)
-    return local_blocks(q, k, v, key_mask, left=left, right=right, scale=scale, dropout=dropout)
+    attend = partial(local_blocks, key_mask=key_mask, left=left, right=right, scale=scale, dropout=dropout)
+    return in_turns(attend, q, k, v)

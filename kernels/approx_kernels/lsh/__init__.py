@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from approx_kernels.autocast import without_autocast
 from approx_kernels.exact import exact_attention
 from approx_kernels.flash import flash_obstacle
+from approx_kernels.grouped import in_turns
 from approx_kernels.implementation import choose
 from approx_kernels.lsh.buckets import bucket_plan
 from approx_kernels.lsh.clusters import cluster_plan
@@ -71,8 +72,8 @@ def lsh_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         projections: What `draw_projections` drew for this variant and form.
         variant: `asymmetric` or `shared`.
@@ -115,8 +116,9 @@ def lsh_attention(
         kind = {**form, "variant": variant, "dedup": dedup}
         if run == "triton":
             if variant == "asymmetric" and not (dedup or causal) and key_mask is None:
-                return sorted_tiles(q, k, v, **form)
-            return round_by_round(q, k, v, key_mask, **kind, buckets=buckets, causal=causal, own=own)
+                return in_turns(partial(sorted_tiles, **form), q, k, v)
+            rounds = partial(round_by_round, key_mask=key_mask, **kind, buckets=buckets, causal=causal, own=own)
+            return in_turns(rounds, q, k, v)
         if run == "cpu":
             q, k, v = blank_for_gradients(q, k, v, key_mask)
             made = unit_keys(q, k) if variant == "shared" else k
@@ -131,11 +133,16 @@ def lsh_attention(
             union = dense_union if run == "reference" else tile_union
             attend_heads = partial(_planned, make, union, own=own, scale=scale, dedup=dedup, dropout=dropout)
             wide = torch.promote_types(q.dtype, torch.float32)
-            wide_q, wide_k, wide_v = (x.to(wide) for x in blank_padding(q, k, v, key_mask))
-            wide_k = unit_keys(wide_q, wide_k) if variant == "shared" else wide_k
             together = max(1, _TOGETHER // (q.shape[0] * keys)) if q.device.type == "cpu" else heads
-            parts = zip(*(x.split(together, 1) for x in (wide_q, wide_k, wide_v)), strict=True)
-            out = torch.cat([attend_heads(some_q, some_k, some_v, key_mask) for some_q, some_k, some_v in parts], 1)
+
+            def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                k = unit_keys(q, k) if variant == "shared" else k
+                parts = zip(*(x.split(together, 1) for x in (q, k, v)), strict=True)
+                return torch.cat(
+                    [attend_heads(some_q, some_k, some_v, key_mask) for some_q, some_k, some_v in parts], 1
+                )
+
+            out = in_turns(attend_all, *(x.to(wide) for x in blank_padding(q, k, v, key_mask)))
         if key_mask is not None and (causal or length == keys):
             # A query without a position (L > S) sees nothing anyway.
             real = key_mask[:, max(keys - length, 0) :]

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
+from approx_kernels.grouped import sharing
 from approx_kernels.key_lists.cpu import FAR, MOST_ROWS, Entry, attend_lists, cut
 from approx_kernels.key_lists.cpu import obstacle as lists_obstacle
 from approx_kernels.lsh.own_lists import attend_own_lists
@@ -48,7 +49,7 @@ class _Stretching(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("batch", "heads", "rounds", "length", "keys", "cluster")),
         *((name, ctypes.c_int64) for name in ("doublings", "ranks", "most", "rows", "far", "levels")),
-        ("threads", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("shared", "threads")),
         *((name, ctypes.c_void_p) for name in ("by_query", "by_key", "mask", "query_order", "key_order")),
         *((name, ctypes.c_void_p) for name in ("blocks", "starts", "entries", "count", "seen", "places")),
     )
@@ -104,7 +105,10 @@ def sorted_lists(
 def _alone(out: Tensor, v: Tensor, stretches: Tensor, dropout: float) -> Tensor:
     """The own value for whoever finds at most the own key in any round."""
     alone = (stretches[1] - stretches[0] <= 1).all(0)[..., None]
-    return torch.where(alone, F.dropout(torch.ones_like(out[..., :1]), dropout) * v, out) if alone.any() else out
+    if not alone.any():
+        return out
+    own = v.repeat_interleave(sharing(out, v), 1)
+    return torch.where(alone, F.dropout(torch.ones_like(out[..., :1]), dropout) * own, out)
 
 
 def _bucket_orders(q: Tensor, projections: Tensor, cluster: int, buckets: int) -> tuple[Tensor, Tensor]:
@@ -124,11 +128,12 @@ def _orders(q: Tensor, k: Tensor, projections: Tensor) -> tuple[Tensor, Tensor]:
     planes = projections.squeeze(-1).double()
     lifts = planes[:, -1].contiguous(), planes[:, -2].contiguous()
     columns = _columns(planes[:, :-2].T)
-    found = [torch.empty(len(planes), *x.shape[:3], dtype=torch.int32) for x in (q, k)]
+    # Which keys are near a query depends on how long the queries of its head are.
+    found = [torch.empty(len(planes), *q.shape[:2], x.shape[2], dtype=torch.int32) for x in (q, k)]
     sizes = *q.shape[:2], len(planes), q.shape[2], k.shape[2], q.shape[3], columns.shape[1]
     places = map(address, (columns, *lifts, *found))
     how = q.dtype == torch.bfloat16, torch.get_num_threads()
-    check(_library().sort_tokens(ctypes.byref(_Ordering(*sizes, *how, rows_of(q), rows_of(k), *places))))
+    check(_library().sort_tokens(ctypes.byref(_Ordering(*sizes, *how, *rows_of(q, k), *places))))
     return found[0], found[1]
 
 
@@ -175,7 +180,8 @@ def bucket_lists(
     places = torch.full((2, rounds, batch, heads, ranks), -1, dtype=torch.int32) if dedup else None
     numbers = batch, heads, rounds, length, keys, cluster, highest, ranks, most, MOST_ROWS, FAR, shared and highest
     written = map(address, (by_query, by_key, mask, *orders, blocks, starts, entries, count, seen, places))
-    check(_library().stretches(ctypes.byref(_Stretching(*numbers, torch.get_num_threads(), *written))))
+    how = heads // by_key.shape[-3], torch.get_num_threads()
+    check(_library().stretches(ctypes.byref(_Stretching(*numbers, *how, *written))))
     total = int(blocks[-1])
     out = attend_own_lists(
         q,
@@ -196,7 +202,7 @@ def bucket_lists(
 
 
 def _noted_codes(k: Tensor, projections: Tensor, mask: Tensor | None, notes: Notes) -> Tensor:
-    """Codes of all keys, [B, H, rounds, S], of which only those that are new are made."""
+    """Codes of all keys, [B, G, rounds, S], of which only those that are new are made."""
     seen = notes["codes"].shape[3] if notes else 0
     if mask is None and "real" in notes:
         mask = _all_real(k)
@@ -232,7 +238,7 @@ def _codes(
     sizes = *x.shape[:2], rounds, x.shape[2], x.shape[3], columns.shape[1], bits, 0
     how = x.dtype == torch.bfloat16, torch.get_num_threads()
     places = map(address, (columns, mask, before, sums, codes))
-    check(_library().hash_tokens(ctypes.byref(_Hashing(*sizes, *how, rows_of(x), *places))))
+    check(_library().hash_tokens(ctypes.byref(_Hashing(*sizes, *how, *rows_of(x), *places))))
     return codes
 
 
@@ -246,7 +252,7 @@ def _nearest(q: Tensor, projections: Tensor, levels: int) -> Tensor:
         sizes = *q.shape[:2], len(projections), q.shape[2], q.shape[3], columns.shape[1], bits, levels
         how = q.dtype == torch.bfloat16, torch.get_num_threads()
         places = map(address, (columns, None, None, None, codes))
-        check(_library().hash_tokens(ctypes.byref(_Hashing(*sizes, *how, rows_of(q), *places))))
+        check(_library().hash_tokens(ctypes.byref(_Hashing(*sizes, *how, *rows_of(q), *places))))
     return codes
 
 

@@ -189,9 +189,10 @@ def _nearest(products: Tensor, highest: int) -> Tensor:
 
 
 def unit_keys(q: Tensor, k: Tensor) -> Tensor:
-    """Queries of length D^½ as keys, [B, H, S, D].
+    """Queries of length D^½ as keys, [B, H, S, D]; k is [B, G, S, D].
 
     The learned keys take part with a gradient of 0, so that no trainer misses that of their projection.
     """
     units = F.normalize(q, dim=-1) * q.shape[-1] ** 0.5
-    return torch.where(torch.ones((), dtype=torch.bool, device=q.device), units, k)
+    chosen = torch.ones((), dtype=torch.bool, device=q.device)
+    return torch.where(chosen, units.unflatten(1, (k.shape[1], -1)), k.unsqueeze(2)).flatten(1, 2)

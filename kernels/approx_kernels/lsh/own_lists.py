@@ -29,8 +29,8 @@ def attend_own_lists(
 
     Args:
         q: Queries, [B, H, L, D], float32 or bfloat16.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         before: Position of the first query token.
         blocks: First block of each sample and head, [B H + 1], int64.
         starts: First query of each block, and the end of the last, int64: queries of part p of head g are counted from

@@ -203,8 +203,8 @@ int hash_tokens(const hashing *p) {
 typedef struct { int32_t begin, end, low, high; } entry;
 
 typedef struct {
-    int64_t batch, heads, rounds, length, keys, cluster, doublings, ranks, most, rows, far, levels, threads;
-    const int32_t *by_query, *by_key; /* codes [B, H, R, n], or where there are levels one of each */
+    int64_t batch, heads, rounds, length, keys, cluster, doublings, ranks, most, rows, far, levels, shared, threads;
+    const int32_t *by_query, *by_key; /* codes [B, H, R, L] and [B, H / shared, R, S]; with levels one of each */
     const uint8_t *mask;              /* [B, S], 0 at padding; NULL when all keys are real */
     int32_t *query_order;             /* [R, B, H, L]: queries by where their stretch begins, who sees nothing last */
     int32_t *key_order;               /* [R, B, H, ranks]: keys by rank */
@@ -217,7 +217,8 @@ typedef struct {
 /* The tables of a round, level by level, key by key, and what of them each query sees when its own key has come. */
 static int look_back(const stretching *p, int64_t item) {
     int64_t b = item / p->rounds / p->heads, r = item % p->rounds, L = p->length, S = p->keys, n = 0, at = 0;
-    const int32_t *mine = p->by_query + item * L, *theirs = p->by_key + item * S;
+    int64_t own_keys = item / p->rounds / p->shared * p->rounds + r;
+    const int32_t *mine = p->by_query + item * L, *theirs = p->by_key + own_keys * S;
     const uint8_t *mask = p->mask ? p->mask + b * S : NULL;
     int64_t place = (r * p->batch * p->heads + item / p->rounds);
     int32_t *query_order = p->query_order + place * L, *key_order = p->key_order + place * p->ranks;
@@ -244,7 +245,7 @@ static int look_back(const stretching *p, int64_t item) {
         while (doubled < p->doublings && position >= p->cluster << (doubled + 1)) doubled++;
         int32_t last = ((int32_t)1 << doubled) - 1;
         if (doubled != level) {
-            if (p->levels) mine = p->by_query + (doubled * all + item) * L, theirs = p->by_key + (doubled * all + item) * S;
+            if (p->levels) mine = p->by_query + (doubled * all + item) * L, theirs = p->by_key + (doubled * (all / p->shared) + own_keys) * S;
             base += size, level = doubled, next = 0;
             size = level < p->doublings ? lesser(n, p->cluster << (level + 1)) : n;
             memset(filled, 0, sizeof(int32_t) * (last + 1));
@@ -276,8 +277,7 @@ static int look_back(const stretching *p, int64_t item) {
         entries[blocks] = (entry){low[query_order[first]], end[query_order[i - 1]], (int32_t)-p->far, -1};
         starts[blocks++] = item * L + first, first = i;
     }
-    p->count[item] = blocks;
-    free(real), free(bucket);
+    p->count[item] = blocks, free(real), free(bucket);
     return 0;
 }
 

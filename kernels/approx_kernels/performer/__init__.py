@@ -1,7 +1,10 @@
 """Performer attention (FAVOR+): positive random features whose products are softmax weights on average."""
 
+from functools import partial
+
 from torch import Tensor
 
+from approx_kernels.grouped import in_order, in_turns, sharing, turns
 from approx_kernels.implementation import choose
 from approx_kernels.linear.decode import state_obstacle
 from approx_kernels.linear.reference import drop_keys
@@ -71,8 +74,8 @@ def performer_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         projection: Rows w, [M, D], as `draw_projection` draws them, for all heads; or [H, M, D], of each head.
         offsets: Logarithms of the weights of rows, [H, M], for rows of each head and the softmax kernel; None for no weights.
@@ -92,13 +95,14 @@ def performer_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation cannot run.
     """
     _check_parts(q, k, v, key_mask, projection, offsets, share, kernel)
+    k, v = _of_own_rows(q, k, v, projection)
     no_kernels = performer_obstacle(q, v, projection, dropout)
     no_cpu = obstacle(q, projection, offsets)
     run = choose("performer_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
     how = {"projection": projection, "kernel": kernel, "causal": causal, "scale": scale}
     v = drop_keys(v, dropout)
     if run == "triton":
-        out = performer_kernels(q, k, v, key_mask, **how)
+        out = in_turns(partial(performer_kernels, key_mask=key_mask, **how), q, k, v)
     elif run == "cpu":
         out = performer_batch(q, k, v, key_mask, **how, offsets=offsets)
     else:
@@ -123,18 +127,20 @@ def performer_decode(
     """Causal `performer_attention` of tokens that follow others, of which a state of constant size is kept.
 
     Args: as for `performer_attention`, where not named here.
-        k: Keys that are not in the state yet, [B, H, S, D], L <= S; the last L stand at the queries' positions.
+        k: Keys that are not in the state yet, [B, G, S, D], L <= S; the last L stand at the queries' positions.
         state: What the last call returned; None before the first key. It belongs to the call, which may overwrite it.
 
     Returns:
         [B, H, L, E] in the dtype of q, and the state, in float32 at least: `sums` of features times values and a
-        one, [B, H, M, E + 1]; for the softmax kernel beside the `top` that they are relative to, [B, H, 1, M]; with a share
-        also the sums of values and a one, `values`, [B, H, 1, E + 1].
+        one, [B, G, M, E + 1]; for the softmax kernel beside the `top` that they are relative to, [B, G, 1, M]; with a share
+        also the sums of values and a one, `values`, [B, G, 1, E + 1]. Where
+        each head has rows, it has all of these for itself.
 
     Raises:
         ValueError: if the shapes or dtypes do not fit together, or the implementation cannot run.
     """
     _check_parts(q, k, v, key_mask, projection, offsets, share, kernel)
+    k, v = _of_own_rows(q, k, v, projection)
     no_cpu = obstacle(q, projection, offsets) or state_obstacle(q, k, v)
     no_kernels = performer_obstacle(q, v, projection) or state_obstacle(q, k, v) or prompt_obstacle(q, k, state)
     run = choose("performer_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
@@ -142,7 +148,9 @@ def performer_decode(
     uniform = None if state is None else state.get(SUMS)
     state = None if state is None else {name: x for name, x in state.items() if name != SUMS}
     if run == "triton":
-        out, state = performer_prompt(q, k, v, key_mask, **ways)
+        found = [performer_prompt(q[:, turn], k, v, key_mask, **ways) for turn in turns(q, k)]
+        # Each has left the same state.
+        out, state = in_order([one for one, _ in found]), found[-1][1]
     elif run == "cpu":
         out, state = performer_continue(q, k, v, key_mask, state, **ways, offsets=offsets)
     else:
@@ -151,6 +159,13 @@ def performer_decode(
         return out, state
     out, uniform = mixed(out, v, key_mask, share, causal=True, earlier=uniform)
     return out, state | {SUMS: uniform}
+
+
+def _of_own_rows(q: Tensor, k: Tensor, v: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values for each query head where it has rows of its own, and so features of keys that it shares with none."""
+    if projection.ndim == 2 or sharing(q, k) == 1:
+        return k, v
+    return k.repeat_interleave(sharing(q, k), 1), v.repeat_interleave(sharing(q, v), 1)
 
 
 def _check_parts(

@@ -48,7 +48,7 @@ def performer_continue(
 ) -> tuple[Tensor, State]:
     """As `performer_heads` with a state, whose tensors are overwritten, not copied."""
     if state is None:
-        features = *q.shape[:2], projection.shape[-2]
+        features = *k.shape[:2], projection.shape[-2]
         state = {"sums": q.new_zeros(*features, v.shape[3] + 1, dtype=torch.float32)}
         if kernel == "softmax":
             start = lowest(torch.float32)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from approx_kernels.grouped import in_order, sharing, turns
+
 ESTIMATORS = ("positive", "oprf", "sderf", "aderf")
 
 # Added to second moments, times their mean over directions: directions that the data hardly has are not blown up.
@@ -45,11 +47,14 @@ class Fitted(NamedTuple):
 
     def inputs(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Queries and keys in the base of the features, so that `scale` times their products are scores less a number of
-        each query; of shape and dtype of q and k.
+        each query, in the dtypes of q and k: [B, H, L, D], and of keys that query heads share, [B, G, S, D], one for each
+        of these, [B, H, S, D].
         """
         wide = torch.promote_types(q.dtype, torch.float32)
         queries = q.to(wide) @ self.query_map.to(wide).mT
-        keys = k.to(wide) @ self.key_map.to(wide).mT - self.key_shift.to(wide)[:, None] * scale**-0.5
+        shared = k.to(wide)
+        keys = in_order([shared @ self.key_map[turn].to(wide).mT for turn in turns(q, k)])
+        keys = keys - self.key_shift.to(wide)[:, None] * scale**-0.5
         return queries.to(q.dtype), keys.to(k.dtype)
 
     def rows(self, projection: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +76,7 @@ def fit_estimator(q: Tensor, k: Tensor, key_mask: Tensor | None = None, *, estim
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         key_mask: [B, S] bool, True at real keys, and when L == S at real queries; None when all are real.
         estimator: One of `ESTIMATORS`.
         scale: Factor of the scores.
@@ -85,6 +90,8 @@ def fit_estimator(q: Tensor, k: Tensor, key_mask: Tensor | None = None, *, estim
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator is {estimator!r}; expected one of {', '.join(ESTIMATORS)}.")
     heads, size = q.shape[1], q.shape[3]
+    # Fitted once, keys that heads share are counted for each of them.
+    k = k.repeat_interleave(sharing(q, k), 1)
     x, y = (_real(each, key_mask) * scale**0.5 for each in (q, k))
     if estimator == "positive" or not x.shape[1] or not y.shape[1]:
         return Fitted(*(each.to(q.device) for each in Fitted.plain(heads, size)))

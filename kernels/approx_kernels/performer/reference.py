@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.autocast import without_autocast
+from approx_kernels.grouped import in_order, sharing, turns
 from approx_kernels.linear.sums import attend_features, continue_features
 from approx_kernels.padding import blank_padding
 from approx_kernels.performer.causal import causal_sums
@@ -38,6 +39,12 @@ def performer_heads(
 
     Causal, it goes on from the state that earlier keys left, and returns the state for later queries.
     """
+    if sharing(q, k) > 1:
+        assert projection.ndim == 2, "heads with rows of their own share no keys"
+        form = {"projection": projection, "offsets": None, "kernel": kernel, "causal": causal, "scale": scale}
+        found = [performer_heads(q[:, turn], k, v, key_mask, state=state, **form) for turn in turns(q, k)]
+        # Each has added the same keys.
+        return in_order([out for out, _ in found]), found[-1][1]
     wide = torch.promote_types(q.dtype, torch.float32)
     numbers = q.shape[0] * min(k.shape[2], _CHUNK) * projection.shape[-2]
     heads = max(1, _CACHED // numbers) if q.device.type == "cpu" else q.shape[1]

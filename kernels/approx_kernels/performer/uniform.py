@@ -5,8 +5,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.autocast import without_autocast
+from approx_kernels.grouped import sharing
 
-# The name of what a state of decoding holds for it: sums of values and a one over all keys, [B, H, 1, E + 1].
+# The name of what a state of decoding holds for it: sums of values and a one over all keys, [B, G, 1, E + 1].
 SUMS = "values"
 
 
@@ -17,11 +18,11 @@ def mixed(
 
     Args:
         out: Outputs of L queries, [B, H, L, E].
-        v: Values of S keys, [B, H, S, E].
+        v: Values of S keys, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         share: From 0 to 1, [H].
         causal: Whether query i stands at position S - L + i and sees no value behind it.
-        earlier: Sums of values and a one over keys before these, [B, H, 1, E + 1], in float32 at least.
+        earlier: Sums of values and a one over keys before these, [B, G, 1, E + 1], in float32 at least.
 
     Returns:
         [B, H, L, E] in the dtype of out, and the sums with these keys, too.
@@ -40,6 +41,6 @@ def mixed(
         else:
             later = values.sum(2, keepdim=True)
             later = sums = later if earlier is None else later + earlier
-        mean = sums[..., :-1] / sums[..., -1:].clamp(min=1)
+        mean = (sums[..., :-1] / sums[..., -1:].clamp(min=1)).repeat_interleave(sharing(out, v), 1)
         share = share.to(wide)[:, None, None]
         return (out + share * (mean - out)).to(out.dtype), later

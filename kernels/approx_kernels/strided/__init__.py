@@ -1,11 +1,14 @@
 """Strided attention: a window and every l-th token."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from approx_kernels.flash import flash_obstacle
 from approx_kernels.flash.padding import under_padding
+from approx_kernels.grouped import in_turns
 from approx_kernels.implementation import choose
 from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.shapes import check_shapes
@@ -43,8 +46,8 @@ def strided_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
         stride: From the number of real tokens of a sample to l, never less for more; always the same if causal.
         causal: Whether a query sees only keys at or before its own position.
@@ -71,10 +74,10 @@ def strided_attention(
         return by_step(attend, q, k, v, steps)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
-        own = stride(k.shape[2])
+        how: dict[str, Any] = {"causal": causal, "step": step, "scale": scale, "dropout": dropout}
         if run == "cpu":
-            return strided_lists(q, k, v, stride=own, causal=causal, step=step, scale=scale, dropout=dropout)
-        return strided_heads(q, k, v, stride=own, causal=causal, step=step, scale=scale, dropout=dropout)
+            return strided_lists(q, k, v, stride=stride(k.shape[2]), **how)
+        return in_turns(partial(strided_heads, stride=stride(k.shape[2]), **how), q, k, v)
 
     if run == "triton":
         return under_padding(tiles, q, k, v, key_mask, same_stride(stride, k.shape[2]))

@@ -1,12 +1,14 @@
 """Attention inside blocks and to the summary columns of all blocks: fixed and full-information patterns."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from approx_kernels.flash import flash_obstacle
 from approx_kernels.flash.padding import under_padding
+from approx_kernels.grouped import in_turns
 from approx_kernels.implementation import choose
 from approx_kernels.key_lists.cpu import obstacle
 from approx_kernels.shapes import check_shapes
@@ -48,8 +50,8 @@ def summary_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
         stride: From the number of real tokens of a sample to the tokens of a block, l, never less for more; always the same
             if causal.
@@ -89,8 +91,10 @@ def summary_attention(
         return by_step(attend, q, k, v, steps)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
-        attend_side = summary_lists if run == "cpu" else summary_blocks
-        return attend_side(q, k, v, **how(k.shape[2], step), dropout=dropout)
+        own = how(k.shape[2], step)
+        if run == "cpu":
+            return summary_lists(q, k, v, **own, dropout=dropout)
+        return in_turns(partial(summary_blocks, **own, dropout=dropout), q, k, v)
 
     if run == "triton":
         # The summary of a last block that is not causal ends where the sample does, unless it is the first columns.

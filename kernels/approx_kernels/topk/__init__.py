@@ -1,8 +1,12 @@
 """Exact top-k attention: softmax over the largest scores of each query."""
 
+from functools import partial
+from typing import Any
+
 from torch import Tensor
 
 from approx_kernels.flash import flash_obstacle
+from approx_kernels.grouped import in_turns
 from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
 from approx_kernels.topk.cpu import obstacle, topk_rows
@@ -34,8 +38,8 @@ def topk_attention(
 
     Args:
         q: Queries, [B, H, L, D], float.
-        k: Keys, [B, H, S, D].
-        v: Values, [B, H, S, E].
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         topk: Keys that a query keeps, K; with fewer allowed it keeps them all.
         causal: Whether a query sees only keys at or before its own position.
@@ -52,7 +56,9 @@ def topk_attention(
     check_shapes(q, k, v, key_mask)
     ways = ranked(q, flash_obstacle(q, v, dropout), cpu=obstacle(q), reference=None)
     run = choose("topk_attention", impl, ways)
+    how: dict[str, Any] = {"key_mask": key_mask, "topk": topk, "causal": causal, "scale": scale}
     if run == "triton":
-        return topk_gathered(q, k, v, key_mask, topk=topk, causal=causal, scale=scale)
-    attend = topk_rows if run == "cpu" else topk_blocks
-    return attend(q, k, v, key_mask, topk=topk, causal=causal, scale=scale, dropout=dropout)
+        return in_turns(partial(topk_gathered, **how), q, k, v)
+    if run == "cpu":
+        return topk_rows(q, k, v, **how, dropout=dropout)
+    return in_turns(partial(topk_blocks, **how, dropout=dropout), q, k, v)

@@ -11,6 +11,7 @@ from approx_kernels.c_dropout import Dropout, draw_seed, dropped
 from approx_kernels.c_language import Rows, address, check, library, rows_of
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.custom_op import custom_op
+from approx_kernels.grouped import empty_gradients, summed
 from approx_kernels.topk.topk_c import BACKWARD, FORWARD
 
 
@@ -63,8 +64,7 @@ def _empty(q: Tensor, k: Tensor, v: Tensor, mask: Any, kept: int, *_: Any) -> tu
 
 
 def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
-    return dq, dk, dv
+    return empty_gradients(q, k, v)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -74,7 +74,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return *_attend_backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 6
+    dq, dk, dv = _attend_backward(grad, *ctx.saved_tensors, *ctx.rest)
+    groups = ctx.saved_tensors[1].shape[1]
+    return dq, summed(dk, groups), summed(dv, groups), *[None] * 6
 
 
 @custom_op(_empty_gradients)
@@ -86,7 +88,7 @@ def _attend_backward(
     problem = _problem(q, k, v, grad, None, top, False, scale, dropped(dropout, seed))
     found = library(BACKWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.backward(ctypes.byref(_BackwardProblem(problem, *map(rows_of, (grad, *made))))))
+    check(found.backward(ctypes.byref(_BackwardProblem(problem, *rows_of(grad, *made)))))
     return made
 
 
@@ -113,5 +115,5 @@ def _problem(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, key_mask: Tensor | None, top: Tensor, causal: bool, *numbers: Any
 ) -> _Problem:
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], top.shape[3], causal)
-    rows, places = map(rows_of, (q, k, v, out)), map(address, (key_mask, top))
+    rows, places = rows_of(q, k, v, out), map(address, (key_mask, top))
     return _Problem(*sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *rows, *places, *numbers)

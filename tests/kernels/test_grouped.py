@@ -1,0 +1,159 @@
+"""Key heads that query heads share: which belong together, and that kernels read them by their own strides."""
+
+import pytest
+import torch
+
+from approx_kernels.c_language import rows_of
+from approx_kernels.exact import exact_attention
+from approx_kernels.exact.ways import ways
+from approx_kernels.flash import flash
+from approx_kernels.grouped import beside, heads_of, in_order, in_turns, summed, turns
+from approx_kernels.implementation import implementation
+from approx_kernels.linear import linear_decode
+from forms import draw, draw_mask, make
+
+HEADS = 4
+SHAPE = {"batch": 2, "heads": HEADS, "length": 19, "size": 16, "values": 16, "seed": 6}
+
+
+def grouped(groups):
+    q, _, _ = draw(**SHAPE)
+    _, k, v = draw(**SHAPE | {"heads": groups, "seed": 7})
+    return q, k, v
+
+
+def repeated(*shared):
+    return [x.repeat_interleave(HEADS // x.shape[1], 1) for x in shared]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_turns_have_each_head_once_beside_its_keys(groups):
+    q, k, v = grouped(groups)
+    numbers = torch.arange(HEADS)
+    seen = [numbers[turn] for turn in turns(q, k)]
+    assert all(turn.tolist() == [g * HEADS // groups + n for g in range(groups)] for n, turn in enumerate(seen))
+    assert in_order([turn[None] for turn in seen]).tolist() == [[0, 1, 2, 3]]
+    # What each head has of its own goes with it, and keys are the ones given, not copies.
+    given = []
+
+    def attend(q, k, v, own):
+        given.append(k)
+        return (q + own[:, None, None]) * k
+
+    out = in_turns(attend, q, k, v, numbers)
+    torch.testing.assert_close(out, (q + numbers[:, None, None]) * repeated(k)[0])
+    assert all(each is k for each in given)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_rows_beside_each_other_and_sums_over_those_that_share(groups):
+    q, k, _ = grouped(groups)
+    scores = (beside(q, k) @ k.transpose(2, 3)).view(2, HEADS, 19, 19)
+    torch.testing.assert_close(scores, q @ repeated(k)[0].transpose(2, 3))
+    leaf = k.clone().requires_grad_()
+    (expected,) = torch.autograd.grad((repeated(leaf)[0] * q).sum(), leaf)
+    torch.testing.assert_close(summed(q, groups), expected)
+
+
+@pytest.mark.parametrize(
+    ("own", "groups", "expected"),
+    [
+        (slice(0, 2), 2, slice(0, 1)),
+        (slice(0, None, 2), 2, slice(0, 2)),
+        ([1, 2], 1, slice(0, 1)),
+        ([3, 0], 2, [1, 0]),
+        ([0, 1, 2], 2, [0, 0, 1]),
+        ([0, 3], 4, slice(0, 4, 3)),
+    ],
+)
+def test_the_key_heads_of_some_query_heads(own, groups, expected):
+    q, k, _ = grouped(groups)
+    found = heads_of(q, k, own)
+    chosen = torch.arange(groups)[found].tolist()
+    assert chosen == torch.arange(groups)[expected].tolist()
+    assert isinstance(found, slice) == isinstance(expected, slice)
+    wanted = [head * groups // HEADS for head in torch.arange(HEADS)[own].tolist()]
+    assert [chosen[n * len(chosen) // len(wanted)] for n in range(len(wanted))] == wanted
+
+
+def test_c_is_told_how_many_heads_share_one():
+    q, k, v = grouped(2)
+    assert [rows.shared for rows in rows_of(q, k, v)] == [1, 2, 2]
+
+
+def test_every_way_of_exact_attention_reads_shared_heads(monkeypatch):
+    q, k, v = (x.requires_grad_() for x in grouped(2))
+    mask = draw_mask("right", **SHAPE)
+    for causal in (False, True):
+        form = {"causal": causal, "scale": 0.3}
+        exact = exact_attention(q, *repeated(k, v), key_mask=mask, **form, impl="reference")
+        expected = torch.autograd.grad(exact.transpose(1, 2)[mask].square().sum(), (q, k, v))
+        for name, way in ways("cpu", padded=True, few=False).items():
+            out = way(q, k, v, mask, **form)
+            torch.testing.assert_close(out.transpose(1, 2)[mask], exact.transpose(1, 2)[mask], msg=name)
+            found = torch.autograd.grad(out.transpose(1, 2)[mask].square().sum(), (q, k, v))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
+        with torch.no_grad():
+            # One thread takes the heads that share keys together, many take each alone.
+            for threads in (1, 64):
+                monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+                for name, way in ways("cpu", padded=True, few=True).items():
+                    few = way(q[:, :, -3:], k, v, mask, **form)
+                    torch.testing.assert_close(
+                        few, exact_attention(q[:, :, -3:], *repeated(k, v), key_mask=mask, **form), msg=name
+                    )
+
+
+# Kernels that read shared heads, and those that are launched in turns.
+TRITON = [("local", False), ("adaptive-span", True)]
+SLOW = [("strided", True), ("linear hedgehog window", False), ("performer", False), ("exact-topk", True)]
+SLOW += [("clustered", False), ("improved-clustered", True), ("lsh", True)]
+TRITON += [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
+
+
+@pytest.mark.parametrize(("name", "causal"), TRITON)
+@pytest.mark.parametrize("kind", ["right"])
+def test_kernels_give_for_shared_heads_what_they_give_for_repeated_ones(name, causal, kind):
+    pytest.importorskip("triton")
+    mechanism = make(name, causal, heads=HEADS, size=SHAPE["size"])
+    mask = None if kind == "none" else draw_mask(kind, **SHAPE)
+    q, k, v = (x.requires_grad_() for x in grouped(2))
+    with implementation("triton"):
+        out, other = mechanism(q, k, v, mask), mechanism(q, *repeated(k, v), mask)
+        real = torch.ones(2, 19, dtype=torch.bool) if mask is None else mask
+        torch.testing.assert_close(out.transpose(1, 2)[real], other.transpose(1, 2)[real], rtol=1e-4, atol=1e-5)
+        found, expected = (torch.autograd.grad(x.transpose(1, 2)[real].square().sum(), (q, k, v)) for x in (out, other))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_flash_reads_the_head_that_a_query_shares_wherever_it_lies(groups):
+    pytest.importorskip("triton")
+    q, k, v = grouped(groups)
+    # Heads far apart in memory, those between them not to be read.
+    k, v = (torch.full((2, 3 * groups, 19, 16), torch.nan)[:, ::3].copy_(x) for x in (k, v))
+    out, lse = flash(q, k, v, scale=0.25, right=0, impl="triton")
+    expected, expected_lse = flash(q, *repeated(k, v), scale=0.25, right=0, impl="reference")
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "hedgehog"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_one_kernel_for_all_queries_of_the_sums_of_a_head(groups, feature_map):
+    pytest.importorskip("triton")
+    q, k, v = grouped(groups)
+    generator = torch.Generator().manual_seed(2)
+    maps = tuple(torch.randn(2, HEADS, 16, 16, generator=generator)) if feature_map == "hedgehog" else None
+    ways = {"feature_map": feature_map, "maps": maps}
+    found = {}
+    for impl in ("triton", "reference"):
+        outs, state = [], None
+        for part in (slice(0, 16), slice(16, 17), slice(17, 18)):
+            with torch.no_grad():
+                out, state = linear_decode(q[:, :, part], k[:, :, part], v[:, :, part], None, state, **ways, impl=impl)
+            outs.append(out)
+        assert state is not None
+        assert state["sums"].shape[1] == (groups if maps is None else HEADS)
+        found[impl] = torch.cat(outs, 2), state["sums"]
+    torch.testing.assert_close(found["triton"], found["reference"], rtol=1e-4, atol=1e-4)

@@ -56,7 +56,6 @@ SWEEPS = {
     "clustered": _CLUSTERS,
     "improved-clustered": _CLUSTERS | {"topk": (8, 16, 32, 64, 128)},
     "local": {"left": (32, 64, 128, 256)},
-    "performer": {"features": (64, 128, 256, 512)},
 }
 # Where the other settings of a sweep stand, by mechanism or by what is swept; those that are not named are at their defaults.
 START: dict[str, dict[str, Any]] = {

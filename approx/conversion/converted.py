@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import assume_constant_result, is_compiling
+from torch.compiler import assume_constant_result
 
 from approx.conversion.manifest import seal_model
 from approx.conversion.seam import FORMAT, IMPLEMENTATION, attach
 from approx.errors import ApproxError, Exit
 from approx.mechanisms.head_groups import HeadGroups
 from approx.mechanisms.mechanism import Mechanism
+from approx_kernels.observed import unreadable
 
 
 class ApproxModel:
@@ -70,7 +71,7 @@ class ApproxModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The call of the stock class."""
         # Compiled in place, the graph begins further in.
-        if (is_compiling() or self._compiled_call_impl is not None) and self._causal():
+        if (unreadable() or self._compiled_call_impl is not None) and self._causal():
             kwargs = _with_mask(args, kwargs)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
 

@@ -13,6 +13,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from approx.errors import ApproxError
+from approx_kernels.observed import unreadable
 
 # What was read of the mask of a decoding step, which all layers share: slots in use, and whether all of these are real.
 _READ = WeakTensorKeyDictionary()
@@ -71,7 +72,7 @@ def key_mask(
     real = attention_mask[:, -kv_length:].bool()
     # Reading the mask synchronises a GPU once per forward, which no graph can hold; it buys the unmasked path in every layer.
     captured = real.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not is_torchdynamo_compiling() and not captured and bool(real.all()):
+    if not unreadable(real) and not captured and bool(real.all()):
         return None
     return real
 
@@ -96,7 +97,7 @@ def in_use(
     if row:
         mask, (seen, whole) = mask[:, 0, 0], _read(mask)
     elif mask.shape[1] < key.shape[2]:
-        seen, whole = mask.shape[1], not is_torchdynamo_compiling() and _read(mask)[1]
+        seen, whole = mask.shape[1], not unreadable(mask) and _read(mask)[1]
     else:
         return key, value, mask
     return key[:, :, :seen], value[:, :, :seen], None if whole else mask[:, :seen]
@@ -106,13 +107,13 @@ def _read(mask: Tensor) -> tuple[int, bool]:
     """Columns up to the last that is real in any sample, and whether all of them are in all. Waits for a GPU once a step."""
     # A tensor of inference mode does not count its changes.
     version = None if mask.is_inference() else mask._version
-    known = None if is_torchdynamo_compiling() else _READ.get(mask)
+    known = None if unreadable(mask) else _READ.get(mask)
     if known is not None and version is not None and known[0] == version:
         return known[1]
     rows = mask.flatten(1)
     last = int((rows.any(0) * torch.arange(1, rows.shape[1] + 1, device=mask.device)).max())
     found = (last, bool(rows[:, :last].all()))
-    if not is_torchdynamo_compiling():
+    if not unreadable(mask):
         _READ[mask] = version, found
     return found
 

@@ -25,7 +25,9 @@ from approx.mechanisms.exact import ExactAttention
 from approx_kernels.custom_op import capturing
 from approx_kernels.exact import fastest_attention
 from approx_kernels.grouped import beside, sharing
-from approx_kernels.opaque import attend_opaquely, told
+from approx_kernels.observed import unreadable
+from approx_kernels.one_operator import attend_opaquely
+from approx_kernels.opaque import told
 
 IMPLEMENTATION = "approx_v1"
 FORMAT = 1
@@ -146,8 +148,8 @@ def attention(
         )
     if isinstance(layer, StateLayer):
         return layer.attend(mechanism, query, key, value, attention_mask).transpose(1, 2), None
-    # A compiler takes such a mechanism as one operator, which has no notes.
-    notes = {} if layer is None or is_torchdynamo_compiling() else {"notes": layer.notes}
+    # An observer may need the mechanism as one operator, which has no notes.
+    notes = {} if layer is None or unreadable(query) else {"notes": layer.notes}
     out = mechanism(query, key, value, attention_mask, dropout=dropout, **tokens, **notes).transpose(1, 2)
     if not weighs:
         return out, None

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from approx.mechanisms.mechanism import Mechanism, number_up_to_one, one_of, whole_number
 from approx_kernels.adaptive_span import adaptive_span_attention, mass_by_distance, window_sizes
+from approx_kernels.observed import without_functions
 
 
 class AdaptiveSpanAttention(Mechanism):
@@ -69,7 +70,9 @@ class AdaptiveSpanAttention(Mechanism):
     def spans(self) -> Tensor:
         """z, the span of each head in tokens, [H], from 0 to `max_span`, differentiable."""
         fraction = self.fraction.to(torch.promote_types(self.fraction.dtype, torch.float32))
-        return self.max_span * _Within.apply(fraction)  # pyright: ignore[reportOperatorIssue]  # what forward returns
+        # Those who cannot see the gradient of `_Within` see that of a plain clip.
+        within = fraction.clamp(0.0, 1.0) if without_functions() else _Within.apply(fraction)
+        return self.max_span * within  # pyright: ignore[reportOperatorIssue]  # what forward returns
 
     def penalty(self) -> Tensor:
         """Sum of the spans, in tokens."""

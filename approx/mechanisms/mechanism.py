@@ -7,13 +7,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result, is_compiling, is_exporting
+from torch.compiler import assume_constant_result
 from torch.utils.checkpoint import checkpoint
 
 from approx.errors import ApproxError, Exit
-from approx_kernels.c_language import DTYPES as C_DTYPES
-from approx_kernels.c_language import compiler_obstacle
-from approx_kernels.opaque import attend_opaquely, name_kind, told
+from approx_kernels.one_operator import attend_opaquely, is_one_operator
+from approx_kernels.opaque import name_kind, told
 
 
 class Mechanism(nn.Module):
@@ -96,7 +95,8 @@ class Mechanism(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward` with its hooks; where a plan says so, training keeps its inputs alone and runs it again."""
-        if is_compiling() and (self.compiles != "whole" or self._runs_in_c(*args[:1], **kwargs)):
+        q = args[0] if args else kwargs["q"]
+        if is_one_operator(q, whole=self.compiles == "whole", runs_c=self.runs_c):
             return self._as_one_operator(*args, **kwargs)
         if self.checkpoint and self.training and torch.is_grad_enabled():
             return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
@@ -105,14 +105,6 @@ class Mechanism(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         name_kind(cls)
-
-    def _runs_in_c(self, q: Tensor, *_: Any, **__: Any) -> bool:
-        fits = self.runs_c and q.device.type == "cpu" and q.dtype in C_DTYPES
-        return fits and not is_exporting() and self._has_c()
-
-    @assume_constant_result
-    def _has_c(self) -> bool:
-        return compiler_obstacle() is None
 
     def _as_one_operator(
         self,

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from approx_kernels.cache_folder import is_private, private_folder
+from approx_kernels.observed import needs_pytorch
 
 try:
     import fcntl
@@ -37,11 +37,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def obstacle(source: str, *tensors: Tensor) -> str | None:
     """Why functions of a C source cannot run on tensors, with the remedy; None where they can."""
-    # The length of the stack has no public name.
-    if is_compiling() or torch._C._len_torch_dispatch_stack():
-        return (
-            "the operations are being followed by a compiler or a counter, which see PyTorch's alone. Ask for 'auto'."
-        )
+    if why := needs_pytorch(*tensors):
+        return why
     for x in tensors:
         if x.device.type != "cpu":
             return f"a tensor is on the {x.device.type}; this runs on CPU tensors. Move it, or ask for 'auto'."

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch import Tensor
 from torch.utils import flop_counter
 
-# Their private members are not known to type checkers.
-_autograd: Any = torch.autograd
-_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  # made when torch is loaded
+from approx_kernels.observed import Observer, observed
 
 
 class Operator:
-    """A function, and the operator of PyTorch that it is to whoever looks."""
+    """A function with a registered operator, which is called instead where autograd or an observer needs to see one."""
 
     def __init__(self, function: Callable[..., Any], operator: Any) -> None:
         functools.update_wrapper(self, function)
         self.function, self.operator = function, operator
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns."""
+        """What the function returns.
+
+        Raises:
+            NotImplementedError: under forward-mode differentiation, where the operator would lose the tangents.
+        """
+        tensors = list(_tensors(args))
+        who = observed(*tensors)
+        if who is Observer.TANGENTS:
+            raise NotImplementedError(
+                f"{self.function.__name__} has no forward-mode derivative. Ask for impl='reference', or take reverse mode."
+            )
         # The way through the operator takes the time of a small kernel.
-        return (self.operator if _looked_at(args) else self.function)(*args)
+        learning = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        return (self.function if who is None and not learning else self.operator)(*args)
 
 
 def custom_op(
@@ -76,18 +84,12 @@ def custom_op(
     return registered
 
 
-def _looked_at(args: tuple[Any, ...]) -> bool:
-    """Whether a gradient, a compiler, a counter, a transformation or a profiler wants to see an operator of these arguments."""
-    if is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return True
-    if torch._C._is_tracing() or _autograd._profiler_enabled() or _functorch.maybe_current_level() is not None:
-        return True
-    learning = torch.is_grad_enabled()
-    return any(
-        type(each) not in (Tensor, nn.Parameter) or each.is_meta or (learning and each.requires_grad)
-        for each in args
-        if isinstance(each, Tensor)
-    )
+def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    for each in args:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _tensors(each)
 
 
 def capturing() -> bool:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 def sharing(q: Tensor, k: Tensor) -> int:
     """How many query heads share each key head, H / G; q is [B, H, L, D], k [B, G, S, D]."""
-    return q.shape[1] // k.shape[1]
+    # To jit.trace a size is a tensor, and the number of heads a constant.
+    heads, groups = (int(x.shape[1]) if isinstance(x.shape[1], Tensor) else x.shape[1] for x in (q, k))
+    return heads // groups
 
 
 def turns(q: Tensor, k: Tensor) -> list[slice]:

@@ -4,8 +4,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch.compiler import is_compiling
+
+from approx_kernels.observed import needs_pytorch
 
 # Some ops have further ones, which their errors and docstrings name.
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
@@ -52,9 +53,8 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
         return found
     _chosen[op] = found
     best, why = next(iter(obstacles.items()))
-    # Nobody waits for what a counter follows.
-    followed = torch._C._len_torch_dispatch_stack()
-    slower = asked == "auto" and found in PLAIN and not followed
+    # What an observer sees is not what will run without it.
+    slower = asked == "auto" and found in PLAIN and needs_pytorch() is None
     if slower and why is not None and (op, why) not in _told and not _LOG.disabled:
         _told.add((op, why))
         # An obstacle is told to who asked for that one, too; here 'auto' was asked for.

@@ -1,4 +1,4 @@
-"""Attention as one operator: for compilers, which cannot follow shapes and branches that depend on the numbers."""
+"""Attention as one operator, which makes the mechanism again from a text and runs it; `one_operator` says who needs that."""
 
 from __future__ import annotations
 
@@ -25,43 +25,6 @@ def name_kind(kind: type[nn.Module]) -> None:
 def told(kind: type[nn.Module], arguments: dict[str, Any]) -> str:
     """A module's class and the arguments of its constructor, as a text that an operator can take."""
     return json.dumps([_name(kind), arguments])
-
-
-def attend_opaquely(
-    module: nn.Module | None,
-    text: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    dropout: float,
-    tokens: Tensor | None,
-) -> Tensor:
-    """What `module(q, k, v, key_mask, dropout=…, tokens=…)` gives, by an operator that a compiler takes as a whole.
-
-    The backward pass computes it again and takes its gradient, with the same random draws.
-
-    Args:
-        module: Any module of that form; its state is what the operator is given, so that it may change and be learned.
-            None for one that has no state, in evaluation mode.
-        text: What `told` says of it.
-        q: Queries, [B, H, L, D], float.
-        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
-        v: Values, [B, G, S, E].
-        key_mask: [B, S] bool or None.
-        dropout: As the module takes it.
-        tokens: [B, S] or None, for modules that take it.
-
-    Returns:
-        [B, H, L, E] in the dtype of q.
-    """
-    state = (
-        [] if module is None else [*dict(module.named_parameters()).values(), *dict(module.named_buffers()).values()]
-    )
-    training = module is not None and module.training
-    # Autocast, which may leave them in several dtypes, is over when the operator runs.
-    k, v = k.to(q.dtype), v.to(q.dtype)
-    return attend(q, k, v, key_mask, tokens, state, text, training, dropout)[0]
 
 
 def _like(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from approx_kernels.observed import transformed
+
 try:
     import triton
     import triton.language as tl
@@ -111,6 +113,8 @@ def obstacle(*tensors: Tensor) -> str | None:
     """Why kernels cannot run on [..., D] inputs, with the remedy; None where they can."""
     if triton is None:
         return "Triton is not installed. On Linux with an NVIDIA GPU: pip install triton."
+    if why := transformed(*tensors):
+        return why
     for x in tensors:
         if x.device.type != "cuda" and not interpreted():
             return f"a tensor is on the {x.device.type}; kernels need CUDA tensors. Move it to a GPU."

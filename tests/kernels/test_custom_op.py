@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -90,8 +91,22 @@ def test_the_way_through_the_operator_is_taken_where_somebody_looks(module, monk
         assert seen(mode.from_tensor(x))
     with torch.device("cpu"):
         assert seen(x)
-    torch.func.jvp(lambda one: one * float(seen(x)), (x,), (x,))
+    torch.func.vmap(lambda one: one * seen(one))(x)
     assert through
+
+
+@pytest.mark.parametrize("way", ["torch.func", "dual level"])
+def test_an_operator_refuses_tangents_instead_of_losing_them(module, way):
+    x = torch.randn(2, 3)
+
+    def push() -> object:
+        if way == "torch.func":
+            return torch.func.jvp(lambda x: module.scaled(x, None, 2.0), (x,), (x,))
+        with forward_ad.dual_level():
+            return module.scaled(forward_ad.make_dual(x, x), None, 2.0)
+
+    with pytest.raises(NotImplementedError, match=r"scaled has no forward-mode derivative\. Ask for impl='reference'"):
+        push()
 
 
 def test_an_operator_passes_pytorchs_own_checks(module):

@@ -12,6 +12,7 @@ from approx_kernels.adaptive_span.cpu import span_lists
 from approx_kernels.autocast import without_autocast
 from approx_kernels.exact import exact_attention
 from approx_kernels.padding import blank_for_gradients, blank_padding
+from approx_kernels.sdpa import sdpa
 from approx_kernels.tokens import stretches
 
 # Queries of a block, and what windows are rounded up to: smaller ones make more groups and calls than they save.
@@ -122,7 +123,7 @@ def _windowed(
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, dropout: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
+    return sdpa(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
 
 
 def _log_mask(spans: Tensor, window: int, after: int, ramp: int, q: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from approx_kernels.sdpa import sdpa
 from approx_kernels.tokens import stretches
 
 # Query blocks with draws of their own; beyond, the draws of the first ones serve again.
@@ -43,9 +44,7 @@ def neighbour_blocks(
         # Causal queries are the last tokens of their stretch.
         shape = queries.shape[2], stretch.shape[2]
         past = q.new_ones(shape, dtype=torch.bool).tril(shape[1] - shape[0]) if causal else None
-        out.append(
-            F.scaled_dot_product_attention(queries, stretch, values, attn_mask=past, dropout_p=dropout, scale=scale)
-        )
+        out.append(sdpa(queries, stretch, values, attn_mask=past, dropout_p=dropout, scale=scale))
     return torch.cat(out, 2)
 
 
@@ -60,7 +59,7 @@ def listed_blocks(
     out = []
     for queries, chosen in zip(rows, lists[first:], strict=True):
         own = (torch.cat([x[b] for b in chosen], 2) for x in (keys, values)) if chosen else (k, v)
-        out.append(F.scaled_dot_product_attention(queries, *own, dropout_p=dropout, scale=scale))
+        out.append(sdpa(queries, *own, dropout_p=dropout, scale=scale))
     return torch.cat(out, 2)
 
 

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from approx_kernels.custom_op import capturing
 from approx_kernels.exact.choice import case_of, chosen
@@ -12,6 +11,7 @@ from approx_kernels.exact.lengths import by_lengths
 from approx_kernels.exact.reference import dense_attention
 from approx_kernels.exact.ways import DEFAULT
 from approx_kernels.implementation import choose, took
+from approx_kernels.observed import needs_pytorch
 from approx_kernels.shapes import check_shapes
 
 CHUNK = 256
@@ -79,8 +79,8 @@ def fastest_attention(
 
     Nothing is measured. Where `approx doctor --probe` ran on this machine, the way is the fastest that it found; elsewhere it
     is compiled C for long inputs on CPUs with AVX-512, as the table `DEFAULTS` in `choice.py` says, and PyTorch's SDPA
-    otherwise. With dropout, inside of compiled graphs, under a counter of operations and
-    below 128 keys it is always PyTorch's SDPA.
+    otherwise. With dropout, where the operations are observed (compilers, counters, derivatives) and below 128 keys it is
+    always PyTorch's SDPA.
 
     Args: as for `exact_attention`, whose implementations may be asked for by `impl`.
 
@@ -92,11 +92,8 @@ def fastest_attention(
     """
     check_shapes(q, k, v, key_mask)
     run = choose("fastest_attention", impl, {"fastest": None, "cpu": _cpu_obstacle(q, dropout), "reference": None})
-    # No C is called where a compiler or a counter follows the operations.
-    followed = is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() or type(q) is not Tensor
-    # Lengths are read from the device, and nobody may wait for it while its launches are captured.
-    followed = followed or (key_mask is not None and capturing())
-    if run == "fastest" and (dropout or followed):
+    # The ways call C and read lengths from the mask, for which nobody may wait while launches are captured.
+    if run == "fastest" and (dropout or needs_pytorch(q, k, v) or (key_mask is not None and capturing())):
         run = "auto"
         took("fastest_attention", DEFAULT)
     if run != "fastest":
@@ -118,4 +115,4 @@ def _cpu_obstacle(q: Tensor, dropout: float) -> str | None:
         return f"the tensors are on the {q.device.type}. Move them to the cpu, or ask for 'auto'."
     if q.dtype == torch.float16:
         return "the tensors are float16, whose products in chunks take many times as long. Convert them, or ask for 'auto'."
-    return f"it has no dropout, and {dropout} was asked for. Ask for 'auto'." if dropout else None
+    return f"it has no dropout, and {dropout} was asked for. Ask for 'auto'." if dropout else needs_pytorch(q)

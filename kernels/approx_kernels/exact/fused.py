@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.flop_counter import (
     flop_registry,
     register_flop_formula,
@@ -14,6 +13,7 @@ from torch.utils.flop_counter import (
 
 from approx_kernels.exact.reference import allowed_pairs
 from approx_kernels.grouped import sharing
+from approx_kernels.sdpa import sdpa
 
 # PyTorch counts the operations of its fused kernels on GPUs alone.
 _ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -27,7 +27,7 @@ def fused_attention(
     length, keys, grouped = q.shape[2], k.shape[2], sharing(q, k) > 1
 
     def attend(**how: Any) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, enable_gqa=grouped, **how)
+        return sdpa(q, k, v, dropout_p=dropout, scale=scale, enable_gqa=grouped, **how)
 
     if causal and key_mask is None and length == keys:
         return attend(is_causal=True)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.grouped import sharing
+from approx_kernels.sdpa import sdpa
 from approx_kernels.tokens import stretches
 
 # Queries that share their keys: little outside of the window is computed, and little is copied.
@@ -63,7 +64,7 @@ def window_blocks(
             own = [torch.cat(pair, 2) for pair in zip(beside, own, strict=True)]
         # One mask for all samples, or one each; always the same for all heads.
         allowed = allowed[:, None] if allowed.dim() == 3 else allowed
-        out.append(F.scaled_dot_product_attention(queries, *own, attn_mask=allowed, dropout_p=dropout, scale=scale))
+        out.append(sdpa(queries, *own, attn_mask=allowed, dropout_p=dropout, scale=scale))
     return torch.cat(out, 2)
 
 
@@ -88,7 +89,7 @@ def seeing_rows(
     past = past[:, None] if past is not None and past.dim() == 3 else past
     queries = _at(q, (index - before).clamp(min=0))
     how = {"dropout_p": dropout, "scale": scale, "enable_gqa": sharing(q, k) > 1}
-    exact = F.scaled_dot_product_attention(queries, k, v, attn_mask=past, **how)
+    exact = sdpa(queries, k, v, attn_mask=past, **how)
     # What is no query, or fills up a sample with fewer chosen tokens, is written to a row behind the last and cut off.
     rows = torch.where(counts & (index >= before), index - before, length)
     rows = rows[..., None, :, None].expand_as(exact)

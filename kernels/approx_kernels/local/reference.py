@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.padding import blank_padding
+from approx_kernels.sdpa import sdpa
 from approx_kernels.tokens import stretches
 
 # Small enough that little outside of the window is computed, large enough to keep a fused kernel busy.
@@ -53,9 +54,9 @@ def _masked_attention(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float, dropout: float, may_miss: bool
 ) -> Tensor:
     if not may_miss:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scale)
+        return sdpa(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scale)
     # Kernels disagree on a row without any allowed key, so it sees everything and is then set to 0.
     missed = ~allowed.any(-1, keepdim=True)
     mask = allowed | missed
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    out = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return out.masked_fill(missed, 0.0)

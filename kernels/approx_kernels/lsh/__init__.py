@@ -21,6 +21,7 @@ from approx_kernels.lsh.plan import Plan
 from approx_kernels.lsh.reference import dense_union
 from approx_kernels.lsh.triton import round_by_round, sorted_tiles
 from approx_kernels.lsh.union import tile_union
+from approx_kernels.observed import without_functions
 from approx_kernels.padding import blank_for_gradients, blank_padding
 from approx_kernels.shapes import check_shapes
 from approx_kernels.tokens import without_padding
@@ -130,7 +131,7 @@ def lsh_attention(
         else:
             how = {"projections": projections, "variant": variant, "cluster": cluster}
             make = partial(bucket_plan, **how) if causal else partial(cluster_plan, **how, buckets=buckets)
-            union = dense_union if run == "reference" else tile_union
+            union = dense_union if run == "reference" or without_functions() else tile_union
             attend_heads = partial(_planned, make, union, own=own, scale=scale, dedup=dedup, dropout=dropout)
             wide = torch.promote_types(q.dtype, torch.float32)
             together = max(1, _TOGETHER // (q.shape[0] * keys)) if q.device.type == "cpu" else heads

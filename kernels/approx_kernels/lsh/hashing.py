@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.observed import unreadable
+
 # Columns drawn for buckets: one a bit, or one for two buckets. More would only serve longer inputs than anybody has,
 # or cost more than the attention among the tokens of a bucket.
 _BITS = 16
@@ -100,7 +102,7 @@ def levels_within(level: Tensor, first: int, last: int, cluster: int, variant: s
     """The levels of positions from `first` to `last`, `buckets` times as fine, which the host knows; it asks a CPU which of
     them there are.
     """
-    if level.device.type == "cpu" and not torch.compiler.is_compiling():
+    if level.device.type == "cpu" and not unreadable(level):
         return range(int(level.min()), int(level.max()) + 1)
     most = _doublings(variant)
     lowest, highest = (

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.global_tokens.reference import window_blocks
+from approx_kernels.observed import without_functions
+from approx_kernels.sdpa import sdpa
 from approx_kernels.tokens import stretches
 
 # Numbers in a working set: 1 MiB of float32, about what a core's own cache holds.
@@ -68,7 +70,7 @@ def _columns(q: Tensor, k: Tensor, v: Tensor, keys: int, causal: bool, scale: fl
     else:
         allowed = None
     q, k, v = (x.permute(0, 3, 1, 2, 4).flatten(0, 1) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scale)
+    out = sdpa(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scale)
     return out.unflatten(0, (batch, stride)).permute(0, 2, 3, 1, 4)
 
 
@@ -120,19 +122,27 @@ def _part(q: Tensor, k: Tensor, v: Tensor, shown: Tensor, dropout: float) -> Par
     scores = torch.baddbmm(hide, q, k.transpose(1, 2))
     # It cancels in the end, so it needs no gradient.
     top = scores.detach().amax(-1, keepdim=True)
-    weights: Tensor = _Weights.apply(scores, top, shown)  # pyright: ignore[reportAssignmentType]  # what forward returns
+    if without_functions():
+        weights = _weights(scores, top, shown)
+    else:
+        weights: Tensor = _Weights.apply(scores, top, shown)  # pyright: ignore[reportAssignmentType]  # what forward returns
     out = F.dropout(weights, dropout) @ v
     return top.view(*shape, 1), weights.sum(-1).view(*shape, 1), out.view(*shape, -1)
 
 
+def _weights(scores: Tensor, top: Tensor, shown: Tensor) -> Tensor:
+    """`exp(scores - top)` where shown, else 0."""
+    # Exponentials below the normal numbers are slow. Where all is hidden they are 1 without the mask.
+    lowest = math.log(torch.finfo(scores.dtype).tiny) + 1.0
+    return (scores - top).clamp_(min=lowest).exp_().mul_(shown)
+
+
 class _Weights(torch.autograd.Function):
-    """`exp(scores - top)` where shown, else 0; the backward keeps nothing but these."""
+    """`_weights`, of which the backward keeps nothing but the result."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, top: Tensor, shown: Tensor) -> Tensor:
-        # Exponentials below the normal numbers are slow. Where all is hidden they are 1 without the mask.
-        lowest = math.log(torch.finfo(scores.dtype).tiny) + 1.0
-        weights = (scores - top).clamp_(min=lowest).exp_().mul_(shown)
+        weights = _weights(scores, top, shown)
         ctx.save_for_backward(weights)
         return weights
 

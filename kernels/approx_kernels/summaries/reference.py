@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx_kernels.sdpa import sdpa
+
 Inside = Literal["all", "past", "future", "both"]
 
 
@@ -48,7 +50,7 @@ def summary_blocks(
                 for x, others in zip(own, (key_summaries, value_summaries), strict=True)
             ]
         allowed = None if mask is None else mask[-queries.shape[2] :, : own[0].shape[2]]
-        out.append(F.scaled_dot_product_attention(queries, *own, attn_mask=allowed, dropout_p=dropout, scale=scale))
+        out.append(sdpa(queries, *own, attn_mask=allowed, dropout_p=dropout, scale=scale))
     return torch.cat(out, 2)
 
 

@@ -1,0 +1,149 @@
+"""Who observes the operations of a call, and what then runs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from approx_kernels import observed as room
+from approx_kernels.c_language import compiler_obstacle
+from approx_kernels.local import local_attention
+from approx_kernels.observed import Observer, needs_pytorch, observed, unreadable
+from approx_kernels.tokens import stretches
+
+X = torch.arange(6.0).view(2, 3)
+
+
+class Marked(Tensor):
+    pass
+
+
+class Listening(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Seen:
+    """Notes who observes, and what follows from it, wherever it is called."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.who, self.unreadable, self.why = observed(x), unreadable(x), needs_pytorch(x)
+        return x * 2
+
+
+def in_context(context):
+    def run(seen):
+        with context() as made:
+            seen(made.from_tensor(X) if isinstance(made, FakeTensorMode) else X)
+
+    return run
+
+
+def dual(seen):
+    with forward_ad.dual_level():
+        seen(forward_ad.make_dual(X, X))
+
+
+OBSERVERS = {
+    "trace": (Observer.TRACE, lambda seen: torch.jit.trace(seen.__call__, X, check_trace=False)),
+    "vmap": (Observer.TRANSFORM, lambda seen: torch.func.vmap(seen)(X)),
+    "grad": (Observer.TRANSFORM, lambda seen: torch.func.grad(lambda x: seen(x).sum())(X)),
+    "jvp": (Observer.TANGENTS, lambda seen: torch.func.jvp(seen, (X,), (X,))),
+    "jacfwd": (Observer.TANGENTS, lambda seen: torch.func.jacfwd(seen)(X)),
+    "dual level": (Observer.TANGENTS, dual),
+    "functionalize": (Observer.DISPATCH_MODE, lambda seen: torch.func.functionalize(seen)(X)),
+    "make_fx": (Observer.NUMBERLESS, lambda seen: make_fx(seen)(X)),
+    "fake tensors": (Observer.NUMBERLESS, in_context(FakeTensorMode)),
+    "a meta tensor": (Observer.NUMBERLESS, lambda seen: seen(X.to("meta"))),
+    "a subclass": (Observer.SUBCLASS, lambda seen: seen(X.as_subclass(Marked))),
+    "a counter": (Observer.DISPATCH_MODE, in_context(lambda: FlopCounterMode(display=False))),
+    "a dispatch mode": (Observer.DISPATCH_MODE, in_context(Listening)),
+    "a function mode": (Observer.FUNCTION_MODE, in_context(lambda: torch.device("cpu"))),
+    "a profiler": (Observer.PROFILER, in_context(torch.profiler.profile)),
+}
+NUMBERLESS = (Observer.TRACE, Observer.TRANSFORM, Observer.NUMBERLESS)
+WATCHING = (Observer.FUNCTION_MODE, Observer.PROFILER)
+
+
+def heads(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 2, 24, 16, generator=generator) for _ in range(3)]
+
+
+def local(q: Tensor, k: Tensor, v: Tensor, impl: str = "auto") -> Tensor:
+    return local_attention(q, k, v, left=3, right=2, scale=0.25, impl=impl)
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_each_observer_is_noticed_and_gone_when_it_is(name):
+    who, run = OBSERVERS[name]
+    seen = Seen()
+    run(seen)
+    assert (seen.who, seen.unreadable) == (who, who in NUMBERLESS)
+    assert (seen.why is None) == (who in WATCHING)
+    seen(X)
+    assert (seen.who, seen.unreadable, seen.why) == (None, False, None)
+
+
+def test_a_compiler_is_noticed():
+    found = torch.compile(lambda x: x * (observed(x) is Observer.COMPILER), backend="eager", fullgraph=True)(X)
+    assert torch.equal(found, X)
+
+
+def test_gradients_and_inference_observe_nothing():
+    assert observed(torch.nn.Parameter(X.clone()), None) is None
+    with torch.inference_mode():
+        assert observed(X) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_dispatch_modes", "_function_modes", "_tracing", "_profiling", "_transforms", "_transform_level", "_mode"],
+)
+def test_what_pytorch_does_not_tell_counts_as_an_observer(name, monkeypatch):
+    q, k, v = heads()
+    expected = local(q, k, v)
+    monkeypatch.setattr(room, name, None)
+    assert observed(X) is Observer.UNKNOWN
+    assert needs_pytorch(X) is not None
+    torch.testing.assert_close(local(q, k, v), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(compiler_obstacle() is not None, reason="there is no C compiler")
+@pytest.mark.parametrize("name", ["vmap", "jvp", "a counter", "trace"])
+def test_c_that_was_asked_for_refuses_observers_it_would_mislead(name):
+    q, k, v = heads()
+
+    class Asking(Seen):
+        def __call__(self, x: Tensor) -> Tensor:
+            local(q, k, v, impl="cpu")
+            return x
+
+    with pytest.raises(ValueError, match=r"observes the operations, and sees those of PyTorch alone\. Ask for 'auto'"):
+        OBSERVERS[name][1](Asking())
+
+
+def test_what_is_traced_calls_nothing_of_ours():
+    q, k, v = heads()
+    traced: Any = torch.jit.trace(local, (q, k, v), check_trace=False)
+    kinds = {node.kind().split("::")[0] for node in traced.graph.nodes()}
+    assert kinds <= {"aten", "prim"}
+    assert not [node for node in traced.graph.nodes() if node.kind() == "prim::PythonOp"]
+    other: Any = heads(1)
+    torch.testing.assert_close(traced(*other), local(*other), rtol=1e-5, atol=1e-6)
+
+
+def test_stretches_are_views_of_the_numbers_for_every_observer():
+    x = torch.randn(1, 2, 9, 4)
+    bounds = [(0, 5), (3, 9)]
+    expected = [x[:, :, begin:end] for begin, end in bounds]
+    changes = torch.func.jvp(lambda x: stretches(x, bounds), (x,), (x,))[1]
+    for found in (stretches(x, bounds), changes):
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)

@@ -66,7 +66,7 @@ def test_tables_and_bars_fit_a_narrow_terminal(base, tmp_path):
 
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    words = ["convert", str(base), "-o", "out", "-m", "improved-clustered", "--set", "clusters=4"]
+    words = ["convert", str(base), "-o", "out", "-m", "improved-clustered", "--set", "clusters=4", "--set", "topk=8"]
     process = subprocess.Popen(
         [*COMMAND, *words],
         cwd=tmp_path,

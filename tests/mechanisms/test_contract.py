@@ -6,6 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from closeness import assert_close
 from forms import (
@@ -155,6 +156,16 @@ def test_gradients_are_right(name, causal, kind):
     mechanism = make(name, causal, heads=1, size=3)
     q, k, v = (x.double().requires_grad_() for x in draw(**shape))
     assert torch.autograd.gradcheck(lambda q, k, v: mechanism(q, k, v, mask), (q, k, v))
+
+
+@over_forms
+def test_activations_that_are_checkpointed_give_the_same_gradients(name, causal):
+    shape = {"batch": 2, "heads": 2, "length": 40, "size": 16, "values": 16, "seed": 3}
+    inputs = [x.requires_grad_() for x in draw(**shape)]
+    mechanism = make(name, causal, heads=2, size=16)
+    kept = torch.autograd.grad(mechanism(*inputs).sum(), inputs)
+    again = torch.autograd.grad(checkpoint(mechanism, *inputs, use_reentrant=False).sum(), inputs)
+    torch.testing.assert_close(again, kept)
 
 
 @pytest.mark.parametrize(("name", "causal"), LEARNED)

@@ -123,8 +123,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    dq, dk, dv = _attend_backward(grad, *ctx.saved_tensors, *ctx.rest)
-    groups = ctx.saved_tensors[1].shape[1]
+    # Read once: where activations are checkpointed, a second look is refused.
+    saved = ctx.saved_tensors
+    dq, dk, dv = _attend_backward(grad, *saved, *ctx.rest)
+    groups = saved[1].shape[1]
     return dq, summed(dk, groups), summed(dv, groups), *[None] * 11
 
 

@@ -180,8 +180,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad: Tensor, grad_norms: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_norms = None if grad_norms is None else grad_norms.contiguous()
-    dq, dk, dv = _attend_backward(grad, grad_norms, *ctx.saved_tensors, *ctx.how)
-    k, v = ctx.saved_tensors[1:3]
+    # Read once: where activations are checkpointed, a second look is refused.
+    saved = ctx.saved_tensors
+    dq, dk, dv = _attend_backward(grad, grad_norms, *saved, *ctx.how)
+    k, v = saved[1:3]
     return dq, summed(dk, k.shape[1]), summed(dv, v.shape[1]), *[None] * 8
 
 

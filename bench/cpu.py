@@ -8,8 +8,9 @@
 
 The work is cut into parts, SUITE/MODE/PRECISION/THREADS/LENGTH, such as roberta/forward/float32/2/4096 or, eight at once,
 decode/forward/float32/2/4096x8. Suites: `attention` and `attention-causal` (one layer's attention by itself), `roberta`,
-`gpt2` (prefill) and `wav2vec2` (10 to 60 s) end to end, `decode` (one token of GPT-2). Modes: forward, train. `--only` takes
-a pattern of the shell for their names, in quotes; * also stands for slashes. With `--longest`, longest/MECHANISM too.
+`gpt2` (prefill) and `wav2vec2` (10 to 60 s) end to end, `decode` (one token of GPT-2), `attention-grouped-64` and `-128` (one
+token of a layer whose 32 heads share the keys of 8). Modes: forward, train. `--only` takes a pattern of the shell for their
+names, in quotes; * also stands for slashes. With `--longest`, longest/MECHANISM too.
 
 Within a part all take turns, round by round. Parts run from the cheapest to the dearest; each is kept in DIR/parts, with its
 commit, as soon as it is done, and what is kept there or stands in DIR/record.json is not measured again without `--again`:
@@ -39,7 +40,7 @@ from approx.evaluation.race import OK, Runner, race
 from approx.evaluation.statistics import ratio_interval
 from approx.evaluation.timing import Neighbours, timed
 from approx_kernels.implementation import chosen, forget
-from bench import cpu_cases, cpu_floor, cpu_page
+from bench import cpu_cases, cpu_floor, cpu_grouped, cpu_page
 from bench.cpu_record import DTYPES, LENGTHS, LONGEST, THREADS, Part, circumstances, gather, planned, take_up
 from bench.parts import keep, kept, numbers
 
@@ -54,13 +55,13 @@ QUICK: dict[str, Any] = {"minutes": 2.0, "lengths": (512, 1024), "dtypes": ("flo
 
 def cost(part: Part, rates: dict[str, Any]) -> float:
     """Seconds that one turn of everybody takes, from counted operations and measured rates: for the order, not for a claim."""
-    tokens = part.batch if part.suite == "decode" else part.length
+    tokens = part.batch if part.decoding else part.length
     hidden = cpu_cases.HEADS * cpu_cases.SIZE
     outside = 0 if part.suite.startswith("attention") else tokens * 24 * hidden**2
-    each = cpu_cases.cases(part.causal, part.length, decoding=part.suite == "decode")
+    each = cpu_cases.cases(part.causal, part.length, decoding=part.decoding)
     exact = cpu_cases.Case("", cpu_cases.SDPA, {})
     inside = [cpu_cases.mechanism_of(case, part.causal).flops(part.length) for case in [exact, exact, *each]]
-    share = part.batch / part.length if part.suite == "decode" else 1
+    share = part.batch / part.length if part.decoding else 1
     flops = part.layers * sum(outside + share * one for one in inside) * (3 if part.mode == "train" else 1)
     return flops / rates[f"{part.dtype}/{part.threads}"]["flops"]
 
@@ -72,7 +73,9 @@ def measure(part: Part, seconds: float, rounds: int) -> dict[str, Any]:
     forget()
     dtype = getattr(torch, part.dtype)
     with torch.set_grad_enabled(train), memory_limit(CPU):
-        if part.suite.startswith("attention"):
+        if part.suite in cpu_grouped.SIZES:
+            found = list(cpu_grouped.contenders(part.suite, part.length, dtype, part.batch))
+        elif part.suite.startswith("attention"):
             found = list(cpu_cases.attention(part.length, dtype, causal=part.causal, train=train))
         else:
             found = list(cpu_cases.model(part.suite, part.length, dtype, batch=part.batch, train=train))

@@ -15,6 +15,8 @@ from bench.parts import find, names, row
 _SUITES = {
     "attention": "One layer's attention by itself",
     "attention-causal": "One layer's causal attention by itself",
+    "attention-grouped-64": "One token of a layer by itself, 32 heads of 64 that share the keys of 8",
+    "attention-grouped-128": "One token of a layer by itself, 32 heads of 128 that share the keys of 8",
     "roberta": "RoBERTa-base-sized encoder",
     "gpt2": "GPT-2-small-sized decoder, prefill",
     "decode": "GPT-2-small-sized decoder, one token on top of so many",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from approx.errors import ApproxError, Exit
 from approx.evaluation.record import environment
 from approx_kernels.findings import generation, instructions
-from bench import cpu_cases
+from bench import cpu_cases, cpu_grouped
 from bench.parts import all_kept, seed
 
 LENGTHS, DTYPES, THREADS = (512, 1024, 2048, 4096, 8192), ("float32", "bfloat16"), (1, 2)
@@ -39,7 +39,12 @@ class Part(NamedTuple):
     @property
     def causal(self) -> bool:
         """Whether a query sees its past alone."""
-        return self.suite in ("attention-causal", "gpt2", "decode")
+        return self.suite in ("attention-causal", "gpt2") or self.decoding
+
+    @property
+    def decoding(self) -> bool:
+        """Whether there is one token on top of others."""
+        return self.suite == "decode" or self.suite in cpu_grouped.SIZES
 
     @property
     def layers(self) -> int:
@@ -59,6 +64,9 @@ def planned(threads: tuple[int, ...], dtypes: tuple[str, ...], lengths: tuple[in
                 if length <= 4096 and (dtype == "float32" or count == max(threads)):
                     for batch in (1, 8):
                         yield Part("decode", "forward", dtype, count, length, batch)
+                    for suite in cpu_grouped.SIZES if length in cpu_grouped.LENGTHS else ():
+                        for batch in cpu_grouped.BATCHES:
+                            yield Part(suite, "forward", dtype, count, length, batch)
             for frames in FRAMES:
                 yield Part("wav2vec2", "forward", dtype, count, frames)
                 if count == max(threads):

@@ -10,7 +10,7 @@ import torch
 
 from approx.errors import Exit
 from approx.mechanisms import MECHANISMS
-from bench import cpu, cpu_cases, cpu_floor, cpu_page, cpu_peers, cpu_record, cpu_sections, cpu_targets
+from bench import cpu, cpu_cases, cpu_floor, cpu_grouped, cpu_page, cpu_peers, cpu_record, cpu_sections, cpu_targets
 from bench.pages import ratio
 from bench.parts import find
 
@@ -269,3 +269,19 @@ def test_signs_are_rated_where_c_can_be_compiled(monkeypatch):
     assert rate is None or rate > 0
     monkeypatch.setattr(cpu_floor, "library", lambda source: "there is no compiler")
     assert cpu_floor._calibrate_signs(1)["flops"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", list(cpu_grouped.SIZES))
+def test_keys_that_heads_share_are_decoded_by_all_and_lie_beside_copies_of_them(bench, monkeypatch, suite):
+    run, folder = bench
+    monkeypatch.setattr(cpu_grouped, "LENGTHS", (48,))
+    made = run("--lengths", "48", "--only", f"{suite}/*")
+    assert {(part["suite"], part["batch"]) for part in made["parts"]} == {(suite, 1), (suite, 4)}
+    decoding = {name for name, kind in MECHANISMS.items() if kind.supports_causal and kind.supports_decode}
+    for part in made["parts"]:
+        found = {row["name"].split()[0]: row for row in part["contenders"]}
+        assert {row["status"] for row in found.values()} == {"ok"}
+        assert decoding <= set(found)
+        assert any(row["name"] == cpu_grouped.REPEATED for row in part["contenders"])
+    assert "32 heads of" in (folder / "report.md").read_text(encoding="utf-8")

@@ -33,6 +33,9 @@ def launches() -> Iterator[Launch]:
         for size in (16, 32, 80, 96):
             for form in ("", ", key mask"):
                 yield Launch(f"{told}, {size}{form}", _both(dtype, size, **FORMS[form]), cores)
+    for size in (64, 128):
+        for form in ("", ", key mask"):
+            yield Launch(f"bfloat16, {size}{form}, shared keys", _both(torch.bfloat16, size, **FORMS[form], shared=2))
 
 
 def _both(
@@ -44,10 +47,12 @@ def _both(
     ramp: int = 0,
     listed: bool = False,
     apart: bool = False,
+    shared: int = 1,
 ) -> Callable[[], None]:
     def run() -> None:
         batch = 1 if packed else 2
         x, lse = torch.empty(batch, 256, 4, size, dtype=dtype).transpose(1, 2), torch.empty(batch, 4, 256)
+        k = x[:, ::shared]
         bounds = torch.zeros(2, 5, dtype=torch.int32) if masked or packed else None
         mask = torch.ones(2, 256, dtype=torch.uint8) if masked else None
         entries = torch.zeros(9, dtype=torch.int32)
@@ -55,7 +60,7 @@ def _both(
         blocks = [*half, *half, torch.zeros(1, 64, dtype=torch.int64)] if listed else []
         spans = torch.ones(4) if ramp else None
         given = bounds, mask, spans, blocks, flash.ENDLESS, 0, ramp, 0.125, 128 * packed
-        place = flash.flash_forward(x, x, x, *given, apart)[3]
-        flash.flash_backward(x, lse, lse if apart else None, x, lse, place, x, x, x, *given)
+        place = flash.flash_forward(x, k, k, *given, apart)[3]
+        flash.flash_backward(x, lse, lse if apart else None, x, lse, place, x, k, k, *given)
 
     return run

@@ -23,6 +23,7 @@ def launches() -> Iterator[Launch]:
     yield Launch("float16, 128, 64 features, causal", _both(torch.float16, 128, features=64))
     for size, features in ((64, 64), (128, 128), (128, 256)):
         yield Launch(f"bfloat16, {size}, {features} features, one token", _step(size, features), tensor_cores=False)
+    yield Launch("bfloat16, 128, 128 features, one token, shared keys", _step(128, 128, 2), tensor_cores=False)
 
 
 def _both(
@@ -41,10 +42,10 @@ def _both(
     return run
 
 
-def _step(size: int, features: int) -> Callable[[], None]:
+def _step(size: int, features: int, shared: int = 1) -> Callable[[], None]:
     def run() -> None:
         q, v = (torch.empty(2, 4, 1, n, dtype=torch.bfloat16) for n in (features, size))
-        made = "elu" if features == size else "given"
-        linear_step(q, q, v, None, torch.zeros(2, 4, features, size + 1), made, 1.0, 1e-6)
+        made, k, v = "elu" if features == size else "given", q[:, ::shared], v[:, ::shared]
+        linear_step(q, k, v, None, torch.zeros(2, 4 // shared, features, size + 1), made, 1.0, 1e-6)
 
     return run

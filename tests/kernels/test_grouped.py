@@ -106,7 +106,7 @@ def test_every_way_of_exact_attention_reads_shared_heads(monkeypatch):
 
 # Kernels that read shared heads, and those that are launched in turns.
 TRITON = [("local", False), ("adaptive-span", True)]
-SLOW = [("strided", True), ("linear hedgehog window", False), ("performer", False), ("exact-topk", True)]
+SLOW = [("strided", True), ("linear hedgehog window", False), ("performer relu", False), ("exact-topk", True)]
 SLOW += [("clustered", False), ("improved-clustered", True), ("lsh", True)]
 TRITON += [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
 

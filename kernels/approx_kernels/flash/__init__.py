@@ -11,7 +11,6 @@ from approx_kernels.flash.blocks import BlockList, block_list
 from approx_kernels.flash.reference import flash_reference
 from approx_kernels.flash.samples import behind_each_other, stretches
 from approx_kernels.flash.triton import ENDLESS, flash_forward, list_tile
-from approx_kernels.grouped import in_order, sharing, turns
 from approx_kernels.implementation import choose
 from approx_kernels.shapes import check_shapes
 from approx_kernels.triton_language import obstacle, ranked
@@ -116,18 +115,6 @@ def flash(
         _check_blocks(q, k, blocks, left, right, list_tile(q, v) if run == "triton" else None)
     if spans is not None and spans.shape != q.shape[1:2]:
         raise ValueError(f"spans has shape {list(spans.shape)}; expected [{q.shape[1]}], one for each head.")
-    if run == "triton" and sharing(q, k) > 1:
-        if blocks is not None and blocks.rows.shape[0] > 1:
-            raise ValueError(
-                "A list of blocks for each head and shared key heads were asked for together; repeat the keys."
-            )
-        ways = {"scale": scale, "left": left, "right": right, "blocks": blocks, "ramp": ramp}
-        form = {**ways, "lengths": lengths, "both": both, "impl": impl}
-        found = [
-            flash(q[:, turn], k, v, key_mask, spans=None if spans is None else spans[turn], **form)
-            for turn in turns(q, k)
-        ]
-        return in_order([out for out, _ in found]), in_order([lse for _, lse in found])
     bounds = stretches(key_mask, q.shape[2], both) if lengths is None else behind_each_other(q, k, key_mask, lengths)
     left, right = (ENDLESS if reach is None else max(min(reach, ENDLESS), -ENDLESS) for reach in (left, right))
     with without_autocast(q.device.type):

@@ -11,6 +11,7 @@ from torch import Tensor
 from approx_kernels.custom_op import custom_op
 from approx_kernels.flash.triton_backward import flash_keys_kernel, flash_queries_kernel
 from approx_kernels.flash.triton_forward import flash_forward_kernel
+from approx_kernels.grouped import empty_gradients, sharing, summed
 from approx_kernels.triton_language import Configuration, first_that_fits
 
 # As far as a window reaches that has no end.
@@ -139,6 +140,7 @@ def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor, grad_total: Tensor, _: 
         grad, grad_lse, less, out, lse, place, q, k, v, bounds, key_mask, spans, blocks, *ctx.numbers
     )
     none = [None] * (len(ctx.numbers) + 1)
+    dk, dv = summed(dk, k.shape[1]), summed(dv, v.shape[1])
     return dq, dk, dv, None, None, None if spans is None else dspans, [None] * len(blocks), *none
 
 
@@ -151,8 +153,8 @@ def flash_forward(
 
     Args:
         q: [B, H, L, D], the last dimension contiguous, as in k and v.
-        k: [B, H, S, D].
-        v: [B, H, S, E].
+        k: [B, G, S, D], where H is a multiple of G.
+        v: [B, G, S, E].
         bounds: [N, 5] int32: rows of the queries and of the keys of each sample, from and to, and whether keys among them
             are masked; None where they are all of both.
         key_mask: [B, S] uint8, 1 at real keys; None when no bounds say that some are masked.
@@ -189,7 +191,7 @@ def _fake_backward(
     grad: Tensor, grad_lse: Tensor, less: Any, out: Tensor, lse: Tensor, place: Any, q: Tensor, k: Tensor, v: Tensor,
     *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _beside(q, q.shape[3]), _beside(k, k.shape[3]), _beside(v, v.shape[3]), lse.new_empty(q.shape[1])
+    return *empty_gradients(q, k, v), lse.new_empty(q.shape[1])
 
 
 @custom_op(_fake_backward, flops=_flops_backward)
@@ -198,7 +200,7 @@ def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, key_mask: Tensor | None, spans: Tensor | None,
     blocks: Sequence[Tensor], left: int, right: int, ramp: int, scale: float, longest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the backward kernels: gradients of q, k, v and spans, each sum in one order always.
+    """Launch the backward kernels: gradients of q, of k and v for each query head, and of spans, each sum in one order always.
 
     Args:
         grad: Gradient of the outputs.
@@ -259,6 +261,7 @@ def _shared(
     return {
         "rows_h": blocks[0].stride(0) if blocks and blocks[0].shape[0] > 1 else 0,
         "H": q.shape[1],
+        "shared": sharing(q, k),
         "L": q.shape[2],
         "S": k.shape[2],
         "longest": longest,

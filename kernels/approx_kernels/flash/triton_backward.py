@@ -30,7 +30,7 @@ def _logarithms(base, start, begin, end, ROWS: tl.constexpr):
 def flash_queries_kernel(
     Q, K, V, Out, dOut, Lse, dLse, Place, Less, Delta, dQ, dSpans, Bounds, KeyMask, Spans, Rows, Columns, Tiles, Bits,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, g_b, g_h, g_n, dq_b, dq_h, dq_n, rows_h,
-    H, L, S, longest, shift, left, right, ramp, scale,
+    H, shared, L, S, longest, shift, left, right, ramp, scale,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -50,8 +50,8 @@ def flash_queries_kernel(
         return
     left, right, whole_left, whole_right, span = window(Spans, head, left, right, ramp)
     batch, head_at = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
-    K += batch * k_b + head_at * k_h
-    V += batch * v_b + head_at * v_h
+    K += batch * k_b + tl.cast(head // shared, tl.int64) * k_h
+    V += batch * v_b + tl.cast(head // shared, tl.int64) * v_h
     if KeyMask is not None:
         KeyMask += batch * S
     line = (batch * H + head) * L
@@ -137,7 +137,7 @@ def flash_queries_kernel(
 def flash_keys_kernel(
     Q, K, V, dOut, Lse, Place, Less, Delta, dK, dV, Bounds, KeyMask, Spans, Rows, Columns, Tiles, Bits,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, rows_h,
-    H, L, S, longest, shift, left, right, ramp, scale,
+    H, shared, L, S, longest, shift, left, right, ramp, scale,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -161,8 +161,9 @@ def flash_keys_kernel(
     dOut += batch * g_b + head_at * g_h
     line = (batch * H + head) * L
     column = first + tl.arange(0, BN)
-    k = load_rows(K + batch * k_b + head_at * k_h, first, k_n, k_begin, k_end, D, WIDE_D, BN, True)
-    v = load_rows(V + batch * v_b + head_at * v_h, first, v_n, k_begin, k_end, E, WIDE_E, BN, True)
+    own_keys = tl.cast(head // shared, tl.int64)
+    k = load_rows(K + batch * k_b + own_keys * k_h, first, k_n, k_begin, k_end, D, WIDE_D, BN, True)
+    v = load_rows(V + batch * v_b + own_keys * v_h, first, v_n, k_begin, k_end, E, WIDE_E, BN, True)
     factor = scale * 1.4426950408889634
     dk = tl.zeros([BN, WIDE_D], tl.float32)
     dv = tl.zeros([BN, WIDE_E], tl.float32)

@@ -16,7 +16,7 @@ from approx_kernels.flash.triton_tiles import (
 )
 from approx_kernels.triton_language import jit, tl
 
-# Lengths that differ must not make kernels that differ.
+# Lengths that differ must not make kernels that differ; `shared` may, for where it is 1 nothing is divided.
 LENGTHS = ("H", "L", "S", "longest", "shift", "left", "right", "ramp", "rows_h")
 
 
@@ -37,7 +37,7 @@ def _fold(s, v, total, top, out, PRECISION: tl.constexpr):
 def flash_forward_kernel(
     Q, K, V, Out, Lse, Total, Place, Bounds, KeyMask, Spans, Rows, Columns, Tiles, Bits,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, rows_h,
-    H, L, S, longest, shift, left, right, ramp, scale,
+    H, shared, L, S, longest, shift, left, right, ramp, scale,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -55,8 +55,8 @@ def flash_forward_kernel(
         return
     left, right, whole_left, whole_right, span = window(Spans, head, left, right, ramp)
     batch = tl.cast(batch, tl.int64)
-    K += batch * k_b + tl.cast(head, tl.int64) * k_h
-    V += batch * v_b + tl.cast(head, tl.int64) * v_h
+    K += batch * k_b + tl.cast(head // shared, tl.int64) * k_h
+    V += batch * v_b + tl.cast(head // shared, tl.int64) * v_h
     if KeyMask is not None:
         KeyMask += batch * S
     Q += batch * q_b + tl.cast(head, tl.int64) * q_h

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from approx_kernels.grouped import in_order, sharing
+from approx_kernels.grouped import in_order
 from approx_kernels.implementation import choose
 from approx_kernels.linear.decode import continue_heads, continue_in_place, decode_obstacle, state_obstacle
 from approx_kernels.linear.features import FEATURE_MAPS
-from approx_kernels.linear.reference import drop_keys, joined_sums, linear_heads, own_parts
+from approx_kernels.linear.reference import drop_keys, linear_heads, own_parts
 from approx_kernels.linear.triton_decode import continue_by_kernels, step_obstacle
 from approx_kernels.linear.triton_heads import linear_kernels, linear_obstacle
 from approx_kernels.linear.triton_window import windowed_kernels
@@ -147,15 +147,8 @@ def linear_decode(
     no_kernels = linear_obstacle(q, v, dropout=0.0) or kept or step_obstacle(q, k, state, window)
     run = choose("linear_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
     ways = {"feature_map": feature_map, "maps": maps, "input_scale": input_scale, "eps": eps}
-    if run == "triton" and sharing(q, k) == 1:
-        return continue_by_kernels(q, k, v, key_mask, state, **ways)
     if run == "triton":
-        found = []
-        for turn, sums, learned in own_parts(q, k, None if state is None else state["sums"], maps, None):
-            # Each turn overwrites the sums that it begins with.
-            own = None if state is None else {"sums": sums.clone()}
-            found.append(continue_by_kernels(q[:, turn], k, v, key_mask, own, **ways | {"maps": learned["maps"]}))
-        return in_order([out for out, _ in found]), {"sums": joined_sums([after["sums"] for _, after in found], maps)}
+        return continue_by_kernels(q, k, v, key_mask, state, **ways)
     go_on = continue_in_place if run == "cpu" else continue_heads
     mix = mix if window else None
     return go_on(q, k, v, key_mask, state, window=window, mix=mix, scale=scale, **ways)

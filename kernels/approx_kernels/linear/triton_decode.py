@@ -13,6 +13,8 @@ from torch import Tensor
 
 from approx_kernels.autocast import without_autocast
 from approx_kernels.custom_op import custom_op
+from approx_kernels.grouped import in_order, sharing
+from approx_kernels.linear.reference import joined_sums, own_parts
 from approx_kernels.linear.triton import power
 from approx_kernels.linear.triton_heads import as_features, attend
 from approx_kernels.linear.triton_tiles import features, read_rows, real
@@ -48,10 +50,18 @@ def continue_by_kernels(
 ) -> tuple[Tensor, State]:
     """As `continue_heads` without a window: a whole prompt, or one token, which overwrites the sums of the state."""
     with without_autocast(q.device.type):
-        q, k, v, how = as_features(q, k, v, feature_map, maps, input_scale)
         if state is None:
-            out, _, sums, totals = attend(q, k, v, key_mask, True, *how, eps, whole=True)
-            return out, {"sums": torch.cat([sums.sum(2), totals.sum(2)[..., None]], -1)}
+            found = []
+            for turn, _, learned in own_parts(q, k, None, maps, None):
+                one, keys, values, how = as_features(q[:, turn], k, v, feature_map, learned["maps"], input_scale)
+                out, _, sums, totals = attend(one, keys, values, key_mask, True, *how, eps, whole=True)
+                found.append((out, torch.cat([sums.sum(2), totals.sum(2)[..., None]], -1)))
+            outs, sums = zip(*found, strict=True)
+            return in_order(outs), {"sums": joined_sums(sums, maps)}
+        if maps is not None:
+            # What each query head has learned of keys is its own; so are then the few numbers of one token.
+            k, v = (x.repeat_interleave(sharing(q, x), 1) for x in (k, v))
+        q, k, v, how = as_features(q, k, v, feature_map, maps, input_scale)
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
         sums = state["sums"].contiguous()
@@ -59,7 +69,7 @@ def continue_by_kernels(
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+    return v.new_empty(*q.shape[:3], v.shape[3])
 
 
 def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, out_shape: Any = None) -> int:
@@ -81,10 +91,10 @@ def linear_step(
 
     Args:
         q: [B, H, 1, D], the last dimension contiguous, as in k and v.
-        k: [B, H, 1, D].
-        v: [B, H, 1, E].
+        k: [B, G, 1, D], where H is a multiple of G.
+        v: [B, G, 1, E].
         key_mask: [B, 1] uint8, 1 where the key counts; None when all do.
-        sums: Of features times values and a one, [B, H, D, E + 1], float32 and contiguous; written to.
+        sums: Of features times values and a one, [B, G, D, E + 1], float32 and contiguous; written to.
         feature_map: And the others: as for `linear_forward`.
 
     Returns:
@@ -95,8 +105,8 @@ def linear_step(
 
     def run(cut: Configuration) -> None:
         strides = [stride for x in (q, k, v, out) for stride in x.stride()[:2]]
-        linear_step_kernel[(q.shape[0] * q.shape[1],)](
-            q, k, v, key_mask, sums, out, *strides, q.shape[1], input_scale, eps,
+        linear_step_kernel[(k.shape[0] * k.shape[1],)](
+            q, k, v, key_mask, sums, out, *strides, k.shape[1], sharing(q, k), input_scale, eps,
             D=q.shape[3], E=v.shape[3], WIDE_D=power(q.shape[3]), WIDE_E=power(v.shape[3]), MAP=feature_map, **cut.options,
         )  # fmt: skip
 
@@ -104,20 +114,18 @@ def linear_step(
     return out
 
 
-@jit(do_not_specialize=("H",))
+@jit(do_not_specialize=("G",))
 def linear_step_kernel(
     Q, K, V, KeyMask, Sums, Out,
-    q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, H, scale, eps,
+    q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, G, shared, scale, eps,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """One token more: its key and value are added to the sums of a head, [D, E + 1], which its query then reads."""
+    """One token more: its key and value are added to the sums of a key head, [D, E + 1], which its queries then read."""
     line = tl.program_id(0)
-    sample, head = tl.cast(line // H, tl.int64), tl.cast(line % H, tl.int64)
+    sample, head = tl.cast(line // G, tl.int64), tl.cast(line % G, tl.int64)
     row, column = tl.arange(0, WIDE_D), tl.arange(0, WIDE_E)
     own = tl.arange(0, 1) == 0
     one = real(KeyMask if KeyMask is None else KeyMask + sample, 0, 1, 1)
-    f = read_rows(Q + sample * q_b + head * q_h, 0, 0, own, 0, D, WIDE_D, 1)
-    f = tl.sum(features(f, own, scale, 0, MAP, D, WIDE_D, False), 0)
     g = features(
         read_rows(K + sample * k_b + head * k_h, 0, 0, one, 0, D, WIDE_D, 1), one, scale, 0, MAP, D, WIDE_D, False
     )
@@ -129,6 +137,10 @@ def linear_step_kernel(
     total = tl.load(at + E, mask=row < D, other=0.0) + g
     tl.store(places, state, mask=inside)
     tl.store(at + E, total, mask=row < D)
-    norm = tl.sum(f * total, 0) + eps
-    out = tl.sum(f[:, None] * state, 0) * tl.where(norm != 0, 1.0 / tl.where(norm != 0, norm, 1.0), 0.0)
-    tl.store(Out + sample * o_b + head * o_h + column, out.to(Out.dtype.element_ty), mask=column < E)
+    for each in range(shared):
+        query = head * shared + each
+        f = read_rows(Q + sample * q_b + query * q_h, 0, 0, own, 0, D, WIDE_D, 1)
+        f = tl.sum(features(f, own, scale, 0, MAP, D, WIDE_D, False), 0)
+        norm = tl.sum(f * total, 0) + eps
+        out = tl.sum(f[:, None] * state, 0) * tl.where(norm != 0, 1.0 / tl.where(norm != 0, norm, 1.0), 0.0)
+        tl.store(Out + sample * o_b + query * o_h + column, out.to(Out.dtype.element_ty), mask=column < E)

@@ -31,3 +31,10 @@ def error_and_budget(actual: Tensor, reference: Tensor, exact64: Tensor, factor:
     size = exact64.square().mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
     error, own = (((x.double() - exact64).square().mean().sqrt() / size).item() for x in (actual, reference))
     return error, factor * max(own, torch.finfo(actual.dtype).eps)
+
+
+def at_real_queries(out: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Outputs [B, H, L, E] with 0 at padded queries, whose outputs have no meaning; as they are where L differs from S."""
+    if key_mask is None or out.shape[2] != key_mask.shape[1]:
+        return out
+    return out.masked_fill(~key_mask[:, None, :, None], 0.0)

@@ -15,7 +15,7 @@ from approx_kernels.implementation import chosen
 from approx_kernels.linear import linear_attention, linear_decode
 from approx_kernels.linear import triton as launching
 from approx_kernels.triton_language import configuration
-from closeness import assert_close
+from closeness import assert_close, at_real_queries
 
 pytest.importorskip("triton")
 
@@ -35,15 +35,8 @@ def run(tensors, key_mask, impl, **how):
     given = {"mix": leaves[3]} if len(leaves) > 3 else {}
     out = linear_attention(leaves[0], leaves[1], leaves[2], key_mask, impl=impl, **given, **how)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    out = real_rows(out, key_mask)
+    out = at_real_queries(out, key_mask)
     return [out, *torch.autograd.grad(out, leaves, grad.to(out.device, out.dtype))]
-
-
-def real_rows(out, key_mask):
-    """The outputs, 0 at padded queries, whose outputs have no meaning."""
-    if key_mask is None or out.shape[2] != key_mask.shape[1]:
-        return out
-    return out.masked_fill(~key_mask[:, None, :, None], 0.0)
 
 
 def check(tensors, key_mask=None, factor=4.0, **how):
@@ -264,7 +257,7 @@ def test_decoding_overwrites_the_sums(feature_map, features, monkeypatch):
         )
         found.append(out)
         places.add(state["sums"].data_ptr())
-    assert_close("out", *(real_rows(x, mask) for x in (torch.cat(found, 2), plain, whole)), factor=4.0)
+    assert_close("out", *(at_real_queries(x, mask) for x in (torch.cat(found, 2), plain, whole)), factor=4.0)
     assert len(places) == 1
     after = linear_decode(q, k, v, mask, feature_map=feature_map, impl="reference")[1]["sums"]
     torch.testing.assert_close(state["sums"], after)

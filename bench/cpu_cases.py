@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from approx.conversion import surgery
-from approx.conversion.anatomy import attention_free
+from approx.conversion.attention_free import attention_free
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan
 from approx.mechanisms import MECHANISMS

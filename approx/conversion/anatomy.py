@@ -1,10 +1,8 @@
 """Where a model's attention lives: observed in a forward pass on the meta device, not looked up in a table of families."""
 
-import contextlib
 import copy
 import difflib
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -17,10 +15,10 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from approx.conversion import positions
+from approx.conversion.attention_free import values_only
 from approx.conversion.inputs import example_inputs
 from approx.errors import ApproxError, Exit
 
-_FREE = "approx_attention_free"
 _PROBE_LENGTH = 48
 # What families pass to their attention besides q, k and v that does not change what attention computes.
 _HARMLESS = {
@@ -67,6 +65,7 @@ class Anatomy:
         parameters: Number of parameters.
         positions: Longest input the position table allows; None if there is no limit.
         flops_per_position: Floating-point operations outside self-attention for each position.
+        flops_per_pair: The same for each pair of positions: cross-attention between two parts that both grow with the length.
         flops_fixed: The same, independent of the length.
     """
 
@@ -77,11 +76,12 @@ class Anatomy:
     parameters: int
     positions: int | None
     flops_per_position: float
+    flops_per_pair: int
     flops_fixed: float
 
     def flops_outside(self, length: int) -> float:
         """Floating-point operations of one forward pass of `length` positions, self-attention left out."""
-        return self.flops_fixed + self.flops_per_position * length
+        return self.flops_fixed + self.flops_per_position * length + self.flops_per_pair * length**2
 
 
 @dataclass(frozen=True)
@@ -119,38 +119,6 @@ class _Observer:
 
     def mask(self, *args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> None:
         self.plain_masks &= mask_function in (causal_mask_function, bidirectional_mask_function)
-
-
-def values_only(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Attention left out: each position gets its own value (an average one where keys and queries differ in number).
-
-    Returns:
-        [B, L, H, E] and no weights.
-    """
-    groups = query.shape[1] // value.shape[1]
-    if groups > 1:
-        value = value.repeat_interleave(groups, dim=1)
-    if value.shape[-2] != query.shape[-2]:
-        value = value.mean(-2, keepdim=True).expand(*query.shape[:-1], value.shape[-1])
-    return value.transpose(1, 2), None
-
-
-AttentionInterface.register(_FREE, values_only)
-AttentionMaskInterface.register(_FREE, lambda *args, **kwargs: None)
-
-
-@contextlib.contextmanager
-def attention_free(model: Any) -> Iterator[None]:
-    """Run `model` with its attention replaced by its values: the ceiling of every speed-up that attention can give."""
-    config = model.config
-    before = config._attn_implementation
-    config._attn_implementation_internal = _FREE
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = before
 
 
 def anatomy(config: Any, model_class: type) -> Anatomy:
@@ -194,13 +162,16 @@ def _observe(kind: _Kind) -> Anatomy:
             if "input_ids" in inputs:
                 # Without a mask some families look for padding in the ids, which have no content here.
                 inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-                # Of as many tokens as the encoder's, what attends to those would pass for self-attention.
-                inputs |= {name: ids[:, 1:] for name, ids in inputs.items() if name == "decoder_input_ids"}
             observer.calls = []
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 model(**inputs)
             flops.append(counter.get_total_flops())
             calls.append(observer.calls)
+        if "decoder_input_ids" in inputs:
+            # Where both parts have as many tokens, cross-attention looks like self-attention.
+            observer.calls = []
+            with torch.no_grad():
+                model(**{**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, 1:]})
     except ApproxError:
         raise
     except Exception as error:
@@ -216,22 +187,26 @@ def _observe(kind: _Kind) -> Anatomy:
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
 
-    # Each module as it was called with the shorter and the longer input; one of the two tells cross-attention.
-    pairs = list(zip(*calls, strict=True))
-    cross = [pair for pair in pairs if _is_cross(*pair)]
+    cross, own, per_pair = [], [], 0
+    for *pair, last in zip(*calls, observer.calls, strict=True):
+        (cross if _is_cross(*pair, last) else own).append(pair)
     for pair in cross:
+        if not _is_cross(*pair):
+            _, query, *_ = pair[0]
+            per_pair += 4 * query.numel() // query.shape[-2]
+            continue
         for number, (_, query, key, *_) in enumerate(pair):
             flops[number] += 4 * query.numel() * key.shape[-2]
     per_position = (flops[1] - flops[0]) / (lengths[1] - lengths[0])
-    sites = _sites(model, observer.plain_masks, [pair for pair in pairs if not _is_cross(*pair)])
     return Anatomy(
         family=config.model_type,
         architecture=model_class.__name__,
-        sites=sites,
+        sites=_sites(model, observer.plain_masks, own),
         cross_attention=len(cross),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         positions=positions.limit(config),
         flops_per_position=per_position,
+        flops_per_pair=per_pair,
         flops_fixed=flops[0] - per_position * lengths[0],
     )
 
@@ -257,7 +232,7 @@ def _is_cross(*calls: _Call) -> bool:
     return any(query.shape[-2] != key.shape[-2] for _, query, key, *_ in calls)
 
 
-def _sites(model: Any, plain_masks: bool, pairs: list[tuple[_Call, _Call]]) -> tuple[Site, ...]:
+def _sites(model: Any, plain_masks: bool, pairs: list[list[_Call]]) -> tuple[Site, ...]:
     name = type(model).__name__
     if not plain_masks:
         raise ApproxError(

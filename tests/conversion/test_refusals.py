@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import StaticCache
 
 from approx.conversion import surgery
 from approx.conversion.anatomy import anatomy, attends_causally
@@ -130,18 +129,6 @@ def test_packed_sequences_are_refused():
     surgery.convert(model, Plan.of("local"))
     with refused(Exit.UNSUPPORTED, "packed"), torch.no_grad():
         model(**inputs, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False)
-
-
-@pytest.mark.parametrize("mechanism", ["strided", "local", "linear"])
-@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "LlamaForCausalLM"])
-def test_a_static_cache_is_refused_where_a_layer_is_not_exact(architecture, mechanism):
-    model = tiny(architecture)
-    inputs = example_inputs(model, 8)
-    surgery.convert(model, Plan.of(mechanism, layers="1"))
-    with refused(Exit.UNSUPPORTED, "dynamic cache"), torch.no_grad():
-        model(**inputs, past_key_values=StaticCache(config=model.config, max_cache_len=32))
-    with refused(Exit.UNSUPPORTED, "dynamic cache"):
-        model.generate(**inputs, max_new_tokens=4, cache_implementation="static")
 
 
 def test_families_are_told_apart_by_whether_they_attend_causally():

@@ -156,7 +156,7 @@ def test_it_compiles_without_a_break():
 def test_queries_that_see_a_rank_stand_together(form):
     q, k, _ = draw(60, 60, batch=4, heads=2)
     projections = drawn(16, form["variant"], form["causal"])
-    found = sorted_rounds(q, k, mask(60), projections=projections, cluster=CLUSTER, **form)
+    found = sorted_rounds(q, k, mask(60), projections=projections, cluster=CLUSTER, buckets=1, **form)
     low, end = (bound.gather(-1, found.queries.long())[..., None] for bound in (found.low, found.end))
     begins = torch.arange(0, found.tokens.shape[3], 4, device=DEVICE)
     seeing = (low < end) & (low < begins + 4) & (end > begins)
@@ -184,7 +184,7 @@ def test_the_operators_pass_pytorchs_own_checks(own):
     q, k, v = (x.requires_grad_() for x in draw(9, 9))
     projections = drawn(16, "asymmetric", True, rounds=2)
     with torch.no_grad():
-        how = {"variant": "asymmetric", "cluster": 2, "causal": True, "dedup": True}
+        how = {"variant": "asymmetric", "cluster": 2, "buckets": 1, "causal": True, "dedup": True}
         *plan, ranks = sorted_rounds(q, k, None, projections=projections, **how)
     opcheck(launching.lsh_forward.operator, (q, k, v, None, plan, ranks, own, 4, 0.3))
 

@@ -1,0 +1,42 @@
+"""A model without its attention: what no mechanism can beat."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+_FREE = "approx_attention_free"
+
+
+def values_only(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention left out: each position gets its own value (an average one where keys and queries differ in number).
+
+    Returns:
+        [B, L, H, E] and no weights.
+    """
+    groups = query.shape[1] // value.shape[1]
+    if groups > 1:
+        value = value.repeat_interleave(groups, dim=1)
+    if value.shape[-2] != query.shape[-2]:
+        value = value.mean(-2, keepdim=True).expand(*query.shape[:-1], value.shape[-1])
+    return value.transpose(1, 2), None
+
+
+AttentionInterface.register(_FREE, values_only)
+AttentionMaskInterface.register(_FREE, lambda *args, **kwargs: None)
+
+
+@contextlib.contextmanager
+def attention_free(model: Any) -> Iterator[None]:
+    """Run `model` with its attention replaced by its values: the ceiling of every speed-up that attention can give."""
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation_internal = _FREE
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before

@@ -1,12 +1,13 @@
 """Dropout in C: which weights are dropped follows from a seed and from who weighs what, in whatever order that is done."""
 
-import ctypes
-
 import torch
+
+from approx_kernels.c_structs import Dropout
 
 DROPOUT = r"""
 /* A weight is dropped where 24 bits of its hash are below the bound, 0 for none; all others are multiplied by the factor. */
 typedef struct { uint64_t seed; int32_t bound; float factor; } dropout;
+SIZE_OF(dropout, dropout)
 
 /* What a query brings to the hashes of its keys. */
 typedef struct { uint32_t before, between; } draw;
@@ -60,12 +61,6 @@ INLINE void drop_lanes(const dropout *d, const uint32_t *before, const uint32_t 
                 kept(d, *(const vu *)(before + i), *(const vu *)(between + i), (vu){0} + (uint32_t)(first + j));
 }
 """
-
-
-class Dropout(ctypes.Structure):
-    """`dropout` of the C above."""
-
-    _fields_ = (("seed", ctypes.c_uint64), ("bound", ctypes.c_int32), ("factor", ctypes.c_float))
 
 
 def draw_seed(dropout: float) -> int:

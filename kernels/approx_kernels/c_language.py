@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from approx_kernels.c_structs import check_sizes
 from approx_kernels.cache_folder import is_private, private_folder
 from approx_kernels.observed import needs_pytorch
 
@@ -70,7 +71,9 @@ def library(source: str) -> ctypes.CDLL | str:
             with _locked(folder / f"{key}.lock"):
                 # Another process may have compiled it meanwhile.
                 found = _kept(folder, key) or _compile(compiler, source, folder, key)
-        return ctypes.CDLL(str(found))
+        loaded = ctypes.CDLL(str(found))
+        check_sizes(loaded)
+        return loaded
     except subprocess.TimeoutExpired:
         return _missing(f"{compiler} took more than {_SECONDS} seconds. Set $CC to another compiler.")
     except subprocess.CalledProcessError as error:
@@ -103,30 +106,6 @@ def find_compiler() -> tuple[str | None, str]:
     found = next(filter(None, map(shutil.which, [asked] if asked else ["cc", "gcc", "clang"])), None)
     missing = f"$CC, {asked!r}, is not a program" if asked else "there is no C compiler"
     return found, f"{missing}. Install gcc, or set $CC to a compiler."
-
-
-class Rows(ctypes.Structure):
-    """`tensor` of c_vectors.py: where a tensor [B, G, N, D] begins, its first three strides, and who shares a head."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("batch", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("row", ctypes.c_int64),
-        ("shared", ctypes.c_int64),
-    )
-
-
-def rows_of(first: Tensor, *others: Tensor) -> list[Rows]:
-    """The rows of tensors [B, H, N, D], numbers of a row side by side; of others with G heads, each H / G heads share one."""
-    heads = first.shape[1]
-    return [Rows(x.data_ptr(), *x.stride()[:3], heads // x.shape[1]) for x in (first, *others)]
-
-
-def address(x: Tensor | None) -> ctypes.c_void_p:
-    """Where the numbers of a contiguous tensor lie; NULL for None."""
-    assert x is None or x.is_contiguous(), f"a tensor of shape {list(x.shape)} does not lie in one piece"
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def check(failed: int) -> None:

@@ -17,6 +17,9 @@ VECTORS = r"""
 #define INLINE static inline __attribute__((always_inline))
 /* Some of the files that have these functions do not call all of them. */
 #define SHARED static __attribute__((unused))
+/* How large a structure is, for c_structs.py. */
+#define SIZE_OF(name, type) \
+    int64_t size_of_##name(void) { return sizeof(type); }
 /* What stands in for what a processor lacks takes the same arguments, and does not look at them. */
 #define BEGIN_STAND_INS _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic ignored \"-Wunused-parameter\"")
 #define END_STAND_INS _Pragma("GCC diagnostic pop")
@@ -121,6 +124,10 @@ INLINE vf vexp(vf x) {
     return (vf)((vi)p + ((vi)shifted << 23));
 }
 
+/* The exponential of what is 0 at most, but for what rounding made of it: a weight, 1 at most. NaN stays NaN. */
+INLINE vf vweight(vf x) { return vexp(-larger((vf){0}, -x)); }
+INLINE float weight_of(float x) { return x > 0.0f ? 1.0f : expf(x); }
+
 /* c[m][n] (+)= sum over p of a[m am + p ak] b[p][n], for a tile that stays in registers. */
 INLINE void tile(const int rows, const int vectors, int64_t depth, const float *a, int64_t am, int64_t ak,
                  const float *b, int64_t ldb, float *c, int64_t ldc, int add) {
@@ -180,6 +187,7 @@ SHARED void product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t
 
 /* A tensor [B, H, n, size] of floats or bfloat16, whose last dimension lies in one piece. */
 typedef struct { void *data; int64_t batch, head, row, shared; } tensor;
+SIZE_OF(rows, tensor)
 
 /* Where the rows of a head begin, of which `shared` heads in turn have the same. */
 INLINE int64_t head_of(tensor x, int64_t b, int64_t h) { return b * x.batch + h / x.shared * x.head; }

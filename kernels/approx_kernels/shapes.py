@@ -50,3 +50,36 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> No
             f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; "
             f"expected torch.bool of shape [{batch}, {k.shape[2]}], True at real keys."
         )
+
+
+def check_part(name: str, part: Tensor, q: Tensor, *shape: int | str, dtype: torch.dtype | None = None) -> None:
+    """Refuse what an op takes beside q, k and v, such as random rows, where it does not fit them.
+
+    Args:
+        name: What the op calls it.
+        part: The tensor.
+        q: Queries, on whose device it must be.
+        shape: Its sizes; a word stands for any size from 1 on.
+        dtype: Its dtype; None for any floating one.
+
+    Raises:
+        ValueError: naming the tensor, and the shape, dtype or device that was found and that was expected.
+    """
+    sizes = [size if isinstance(size, int) else max(found, 1) for size, found in zip(shape, part.shape, strict=False)]
+    if list(part.shape) != sizes or len(sizes) != len(shape):
+        expected = ", ".join(map(str, shape))
+        raise ValueError(f"{name} has shape {list(part.shape)}; expected [{expected}] to fit q.")
+    if part.dtype != dtype if dtype else not part.is_floating_point():
+        raise ValueError(f"{name} is {part.dtype}; expected {dtype or 'a floating dtype'}.")
+    if part.device != q.device:
+        raise ValueError(f"{name} is on {part.device}, q on {q.device}; expected one device. Move it there.")
+
+
+def check_least(name: str, number: int | None, least: int) -> None:
+    """Refuse a whole number below what is allowed.
+
+    Raises:
+        ValueError: naming it, what was found and what is allowed.
+    """
+    if number is not None and number < least:
+        raise ValueError(f"{name} is {number}; expected {least} or more.")

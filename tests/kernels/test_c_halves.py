@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.c_language import address
 from approx_kernels.c_parts import PARTS
 from approx_kernels.findings import instructions
 from c_sources import compiled, needs_compiler
@@ -34,6 +33,10 @@ float rounded(float x) { return halved(x); }
 int width(void) { return WIDTH; }
 """
 )
+
+
+def address(x):
+    return ctypes.c_void_p(x.data_ptr())
 
 
 def multiplied(left, right, sums, *, half, left_across, right_across, row=0, column=0):

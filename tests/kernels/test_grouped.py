@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from approx_kernels.c_language import rows_of
+from approx_kernels.c_structs import rows_of
 from approx_kernels.exact import exact_attention
 from approx_kernels.exact.ways import ways
 from approx_kernels.flash import flash

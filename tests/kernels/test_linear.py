@@ -271,7 +271,7 @@ def test_every_map_and_window_is_its_formula_over_all_pairs(causal, feature_map,
         ({"feature_map": "hedgehog"}, "maps has shapes None; expected"),
         ({"maps": (torch.zeros(2, 4, 4), torch.zeros(2, 4, 4))}, "expected None for elu"),
         ({"feature_map": "t2r", "maps": (torch.zeros(2, 4, 4), torch.zeros(2, 4, 4))}, "5, 4"),
-        ({"window": 3}, "mix has shape None"),
+        ({"window": 3}, "mix is None"),
         ({"window": 3, "mix": torch.ones(3)}, "mix has shape"),
     ],
 )

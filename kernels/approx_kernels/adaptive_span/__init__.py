@@ -10,7 +10,7 @@ from approx_kernels.flash import flash, flash_obstacle
 from approx_kernels.grouped import in_order, turns
 from approx_kernels.implementation import choose
 from approx_kernels.key_lists.cpu import obstacle
-from approx_kernels.shapes import check_shapes
+from approx_kernels.shapes import check_least, check_part, check_shapes
 from approx_kernels.triton_language import ranked
 
 __all__ = ["adaptive_span_attention", "mass_by_distance", "window_sizes"]
@@ -61,8 +61,8 @@ def adaptive_span_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    if spans.shape != q.shape[1:2]:
-        raise ValueError(f"spans has shape {list(spans.shape)}; expected [{q.shape[1]}], one for each head.")
+    check_part("spans", spans, q, q.shape[1])
+    check_least("ramp", ramp, 1)
     ways = {"cpu": obstacle(q), "reference": None}
     run = choose("adaptive_span_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
     if run == "triton":
@@ -70,6 +70,8 @@ def adaptive_span_attention(
         right = 0 if causal else None
         return flash(q, k, v, key_mask, scale=scale, right=right, spans=spans, ramp=ramp, impl="triton")[0]
     numbers = spans.tolist() if known is None else known()
+    if not all(number >= 0.0 for number in numbers):
+        raise ValueError(f"spans are {list(numbers)}; expected distances, from 0 on.")
     how = {"ramp": ramp, "causal": causal, "scale": scale, "dropout": dropout}
     if run == "cpu":
         return grouped_heads(q, k, v, key_mask, spans=spans, known=numbers, **how, by_lists=True)

@@ -14,9 +14,10 @@ from approx_kernels.clustered.triton import clustered_on_gpu
 from approx_kernels.clustered.triton import obstacle as triton_obstacle
 from approx_kernels.clustered.triton_causal import causal_on_gpu
 from approx_kernels.clustered.triton_causal import obstacle as causal_triton_obstacle
+from approx_kernels.clustering import check_clustering
 from approx_kernels.grouped import in_turns
 from approx_kernels.implementation import choose
-from approx_kernels.shapes import check_shapes
+from approx_kernels.shapes import check_least, check_part, check_shapes
 from approx_kernels.tokens import without_padding
 from approx_kernels.triton_language import ranked
 
@@ -75,8 +76,14 @@ def clustered_attention(
     check_shapes(q, k, v, key_mask)
     if (planes is None or draws is None) == (selectors is None):
         raise ValueError("Either planes and draws or selectors say which queries are alike; expected one of the two.")
+    check_least("clusters", clusters, 1)
+    check_least("topk", topk, 1)
     if selectors is not None:
-        _check_fitted(q, "selectors", selectors, clusters, q.shape[3] + 1)
+        if clusters is None:
+            raise ValueError("clusters is None beside selectors; expected their number.")
+        check_part("selectors", selectors, q, q.shape[1], clusters, q.shape[3] + 1)
+    elif planes is not None and draws is not None:
+        check_clustering(q, planes, draws, clusters or default_clusters(q.shape[2]), iterations)
     settings = {"clusters": clusters, "iterations": iterations, "topk": topk, "scale": scale}
     ways = {"planes": planes, "draws": draws}
     why = triton_obstacle(q, v, clusters, 0 if planes is None else len(planes), dropout)
@@ -143,8 +150,10 @@ def causal_clustered_attention(
         ValueError: if the shapes or dtypes do not fit together, or `impl` cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    _check_fitted(q, "centroids", centroids, centroids.shape[1], q.shape[3])
-    _check_fitted(q, "selectors", selectors, centroids.shape[1], q.shape[3] + 1)
+    check_part("centroids", centroids, q, q.shape[1], "clusters", q.shape[3])
+    check_part("selectors", selectors, q, q.shape[1], centroids.shape[1], q.shape[3] + 1)
+    check_least("chunk", chunk, 1)
+    check_least("topk", topk, 1)
     why = causal_triton_obstacle(q, v, chunk, topk or 0, dropout)
     run = choose("causal_clustered_attention", impl, ranked(q, why, cpu=causal_obstacle(q), reference=None))
     settings = {"chunk": chunk, "topk": topk or 0, "scale": scale}
@@ -159,9 +168,3 @@ def causal_clustered_attention(
         return without_padding(partial(causal_samples, **fitted, **settings, dropout=dropout), q, k, v, key_mask)
 
     return in_turns(attend_turn, q, k, v, centroids, selectors)
-
-
-def _check_fitted(q: Tensor, name: str, found: Tensor, clusters: int | None, width: int) -> None:
-    expected = [q.shape[1], clusters, width]
-    if list(found.shape) != expected:
-        raise ValueError(f"{name} has shape {list(found.shape)}; expected {expected} to fit q and the clusters.")

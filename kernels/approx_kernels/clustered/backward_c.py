@@ -6,6 +6,7 @@ BACKWARD = (
     HEADS
     + r"""
 typedef struct { problem all; tensor grad, dq, dk, dv; } backward_problem;
+SIZE_OF(clustered_backward, backward_problem)
 
 typedef struct {
     tensor grad;
@@ -116,7 +117,7 @@ static int through_means(const head *x, grads *g, int64_t item) {
         for (j = 0; j < count; j++)
             for (c = 0; c < lanes; c += WIDTH) {
                 vf *weight = (vf *)(weights + j * lanes + c), *moved = (vf *)(change + j * lanes + c);
-                *weight = vexp(*weight - *(vf *)(sums + c));
+                *weight = vweight(*weight - *(vf *)(sums + c));
                 *moved = *weight * (*moved - *(vf *)(along + c));
             }
         for (c = 0; c < x->clusters; c++) {

@@ -5,10 +5,10 @@ from approx_kernels.clustered.causal_heads_c import HEADS
 BACKWARD = (
     HEADS
     + r"""
-/* Keys that share the products with all centroids. */
-enum { BLOCK = 64 };
+enum { BLOCK = 64 }; /* Keys that share the products with all centroids. */
 
 typedef struct { problem all; tensor grad, dq, dk, dv; } backward_problem;
+SIZE_OF(causal_clustered_backward, backward_problem)
 
 /* One head. The rest of a centroid, at a boundary, are the keys before it that the centroid does not list. */
 typedef struct {
@@ -53,7 +53,7 @@ static int64_t losers(const head *x, int64_t boundary, int64_t r) {
     for (int64_t j = 0; boundary && j < p->kept; j++) {
         if (x->listed[then[j]]) continue;
         float score = dot(x->size, x->rows + r * x->size, x->keys + then[j] * x->size);
-        x->own[count] = expf(score - x->peak[place]) / x->mass[place];
+        x->own[count] = weight_of(score - x->peak[place]) / x->mass[place];
         x->lost[count++] = then[j];
     }
     for (int64_t j = 0; j < p->kept; j++) x->listed[now[j]] = 0;
@@ -91,7 +91,7 @@ static void absorb(const head *x, int64_t boundary) {
         memcpy(&sum, x->mass + place + r, sizeof(float) * lesser(WIDTH, p->rows - r));
         for (int64_t c = 0; c < p->chunk; c++) {
             vf *weight = (vf *)(weights + c * lanes + r);
-            *weight = vexp(*weight - most) / sum;
+            *weight = vweight(*weight - most) / sum;
         }
     }
     for (int64_t r = 0; r < p->rows; r++) {
@@ -123,7 +123,7 @@ static void through_past(const head *x, int64_t boundary, int64_t at, const floa
     const int32_t *top = x->top + place * p->kept;
     float *own = x->own, *change = x->own_change;
     float tangent = dot(size, query, mean_key) - dot(size, x->rows + r * size, mean_key);
-    float share = expf(x->peak[place] + logf(x->mass[place]) + tangent - x->most[at]);
+    float share = weight_of(x->peak[place] + logf(x->mass[place]) + tangent - x->most[at]);
     float outer = dot(values, given, x->mean_value + r * values);
     *sum += share, *along += share * outer;
     listed_products(size, top, p->kept, query, x->keys, own);

@@ -8,33 +8,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from approx_kernels.autocast import without_autocast
-from approx_kernels.c_dropout import Dropout, draw_seed, dropped
-from approx_kernels.c_language import Rows, address, check, library, rows_of
+from approx_kernels.c_dropout import draw_seed, dropped
+from approx_kernels.c_language import check, library
 from approx_kernels.c_language import obstacle as c_obstacle
+from approx_kernels.c_structs import CausalClustered, CausalClusteredBackward, address, rows_of
 from approx_kernels.clustered.causal_backward_c import BACKWARD
 from approx_kernels.clustered.causal_forward_c import FORWARD
 from approx_kernels.clustering.cpu import nearest_of_heads
 from approx_kernels.clustering.cpu import obstacle as clustering_obstacle
 from approx_kernels.grouped import empty_gradients, summed
-
-
-class _Problem(ctypes.Structure):
-    """`problem` of causal_forward_c.py."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "length", "keys", "size", "values")),
-        *((name, ctypes.c_int64) for name in ("rows", "chunk", "kept", "bf16", "threads")),
-        *((name, Rows) for name in ("q", "k", "v", "centroids", "out")),
-        *((name, ctypes.c_void_p) for name in ("groups", "most", "peak", "mass", "top")),
-        ("scale", ctypes.c_float),
-        ("dropout", Dropout),
-    )
-
-
-class _BackwardProblem(ctypes.Structure):
-    """`backward_problem` of causal_backward_c.py."""
-
-    _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")))
 
 
 def obstacle(q: Tensor) -> str | None:
@@ -111,13 +93,21 @@ class _Causal(torch.autograd.Function):
         problem = _problem(q, k, v, rows, grad, *state, *ctx.settings)
         found = library(BACKWARD)
         assert not isinstance(found, str), f"checked by the op: {found}"
-        check(found.backward(ctypes.byref(_BackwardProblem(problem, *rows_of(grad, *made)))))
+        check(found.backward(ctypes.byref(CausalClusteredBackward(problem, *rows_of(grad, *made)))))
         dq, dk, dv = made
         return dq, summed(dk, k.shape[1]), summed(dv, k.shape[1]), *[None] * 7
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, out: Tensor, *state: Any) -> _Problem:
+def _problem(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, out: Tensor, *state: Any) -> CausalClustered:
     groups, most, peak, mass, top, chunk, topk, *numbers = state
-    sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], rows.shape[2], chunk, topk)
-    places = (*rows_of(q, k, v, rows, out), *map(address, (groups, most, peak, mass, top)))
-    return _Problem(*sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *places, *numbers)
+    batch, heads, length, _ = q.shape
+    boundaries = (batch, heads, (k.shape[2] - 1) // chunk, rows.shape[2])
+    places = (
+        address(groups, torch.int32, batch, heads, length),
+        address(most, torch.float32, batch, heads, length),
+        *(address(each, torch.float32, *boundaries) for each in (peak, mass)),
+        address(top, torch.int32, *boundaries, topk),
+    )
+    sizes = (batch, heads, length, k.shape[2], q.shape[3], v.shape[3], rows.shape[2], chunk, topk)
+    how = q.dtype == torch.bfloat16, torch.get_num_threads()
+    return CausalClustered(*sizes, *how, *rows_of(q, k, v), *rows_of(rows), *rows_of(out), *places, *numbers)

@@ -22,6 +22,7 @@ typedef struct {
     float scale;
     dropout dropout;
 } problem;
+SIZE_OF(causal_clustered, problem)
 
 /* Chunks that have another after them; a boundary stands between the two. */
 INLINE int64_t boundaries(const problem *p) { return (p->keys - 1) / p->chunk; }
@@ -114,7 +115,7 @@ static void add_listed(int64_t n, const int32_t *list, int64_t count, const floa
 static float exponentials(int64_t count, float relative, float *scores) {
     float sum = 0.0f;
     for (int64_t j = count; j < padded(count); j++) scores[j] = -INFINITY;
-    for (int64_t j = 0; j < count; j += WIDTH) *(vf *)(scores + j) = vexp(*(vf *)(scores + j) - relative);
+    for (int64_t j = 0; j < count; j += WIDTH) *(vf *)(scores + j) = vweight(*(vf *)(scores + j) - relative);
     for (int64_t j = 0; j < count; j++) sum += scores[j];
     return sum;
 }

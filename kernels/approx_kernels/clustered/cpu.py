@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from approx_kernels.autocast import without_autocast
-from approx_kernels.c_dropout import Dropout, draw_seed, dropped
-from approx_kernels.c_language import Rows, address, check, library, rows_of
+from approx_kernels.c_dropout import draw_seed, dropped
+from approx_kernels.c_language import check, library
 from approx_kernels.c_language import obstacle as c_obstacle
+from approx_kernels.c_structs import Clustered, ClusteredBackward, address, rows_of
 from approx_kernels.clustered.backward_c import BACKWARD
 from approx_kernels.clustered.forward_c import FORWARD
 from approx_kernels.clustered.reference import MOST_DEFAULT_CLUSTERS, SHORT
@@ -17,29 +18,6 @@ from approx_kernels.clustering.cpu import cluster_samples, nearest_of_heads
 from approx_kernels.clustering.cpu import obstacle as clustering_obstacle
 from approx_kernels.custom_op import custom_op
 from approx_kernels.grouped import empty_gradients, summed
-
-_WHOLE = ctypes.c_int64
-_PLACE = ctypes.c_void_p
-
-
-class _Problem(ctypes.Structure):
-    """`problem` of heads_c.py."""
-
-    _fields_ = (
-        *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "size", "values")),
-        *((name, _WHOLE) for name in ("most_clusters", "kept", "bf16", "threads")),
-        *((name, Rows) for name in ("q", "k", "v", "out")),
-        *((name, _PLACE) for name in ("query_tokens", "key_tokens", "queries", "real_keys", "clusters", "groups")),
-        *((name, _PLACE) for name in ("rest", "sums", "mass", "top")),
-        ("scale", ctypes.c_float),
-        ("dropout", Dropout),
-    )
-
-
-class _BackwardProblem(ctypes.Structure):
-    """`backward_problem` of backward_c.py."""
-
-    _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")))
 
 
 def obstacle(q: Tensor) -> str | None:
@@ -164,7 +142,7 @@ def _attend_backward(
     problem = _problem(q, k, v, grad, *state, most, kept, scale, dropped(dropout, seed))
     found = library(BACKWARD)
     assert not isinstance(found, str), "checked by the op"
-    check(found.backward(ctypes.byref(_BackwardProblem(problem, *rows_of(grad, *made)))))
+    check(found.backward(ctypes.byref(ClusteredBackward(problem, *rows_of(grad, *made)))))
     return made
 
 
@@ -194,9 +172,19 @@ def _attend(
     return made
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *state: Any) -> _Problem:
+def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *state: Any) -> Clustered:
     groups, query_tokens, key_tokens, queries, keys, clusters, rest, sums, mass, top, most, kept, *numbers = state
-    sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], most, kept)
-    places = map(address, (query_tokens, key_tokens, queries, keys, clusters, groups, rest, sums, mass, top))
+    batch, heads, length, _ = q.shape
+    whole, short, number = torch.int64, torch.int32, torch.float32
+    places = (
+        address(query_tokens, short, batch, length),
+        address(key_tokens, short, batch, k.shape[2]),
+        *(address(counts, whole, batch) for counts in (queries, keys, clusters)),
+        address(groups, short, batch, heads, length),
+        address(rest, number, batch, heads, most, v.shape[3]),
+        *(address(each, number, batch, heads, most) for each in (sums, mass)),
+        address(top, short, batch, heads, most, kept),
+    )
+    sizes = (batch, heads, length, k.shape[2], q.shape[3], v.shape[3], most, kept)
     how = q.dtype == torch.bfloat16, torch.get_num_threads()
-    return _Problem(*sizes, *how, *rows_of(q, k, v, out), *places, *numbers)
+    return Clustered(*sizes, *how, *rows_of(q, k, v, out), *places, *numbers)

@@ -23,6 +23,7 @@ typedef struct {
     float scale;
     dropout dropout;
 } problem;
+SIZE_OF(clustered, problem)
 
 /* One head of one sample, its queries sorted by cluster. */
 typedef struct {

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from approx_kernels.clustering.checks import check_clustering
 from approx_kernels.clustering.cpu import cluster_samples
 from approx_kernels.clustering.cpu import obstacle as cpu_obstacle
 from approx_kernels.clustering.frozen import draw_centroids, fit_centroids, nearest_centroids
@@ -12,7 +13,7 @@ from approx_kernels.clustering.triton import obstacle as triton_obstacle
 from approx_kernels.implementation import choose
 from approx_kernels.triton_language import ranked
 
-__all__ = ["cluster_queries", "draw_centroids", "draw_planes", "fit_centroids", "nearest_centroids"]
+__all__ = ["check_clustering", "cluster_queries", "draw_centroids", "draw_planes", "fit_centroids", "nearest_centroids"]
 
 
 def cluster_queries(
@@ -39,12 +40,11 @@ def cluster_queries(
         Cluster of each query, [G, n], int64.
 
     Raises:
-        ValueError: if planes or draws do not fit q and the number of clusters, or `impl` cannot run.
+        ValueError: if planes, draws, clusters or iterations do not fit q and each other, or `impl` cannot run.
     """
-    if planes.ndim != 2 or planes.shape[1] != q.shape[-1] + 1:
-        raise ValueError(f"planes has shape {list(planes.shape)}; expected [bits, {q.shape[-1] + 1}] to fit q.")
-    if draws.ndim != 1 or not clusters <= draws.shape[0]:
-        raise ValueError(f"draws has shape {list(draws.shape)}; expected at least {clusters} numbers.")
+    if q.ndim != 3 or not (q.numel() and q.is_floating_point()):
+        raise ValueError(f"q is {q.dtype} of shape {list(q.shape)}; expected floats [heads, queries, head size].")
+    check_clustering(q, planes, draws, clusters, iterations)
     if not clusters < q.shape[1]:
         raise ValueError(f"{clusters} clusters for {q.shape[1]} queries; expected fewer clusters than queries.")
     ways = ranked(q, triton_obstacle(q, clusters, len(planes)), cpu=cpu_obstacle(q), reference=None)

@@ -5,12 +5,15 @@ import ctypes
 import torch
 from torch import Tensor
 
-from approx_kernels.c_language import address, check, library, rows_of
+from approx_kernels.c_language import check, library
 from approx_kernels.c_language import obstacle as c_obstacle
+from approx_kernels.c_structs import address, rows_of
+from approx_kernels.clustering.checks import check_clustering, check_draws
 from approx_kernels.clustering.hamming_c import SOURCE
 from approx_kernels.clustering.reference import STRIDE
 from approx_kernels.clustering.selectors_c import SOURCE as SELECTORS
 from approx_kernels.custom_op import custom_op
+from approx_kernels.shapes import check_part
 
 
 def obstacle(*tensors: Tensor) -> str | None:
@@ -43,13 +46,23 @@ def cluster_samples(
     Returns:
         Cluster of each real query, in their order, [B, H, L] int32; what stands behind them has no meaning.
     """
-    q, planes = q if q.stride(-1) == 1 else q.contiguous(), planes.float().contiguous()
+    most = int(clusters.max())
+    check_clustering(q, planes, draws, max(most, 1), iterations)
+    check_draws(draws)
+    q, planes, draws = q if q.stride(-1) == 1 else q.contiguous(), planes.float().contiguous(), draws.contiguous()
     found = library(SOURCE)
     assert not isinstance(found, str), "checked by the op"
     groups = _empty(q, tokens, counts, clusters, planes, draws, iterations)
-    tensors = map(address, (planes, tokens, counts, clusters, draws))
+    batch, heads, length, size = q.shape
+    places = (
+        address(planes, torch.float32, len(planes), size + 1),
+        address(tokens, torch.int32, batch, length),
+        *(address(each, torch.int64, batch) for each in (counts, clusters)),
+        address(draws, torch.int64, len(draws)),
+    )
     numbers = (q.dtype == torch.bfloat16, *q.shape, len(planes), iterations, STRIDE, torch.get_num_threads())
-    check(found.cluster(ctypes.byref(rows_of(q)[0]), *tensors, *map(ctypes.c_int64, numbers), address(groups)))
+    written = address(groups, torch.int32, batch, heads, length)
+    check(found.cluster(ctypes.byref(rows_of(q)[0]), *places, *map(ctypes.c_int64, numbers), written))
     return groups
 
 
@@ -60,12 +73,15 @@ def _no_groups(q: Tensor, selectors: Tensor) -> Tensor:
 @custom_op(_no_groups)
 def nearest_of_heads(q: Tensor, selectors: Tensor) -> Tensor:
     """As `nearest_centroids`: q [B, H, L, D], selectors [H, C, D + 1] -> [B, H, L] int32."""
+    check_part("selectors", selectors, q, q.shape[1], "clusters", q.shape[3] + 1)
     q = q if q.stride(-1) == 1 else q.contiguous()
     groups = _no_groups(q, selectors)
     selectors = selectors.detach().float().contiguous()
     found = library(SELECTORS)
     assert not isinstance(found, str), "checked by the op"
     numbers = (q.dtype == torch.bfloat16, *q.shape, selectors.shape[1], torch.get_num_threads())
-    where = ctypes.byref(rows_of(q)[0]), address(selectors)
-    check(found.nearest(*where, *map(ctypes.c_int64, numbers), address(groups)))
+    batch, heads, length, size = q.shape
+    given = address(selectors, torch.float32, heads, selectors.shape[1], size + 1)
+    written = address(groups, torch.int32, batch, heads, length)
+    check(found.nearest(ctypes.byref(rows_of(q)[0]), given, *map(ctypes.c_int64, numbers), written))
     return groups

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from approx_kernels.clustering.checks import DRAWS_END
 from approx_kernels.clustering.reference import STRIDE
 from approx_kernels.clustering.triton_lloyd import count_kernel, hash_kernel, lloyd_kernel, place_kernel, sweep_kernel
 from approx_kernels.custom_op import custom_op
@@ -83,7 +84,8 @@ def cluster_samples(
     width, wide = power(planes.shape[0] + 1, 32), power(most, 32)
     groups = _empty(q, tokens, counts, clusters, planes, draws, most, iterations)
     bits = q.new_empty(batch, heads, length, width, dtype=torch.int8)
-    planes, draws = planes.contiguous(), draws.contiguous()
+    # To look at draws would wait for the device: whatever a buffer holds, places count from 0.
+    planes, draws = planes.contiguous(), draws.contiguous().bitwise_and(DRAWS_END - 1)
     shapes: dict[str, Any] = {"H": heads, "L": length, "bits": planes.shape[0], "WIDTH": width}
 
     def sides(cut: Configuration) -> None:

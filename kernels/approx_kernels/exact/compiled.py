@@ -5,8 +5,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from approx_kernels.c_language import Rows, address, check, library, rows_of
+from approx_kernels.c_language import check, library
 from approx_kernels.c_language import obstacle as c_obstacle
+from approx_kernels.c_structs import FewQueries, address, rows_of
 from approx_kernels.exact.few_c import SOURCE
 from approx_kernels.key_lists.cpu import FAR, MOST_ROWS, attend_lists, cut, obstacle
 
@@ -14,18 +15,6 @@ __all__ = ["compiled_attention", "compiled_few", "few_obstacle", "obstacle"]
 
 # Numbers of a row that its C takes at a time, on the widest processors.
 _VECTOR = 16
-
-
-class _Problem(ctypes.Structure):
-    """`problem` of few_c.py."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "length", "keys", "size", "values")),
-        *((name, ctypes.c_int64) for name in ("bf16", "causal", "threads")),
-        *((name, Rows) for name in ("q", "k", "v", "out")),
-        ("mask", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-    )
 
 
 def compiled_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
@@ -72,10 +61,10 @@ def compiled_few(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, ca
     """
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype)
-    mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
+    mask = address(None if key_mask is None else key_mask.contiguous(), torch.bool, q.shape[0], k.shape[2])
     sizes = *q.shape[:3], k.shape[2], q.shape[3], v.shape[3]
     how = q.dtype == torch.bfloat16, causal, torch.get_num_threads()
-    made = _Problem(*sizes, *how, *rows_of(q, k, v, out), address(mask), scale)
+    made = FewQueries(*sizes, *how, *rows_of(q, k, v, out), mask, scale)
     found = library(SOURCE)
     assert not isinstance(found, str), f"checked before: {found}"
     check(found.few_queries(ctypes.byref(made)))

@@ -17,6 +17,7 @@ typedef struct {
     const uint8_t *mask;    /* [B, S], or NULL where all keys are real */
     float scale;
 } problem;
+SIZE_OF(few_queries, problem)
 
 typedef uint16_t vh __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 

@@ -6,6 +6,7 @@ BACKWARD = (
     TILES
     + r"""
 typedef struct { problem all; tensor grad, dq, dk, dv; float *dspans; const float *dtotals; } backward_problem;
+SIZE_OF(key_lists_backward, backward_problem)
 
 /* Scores of a query become weights, and gradients of weights those of scores; returns that of the span, times the ramp. */
 INLINE float weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t position, float lse, float share,
@@ -14,12 +15,14 @@ INLINE float weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t p
     lse = lse == -INFINITY ? 0.0f : lse;
     vf longer = {0};
     for (int64_t c = begin; c < end; c += WIDTH) {
-        vf weight = vexp(*(vf *)(row + c) - lse), grad = *(vf *)(change + c) - share;
+        vf above = *(vf *)(row + c) - lse, grad = *(vf *)(change + c) - share;
+        /* One that distance lessens may be above 1 before that. */
+        vf weight = t->soft ? vexp(-larger((vf){0} - 80.0f, -above)) : vweight(above);
         if (t->partial) weight = choose(seen(t, c, position), weight, (vf){0});
         if (t->soft) {
             vf left = left_over(t, c, position);
             longer += choose(left <= 1.0f, weight * grad, (vf){0});
-            weight *= -larger(-left, (vf){0} - 1.0f);
+            weight = -larger((vf){0} - 1.0f, -(weight * -larger(-left, (vf){0} - 1.0f)));
         }
         *(vf *)(row + c) = weight;
         *(vf *)(change + c) = grad * weight;
@@ -30,7 +33,7 @@ INLINE float weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t p
 /* Gradients of a query by the key and the value at its own position, and of these. */
 static void itself(const problem *p, int64_t b, int64_t h, int64_t at, float lse, float share, float kept,
                    const float *query, const float *grad, float *key, float *value, float *dq, float *dk, float *dv) {
-    float weight = expf(own_score(p, b, h, at, query, key) - lse), change = -share;
+    float weight = weight_of(own_score(p, b, h, at, query, key) - lse), change = -share;
     read_row(p->v, p->bf16, b, h, at, p->values, value);
     for (int64_t e = 0; e < p->values; e++) change += kept * grad[e] * value[e], dv[e] += kept * weight * grad[e];
     for (int64_t d = 0; d < p->size; d++) dq[d] += weight * change * key[d], dk[d] += weight * change * query[d];

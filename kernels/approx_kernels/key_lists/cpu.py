@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from approx_kernels.autocast import without_autocast
-from approx_kernels.c_dropout import Dropout, draw_seed, dropped
-from approx_kernels.c_language import Rows, address, check, library, rows_of
+from approx_kernels.c_dropout import draw_seed, dropped
+from approx_kernels.c_language import check, library
 from approx_kernels.c_language import obstacle as c_obstacle
+from approx_kernels.c_structs import KeyLists, KeyListsBackward, address, rows_of
 from approx_kernels.custom_op import custom_op
 from approx_kernels.grouped import empty_gradients, summed
 from approx_kernels.key_lists.backward_c import BACKWARD
@@ -25,35 +26,6 @@ FAR = 2**30
 
 # Keys from the first to before the second; the query at i sees key j of them where third <= j - i <= fourth.
 Entry = tuple[int, int, int, int]
-
-_WHOLE = ctypes.c_int64
-_PLACE = ctypes.c_void_p
-
-
-class _Problem(ctypes.Structure):
-    """`problem` of tiles_c.py."""
-
-    _fields_ = (
-        *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "ranks", "size", "values")),
-        *((name, _WHOLE) for name in ("before", "blocks", "parts", "own_orders", "bf16", "threads")),
-        *((name, Rows) for name in ("q", "k", "v", "out")),
-        *((name, _PLACE) for name in ("mask", "own", "starts", "first", "entries", "query_order", "key_order")),
-        *((name, _PLACE) for name in ("stretches", "places")),
-        *((name, _PLACE) for name in ("lse", "totals", "spans")),
-        *((name, ctypes.c_float) for name in ("scale", "ramp", "itself")),
-        ("dropout", Dropout),
-    )
-
-
-class _BackwardProblem(ctypes.Structure):
-    """`backward_problem` of backward_c.py."""
-
-    _fields_ = (
-        ("all", _Problem),
-        *((name, Rows) for name in ("grad", "dq", "dk", "dv")),
-        ("dspans", _PLACE),
-        ("dtotals", _PLACE),
-    )
 
 
 def obstacle(*tensors: Tensor) -> str | None:
@@ -227,8 +199,10 @@ def _attend_backward(
     problem = _problem(q, k, v, out, *lists, lse, totals, spans, before, scale, ramp, itself, dropped(dropout, seed))
     found = library(BACKWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    written = address(made[3]), address(grad_totals)
-    check(found.backward(ctypes.byref(_BackwardProblem(problem, *rows_of(grad, *made[:3]), *written))))
+    dq, dk, dv, dspans = made
+    rows = *rows_of(grad), *rows_of(dq), *rows_of(dk, dv)
+    written = address(dspans, torch.float32, *q.shape[:2]), address(grad_totals, torch.float32, *q.shape[:3])
+    check(found.backward(ctypes.byref(KeyListsBackward(problem, *rows, *written))))
     return made
 
 
@@ -264,12 +238,30 @@ def _attend(
     return out, lse, totals
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lists: Any) -> _Problem:
+def _problem(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lists: Any) -> KeyLists:
     key_mask, own, starts, first, entries, query_order, key_order, shown, places, lse, totals, spans, *rest = lists
     before, *numbers = rest
-    ranks = k.shape[2] if key_order is None else key_order.shape[-1]
-    orders = query_order is not None and query_order.ndim == 4
-    counts = before, starts.numel() - 1, _parts(query_order), orders, q.dtype == torch.bfloat16, torch.get_num_threads()
-    sizes = *q.shape[:3], k.shape[2], ranks, q.shape[3], v.shape[3], *counts
-    lists = key_mask, own, starts, first, entries, query_order, key_order, shown, places, lse, totals, spans
-    return _Problem(*sizes, *rows_of(q, k, v, out), *map(address, lists), *numbers)
+    batch, heads, length, _ = q.shape
+    keys = k.shape[2]
+    ranks = keys if key_order is None else key_order.shape[-1]
+    parts, orders = _parts(query_order), query_order is not None and query_order.ndim == 4
+    ordered = (parts, batch, heads) if orders else (parts,)
+    blocks = starts.numel() - 1
+    counts = before, blocks, parts, orders, q.dtype == torch.bfloat16, torch.get_num_threads()
+    sizes = batch, heads, length, keys, ranks, q.shape[3], v.shape[3], *counts
+    whole, short, number = torch.int64, torch.int32, torch.float32
+    places_of = (
+        address(key_mask, torch.bool, batch, keys),
+        address(own, whole, batch * heads + 1),
+        address(starts, whole, blocks + 1),
+        address(first, whole, blocks + 1),
+        address(entries, short, len(entries), 4),
+        address(query_order, short, *ordered, length),
+        address(key_order, short, *ordered, ranks),
+        address(shown, short, 2, parts, batch, heads, length),
+        address(places, short, 2, parts, batch, heads, ranks),
+        address(lse, number, batch, heads, length),
+        address(totals if totals.numel() else None, number, batch, heads, length),
+        address(spans, number, heads),
+    )
+    return KeyLists(*sizes, *rows_of(q, k, v), *rows_of(out), *places_of, *numbers)

@@ -15,7 +15,7 @@ INLINE void range_of(const problem *p, const entry *e, int64_t early, int64_t la
 /* Distances at which a head has any weight left. */
 INLINE int64_t reach_of(const problem *p, int64_t h) {
     int64_t all = p->keys + p->length;
-    return p->spans ? lesser(all, greater((int64_t)ceilf(p->spans[h] + p->ramp), 0)) : all;
+    return p->spans ? whole_span(p->spans[h] + p->ramp, all) : all;
 }
 
 /* What the score of a head loses by distance, up to where nothing is left. */

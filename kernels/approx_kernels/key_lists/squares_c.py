@@ -74,9 +74,18 @@ INLINE void write_weights(const int wide, __m512 low, __m512 high, char *to) {
 }
 END_STAND_INS
 
+/* A product that no compiler joins with what follows. */
+INLINE __m512 rounded_product(__m512 a, __m512 b) {
+    __m512 product = _mm512_mul_ps(a, b);
+    __asm__("" : "+v"(product));
+    return product;
+}
+
 INLINE void weigh_lanes(const int wide, const float *scores, __m512 factor, lanes *l, char *weights) {
-    __m512 low = _mm512_fmsub_ps(_mm512_load_ps(scores), factor, l->origin);
-    __m512 high = _mm512_fmsub_ps(_mm512_load_ps(scores + SPAN), factor, l->origin);
+    /* Products are rounded as that of the origin was: beside it, one that is not is off by its last bit, and that of a large
+       score is more than any exponential bears. */
+    __m512 low = _mm512_sub_ps(rounded_product(_mm512_load_ps(scores), factor), l->origin);
+    __m512 high = _mm512_sub_ps(rounded_product(_mm512_load_ps(scores + SPAN), factor), l->origin);
     low = wide ? whole_power(low) : power(low), high = wide ? whole_power(high) : power(high);
     l->low = _mm512_add_ps(l->low, low), l->high = _mm512_add_ps(l->high, high);
     write_weights(wide, low, high, weights);

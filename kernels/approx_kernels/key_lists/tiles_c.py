@@ -32,6 +32,7 @@ typedef struct {
     float scale, ramp, itself; /* itself: how often a query sees the key at its own position beside its lists; below 0, not even there */
     dropout dropout;
 } problem;
+SIZE_OF(key_lists, problem)
 
 /* Some queries with one list of keys: where they stand in the order of their part, and their positions, which rise. */
 typedef struct {
@@ -78,13 +79,19 @@ static void queries_from(const problem *p, int64_t b, int64_t h, queries_of_bloc
         w->at[i] = (int32_t)(p->before + (p->own ? token(w->order, w->first + i) : w->first + i));
 }
 
+/* A distance rounded up, from 0 to all; what is no number or has no end spans all. */
+INLINE int64_t whole_span(float span, int64_t all) {
+    return span <= 0.0f ? 0 : span < (float)all ? lesser((int64_t)ceilf(span), all) : all;
+}
+
 static keys_of_block keys_from(const problem *p, int64_t b, int64_t h, const queries_of_block *w, int32_t *ranks) {
     keys_of_block t = {.entry = p->first[w->block], .order = order_of(p, p->key_order, b, h, w->part, p->ranks)};
     t.item = b * p->heads + h, t.screened = screens(p, w->part), t.ranks = ranks;
     t.reach = INT32_MAX;
     if (!p->spans) return t;
     t.soft = 1, t.span = p->spans[h], t.ramp = p->ramp;
-    if (t.span + t.ramp < (float)(p->keys + p->length)) t.reach = (int32_t)ceilf(t.span + t.ramp) - 1;
+    int64_t all = p->keys + p->length, reach = whole_span(t.span + t.ramp, all);
+    if (reach < all) t.reach = (int32_t)reach - 1;
     return t;
 }
 

@@ -12,7 +12,7 @@ from approx_kernels.linear.triton_heads import linear_kernels, linear_obstacle
 from approx_kernels.linear.triton_window import windowed_kernels
 from approx_kernels.linear.window_cpu import linear_parts, obstacle
 from approx_kernels.ring import State
-from approx_kernels.shapes import check_shapes
+from approx_kernels.shapes import check_least, check_part, check_shapes
 from approx_kernels.triton_language import ranked
 
 __all__ = ["FEATURE_MAPS", "linear_attention", "linear_decode"]
@@ -166,5 +166,10 @@ def _check_parts(
         raise ValueError(
             f"maps has shapes {found}; expected {'None' if learned is None else [learned] * 2} for {feature_map}."
         )
-    if window and (mix is None or mix.shape != (heads,)):
-        raise ValueError(f"mix has shape {None if mix is None else list(mix.shape)}; expected [{heads}] for a window.")
+    for name, each in zip(("the map of queries", "the map of keys"), maps or (), strict=False):
+        check_part(name, each, q, *each.shape)
+    check_least("window", window, 0)
+    if window and mix is None:
+        raise ValueError(f"mix is None; expected a tensor [{heads}] for a window.")
+    if window and mix is not None:
+        check_part("mix", mix, q, heads)

@@ -6,6 +6,7 @@ BACKWARD = (
     HEADS
     + r"""
 typedef struct { problem all; tensor grad, dq, dk, dv; } backward_problem;
+SIZE_OF(linear_backward, backward_problem)
 
 /* Gradients of inputs from those of their features; `lengths` where their own length is part of these. */
 static void write_inputs(const head *x, tensor to, int64_t first, int64_t rows, const float *features, float *change,

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.autocast import without_autocast
-from approx_kernels.c_language import Rows, address, check, library, rows_of
+from approx_kernels.c_language import check, library
 from approx_kernels.c_language import obstacle as c_obstacle
+from approx_kernels.c_structs import Linear, LinearBackward, address, rows_of
 from approx_kernels.custom_op import custom_op
 from approx_kernels.grouped import beside, empty_gradients, in_order, sharing, summed, turns
 from approx_kernels.linear.backward_c import BACKWARD
@@ -18,26 +19,6 @@ from approx_kernels.linear.forward_c import FORWARD
 # What takes single numbers; exponentials are of random rows only. In the order of features_c.py.
 FUSED = ("elu", "relu")
 _MAPS = (*FUSED, "exp")
-_WHOLE = ctypes.c_int64
-_PLACE = ctypes.c_void_p
-
-
-class _Problem(ctypes.Structure):
-    """`problem` of features_c.py."""
-
-    _fields_ = (
-        *((name, _WHOLE) for name in ("batch", "heads", "length", "keys", "size", "features", "values")),
-        *((name, _WHOLE) for name in ("sets", "causal", "map", "bf16", "threads")),
-        *((name, Rows) for name in ("q", "k", "v", "out")),
-        *((name, _PLACE) for name in ("mask", "sums", "tops", "rows", "offsets", "norms")),
-        *((name, ctypes.c_float) for name in ("input_scale", "eps", "floor")),
-    )
-
-
-class _BackwardProblem(ctypes.Structure):
-    """`backward_problem` of backward_c.py."""
-
-    _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")))
 
 
 def features_obstacle(q: Tensor) -> str | None:
@@ -231,7 +212,7 @@ def _attend_backward(
     made = _empty_gradients(grad, grad_norms, q, k, v)
     how = causal, feature_map, input_scale, eps, floor
     problem = _problem(q, k, v, grad, key_mask, rows, offsets, None, None, grad_norms, *how)
-    _run(BACKWARD, _BackwardProblem(problem, *rows_of(grad, *made)))
+    _run(BACKWARD, LinearBackward(problem, *rows_of(grad, *made)))
     return made
 
 
@@ -257,7 +238,7 @@ def _attend(
     return out, norms
 
 
-def _run(source: str, problem: _Problem | _BackwardProblem) -> None:
+def _run(source: str, problem: Linear | LinearBackward) -> None:
     found = library(source)
     assert not isinstance(found, str), f"checked by the op: {found}"
     check((found.forward if source is FORWARD else found.backward)(ctypes.byref(problem)))
@@ -279,9 +260,18 @@ def _problem(
     input_scale: float,
     eps: float,
     floor: float,
-) -> _Problem:
+) -> Linear:
     features, sets = (q.shape[3], 1) if rows is None else (rows.shape[-2], rows.shape[0] if rows.ndim == 3 else 1)
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], features, v.shape[3])
     how = sets, causal, _MAPS.index(feature_map), q.dtype == torch.bfloat16, torch.get_num_threads()
-    places = map(address, (key_mask, sums, tops, rows, offsets, norms))
-    return _Problem(*sizes, *how, *rows_of(q, k, v, out), *places, input_scale, eps, floor)
+    batch, heads, length, _ = q.shape
+    drawn, number = (sets,) if rows is not None and rows.ndim == 3 else (), torch.float32
+    places = (
+        address(key_mask, torch.bool, batch, k.shape[2]),
+        address(sums, number, batch, heads, features, v.shape[3] + 1),
+        address(tops, number, batch, heads, features),
+        address(rows, number, *drawn, features, q.shape[3]),
+        address(offsets, number, *drawn, features),
+        address(norms, number, batch, heads, length),
+    )
+    return Linear(*sizes, *how, *rows_of(q, k, v, out), *places, input_scale, eps, floor)

@@ -28,6 +28,7 @@ typedef struct {
     float *norms;        /* [B, H, L], normalisers of queries, or the gradients of these; NULL where nobody asks */
     float input_scale, eps, floor;
 } problem;
+SIZE_OF(linear, problem)
 
 /* One head of one sample. */
 typedef struct {

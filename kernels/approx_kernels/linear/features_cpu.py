@@ -6,22 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.c_language import Rows, address, check, library, rows_of
+from approx_kernels.c_language import check, library
+from approx_kernels.c_structs import LinearMap, address, rows_of
 from approx_kernels.custom_op import custom_op
 from approx_kernels.grouped import sharing, summed
 from approx_kernels.linear.features import FEATURE_MAPS
 from approx_kernels.linear.maps_c import MAPS
-
-
-class _Problem(ctypes.Structure):
-    """`problem` of maps_c.py."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "length", "size", "map", "bf16", "threads")),
-        *((name, Rows) for name in ("out", "x")),
-        ("weight", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-    )
 
 
 def map_features(x: Tensor, weight: Tensor | None, feature_map: str, scale: float) -> Tensor:
@@ -75,9 +65,7 @@ def _map(x: Tensor, weight: Tensor | None, feature_map: str, scale: float) -> Te
     found = library(MAPS)
     assert not isinstance(found, str), f"checked by the op: {found}"
     how = FEATURE_MAPS.index(feature_map), x.dtype == torch.bfloat16, torch.get_num_threads()
-    check(
-        found.map_rows(
-            ctypes.byref(_Problem(*out.shape[:3], x.shape[3], *how, *rows_of(out, x), address(weight), scale))
-        )
-    )
+    size = x.shape[3]
+    learned = address(weight, torch.float32, out.shape[1], size + (feature_map == "t2r"), size)
+    check(found.map_rows(ctypes.byref(LinearMap(*out.shape[:3], size, *how, *rows_of(out, x), learned, scale))))
     return out

@@ -14,6 +14,7 @@ typedef struct {
     const float *weight; /* [H, D, D], of T2R with the bias below it, [H, D + 1, D]; NULL where nothing is learned */
     float scale;
 } problem;
+SIZE_OF(linear_map, problem)
 
 /* The softmax of a row times `sign`, whole vectors, of which `n` numbers count. */
 static void softmax(int64_t n, float sign, const float *row, float *to) {

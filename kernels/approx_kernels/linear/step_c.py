@@ -14,6 +14,7 @@ typedef struct {
     float *sums;               /* [B, H / shared, F, E + 1], to which the first key is added where it is `leaving` the pairs */
     float scale, input_scale, eps;
 } step;
+SIZE_OF(linear_step, step)
 
 /* Rows of sums and of what is learned are not whole vectors. */
 INLINE void add_some(int64_t n, float factor, const float *from, float *to) {

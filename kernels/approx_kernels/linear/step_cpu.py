@@ -5,21 +5,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from approx_kernels.c_language import Rows, address, check, library, rows_of
+from approx_kernels.c_language import check, library
+from approx_kernels.c_structs import LinearStep, address, rows_of
 from approx_kernels.linear.features import FEATURE_MAPS
 from approx_kernels.linear.step_c import STEP
-
-
-class _Step(ctypes.Structure):
-    """`step` of step_c.py."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "shared", "keys", "size", "features", "values")),
-        *((name, ctypes.c_int64) for name in ("map", "leaving", "bf16", "threads")),
-        *((name, Rows) for name in ("q", "k", "v", "out")),
-        *((name, ctypes.c_void_p) for name in ("mask", "query_map", "key_map", "mix", "sums")),
-        *((name, ctypes.c_float) for name in ("scale", "input_scale", "eps")),
-    )
 
 
 def attend_newest(
@@ -49,8 +38,19 @@ def attend_newest(
     parts = [None if x is None else x.detach().float().contiguous() for x in (*(maps or (None, None)), mix)]
     sizes = *q.shape[:2], q.shape[1] // sums.shape[1], k.shape[2], q.shape[3], sums.shape[2], v.shape[3]
     how = FEATURE_MAPS.index(feature_map), k.shape[2] == max(window, 1), q.dtype == torch.bfloat16
-    places = map(address, (mask, *parts, sums))
-    problem = _Step(*sizes, *how, torch.get_num_threads(), *rows_of(q, k, v, out), *places, scale, input_scale, eps)
+    batch, heads, _, size = q.shape
+    features = 2 * size if feature_map == "hedgehog" else size
+    if heads % sums.shape[1]:
+        raise ValueError(f"sums are of {sums.shape[1]} heads; expected as many as q has, {heads}, or a divisor.")
+    learned = heads, size + (feature_map == "t2r"), size
+    places = (
+        address(mask, torch.bool, batch, k.shape[2]),
+        *(address(each, torch.float32, *learned) for each in parts[:2]),
+        address(parts[2], torch.float32, heads),
+        address(sums, torch.float32, batch, sums.shape[1], features, v.shape[3] + 1),
+    )
+    rows = rows_of(q, k, v, out)
+    problem = LinearStep(*sizes, *how, torch.get_num_threads(), *rows, *places, scale, input_scale, eps)
     found = library(STEP)
     assert not isinstance(found, str), f"checked by the op: {found}"
     check(found.attend_newest(ctypes.byref(problem)))

@@ -23,7 +23,7 @@ from approx_kernels.lsh.triton import round_by_round, sorted_tiles
 from approx_kernels.lsh.union import tile_union
 from approx_kernels.observed import without_functions
 from approx_kernels.padding import blank_for_gradients, blank_padding
-from approx_kernels.shapes import check_shapes
+from approx_kernels.shapes import check_least, check_part, check_shapes
 from approx_kernels.tokens import without_padding
 from approx_kernels.triton_language import ranked
 
@@ -101,6 +101,11 @@ def lsh_attention(
     """
     check_shapes(q, k, v, key_mask)
     heads, length, keys = q.shape[1], q.shape[2], k.shape[2]
+    if variant not in VARIANTS:
+        raise ValueError(f"variant is {variant!r}; expected one of {', '.join(VARIANTS)}.")
+    lifted = variant == "asymmetric" and not causal
+    check_part("projections", projections, q, "rounds", q.shape[3] + 2 * lifted, 1 if lifted else "columns")
+    check_least("cluster", cluster, 1)
     if buckets < 1 or buckets & (buckets - 1):
         raise ValueError(f"buckets is {buckets}; expected a power of two, such as 1, 4 or 8.")
     if variant == "shared" and length != keys:

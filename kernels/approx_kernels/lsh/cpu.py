@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.c_language import Rows, address, check, library, rows_of
+from approx_kernels.c_language import check, library
 from approx_kernels.c_language import obstacle as c_obstacle
+from approx_kernels.c_structs import Hashing, Ordering, Stretching, address, rows_of
 from approx_kernels.grouped import sharing
 from approx_kernels.key_lists.cpu import FAR, MOST_ROWS, Entry, attend_lists, cut
 from approx_kernels.key_lists.cpu import obstacle as lists_obstacle
@@ -19,40 +20,6 @@ Notes = dict[str, Tensor]
 
 # Planes are rows of whole vectors, for the widest vectors there are.
 _LANES = 8
-
-
-class _Ordering(ctypes.Structure):
-    """`ordering` of sorting_c.py."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "rounds", "length", "keys")),
-        *((name, ctypes.c_int64) for name in ("size", "wide", "bf16", "threads")),
-        *((name, Rows) for name in ("q", "k")),
-        *((name, ctypes.c_void_p) for name in ("planes", "query_lift", "key_lift", "by_query", "by_key")),
-    )
-
-
-class _Hashing(ctypes.Structure):
-    """`hashing` of sorting_c.py."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "rounds", "tokens", "size", "wide")),
-        *((name, ctypes.c_int64) for name in ("bits", "levels", "bf16", "threads")),
-        ("x", Rows),
-        *((name, ctypes.c_void_p) for name in ("planes", "mask", "before", "sums", "codes")),
-    )
-
-
-class _Stretching(ctypes.Structure):
-    """`stretching` of sorting_c.py."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "rounds", "length", "keys", "cluster")),
-        *((name, ctypes.c_int64) for name in ("doublings", "ranks", "most", "rows", "far", "levels")),
-        *((name, ctypes.c_int64) for name in ("shared", "threads")),
-        *((name, ctypes.c_void_p) for name in ("by_query", "by_key", "mask", "query_order", "key_order")),
-        *((name, ctypes.c_void_p) for name in ("blocks", "starts", "entries", "count", "seen", "places")),
-    )
 
 
 def obstacle(q: Tensor) -> str | None:
@@ -118,7 +85,8 @@ def _bucket_orders(q: Tensor, projections: Tensor, cluster: int, buckets: int) -
     codes = _nearest(q, projections, level)[level].movedim(2, 0).contiguous()
     order = torch.empty_like(codes)
     sizes = (ctypes.c_int64(n) for n in (codes.numel() // q.shape[2], q.shape[2], 1 << level))
-    check(_library().sort_codes(*sizes, address(codes), address(order)))
+    places = (address(each, torch.int32, *codes.shape) for each in (codes, order))
+    check(_library().sort_codes(*sizes, *places))
     return order, order
 
 
@@ -131,9 +99,16 @@ def _orders(q: Tensor, k: Tensor, projections: Tensor) -> tuple[Tensor, Tensor]:
     # Which keys are near a query depends on how long the queries of its head are.
     found = [torch.empty(len(planes), *q.shape[:2], x.shape[2], dtype=torch.int32) for x in (q, k)]
     sizes = *q.shape[:2], len(planes), q.shape[2], k.shape[2], q.shape[3], columns.shape[1]
-    places = map(address, (columns, *lifts, *found))
+    places = (
+        address(columns, torch.float64, q.shape[3], columns.shape[1]),
+        *(address(lift, torch.float64, len(planes)) for lift in lifts),
+        *(
+            address(order, torch.int32, len(planes), *q.shape[:2], x.shape[2])
+            for order, x in zip(found, (q, k), strict=True)
+        ),
+    )
     how = q.dtype == torch.bfloat16, torch.get_num_threads()
-    check(_library().sort_tokens(ctypes.byref(_Ordering(*sizes, *how, *rows_of(q, k), *places))))
+    check(_library().sort_tokens(ctypes.byref(Ordering(*sizes, *how, *rows_of(q, k), *places))))
     return found[0], found[1]
 
 
@@ -179,9 +154,22 @@ def bucket_lists(
     # No query sees what has no rank.
     places = torch.full((2, rounds, batch, heads, ranks), -1, dtype=torch.int32) if dedup else None
     numbers = batch, heads, rounds, length, keys, cluster, highest, ranks, most, MOST_ROWS, FAR, shared and highest
-    written = map(address, (by_query, by_key, mask, *orders, blocks, starts, entries, count, seen, places))
+    whole, short = torch.int64, torch.int32
+    nearest = (highest + 1,) if shared else ()
+    written = (
+        address(by_query, short, *nearest, batch, heads, rounds, length),
+        address(by_key, short, *nearest, batch, by_key.shape[-3], rounds, keys),
+        address(mask, torch.bool, batch, keys),
+        *(address(order, short, rounds, batch, heads, n) for order, n in zip(orders, (length, ranks), strict=True)),
+        address(blocks, whole, batch * heads + 1),
+        address(starts, whole, items * most + 1),
+        address(entries, short, items * most, 4),
+        address(count, whole, items),
+        address(seen, short, 2, rounds, batch, heads, length),
+        address(places, short, 2, rounds, batch, heads, ranks),
+    )
     how = heads // by_key.shape[-3], torch.get_num_threads()
-    check(_library().stretches(ctypes.byref(_Stretching(*numbers, *how, *written))))
+    check(_library().stretches(ctypes.byref(Stretching(*numbers, *how, *written))))
     total = int(blocks[-1])
     out = attend_own_lists(
         q,
@@ -237,8 +225,14 @@ def _codes(
     codes = torch.empty(*x.shape[:2], rounds, x.shape[2], dtype=torch.int32)
     sizes = *x.shape[:2], rounds, x.shape[2], x.shape[3], columns.shape[1], bits, 0
     how = x.dtype == torch.bfloat16, torch.get_num_threads()
-    places = map(address, (columns, mask, before, sums, codes))
-    check(_library().hash_tokens(ctypes.byref(_Hashing(*sizes, *how, *rows_of(x), *places))))
+    places = (
+        address(columns, torch.float64, x.shape[3], columns.shape[1]),
+        address(mask, torch.bool, x.shape[0], x.shape[2]),
+        address(before, torch.int64, x.shape[0]),
+        address(sums, torch.float64, *x.shape[:2], columns.shape[1]),
+        address(codes, torch.int32, *x.shape[:2], rounds, x.shape[2]),
+    )
+    check(_library().hash_tokens(ctypes.byref(Hashing(*sizes, *how, *rows_of(x), *places))))
     return codes
 
 
@@ -251,8 +245,11 @@ def _nearest(q: Tensor, projections: Tensor, levels: int) -> Tensor:
         columns = _columns(projections[..., :bits].double().transpose(0, 1).flatten(1))
         sizes = *q.shape[:2], len(projections), q.shape[2], q.shape[3], columns.shape[1], bits, levels
         how = q.dtype == torch.bfloat16, torch.get_num_threads()
-        places = map(address, (columns, None, None, None, codes))
-        check(_library().hash_tokens(ctypes.byref(_Hashing(*sizes, *how, *rows_of(q), *places))))
+        planes = address(columns, torch.float64, q.shape[3], columns.shape[1])
+        written = address(codes, torch.int32, *codes.shape)
+        check(
+            _library().hash_tokens(ctypes.byref(Hashing(*sizes, *how, *rows_of(q), planes, None, None, None, written)))
+        )
     return codes
 
 

@@ -1,7 +1,4 @@
-"""Hashes and orders of tokens in C: sorted by a projection, or in buckets of the past.
-
-What is computed is said in hashing.py and buckets.py; hashes are in double here as there.
-"""
+"""Hashes and orders of tokens in C, as hashing.py and buckets.py specify them: in double here as there."""
 
 from approx_kernels.c_vectors import VECTORS
 
@@ -52,6 +49,7 @@ typedef struct {
     const double *query_lift, *key_lift; /* [R] */
     int32_t *by_query, *by_key;   /* [R, B, H, n]: tokens by rank */
 } ordering;
+SIZE_OF(ordering, ordering)
 
 /* Tokens by rising numbers, equal ones in their own order. `from` and `to` hold n pairs each. */
 static void sort(const float *numbers, int64_t n, uint64_t *from, uint64_t *to, int32_t *order) {
@@ -148,6 +146,7 @@ typedef struct {
     double *sums;           /* [B, H, wide]: sums of their products, to which these are added; NULL where no mean is taken off */
     int32_t *codes;         /* [B, H, R, n]; with levels, [levels + 1, B, H, R, n] */
 } hashing;
+SIZE_OF(hashing, hashing)
 
 /* The nearest of the first 1, 2, 4, ... directions and of their opposites, of each level one. */
 INLINE void nearest(const double *products, int64_t levels, int32_t *codes, int64_t step) {
@@ -213,6 +212,7 @@ typedef struct {
     int64_t *count;                   /* [B H R]: blocks of each round */
     int32_t *seen, *places;           /* `stretches` of attention to lists, and `places`, -1 where no rank is; NULL */
 } stretching;
+SIZE_OF(stretching, stretching)
 
 /* The tables of a round, level by level, key by key, and what of them each query sees when its own key has come. */
 static int look_back(const stretching *p, int64_t item) {

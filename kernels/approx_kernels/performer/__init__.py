@@ -20,7 +20,7 @@ from approx_kernels.performer.triton_heads import (
 )
 from approx_kernels.performer.uniform import SUMS, mixed
 from approx_kernels.ring import State
-from approx_kernels.shapes import check_shapes
+from approx_kernels.shapes import check_part, check_shapes
 from approx_kernels.triton_language import ranked
 
 __all__ = [
@@ -179,11 +179,9 @@ def _check_parts(
     kernel: str,
 ) -> None:
     check_shapes(q, k, v, key_mask)
-    heads, size, shape = q.shape[1], q.shape[3], list(projection.shape)
-    if projection.ndim not in (2, 3) or shape[-1] != size or (projection.ndim == 3 and shape[0] != heads):
-        raise ValueError(
-            f"projection has shape {shape}; expected [features, {size}] or [{heads}, features, {size}] to fit q."
-        )
+    heads, shape = q.shape[1], list(projection.shape)
+    own = () if projection.ndim == 2 else (heads,)
+    check_part("projection", projection, q, *own, "features", q.shape[3])
     if kernel not in KERNELS:
         raise ValueError(f"kernel is {kernel!r}; expected one of {', '.join(KERNELS)}.")
     if offsets is not None and (projection.ndim == 2 or kernel != "softmax" or list(offsets.shape) != shape[:2]):
@@ -191,5 +189,7 @@ def _check_parts(
             f"offsets have shape {list(offsets.shape)} beside a projection of {shape} and kernel {kernel!r}; they need "
             "kernel 'softmax' and the first two numbers of a projection [heads, features, size]."
         )
-    if share is not None and list(share.shape) != [heads]:
-        raise ValueError(f"share has shape {list(share.shape)}; expected [{heads}], a number for each head.")
+    if offsets is not None:
+        check_part("offsets", offsets, q, *shape[:2])
+    if share is not None:
+        check_part("share", share, q, heads)

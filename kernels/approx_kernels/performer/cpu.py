@@ -55,7 +55,9 @@ def performer_continue(
             state["top"] = q.new_full((*features[:2], 1, features[2]), start, dtype=torch.float32)
     state = {name: x.contiguous() for name, x in state.items()}
     form = _form(projection, offsets, kernel, scale)
-    out, _ = linear_continue(q, k, v, key_mask, state["sums"], tops=state.get("top"), **form)
+    out, _ = linear_continue(
+        q, k, v, key_mask, state["sums"], tops=None if kernel == "relu" else state["top"].squeeze(2), **form
+    )
     return out, state
 
 

@@ -7,31 +7,13 @@ import torch
 from torch import Tensor
 
 from approx_kernels.autocast import without_autocast
-from approx_kernels.c_dropout import Dropout, draw_seed, dropped
-from approx_kernels.c_language import Rows, address, check, library, rows_of
+from approx_kernels.c_dropout import draw_seed, dropped
+from approx_kernels.c_language import check, library
 from approx_kernels.c_language import obstacle as c_obstacle
+from approx_kernels.c_structs import TopK, TopKBackward, address, rows_of
 from approx_kernels.custom_op import custom_op
 from approx_kernels.grouped import empty_gradients, summed
 from approx_kernels.topk.topk_c import BACKWARD, FORWARD
-
-
-class _Problem(ctypes.Structure):
-    """`problem` of topk_c.py."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "length", "keys", "size", "values")),
-        *((name, ctypes.c_int64) for name in ("kept", "causal", "bf16", "threads")),
-        *((name, Rows) for name in ("q", "k", "v", "out")),
-        *((name, ctypes.c_void_p) for name in ("mask", "top")),
-        ("scale", ctypes.c_float),
-        ("dropout", Dropout),
-    )
-
-
-class _BackwardProblem(ctypes.Structure):
-    """`backward_problem` of topk_c.py."""
-
-    _fields_ = (("all", _Problem), *((name, Rows) for name in ("grad", "dq", "dk", "dv")))
 
 
 def obstacle(q: Tensor) -> str | None:
@@ -90,7 +72,7 @@ def _attend_backward(
     problem = _problem(q, k, v, grad, None, top, False, scale, dropped(dropout, seed))
     found = library(BACKWARD)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.backward(ctypes.byref(_BackwardProblem(problem, *rows_of(grad, *made)))))
+    check(found.backward(ctypes.byref(TopKBackward(problem, *rows_of(grad, *made)))))
     return made
 
 
@@ -115,7 +97,9 @@ def _attend(
 
 def _problem(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, key_mask: Tensor | None, top: Tensor, causal: bool, *numbers: Any
-) -> _Problem:
+) -> TopK:
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], top.shape[3], causal)
-    rows, places = rows_of(q, k, v, out), map(address, (key_mask, top))
-    return _Problem(*sizes, q.dtype == torch.bfloat16, torch.get_num_threads(), *rows, *places, *numbers)
+    mask = address(key_mask, torch.bool, q.shape[0], k.shape[2])
+    found = address(top, torch.int32, *q.shape[:3], top.shape[3])
+    how = q.dtype == torch.bfloat16, torch.get_num_threads()
+    return TopK(*sizes, *how, *rows_of(q, k, v, out), mask, found, *numbers)

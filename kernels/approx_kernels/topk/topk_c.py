@@ -20,6 +20,7 @@ typedef struct {
     float scale;
     dropout dropout;
 } problem;
+SIZE_OF(topk, problem)
 
 /* What a query's weight of a key is multiplied by. */
 INLINE float stay(const problem *p, draw of, int64_t key) {
@@ -116,6 +117,7 @@ BACKWARD = (
     _HEADS
     + r"""
 typedef struct { problem all; tensor grad, dq, dk, dv; } backward_problem;
+SIZE_OF(topk_backward, backward_problem)
 
 static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     const problem *p = &g->all;

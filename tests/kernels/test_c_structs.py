@@ -1,0 +1,95 @@
+"""What C is handed: structures as large as its own, and only tensors that it can read."""
+
+import ctypes
+import re
+
+import pytest
+import torch
+
+from approx_kernels import c_structs
+from approx_kernels.c_language import library
+from approx_kernels.c_structs import STRUCTS, address, rows_of
+from c_sources import compiled, needs_compiler, sources
+
+SOURCES = sources()
+
+
+def told_by(source: str) -> set[str]:
+    return set(re.findall(r"^SIZE_OF\((\w+), ", source, re.M))
+
+
+def test_every_structure_is_one_that_some_source_tells_the_size_of():
+    assert set().union(*map(told_by, SOURCES.values())) == STRUCTS.keys()
+
+
+def test_every_structure_in_c_that_a_function_takes_tells_its_size():
+    for name, source in SOURCES.items():
+        taken = set(re.findall(r"^int \w+\(const (\w+) \*\w", source, re.M)) - {"uint8_t", "float"}
+        told = set(re.findall(r"^SIZE_OF\(\w+, (\w+)\)", source, re.M))
+        assert taken <= told, name
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", SOURCES)
+def test_structures_are_as_large_in_c_as_here(name):
+    found = compiled(SOURCES[name])
+    for struct in told_by(SOURCES[name]):
+        tell = getattr(found, f"size_of_{struct}")
+        tell.restype = ctypes.c_int64
+        assert tell() == ctypes.sizeof(STRUCTS[struct])
+
+
+@needs_compiler
+def test_a_library_whose_structures_are_others_is_not_used(monkeypatch):
+    class Longer(ctypes.Structure):
+        _fields_ = (*c_structs.TopK._fields_, ("more", ctypes.c_int64))
+
+    monkeypatch.setitem(STRUCTS, "topk", Longer)
+    told = library.__wrapped__(SOURCES["topk.topk_c.FORWARD"])
+    assert isinstance(told, str)
+    assert "the structure topk has" in told
+    assert f"{ctypes.sizeof(Longer)} in Python" in told
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (torch.zeros(2, 3, dtype=torch.int64), "torch.int64 on cpu of shape"),
+        (torch.zeros(2, 4, dtype=torch.int32), r"\[2, 4\]"),
+        (torch.zeros(6, dtype=torch.int32), r"\[6\]"),
+        (torch.zeros(3, 2, dtype=torch.int32).T, r"strides \[1, 2\]"),
+        (torch.zeros(2, 3, dtype=torch.int32, device="meta"), "on meta"),
+    ],
+)
+def test_only_what_c_reads_has_an_address(found, words):
+    with pytest.raises(ValueError, match=words) as told:
+        address(found, torch.int32, 2, 3)
+    assert "it reads torch.int32 on the CPU of shape [2, 3], in one piece" in str(told.value)
+
+
+def test_what_is_not_there_is_null():
+    assert address(None, torch.int32, 2, 3).value is None
+    right = torch.zeros(2, 3, dtype=torch.int32)
+    assert address(right, torch.int32, 2, 3).value == right.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.zeros(2, 4, 5, 6, dtype=torch.float64),
+        torch.zeros(3, 4, 5, 6),
+        torch.zeros(2, 3, 5, 6),
+        torch.zeros(4, 5, 6),
+        torch.zeros(2, 4, 6, 5).transpose(2, 3),
+        torch.zeros(2, 4, 5, 6, device="meta"),
+    ],
+    ids=["dtype", "batch", "heads", "dimensions", "strides", "device"],
+)
+def test_only_rows_that_c_reads_have_strides(other):
+    with pytest.raises(ValueError, match="C was given rows of"):
+        rows_of(torch.zeros(2, 4, 7, 6), other)
+
+
+def test_rows_of_one_number_may_have_any_stride():
+    narrow = torch.zeros(1, 2, 3, 4)[..., :1]
+    assert rows_of(narrow.transpose(2, 3).transpose(2, 3))[0].row == 4

@@ -12,6 +12,7 @@ from approx.conversion.seam import FORMAT, IMPLEMENTATION, attach
 from approx.errors import ApproxError, Exit
 from approx.mechanisms.head_groups import HeadGroups
 from approx.mechanisms.mechanism import Mechanism
+from approx.mechanisms.state import unusable_state
 from approx_kernels.observed import unreadable
 
 
@@ -50,10 +51,11 @@ class ApproxModel:
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does, and refuse a checkpoint that lacks any tensor of a mechanism.
+        """Load as transformers does, and refuse a checkpoint whose mechanisms could not attend with what it holds.
 
         Raises:
-            ApproxError: if tensors of a mechanism are missing; transformers would fill them with uninitialised memory.
+            ApproxError: if tensors of a mechanism are missing, which transformers would fill with uninitialised memory, or
+                are not such as its settings make: of another shape or dtype, not finite, or places that there cannot be.
         """
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
@@ -64,6 +66,11 @@ class ApproxModel:
                 "It was saved incompletely; convert the base checkpoint again.",
                 Exit.UNAVAILABLE,
             )
+        for name, module in model.named_modules():
+            if isinstance(module, Mechanism) and not isinstance(module, HeadGroups) and (why := unusable_state(module)):
+                raise ApproxError(
+                    f"The checkpoint is damaged: {name}.{why}. Convert the base checkpoint again.", Exit.UNAVAILABLE
+                )
         # What was found in this folder is not how the base's files were laid out; reverted, the family's own layout counts.
         vars(model).pop("_weight_conversions", None)
         return (model, info) if wants_info else model

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from approx_kernels.blocks.cpu import block_lists, neighbour_lists
@@ -122,6 +123,8 @@ def bigbird_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    if draws.ndim != 2 or draws.dtype != torch.int64:
+        raise ValueError(f"draws is {draws.dtype} of shape {list(draws.shape)}; expected torch.int64 [blocks, random].")
     ways = {"cpu": obstacle(q), "reference": None}
     run = choose("bigbird_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
 

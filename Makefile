@@ -6,13 +6,15 @@ JOBS ?= 2
 ROOM ?= tasks
 SAMPLE ?= 60
 SEED ?= 1
+# How long the kernels are tested under sanitizers.
+MINUTES ?= 20
 # What pip installs before anything else, to choose a build of PyTorch: TORCH=torch==2.13.0, or any words that pip understands.
 TORCH ?=
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 NO_GPU := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test test-lowest lint bench clean mutants
+.PHONY: help demo test test-lowest lint bench clean mutants sanitize
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -34,7 +36,10 @@ lint: $(VENV)/.dev  ## Style, layout and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
-mutants: $(VENV)/.mutants  ## Plant small errors in a room of the code and count those its tests notice: ROOM=tasks SAMPLE=60 SEED=1
+sanitize: $(VENV)/.dev  ## Test the kernels with their C under AddressSanitizer and UBSan: MINUTES=20
+	$(VENV)/bin/python tests/sanitizers --minutes $(MINUTES) --jobs $(JOBS)
+
+mutants: $(VENV)/.dev  ## Plant small errors in a room of the code and count those its tests notice: ROOM=tasks SAMPLE=60 SEED=1
 	$(VENV)/bin/python tests/mutants $(ROOM) --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(if $(AGAIN),--again)
 
 bench: $(VENV)/.demo  ## The real run behind the README's table: MiniLM on SST-2, quality and speed
@@ -69,7 +74,3 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.python $(CONSTRAINTS)
 $(VENV)/.dev: pyproject.toml $(VENV)/.python $(CONSTRAINTS)
 	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev]'
 	@touch $@ $(VENV)/.demo
-
-$(VENV)/.mutants: $(VENV)/.dev
-	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e '.[mutants]'
-	@touch $@

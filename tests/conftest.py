@@ -7,6 +7,9 @@ import random
 import shutil
 import signal
 import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -47,8 +50,36 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def pytest_sessionfinish():
+def pytest_sessionfinish(session):
     gc.unfreeze()
+    # Processes that run tests for another have none.
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and unexpected_skips(_skips(reporter), os.environ.get("APPROX_EXPECTED_SKIPS")):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    if reasons := _skips(terminalreporter):
+        terminalreporter.section("why tests were skipped")
+        for reason, count in sorted(reasons.items()):
+            terminalreporter.write_line(f"{count:5}  {reason}")
+    if wrong := unexpected_skips(reasons, os.environ.get("APPROX_EXPECTED_SKIPS")):
+        terminalreporter.section("skipped without being expected", red=True)
+        for line in wrong:
+            terminalreporter.write_line(line)
+
+
+def _skips(reporter) -> Counter[str]:
+    return Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reporter.stats.get("skipped", []))
+
+
+def unexpected_skips(reasons: Mapping[str, int], expected: str | None) -> list[str]:
+    """Reasons that a file lists less often or not at all, a line each; none where no file is named."""
+    if not expected:
+        return []
+    listed = tomllib.loads((ROOT / expected).read_text(encoding="utf-8"))["skips"]
+    most = {reason: max((n for words, n in listed.items() if words in reason), default=0) for reason in reasons}
+    return [f"{n} skipped, {most[reason]} expected: {reason}" for reason, n in reasons.items() if n > most[reason]]
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("mutmut", reason="mutmut is of the extra `mutants`")
 TOOL = Path(__file__).parent / "mutants"
 
 

@@ -12,8 +12,6 @@ SIZE_OF(dropout, dropout)
 /* What a query brings to the hashes of its keys. */
 typedef struct { uint32_t before, between; } draw;
 
-typedef uint32_t vu __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-
 /* The finaliser of SplitMix64: each bit of the result depends on all bits. */
 INLINE uint64_t mixed(uint64_t x) {
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;

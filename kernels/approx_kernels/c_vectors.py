@@ -25,6 +25,7 @@ VECTORS = r"""
 #define END_STAND_INS _Pragma("GCC diagnostic pop")
 typedef float vf __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
 /* Rows of whatever stands on the right of a product are whole vectors. */
 INLINE int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
@@ -109,7 +110,7 @@ SHARED void transpose(int64_t rows, int64_t width, const float *from, int64_t st
                 to[d * stride_to + i] = i < rows ? from[i * stride + d] : 0.0f;
 }
 
-/* exp for x <= 80, within two roundings; NaN stays NaN. */
+/* exp for x <= 80, within two roundings; beyond, any number. NaN stays NaN. */
 INLINE vf vexp(vf x) {
     x = larger((vf){0} - 87.0f, x);
     vf shifted = x * 1.44269504f + 12582912.0f;
@@ -121,7 +122,7 @@ INLINE vf vexp(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    return (vf)((vi)p + ((vi)shifted << 23));
+    return (vf)((vu)p + ((vu)shifted << 23));
 }
 
 /* The exponential of what is 0 at most, but for what rounding made of it: a weight, 1 at most. NaN stays NaN. */

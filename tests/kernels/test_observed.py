@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from approx_kernels import observed as room
-from approx_kernels.c_language import compiler_obstacle
 from approx_kernels.local import local_attention
 from approx_kernels.observed import Observer, needs_pytorch, observed, unreadable
 from approx_kernels.tokens import stretches
+from c_sources import needs_compiler
 
 X = torch.arange(6.0).view(2, 3)
 
@@ -115,7 +115,7 @@ def test_what_pytorch_does_not_tell_counts_as_an_observer(name, monkeypatch):
     torch.testing.assert_close(local(q, k, v), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(compiler_obstacle() is not None, reason="there is no C compiler")
+@needs_compiler
 @pytest.mark.parametrize("name", ["vmap", "jvp", "a counter", "trace"])
 def test_c_that_was_asked_for_refuses_observers_it_would_mislead(name):
     q, k, v = heads()

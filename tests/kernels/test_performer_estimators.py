@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from approx_kernels.c_language import library
-from approx_kernels.linear.forward_c import FORWARD
 from approx_kernels.performer import (
     ESTIMATORS,
     Fitted,
@@ -14,9 +12,9 @@ from approx_kernels.performer import (
     performer_attention,
     performer_decode,
 )
+from c_sources import needs_compiler
 from closeness import assert_close
 
-needs_compiler = pytest.mark.skipif(isinstance(library(FORWARD), str), reason="there is no C compiler here")
 fitted_ones = pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name != "positive"])
 SCALE = 0.4
 

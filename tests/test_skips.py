@@ -1,0 +1,58 @@
+"""Tests that are skipped are told with their reasons, and fail a run that names what it expects."""
+
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT, unexpected_skips
+
+TESTS = """
+import pytest
+
+def test_one():
+    pytest.skip("there is no moon")
+
+@pytest.mark.skipif(True, reason="the sun shines")
+def test_two():
+    pass
+
+def test_three():
+    pass
+"""
+
+
+def run(tmp_path, expected, *options):
+    (tmp_path / "conftest.py").write_text(
+        (ROOT / "tests" / "conftest.py").read_text().replace("__file__", repr(__file__))
+    )
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "skips.toml").write_text(expected)
+    code = f"import os; os.environ['APPROX_EXPECTED_SKIPS'] = {str(tmp_path / 'skips.toml')!r}; import pytest, sys; "
+    code += "sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "-p", "no:cacheprovider", *options, str(tmp_path)]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("expected", "options", "status", "words"),
+    [
+        ("[skips]\n'no moon' = 1\n'sun' = 1\n", (), 0, "1  there is no moon"),
+        ("[skips]\n'no moon' = 1\n", (), 1, "1 skipped, 0 expected: the sun shines"),
+        ("[skips]\n'no moon' = 1\n'sun' = 0\n", ("-n", "1"), 1, "1 skipped, 0 expected: the sun shines"),
+    ],
+)
+def test_a_run_ends_as_its_skips_are_expected(tmp_path, expected, options, status, words):
+    done = run(tmp_path, expected, *options)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert words in done.stdout
+
+
+def test_without_a_list_nothing_is_unexpected():
+    assert unexpected_skips({"the sun shines": 3}, None) == []
+
+
+def test_more_than_listed_are_unexpected():
+    listed = "tests/skips.toml"
+    assert unexpected_skips({"could not import 'ray': No module": 1}, listed) == []
+    assert len(unexpected_skips({"could not import 'ray': No module": 2}, listed)) == 1

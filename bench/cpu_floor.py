@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from approx.evaluation.timing import timed
-from approx_kernels.c_language import address, library
+from approx_kernels.c_language import library
+from approx_kernels.c_structs import address
 from approx_kernels.clustering import hamming_c
 from bench import cpu_cases
 
@@ -99,7 +100,8 @@ def _calibrate_signs(threads: int) -> dict[str, Any]:
         words, centroids = (torch.randint(2**62, (n,), generator=generator) for n in (heads * _WORDS, _CLUSTERS))
         groups = torch.empty(len(words), dtype=torch.int32)
         numbers = map(ctypes.c_int64, (heads, _WORDS, _CLUSTERS, threads))
-        given = (address(words), address(centroids), *numbers, address(groups))
+        signs = (address(x, torch.int64, len(x)) for x in (words, centroids))
+        given = (*signs, *numbers, address(groups, torch.int32, len(words)))
         rate = 2 * 64 * len(words) * _CLUSTERS / _seconds(lambda: found.search(*given), threads)
     return {"dtype": SIGNS, "threads": threads, "flops": rate, "bytes": None}
 

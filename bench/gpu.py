@@ -5,7 +5,8 @@
     python bench/gpu.py -o reports/gpu --redraw               # page and picture from the record, nothing measured
 
 One stage follows the other: what the card copies and multiplies; `pytest -m gpu`; outputs, gradients and CUDA graphs of
-every contender against float64, since what is not right is not timed; one layer's attention by itself, eagerly and as a
+every contender against float64, since what is not right is not timed, and `auto` takes the kernels of no op before all that
+run it are right (what is found is kept where `approx doctor` looks); one layer's attention by itself, eagerly and as a
 graph; models of twelve layers, also half of padding; decoding. Each has a share of the minutes, and what it leaves goes to the next.
 
 The parts of a stage, suite/mode/dtype/length x batch/way, come in the order of what they tell. Everybody in a part takes
@@ -16,6 +17,7 @@ fails is a row with its error. Written are `record.json` and, made from it, `rep
 import argparse
 import fnmatch
 import json
+import math
 import os
 import shlex
 import sys
@@ -32,9 +34,10 @@ from rich.console import Console
 from approx.errors import ApproxError, Exit
 from approx_kernels.triton_language import CAPABILITY, triton
 from bench import gpu_page, parts
+from bench.gpu_checks import checks, outdated
 from bench.gpu_jobs import LATE, work
 from bench.gpu_machine import asked, suite_passes
-from bench.gpu_plan import LENGTHS, VERIFIED, compilation, compiled_in, planned, stage_of, verifications
+from bench.gpu_plan import LENGTHS, VERIFIED, checked, compilation, compiled_in, planned, stage_of, verifications
 from bench.gpu_race import Part
 from bench.gpu_workers import Job, carry_out, told
 
@@ -110,7 +113,12 @@ def _stages(options: argparse.Namespace, folder: Path, begun: float, console: Co
                 parts.keep(folder, "tests", suite_passes(options.output / "tests.log", seconds))
         elif stage == "verification":
             lanes = min(LANES, max(2, (os.cpu_count() or 2) // 2))
-            _carry_out(list(verifications(chosen)), folder, deadline, lanes, options, console)
+            jobs = list({job.id: job for job in verifications(chosen)}.values())
+            _carry_out(jobs, folder, deadline, lanes, options, console)
+            verified = [one for one in parts.all_kept(folder) if one.get("kind") == "verification"]
+            found = {"kind": "checks", "checks": checks(verified, checked())}
+            # Whatever the time: what was found out is what `auto` goes by.
+            _carry_out([Job("checks", found)], folder, math.inf, 1, options, console)
         elif stage != "machine":
             jobs = [_measuring(part, folder) for part in chosen if stage_of(part) == stage]
             _carry_out(jobs, folder, deadline, 1, options, console)
@@ -157,8 +165,10 @@ def _carry_out(
 
 
 def _unfinished(found: dict[str, Any] | None) -> bool:
-    """Whether something is still to be found out: it failed as a whole, or somebody was not ready in time."""
-    return found is None or "error" in found or any(one["status"] in LATE for one in found.get("contenders", ()))
+    """Whether something is still to be found out: it failed as a whole, is out of date, or somebody was not ready in time."""
+    if found is None or "error" in found or found.get("kind") == "checks" or outdated(found):
+        return True
+    return any(one["status"] in LATE for one in found.get("contenders", ()))
 
 
 def _gather(output: Path, minutes: float) -> None:
@@ -174,6 +184,7 @@ def _gather(output: Path, minutes: float) -> None:
         "environment": machine["environment"],
         "rates": machine["rates"],
         "tests": parts.kept(output / "parts", "tests"),
+        "checks": (parts.kept(output / "parts", "checks") or {}).get("checks", {}),
         "verified": [one for one in found if one.get("kind") == "verification"],
         "parts": sorted(
             raced, key=lambda one: order.get(Part(**{name: one[name] for name in Part._fields}).id, len(order))

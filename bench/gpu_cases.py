@@ -39,6 +39,8 @@ CAUSAL_SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
 FORMS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
     {
         "lsh": ({"dedup": True}, {"variant": "shared"}),
+        # The default, which is fitted to each head, runs no kernel.
+        "performer": ({"estimator": "positive"},),
         "linear": (
             {"feature_map": "t2r"},
             {"feature_map": "hedgehog"},
@@ -66,18 +68,26 @@ def of_suite(suite: str, length: int) -> list[Case]:
     chosen = CAUSAL_SETTINGS if causal else SETTINGS
     if suite in SUITES:
         chosen = {**chosen, **{name: (*chosen.get(name, ({},)), *forms) for name, forms in FORMS.items()}}
+    if suite == "decode":
+        chosen = {**chosen, "performer": ({}, *FORMS["performer"])}
     found = cases(causal, length, decoding=suite == "decode", chosen=chosen, short=("full",))
     return [case for case in found if not suite.endswith("-padded") or case.mechanism in PADDED]
 
 
 def contenders(
-    suite: str, mode: str, length: int, dtype: torch.dtype, device: torch.device, compiled: bool = True
+    suite: str,
+    mode: str,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    compiled: bool = True,
+    every: bool = False,
 ) -> Iterator[Attention]:
-    """Everybody in a suite, the base first; few beside bfloat16; `train` is forward and backward."""
+    """Everybody in a suite, the base first; unless `every` is asked for few beside bfloat16; `train` is forward and backward."""
     causal, padded, whole = suite == "attention-causal", suite == "attention-padded", dtype == torch.bfloat16
     yield scaled(causal)
     for case in of_suite(suite, length):
-        if not (whole or case.name in FEW):
+        if not (whole or every or case.name in FEW):
             continue
         make = _made(case, causal, dtype, device, mode == "train")
         yield Attention(case.name, "variant", case.name, make)

@@ -1,14 +1,15 @@
 """What the processes of `bench/gpu.py` do: look at the machine, verify a contender, compile one, or let all of a part race."""
 
 import gc
-import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from approx_kernels.checked import unchecked
 from bench import gpu_cases
+from bench.gpu_checks import keep_all, sources
 from bench.gpu_machine import calibrate, described
 from bench.gpu_race import Part, measure
 from bench.gpu_verify import verify, verify_decoding
@@ -27,9 +28,16 @@ def work(given: dict[str, Any], say: Say, without: Mapping[str, str]) -> dict[st
     # Every length is compiled for itself, and after a few the compiler would give up.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-    return {"machine": _machine, "verification": _verification, "compilation": _compilation, "part": _part}[
-        given["kind"]
-    ](given, device, say, without)
+    kinds = {
+        "machine": _machine,
+        "verification": _verification,
+        "checks": _checks,
+        "compilation": _compilation,
+        "part": _part,
+    }
+    # What is verified here is what has not passed its check yet.
+    with unchecked():
+        return kinds[given["kind"]](given, device, say, without)
 
 
 def _machine(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
@@ -37,21 +45,24 @@ def _machine(given: dict[str, Any], device: torch.device, say: Say, without: Map
 
 
 def _verification(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
-    # Which exact attention is the fastest here cannot be learnt beside others: what is found out now is not kept.
-    os.environ["APPROX_CACHE"] = os.devnull
-    name, found = given["name"], {"errors": {}, "kernels": [], "graphs": {}}
+    name = given["name"]
+    found: dict[str, Any] = {"errors": {}, "kernels": [], "graphs": {}, "sources": sources(given["suite"], name)}
     if name in without:
         return found | {"status": without[name]}
     say(name)
     try:
         dtype = getattr(torch, given["dtype"])
         decoding = given["suite"] == "decode"
-        found = verify_decoding(name, dtype, device) if decoding else verify(given["suite"], name, dtype, device)
+        found |= verify_decoding(name, dtype, device) if decoding else verify(given["suite"], name, dtype, device)
     except Exception as error:  # what fails here is not timed, and the page says why
         found["status"] = told(error)
     _alive(device, found["status"])
     spent = any(said and said.startswith("cannot") for said in found["graphs"].values())
     return found | ({SPENT: True} if spent else {})
+
+
+def _checks(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
+    return keep_all(given["checks"], device)
 
 
 def _compilation(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:

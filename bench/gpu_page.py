@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit
+from approx_kernels.checked import OPS
 from bench.gpu_cases import SUITES, TOKENS, of_suite
 from bench.gpu_models import LAYERS
 from bench.gpu_targets import LENGTHS, judged, over_floor, part_of
@@ -73,7 +74,7 @@ def report(made: dict[str, Any], picture: str | None) -> str:
     text.append(table(["what", *(f"{length:,}" for length in LENGTHS)], judged(made)))
     if picture:
         text.append(f"![speed-up against length]({picture})")
-    text += [*_tests(made), *_machine(made), *_verified(made), *_floors(made)]
+    text += [*_tests(made), *_machine(made), *_checks(made), *_verified(made), *_floors(made)]
     text += [piece for suite in _SUITES for piece in _suite(made, suite)]
     failed = [f"- `{_told(one)}`: {one['error']}" for one in made["parts"] if "error" in one]
     text += ["## Parts that failed", "\n".join(failed)] if failed else []
@@ -122,6 +123,22 @@ def _number(word: str) -> float:
         return float(word)
     except ValueError:
         return 0.0
+
+
+def _checks(made: dict[str, Any]) -> list[str]:
+    """Which kernels `auto` takes from now on, by what was verified."""
+    found = made.get("checks", {})
+    rows = []
+    for op in OPS:
+        passed, wrong = found.get(op, ((), {}))
+        told = "; ".join(f"{dtype}: {why}" for dtype, why in wrong.items()) or "–"
+        rows.append([f"`{op}`", ", ".join(passed) or "–", _cell(told)])
+    return [
+        "## What `auto` takes on this GPU",
+        "The kernels of an op in the precisions in which all that runs them is right; PyTorch in all others, also in those where "
+        "verification did not come to an end. Another run goes on with it.",
+        table(["op", "kernels passed their check in", "kernels are wrong in"], rows, words=3),
+    ]
 
 
 def _verified(made: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 import torch
 
 from bench.gpu_cases import SUITES, TOKENS, contenders, of_suite
+from bench.gpu_checks import ops_of
 from bench.gpu_models import MEASURED
 from bench.gpu_peers import COMPILED, peers
 from bench.gpu_race import Part, compiled_for
@@ -66,21 +67,43 @@ def verifications(chosen: list[Part]) -> Iterator[Job]:
     wanted = {(part.dtype, VERIFIED.get(part.suite, part.suite)) for part in chosen}
     for dtype, suite in sorted(wanted, key=lambda pair: (pair[0] != "bfloat16", pair)):
         if suite == "decode":
-            names = [case.name for case in of_suite("decode", 1) if case.mechanism in MEASURED["decode"]]
+            names = decoded()
         else:
             kind = getattr(torch, dtype)
             names = [one.name for one in contenders(suite, "train", 1, kind, torch.device("cpu"))]
             others = peers(suite == CAUSAL, suite == PADDED, compiled=True)
             names += [one.name for one in others if dtype == "bfloat16" or one.role == "exact"]
         for name in names:
-            yield Job(
-                f"verification/{suite}/{dtype}/{name}",
-                {"kind": "verification", "suite": suite, "dtype": dtype, "name": name},
-            )
+            yield _verification(suite, dtype, name)
     # Both ways run the same shapes.
     for part in dict.fromkeys(part._replace(way="graph") for part in chosen):
         for name in compiled_in(part):
             yield Job(compilation(part, name), {"kind": "compilation", "part": part._asdict(), "name": name})
+    # What is timed in none of the parts comes last.
+    suites = {suite for _, suite in wanted}
+    for one in checked():
+        if one["suite"] in suites:
+            yield _verification(**one)
+
+
+def decoded() -> list[str]:
+    """The mechanisms whose decoding is verified: those that are timed, and another one that has kernels of its own for it."""
+    return [case.name for case in of_suite("decode", 1) if case.mechanism in (*MEASURED["decode"], "performer")]
+
+
+def checked() -> list[dict[str, str]]:
+    """All that is verified before `auto` takes kernels: every mechanism that has some, in every dtype and suite."""
+    found = []
+    for dtype in ("bfloat16", "float16", "float32"):
+        for suite in (*SUITES, "decode"):
+            names = decoded() if suite == "decode" else [case.name for case in of_suite(suite, 1)]
+            found += [{"suite": suite, "dtype": dtype, "name": name} for name in names if ops_of(suite, name)]
+    return found
+
+
+def _verification(suite: str, dtype: str, name: str) -> Job:
+    given = {"kind": "verification", "suite": suite, "dtype": dtype, "name": name}
+    return Job(f"verification/{suite}/{dtype}/{name}", given)
 
 
 def compiled_in(part: Part) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.implementation import chosen, implementation
+from approx_kernels.checked import unchecked
+from approx_kernels.implementation import chosen, forget, implementation
 from bench.cpu_cases import HEADS, SDPA, Case
 from bench.gpu_cases import built, contenders, inputs, of_suite
 from bench.gpu_graphs import captured
@@ -54,7 +55,9 @@ def verify(
     for batch, length, heads in shapes or (COMPILED_SHAPES if name in COMPILED else SHAPES):
         how = {"batch": batch, "length": length, "heads": heads, "dtype": dtype, "device": device, "train": True}
         given = inputs(suite, **how, seed=length)[0]
-        one = next((each for each in contenders(suite, "train", length, dtype, device) if each.name == name), None)
+        one = next(
+            (each for each in contenders(suite, "train", length, dtype, device, every=True) if each.name == name), None
+        )
         if one is None:
             # It holds all pairs, which are too many here.
             continue
@@ -69,12 +72,13 @@ def verify(
             q, k, v = (x.detach().double().requires_grad_() for x in given[:3])
             wide = Inputs(q, k, v, given.grad.double(), given.mask)
             exact = _real(_run(_step(copy.deepcopy(mechanism).double(), wide)), given)
-        before, ours = chosen(), one.role == "variant"
+        ours = one.role == "variant"
+        forget()
         step = _step(mechanism, given) if ours else one.make(given)
-        # On a GPU kernels come first by themselves, elsewhere they are interpreted.
-        with implementation("auto" if device.type == "cuda" else "triton"):
+        # On a GPU kernels come first by themselves, checked or not; elsewhere they are interpreted.
+        with unchecked(), implementation("auto" if device.type == "cuda" else "triton"):
             results = [x.detach() for x in _run(step)]
-        found["kernels"] = sorted(op for op, way in chosen().items() if way == "triton" != before.get(op))
+        found["kernels"] = sorted(_in_kernels() | {*found["kernels"]})
         actual = results if one.packed else _real(results, given)
         for place, one_found, one_plain, one_exact in zip(names, actual, plain, exact, strict=True):
             error, budget = error_and_budget(one_found, one_plain, one_exact, FACTOR)
@@ -101,12 +105,18 @@ def verify_decoding(name: str, dtype: torch.dtype, device: torch.device, length:
     with implementation("reference"):
         plain = mechanism(given.q, given.k, given.v)[:, :, last.start :]
         exact = copy.deepcopy(mechanism).double()(*(x.double() for x in given[:3]))[:, :, last.start :]
-    before, outs, state = chosen(), [], None
+    forget()
+    outs, state = [], None
     keeps = mechanism.decode_state != "cache"
-    # The others have no kernel of their own for it, so none could be interpreted.
-    with implementation("triton" if device.type == "cpu" and case.mechanism in ("flash", "linear") else "auto"):
+    # The others have no kernel of their own for it, so none could be interpreted; performer has one for the prompt alone.
+    interpreted = device.type == "cpu" and case.mechanism in ("flash", "linear")
+    prompt = interpreted or (device.type == "cpu" and case.name == "performer estimator=positive")
+    kernels: set[str] = set()
+    with unchecked(), implementation("triton" if interpreted else "auto"):
         if keeps:
-            _, state = mechanism.decode(*(x[:, :, : last.start] for x in given[:3]))
+            with implementation("triton" if prompt else "auto"):
+                _, state = mechanism.decode(*(x[:, :, : last.start] for x in given[:3]))
+            kernels |= _in_kernels()
         for place in last:
             q, k, v = (x[:, :, place : place + 1] for x in given[:3])
             if keeps:
@@ -116,9 +126,14 @@ def verify_decoding(name: str, dtype: torch.dtype, device: torch.device, length:
             outs.append(out)
     error, budget = error_and_budget(torch.cat(outs, 2), plain, exact, FACTOR)
     wrong = "" if error <= budget else f"failed: out has error {error:.1e}, allowed is {budget:.1e}"
-    kernels = sorted(op for op, way in chosen().items() if way == "triton" != before.get(op))
+    kernels |= _in_kernels()
     errors = {"out": [error, budget]} if math.isfinite(error) else {}
-    return {"status": wrong or "ok", "errors": errors, "kernels": kernels, "graphs": {}}
+    return {"status": wrong or "ok", "errors": errors, "kernels": sorted(kernels), "graphs": {}}
+
+
+def _in_kernels() -> set[str]:
+    """The ops that ran kernels last."""
+    return {op for op, way in chosen().items() if way == "triton"}
 
 
 @torch.no_grad()

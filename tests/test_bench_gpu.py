@@ -4,7 +4,6 @@ says what the record says.
 
 import argparse
 import json
-import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -48,8 +47,6 @@ PARTS = (
 @pytest.fixture
 def tiny(monkeypatch):
     """One head, and few mechanisms."""
-    # A job that verifies hides the cache from its own process, which here is that of all tests.
-    monkeypatch.setenv("APPROX_CACHE", os.environ["APPROX_CACHE"])
     monkeypatch.setattr(gpu_cases, "HEADS", 1)
     monkeypatch.setattr(gpu_cases, "FEW", ("flash", "linear"))
 
@@ -59,6 +56,7 @@ def measured(tiny, tmp_path, monkeypatch):
     """The folder of a run over three small parts, whose jobs all run in this process."""
     monkeypatch.setattr(gpu_models, "LAYERS", 1)
     monkeypatch.setattr(gpu, "planned", lambda: iter(PARTS))
+    monkeypatch.setattr(gpu_plan, "checked", list)
     monkeypatch.setattr(gpu_jobs, "calibrate", partial(gpu_machine.calibrate, side=32, copied=2**16))
     monkeypatch.setattr(gpu_jobs, "verify", partial(gpu_verify.verify, shapes=[(2, LENGTH, 1)]))
     monkeypatch.setattr(gpu_jobs, "verify_decoding", partial(gpu_verify.verify_decoding, length=9))

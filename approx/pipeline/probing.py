@@ -1,4 +1,7 @@
-"""What `approx doctor --probe` finds out about exact attention on this machine, and what `approx doctor` says of it."""
+"""What `approx doctor --probe` finds out about exact attention on this machine, and what `approx doctor` says of it.
+
+What `bench/gpu.py` found out about kernels for GPUs is said here, too.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,10 +11,11 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.pipeline import products
-from approx_kernels import findings
+from approx_kernels import checked, findings
 from approx_kernels.exact.choice import LENGTHS, Case
 from approx_kernels.exact.probe import measure
 from approx_kernels.exact.ways import DEFAULT
+from approx_kernels.triton_language import triton
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _FORMS = (
@@ -22,7 +26,7 @@ _AGAIN = "measure again with `approx doctor --probe`"
 
 
 def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
-    """Forget what was found, and measure the usual kinds of exact attention and, on a CPU, what `fast_products` gains.
+    """Forget what an earlier probe found, and measure the usual exact attention and, on a CPU, what `fast_products` gains.
 
     About other kinds of attention fixed defaults go on to decide.
 
@@ -31,7 +35,7 @@ def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        findings.forget()
+        findings.forget(but=checked.ABOUT)
     except OSError as error:
         raise ApproxError(
             f"{findings.file()} cannot be removed: {error.strerror}. Remove it, or set APPROX_CACHE to another folder.",
@@ -60,7 +64,8 @@ def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
 
 def said() -> Iterator[tuple[str, bool, str]]:
     """What was found, line by line: what it is about, whether all is well, and what was found with its remedy."""
-    known = findings.found("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    known = {asked: it for asked, it in findings.found(device).items() if not asked.startswith(checked.ABOUT)}
     for asked, finding in known.items():
         about, _, kind = asked.partition(", ")
         if "failed" in finding:
@@ -74,12 +79,31 @@ def said() -> Iterator[tuple[str, bool, str]]:
             yield about, True, f"{kind}: {_of_way(finding)}"
     if not any(asked.startswith("exact attention") for asked in known):
         yield "exact attention", True, "computed as by default; `approx doctor --probe` measures what is fastest here"
-    if not torch.cuda.is_available():
+    if device == "cuda" and triton is not None:
+        yield from of_kernels(device)
+    if device == "cpu":
         timed = known.get(products.ASKED)
         if timed is None or "failed" not in timed:
             yield products.ASKED, True, products.said(timed)
     if any(finding.get("crowded") for finding in known.values()):
         yield "findings", True, f"* was measured while other programs used the cores: when they are gone, {_AGAIN}"
+
+
+def of_kernels(device: str) -> Iterator[tuple[str, bool, str]]:
+    """Which ops have kernels that `auto` takes on a device, and why it takes PyTorch for the others; lines as of `said`."""
+    checks = {op: checked.check_of(op, device) for op in checked.OPS}
+    by_dtypes: dict[str, list[str]] = {}
+    for op, check in checks.items():
+        if check and check.passed:
+            by_dtypes.setdefault(", ".join(check.passed), []).append(op)
+    for dtypes, ops in by_dtypes.items():
+        yield "gpu kernels", True, f"passed their check in {dtypes}, so `auto` takes them: {', '.join(ops)}"
+    for op, check in checks.items():
+        for dtype, why in check.wrong.items() if check else ():
+            yield "gpu kernels", False, f"{op} failed its check in {dtype}, so `auto` takes PyTorch: {why}"
+    if unknown := [op for op, check in checks.items() if not check or not (check.passed or check.wrong)]:
+        text = f"not checked on this GPU with these versions, so `auto` takes PyTorch: {', '.join(unknown)}; {checked.AGAIN}"
+        yield "gpu kernels", False, text
 
 
 def _of_way(finding: dict[str, Any]) -> str:

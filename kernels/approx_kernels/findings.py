@@ -1,4 +1,4 @@
-"""What `approx doctor --probe` found out about this machine: kept on disk, and read by every process that begins later."""
+"""What `approx doctor --probe` and `bench/gpu.py` found out about this machine: kept on disk, and read by every process that begins later."""
 
 import contextlib
 import functools
@@ -30,9 +30,14 @@ def file() -> Path:
 
 
 def machine(device: str) -> str:
-    """What a finding depends on besides what was measured: hardware, threads, the build of torch, and whether C compiles."""
-    if device == "cuda":
-        at = torch.cuda.current_device()
+    """What a finding depends on besides what was measured: hardware, threads, the build of torch, and whether C compiles.
+
+    Args:
+        device: `cpu`, `cuda` for the current one, or `cuda:1`.
+    """
+    asked = torch.device(device)
+    if asked.type == "cuda":
+        at = torch.cuda.current_device() if asked.index is None else asked.index
         return f"{torch.cuda.get_device_name(at)}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
     level = torch.backends.cpu.get_cpu_capability()
     # C that is gone cannot be taken, and C that is new has not been timed.
@@ -53,7 +58,7 @@ def keep(device: str, asked: str, finding: Finding) -> None:
     """Keep a finding about this machine, for this process and for those that begin later.
 
     Args:
-        device: `cpu` or `cuda`.
+        device: `cpu`, `cuda` or `cuda:1`.
         asked: What it is about, in words that tell it from everything else.
         finding: What was found: plain data.
 
@@ -63,19 +68,36 @@ def keep(device: str, asked: str, finding: Finding) -> None:
     here = machine(device)
     with _lock:
         found(device)
-        _write(here, asked, finding)
+        kept = _read()
+        kept.setdefault(here, {})[asked] = finding
+        _write(kept)
         _known[here][asked] = finding
 
 
-def forget() -> None:
-    """Forget everything about this machine, in memory and on disk.
+def forget(but: str | None = None) -> None:
+    """Forget everything that was found, in memory and on disk.
+
+    Args:
+        but: What stays: all that is about something that begins so.
 
     Raises:
-        OSError: if the file is there and cannot be removed.
+        OSError: if the file is there and cannot be removed or replaced.
     """
     with _lock:
         _known.clear()
-        file().unlink(missing_ok=True)
+        left = {} if but is None else _beginning(but, _read())
+        if left:
+            _write(left)
+        else:
+            file().unlink(missing_ok=True)
+
+
+def _beginning(words: str, kept: dict[str, dict[str, Finding]]) -> dict[str, dict[str, Finding]]:
+    chosen = {
+        here: {asked: finding for asked, finding in one.items() if asked.startswith(words)}
+        for here, one in kept.items()
+    }
+    return {here: one for here, one in chosen.items() if one}
 
 
 def _read() -> dict[str, dict[str, Finding]]:
@@ -90,9 +112,7 @@ def _read() -> dict[str, dict[str, Finding]]:
     return kept if whole else {}
 
 
-def _write(here: str, asked: str, made: Finding) -> None:
-    kept = _read()
-    kept.setdefault(here, {})[asked] = made
+def _write(kept: dict[str, dict[str, Finding]]) -> None:
     folder = file().parent
     folder.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")

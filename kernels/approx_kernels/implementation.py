@@ -1,11 +1,17 @@
-"""Which implementation of an op runs: the plain one that specifies it, one for CPUs, or one in Triton."""
+"""Which implementation of an op runs: the plain one that specifies it, one for CPUs, or one in Triton.
+
+On CUDA `auto` takes kernels in Triton only where their check against the reference has passed; see `checked.py`. Who asks for
+`triton` gets it without one.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from torch import Tensor
 from torch.compiler import is_compiling
 
+from approx_kernels.checked import doubt
 from approx_kernels.observed import needs_pytorch
 
 # Some ops have further ones, which their errors and docstrings name.
@@ -19,7 +25,7 @@ _chosen: dict[str, str] = {}
 _told: set[tuple[str, str]] = set()
 
 
-def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
+def choose(op: str, impl: str, obstacles: Mapping[str, str | None], x: Tensor | None = None) -> str:
     """Say which implementation of an op runs, and keep it for `chosen`; the log warns once why it is not a faster one.
 
     Args:
@@ -27,6 +33,8 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
         impl: One of `IMPLEMENTATIONS` or of the op's own; `auto` takes what `implementation` asks for, otherwise the first that can run.
         obstacles: The implementations that the op has, the best for these inputs first, each with the reason why it cannot
             run on them, which also says what to do; None where it can.
+        x: One of the inputs, for an op with kernels: where they have not passed their check on its device and in its dtype,
+            `auto` takes the next implementation that can run.
 
     Returns:
         A key of `obstacles`.
@@ -39,10 +47,15 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
         raise ValueError(
             f"impl is {asked!r}; expected one of {', '.join(dict.fromkeys([*IMPLEMENTATIONS, *obstacles]))}."
         )
+    unchecked = None
     if asked == "auto":
-        found = next((name for name, why in obstacles.items() if why is None), None)
+        if x is not None and obstacles.get("triton", "") is None:
+            unchecked = doubt(op, x)
+        able = [name for name, why in obstacles.items() if why is None and not (unchecked and name == "triton")]
+        found = able[0] if able else None
         if found is None:
-            raise ValueError(f"No implementation of {op} can run: " + " ".join(filter(None, obstacles.values())))
+            why = " ".join(filter(None, [*obstacles.values(), unchecked]))
+            raise ValueError(f"No implementation of {op} can run: {why}")
     else:
         found = asked
         if asked not in obstacles:
@@ -54,8 +67,12 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None]) -> str:
     _chosen[op] = found
     best, why = next(iter(obstacles.items()))
     # What an observer sees is not what will run without it.
-    slower = asked == "auto" and found in PLAIN and needs_pytorch() is None
-    if slower and why is not None and (op, why) not in _told and not _LOG.disabled:
+    if asked != "auto" or _LOG.disabled or needs_pytorch() is not None:
+        return found
+    if unchecked is not None and (op, unchecked) not in _told:
+        _told.add((op, unchecked))
+        _LOG.warning("%s runs in PyTorch, not in its Triton kernels: %s", op, unchecked)
+    if found in PLAIN and why is not None and (op, why) not in _told:
         _told.add((op, why))
         # An obstacle is told to who asked for that one, too; here 'auto' was asked for.
         reason = why.removesuffix(" Ask for 'auto'.").replace(", or ask for 'auto'", "")

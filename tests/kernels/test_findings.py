@@ -28,6 +28,17 @@ def test_findings_reach_this_process_and_the_next_until_they_are_forgotten(monke
     assert findings.found("cpu") == {}
 
 
+def test_what_is_about_something_else_may_stay(monkeypatch):
+    findings.keep("cpu", "a thing", {"way": "x"})
+    findings.keep("cpu", "other things", {"way": "y"})
+    findings.forget(but="other")
+    for _ in range(2):
+        assert findings.found("cpu") == {"other things": {"way": "y"}}
+        another_process(monkeypatch)
+    findings.forget(but="a thing")
+    assert not findings.file().exists()
+
+
 def test_findings_of_one_machine_say_nothing_of_another(monkeypatch):
     findings.keep("cpu", "a thing", {"way": "x"})
     here = findings.machine("cpu")

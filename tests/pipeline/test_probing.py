@@ -4,7 +4,7 @@ import pytest
 
 from approx.errors import ApproxError
 from approx.pipeline import health, probing, products
-from approx_kernels import findings
+from approx_kernels import checked, findings
 from approx_kernels.exact import choice, probe, ways
 
 
@@ -49,6 +49,17 @@ def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
     probing.probe()
     assert findings.found("cpu")[str(case)] == found
     assert len(findings.found("cpu")) == 1 + (products.obstacle() is None)
+
+
+def test_a_probe_leaves_the_checks_of_kernels_and_no_line_takes_them_for_a_probe(monkeypatch):
+    monkeypatch.setattr(
+        probing, "measure", lambda case: {"way": ways.DEFAULT, "milliseconds": {}, "errors": {ways.DEFAULT: 0.0}}
+    )
+    monkeypatch.setattr(products, "obstacle", lambda device="cpu": "none here")
+    checked.keep_check("flash", "cpu", checked.Check(["bfloat16"], {}))
+    probing.probe()
+    assert checked.check_of("flash", "cpu") == (["bfloat16"], {})
+    assert not any(what.startswith(checked.ABOUT) for what, _, _ in probing.said())
 
 
 def test_what_was_measured_beside_other_programs_is_marked_and_the_mark_explained():

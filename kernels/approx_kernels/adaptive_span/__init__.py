@@ -64,7 +64,7 @@ def adaptive_span_attention(
     check_part("spans", spans, q, q.shape[1])
     check_least("ramp", ramp, 1)
     ways = {"cpu": obstacle(q), "reference": None}
-    run = choose("adaptive_span_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
+    run = choose("adaptive_span_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
     if run == "triton":
         # Each head of the kernel ends where its own span does, so nobody has to read the spans first.
         right = 0 if causal else None

@@ -65,7 +65,7 @@ def block_attention(
     """
     check_shapes(q, k, v, key_mask)
     ways = {"cpu": obstacle(q), "reference": None}
-    run = choose("block_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
+    run = choose("block_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
 
     how: dict[str, Any] = {"size": size, "neighbours": neighbours, "shift": shift, "causal": causal, "scale": scale}
     if run == "triton":
@@ -126,7 +126,7 @@ def bigbird_attention(
     if draws.ndim != 2 or draws.dtype != torch.int64:
         raise ValueError(f"draws is {draws.dtype} of shape {list(draws.shape)}; expected torch.int64 [blocks, random].")
     ways = {"cpu": obstacle(q), "reference": None}
-    run = choose("bigbird_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
+    run = choose("bigbird_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
 
     def lists(keys: int) -> Sequence[Sequence[int]]:
         return bigbird_lists(-(-keys // block), draws, compatible)

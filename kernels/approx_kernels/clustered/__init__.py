@@ -87,7 +87,7 @@ def clustered_attention(
     settings = {"clusters": clusters, "iterations": iterations, "topk": topk, "scale": scale}
     ways = {"planes": planes, "draws": draws}
     why = triton_obstacle(q, v, clusters, 0 if planes is None else len(planes), dropout)
-    run = choose("clustered_attention", impl, ranked(q, why, cpu=cpu_obstacle(q), reference=None))
+    run = choose("clustered_attention", impl, ranked(q, why, cpu=cpu_obstacle(q), reference=None), q)
     if run == "cpu":
         return clustered_batch(q, k, v, key_mask, **ways, selectors=selectors, **settings, dropout=dropout)
 
@@ -155,7 +155,7 @@ def causal_clustered_attention(
     check_least("chunk", chunk, 1)
     check_least("topk", topk, 1)
     why = causal_triton_obstacle(q, v, chunk, topk or 0, dropout)
-    run = choose("causal_clustered_attention", impl, ranked(q, why, cpu=causal_obstacle(q), reference=None))
+    run = choose("causal_clustered_attention", impl, ranked(q, why, cpu=causal_obstacle(q), reference=None), q)
     settings = {"chunk": chunk, "topk": topk or 0, "scale": scale}
     if run == "cpu":
         attend = partial(causal_samples_in_c, centroids=centroids, selectors=selectors, **settings, dropout=dropout)

@@ -48,7 +48,7 @@ def cluster_queries(
     if not clusters < q.shape[1]:
         raise ValueError(f"{clusters} clusters for {q.shape[1]} queries; expected fewer clusters than queries.")
     ways = ranked(q, triton_obstacle(q, clusters, len(planes)), cpu=cpu_obstacle(q), reference=None)
-    run = choose("cluster_queries", impl, ways)
+    run = choose("cluster_queries", impl, ways, q)
     if run != "reference":
         q = (q if q.stride(-1) == 1 else q.contiguous()).detach()[None]
         counts = [torch.full((1,), number, device=q.device) for number in (q.shape[2], clusters)]

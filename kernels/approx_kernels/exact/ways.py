@@ -19,6 +19,7 @@ Way = Callable[..., Tensor]
 
 DEFAULT = "default SDPA"
 COMPILED = "compiled C"
+OWN = "own flash"
 BACK_ENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -43,7 +44,7 @@ def ways(device: str, *, padded: bool, few: bool) -> dict[str, Way]:
     if device == "cuda":
         plain |= {f"{name} SDPA": partial(_preferring, back_end=name) for name in BACK_ENDS}
         found = plain | {f"{name} by lengths": partial(_by_lengths, way=way) for name, way in plain.items() if padded}
-        own: dict[str, Way] = {} if triton is None else {"own flash": _own_flash}
+        own: dict[str, Way] = {} if triton is None else {OWN: _own_flash}
         return found | own | ({"varlen": _packed} if padded else {})
     found = dict(plain)
     if padded:

@@ -54,7 +54,7 @@ def flash_attention(
         ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    run = choose("flash_attention", impl, ranked(q, flash_obstacle(q, v, dropout), fused=None, reference=None))
+    run = choose("flash_attention", impl, ranked(q, flash_obstacle(q, v, dropout), fused=None, reference=None), q)
     if run == "triton":
         return flash(q, k, v, key_mask, scale=scale, right=0 if causal else None, impl="triton")[0]
     way = "reference" if run == "reference" else "auto"
@@ -107,7 +107,7 @@ def flash(
         ValueError: if the shapes, lengths or tiles do not fit together, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    run = choose("flash", impl, ranked(q, flash_obstacle(q, v, 0.0), reference=None))
+    run = choose("flash", impl, ranked(q, flash_obstacle(q, v, 0.0), reference=None), q)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

@@ -71,7 +71,9 @@ def global_token_attention(
     elsewhere = "tokens that each sample chooses need a list for each. Give positions, or ask for 'reference'."
     own = isinstance(tokens, Tensor)
     ways = {"cpu": elsewhere if own else obstacle(q), "reference": None}
-    run = choose("global_token_attention", impl, ranked(q, elsewhere if own else flash_obstacle(q, v, dropout), **ways))
+    run = choose(
+        "global_token_attention", impl, ranked(q, elsewhere if own else flash_obstacle(q, v, dropout), **ways), q
+    )
 
     def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[int] | Tensor) -> Tensor:
         chosen = places(tokens, k.shape[2], k.device)

@@ -78,7 +78,7 @@ def linear_attention(
     _check_parts(q, feature_map, maps, window, mix)
     no_cpu = obstacle(q)
     no_kernels = linear_obstacle(q, v, dropout=dropout)
-    run = choose("linear_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
+    run = choose("linear_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None), q)
     form = {"causal": causal, "feature_map": feature_map, "input_scale": input_scale, "eps": eps}
     if run == "triton":
         found = []
@@ -145,7 +145,7 @@ def linear_decode(
     kept = state_obstacle(q, k, v, *(maps or ()), *(() if mix is None else (mix,)))
     no_cpu = decode_obstacle(q, k) or kept
     no_kernels = linear_obstacle(q, v, dropout=0.0) or kept or step_obstacle(q, k, state, window)
-    run = choose("linear_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
+    run = choose("linear_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None), q)
     ways = {"feature_map": feature_map, "maps": maps, "input_scale": input_scale, "eps": eps}
     if run == "triton":
         return continue_by_kernels(q, k, v, key_mask, state, **ways)

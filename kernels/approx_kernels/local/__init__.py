@@ -53,7 +53,7 @@ def local_attention(
     """
     check_shapes(q, k, v, key_mask)
     ways = {"cpu": obstacle(q), "reference": None}
-    run = choose("local_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
+    run = choose("local_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
     if run == "triton":
         return flash(q, k, v, key_mask, scale=scale, left=left, right=right, impl="triton")[0]
     if run == "cpu":

@@ -114,7 +114,7 @@ def lsh_attention(
     with without_autocast(q.device.type):
         no_cpu = _obstacle(length, keys, key_mask, causal) or obstacle(q)
         ways = {"cpu": no_cpu, "tiles": None, "reference": None}
-        run = choose("lsh_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
+        run = choose("lsh_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
         if variant == "asymmetric" and max(length, keys) <= (2 * cluster if causal else cluster):
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
         own = "last resort" if variant == "shared" else "always" if causal else "as any other"

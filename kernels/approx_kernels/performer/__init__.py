@@ -98,7 +98,7 @@ def performer_attention(
     k, v = _of_own_rows(q, k, v, projection)
     no_kernels = performer_obstacle(q, v, projection, dropout)
     no_cpu = obstacle(q, projection, offsets)
-    run = choose("performer_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
+    run = choose("performer_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None), q)
     how = {"projection": projection, "kernel": kernel, "causal": causal, "scale": scale}
     v = drop_keys(v, dropout)
     if run == "triton":
@@ -143,7 +143,7 @@ def performer_decode(
     k, v = _of_own_rows(q, k, v, projection)
     no_cpu = obstacle(q, projection, offsets) or state_obstacle(q, k, v)
     no_kernels = performer_obstacle(q, v, projection) or state_obstacle(q, k, v) or prompt_obstacle(q, k, state)
-    run = choose("performer_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None))
+    run = choose("performer_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None), q)
     ways = {"projection": projection, "kernel": kernel, "scale": scale}
     uniform = None if state is None else state.get(SUMS)
     state = None if state is None else {name: x for name, x in state.items() if name != SUMS}

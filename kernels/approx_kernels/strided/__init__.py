@@ -64,7 +64,7 @@ def strided_attention(
     """
     check_shapes(q, k, v, key_mask)
     ways = {"cpu": obstacle(q), "reference": None}
-    run = choose("strided_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
+    run = choose("strided_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
 
     def tiles(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:

@@ -75,7 +75,7 @@ def summary_attention(
     if causal and inside != "past":
         raise ValueError(f"A causal pattern with inside={inside!r}; expected inside='past'.")
     ways = {"cpu": obstacle(q), "reference": None}
-    run = choose("summary_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways))
+    run = choose("summary_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
 
     def how(keys: int, step: int | None) -> dict[str, Any]:
         side: Inside = inside

@@ -55,7 +55,7 @@ def topk_attention(
     """
     check_shapes(q, k, v, key_mask)
     ways = ranked(q, flash_obstacle(q, v, dropout), cpu=obstacle(q), reference=None)
-    run = choose("topk_attention", impl, ways)
+    run = choose("topk_attention", impl, ways, q)
     how: dict[str, Any] = {"key_mask": key_mask, "topk": topk, "causal": causal, "scale": scale}
     if run == "triton":
         return in_turns(partial(topk_gathered, **how), q, k, v)

@@ -1,0 +1,204 @@
+"""On a GPU `auto` takes the kernels that have passed their check there, and no others."""
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import approx_kernels
+from approx.conversion import travel
+from approx_kernels import checked, exact, findings
+from approx_kernels.checked import OPS, Check, check_of, doubt, identity, keep_check, unchecked
+from approx_kernels.exact import ways
+from approx_kernels.implementation import choose, implementation
+from approx_kernels.triton_language import ranked
+
+OP = "linear_attention"
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch, own_cache):
+    """Names for GPUs that are not here; everything else about findings is real."""
+    monkeypatch.setattr(findings, "_known", {})
+    monkeypatch.setattr(findings, "machine", lambda device: f"a GPU, {torch.device(device).index or 0}")
+
+
+def on_gpu(dtype=torch.bfloat16):
+    """A tensor without numbers on a GPU that need not be there."""
+    with FakeTensorMode():
+        return torch.empty(1, 2, 8, 16, dtype=dtype, device="cuda:0")
+
+
+def chosen_for(x, impl="auto", op=OP, why=None):
+    return choose(op, impl, ranked(x, why, reference=None), x)
+
+
+def test_kernels_that_nobody_checked_are_left_to_who_asks_for_them(caplog):
+    caplog.set_level(logging.WARNING)
+    x = on_gpu()
+    assert [chosen_for(x), chosen_for(x)] == ["reference"] * 2
+    (told,) = caplog.messages
+    assert told.startswith("linear_attention runs in PyTorch, not in its Triton kernels: they have not been checked on")
+    assert "`python bench/gpu.py -o FOLDER`" in told
+    assert "impl='triton'" in told
+    assert chosen_for(x, "triton") == "triton"
+    with implementation("triton"):
+        assert chosen_for(x) == "triton"
+    with unchecked():
+        assert chosen_for(x) == "triton"
+    assert chosen_for(x) == "reference"
+
+
+def test_exact_attention_goes_to_pytorchs_fused_kernels_instead_and_says_so(caplog):
+    caplog.set_level(logging.WARNING)
+    x = on_gpu()
+    assert choose("flash_attention", "auto", ranked(x, None, fused=None, reference=None), x) == "fused"
+    assert "flash_attention runs in PyTorch" in caplog.text
+
+
+def test_an_obstacle_is_told_before_a_doubt(caplog):
+    caplog.set_level(logging.WARNING)
+    assert chosen_for(on_gpu(), op="topk_attention", why="the head size is 24.") == "reference"
+    assert "for 'triton' cannot run: the head size is 24." in caplog.text
+    assert "checked" not in caplog.text
+
+
+def test_what_passed_is_taken_in_its_dtypes_on_its_device_and_by_later_processes(monkeypatch):
+    keep_check(OP, "cuda", Check(["bfloat16"], {}))
+    assert chosen_for(on_gpu()) == "triton"
+    monkeypatch.setattr(findings, "_known", {})
+    assert chosen_for(on_gpu()) == "triton"
+    assert chosen_for(on_gpu(torch.float16)) == "reference"
+    assert "not been checked in float16" in (doubt(OP, on_gpu(torch.float16)) or "")
+    assert chosen_for(on_gpu(), op="linear_decode") == "reference"
+    assert check_of(OP, "cuda:1") is None
+
+
+def test_under_autocast_both_dtypes_must_have_passed():
+    keep_check(OP, "cuda", Check(["float32", "bfloat16"], {}))
+    for dtype, expected in ((torch.bfloat16, "triton"), (torch.float16, "reference")):
+        with torch.autocast("cuda", dtype=dtype):
+            # Where there is no GPU it would not begin by itself.
+            torch.set_autocast_enabled("cuda", True)
+            assert chosen_for(on_gpu(torch.float32)) == expected
+
+
+def test_exact_attention_takes_flash_kernels_that_a_probe_found_only_where_they_passed(monkeypatch):
+    ways_taken = []
+    monkeypatch.setattr(exact, "chosen", lambda case: (ways.OWN, lambda *given, **how: ways_taken.append(ways.OWN)))
+    monkeypatch.setattr(exact, "needs_pytorch", lambda *tensors: None)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 2, 200, 16, dtype=torch.bfloat16, device="cuda:0") for _ in range(3))
+        monkeypatch.setattr(exact, "exact_attention", lambda *given, **how: ways_taken.append(ways.DEFAULT))
+        exact.fastest_attention(q, k, v, causal=False, scale=1.0)
+        keep_check("flash_attention", "cuda", Check(["bfloat16"], {}))
+        exact.fastest_attention(q, k, v, causal=False, scale=1.0)
+    assert ways_taken == [ways.DEFAULT, ways.OWN]
+
+
+def test_what_failed_is_not_taken_and_the_error_is_told():
+    keep_check(OP, "cuda", Check(["float16"], {"bfloat16": "linear in attention failed: out has error 1"}))
+    assert chosen_for(on_gpu(torch.float16)) == "triton"
+    assert chosen_for(on_gpu()) == "reference"
+    assert "failed in bfloat16: linear in attention failed: out has error 1. After a fix," in (
+        doubt(OP, on_gpu()) or ""
+    )
+    assert chosen_for(on_gpu(), "triton") == "triton"
+
+
+@pytest.mark.parametrize("changed", ["sources", "triton"])
+def test_a_pass_is_void_once_sources_or_versions_change(monkeypatch, changed):
+    keep_check(OP, "cuda", Check(["bfloat16"], {}))
+    checked.identity.cache_clear()
+    if changed == "triton":
+        monkeypatch.setattr(checked, "_version", lambda: "0.1")
+    else:
+        monkeypatch.setattr(checked, "_digest", lambda files, first: "another")
+    try:
+        assert chosen_for(on_gpu()) == "reference"
+    finally:
+        checked.identity.cache_clear()
+
+
+def test_on_other_devices_nothing_changes():
+    x = torch.empty(1, 2, 8, 16)
+    assert doubt(OP, x) is None
+    assert chosen_for(x) == "reference"
+    assert chosen_for(x, "triton") == "triton"
+    assert not findings.file().exists()
+
+
+def copied(folder, change=lambda name, text: text):
+    """The sources of the package in another folder, changed."""
+    root = Path(approx_kernels.__path__[0])
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(change(name.as_posix(), path.read_text("utf-8")), "utf-8")
+    return checked._in_folders(folder)
+
+
+def digest_of(files, op):
+    return checked._digest(files, f"approx_kernels_{OPS[op]}")
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("linear/triton.py", {OP}),
+        ("lsh/triton_forward.py", {"lsh_attention"}),
+        ("topk/triton.py", set()),
+        ("triton_language.py", {OP, "local_attention", "lsh_attention"}),
+        ("linear/forward_c.py", set()),
+    ],
+)
+def test_a_digest_is_of_all_that_an_op_imports_but_c(tmp_path, file, changes):
+    ops = (OP, "local_attention", "lsh_attention")
+    before = copied(tmp_path / "before")
+    after = copied(tmp_path / "after", lambda name, text: f"{text}\nNEW = 1\n" if name == file else text)
+    assert {op for op in ops if digest_of(before, op) != digest_of(after, op)} == changes
+
+
+def test_a_digest_is_not_of_comments_and_empty_lines(tmp_path):
+    after = copied(tmp_path, lambda name, text: f"# A remark.\n\n{text}")
+    assert identity(OP).startswith(digest_of(after, OP))
+
+
+def test_a_digest_is_the_same_where_files_lie_side_by_side(tmp_path):
+    # As in a converted checkpoint.
+    waiting, seen = ["approx_kernels.lsh"], set()
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            text, needed = travel._flatten(module)
+            (tmp_path / f"{travel._flat(module)}.py").write_text(text, "utf-8")
+            waiting += needed
+    files = {path.stem: path for path in tmp_path.glob("*.py")}
+    assert identity("lsh_attention").startswith(digest_of(files, "lsh_attention"))
+
+
+def test_it_is_asked_while_a_model_is_compiled_without_a_break():
+    keep_check(OP, "cuda:0", Check(["float32"], {}))
+
+    def take(x):
+        left = checked._doubt(OP, "cuda:0", "torch.float32") or checked._doubt("flash", "cuda:0", str(x.dtype))
+        return x if left is None else x + 1
+
+    x = torch.zeros(2)
+    assert torch.equal(torch.compile(take, fullgraph=True, backend="eager")(x), x + 1)
+
+
+def test_every_op_with_kernels_is_known_and_gives_its_tensor():
+    found = {}
+    for path in Path(approx_kernels.__path__[0]).glob("*/__init__.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "choose":
+                name = ast.literal_eval(node.args[0])
+                if path.parent.name != "exact":
+                    found[name] = path.parent.name
+                    assert len(node.args) == 4, name
+    assert found == dict(OPS)

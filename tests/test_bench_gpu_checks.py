@@ -1,0 +1,129 @@
+"""What the GPU script verified becomes what `auto` takes: all of an op's cases must be right, and of today's sources."""
+
+import argparse
+from functools import partial
+
+import pytest
+import torch
+from rich.console import Console
+
+from approx.mechanisms import MECHANISMS
+from approx.pipeline import probing
+from approx_kernels import checked, findings
+from approx_kernels.checked import Check, check_of
+from bench import gpu, gpu_cases, gpu_checks, gpu_jobs, gpu_machine, gpu_page, gpu_plan, gpu_verify
+from bench.gpu_race import Part
+
+pytest.importorskip("triton")
+
+WANTED = [{"suite": suite, "dtype": "bfloat16", "name": "linear"} for suite in gpu_cases.SUITES]
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch, own_cache):
+    monkeypatch.setattr(findings, "_known", {})
+
+
+def verified(**changed):
+    return [
+        {
+            "kind": "verification",
+            **one,
+            "status": "ok",
+            "kernels": ["linear_attention"],
+            "sources": gpu_checks.sources(one["suite"], one["name"]),
+        }
+        | changed
+        for one in WANTED
+    ]
+
+
+def test_an_op_passes_where_all_that_runs_it_is_right():
+    assert gpu_checks.checks(verified(), WANTED) == {"linear_attention": Check(["bfloat16"], {})}
+
+
+def test_nothing_is_said_of_an_op_that_was_verified_in_part_from_other_sources_or_without_its_kernels():
+    assert gpu_checks.checks(verified()[:2], WANTED) == {}
+    assert gpu_checks.checks(verified(kernels=[]), WANTED) == {}
+    assert gpu_checks.checks(verified(sources={"linear_attention": "others"}), WANTED) == {}
+    assert gpu_checks.checks(verified(sources={"linear_attention": "others"}, status="failed: out"), WANTED) == {}
+
+
+def test_one_case_that_is_wrong_or_lost_fails_its_op():
+    wrong = [*verified()[:2], verified()[2] | {"status": "failed: out has error 1"}]
+    found = gpu_checks.checks(wrong, WANTED)
+    why = "linear in attention-padded failed: out has error 1"
+    assert found == {"linear_attention": Check([], {"bfloat16": why})}
+    lost = [{**WANTED[0], "kind": "verification", "error": "linear: it did not end within 240 s"}]
+    assert "did not end" in gpu_checks.checks(lost, WANTED)["linear_attention"].wrong["bfloat16"]
+
+
+def test_what_was_verified_from_other_sources_is_verified_again():
+    (one, *_) = verified()
+    assert not gpu._unfinished(one)
+    assert gpu._unfinished(one | {"sources": {"linear_attention": "others"}})
+
+
+def test_every_op_and_every_mechanism_that_runs_one_is_in_the_checks():
+    asked = gpu_plan.checked()
+    assert {op for one in asked for op in gpu_checks.ops_of(one["suite"], one["name"])} == set(checked.OPS)
+    assert {one["dtype"] for one in asked} == {"bfloat16", "float16", "float32"}
+    # Those through PyTorch alone, and one that is made of others.
+    assert set(MECHANISMS) - set(gpu_checks.RUN_BY) <= {"full", "sdpa", "exact", "head-groups"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only where there is no GPU")
+def test_every_op_of_performer_runs_its_kernels_in_a_case_of_its_own(monkeypatch):
+    name = "performer estimator=positive"
+    monkeypatch.setattr(gpu_cases, "HEADS", 1)
+    assert {"suite": "decode", "dtype": "float16", "name": name} in gpu_plan.checked()
+    found = gpu_verify.verify_decoding(name, torch.float32, torch.device("cpu"), length=9)
+    assert (found["status"], found["kernels"]) == ("ok", ["performer_decode"])
+    found = gpu_verify.verify("attention", name, torch.float32, torch.device("cpu"), [(1, 20, 1)])
+    assert (found["status"], found["kernels"]) == ("ok", ["performer_attention"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only where there is no GPU")
+@pytest.mark.slow
+@pytest.mark.parametrize("right", [True, False])
+def test_a_run_keeps_what_it_found_and_the_doctor_and_the_page_say_so(tmp_path, monkeypatch, right):
+    wanted = [{"suite": suite, "dtype": "float32", "name": "linear"} for suite in ("attention", "decode")]
+    monkeypatch.setattr(gpu_cases, "HEADS", 1)
+    monkeypatch.setattr(gpu, "planned", lambda: iter([Part("attention", "forward", "float32", 20, 1, "eager")]))
+    monkeypatch.setattr(gpu, "checked", lambda: wanted)
+    monkeypatch.setattr(gpu, "verifications", lambda chosen: (gpu_plan._verification(**one) for one in wanted))
+    monkeypatch.setattr(gpu_jobs, "calibrate", partial(gpu_machine.calibrate, side=32, copied=2**16))
+    monkeypatch.setattr(gpu_jobs, "verify", partial(gpu_verify.verify, shapes=[(2, 20, 1)]))
+    monkeypatch.setattr(gpu_jobs, "verify_decoding", partial(gpu_verify.verify_decoding, length=9))
+    monkeypatch.setattr(gpu_jobs, "measure", lambda part, *how: {"contenders": [], "best_exact": None, "spread": None})
+    if not right:
+        monkeypatch.setattr(gpu_verify, "FACTOR", 1e-3)
+
+    def here(jobs, work, keep, **how):
+        for job in jobs:
+            keep(job, work(job.given, lambda name: None, {}))
+        return []
+
+    monkeypatch.setattr(gpu, "carry_out", here)
+    how = {"output": tmp_path, "minutes": 5.0, "tests": False, "only": "*", "lengths": (20,), "device": "cpu"}
+    gpu.run(argparse.Namespace(**how), Console(quiet=True))
+    text, _ = gpu_page.write(tmp_path, tmp_path)
+    lines = list(probing.of_kernels("cpu"))
+    for op in ("linear_attention", "linear_decode"):
+        check = check_of(op, "cpu")
+        assert check is not None
+        assert (list(check.passed), list(check.wrong)) == ((["float32"], []) if right else ([], ["float32"]))
+        assert (f"| `{op}` | float32 | – |" in text) == right
+        assert any(op in line and well == right for _, well, line in lines)
+    if not right:
+        assert (
+            "linear_attention failed its check in float32, so `auto` takes PyTorch: linear in attention failed"
+            in next(line for _, _, line in lines).partition(": out at")[0]
+        )
+    assert "not checked on this GPU" in lines[-1][2]
+    assert "topk_attention" in lines[-1][2]
+    # Another probe of exact attention leaves it as it is.
+    findings.keep("cpu", "exact attention, float32", {"way": "x"})
+    findings.forget(but=checked.ABOUT)
+    assert check_of("linear_attention", "cpu") is not None
+    assert "exact attention, float32" not in findings.found("cpu")

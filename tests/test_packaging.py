@@ -148,7 +148,6 @@ def test_every_dependency_is_declared_and_used():
 
 def test_the_dev_extra_holds_what_the_tests_import():
     core = {canonicalize_name(Requirement(line).name) for line in PROJECT["project"]["dependencies"]}
-    # Whoever runs `make mutants` has installed its extra; everybody else skips its test.
     assert distributions(imported("tests", "bench")) - core - requirements("dev", "hub", "mutants", "train") == set()
 
 

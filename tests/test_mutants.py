@@ -7,8 +7,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 TOOL = Path(__file__).parent / "mutants"
 
 

@@ -12,7 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from approx_kernels import observed as room
+from approx_kernels.clustered import causal_clustered_attention
+from approx_kernels.clustering import draw_centroids
+from approx_kernels.exact.compiled import compiled_few
+from approx_kernels.linear import linear_decode
 from approx_kernels.local import local_attention
+from approx_kernels.lsh import draw_projections, lsh_attention
 from approx_kernels.observed import Observer, needs_pytorch, observed, unreadable
 from approx_kernels.tokens import stretches
 from c_sources import needs_compiler
@@ -147,3 +152,59 @@ def test_stretches_are_views_of_the_numbers_for_every_observer():
     for found in (stretches(x, bounds), changes):
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
+
+
+def causal_lsh(variant, **more):
+    q, k, v = heads()
+    drawn = draw_projections(q.shape[3], rounds=2, variant=variant, causal=True, seed=0)
+    kind = {"projections": drawn, "variant": variant, "cluster": 4, "dedup": False, "scale": 0.3}
+    return lsh_attention(q, q if variant == "shared" else k, v, causal=True, **kind, **more, impl="cpu")
+
+
+def sorted_lsh(variant):
+    q, k, v = heads()
+    drawn = draw_projections(q.shape[3], rounds=2, variant=variant, causal=False, seed=0)
+    kind = {"projections": drawn, "variant": variant, "cluster": 4, "buckets": 4, "dedup": False, "scale": 0.3}
+    return lsh_attention(q, q if variant == "shared" else k, v, causal=False, **kind, impl="cpu")
+
+
+def clustered_past():
+    q, k, v = heads()
+    centroids, selectors = draw_centroids(q.shape[1], q.shape[3], clusters=3, seed=0)
+    form = {"centroids": centroids, "selectors": selectors, "chunk": 4, "topk": 2, "scale": 0.3}
+    return causal_clustered_attention(q, k, v, **form, impl="cpu")
+
+
+def decoded(**form):
+    q, k, v = heads()
+    _, state = linear_decode(q, k, v, **form, impl="cpu")
+    return linear_decode(q[:, :, :1], k[:, :, :1], v[:, :, :1], None, state, **form, impl="cpu")[0]
+
+
+def few():
+    q, k, v = heads()
+    q = q[:, :, :2]
+    return compiled_few(q, k, v, None, causal=True, scale=0.3)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("call", "operators"),
+    [
+        (lambda: causal_lsh("asymmetric"), {"hash_tokens", "find_stretches", "attend"}),
+        (lambda: causal_lsh("shared"), {"nearest_buckets", "find_stretches", "attend"}),
+        (lambda: sorted_lsh("asymmetric"), {"sort_tokens", "attend"}),
+        (lambda: sorted_lsh("shared"), {"nearest_buckets", "sort_codes", "attend"}),
+        (clustered_past, {"nearest_of_heads", "attend"}),
+        (decoded, {"attend_on", "step"}),
+        (few, {"few"}),
+    ],
+    ids=["lsh causal", "lsh shared causal", "lsh", "lsh shared", "clustered causal", "linear decoded", "few queries"],
+)
+def test_a_profiler_sees_every_call_of_c(call, operators):
+    expected = call()
+    with torch.profiler.profile() as profile:
+        found = call()
+    seen = {each.key.partition("::")[2] for each in profile.key_averages() if each.key.startswith("approx_kernels")}
+    assert seen == operators
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from approx_kernels.autocast import without_autocast
 from approx_kernels.c_dropout import draw_seed, dropped
@@ -16,6 +15,7 @@ from approx_kernels.clustered.causal_backward_c import BACKWARD
 from approx_kernels.clustered.causal_forward_c import FORWARD
 from approx_kernels.clustering.cpu import nearest_of_heads
 from approx_kernels.clustering.cpu import obstacle as clustering_obstacle
+from approx_kernels.custom_op import custom_op
 from approx_kernels.grouped import empty_gradients, summed
 
 
@@ -48,54 +48,90 @@ def causal_samples_in_c(
         q, k, v, rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype), rows))
         # One key at least is left to the sums, so that they are never empty.
         settings = max(chunk, topk + 1), topk, scale, dropout, draw_seed(dropout)
-        return _Causal.apply(q, k, v, rows, groups.contiguous(), *settings)  # pyright: ignore[reportReturnType]  # what forward returns
+        learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        return _attend(q, k, v, rows, groups.contiguous(), *settings, learning)[0]
 
 
-class _Causal(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: Tensor,
-        groups: Tensor,
-        chunk: int,
-        topk: int,
-        scale: float,
-        dropout: float,
-        seed: int,
-    ) -> Tensor:
-        batch, heads, length, _ = q.shape
-        # As models want it next, tokens before heads.
-        out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
-        most = peak = mass = top = None
-        if any(ctx.needs_input_grad):
-            most = rows.new_empty(batch, heads, length)
-            peak, mass = rows.new_empty(2, batch, heads, (k.shape[2] - 1) // chunk, rows.shape[2])
-            top = groups.new_empty(*peak.shape, topk)
-            ctx.save_for_backward(q, k, v, rows, groups, most, peak, mass, top)
-            ctx.settings = chunk, topk, scale, dropped(dropout, seed)
-        problem = _problem(
-            q, k, v, rows, out, groups, most, peak, mass, top, chunk, topk, scale, dropped(dropout, seed)
-        )
-        found = library(FORWARD)
-        assert not isinstance(found, str), f"checked by the op: {found}"
-        check(found.forward(ctypes.byref(problem)))
-        return out
+def _empty(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, groups: Tensor, chunk: int, topk: int, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, length, _ = q.shape
+    # As models want it next, tokens before heads.
+    out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
+    # What the backward pass needs, and nothing else does.
+    kept = (batch, heads) if rest[-1] else (0, heads)
+    most = rows.new_empty(*kept, length)
+    peak, mass = (rows.new_empty(*kept, (k.shape[2] - 1) // chunk, rows.shape[2]) for _ in range(2))
+    return out, most, peak, mass, groups.new_empty(*peak.shape, topk)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]  # named arguments there
-        q, k, v, rows, *state = ctx.saved_tensors
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        made = empty_gradients(q, k, v)
-        problem = _problem(q, k, v, rows, grad, *state, *ctx.settings)
-        found = library(BACKWARD)
-        assert not isinstance(found, str), f"checked by the op: {found}"
-        check(found.backward(ctypes.byref(CausalClusteredBackward(problem, *rows_of(grad, *made)))))
-        dq, dk, dv = made
-        return dq, summed(dk, k.shape[1]), summed(dv, k.shape[1]), *[None] * 7
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:5], *output[1:])
+    ctx.settings = inputs[5:-1]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    # Read once: where activations are checkpointed, a second look is refused.
+    saved = ctx.saved_tensors
+    dq, dk, dv = _attend_backward(grad, *saved, *ctx.settings)
+    groups = saved[1].shape[1]
+    return dq, summed(dk, groups), summed(dv, groups), *[None] * 8
+
+
+def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_gradients(q, k, v)
+
+
+@custom_op(_empty_gradients)
+def _attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    groups: Tensor,
+    most: Tensor,
+    peak: Tensor,
+    mass: Tensor,
+    top: Tensor,
+    chunk: int,
+    topk: int,
+    scale: float,
+    dropout: float,
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    made = empty_gradients(q, k, v)
+    state = groups, most, peak, mass, top
+    problem = _problem(q, k, v, rows, grad, *state, chunk, topk, scale, dropped(dropout, seed))
+    found = library(BACKWARD)
+    assert not isinstance(found, str), f"checked by the op: {found}"
+    check(found.backward(ctypes.byref(CausalClusteredBackward(problem, *rows_of(grad, *made)))))
+    return made
+
+
+@custom_op(_empty, backward=_gradients, save=_keep)
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    groups: Tensor,
+    chunk: int,
+    topk: int,
+    scale: float,
+    dropout: float,
+    seed: int,
+    learning: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    made = _empty(q, k, v, rows, groups, chunk, topk, learning)
+    state = made[1:] if learning else [None] * 4
+    problem = _problem(q, k, v, rows, made[0], groups, *state, chunk, topk, scale, dropped(dropout, seed))
+    found = library(FORWARD)
+    assert not isinstance(found, str), f"checked by the op: {found}"
+    check(found.forward(ctypes.byref(problem)))
+    return made
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, out: Tensor, *state: Any) -> CausalClustered:

@@ -1,6 +1,7 @@
 """Softmax attention on a CPU in C: causal, it computes no more than the half that is seen; few queries copy no keys."""
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from approx_kernels.c_language import check, library
 from approx_kernels.c_language import obstacle as c_obstacle
 from approx_kernels.c_structs import FewQueries, address, rows_of
+from approx_kernels.custom_op import custom_op
 from approx_kernels.exact.few_c import SOURCE
 from approx_kernels.key_lists.cpu import FAR, MOST_ROWS, attend_lists, cut, obstacle
 
@@ -60,12 +62,20 @@ def compiled_few(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, ca
         [B, H, L, E] in the dtype of q.
     """
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    out = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype)
-    mask = address(None if key_mask is None else key_mask.contiguous(), torch.bool, q.shape[0], k.shape[2])
+    return _few(q, k, v, None if key_mask is None else key_mask.contiguous(), causal, scale)
+
+
+def _no_output(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@custom_op(_no_output)
+def _few(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    out = _no_output(q, k, v)
+    mask = address(key_mask, torch.bool, q.shape[0], k.shape[2])
     sizes = *q.shape[:3], k.shape[2], q.shape[3], v.shape[3]
     how = q.dtype == torch.bfloat16, causal, torch.get_num_threads()
-    made = FewQueries(*sizes, *how, *rows_of(q, k, v, out), mask, scale)
     found = library(SOURCE)
     assert not isinstance(found, str), f"checked before: {found}"
-    check(found.few_queries(ctypes.byref(made)))
+    check(found.few_queries(ctypes.byref(FewQueries(*sizes, *how, *rows_of(q, k, v, out), mask, scale))))
     return out

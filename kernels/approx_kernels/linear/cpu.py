@@ -118,12 +118,30 @@ def _continue(
     seen: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same for as many query heads as key heads; every query has `seen` all keys, or is one of the last."""
-    q, k, v = _laid_out(q, k, v)
+    mask = None if key_mask is None else key_mask.contiguous()
+    how = feature_map, input_scale, eps, floor
+    return _attend_on(*_laid_out(q, k, v), mask, sums, tops, _whole(rows), _whole(offsets), seen, *how)
+
+
+@custom_op(lambda q, k, v, *_: _empty(q, k, v), mutates=("sums", "tops"))
+def _attend_on(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sums: Tensor,
+    tops: Tensor | None,
+    rows: Tensor | None,
+    offsets: Tensor | None,
+    seen: bool,
+    feature_map: str,
+    input_scale: float,
+    eps: float,
+    floor: float,
+) -> tuple[Tensor, Tensor]:
     out, norms = _empty(q, k, v)
     how = feature_map, input_scale, eps, floor
-    mask = None if key_mask is None else key_mask.contiguous()
     blind = 0 if seen else max(q.shape[2] - k.shape[2], 0)
-    rows, offsets = _whole(rows), _whole(offsets)
     if blind:
         few, norms = norms[:, :, :blind].contiguous(), norms[:, :, blind:].contiguous()
         parts = q[:, :, :blind], k[:, :, :0], v[:, :, :0], out[:, :, :blind], None

@@ -1,12 +1,14 @@
 """Linear attention of one token that follows others, on a CPU: all of it in one call of C."""
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from approx_kernels.c_language import check, library
 from approx_kernels.c_structs import LinearStep, address, rows_of
+from approx_kernels.custom_op import custom_op
 from approx_kernels.linear.features import FEATURE_MAPS
 from approx_kernels.linear.step_c import STEP
 
@@ -32,23 +34,45 @@ def attend_newest(
     the sums, in place. With learned maps each query head has sums of its own, [B, H, F, E + 1].
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
-    # As models want it next: tokens before heads.
-    out = q.new_empty(q.shape[0], 1, q.shape[1], v.shape[3]).transpose(1, 2)
     mask = None if key_mask is None else key_mask.contiguous()
-    parts = [None if x is None else x.detach().float().contiguous() for x in (*(maps or (None, None)), mix)]
-    sizes = *q.shape[:2], q.shape[1] // sums.shape[1], k.shape[2], q.shape[3], sums.shape[2], v.shape[3]
-    how = FEATURE_MAPS.index(feature_map), k.shape[2] == max(window, 1), q.dtype == torch.bfloat16
+    learned = [None if x is None else x.detach().float().contiguous() for x in (*(maps or (None, None)), mix)]
+    return _step(q, k, v, mask, sums, *learned, feature_map, window, scale, input_scale, eps)
+
+
+def _no_output(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    # As models want it next: tokens before heads.
+    return q.new_empty(q.shape[0], 1, q.shape[1], v.shape[3]).transpose(1, 2)
+
+
+@custom_op(_no_output, mutates=("sums",))
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sums: Tensor,
+    query_map: Tensor | None,
+    key_map: Tensor | None,
+    mix: Tensor | None,
+    feature_map: str,
+    window: int,
+    scale: float,
+    input_scale: float,
+    eps: float,
+) -> Tensor:
+    out = _no_output(q, k, v)
     batch, heads, _, size = q.shape
     features = 2 * size if feature_map == "hedgehog" else size
     if heads % sums.shape[1]:
         raise ValueError(f"sums are of {sums.shape[1]} heads; expected as many as q has, {heads}, or a divisor.")
-    learned = heads, size + (feature_map == "t2r"), size
     places = (
         address(mask, torch.bool, batch, k.shape[2]),
-        *(address(each, torch.float32, *learned) for each in parts[:2]),
-        address(parts[2], torch.float32, heads),
+        *(address(each, torch.float32, heads, size + (feature_map == "t2r"), size) for each in (query_map, key_map)),
+        address(mix, torch.float32, heads),
         address(sums, torch.float32, batch, sums.shape[1], features, v.shape[3] + 1),
     )
+    sizes = batch, heads, heads // sums.shape[1], k.shape[2], size, features, v.shape[3]
+    how = FEATURE_MAPS.index(feature_map), k.shape[2] == max(window, 1), q.dtype == torch.bfloat16
     rows = rows_of(q, k, v, out)
     problem = LinearStep(*sizes, *how, torch.get_num_threads(), *rows, *places, scale, input_scale, eps)
     found = library(STEP)

@@ -1,25 +1,26 @@
 """LSH attention on a CPU, by lists of keys: once sorted, in C, those who see the same stretch of a round are a block."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.c_language import check, library
 from approx_kernels.c_language import obstacle as c_obstacle
-from approx_kernels.c_structs import Hashing, Ordering, Stretching, address, rows_of
 from approx_kernels.grouped import sharing
 from approx_kernels.key_lists.cpu import FAR, MOST_ROWS, Entry, attend_lists, cut
 from approx_kernels.key_lists.cpu import obstacle as lists_obstacle
 from approx_kernels.lsh.own_lists import attend_own_lists
 from approx_kernels.lsh.sorting_c import SORTING
+from approx_kernels.lsh.sorting_cpu import (
+    columns_of,
+    find_stretches,
+    hash_tokens,
+    nearest_buckets,
+    sort_codes,
+    sort_tokens,
+)
 
 # What is known of the keys of a cache, from one call to the next: their codes, and what later ones need for theirs.
 Notes = dict[str, Tensor]
-
-# Planes are rows of whole vectors, for the widest vectors there are.
-_LANES = 8
 
 
 def obstacle(q: Tensor) -> str | None:
@@ -83,10 +84,7 @@ def _bucket_orders(q: Tensor, projections: Tensor, cluster: int, buckets: int) -
     doubled = max((q.shape[2] - 1) // cluster, 1).bit_length() + buckets.bit_length() - 2
     level = min(doubled, projections.shape[2].bit_length())
     codes = _nearest(q, projections, level)[level].movedim(2, 0).contiguous()
-    order = torch.empty_like(codes)
-    sizes = (ctypes.c_int64(n) for n in (codes.numel() // q.shape[2], q.shape[2], 1 << level))
-    places = (address(each, torch.int32, *codes.shape) for each in (codes, order))
-    check(_library().sort_codes(*sizes, *places))
+    order = sort_codes(codes, 1 << level)
     return order, order
 
 
@@ -95,21 +93,7 @@ def _orders(q: Tensor, k: Tensor, projections: Tensor) -> tuple[Tensor, Tensor]:
     q, k = (x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in (q, k))
     planes = projections.squeeze(-1).double()
     lifts = planes[:, -1].contiguous(), planes[:, -2].contiguous()
-    columns = _columns(planes[:, :-2].T)
-    # Which keys are near a query depends on how long the queries of its head are.
-    found = [torch.empty(len(planes), *q.shape[:2], x.shape[2], dtype=torch.int32) for x in (q, k)]
-    sizes = *q.shape[:2], len(planes), q.shape[2], k.shape[2], q.shape[3], columns.shape[1]
-    places = (
-        address(columns, torch.float64, q.shape[3], columns.shape[1]),
-        *(address(lift, torch.float64, len(planes)) for lift in lifts),
-        *(
-            address(order, torch.int32, len(planes), *q.shape[:2], x.shape[2])
-            for order, x in zip(found, (q, k), strict=True)
-        ),
-    )
-    how = q.dtype == torch.bfloat16, torch.get_num_threads()
-    check(_library().sort_tokens(ctypes.byref(Ordering(*sizes, *how, *rows_of(q, k), *places))))
-    return found[0], found[1]
+    return sort_tokens(q, k, columns_of(planes[:, :-2].T), *lifts)
 
 
 def bucket_lists(
@@ -127,7 +111,7 @@ def bucket_lists(
     notes: Notes | None,
 ) -> Tensor:
     """The causal form; see `bucket_stretches`. What padded queries get has no meaning."""
-    batch, heads, length, keys = *q.shape[:3], k.shape[2]
+    length, keys = q.shape[2], k.shape[2]
     rounds, shared = len(projections), variant == "shared"
     bits = projections.shape[2].bit_length() if shared else projections.shape[2]
     highest, first = (min(max(at // cluster, 1).bit_length() - 1, bits) for at in (keys - 1, keys - length))
@@ -143,33 +127,8 @@ def bucket_lists(
         by_key = _codes(k, projections, highest, mask, {})
     else:
         by_key = _noted_codes(k, projections, mask, notes)
-    # Ranks outside every stretch may be read along with their neighbours, so they name a real token where there is one.
-    orders = [torch.zeros(rounds, batch, heads, n, dtype=torch.int32) for n in (length, ranks)]
-    if mask is not None:
-        orders[1] += mask.to(torch.uint8).argmax(1)[:, None, None]
-    items = batch * heads * rounds
-    blocks, starts, count = (torch.empty(n, dtype=torch.int64) for n in (batch * heads + 1, items * most + 1, items))
-    entries = torch.empty(items * most, 4, dtype=torch.int32)
-    seen = torch.empty(2, rounds, batch, heads, length, dtype=torch.int32) if dedup or shared else None
-    # No query sees what has no rank.
-    places = torch.full((2, rounds, batch, heads, ranks), -1, dtype=torch.int32) if dedup else None
-    numbers = batch, heads, rounds, length, keys, cluster, highest, ranks, most, MOST_ROWS, FAR, shared and highest
-    whole, short = torch.int64, torch.int32
-    nearest = (highest + 1,) if shared else ()
-    written = (
-        address(by_query, short, *nearest, batch, heads, rounds, length),
-        address(by_key, short, *nearest, batch, by_key.shape[-3], rounds, keys),
-        address(mask, torch.bool, batch, keys),
-        *(address(order, short, rounds, batch, heads, n) for order, n in zip(orders, (length, ranks), strict=True)),
-        address(blocks, whole, batch * heads + 1),
-        address(starts, whole, items * most + 1),
-        address(entries, short, items * most, 4),
-        address(count, whole, items),
-        address(seen, short, 2, rounds, batch, heads, length),
-        address(places, short, 2, rounds, batch, heads, ranks),
-    )
-    how = heads // by_key.shape[-3], torch.get_num_threads()
-    check(_library().stretches(ctypes.byref(Stretching(*numbers, *how, *written))))
+    form = cluster, highest, ranks, most, shared, dedup or shared, dedup
+    query_order, key_order, blocks, starts, entries, seen, places = find_stretches(by_query, by_key, mask, *form)
     total = int(blocks[-1])
     out = attend_own_lists(
         q,
@@ -180,13 +139,13 @@ def bucket_lists(
         starts=starts[: total + 1],
         entries=entries[:total],
         scale=scale,
-        orders=(orders[0], orders[1]),
+        orders=(query_order, key_order),
         itself=0 if shared else 1 if dedup else rounds,
         dropout=dropout,
         stretches=seen if dedup else None,
-        places=places,
+        places=places if dedup else None,
     )
-    return _alone(out, v, seen, dropout) if shared and seen is not None else out
+    return _alone(out, v, seen, dropout) if shared else out
 
 
 def _noted_codes(k: Tensor, projections: Tensor, mask: Tensor | None, notes: Notes) -> Tensor:
@@ -215,54 +174,23 @@ def _codes(
     the mean up to it is taken off.
     """
     x = x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
-    rounds = len(projections)
-    columns = _columns(projections[..., :bits].double().transpose(0, 1).flatten(1))
+    columns = columns_of(projections[..., :bits].transpose(0, 1).flatten(1))
     sums = before = None
     if so_far is not None:
         sums = so_far.setdefault("sums", torch.zeros(*x.shape[:2], columns.shape[1], dtype=torch.float64))
         before = so_far.get("count", torch.zeros(x.shape[0], dtype=torch.int64))
         so_far["count"] = before + (x.shape[2] if mask is None else mask.sum(1))
-    codes = torch.empty(*x.shape[:2], rounds, x.shape[2], dtype=torch.int32)
-    sizes = *x.shape[:2], rounds, x.shape[2], x.shape[3], columns.shape[1], bits, 0
-    how = x.dtype == torch.bfloat16, torch.get_num_threads()
-    places = (
-        address(columns, torch.float64, x.shape[3], columns.shape[1]),
-        address(mask, torch.bool, x.shape[0], x.shape[2]),
-        address(before, torch.int64, x.shape[0]),
-        address(sums, torch.float64, *x.shape[:2], columns.shape[1]),
-        address(codes, torch.int32, *x.shape[:2], rounds, x.shape[2]),
-    )
-    check(_library().hash_tokens(ctypes.byref(Hashing(*sizes, *how, *rows_of(x), *places))))
-    return codes
+    return hash_tokens(x, columns, len(projections), bits, mask, before, sums)
 
 
 def _nearest(q: Tensor, projections: Tensor, levels: int) -> Tensor:
     """Buckets of the shared variant at each level up to that one, [levels + 1, B, H, rounds, L] int32."""
-    codes = torch.zeros(levels + 1, *q.shape[:2], len(projections), q.shape[2], dtype=torch.int32)
-    if levels:
-        q = q.detach() if q.stride(-1) == 1 else q.detach().contiguous()
-        bits = 1 << levels >> 1
-        columns = _columns(projections[..., :bits].double().transpose(0, 1).flatten(1))
-        sizes = *q.shape[:2], len(projections), q.shape[2], q.shape[3], columns.shape[1], bits, levels
-        how = q.dtype == torch.bfloat16, torch.get_num_threads()
-        planes = address(columns, torch.float64, q.shape[3], columns.shape[1])
-        written = address(codes, torch.int32, *codes.shape)
-        check(
-            _library().hash_tokens(ctypes.byref(Hashing(*sizes, *how, *rows_of(q), planes, None, None, None, written)))
-        )
-    return codes
+    if not levels:
+        return torch.zeros(1, *q.shape[:2], len(projections), q.shape[2], dtype=torch.int32)
+    q = q.detach() if q.stride(-1) == 1 else q.detach().contiguous()
+    directions = projections[..., : 1 << levels >> 1]
+    return nearest_buckets(q, columns_of(directions.transpose(0, 1).flatten(1)), len(projections), levels)
 
 
 def _all_real(k: Tensor) -> Tensor:
     return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool)
-
-
-def _columns(planes: Tensor) -> Tensor:
-    """Planes [D, n] in rows of whole vectors."""
-    return F.pad(planes, (0, -planes.shape[1] % _LANES)).contiguous()
-
-
-def _library() -> ctypes.CDLL:
-    found = library(SORTING)
-    assert not isinstance(found, str), f"checked by the op: {found}"
-    return found

@@ -110,12 +110,19 @@ def test_redraw_is_explicit_and_a_checkpoint_keeps_what_was_drawn(variant, causa
 
 
 @pytest.mark.parametrize(
-    ("variant", "causal", "once"),
-    [("asymmetric", False, False), ("asymmetric", True, True), ("shared", False, True), ("shared", True, True)],
+    ("variant", "causal", "rounds", "once"),
+    [
+        ("asymmetric", False, 4, False),
+        ("asymmetric", True, 4, True),
+        ("asymmetric", True, 5, False),
+        ("shared", False, 4, True),
+        ("shared", False, 8, False),
+        ("shared", True, 4, True),
+    ],
 )
-def test_pairs_count_once_by_default_where_that_is_cheap(variant, causal, once):
+def test_pairs_count_once_by_default_where_that_is_cheap(variant, causal, rounds, once):
     q, k, v = drawn(200)
-    form = {"variant": variant, "causal": causal, "cluster": 16}
+    form = {"variant": variant, "causal": causal, "rounds": rounds, "cluster": 16}
     out, others = make(**form)(q, k, v), [make(**form, dedup=dedup)(q, k, v) for dedup in (False, True)]
     assert torch.equal(out, others[once])
     assert not torch.equal(out, others[not once])

@@ -78,7 +78,7 @@ RIGHT = torch.arange(37) < torch.tensor([[30], [37], [0], [15]])
 @pytest.mark.parametrize("length", [37, 20])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=name_of)
 def test_samples_of_several_lengths(pattern, length):
-    check(pattern, length, RIGHT)
+    check(pattern, length, RIGHT if length == 37 else RIGHT[[0, 3]])
 
 
 # What these let a pair see is no matter of how many tokens are real.

@@ -112,15 +112,15 @@ TRITON += [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
 
 
 @pytest.mark.parametrize(("name", "causal"), TRITON)
-@pytest.mark.parametrize("kind", ["right"])
-def test_kernels_give_for_shared_heads_what_they_give_for_repeated_ones(name, causal, kind):
+def test_kernels_give_for_shared_heads_what_they_give_for_repeated_ones(name, causal):
     pytest.importorskip("triton")
     mechanism = make(name, causal, heads=HEADS, size=SHAPE["size"])
-    mask = None if kind == "none" else draw_mask(kind, **SHAPE)
-    q, k, v = (x.requires_grad_() for x in grouped(2))
+    # Triton's interpreter takes its time over each sample and token; four heads there must be.
+    real = draw_mask("right", **SHAPE)[:1, :11]
+    real[0, 8:] = False
+    q, k, v = (x[:1, :, :11].clone().requires_grad_() for x in grouped(2))
     with implementation("triton"):
-        out, other = mechanism(q, k, v, mask), mechanism(q, *repeated(k, v), mask)
-        real = torch.ones(2, 19, dtype=torch.bool) if mask is None else mask
+        out, other = mechanism(q, k, v, real), mechanism(q, *repeated(k, v), real)
         torch.testing.assert_close(out.transpose(1, 2)[real], other.transpose(1, 2)[real], rtol=1e-4, atol=1e-5)
         found, expected = (torch.autograd.grad(x.transpose(1, 2)[real].square().sum(), (q, k, v)) for x in (out, other))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

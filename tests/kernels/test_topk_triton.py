@@ -75,10 +75,10 @@ def mask(length):
     return torch.stack([position % 3 != 0, position < length, position == 4, position < 0])
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     queries=st.integers(1, 40),
-    keys=st.integers(1, 70),
+    keys=st.integers(1, 50),
     square=st.booleans(),
     causal=st.booleans(),
     fill=st.sampled_from([None, 0.0, 0.2, 0.7]),
@@ -111,9 +111,9 @@ def test_other_numbers_of_keys_than_of_queries(length, keys):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "16 bits"])
-@pytest.mark.parametrize("size", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("size", [32, 80, 128])
 def test_head_sizes(size, dtype):
-    check(draw(20, 70, size=size, values=16 if size == 80 else size, dtype=dtype))
+    check(draw(17, 40, size=size, values=16 if size == 80 else size, dtype=dtype))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter takes too long for so many")
@@ -121,11 +121,11 @@ def test_many_tokens():
     check(draw(3000, 3000, size=64, values=64, heads=2, batch=4, dtype=HALF), mask(3000), topk=32, causal=True)
 
 
-@pytest.mark.parametrize("topk", [25, 26, 10**9])
+@pytest.mark.parametrize("topk", [25, 10**9])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_who_keeps_all_keys_attends_exactly(topk, causal):
-    (q, k, v), real = draw(25, 25, batch=4), mask(25)
-    pairs = real[:, None, None].expand(4, 1, 25, 25)
+    (q, k, v), real = draw(25, 25, batch=2), mask(25)[[0, 3]]
+    pairs = real[:, None, None].expand(2, 1, 25, 25)
     scores = (q @ k.mT * 0.3).masked_fill(~(pairs.tril() if causal else pairs), -torch.inf)
     found = attend(q, k, v, real, topk=topk, causal=causal)
     torch.testing.assert_close(found, scores.softmax(-1).nan_to_num() @ v)

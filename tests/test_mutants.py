@@ -67,6 +67,8 @@ def test_a_room_is_counted_and_its_survivors_are_named(tmp_path):
         "kernels/nothing.py": "",
         "tests/room/test_sign.py": "from approx.room.sign import sign\n\n\ndef test_sign():\n    assert sign(2)\n"
         "    assert not sign(0)\n",
+        "tests/room/test_ran.py": "import os\n\n\ndef test_ran():\n    with open(os.environ['RAN'], 'a') as file:\n"
+        "        file.write('x')\n",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -77,6 +79,7 @@ def test_a_room_is_counted_and_its_survivors_are_named(tmp_path):
     def run() -> tuple[int, str]:
         command = [sys.executable, "tests/mutants", "room"]
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "COV_CORE_SOURCE")}
+        environment["RAN"] = str(tool / "ran")
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
         return done.returncode, done.stdout + done.stderr
 
@@ -90,3 +93,11 @@ def test_a_room_is_counted_and_its_survivors_are_named(tmp_path):
     code, said = run()
     assert code == 0, said
     assert "2 taken (seed 1); 1 killed, 0 survived, 1 equivalent: 100% of 1" in said
+    # A test that is new counts at once; what has not changed need not run again where nothing is planted.
+    (tool / "equivalent.toml").write_text("")
+    with (tmp_path / "tests" / "room" / "test_sign.py").open("a") as file:
+        file.write("    assert sign(1)\n")
+    code, said = run()
+    assert code == 0, said
+    assert "2 killed, 0 survived" in said
+    assert (tool / "ran").read_text() == "x"

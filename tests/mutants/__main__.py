@@ -19,8 +19,10 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+from baseline import Baseline, baseline_of, tests_to_run
 from changes import Mutant, mutants_of
-from forks import Baseline, Room, baseline_of, noticed_by, tests_to_run
+from copies import Room
+from forks import noticed_by
 from scipy.stats import binomtest
 
 HERE = Path(__file__).resolve().parent
@@ -54,7 +56,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="approx-mutants-") as scratch:
         place = Room(ROOT, room["sources"], room.get("tests", [f"tests/{asked.room}"]), Path(scratch), asked.jobs)
         try:
-            baseline = baseline_of(place)
+            baseline = baseline_of(place, report.with_name(f"{asked.room}-baseline.json"))
         except RuntimeError as error:
             print(error)
             return 2

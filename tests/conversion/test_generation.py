@@ -181,6 +181,24 @@ def test_whatever_needs_single_keys_gets_an_ordinary_layer():
     assert not isinstance(model(**inputs).past_key_values.layers[0], StateLayer)
 
 
+def test_a_step_that_was_interrupted_leaves_nothing_for_the_next_call():
+    model = decoder("GPT2LMHeadModel", rule("linear"))
+    tokens = example_inputs(model, 9, batch=1)["input_ids"]
+
+    def interrupt(*call):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        expected = model(tokens, use_cache=False).logits
+        cache = DynamicCache()
+        model(tokens, past_key_values=cache)
+        hook = model.transformer.h[0].attn.c_attn.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens, past_key_values=cache)
+        hook.remove()
+        assert torch.equal(model(tokens, use_cache=False).logits, expected)
+
+
 def test_notes_follow_the_samples_of_a_cache():
     model = decoder("GPT2LMHeadModel", rule("lsh"))
     tokens = example_inputs(model, 14, batch=3)["input_ids"]

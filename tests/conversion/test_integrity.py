@@ -70,6 +70,20 @@ def test_a_good_checkpoint_is_opened(good):
     assert len(opened.weights_sha256) == 64
 
 
+def test_weights_in_several_files_are_hashed_to_the_last(bad):
+    model = checkpoint.load(bad).model
+    (bad / "model.safetensors").unlink()
+    hashes = []
+    for changed in (None, model.bert.embeddings.word_embeddings.weight, model.classifier.bias):
+        if changed is not None:
+            changed.data += 1
+        model.save_pretrained(bad, max_shard_size="16KB")
+        assert len(list(bad.glob("*.safetensors"))) > 2
+        hashes.append(checkpoint.load(bad).weights_sha256)
+    assert len(set(hashes)) == 3
+    assert checkpoint.load(bad).weights_sha256 == hashes[-1]
+
+
 def test_no_weights(bad):
     (bad / "model.safetensors").unlink()
     refused(bad, Exit.UNAVAILABLE, str(bad), "no weights", "model.safetensors")
@@ -209,7 +223,25 @@ def test_numbers_that_are_none(bad, value):
         tensors["bert.embeddings.word_embeddings.weight"][7, 3] = value
 
     edit_weights(bad, poison)
-    refused(bad, Exit.UNAVAILABLE, "NaN or infinite", "bert.embeddings.word_embeddings.weight")
+    assert "more" not in refused(bad, Exit.UNAVAILABLE, "NaN or infinite", "bert.embeddings.word_embeddings.weight.")
+
+
+@pytest.mark.parametrize(("broken", "told"), [(3, ""), (4, " and 1 more")])
+def test_many_broken_tensors_are_named_in_part_and_counted(bad, broken, told):
+    names = sorted(name for name in load_file(bad / "model.safetensors") if ".layer." in name)[:broken]
+
+    def poison(tensors):
+        for name in names:
+            tensors[name].fill_(float("nan"))
+
+    for change, after in (
+        (poison, "The checkpoint is damaged"),
+        (lambda tensors: {name: t for name, t in tensors.items() if name not in names}, "Its weights are"),
+    ):
+        edit_weights(bad, change)
+        text = refused(bad, Exit.UNAVAILABLE, f"{told}. {after}")
+        assert sum(name in text for name in names) == 3
+        assert ("more" in text) is bool(told)
 
 
 @pytest.mark.parametrize("value", ["relative_key", "relative_key_query"])

@@ -1,10 +1,12 @@
 """What the checks of a conversion, the seam and the damage must notice, each seen on its own."""
 
+import json
+
 import pytest
 import torch
 from transformers.masking_utils import bidirectional_mask_function
 
-from approx.conversion import layerwise, regime, surgery, verify
+from approx.conversion import export, layerwise, make, regime, surgery, verify
 from approx.conversion.damage import layer_damage
 from approx.conversion.inputs import example_inputs
 from approx.conversion.masks import key_mask
@@ -52,6 +54,25 @@ def test_a_tensor_that_is_stored_under_another_name_is_not_missed(tmp_path):
     surgery.convert(model, LOCAL)
     model.save_pretrained(tmp_path)
     assert verify.weights(tmp_path, before).passed
+
+
+def test_a_folder_that_computes_something_else_is_not_given_its_name(tmp_path, monkeypatch):
+    """The config is written with another window, which only the last check of all can tell."""
+    honest = export.write
+
+    def write(folder, *arguments):
+        honest(folder, *arguments)
+        config = folder / "config.json"
+        config.write_text(config.read_text().replace('"left": 3', '"left": 2'))
+
+    tiny("BertModel").save_pretrained(tmp_path / "base")
+    monkeypatch.setattr(export, "write", write)
+    with pytest.raises(ApproxError, match="reload without approx is bit-equal: largest difference") as caught:
+        make.convert(tmp_path / "base", tmp_path / "out", LOCAL)
+    assert caught.value.exit_code == Exit.VERIFICATION
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "out.failed"}
+    checks = json.loads((tmp_path / "out.failed" / export.RECEIPT).read_text())["checks"]
+    assert [check["passed"] for check in checks] == [True, True, None, True, False]
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -1,6 +1,7 @@
 """Plugins of pytest: which test runs which line, and only the tests that can notice a change, the likeliest first."""
 
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,18 +22,28 @@ class Recorder:
         self._coverage = coverage.Coverage(data_file=None, source=[str(folder)], config_file=False)
         self.seconds: dict[str, float] = {}
         self.processes: set[str] = set()
+        self._started: list[str] = []
 
     def pytest_sessionstart(self) -> None:
         """Watch from before the first import of ours."""
+        sys.addaudithook(self._hear)
         self._coverage.start()
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen":
+            executable, command, *_ = arguments
+            self._started.append(str(executable or command))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Time a test, and see whether processes ended that it had started."""
         began, spent = time.perf_counter(), _of_children()
+        self._started.clear()
         result = yield
         self.seconds[item.nodeid] = time.perf_counter() - began
-        if _of_children() > spent:
+        # A compiler runs nothing of ours. What ends may also have been started earlier, or forked.
+        compilers_alone = self._started and not any("python" in Path(one).name for one in self._started)
+        if _of_children() > spent and not compilers_alone:
             self.processes.add(item.nodeid)
         return result
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_a_batch_is_as_large_as_asked_for_or_chosen():
 def test_a_margin_in_points_is_one_of_fractions_where_the_metric_is_one(opened, folders, own_cache):
     stage = EvaluateStage("glue/sst2", data=str(folders[2]), margin=2.5, limit=12)
     told = []
-    how = {"seed": 3, "outputs": None, "fresh": True, "progress": lambda *what: told.append(what)}
+    how: dict[str, Any] = {"seed": 3, "outputs": None, "fresh": True, "progress": lambda *what: told.append(what)}
     found = measure.measure_quality(opened, stage, **how)
     assert [variant["margin"] for variant in found["variants"]] == [0.025]
     assert found["fast_products"] is False

@@ -99,8 +99,8 @@ def test_a_batch_is_as_large_as_asked_for_or_chosen():
 def test_a_margin_in_points_is_one_of_fractions_where_the_metric_is_one(opened, folders, own_cache):
     stage = EvaluateStage("glue/sst2", data=str(folders[2]), margin=2.5, limit=12)
     told = []
-    how: dict[str, Any] = {"seed": 3, "outputs": None, "fresh": True, "progress": lambda *what: told.append(what)}
-    found = measure.measure_quality(opened, stage, **how)
+    how: dict[str, Any] = {"seed": 3, "outputs": None, "progress": lambda *what: told.append(what)}
+    found = measure.measure_quality(opened, stage, **how, fresh=True)
     assert [variant["margin"] for variant in found["variants"]] == [0.025]
     assert found["fast_products"] is False
     assert not any("faster switch" in note for note in found["notes"])
@@ -108,7 +108,7 @@ def test_a_margin_in_points_is_one_of_fractions_where_the_metric_is_one(opened, 
     assert told[-1][1] == told[-1][2] > 0
     # Nothing is kept of what is to be fresh.
     assert not [path for path in own_cache.rglob("*") if path.is_file() and "compiled" not in path.parts]
-    measure.measure_quality(opened, stage, **(how | {"fresh": False}))
+    measure.measure_quality(opened, stage, **how, fresh=False)
     assert [path for path in own_cache.rglob("*") if path.is_file() and "compiled" not in path.parts]
 
 

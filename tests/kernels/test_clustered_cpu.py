@@ -153,3 +153,16 @@ def test_without_a_compiler_it_runs_all_the_same(monkeypatch, tmp_path):
             clustered_attention(q, q, q, impl="cpu", **way)
     finally:
         library.cache_clear()
+
+
+@pytest.mark.parametrize("keys", [40, 300])
+def test_of_equal_scores_the_first_keys_are_weighed_by_each_query(keys):
+    # Opposite queries in one cluster: their mean is 0, and sees all keys alike.
+    one, other = torch.randn(2, 16)
+    q = torch.stack([one, -one, other, -other])[None, None]
+    k, v = torch.randn(1, 1, keys, 16), torch.randn(1, 1, keys, 8)
+    planes, draws = draw_planes(16, bits=8, bias=False, clusters=1, seed=0)
+    how = {"planes": planes, "draws": draws, "clusters": 1, "iterations": 2, "topk": 7, "scale": 0.3}
+    out = clustered_attention(q, k, v, **how, impl="cpu")
+    near = (0.3 * q @ k[:, :, :7].mT).softmax(-1) @ v[:, :, :7] * 7 / keys
+    torch.testing.assert_close(out, near + v[:, :, 7:].sum(2, keepdim=True) / keys)

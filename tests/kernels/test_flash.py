@@ -81,6 +81,12 @@ def test_windows(name):
     check(draw(37, 37), **KINDS[name])
 
 
+@pytest.mark.parametrize("right", [30, 62])
+def test_windows_that_end_a_key_before_a_tile_does(right):
+    # The first query of a tile does not see the last key of the one that its window ends in; a tile off, it would.
+    check(draw(right + 9, right + 9, heads=1), right=right)
+
+
 @pytest.mark.parametrize(("length", "keys"), [(1, 50), (20, 41), (41, 20)])
 def test_other_numbers_of_keys_than_of_queries(length, keys):
     check(draw(length, keys), right=0)

@@ -144,3 +144,11 @@ def test_a_mechanism_that_must_be_finetuned_says_so():
     assert "fine-tuned" in warning
     surgery.revert(model)
     assert surgery.convert(model, Plan.of("lsh")).warnings == []
+
+
+def test_layers_that_the_calibration_text_is_too_short_for_have_no_error():
+    model = tiny("BertModel")
+    surgery.convert(model, Plan((Rule("linear", exact_below=30), Rule("linear", "0"))))
+    errors = {layer: lost.error for layer, lost in layer_damage(model, example_inputs(model, 20)).items()}
+    assert errors[0] > 0
+    assert errors[1] == errors[2] == 0.0

@@ -18,11 +18,11 @@ from approx.registration import register_when_asked
 from approx.version import __version__
 
 if TYPE_CHECKING:
-    from approx.conversion.checkpoint import load
-    from approx.conversion.plan import Plan
+    from approx.api import bench, evaluate, inspect
+    from approx.checkpoints.checkpoint import load
     from approx.conversion.surgery import convert, revert
-    from approx.pipeline.products import fast_products
-    from approx.pipeline.stages import bench, evaluate, inspect
+    from approx.measuring.products import fast_products
+    from approx.planning.plan import Plan
     from approx.publishing.report import write_report as report
 
 _ROOMS = {"Plan": "conversion.plan", "load": "conversion.checkpoint", "report": "publishing.report"}

@@ -24,5 +24,5 @@ def _watch(module: ModuleType) -> None:
 def _register_first(wrapped: Callable[..., Any], instance: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Looked up by name, so that importing the package stays free of torch until somebody needs it; it registers as it is
     # imported, and importing it again costs nothing.
-    importlib.import_module("approx.conversion.families")
+    importlib.import_module("approx.checkpoints.families")
     return wrapped(*args, **kwargs)

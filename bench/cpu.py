@@ -35,8 +35,8 @@ import torch
 from rich.console import Console
 
 from approx.errors import ApproxError, Exit
+from approx.evaluation.interleave import OK, Runner, race
 from approx.evaluation.memory import is_out_of_memory, memory_limit, peak_mb
-from approx.evaluation.race import OK, Runner, race
 from approx.evaluation.statistics import ratio_interval
 from approx.evaluation.timing import Neighbours, timed
 from approx_kernels.implementation import chosen, forget

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from approx.conversion import surgery
-from approx.conversion.attention_free import attention_free
-from approx.conversion.inputs import example_inputs
-from approx.conversion.plan import Plan
 from approx.mechanisms import MECHANISMS
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan
+from approx.seam.attention_free import attention_free
 from bench.cpu_peers import LONGEST_REFERENCE, fast_transformers_peers, transformers_peers
 
 HEADS, SIZE, LAYERS = 12, 64, 2

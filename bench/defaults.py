@@ -39,10 +39,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModel, AutoTokenizer
 
-from approx.conversion.positions import resize
 from approx.evaluation.record import environment
 from approx.evaluation.timing import Neighbours
 from approx.mechanisms import MECHANISMS
+from approx.planning.positions import resize
 
 SEEDS, PASSES, FREE = 3, 3, 0.02
 _CLUSTERS: dict[str, tuple[Any, ...]] = {

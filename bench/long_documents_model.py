@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from approx.conversion import positions
-from approx.conversion.folder import atomic_folder, refuse_existing
+from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing
+from approx.planning import positions
 
 POSITIONS = 2048
 # Reviews of IMDb that reach beyond 512 tokens for certain.

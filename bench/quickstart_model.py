@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from approx.conversion.folder import atomic_folder, refuse_existing
+from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing
 from approx.tasks.needle import KEYS, NEEDLES, VALUES, WORDS, Needle
 
 POSITIONS = 2048

@@ -25,7 +25,7 @@ from transformers import (
     Wav2Vec2Processor,
 )
 
-from approx.conversion.folder import atomic_folder, refuse_existing
+from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing
 from approx.tasks.librispeech import LibriSpeech
 from approx.tasks.task import Example
 from approx.tasks.transcription import RATE

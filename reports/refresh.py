@@ -14,7 +14,7 @@ sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (
 
 from approx.evaluation import record
 from approx.patterns import figures, find_pattern, pattern_names
-from approx.pipeline.patterns import draw
+from approx.patterns.study import draw
 from approx.publishing import wording
 from approx.publishing.report import write_report
 from bench import growth

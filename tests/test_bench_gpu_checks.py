@@ -7,8 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from approx.doctor import probing
 from approx.mechanisms import MECHANISMS
-from approx.pipeline import probing
 from approx_kernels import checked, findings
 from approx_kernels.checked import Check, check_of
 from bench import gpu, gpu_cases, gpu_checks, gpu_jobs, gpu_machine, gpu_page, gpu_plan, gpu_verify

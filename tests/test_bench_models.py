@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from approx.conversion import checkpoint, positions
+from approx.checkpoints import checkpoint
 from approx.evaluation.evaluate import Subject, evaluate
+from approx.planning import positions
 from approx.tasks import open_task
 from bench import long_documents_model, speech_model
 from tiny_speech import some_utterances, write_utterances

@@ -151,8 +151,8 @@ def test_imports_keep_the_rules(module, file):
         ("approx.mechanisms.linear", "from approx.mechanisms import MECHANISMS"),
         ("approx.mechanisms.linear", "def f():\n    from transformers import AutoModel"),
         ("approx.tasks.glue", "from approx.evaluation.statistics import bootstrap"),
-        ("approx.conversion.plan", "from approx.tasks import TASKS"),
-        ("approx.evaluation.evaluate", "from approx.conversion.plan import Plan"),
+        ("approx.planning.plan", "from approx.tasks import TASKS"),
+        ("approx.evaluation.evaluate", "from approx.planning.plan import Plan"),
         ("approx.evaluation.evaluate", "from ..conversion import plan"),
         ("approx.evaluation.statistics", "import torch.nn as nn"),
         ("approx.finetuning.task", "import approx.mechanisms.full"),
@@ -164,7 +164,7 @@ def test_imports_keep_the_rules(module, file):
         ("approx.pipeline", "from approx.cli import app"),
         ("approx.pipeline", "from approx.mechanisms import MECHANISMS"),
         ("approx.pipeline", "import typer"),
-        ("approx.conversion.plan", "from approx import convert"),
+        ("approx.planning.plan", "from approx import convert"),
     ],
 )
 def test_a_forbidden_import_is_found(module, source):

@@ -9,7 +9,7 @@ import numpy as np
 import soundfile
 from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2Processor
 
-from conversion.zoo import tiny
+from zoo import tiny
 
 # One frame in 20 ms, as Wav2Vec2 and HuBERT have them.
 _FRAMES: dict[str, Any] = {

@@ -39,7 +39,7 @@ def mechanisms(
     family: Annotated[str | None, typer.Option(help="Say what fits this family, e.g. bert or gpt2.")] = None,
 ) -> None:
     """List the mechanisms: what each can do, where it is exact, and its paper."""
-    from approx.conversion.support import support
+    from approx.planning.support import support
 
     found = support(family)
     abilities = ("bidirectional", "causal", "trainable")
@@ -75,9 +75,9 @@ def inspect(
     terminal: Terminal, model: options.Model, revision: options.Revision = None, offline: options.Offline = False
 ) -> None:
     """Say what a checkpoint is and where its attention lives, from its config alone."""
-    from approx.pipeline import stages
+    from approx import api
 
-    found = stages.inspect(model, revision=revision, offline=offline)
+    found = api.inspect(model, revision=revision, offline=offline)
     state = "converted" if found["converted"] else "stock"
     head = (
         f"{found['name']}: {found['architecture']} ({found['family']}, {state}), {found['parameters']:,} parameters, "
@@ -117,13 +117,13 @@ def plan(
     offline: options.Offline = False,
 ) -> None:
     """Show what a plan does to each layer, what it costs at each length, and the most that attention can gain."""
-    from approx.pipeline import stages
+    from approx import api
     from approx.pipeline.journal import write_whole
 
     chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, checkpoint)
     counted = options.read_numbers(lengths, "--lengths")
     options.check_output(output, force)
-    found = stages.plan(model, chosen, counted, revision=revision, offline=offline)
+    found = api.plan(model, chosen, counted, revision=revision, offline=offline)
     costs = table(
         ["tokens", "GFLOP outside", "GFLOP exact", "GFLOP planned", "MB exact", "MB planned", "predicted", "ceiling"],
         [
@@ -162,12 +162,12 @@ def convert(
     allow_pickle: options.AllowPickle = False,
 ) -> None:
     """Exchange the attention of a checkpoint and write a folder that stock transformers loads, verified."""
-    from approx.conversion import make
+    from approx.conversion import convert
 
     chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, checkpoint)
     with terminal.progress() as bar:
         done = iter(range(_STEPS))
-        receipt = make.convert(
+        receipt = convert.convert(
             model, output, chosen, max_length=max_length, calibrate=calibrate, force=force, revision=revision,
             offline=offline, allow_pickle=allow_pickle, progress=lambda step: bar(f"convert: {step}", next(done, _STEPS - 1), _STEPS),
         )  # fmt: skip
@@ -191,9 +191,9 @@ def convert(
 
 def revert(terminal: Terminal, folder: options.Model, output: options.Out, force: options.Force = False) -> None:
     """Write the base checkpoint of a converted folder again, bit-identical if nothing was trained."""
-    from approx.conversion import make
+    from approx.conversion import convert
 
-    make.revert(folder, output, force=force)
+    convert.revert(folder, output, force=force)
     terminal.result({"output": str(output)}, f"The base checkpoint of {folder} is written to {output}")
 
 

@@ -26,7 +26,7 @@ def add_to(app: typer.Typer) -> None:
 
 def doctor(terminal: Terminal, offline: options.Offline = False, probe: Probe = False) -> None:
     """Check versions, kernels, GPU, hub and data, and say how to fix what is wrong."""
-    from approx.pipeline import health, probing
+    from approx.doctor import health, probing
 
     if probe:
         with terminal.progress() as bar:
@@ -41,7 +41,7 @@ def doctor(terminal: Terminal, offline: options.Offline = False, probe: Probe = 
 
 def print_versions() -> None:
     """Print the version and what is usable here."""
-    from approx.pipeline import health
+    from approx.doctor import health
 
     typer.echo(f"approx {__version__}")
     for finding in health.examine(offline=True):

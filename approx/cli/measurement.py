@@ -107,8 +107,8 @@ def evaluate(
     offline: options.Offline = False,
 ) -> None:
     """Score a checkpoint on a task, against its base on the same examples in the same order."""
-    from approx.evaluation import processes, record
-    from approx.pipeline import stages
+    from approx import api
+    from approx.evaluation import distributed, record
 
     if task is None:
         raise ApproxError("No task was given. Name one with --task, e.g. --task glue/sst2.")
@@ -120,12 +120,12 @@ def evaluate(
         raise ApproxError(f"{output} is where the outputs of each example go. Give the record the ending .json.")
     options.check_output(outputs, force)
     with terminal.progress() as bar:
-        made = stages.evaluate(
+        made = api.evaluate(
             model, task, against=against, data=data, split=split, limit=limit, streaming=streaming,
             settings=options.read_settings(set_), truncate=truncate, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
             dtype=dtype, fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
-    if not processes.leads():
+    if not distributed.leads():
         return
     if output is not None:
         record.save(output, made)
@@ -180,12 +180,12 @@ def bench(
     offline: options.Offline = False,
 ) -> None:
     """Time a checkpoint side by side with exact attention and with no attention at all (the ceiling)."""
+    from approx import api
     from approx.evaluation import record
-    from approx.pipeline import stages
 
     options.check_output(output, force)
     with terminal.progress() as bar:
-        made = stages.bench(
+        made = api.bench(
             model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch, "--batch", "1,8"),
             against=against, max_length=max_length, rounds=rounds, seconds=seconds, task=task, data=data,
             settings=options.read_settings(set_), seed=seed, device=device, dtype=dtype,

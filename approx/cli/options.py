@@ -11,7 +11,7 @@ from approx import yaml_text
 from approx.errors import ApproxError, Exit
 
 if TYPE_CHECKING:
-    from approx.conversion.plan import Plan
+    from approx.planning.plan import Plan
 
 _CHECKPOINT, _PLAN, _TASK, _MACHINE = "Checkpoint", "Plan", "Task", "Machine"
 
@@ -116,7 +116,7 @@ def read_plan(
     Raises:
         ApproxError: if there is none or two, or a setting is not of the form name=value.
     """
-    from approx.conversion.plan import Plan, Rule
+    from approx.planning.plan import Plan, Rule
 
     if (mechanism is None) == (file is None):
         found = "both were given" if file else "neither was given"

@@ -57,22 +57,21 @@ def pattern(
 
     The pictures are the pattern in its steps and its information-flow graph, each as SVG and PNG.
     """
-    from approx.patterns import find_pattern
-    from approx.pipeline import patterns
+    from approx.patterns import find_pattern, study
 
     chosen = find_pattern(name, length, causal, options.read_settings(set_))
     folder = output or Path(f"pattern-{name}-{length}{'-causal' if causal else ''}")
     if not no_draw:
-        patterns.refuse_existing(folder, force)
+        study.refuse_existing(folder, force)
     timed_on = None
     if measure:
         # Brings the libraries of whole models with it.
-        from approx.pipeline.measure import choose_device
+        from approx.measuring.measure import choose_device
 
         timed_on = choose_device(device)
-    files = [] if no_draw else patterns.draw(chosen, folder, length=draw_length, node=node)
+    files = [] if no_draw else study.draw(chosen, folder, length=draw_length, node=node)
     with terminal.progress() as bar:
-        found = patterns.tell(chosen, block=block, device=timed_on, progress=bar)
+        found = study.tell(chosen, block=block, device=timed_on, progress=bar)
     found["files"] = [str(file) for file in files]
     drawn = [f"Pictures: {', '.join(found['files'])}"] if files else []
     terminal.result(found, _counts(found), _flow(found), *speed_tables(found.get("speed", [])), *drawn)

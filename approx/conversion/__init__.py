@@ -1,1 +1,1 @@
-"""Conversion: open a checkpoint, plan, carry the plan out, write a folder that anyone can load."""
+"""Conversion: carry a plan out on a model, check the result, and write it."""

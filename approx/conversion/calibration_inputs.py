@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from approx.conversion import checkpoint, positions
+from approx.checkpoints import checkpoint
 from approx.conversion.calibration import mechanisms
 from approx.conversion.calibration_text import TEXT
-from approx.conversion.inputs import example_inputs, samples
 from approx.errors import ApproxError, Exit
+from approx.planning import positions
+from approx.planning.example_inputs import example_inputs, samples
 
 # Enough for most mechanisms to approximate, and quick.
 _USUAL_TOKENS, _USUAL_FRAMES = 1024, 512

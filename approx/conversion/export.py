@@ -9,13 +9,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from approx.conversion import families, travel, verify
+from approx.checkpoints import bundle, families
+from approx.checkpoints.checkpoint import Checkpoint, processor, processor_class
+from approx.conversion import checks
 from approx.conversion.calibration_inputs import CalibrationFile
-from approx.conversion.checkpoint import Checkpoint, processor, processor_class
-from approx.conversion.manifest import MANIFEST
-from approx.conversion.resolution import described
 from approx.conversion.surgery import Receipt
 from approx.errors import ApproxError
+from approx.planning.resolve import described
+from approx.seam.manifest import MANIFEST
 from approx.version import __version__
 
 RECEIPT = "approx_receipt.json"
@@ -99,7 +100,7 @@ def recipe_entry(
     }
 
 
-def write_receipt(folder: Path, receipt: Receipt, checks: list[verify.Check]) -> dict[str, Any]:
+def write_receipt(folder: Path, receipt: Receipt, checks: list[checks.Check]) -> dict[str, Any]:
     """Write what surgery did and which checks it passed; the same is given back as plain data."""
     data = {**asdict(receipt), "checks": [check.to_dict() for check in checks]}
     (folder / RECEIPT).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -116,7 +117,7 @@ def write_card(folder: Path, model: Any, receipt: Receipt) -> None:
     """Write the model card: what was exchanged, from which base, what each layer loses, and how to load it."""
     record, stock = model.config.approx, families.stock_class(type(model)).__name__
     base = record["recipe"][-1]["base"]
-    auto = next((a for a, head in travel.heads(record["base"]["model_type"]).items() if head == stock), "AutoModel")
+    auto = next((a for a, head in bundle.heads(record["base"]["model_type"]).items() if head == stock), "AutoModel")
     reader = processor_class(type(model))
     read = "tokenizer" if reader == "AutoTokenizer" else "processor"
     parts = [part for site in sorted(record["sites"].values(), key=lambda s: s["layer"]) for part in described(site)]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from approx.conversion.calibration import evaluating
-from approx.conversion.inputs import example_inputs
 from approx.conversion.regime import Trial
 from approx.mechanisms.mechanism import Mechanism
+from approx.planning.example_inputs import example_inputs
 
 # From a mechanism, its q, k, v, key mask, token ids if it reads them, and output to a relative difference.
 _Compare = Callable[[Mechanism, list[Tensor], Tensor | None, Tensor | None, Tensor], float]

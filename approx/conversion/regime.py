@@ -2,11 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from approx.conversion import positions
-from approx.conversion.anatomy import anatomy
-from approx.conversion.families import stock_class, stock_config
-from approx.conversion.selection import ranges
+from approx.checkpoints.families import stock_class, stock_config
 from approx.mechanisms.mechanism import latest
+from approx.planning import positions
+from approx.planning.anatomy import anatomy
+from approx.planning.selection import ranges
 
 SHORT = 40
 # A check is a few forward passes on a CPU, whatever the settings and the model allow.

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from approx.conversion import checkpoint
-from approx.conversion.plan import Plan
+from approx.checkpoints import checkpoint
 from approx.errors import ApproxError
 from approx.mechanisms.longformer import BY_CONTENT
+from approx.planning.plan import Plan
 
 
 def with_separator(plan: Plan, find: Callable[[], int | None]) -> Plan:

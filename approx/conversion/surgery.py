@@ -7,15 +7,16 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from approx.conversion import families, positions
-from approx.conversion.anatomy import anatomy
+from approx.checkpoints import families
 from approx.conversion.calibration import calibrate, mechanisms
-from approx.conversion.damage import Damage
-from approx.conversion.plan import Plan
-from approx.conversion.resolution import described, site_record
-from approx.conversion.seam import FORMAT, attach, detach, switch
+from approx.conversion.layer_error import Damage
 from approx.conversion.separator import named_by, with_separator
 from approx.errors import ApproxError, Exit
+from approx.planning import positions
+from approx.planning.anatomy import anatomy
+from approx.planning.plan import Plan
+from approx.planning.resolve import described, site_record
+from approx.seam.dispatch import FORMAT, attach, detach, switch
 
 
 @dataclass

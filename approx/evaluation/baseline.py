@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from approx.evaluation.race import OK, Runner
+from approx.evaluation.interleave import OK, Runner
 from approx.evaluation.timing import repeats_for, timed
 
 BACK_ENDS = {

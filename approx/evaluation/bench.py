@@ -16,8 +16,8 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.baseline import BACK_ENDS, DEFAULT, best_exact
+from approx.evaluation.interleave import OK, Runner, race
 from approx.evaluation.memory import memory_limit
-from approx.evaluation.race import OK, Runner, race
 from approx.evaluation.statistics import ratio_interval
 from approx.evaluation.timing import Neighbours
 

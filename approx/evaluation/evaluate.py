@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx.evaluation import processes
+from approx.evaluation import distributed
 from approx.evaluation.coverage import coverage
 from approx.evaluation.inputs import Prepared, Subject, prepare
-from approx.evaluation.ledger import Ledger, fingerprint
 from approx.evaluation.memory import is_out_of_memory
+from approx.evaluation.prediction_cache import Ledger, fingerprint
 from approx.evaluation.quality import compare, over_seeds
 from approx.evaluation.record import write_outputs
 from approx.tasks.task import Encoding, Task
@@ -107,7 +107,7 @@ def evaluate(
     predictions = {subject.name: predicted(subject) for subject in models}
     labels = [example.label for example in examples]
     covered = {subject.name: found for subject in models if (found := coverage(subject, task, prepared)) is not None}
-    if outputs is not None and processes.leads():
+    if outputs is not None and distributed.leads():
         columns = {"id": [example.id for example in examples], "label": labels, "tokens": prepared.lengths}
         columns |= {f"prediction/{name}": found for name, found in predictions.items()}
         columns |= {f"approximated/{name}": found.examples for name, found in covered.items()}
@@ -163,12 +163,12 @@ def predict(
     Raises:
         ApproxError: if the outputs are not finite, or the device's memory does not suffice.
     """
-    rank, world = processes.place()
+    rank, world = distributed.place()
     ledger = None
     if kept is not None and subject.identity is not None:
         about = (task.name, vars(task), prepared.encodings, prepared.batches, str(torch.device(device).type))
         ledger = Ledger(kept, fingerprint(subject.identity, *about), rank)
-    said = processes.agree(ledger.read() if ledger else {})
+    said = distributed.agree(ledger.read() if ledger else {})
     waiting = [number for number in range(len(prepared.batches)) if number not in said]
     done = sum(len(prepared.batches[number]) for number in said)
     model, was_training = subject.model.to(device), subject.model.training
@@ -184,7 +184,7 @@ def predict(
                 advance(min(done, len(prepared.encodings)))
     finally:
         model.train(was_training)
-    for shared in processes.gather({number: said[number] for number in waiting[rank::world]}):
+    for shared in distributed.gather({number: said[number] for number in waiting[rank::world]}):
         said |= shared
     if advance:
         advance(len(prepared.encodings))

@@ -1,1 +1,1 @@
-"""The line: checkpoint, plan, surgery, evaluate, bench, report. Each stage on its own, and all of them from a recipe."""
+"""The pipeline: all stages from one recipe, and sweeps over many."""

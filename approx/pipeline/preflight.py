@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from approx.conversion import checkpoint
-from approx.conversion.anatomy import Anatomy, anatomy
+from approx.checkpoints import checkpoint
 from approx.conversion.calibration_inputs import CalibrationFile
-from approx.conversion.plan import Plan
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, prepare
-from approx.evaluation.ledger import fingerprint
-from approx.pipeline.identity import examples_read
-from approx.pipeline.measure import batch_size, choose_device, task_of
-from approx.pipeline.products import refuse
+from approx.evaluation.prediction_cache import fingerprint
+from approx.measuring.identity import examples_read
+from approx.measuring.measure import batch_size, choose_device, task_of
+from approx.measuring.products import refuse
+from approx.planning.anatomy import Anatomy, anatomy
+from approx.planning.plan import Plan
 from approx.recipe import BASE, BenchStage, EvaluateStage, Recipe
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from approx.conversion import make
-from approx.conversion.plan import Plan
+from approx.conversion import convert
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
-from approx.pipeline.identity import beside, computed_by
+from approx.measuring.identity import beside, computed_by
+from approx.measuring.measure import Progress, make_record, measure_quality, measure_speed, open_all, silent
 from approx.pipeline.journal import Journal
-from approx.pipeline.measure import Progress, make_record, measure_quality, measure_speed, open_all, silent
 from approx.pipeline.preflight import check, rehearse
+from approx.planning.plan import Plan
 from approx.publishing.report import write_report
 from approx.recipe import BASE, Recipe, slug
 
@@ -107,7 +107,7 @@ def _convert(
         def make_folder(number: int = number, name: str = name, folder: Path = folder) -> dict[str, Any]:
             progress(f"convert to {name}", number, len(plans))
             # What is there was not finished, or was made under another key.
-            return make.convert(
+            return convert.convert(
                 recipe.checkpoint, folder, plans[name], calibrate=calibrate, force=True, revision=recipe.revision,
                 offline=offline,
             )  # fmt: skip

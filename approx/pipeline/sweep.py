@@ -8,18 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from approx.conversion.plan import Plan
-from approx.conversion.seeding import seeded
 from approx.conversion.separator import of_checkpoint, with_separator
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import crossover
 from approx.grid import Grid
-from approx.pipeline.cells import Cell, Keys, Workshop, compute, failed
+from approx.measuring.measure import Progress, open_all, silent
 from approx.pipeline.executors import Executor
 from approx.pipeline.journal import write_whole
-from approx.pipeline.measure import Progress, open_all, silent
 from approx.pipeline.preflight import check, rehearse
+from approx.pipeline.sweep_cell import Cell, Keys, Workshop, compute, failed
+from approx.planning.plan import Plan
+from approx.planning.seeding import seeded
 from approx.publishing import sweep as tables
 from approx.recipe import BASE, slug
 

@@ -7,8 +7,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from approx.publishing import wording
-from approx.publishing.answers import answers, speed_groups
 from approx.publishing.plots import colours, quality_figure, speed_figure
+from approx.publishing.summary import answers, speed_groups
 from approx.publishing.tables import damage_table, plan_lines, quality_table, speed_table
 
 _ENVIRONMENT_LABELS = {

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from approx.publishing import wording
-from approx.publishing.answers import longest_input, standing, variant_of
 from approx.publishing.drawing import INK, draw
+from approx.publishing.summary import longest_input, standing, variant_of
 
 # One colour a mechanism wherever it appears; each is legible on white and on near-black.
 COLOURS = {

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from approx.publishing import wording
-from approx.publishing.answers import standing, variant_of, worthwhile_from
+from approx.publishing.summary import standing, variant_of, worthwhile_from
 
 _TONES = {
     "faster": "good",

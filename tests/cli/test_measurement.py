@@ -6,7 +6,7 @@ import torch
 
 from approx.errors import Exit
 from approx.evaluation import record
-from approx.pipeline import products
+from approx.measuring import products
 from tiny_study import tiny_checkpoint
 
 from .conftest import call

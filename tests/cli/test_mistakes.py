@@ -124,12 +124,12 @@ def test_a_full_disk_leaves_no_half_of_a_plan(base, tmp_path):
 
 
 def test_what_nobody_foresaw_is_an_internal_error_in_one_line(base, monkeypatch):
-    from approx.pipeline import stages
+    from approx import api
 
     def broken(*_, **__):
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr(stages, "inspect", broken)
+    monkeypatch.setattr(api, "inspect", broken)
     answer = call("inspect", base)
     assert answer.code == Exit.INTERNAL
     assert answer.err.startswith("error: Internal error: RuntimeError: two lines (test_mistakes.py, line")
@@ -146,11 +146,11 @@ def test_what_nobody_foresaw_is_an_internal_error_in_one_line(base, monkeypatch)
     ],
 )
 def test_what_the_machine_does_is_not_called_internal(error, code, text, base, monkeypatch):
-    from approx.pipeline import stages
+    from approx import api
 
     def broken(*_, **__):
         raise error
 
-    monkeypatch.setattr(stages, "inspect", broken)
+    monkeypatch.setattr(api, "inspect", broken)
     answer = call("inspect", base)
     assert (answer.code, text in answer.err) == (code, True), answer

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from approx.errors import Exit
-from conversion.zoo import tiny
+from zoo import tiny
 
 from .conftest import call
 

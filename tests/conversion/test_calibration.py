@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from approx.conversion import surgery, verify
-from approx.conversion.damage import layer_damage, unseen
-from approx.conversion.inputs import example_inputs
-from approx.conversion.plan import Plan, Rule
+from approx.conversion import checks, surgery
+from approx.conversion.layer_error import layer_damage, unseen
 from approx.errors import ApproxError
 from approx.mechanisms import MECHANISMS
-from conversion.zoo import outputs, tiny
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan, Rule
 from forms import SMALL
+from zoo import outputs, tiny
 
 
 def mechanisms(model):
@@ -61,7 +61,7 @@ def test_what_must_be_calibrated_and_is_not_leaves_the_model_as_it_was():
             surgery.convert(model, plan, calibration=calibration)
         assert type(model) is type(base)
         assert model.state_dict().keys() == base.state_dict().keys()
-    assert verify.exact_limit(model, plan).passed
+    assert checks.exact_limit(model, plan).passed
 
 
 def test_the_captured_mass_is_that_of_the_window():

@@ -7,13 +7,14 @@ import pytest
 import soundfile
 import torch
 
-from approx.conversion import checkpoint, surgery
+from approx.checkpoints import checkpoint
+from approx.conversion import surgery
 from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch, calibration_length
-from approx.conversion.plan import Plan
 from approx.errors import ApproxError
-from conversion.zoo import tiny
+from approx.planning.plan import Plan
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_speech import recogniser, sound, speech_processor
+from zoo import tiny
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ import pytest
 import torch
 import transformers
 
-from approx.conversion import families, surgery
-from approx.conversion.plan import Plan
+from approx.checkpoints import families
+from approx.conversion import surgery
 from approx.errors import ApproxError
-from conversion.zoo import FAMILIES, difference, outputs, tiny
+from approx.planning.plan import Plan
+from zoo import FAMILIES, difference, outputs, tiny
 
 PLAN = Plan.of("local", left=3, right=3)
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from approx.conversion import surgery, verify
-from approx.conversion.inputs import example_inputs
-from approx.conversion.plan import Plan
-from conversion.zoo import difference, outputs, tiny
+from approx.conversion import checks, surgery
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan
 from forms import KINDS, SMALL
+from zoo import difference, outputs, tiny
 
 ARCHITECTURES = ("BertModel", "RobertaModel", "Wav2Vec2Model", "GPT2LMHeadModel")
 REACHABLE = [
@@ -22,9 +22,9 @@ def test_every_mechanism_converts_and_comes_back_from_its_folder(name, architect
     model = tiny(architecture)
     plan = Plan.of(name.split()[0], **SMALL.get(name, {}))
     inputs = example_inputs(model, 24, batch=2, padded=7)
-    checks = [verify.exact_limit(model, plan)]
+    checks = [checks.exact_limit(model, plan)]
     surgery.convert(model, plan, calibration=inputs)
-    checks += [verify.padding(model), verify.causality(model)]
+    checks += [checks.padding(model), checks.causality(model)]
     assert [check for check in checks if check.passed is False] == []
     before = outputs(model, inputs)
     model.save_pretrained(tmp_path)

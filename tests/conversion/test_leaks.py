@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from approx.conversion import export, make, regime, surgery, verify
+from approx.conversion import checks, convert, export, regime, surgery
 from approx.conversion.calibration import mechanisms
-from approx.conversion.plan import Plan, Rule
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
-from conversion.zoo import tiny
+from approx.planning.plan import Plan, Rule
+from zoo import tiny
 
 # Exact on 40 tokens, on which conversions once were checked alone.
 BEYOND_40 = {
@@ -104,7 +104,7 @@ def plant(monkeypatch, name, *leaks):
 def refused(base, out, plan):
     """Names of the checks that a conversion fails, by the receipt that is kept."""
     with pytest.raises(ApproxError) as caught:
-        make.convert(base, out, plan)
+        convert.convert(base, out, plan)
     assert caught.value.exit_code == Exit.VERIFICATION == 6
     assert not out.exists()
     checks = json.loads((out.with_name(f"{out.name}.failed") / export.RECEIPT).read_text())["checks"]
@@ -144,12 +144,12 @@ def test_exact_below_hides_nothing(bases, tmp_path, monkeypatch):
 def test_checks_leave_exact_below_as_it_was():
     model = tiny("BertModel")
     surgery.convert(model, Plan.of("local", exact_below=50, left=3))
-    assert verify.padding(model).passed
+    assert checks.padding(model).passed
     assert {mechanism.exact_below for mechanism in mechanisms(model)} == {50}
 
 
 def test_the_receipt_says_at_which_lengths_each_check_ran(bases, tmp_path):
-    checks = make.convert(bases[True], tmp_path / "out", Plan.of("local", left=60))["checks"]
+    checks = convert.convert(bases[True], tmp_path / "out", Plan.of("local", left=60))["checks"]
     lengths = {check["name"]: check["lengths"] for check in checks}
     # 62 keys are the first that do not fit the window.
     assert lengths == {
@@ -175,10 +175,10 @@ def test_the_receipt_says_at_which_lengths_each_check_ran(bases, tmp_path):
 def test_what_is_exact_at_every_length_of_a_model_is_said(left, found):
     model = tiny("GPT2LMHeadModel")
     surgery.convert(model, Plan.of("local", left=left))
-    for check in (verify.padding(model), verify.causality(model)):
+    for check in (checks.padding(model), checks.causality(model)):
         assert check.passed
         assert check.lengths[-1] in (63, 64)
-    assert found in verify.padding(model).detail
+    assert found in checks.padding(model).detail
 
 
 def test_images_have_one_length_and_speech_any():
@@ -188,7 +188,7 @@ def test_images_have_one_length_and_speech_any():
     assert regime.trials(images) == [(37, 0)]
     assert regime.unseen(images, 37) == "; exact at every length this model takes: layers 0-2"
     assert regime.trials(speech) == [(40, 10), (68, 8)]
-    assert verify.padding(speech).passed
+    assert checks.padding(speech).passed
     surgery.revert(speech)
     surgery.convert(speech, Plan.of("local", left=5000, right=5000))
     assert regime.unseen(speech, 4096) == "; not seen where they approximate, from 5002 tokens on: layers 0-2"

@@ -7,11 +7,11 @@ import torch
 import transformers
 
 from approx.conversion import surgery
-from approx.conversion.anatomy import anatomy, attends_causally
-from approx.conversion.inputs import example_inputs
-from approx.conversion.plan import Plan
 from approx.errors import ApproxError, Exit
-from conversion.zoo import tiny
+from approx.planning.anatomy import anatomy, attends_causally
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan
+from zoo import tiny
 
 _SMALL: dict[str, Any] = {
     "hidden_size": 32,

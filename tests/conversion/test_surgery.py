@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from approx.conversion import families, surgery
-from approx.conversion.anatomy import anatomy
-from approx.conversion.inputs import example_inputs
-from approx.conversion.plan import Plan, Rule
+from approx.checkpoints import families
+from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
-from conversion.zoo import FAMILIES, OTHER_HEADS, UNNAMED, difference, exact_plan, outputs, tiny
+from approx.planning.anatomy import anatomy
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan, Rule
+from zoo import FAMILIES, OTHER_HEADS, UNNAMED, difference, exact_plan, outputs, tiny
 
 TOKEN_FAMILIES = [name for name in FAMILIES if not name.startswith(("Wav2Vec2", "Hubert", "ViT", "Whisper"))]
 

@@ -5,7 +5,7 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.bench import Contender, _paired, _ratio, _share, _verdict, bench, crossover
-from approx.evaluation.race import Runner
+from approx.evaluation.interleave import Runner
 from approx.evaluation.timing import Sample
 
 

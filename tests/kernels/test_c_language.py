@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from approx.pipeline import health
+from approx.doctor import health
 from approx_kernels import c_language
 from approx_kernels.c_language import library, obstacle
 from approx_kernels.cache_folder import is_private

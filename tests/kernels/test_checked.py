@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import approx_kernels
-from approx.conversion import travel
+from approx.checkpoints import bundle
 from approx_kernels import checked, exact, findings
 from approx_kernels.checked import OPS, Check, check_of, doubt, identity, keep_check, unchecked
 from approx_kernels.exact import ways
@@ -174,8 +174,8 @@ def test_a_digest_is_the_same_where_files_lie_side_by_side(tmp_path):
         module = waiting.pop()
         if module not in seen:
             seen.add(module)
-            text, needed = travel._flatten(module)
-            (tmp_path / f"{travel._flat(module)}.py").write_text(text, "utf-8")
+            text, needed = bundle._flatten(module)
+            (tmp_path / f"{bundle._flat(module)}.py").write_text(text, "utf-8")
             waiting += needed
     files = {path.stem: path for path in tmp_path.glob("*.py")}
     assert identity("lsh_attention").startswith(digest_of(files, "lsh_attention"))

@@ -10,11 +10,11 @@ import torch
 from torch.nn import functional as F
 
 from approx.conversion import surgery
-from approx.conversion.inputs import example_inputs
-from approx.conversion.plan import Plan, Rule
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.adaptive_span import AdaptiveSpanAttention
-from conversion.zoo import tiny
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan, Rule
+from zoo import tiny
 
 both = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 

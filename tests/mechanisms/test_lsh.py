@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from approx.conversion import surgery
-from approx.conversion.plan import Plan
-from approx.conversion.sites import build
 from approx.errors import ApproxError, Exit
 from approx.mechanisms.full import FullAttention
 from approx.mechanisms.lsh import LshAttention
-from conversion.zoo import tiny
+from approx.planning.plan import Plan
+from approx.seam.layer_entry import build
+from zoo import tiny
 
 SIZE = 16
 

@@ -6,11 +6,11 @@ import torch
 from torch.nn import functional as F
 
 from approx.conversion import surgery
-from approx.conversion.plan import Plan
-from approx.conversion.sites import build
 from approx.mechanisms.full import FullAttention
 from approx.mechanisms.performer import PerformerAttention
-from conversion.zoo import tiny
+from approx.planning.plan import Plan
+from approx.seam.layer_entry import build
+from zoo import tiny
 
 SIZE = 32
 FEATURES = [64, 128, 256, 512, 1024, 2048, 4096]

@@ -12,7 +12,7 @@ from approx import grid
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.pipeline import sweep as stage
-from approx.pipeline.cells import Cell
+from approx.pipeline.sweep_cell import Cell
 from approx.publishing.report import write_report
 from tiny_study import tiny_checkpoint, tiny_data
 

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from approx.publishing import plots
-from approx.publishing.answers import speed_groups
+from approx.publishing.summary import speed_groups
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import csv
 import pytest
 
 from approx.publishing import wording
-from approx.publishing.answers import answers
 from approx.publishing.plots import quality_figure
 from approx.publishing.report import write_report
+from approx.publishing.summary import answers
 from approx.publishing.tables import quality_table
 
 NAME = "improved-clustered 25"

@@ -3,8 +3,8 @@
 import pytest
 
 from approx.publishing import wording
-from approx.publishing.answers import speed_groups, standing, worthwhile_from
 from approx.publishing.plots import COLOURS, colours
+from approx.publishing.summary import speed_groups, standing, worthwhile_from
 from approx.publishing.tables import plan_lines
 from approx_kernels import implementation
 

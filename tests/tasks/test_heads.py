@@ -12,8 +12,8 @@ import approx
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
 from approx.tasks import open_task
-from conversion.zoo import tiny
 from tiny_speech import recogniser, some_utterances, speech_processor, write_utterances
+from zoo import tiny
 
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "Electra")
 DECODERS = ("GPT2", "Llama")

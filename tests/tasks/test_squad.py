@@ -172,7 +172,7 @@ def test_scores_equal_those_of_the_official_metric(version):
 
 
 def test_the_trained_checkpoint_scores_what_it_is_known_to_score(shared_data, shared_checkpoints):
-    from approx.conversion import checkpoint
+    from approx.checkpoints import checkpoint
     from approx.evaluation.evaluate import Subject, evaluate
 
     opened = checkpoint.load(str(shared_checkpoints / "minilm-squad"))

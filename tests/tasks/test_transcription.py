@@ -6,18 +6,18 @@ import pytest
 import soundfile
 import torch
 
+from approx import api
+from approx.checkpoints import checkpoint
 from approx.cli.figures import quality_table
-from approx.conversion import checkpoint
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
-from approx.evaluation.stream import sound_inputs
-from approx.pipeline import stages
-from approx.publishing.answers import longest_input
+from approx.evaluation.timing_inputs import sound_inputs
+from approx.publishing.summary import longest_input
 from approx.publishing.wording import share_of_examples
 from approx.tasks import Example, open_task
 from approx.tasks.recording import Recording
-from conversion.zoo import tiny
 from tiny_speech import recogniser, some_utterances, sound, speech_processor, write_utterances
+from zoo import tiny
 
 TASK = open_task("librispeech/dev-clean")
 KINDS = [("layer", "Wav2Vec2"), ("group", "Wav2Vec2"), ("layer", "Hubert"), ("group", "Hubert")]
@@ -182,7 +182,7 @@ def test_bench_takes_recordings_and_refuses_texts_for_them(data, tmp_path):
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\ngood film\t1\n")
 
     def bench(task, path):
-        made = stages.bench(str(tmp_path / "checkpoint"), [40], rounds=3, seconds=0.0, task=task, data=str(path))
+        made = api.bench(str(tmp_path / "checkpoint"), [40], rounds=3, seconds=0.0, task=task, data=str(path))
         return [(row["inputs"], row["length"]) for row in made["speed"]]
 
     assert bench(TASK.name, data) == [("real", 40)]
@@ -191,7 +191,7 @@ def test_bench_takes_recordings_and_refuses_texts_for_them(data, tmp_path):
 
 
 def test_a_model_can_be_timed_on_recordings(data, tmp_path):
-    from approx.conversion.inputs import samples
+    from approx.planning.example_inputs import samples
 
     model, processor = recogniser("group"), speech_processor(tmp_path, "group")
     make = sound_inputs(

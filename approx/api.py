@@ -1,0 +1,272 @@
+"""The stages one by one, as the commands of the same names run them."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from approx.checkpoints import checkpoint, families
+from approx.errors import ApproxError, Exit
+from approx.measuring.measure import (
+    Progress,
+    make_record,
+    measure_quality,
+    measure_speed,
+    open_all,
+    silent,
+    task_of,
+    under_exact_attention,
+)
+from approx.planning import anatomy, cost
+from approx.planning.plan import Plan
+from approx.planning.resolve import described, site_record
+from approx.recipe import BASE, CEILING, BenchStage, EvaluateStage
+from approx.tasks import open_task
+
+# A ceiling below this is worth a warning.
+_HARDLY = 1.1
+# What is said of a layer that keeps exact attention.
+_EXACT = {"heads": "all", "mechanism": None, "settings": {}, "exact_below": 0, "checkpoint": False}
+
+
+def inspect(name: str, *, revision: str | None = None, offline: bool = False) -> dict[str, Any]:
+    """What a checkpoint is, from its config alone.
+
+    Args:
+        name: A folder, a model id of the hub, or `quickstart`.
+        revision: Commit of the hub.
+        offline: Whether only local files and the hub's cache may be used.
+
+    Raises:
+        ApproxError: if it is not there or not supported.
+    """
+    source = checkpoint.locate(name, revision=revision, offline=offline)
+    facts = anatomy.anatomy(families.stock_config(source.config), source.stock_class)
+    converted = source.raw.get("approx") or {}
+    sites = converted.get("sites", {})
+    return {
+        "name": source.name,
+        "family": facts.family,
+        "architecture": facts.architecture,
+        "parameters": facts.parameters,
+        "positions": facts.positions,
+        "converted": source.converted,
+        "recipe_chain": converted.get("recipe", []),
+        "cross_attention": facts.cross_attention,
+        "layers": [
+            {
+                "layer": site.layer,
+                "path": site.path,
+                "heads": site.heads,
+                "key_heads": site.key_heads,
+                "head_dim": site.head_dim,
+                "causal": site.causal,
+                **{key: part[key] for key in ("mechanism", "settings")},
+                "group": part["heads"],
+            }
+            for site in facts.sites
+            for part in (described(sites[site.path]) if site.path in sites else [_EXACT])
+        ],
+    }
+
+
+def plan(
+    name: str, chosen: Plan, lengths: list[int], *, revision: str | None = None, offline: bool = False
+) -> dict[str, Any]:
+    """What a plan would do to a checkpoint, and what it would cost and gain by the count of operations.
+
+    Args:
+        name: A folder, a model id of the hub, or `quickstart`.
+        chosen: The plan.
+        lengths: Positions to count at.
+        revision: Commit of the hub.
+        offline: Whether only local files and the hub's cache may be used.
+
+    Raises:
+        ApproxError: with every mistake of the plan.
+    """
+    source = checkpoint.locate(name, revision=revision, offline=offline)
+    if source.converted:
+        raise ApproxError(f"{name} is converted already. Plan for its base checkpoint.", Exit.REFUSED)
+    facts = anatomy.anatomy(source.config, source.stock_class)
+    assignment = chosen.resolve(facts)
+    costs = cost.predict(facts, assignment, lengths)
+    return {
+        "name": source.name,
+        "plan": chosen.to_data(),
+        "layers": [
+            {"layer": site.layer, "path": site.path, **{key: part[key] for key in _EXACT}}
+            for site in facts.sites
+            for part in (described(site_record(site, assignment[site])) if site in assignment else [_EXACT])
+        ],
+        "costs": [{**vars(c), "ceiling": c.ceiling, "speedup": c.speedup} for c in costs],
+        "warnings": _warnings(facts, costs),
+    }
+
+
+def evaluate(
+    name: str,
+    task: str,
+    *,
+    against: str | None = None,
+    data: str | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    streaming: bool = False,
+    settings: dict[str, Any] | None = None,
+    truncate: bool = False,
+    margin: float = 1.0,
+    batch_size: int | Literal["auto"] = 32,
+    outputs: Path | None = None,
+    fresh: bool = False,
+    seed: int = 0,
+    seeds: int = 1,
+    device: str = "auto",
+    dtype: str = "auto",
+    fast_products: bool = False,
+    offline: bool = False,
+    command: str = "",
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Score a checkpoint on a task, against its exact base on the same examples in the same order.
+
+    Args:
+        name: The checkpoint; a folder, a model id of the hub, or `quickstart`.
+        task: Name of the task, e.g. `glue/sst2`.
+        against: The base to compare with. Without it a converted checkpoint is compared with its own weights under exact
+            attention, and a stock one with nothing.
+        data: The task's files in their official layout; its own source without them.
+        split: The task's own default without it.
+        limit: Use the first so many examples.
+        streaming: Whether a hub dataset is read as it is downloaded, no further than the limit, and not kept.
+        settings: Of the task itself.
+        truncate: Whether inputs longer than the positions are cut instead of refused.
+        margin: Loss in points that would be acceptable.
+        batch_size: Inputs per batch, or `auto`.
+        outputs: Where the outputs of each example go, as parquet.
+        fresh: Whether nothing that was kept of earlier evaluations is used, and nothing is kept.
+        seed: Of the bootstrap.
+        seeds: How many draws of the mechanisms are scored, the checkpoint's own first.
+        device: `auto`, `cpu` or `cuda`.
+        dtype: `auto` or a torch dtype's name.
+        fast_products: Whether all models run within `approx.fast_products()`.
+        offline: Whether only local files and the hub's cache may be used.
+        command: As typed, for the record.
+        progress: Called with stage, done and total.
+
+    Returns:
+        A record.
+
+    Raises:
+        ApproxError: if checkpoint, task and data do not go together.
+    """
+    stage = EvaluateStage(
+        task, data, split, limit, batch_size, margin, truncate, settings or {}, seeds, streaming=streaming,
+        fast_products=fast_products,
+    )  # fmt: skip
+    # A mistyped task is told before any weight is loaded.
+    task_of(stage)
+    opened = _opened(name, against, device, dtype, offline)
+    if seeds > 1 and len(opened) == 1:
+        raise ApproxError(f"{seeds} seeds were asked for, but {name} is not converted, so nothing in it is drawn.")
+    quality = measure_quality(opened, stage, seed=seed, outputs=outputs, fresh=fresh, progress=progress)
+    return make_record(opened, title=f"{_label(name)} on {task}", seed=seed, command=command, quality=[quality])
+
+
+def bench(
+    name: str,
+    lengths: list[int],
+    *,
+    batches: list[int] | None = None,
+    against: str | None = None,
+    max_length: int | None = None,
+    rounds: int = 12,
+    seconds: float = 1.0,
+    task: str | None = None,
+    data: str | None = None,
+    settings: dict[str, Any] | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
+    fast_products: bool = False,
+    offline: bool = False,
+    command: str = "",
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Time a checkpoint side by side with exact attention and with no attention at all.
+
+    Args:
+        name: The checkpoint; a folder, a model id of the hub, or `quickstart`.
+        lengths: Tokens per sequence.
+        batches: Sequences per call; one without it.
+        against: The exact base, if `name` is converted; its own weights under exact attention without it.
+        max_length: Extend the positions to so many tokens, for the timing only.
+        rounds: Rounds at least.
+        seconds: Seconds of rounds at least, for each length and batch size.
+        task: Task whose texts are the inputs; random tokens without it.
+        data: The task's files in their official layout.
+        settings: Of the task itself.
+        seed: Of the inputs and the bootstrap.
+        device: `auto`, `cpu` or `cuda`.
+        dtype: `auto` or a torch dtype's name.
+        fast_products: Whether all models run within `approx.fast_products()`.
+        offline: Whether only local files and the hub's cache may be used.
+        command: As typed, for the record.
+        progress: Called with stage, done and total.
+
+    Returns:
+        A record.
+
+    Raises:
+        ApproxError: if the lengths do not fit the positions, or the base is not exact.
+    """
+    texts = None if task is None else EvaluateStage(task, data, settings=settings or {})
+    inputs = "synthetic" if texts is None else "real"
+    stage = BenchStage(lengths, batches or [1], max_length, inputs, rounds, seconds, fast_products=fast_products)
+    if texts is not None:
+        open_task(texts.task, **texts.settings)
+    opened = _opened(name, against, device, dtype, offline)
+    speed = measure_speed(opened, stage, texts, seed=seed, progress=progress)
+    return make_record(opened, title=f"Speed of {_label(name)}", seed=seed, command=command, speed=speed)
+
+
+def _opened(name: str, against: str | None, device: str, dtype: str, offline: bool) -> dict[str, checkpoint.Checkpoint]:
+    """The base, and what is compared with it."""
+    opened = open_all({BASE: name if against is None else against}, device, dtype, offline=offline)
+    label = _label(name)
+    if opened[BASE].source.converted:
+        if against is not None:
+            raise ApproxError(f"--against {against} is converted itself. Name the exact checkpoint it was made from.")
+        opened[BASE] = under_exact_attention(opened[BASE])
+    elif against is None:
+        return opened
+    return opened | open_all({label: name}, device, dtype, offline=offline)
+
+
+def _label(name: str) -> str:
+    """Name of a checkpoint in tables and records, where the path to it says nothing."""
+    label = Path(name).resolve().name
+    return label if label not in (BASE, CEILING) else f"{label} (converted)"
+
+
+def _warnings(facts: anatomy.Anatomy, costs: list[cost.Cost]) -> list[str]:
+    said = []
+    worse = [c.length for c in costs if c.flops_planned >= c.flops_exact]
+    if worse:
+        said.append(
+            f"At {_listed(worse)} tokens the plan needs as many operations as exact attention or more: nothing to gain."
+        )
+    said += [
+        f"At {c.length} tokens attention is {1 - 1 / c.ceiling:.0%} of all operations: no mechanism can gain more than "
+        f"{c.ceiling:.2f}×."
+        for c in costs
+        if c.ceiling < _HARDLY and c.length not in worse
+    ]
+    long = [c.length for c in costs if facts.positions is not None and c.length > facts.positions]
+    if long:
+        said.append(
+            f"The model takes {facts.positions} positions: for {_listed(long)} tokens convert with --max-length {max(long)}."
+        )
+    return said
+
+
+def _listed(numbers: list[int]) -> str:
+    return " and ".join(part for part in (", ".join(map(str, numbers[:-1])), str(numbers[-1])) if part)

@@ -1,0 +1,161 @@
+"""Folders that are either whole or not there: written beside their place, sealed with a manifest, renamed last."""
+
+import contextlib
+import glob
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from approx.errors import ApproxError, Exit
+from approx.seam.manifest import flush, seal
+
+
+@contextlib.contextmanager
+def atomic_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
+    """Give a temporary folder to write into; on success it is sealed and takes the place of `out`.
+
+    Whatever goes wrong, `out` is untouched and the temporary folder is removed. What killed runs left is tidied up at the
+    start.
+
+    Args:
+        out: The folder to make.
+        force: Whether an existing `out` may be replaced; it goes only after the new one is complete.
+
+    Raises:
+        ApproxError: if `out` may not be replaced, or the disk does not take the files.
+    """
+    out = Path(out).resolve()
+    temporary, old = (out.with_name(f"{out.name}.{what}-{os.getpid()}") for what in ("tmp", "old"))
+    refuse_existing(out, force=force)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _tidy_up(out)
+        temporary.mkdir()
+    except OSError as error:
+        raise _unwritable(out, error) from None
+    # Somebody else may be faster, before the work or during it, or a killed run's original was just put back in its place.
+    try:
+        refuse_existing(out, force=force)
+        yield temporary
+        seal(temporary)
+        refuse_existing(out, force=force)
+        _replace(temporary, out, old)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno is None:
+            raise
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ApproxError(
+            f"Writing {out} failed: {reason}. Nothing was left half-written; free some space or choose another folder.",
+            Exit.UNAVAILABLE,
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def refuse_existing(out: Path, *, force: bool) -> None:
+    """Check that `out` may be written, before the long work starts.
+
+    Raises:
+        ApproxError: if it exists and `force` is not given, or it is something else than the folder of a checkpoint.
+    """
+    out = Path(out)
+    try:
+        names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+        is_file = out.exists() and not out.is_dir()
+    except OSError as error:
+        raise _unwritable(out, error) from None
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise ApproxError(
+            f"{out} is the current folder or one around it, which cannot be replaced while you are in it. Choose another output "
+            "folder.",
+            Exit.REFUSED,
+        )
+    if is_file:
+        raise ApproxError(f"{out} is a file, a folder is to be written there. Choose another output.", Exit.REFUSED)
+    if names and not force:
+        raise ApproxError(
+            f"{out} exists already. Choose another output folder, or replace it with --force.", Exit.REFUSED
+        )
+    if names and "config.json" not in names:
+        raise ApproxError(
+            f"{out} is not the folder of a checkpoint (it has no config.json), and --force replaces only those. "
+            "Choose another output folder.",
+            Exit.REFUSED,
+        )
+
+
+def refuse_unwritable(out: Path) -> None:
+    """Check that a folder can be made beside `out`, before the long work starts; nothing is left of the attempt.
+
+    Raises:
+        ApproxError: if it cannot.
+    """
+    place = Path(out).resolve().parent
+    while not place.exists():
+        place = place.parent
+    try:
+        # Rights say little to root and on a file system that is read-only or full.
+        os.rmdir(tempfile.mkdtemp(prefix=".approx-", dir=place))
+    except OSError as error:
+        raise _unwritable(out, error) from None
+
+
+def _unwritable(out: Path, error: OSError) -> ApproxError:
+    return ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.")
+
+
+def refuse_losing(source: Path, out: Path) -> None:
+    """Check that the folder that is read is not replaced by what is made of it.
+
+    Raises:
+        ApproxError: if `source` is `out`, or lies in it.
+    """
+    if source.resolve().is_relative_to(out.resolve()):
+        raise ApproxError(
+            f"{out} holds the checkpoint {source} that is read, which would be deleted. Choose another output folder.",
+            Exit.REFUSED,
+        )
+
+
+def _replace(temporary: Path, out: Path, old: Path) -> None:
+    try:
+        if out.exists():
+            os.replace(out, old)
+        os.replace(temporary, out)
+        flush(out.parent)
+    except BaseException:
+        if not temporary.exists():
+            os.replace(out, temporary)
+        if old.exists():
+            os.replace(old, out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _tidy_up(out: Path) -> None:
+    """Remove what killed runs left; an original that one of them had set aside and not replaced goes back."""
+    for path in sorted(out.parent.glob(f"{glob.escape(out.name)}.*-*")):
+        what, _, pid = path.name[len(out.name) + 1 :].partition("-")
+        if what not in ("tmp", "old") or not pid.isdigit() or _alive(int(pid)):
+            continue
+        if what == "old" and not out.exists():
+            os.replace(path, out)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    # Numbers return: a container's first process always has the same one.
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,116 @@
+"""Converted counterparts of stock config and model classes, and their registration with transformers' auto classes."""
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.models.auto import modeling_auto
+
+from approx.checkpoints import bundle
+from approx.seam.layer_entry import parts
+from approx.seam.model import ApproxModel
+
+# Families that load without a trust flag once `approx` is imported; others load through `approx.load` or with trust.
+FAMILIES = (
+    "bert", "roberta", "xlm-roberta", "distilbert", "electra", "gpt2", "llama", "wav2vec2", "hubert", "vit", "whisper",
+)  # fmt: skip
+
+
+class _LocalModel(ApproxModel):
+    """Converted models of this process: transformers copies the code of remote classes only, so these bring their own."""
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
+        """Save as transformers does, with the code that travels beside the weights."""
+        self.config.auto_map = bundle.auto_map(stock_class(type(self.config)), stock_class(type(self)))
+        super().save_pretrained(save_directory, is_main_process, **kwargs)
+
+    def _write_code(self, folder: Path) -> None:
+        used = {part["mechanism"] for site in self.config.approx["sites"].values() for part in parts(site)}
+        bundle.write_code(folder, stock_class(type(self.config)), stock_class(type(self)), used)
+
+
+@functools.cache
+def config_class(stock: type) -> type:
+    """Converted counterpart of a stock config class."""
+    body = {
+        "__module__": __name__,
+        "__doc__": f"{stock.__name__} of a converted checkpoint; the field `approx` says what was exchanged.",
+        "__annotations__": {"approx": dict | None},
+        "model_type": f"approx_{stock.model_type}",  # type: ignore[attr-defined]  # every config class has it
+        "approx": None,
+    }
+    return _published(bundle.config_class_name(stock), (stock,), body)
+
+
+@functools.cache
+def model_class(stock: type) -> type:
+    """Converted counterpart of a stock model class."""
+    body = {
+        "__module__": __name__,
+        "__doc__": f"{stock.__name__} with exchanged attention.",
+        "config_class": config_class(stock.config_class),  # type: ignore[attr-defined]  # every model class has it
+    }
+    return _published(bundle.model_class_name(stock), (_LocalModel, stock), body)
+
+
+def _published(name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
+    """A class that pickle and the auto classes find under its name in this module."""
+    made = type(bases[-1])(name, bases, body)
+    globals()[name] = made
+    return made
+
+
+def stock_class(converted: type) -> type:
+    """Stock class behind a converted config or model class; a stock class is given back as it is."""
+    return next(kind for kind in converted.__mro__ if kind.__module__.startswith("transformers."))
+
+
+def stock_config(config: Any) -> Any:
+    """A copy of a config as the stock class of its family would hold it."""
+    config = copy.deepcopy(config)
+    make_stock(config)
+    return config
+
+
+def make_stock(config: Any) -> None:
+    """Turn a converted config into one of its stock class, in place, without what conversion wrote into it."""
+    change_class(config, stock_class(type(config)))
+    for name in ("approx", "auto_map"):
+        vars(config).pop(name, None)
+
+
+def change_class(config: Any, kind: type) -> None:
+    """Make a config one of another class, in place: all submodules of a model share the object.
+
+    Its own `model_type` stays the stock one, which transformers asks for in places; saving asks the class.
+    """
+    config.__class__ = kind
+    config.model_type = stock_class(kind).model_type  # type: ignore[attr-defined]  # every config class has it
+
+
+def is_converted(model_or_config: Any) -> bool:
+    """Whether a model or config is a converted one, of this process or of code that travelled."""
+    config = getattr(model_or_config, "config", model_or_config)
+    return getattr(type(config), "model_type", "").startswith("approx_")
+
+
+def register() -> None:
+    """Teach transformers' auto classes the converted families, so that their folders load without a trust flag."""
+    for family in FAMILIES:
+        stock_config = transformers.CONFIG_MAPPING[family]
+        register_family(stock_config)
+
+
+def register_family(stock_config: type) -> None:
+    """Register the converted counterparts of one family."""
+    family = stock_config.model_type  # type: ignore[attr-defined]  # every config class has it
+    converted = config_class(stock_config)
+    transformers.AutoConfig.register(f"approx_{family}", converted, exist_ok=True)
+    for auto, stock in bundle.heads(family).items():
+        getattr(modeling_auto, auto).register(converted, model_class(getattr(transformers, stock)), exist_ok=True)
+
+
+# Importing this module registers: it is what `import approx` arranges for, and what unpickling a converted model imports.
+register()

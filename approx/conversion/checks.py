@@ -1,0 +1,205 @@
+"""The checks that a conversion must pass before its folder gets its name."""
+
+from dataclasses import asdict, dataclass, field, replace
+from inspect import signature
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from approx.checkpoints import bundle
+from approx.checkpoints.families import stock_class
+from approx.conversion import clean_process, layerwise, regime, surgery
+from approx.conversion.calibration import all_open, evaluating
+from approx.conversion.layerwise import difference
+from approx.conversion.regime import Trial
+from approx.mechanisms import MECHANISMS
+from approx.planning import positions
+from approx.planning.anatomy import anatomy
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan
+from approx_kernels.implementation import untold
+
+# Images and spectrograms have a length of their own, which the exact limit must cover too.
+_LONGEST = 4096
+# Largest difference allowed, relative to the largest output: rounding through a whole model, not an approximation.
+_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of a conversion.
+
+    Attributes:
+        name: What was checked.
+        passed: Whether it held; None if it does not apply to this model.
+        detail: The figure found, or why it does not apply.
+        lengths: Positions of the inputs that were run, padding left out; none where nothing was run.
+    """
+
+    name: str
+    passed: bool | None
+    detail: str
+    lengths: list[int] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The check as plain data."""
+        return asdict(self)
+
+
+def exact_limit(model: Any, plan: Plan) -> Check:
+    """Whether the layers of the plan, set to the limit where their mechanism is exact, leave the stock model as it is.
+
+    Args:
+        model: The stock model; it is converted and reverted again.
+        plan: The plan to be carried out afterwards.
+    """
+    name = "exact limit equals the base"
+    rules, inexact = [], []
+    for rule in chain.from_iterable(plan.resolve(anatomy(model.config, type(model))).values()):
+        limit = MECHANISMS[rule.mechanism].exact_settings(_LONGEST)
+        if limit is None:
+            inexact.append(rule.mechanism)
+        else:
+            rules.append(replace(rule, settings={**rule.settings, **limit}, exact_below=0))
+    if not rules:
+        return Check(name, None, f"{', '.join(sorted(set(inexact)))}: no settings are exact")
+    length = min(regime.SHORT, positions.limit(model.config) or regime.SHORT)
+    inputs = _examples(model, Trial(length, length // 4))
+    before = _run(model, inputs)
+    # At the limit nothing depends on what mechanisms are fitted to.
+    surgery.exchange(model, Plan(tuple(rules)))
+    try:
+        # Its settings are others than the plan's, and so is what is slow about them.
+        with untold():
+            after = _run(model, inputs)
+    finally:
+        surgery.revert(model)
+    error = max(difference(*pair) for pair in zip(_real(after, inputs), _real(before, inputs), strict=True))
+    skipped = f"; not checked: {', '.join(sorted(set(inexact)))}" if inexact else ""
+    return Check(name, error <= _tolerance(model), f"relative difference {error:.1e}{skipped}", [length])
+
+
+def padding(model: Any) -> Check:
+    """Whether padding a batch changes nothing for the rows that were padded.
+
+    The whole model is compared on a short input. On one that its mechanisms approximate each layer is, given the same
+    inputs, for there rounding may tip what they choose.
+    """
+    name = "padding cannot matter"
+    tried = regime.trials(model)
+    padded = _examples(model, tried[0])
+    if "attention_mask" not in padded:
+        return Check(name, None, f"{type(model).__name__} takes no padding")
+    real = padded["attention_mask"][-1].sum().item()
+    alone = {key: tensor[-1:, :real] for key, tensor in padded.items()}
+    with all_open(model):
+        single = _run(model, alone)
+        error = difference(_run(model, padded)[-1:, : single.shape[1]], single)
+        if error > _tolerance(model) and _pads_without_mask(model):
+            found = "this model normalises over the padding itself and is meant to be used without a mask"
+            return Check(name, None, found)
+        errors = [error, *(layerwise.padding(model, trial) for trial in tried)]
+    return _compared(name, model, max(errors), [trial.real for trial in tried])
+
+
+def causality(model: Any) -> Check:
+    """Whether changing the last tokens leaves every earlier output as it was, of a causal model and of each causal layer."""
+    name = "no leak from the future"
+    sites = model.config.approx["sites"].values()
+    tried, errors = regime.trials(model), []
+    for trial in tried:
+        inputs = {key: tensor[:1] for key, tensor in _examples(model, trial).items() if key != "attention_mask"}
+        tokens = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+        if not any(site["causal"] for site in sites) or tokens not in inputs:
+            return Check(name, None, "no converted layer is causal")
+        changed = {**inputs, tokens: inputs[tokens].clone()}
+        changed[tokens][:, trial.real :] = (changed[tokens][:, trial.real :] + 1) % model.config.vocab_size
+        with all_open(model):
+            before, after = _run(model, inputs), _run(model, changed)
+            errors.append(difference(after[:, : trial.real], before[:, : trial.real]))
+            errors.append(layerwise.causality(model, trial, inputs))
+    return _compared(name, model, max(errors), [trial.length for trial in tried])
+
+
+def weights(folder: Path, reference: dict[str, Tensor]) -> Check:
+    """Whether every tensor of the base stands in the written folder, bit for bit; an extended table begins with the old."""
+    written: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        written.update(load_file(path))
+    shared = {name: tensor for name, tensor in reference.items() if name in written}
+    stored = {tensor.data_ptr() for tensor in shared.values()}
+    wrong = [name for name, tensor in reference.items() if name not in written and tensor.data_ptr() not in stored]
+    wrong += [name for name, tensor in shared.items() if not _begins_with(written[name], tensor.cpu())]
+    detail = f"{len(shared)} tensors compared" if not wrong else f"missing or different: {', '.join(wrong[:3])}"
+    return Check("base weights are bit-equal", not wrong, detail)
+
+
+def _begins_with(tensor: Tensor, start: Tensor) -> bool:
+    return torch.equal(tensor[: start.shape[0]] if start.dim() else tensor, start)
+
+
+def fresh_process(folder: Path, model: Any) -> Check:
+    """Whether a new process without approx, approx_kernels and triton loads the folder and gives the same bits."""
+    name = "reload without approx is bit-equal"
+    stock = stock_class(type(model))
+    auto = next((a for a, head in bundle.heads(stock.config_class.model_type).items() if head == stock.__name__), None)  # type: ignore[attr-defined]  # every model class has it
+    # Some heads tell padding by a token that not every config has, and take one row only without it.
+    rows = 2 if getattr(model.config, "pad_token_id", None) is not None else 1
+    model.to("cpu")
+    tried = regime.trials(model)
+    # Some mechanisms decode in another way than they attend to a whole input; only the first call has a cache, if any.
+    uncached = {"use_cache": False} if "use_cache" in signature(model.base_model.forward).parameters else {}
+    inputs = [{key: tensor[:rows] for key, tensor in _examples(model, tried[0]).items()}]
+    # Of long inputs one row is enough, the padded one, and the head of a language model would make them large.
+    longer = tried[1:] or (tried if uncached else [])
+    inputs += [{key: tensor[-1:] for key, tensor in _examples(model, trial).items()} for trial in longer]
+    with evaluating(model), all_open(model), torch.inference_mode():
+        here = [model(**inputs[0])[0], *(model.base_model(**each, **uncached)[0] for each in inputs[1:])]
+    try:
+        there = clean_process.first_outputs(folder, auto or "AutoModel", inputs)
+    except clean_process.ReloadError as error:
+        return Check(name, False, str(error))
+    pairs = list(zip(here, there, strict=True))
+    largest = max(float((one.float() - other.float()).abs().max()) for one, other in pairs)
+    lengths = [tried[0].length, *(trial.real for trial in tried[1:])]
+    same = all(torch.equal(*pair) for pair in pairs)
+    return Check(name, same, f"largest difference {largest:.1e}{_at(model, lengths)}", lengths)
+
+
+def _compared(name: str, model: Any, error: float, lengths: list[int]) -> Check:
+    found = f"relative difference {error:.1e}{_at(model, lengths)}"
+    return Check(name, error <= _tolerance(model), found, lengths)
+
+
+def _at(model: Any, lengths: list[int]) -> str:
+    return f" at {' and '.join(map(str, lengths))} positions{regime.unseen(model, max(lengths))}"
+
+
+def _examples(model: Any, trial: Trial) -> dict[str, Tensor]:
+    """Two rows, the second padded where the family takes padding."""
+    return example_inputs(model, trial.length, batch=2, padded=trial.padded, device=model.device)
+
+
+def _run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Last hidden states, [B, L, hidden]: heads that pool or rescale would hide what happens at single positions."""
+    with evaluating(model), torch.inference_mode():
+        return model.base_model(**inputs)[0]
+
+
+def _real(hidden: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The positions of both rows that are not padding, where outputs have no meaning; speech has fewer than samples."""
+    mask = inputs.get("attention_mask")
+    kept = hidden.shape[1] if mask is None else int(hidden.shape[1] * mask[-1].float().mean())
+    return hidden[0], hidden[1, :kept]
+
+
+def _tolerance(model: Any) -> float:
+    return _TOLERANCE.get(model.dtype, _TOLERANCE[torch.float32])
+
+
+def _pads_without_mask(model: Any) -> bool:
+    return getattr(model.config, "feat_extract_norm", None) == "group"

@@ -1,0 +1,126 @@
+"""Make a folder: open a checkpoint, operate on it, check the result, and only then give the folder its name."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from approx.checkpoints import checkpoint
+from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_losing, refuse_unwritable
+from approx.conversion import calibration, checks, clean_process, export, layer_error, surgery
+from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch, calibration_length
+from approx.conversion.separator import of_checkpoint, with_separator
+from approx.errors import ApproxError, Exit
+from approx.planning import positions
+from approx.planning.anatomy import anatomy
+from approx.planning.plan import Plan
+
+
+def convert(
+    name: str | Path,
+    out: Path,
+    plan: Plan,
+    *,
+    max_length: int | None = None,
+    calibrate: Path | None = None,
+    force: bool = False,
+    revision: str | None = None,
+    offline: bool = False,
+    allow_pickle: bool = False,
+    progress: Callable[[str], None] = lambda step: None,
+) -> dict[str, Any]:
+    """Convert a checkpoint into a new folder, verified before it gets its name.
+
+    Args:
+        name: A folder, a model id of the hub, or `quickstart`.
+        out: The folder to make.
+        plan: Which layer gets what.
+        max_length: Usable positions afterwards, in tokens, if the position table is to be extended.
+        calibrate: A text, or for speech a recording, that mechanisms are fitted to and the damage of each layer is measured
+            on; without it what `calibration_batch` chooses.
+        force: Whether an existing `out` is replaced, once the new folder is complete.
+        revision: Commit of the hub.
+        offline: Whether only local files and the hub's cache may be used.
+        allow_pickle: Whether pickled weights are accepted.
+        progress: Called with the name of each step.
+
+    Returns:
+        The receipt as plain data: what was swapped, left and added, the error of each layer, the checks.
+
+    Raises:
+        ApproxError: if the checkpoint, the plan or that file is refused, or a check fails (exit code 6; the result is kept beside
+            `out` with the suffix `.failed`).
+    """
+    out = Path(out)
+    refuse_existing(out, force=force)
+    refuse_unwritable(out)
+    progress("reading the config")
+    source = checkpoint.locate(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
+    refuse_losing(source.folder, out)
+    if source.converted:
+        raise ApproxError(
+            f"{name} is converted already. Revert it first, or convert its base checkpoint.", Exit.REFUSED
+        )
+    plan = with_separator(plan, lambda: of_checkpoint(source))
+    facts = anatomy(source.config, source.stock_class)
+    plan.resolve(facts)
+    if max_length is not None:
+        positions.extendable(source.config, facts.architecture, max_length)
+    file = None if calibrate is None else CalibrationFile.read(calibrate, source.stock_class.main_input_name)
+    progress("loading the weights")
+    clean_process.begin()
+    opened = checkpoint.load(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
+    model = opened.model
+    progress("checking the exact limit")
+    checks = [checks.exact_limit(model, plan)]
+    reference = dict(model.state_dict())
+    progress("exchanging attention")
+    receipt = surgery.exchange(model, plan, max_length=max_length)
+    length = calibration_length(model)
+    batch = calibration_batch(source, model, length, file)
+    calibration.calibrate(model, batch.inputs)
+    model.config.approx["recipe"] = [export.recipe_entry(opened, plan.to_data(), max_length, file, length)]
+    progress("checking padding and causality")
+    checks += [checks.padding(model), checks.causality(model)]
+    receipt.lost(layer_error.layer_damage(model, batch.inputs), batch.told)
+    receipt.warnings += layer_error.unseen(model, receipt.measured_at or {})
+    with atomic_folder(out, force=force) as folder:
+        progress("writing")
+        export.write(folder, opened, max_length)
+        checks.append(checks.weights(folder, reference))
+        progress("reloading in a fresh process")
+        checks.append(checks.fresh_process(folder, model))
+        data = export.write_receipt(folder, receipt, checks)
+        export.write_card(folder, model, receipt)
+        failed = [check for check in checks if check.passed is False]
+        if failed:
+            kept = out.with_name(f"{out.name}.failed")
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(folder, kept)
+            found = "; ".join(f"{check.name}: {check.detail}" for check in failed)
+            raise ApproxError(
+                f"The conversion of {name} did not pass its checks ({found}). Nothing was written to {out}; the result is kept "
+                f"as {kept} to look into.",
+                Exit.VERIFICATION,
+            )
+    return {**data, "notes": opened.notes}
+
+
+def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
+    """Write the base checkpoint of a converted folder: the same tensors, without the mechanisms.
+
+    Raises:
+        ApproxError: if `name` is not a converted checkpoint, or `out` exists.
+    """
+    out = Path(out)
+    refuse_existing(out, force=force)
+    refuse_unwritable(out)
+    opened = checkpoint.load(name, offline=True)
+    refuse_losing(opened.source.folder, out)
+    if not opened.source.converted:
+        raise ApproxError(f"{name} is not a converted checkpoint, so there is nothing to revert.", Exit.REFUSED)
+    was_extended = opened.model.config.approx["base"]["positions"] is not None
+    surgery.revert(opened.model)
+    limit = positions.limit(opened.model.config) if was_extended else None
+    with atomic_folder(out, force=force) as folder:
+        export.write(folder, opened, limit)

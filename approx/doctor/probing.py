@@ -1,0 +1,113 @@
+"""What `approx doctor --probe` finds out about exact attention on this machine, and what `approx doctor` says of it.
+
+What `bench/gpu.py` found out about kernels for GPUs is said here, too.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from approx.errors import ApproxError, Exit
+from approx.measuring import products
+from approx_kernels import checked, findings
+from approx_kernels.exact.choice import LENGTHS, Case
+from approx_kernels.exact.probe import measure
+from approx_kernels.exact.ways import DEFAULT
+from approx_kernels.triton_language import triton
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_FORMS = (
+    *({}, {"causal": True}, {"padded": True}, {"causal": True, "padded": True}, {"few": True}),
+    *({"training": True}, {"causal": True, "training": True}),
+)
+_AGAIN = "measure again with `approx doctor --probe`"
+
+
+def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
+    """Forget what an earlier probe found, and measure the usual exact attention and, on a CPU, what `fast_products` gains.
+
+    About other kinds of attention fixed defaults go on to decide.
+
+    Raises:
+        ApproxError: if what was found before cannot be removed, or what is found cannot be kept.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        findings.forget(but=checked.ABOUT)
+    except OSError as error:
+        raise ApproxError(
+            f"{findings.file()} cannot be removed: {error.strerror}. Remove it, or set APPROX_CACHE to another folder.",
+            Exit.UNAVAILABLE,
+        ) from None
+    cases = [Case(device, dtype, length, **form) for dtype in _DTYPES for length in LENGTHS for form in _FORMS]
+    work: dict[str, Callable[[], findings.Finding]] = {str(case): partial(measure, case) for case in cases}
+    if products.obstacle(device) is None:
+        work[products.ASKED] = products.measure
+    for done, (asked, find) in enumerate(work.items()):
+        if progress:
+            progress(asked, done, len(work))
+        try:
+            found = find()
+        except (RuntimeError, MemoryError) as error:
+            found = {"way": DEFAULT, "failed": str(error).partition("\n")[0] or type(error).__name__}
+        try:
+            findings.keep(device, asked, found)
+        except OSError as error:
+            raise ApproxError(
+                f"What was measured cannot be kept in {findings.file()}: {error.strerror}. Set APPROX_CACHE to a folder that "
+                "can be written.",
+                Exit.UNAVAILABLE,
+            ) from None
+
+
+def said() -> Iterator[tuple[str, bool, str]]:
+    """What was found, line by line: what it is about, whether all is well, and what was found with its remedy."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    known = {asked: it for asked, it in findings.found(device).items() if not asked.startswith(checked.ABOUT)}
+    for asked, finding in known.items():
+        about, _, kind = asked.partition(", ")
+        if "failed" in finding:
+            text = f"{DEFAULT}, because the probe failed: {finding['failed']}. Fix that, then {_AGAIN}"
+            yield (
+                about,
+                False,
+                f"{kind}: {text}" if kind else f"the probe failed: {finding['failed']}. Fix that, then {_AGAIN}",
+            )
+        elif about == "exact attention":
+            yield about, True, f"{kind}: {_of_way(finding)}"
+    if not any(asked.startswith("exact attention") for asked in known):
+        yield "exact attention", True, "computed as by default; `approx doctor --probe` measures what is fastest here"
+    if device == "cuda" and triton is not None:
+        yield from of_kernels(device)
+    if device == "cpu":
+        timed = known.get(products.ASKED)
+        if timed is None or "failed" not in timed:
+            yield products.ASKED, True, products.said(timed)
+    if any(finding.get("crowded") for finding in known.values()):
+        yield "findings", True, f"* was measured while other programs used the cores: when they are gone, {_AGAIN}"
+
+
+def of_kernels(device: str) -> Iterator[tuple[str, bool, str]]:
+    """Which ops have kernels that `auto` takes on a device, and why it takes PyTorch for the others; lines as of `said`."""
+    checks = {op: checked.check_of(op, device) for op in checked.OPS}
+    by_dtypes: dict[str, list[str]] = {}
+    for op, check in checks.items():
+        if check and check.passed:
+            by_dtypes.setdefault(", ".join(check.passed), []).append(op)
+    for dtypes, ops in by_dtypes.items():
+        yield "gpu kernels", True, f"passed their check in {dtypes}, so `auto` takes them: {', '.join(ops)}"
+    for op, check in checks.items():
+        for dtype, why in check.wrong.items() if check else ():
+            yield "gpu kernels", False, f"{op} failed its check in {dtype}, so `auto` takes PyTorch: {why}"
+    if unknown := [op for op, check in checks.items() if not check or not (check.passed or check.wrong)]:
+        text = f"not checked on this GPU with these versions, so `auto` takes PyTorch: {', '.join(unknown)}; {checked.AGAIN}"
+        yield "gpu kernels", False, text
+
+
+def _of_way(finding: dict[str, Any]) -> str:
+    way, times = finding["way"], finding["milliseconds"]
+    gain = "" if way == DEFAULT else f", {times[DEFAULT] / times[way]:.2f}× {DEFAULT}"
+    doubt = " *" if finding.get("crowded") else ""
+    return f"{way}{gain}, error {finding['errors'][way]:.1e}{doubt}"

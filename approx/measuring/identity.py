@@ -1,0 +1,70 @@
+"""What results depend on, as hashes: weights, plan, dtype, the code that computes them, and the examples that are read."""
+
+import functools
+import hashlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from approx.checkpoints.checkpoint import Checkpoint
+from approx.evaluation.prediction_cache import fingerprint
+from approx.tasks.task import Split, Task
+from approx_kernels.c_language import compiler_obstacle
+from approx_kernels.findings import found, instructions
+
+_BESIDE_WEIGHTS = (".json", ".txt", ".model")
+
+
+def identity(opened: Checkpoint) -> str:
+    """Hash everything that the outputs of a checkpoint, as it was opened, depend on.
+
+    The config stands for the plan too: it holds every mechanism with its settings and seed; what was drawn or calibrated
+    lies among the weights.
+    """
+    model: Any = opened.model
+    config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+    versions = (torch.__version__, transformers.__version__, code())
+    return fingerprint(type(model).__name__, opened.weights_sha256, config, str(model.dtype), versions)
+
+
+def computed_by(device: torch.device, *, fast_products: bool = False) -> str:
+    """What computes on a device: other instructions, C instead of PyTorch, and ways that a probe found round otherwise.
+
+    It is not in the identity: what outputs are compared with is told by the weights, on whatever machine.
+    """
+    if device.type == "cuda":
+        computes = torch.cuda.get_device_name(device)
+    else:
+        computes = f"{instructions()}, {'PyTorch alone' if compiler_obstacle() else 'C'}"
+    ways = {asked: one.get("way") for asked, one in found(device.type).items()}
+    return computes + (f", {fingerprint(ways)}" if ways else "") + ", fast products" * fast_products
+
+
+def beside(folder: Path) -> str:
+    """Hash what a checkpoint's folder holds beside weights: its config and its tokenizer."""
+    found = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix in _BESIDE_WEIGHTS:
+            found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
+
+
+def examples_read(task: Task, split: Split) -> str:
+    """Hash a task's settings and its examples as they were loaded, wherever they lie."""
+    rows = [(one.id, one.inputs, one.label, one.group) for one in split.examples]
+    return fingerprint(task.name, vars(task), split.name, split.subset, rows)
+
+
+@functools.cache
+def code() -> str:
+    """Hash the sources of this package, so that nothing computed by other code is taken for its own."""
+    found = hashlib.sha256()
+    for package in ("approx", "approx_kernels"):
+        spec = find_spec(package)
+        for place in (spec.submodule_search_locations if spec else None) or ():
+            for path in sorted(Path(place).rglob("*.py")):
+                found.update(path.relative_to(place).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,296 @@
+"""What the stages measure: checkpoints opened side by side, their quality, their speed, and the record of both."""
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from approx.checkpoints import checkpoint, families
+from approx.conversion import surgery
+from approx.conversion.export import read_receipt
+from approx.errors import ApproxError, Exit
+from approx.evaluation import record
+from approx.evaluation.bench import Contender, bench, crossover
+from approx.evaluation.evaluate import Subject, evaluate
+from approx.evaluation.prediction_cache import default_folder, fingerprint
+from approx.evaluation.quality import over_tasks
+from approx.evaluation.timing_inputs import sound_inputs, text_inputs
+from approx.measuring.identity import computed_by, identity
+from approx.measuring.products import products_for
+from approx.measuring.reseeding import reseeding
+from approx.planning import anatomy, positions
+from approx.planning.example_inputs import example_inputs, samples
+from approx.planning.resolve import described
+from approx.recipe import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
+from approx.seam.attention_free import attention_free
+from approx.seam.dispatch import fastest_exact
+from approx.tasks import Task, open_task
+from approx.tasks.metrics import METRICS
+from approx_kernels.implementation import chosen_in
+
+Progress = Callable[[str, int, int], None]
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+def choose_device(device: str) -> str:
+    """The device that `auto`, `cpu` or `cuda` means on this machine; `auto` is a GPU where there is one.
+
+    Raises:
+        ApproxError: if it is none of these, or there is no GPU.
+    """
+    _check_choice("device", device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ApproxError("Device 'cuda' was asked for, but torch sees no GPU. Use the device 'cpu'.", Exit.MISSING)
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    # Of several processes on one machine each has a GPU of its own.
+    rank = os.environ.get("LOCAL_RANK")
+    return f"cuda:{rank}" if chosen == "cuda" and rank is not None else chosen
+
+
+def open_all(
+    names: Mapping[str, str], device: str, dtype: str, *, revision: str | None = None, offline: bool = False
+) -> dict[str, checkpoint.Checkpoint]:
+    """Load several checkpoints onto one device.
+
+    Raises:
+        ApproxError: if the device or the dtype is not usable, or a checkpoint cannot be loaded.
+    """
+    device = choose_device(device)
+    _check_choice("dtype", dtype)
+    return {
+        label: checkpoint.load(name, dtype=dtype, device=device, revision=revision, offline=offline)
+        for label, name in names.items()
+    }
+
+
+def under_exact_attention(converted: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
+    """Turn a converted checkpoint into its own base, in place: the same weights and positions, exact attention."""
+    source, model = converted.source, converted.model
+    # Positions that were extended stay so: what is compared is attention alone.
+    model.config.approx["base"]["positions"] = None
+    surgery.revert(model)
+    stock = dataclasses.replace(
+        source, name=f"{source.name} with exact attention", config=model.config, converted=False
+    )
+    return dataclasses.replace(converted, source=stock)
+
+
+def task_of(stage: EvaluateStage) -> Task:
+    """The task of a stage.
+
+    Raises:
+        ApproxError: if there is no such task or setting, or nothing that could be streamed.
+    """
+    task = open_task(stage.task, **stage.settings)
+    if stage.streaming and (stage.data is not None or task.dataset is None):
+        source = f"come from {stage.data}" if stage.data else "are generated, or come from files"
+        raise ApproxError(f"Streaming was asked for, but the examples of {task.name} {source}. Leave it out.")
+    return task
+
+
+def batch_size(stage: EvaluateStage) -> int | None:
+    """Inputs a batch, or None to choose by their length."""
+    return None if stage.batch_size == "auto" else stage.batch_size
+
+
+def measure_quality(
+    opened: Mapping[str, checkpoint.Checkpoint],
+    stage: EvaluateStage,
+    *,
+    seed: int,
+    outputs: Path | None,
+    fresh: bool,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The `quality` entry of a record: the first checkpoint is the base of all others.
+
+    With `fresh` nothing that was kept of earlier evaluations is used, and nothing is kept.
+    """
+    subjects = {}
+    for label, one in opened.items():
+        known = fingerprint(identity(one), computed_by(one.model.device, fast_products=stage.fast_products))
+        approximates = one.model.approximates if one.source.converted else None
+        subject = Subject(label, one.model, checkpoint.processor(one.source), known, approximates=approximates)
+        reseeded = reseeding(one, subject) if stage.seeds > 1 and label != BASE else None
+        subjects[label] = dataclasses.replace(subject, reseeded=reseeded)
+    task = task_of(stage)
+    with products_for([one.model for one in opened.values()], stage.fast_products):
+        entry = evaluate(
+            subjects,
+            task,
+            data=_path(stage.data),
+            split=stage.split,
+            limit=stage.limit,
+            streaming=stage.streaming,
+            batch_size=batch_size(stage),
+            max_length=stage.max_length,
+            margin=stage.margin / (100 if METRICS[task.metrics[0]].fraction else 1),
+            truncate=stage.truncate,
+            seed=seed,
+            seeds=stage.seeds,
+            device=opened[BASE].model.device,
+            outputs=outputs,
+            kept=None if fresh else default_folder(),
+            progress=lambda done, total: progress(f"evaluate {stage.task}", done, total),
+        )
+    notes = [*entry["notes"], *(["float32 products by the faster switch"] if stage.fast_products else [])]
+    return entry | {"notes": notes, "fast_products": stage.fast_products}
+
+
+def measure_speed(
+    opened: Mapping[str, checkpoint.Checkpoint],
+    stage: BenchStage,
+    texts: EvaluateStage | None,
+    *,
+    seed: int,
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """The `speed` entries of a record: the first checkpoint is the exact base of all others."""
+    models = {label: _long_enough(one.model, stage.max_length) for label, one in opened.items()}
+    base, source = models[BASE], opened[BASE].source
+    # What was asked for is named before the base that it is compared with, which may be the same.
+    for label, model in reversed(models.items()):
+        limit = positions.limit(model.config)
+        if limit is not None and max(stage.lengths) > limit:
+            raise ApproxError(
+                f"Length {max(stage.lengths)} was asked for, but {opened[label].source.name} takes {limit} positions. "
+                f"Ask for shorter ones, or extend the positions for the timing with --max-length {max(stage.lengths)}."
+            )
+
+    def without_attention(inputs: Any) -> Any:
+        with attention_free(base):
+            return base(**inputs)
+
+    def fastest(inputs: Any) -> Any:
+        with fastest_exact(base):
+            return base(**inputs)
+
+    def forward(model: Any) -> Callable[[Any], Any]:
+        return lambda inputs: model(**inputs)
+
+    contenders = [
+        Contender(BASE, forward(base), "base"),
+        Contender("fastest way", fastest, "exact"),
+        Contender(CEILING, without_attention, "ceiling"),
+        *(Contender(label, forward(model)) for label, model in models.items() if label != BASE),
+    ]
+    with products_for(models.values(), stage.fast_products):
+        raced = bench(
+            contenders,
+            make_inputs=_input_maker(base, source, texts, seed),
+            lengths=stage.lengths,
+            batches=stage.batches,
+            device=base.device,
+            dtype=base.dtype,
+            inputs="synthetic" if texts is None else "real",
+            rounds=stage.rounds,
+            seconds=stage.seconds,
+            seed=seed,
+            chosen_in=chosen_in,
+            progress=lambda done, total, what: progress(f"bench {what}".strip(), done, total),
+        )
+    return [{**row, "fast_products": stage.fast_products} for row in raced["speed"]]
+
+
+def make_record(
+    opened: Mapping[str, checkpoint.Checkpoint],
+    *,
+    title: str,
+    seed: int,
+    command: str,
+    quality: list[dict[str, Any]] | None = None,
+    speed: list[dict[str, Any]] | None = None,
+    notice: str | None = None,
+    recipe: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Put a record together; the first checkpoint is the base, the others are its variants."""
+    base, *variants = opened.items()
+    source, model = base[1].source, base[1].model
+    facts = anatomy.anatomy(families.stock_config(source.config), source.stock_class)
+    return {
+        "schema": record.SCHEMA,
+        "title": title,
+        "notice": notice,
+        "command": command,
+        "seed": seed,
+        "recipe": recipe,
+        "checkpoint": {
+            "name": source.name,
+            "revision": source.revision,
+            "weights_sha256": base[1].weights_sha256,
+            "family": facts.family,
+            "parameters": facts.parameters,
+            "layers": len(facts.sites),
+            "positions": facts.positions,
+        },
+        "variants": [_variant(label, one) for label, one in variants],
+        "quality": over_tasks(quality or []),
+        "speed": speed or [],
+        "crossover": crossover(speed or []),
+        "environment": record.environment(
+            threads=torch.get_num_threads(),
+            gpu=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None,
+        ),
+    }
+
+
+def _variant(label: str, one: checkpoint.Checkpoint) -> dict[str, Any]:
+    sites = (one.source.raw.get("approx") or {}).get("sites", {})
+    receipt = read_receipt(one.source.folder)
+    checks = [] if receipt is None else receipt["checks"]
+    return {
+        "name": label,
+        "layers": [
+            {key: part[key] for key in ("layer", *(["heads"] if "groups" in site else []), "mechanism", "settings")}
+            for site in sorted(sites.values(), key=lambda site: site["layer"])
+            for part in described(site)
+        ],
+        "verified": bool(checks) and all(check["passed"] is not False for check in checks),
+        "receipt": receipt,
+    }
+
+
+def _long_enough(model: Any, length: int | None) -> Any:
+    """The model, or a copy with longer positions: what was evaluated must stay what it was."""
+    limit = positions.limit(model.config)
+    if length is None or limit is None or length <= limit:
+        return model
+    copied = copy.deepcopy(model)
+    positions.resize(copied, length)
+    return copied
+
+
+def _input_maker(
+    base: Any, source: checkpoint.Source, texts: EvaluateStage | None, seed: int
+) -> Callable[[int, int], dict[str, torch.Tensor]]:
+    if texts is None:
+        return lambda batch, length: example_inputs(base, length, batch=batch, seed=seed, device=base.device)
+    task = open_task(texts.task, **texts.settings)
+    if task.input_name != base.main_input_name:
+        raise ApproxError(
+            f"{task.name} makes {task.input_name}, but {source.name} takes {base.main_input_name}. Time it on a task for its kind "
+            "of input, or without one.",
+            Exit.UNSUPPORTED,
+        )
+    examples = task.examples(_path(texts.data), texts.split, texts.limit, streaming=texts.streaming)
+    if task.input_name == "input_values":
+        size = partial(samples, base.config)
+        return sound_inputs(task, examples, checkpoint.processor(source), size, base.device, base.dtype)
+    return text_inputs(task, examples, checkpoint.processor(source), base.device)
+
+
+def _path(data: str | None) -> Path | None:
+    return None if data is None else Path(data)
+
+
+def _check_choice(what: str, given: str) -> None:
+    if given not in CHOICES[what]:
+        raise ApproxError(f"The {what} '{given}' was asked for; allowed are {', '.join(CHOICES[what])}.")

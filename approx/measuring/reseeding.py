@@ -1,0 +1,68 @@
+"""The same converted model with other draws: what its mechanisms would be, had their plan named other seeds."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from approx.checkpoints.checkpoint import Checkpoint
+from approx.conversion.calibration import calibrate, mechanisms
+from approx.conversion.calibration_inputs import calibration_batch
+from approx.errors import ApproxError, Exit
+from approx.evaluation.evaluate import Subject
+from approx.evaluation.prediction_cache import fingerprint
+
+# Tokens of the batch that earlier versions, whose checkpoints do not say it, fitted to.
+_EARLIER_LENGTH = 256
+
+
+def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractContextManager[Subject]] | None:
+    """How to raise the seeds of everything that a converted checkpoint draws; None where it draws nothing.
+
+    What was fitted to a calibration batch when the checkpoint was converted is fitted to it again, since it begins with
+    draws. Afterwards every tensor and every seed is what it was.
+
+    Args:
+        opened: The checkpoint.
+        subject: What is measured of it.
+
+    Raises:
+        ApproxError: if mechanisms were fitted to a text of somebody's own, which a checkpoint does not keep.
+    """
+    if not opened.source.converted:
+        return None
+    model = opened.model
+    # Only what draws can draw anew, and only it has a seed.
+    drawing: list[Any] = [mechanism for mechanism in mechanisms(model) if hasattr(mechanism, "redraw")]
+    if not drawing:
+        return None
+    fitted = any(mechanism.needs_calibration for mechanism in drawing)
+    made = (model.config.approx.get("recipe") or [{}])[-1]
+    text, length = made.get("calibration"), made.get("calibration_length", _EARLIER_LENGTH)
+    if fitted and text is not None:
+        raise ApproxError(
+            f"The mechanisms of {subject.name} were fitted to {text['name']} when it was converted, and that text is not kept "
+            "with it, so they cannot be fitted with other seeds. Leave out --seeds, or convert without --calibrate.",
+            Exit.UNSUPPORTED,
+        )
+
+    @contextmanager
+    def reseeded(raised: int) -> Iterator[Subject]:
+        seeds = [mechanism.seed for mechanism in drawing]
+        kept = [{name: value.clone() for name, value in mechanism.state_dict().items()} for mechanism in drawing]
+        try:
+            with torch.no_grad():
+                for mechanism, seed in zip(drawing, seeds, strict=True):
+                    mechanism.redraw(seed + raised)
+            if fitted:
+                calibrate(model, calibration_batch(opened.source, model, length).inputs, drawing)
+            identity = None if subject.identity is None else fingerprint(subject.identity, "seed", raised)
+            yield replace(subject, name=f"{subject.name}, seed + {raised}", identity=identity, reseeded=None)
+        finally:
+            for mechanism, seed, state in zip(drawing, seeds, kept, strict=True):
+                mechanism.seed = seed
+                mechanism.load_state_dict(state)
+
+    return reseeded

@@ -1,0 +1,1 @@
+"""Planning: where attention lives in a model, and which layer gets which mechanism at what cost."""

@@ -1,0 +1,274 @@
+"""Where a model's attention lives: observed in a forward pass on the meta device, not looked up in a table of families."""
+
+import copy
+import difflib
+import warnings
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from approx.errors import ApproxError, Exit
+from approx.planning import positions
+from approx.planning.example_inputs import example_inputs
+from approx.seam.attention_free import values_only
+
+_PROBE_LENGTH = 48
+# What families pass to their attention besides q, k and v that does not change what attention computes.
+_HARMLESS = {
+    "cache_position", "encoder_hidden_states", "is_causal", "num_items_in_batch", "output_attentions",
+    "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict",
+    "use_cache",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Site:
+    """One self-attention module of a model, as the model calls it.
+
+    Attributes:
+        layer: Running number of the self-attention layers, encoder before decoder.
+        path: Path of the module inside the base model, e.g. `encoder.layer.0.attention.self`.
+        heads: Query heads.
+        key_heads: Key and value heads; fewer than `heads` where they are shared.
+        head_dim: Size of a head.
+        causal: Whether a query may only see its past.
+        scale: Factor of the scores.
+        fixed_length: Its positions whatever the input, as in images and 30 s of speech; None if the input tells them.
+    """
+
+    layer: int
+    path: str
+    heads: int
+    key_heads: int
+    head_dim: int
+    causal: bool
+    scale: float
+    fixed_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What there is to convert in a model, known from its config alone.
+
+    Attributes:
+        family: `model_type` of the base checkpoint.
+        architecture: Name of the model class.
+        sites: Self-attention layers in order.
+        cross_attention: How many cross-attention modules there are; they always stay exact.
+        parameters: Number of parameters.
+        positions: Longest input the position table allows; None if there is no limit.
+        flops_per_position: Floating-point operations outside self-attention for each position.
+        flops_per_pair: The same for each pair of positions: cross-attention between two parts that both grow with the length.
+        flops_fixed: The same, independent of the length.
+    """
+
+    family: str
+    architecture: str
+    sites: tuple[Site, ...]
+    cross_attention: int
+    parameters: int
+    positions: int | None
+    flops_per_position: float
+    flops_per_pair: int
+    flops_fixed: float
+
+    def flops_outside(self, length: int) -> float:
+        """Floating-point operations of one forward pass of `length` positions, self-attention left out."""
+        return self.flops_fixed + self.flops_per_position * length + self.flops_per_pair * length**2
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """All models of a class whose configs say the same; observed once."""
+
+    model_class: type
+    said: str
+    config: Any = field(compare=False)
+
+
+_Call = tuple[nn.Module, Tensor, Tensor, float | None, dict[str, Any]]
+
+
+class _Observer:
+    """Stands in for attention: gives back the values, and takes down how each module calls it."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.plain_masks = True
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        self.calls.append((module, query, key, scaling, kwargs))
+        return values_only(module, query, key, value)
+
+    def mask(self, *args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> None:
+        self.plain_masks &= mask_function in (causal_mask_function, bidirectional_mask_function)
+
+
+def anatomy(config: Any, model_class: type) -> Anatomy:
+    """Observe where and how a model of this config and class attends, without any weight.
+
+    Args:
+        config: Config of a stock transformers model.
+        model_class: The stock class.
+
+    Raises:
+        ApproxError: if the family does not dispatch its attention, or passes something to it that no mechanism honours.
+    """
+    if not model_class._can_set_attn_implementation():  # type: ignore[attr-defined]  # every PreTrainedModel has it
+        raise ApproxError(
+            f"{model_class.__name__} (family '{config.model_type}') computes its attention inside its own modules instead of "
+            "dispatching it, so there is nothing to exchange it at. Families that dispatch, such as BERT, RoBERTa, "
+            "DistilBERT, ELECTRA, GPT-2, Llama, Wav2Vec2, HuBERT, ViT and Whisper, can be converted.",
+            Exit.UNSUPPORTED,
+        )
+    return _observe(_Kind(model_class, repr(config.to_dict()), copy.deepcopy(config)))
+
+
+@lru_cache(maxsize=64)
+def _observe(kind: _Kind) -> Anatomy:
+    model_class, config = kind.model_class, kind.config
+    # A made-up name per call keeps concurrent probes apart.
+    observer, name = _Observer(), f"approx_observer_{id(config)}"
+    AttentionInterface.register(name, observer.attention)  # type: ignore[arg-type]  # a bound method is a function here
+    AttentionMaskInterface.register(name, observer.mask)
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = model_class(config).eval()
+        model.set_attn_implementation(name)
+        # Grouped products of experts have no shapes on the meta device; batched ones do as many operations.
+        model.set_experts_implementation("batched_mm")
+        longest = min(_PROBE_LENGTH, positions.limit(config) or _PROBE_LENGTH)
+        lengths, flops, calls = (longest // 2, longest), [], []
+        for length in lengths:
+            inputs = example_inputs(model, length, device="meta")
+            if "input_ids" in inputs:
+                # Without a mask some families look for padding in the ids, which have no content here.
+                inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            observer.calls = []
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                model(**inputs)
+            flops.append(counter.get_total_flops())
+            calls.append(observer.calls)
+        if "decoder_input_ids" in inputs:
+            # Where both parts have as many tokens, cross-attention looks like self-attention.
+            observer.calls = []
+            with torch.no_grad():
+                model(**{**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, 1:]})
+    except ApproxError:
+        raise
+    except Exception as error:
+        remedy = "If stock transformers runs this model, the family is not supported; otherwise fix its config.json."
+        if any(sign in str(error) for sign in ("meta tensor", "register_meta")):
+            remedy = "Its forward pass reads numbers, where only shapes are known yet: the family is not supported."
+        raise ApproxError(
+            f"{model_class.__name__} (family '{config.model_type}') could not be run on example inputs to find its attention: "
+            f"{type(error).__name__}: {error}. {remedy}",
+            Exit.UNSUPPORTED,
+        ) from error
+    finally:
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+    cross, own, per_pair = [], [], 0
+    for *pair, last in zip(*calls, observer.calls, strict=True):
+        (cross if _is_cross(*pair, last) else own).append(pair)
+    for pair in cross:
+        if not _is_cross(*pair):
+            _, query, *_ = pair[0]
+            per_pair += 4 * query.numel() // query.shape[-2]
+            continue
+        for number, (_, query, key, *_) in enumerate(pair):
+            flops[number] += 4 * query.numel() * key.shape[-2]
+    per_position = (flops[1] - flops[0]) / (lengths[1] - lengths[0])
+    return Anatomy(
+        family=config.model_type,
+        architecture=model_class.__name__,
+        sites=_sites(model, observer.plain_masks, own),
+        cross_attention=len(cross),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        positions=positions.limit(config),
+        flops_per_position=per_position,
+        flops_per_pair=per_pair,
+        flops_fixed=flops[0] - per_position * lengths[0],
+    )
+
+
+def attends_causally(family: str) -> bool:
+    """Whether any self-attention of a family is causal, seen on its default config.
+
+    Raises:
+        ApproxError: if the family is not known or cannot be converted.
+    """
+    if family not in CONFIG_MAPPING:
+        known = difflib.get_close_matches(family, CONFIG_MAPPING.keys(), n=1)
+        hint = f" Did you mean '{known[0]}'?" if known else ""
+        raise ApproxError(
+            f"Unknown family '{family}'.{hint} Families are named as in config.json: bert, gpt2, whisper."
+        )
+    config = CONFIG_MAPPING[family]()
+    backbone: Any = AutoModel._model_mapping[type(config)]
+    return any(site.causal for site in anatomy(config, backbone).sites)
+
+
+def _is_cross(*calls: _Call) -> bool:
+    return any(query.shape[-2] != key.shape[-2] for _, query, key, *_ in calls)
+
+
+def _sites(model: Any, plain_masks: bool, pairs: list[list[_Call]]) -> tuple[Site, ...]:
+    name = type(model).__name__
+    if not plain_masks:
+        raise ApproxError(
+            f"{name} restricts its attention with a mask of its own (a sliding window or chunks), which the mechanisms would "
+            "not honour. Models with plain causal or bidirectional attention can be converted.",
+            Exit.UNSUPPORTED,
+        )
+    paths = {module: path for path, module in model.base_model.named_modules()}
+    sites = []
+    for (_, shorter, *_), (module, query, key, scaling, kwargs) in pairs:
+        extras = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None)
+        if extras:
+            raise ApproxError(
+                f"{name} passes {', '.join(extras)} to its attention, which the mechanisms would not honour. Models with "
+                "plain softmax attention can be converted.",
+                Exit.UNSUPPORTED,
+            )
+        if any(site.path == paths[module] for site in sites):
+            raise ApproxError(
+                f"{name} runs one attention module, {paths[module]}, in several layers, so no layer can be chosen by itself. "
+                "Models with an attention module for each layer can be converted.",
+                Exit.UNSUPPORTED,
+            )
+        causal = kwargs.get("is_causal")
+        sites.append(
+            Site(
+                layer=len(sites),
+                path=paths[module],
+                heads=query.shape[1],
+                key_heads=key.shape[1],
+                head_dim=query.shape[-1],
+                causal=bool(getattr(module, "is_causal", False) if causal is None else causal),
+                scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+                fixed_length=query.shape[-2] if query.shape[-2] == shorter.shape[-2] else None,
+            )
+        )
+    if not sites:
+        raise ApproxError(f"{name} has no self-attention that could be exchanged.", Exit.UNSUPPORTED)
+    return tuple(sites)

@@ -1,0 +1,96 @@
+"""Predicted cost of a plan, counted in floating-point operations; `bench` measures what the machine makes of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from approx.mechanisms import MECHANISMS
+from approx.mechanisms.head_groups import HeadGroups
+from approx.mechanisms.mechanism import Mechanism
+from approx.planning.anatomy import Anatomy, Site
+from approx.planning.rule import Rule
+from approx.planning.selection import parse_heads
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one forward pass of one sequence costs, before and after a plan.
+
+    Attributes:
+        length: Positions of the sequence; layers of fixed length are counted at theirs.
+        flops_outside: Floating-point operations outside self-attention.
+        flops_exact: Operations of exact attention in all self-attention layers.
+        flops_planned: The same under the plan.
+        memory_exact: Bytes of the largest temporaries of an exact layer, in float32.
+        memory_planned: The same under the plan.
+    """
+
+    length: int
+    flops_outside: float
+    flops_exact: float
+    flops_planned: float
+    memory_exact: int
+    memory_planned: int
+
+    @property
+    def ceiling(self) -> float:
+        """Best end-to-end speed-up that attention alone can give: attention at no cost at all."""
+        return (self.flops_outside + self.flops_exact) / self.flops_outside
+
+    @property
+    def speedup(self) -> float:
+        """Predicted end-to-end speed-up, if every operation took the same time."""
+        return (self.flops_outside + self.flops_exact) / (self.flops_outside + self.flops_planned)
+
+
+def predict(anatomy: Anatomy, assignment: Mapping[Site, Sequence[Rule]], lengths: Sequence[int]) -> list[Cost]:
+    """Cost before and after, for each length.
+
+    Args:
+        anatomy: The model.
+        assignment: What `Plan.resolve` gave.
+        lengths: Positions of the sequences.
+    """
+    exact = {site: _build(Rule("sdpa"), site, site.heads) for site in anatomy.sites}
+    planned = {site: [_Part.of(rule, site) for rule in rules] for site, rules in assignment.items()}
+
+    def cost(length: int) -> Cost:
+        before, after = [], []
+        for site in anatomy.sites:
+            seen = site.fixed_length or length
+            swapped = _running(planned[site], seen) if site in planned else exact[site]
+            for costs, mechanism in ((before, exact[site]), (after, swapped)):
+                costs.append((mechanism.flops(seen), mechanism.memory(seen)))
+        return Cost(
+            length=length,
+            flops_outside=anatomy.flops_outside(length),
+            flops_exact=sum(flops for flops, _ in before),
+            flops_planned=sum(flops for flops, _ in after),
+            memory_exact=max(memory for _, memory in before),
+            memory_planned=max(memory for _, memory in after),
+        )
+
+    return [cost(length) for length in lengths]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Heads that share a mechanism, and what they run below and from a number of tokens."""
+
+    heads: list[int]
+    exact_below: int
+    exact: Mechanism
+    planned: Mechanism
+
+    @classmethod
+    def of(cls, rule: Rule, site: Site) -> "_Part":
+        heads = parse_heads(rule.heads, site.heads, "it has")
+        return cls(heads, rule.exact_below, _build(Rule("sdpa"), site, len(heads)), _build(rule, site, len(heads)))
+
+
+def _running(parts: list[_Part], length: int) -> Mechanism:
+    chosen = [(part.heads, part.exact if length < part.exact_below else part.planned) for part in parts]
+    return chosen[0][1] if len(chosen) == 1 else HeadGroups(chosen)
+
+
+def _build(rule: Rule, site: Site, heads: int) -> Mechanism:
+    return MECHANISMS[rule.mechanism](heads, site.head_dim, causal=site.causal, scale=site.scale, **rule.settings)

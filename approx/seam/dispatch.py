@@ -1,0 +1,245 @@
+"""The one meeting point with transformers: attention dispatcher, mask function, and what hangs mechanisms on modules.
+
+Families that call `attention_interface(module, q, k, v, mask, …)` after their projections need no code of their own:
+each converted attention module carries a child named `mechanism`; the dispatcher calls it, and modules without one run
+exact attention. This file travels with converted checkpoints, so it knows nothing of plans or of the tool.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import assume_constant_result, is_exporting
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils.import_utils import is_torchdynamo_compiling
+
+from approx.errors import ApproxError, Exit
+from approx.mechanisms.exact import ExactAttention
+from approx.seam.decode_cache import StateLayer, drop_states, keep_states, take_layer, wants_weights
+from approx.seam.layer_entry import build
+from approx.seam.masks import dense_mask, in_use, key_mask
+from approx_kernels.custom_op import capturing
+from approx_kernels.exact import fastest_attention
+from approx_kernels.grouped import beside, sharing
+from approx_kernels.observed import unreadable
+from approx_kernels.one_operator import attend_opaquely
+from approx_kernels.opaque import told
+
+IMPLEMENTATION = "approx_v1"
+FORMAT = 1
+# Keyword under which token ids travel from the model's forward to its attention, for mechanisms that read them.
+_TOKENS = "approx_tokens"
+
+
+def _exact(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout: float
+) -> Tensor:
+    compiling = is_torchdynamo_compiling() and not is_exporting() and query.device.type == "cpu"
+    # In a graph only an operator looks up the fastest way. Its gradient computes it again, and dropout leaves but one way.
+    if compiling and not dropout and not (torch.is_grad_enabled() and query.requires_grad):
+        # The scale may be a symbol, which no text can hold; compared with the usual one it is known.
+        usual = query.shape[3] ** -0.5
+        if scale == usual:
+            text = _exactly(query.shape[1], query.shape[3], causal, usual)
+            return attend_opaquely(None, text, query, key, value, mask, 0.0, None)
+    return fastest_attention(query, key, value, mask, causal=causal, scale=scale, dropout=dropout)
+
+
+@assume_constant_result
+def _exactly(heads: int, head_dim: int, causal: bool, scale: float) -> str:
+    return told(ExactAttention, {"heads": heads, "head_dim": head_dim, "causal": causal, "scale": scale})
+
+
+def _exact_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    scores = (beside(query.float() * scale, key) @ key.float().transpose(-1, -2)).view(*query.shape[:3], key.shape[2])
+    if causal and mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(
+            key.shape[-2] - query.shape[-2]
+        )
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1).nan_to_num(0.0).to(query.dtype)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention function of the seam: the module's mechanism where it has one, exact attention elsewhere.
+
+    Args:
+        module: The attention module of the model.
+        query: [B, H, L, D].
+        key: [B, G, S, D] with G key heads, each shared by H / G query heads.
+        value: [B, G, S, E].
+        attention_mask: What `key_mask` returned.
+        dropout: Dropout probability of the attention weights; 0 outside training.
+        scaling: Factor of the scores, as the model passes it.
+        kwargs: What the family passes besides; only the wish for attention weights is read.
+
+    Returns:
+        Output [B, L, H, E], and attention weights [B, H, L, S] if they were asked for.
+
+    Raises:
+        ApproxError: if a layer that is not exact by its mechanism meets a mask that is not a plain key mask.
+    """
+    mechanism = getattr(module, "mechanism", None)
+    causal = kwargs.get("is_causal")
+    causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    weighs, layer, slots = wants_weights(kwargs), take_layer(module), key.shape[-2]
+    # In a graph, which nobody may leave to read a mask, SDPA takes the row of a static cache as it is.
+    followed = is_torchdynamo_compiling() or capturing()
+    if not (followed and (mechanism is None or _always_exact(mechanism, slots))):
+        key, value, attention_mask = in_use(query, key, value, attention_mask, causal)
+    queries, keys = query.shape[-2], key.shape[-2]
+
+    grid = attention_mask is not None and attention_mask.dim() != 2
+    if mechanism is None or keys < mechanism.exact_below or (grid and _always_exact(mechanism, keys)):
+        if not weighs and (attention_mask is None or attention_mask.dim() == 2):
+            return _exact(query, key, value, attention_mask, causal, scale, dropout).transpose(1, 2), None
+        mask = dense_mask(attention_mask, causal, queries, keys, query.device)
+        how: dict[str, Any] = {
+            "dropout_p": dropout,
+            "scale": scale,
+            "is_causal": causal and mask is None and queries > 1,
+        }
+        out = F.scaled_dot_product_attention(query, key, value, mask, **how, enable_gqa=sharing(query, key) > 1)
+        out = out.transpose(1, 2)
+        if not weighs:
+            return out, None
+        return out, F.pad(_exact_weights(query, key, mask, causal, scale), (0, slots - keys))
+
+    if grid:
+        raise ApproxError(
+            "A 4-D attention mask (packed sequences, several tokens at once on a compiled static cache, or a mask of your own) reached "
+            "a converted layer; it takes a [batch, tokens] mask. Unpack the sequences, compile single steps alone or use a dynamic "
+            "cache, or keep exact attention in this model.",
+            Exit.UNSUPPORTED,
+        )
+    if scale != mechanism.scale:
+        raise ApproxError(
+            f"The model scales its scores by {scale}, the converted layer was made for {mechanism.scale}. Convert it again.",
+            Exit.VERIFICATION,
+        )
+    tokens = {}
+    if mechanism.reads_tokens:
+        if kwargs.get(_TOKENS) is None:
+            raise ApproxError(
+                "A converted layer chooses its global tokens by content, but this forward was given embeddings and no token "
+                "ids to find them by. Pass 'input_ids', or convert with global tokens chosen by position."
+            )
+        tokens["tokens"] = kwargs[_TOKENS]
+    if isinstance(layer, StateLayer) and (weighs or dropout):
+        raise ApproxError(
+            "Attention weights, or dropout, were asked for in the middle of a generation whose cache keeps no single keys of a "
+            "converted layer. Ask for them from its first token on, or pass use_cache=False.",
+            Exit.UNSUPPORTED,
+        )
+    if isinstance(layer, StateLayer):
+        return layer.attend(mechanism, query, key, value, attention_mask).transpose(1, 2), None
+    # An observer may need the mechanism as one operator, which has no notes.
+    notes = {} if layer is None or unreadable(query) else {"notes": layer.notes}
+    out = mechanism(query, key, value, attention_mask, dropout=dropout, **tokens, **notes).transpose(1, 2)
+    if not weighs:
+        return out, None
+    return out, F.pad(mechanism.weights(query, key, attention_mask, **tokens), (0, slots - keys))
+
+
+def _always_exact(mechanism: nn.Module, keys: int) -> bool:
+    # Mechanisms take no grid of queries and keys, but SDPA does what these would do.
+    return all(each.exact_settings(keys) == {} for each in getattr(mechanism, "groups", [mechanism]))
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+AttentionMaskInterface.register(IMPLEMENTATION, key_mask)
+
+
+@contextmanager
+def fastest_exact(model: Any) -> Iterator[None]:
+    """Run a model that is not converted with exact attention in the way that is the fastest on this machine."""
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation_internal = IMPLEMENTATION
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before
+
+
+def attach(model: Any, sites: Mapping[str, Mapping[str, Any]]) -> None:
+    """Hang a mechanism on each named attention module of `model` and switch its dispatch to the seam.
+
+    Args:
+        model: A transformers model.
+        sites: Path of the attention module inside the base model -> what `build` makes its mechanism of.
+
+    Raises:
+        ApproxError: if nothing would be swapped, a mechanism is unknown, or the switch did not take.
+    """
+    if not sites:
+        raise ApproxError("No attention layer was chosen, so nothing would be swapped. Choose at least one layer.")
+    # What is refused is refused before anything is hung on the model.
+    built = {path: build(site) for path, site in sites.items()}
+    for reader in {_reader(path, model) for path, mechanism in built.items() if mechanism.reads_tokens}:
+        reader.token_hook = reader.register_forward_pre_hook(_with_tokens, with_kwargs=True)
+    for path, mechanism in built.items():
+        module = model.base_model.get_submodule(path)
+        module.mechanism = mechanism.to(next(module.parameters()).device).train(module.training)
+        keep_states(module)
+    switch(model, IMPLEMENTATION)
+
+
+def detach(model: Any, paths: Iterable[str]) -> None:
+    """Take from the named attention modules of `model` what `attach` hung on them; its dispatch stays as it is."""
+    for path in paths:
+        module = model.base_model.get_submodule(path)
+        del module.mechanism
+        drop_states(module)
+    for module in model.base_model.modules():
+        if "token_hook" in vars(module):
+            vars(module).pop("token_hook").remove()
+
+
+def _reader(path: str, model: Any) -> Any:
+    """The module around `path` that is given the token ids."""
+    while path:
+        path = path.rpartition(".")[0]
+        module = model.base_model.get_submodule(path)
+        if next(iter(inspect.signature(module.forward).parameters), None) == "input_ids":
+            return module
+    raise ApproxError(
+        f"{type(model).__name__} reads no token ids, so no global tokens can be chosen by content. Choose them by position.",
+        Exit.UNSUPPORTED,
+    )
+
+
+def _with_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # They travel with the call, and nothing keeps them: a layer that is recomputed in the backward gets its own again.
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    return None if ids is None else (args, {**kwargs, _TOKENS: ids})
+
+
+def switch(model: Any, implementation: str) -> None:
+    """Switch the attention dispatch of `model`, and make sure that the switch took.
+
+    Raises:
+        ApproxError: if the model's family does not dispatch its attention.
+    """
+    set_implementation = getattr(model, "_set_implementation_unguarded", model.set_attn_implementation)
+    set_implementation(implementation)
+    if model.config._attn_implementation != implementation:
+        raise ApproxError(
+            f"{type(model).__name__} computes its attention itself instead of dispatching it, so it cannot be exchanged.",
+            Exit.UNSUPPORTED,
+        )

@@ -1,0 +1,164 @@
+"""The class of converted models; it travels with converted checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import assume_constant_result
+
+from approx.errors import ApproxError, Exit
+from approx.mechanisms.head_groups import HeadGroups
+from approx.mechanisms.mechanism import Mechanism
+from approx.mechanisms.state import unusable_state
+from approx.seam.dispatch import FORMAT, IMPLEMENTATION, attach
+from approx.seam.manifest import seal_model
+from approx_kernels.observed import unreadable
+
+
+class ApproxModel:
+    """What every converted model adds to its stock class: mechanisms from the config, loud failure where they are lost."""
+
+    _compiled_call_impl: Any
+    config: Any
+    modules: Any
+    state_dict: Any
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        # Some heads make their backbone with AutoModel.from_config, which must give the stock one.
+        converted = type(config)
+        stock = next(kind for kind in converted.__mro__ if kind.__module__.startswith("transformers."))
+        config.__class__ = stock
+        # In places transformers asks the object for its family by name: Whisper's generation, pipelines. Saving asks its
+        # class, which keeps a name of its own, so that nobody loads it as exact attention.
+        config.model_type = stock.model_type
+        try:
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # the stock class follows in the MRO
+        finally:
+            config.__class__ = converted
+        if not config.approx or config.approx.get("format") != FORMAT:
+            raise ApproxError(
+                f"{type(self).__name__} needs a config whose field 'approx' has format {FORMAT}, found: {config.approx}. "
+                "Load a folder that `approx convert` wrote, or convert the base checkpoint again.",
+                Exit.UNAVAILABLE,
+            )
+        attach(self, config.approx["sites"])
+        # Random features and learned maps lose their meaning in 16 bits; the mechanisms cast their output instead. Each tensor
+        # is named, for transformers would turn integers among them into float32 as well.
+        self._keep_in_fp32_modules_strict = {
+            name for name, t in self.state_dict().items() if ".mechanism." in name and t.is_floating_point()
+        }
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load as transformers does, and refuse a checkpoint whose mechanisms could not attend with what it holds.
+
+        Raises:
+            ApproxError: if tensors of a mechanism are missing, which transformers would fill with uninitialised memory, or
+                are not such as its settings make: of another shape or dtype, not finite, or places that there cannot be.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
+        lost = sorted(name for name in info["missing_keys"] if ".mechanism." in name)
+        if lost:
+            raise ApproxError(
+                f"The checkpoint lacks {len(lost)} tensors of its attention mechanisms, e.g. {lost[0]}. "
+                "It was saved incompletely; convert the base checkpoint again.",
+                Exit.UNAVAILABLE,
+            )
+        for name, module in model.named_modules():
+            if isinstance(module, Mechanism) and not isinstance(module, HeadGroups) and (why := unusable_state(module)):
+                raise ApproxError(
+                    f"The checkpoint is damaged: {name}.{why}. Convert the base checkpoint again.", Exit.UNAVAILABLE
+                )
+        # What was found in this folder is not how the base's files were laid out; reverted, the family's own layout counts.
+        vars(model).pop("_weight_conversions", None)
+        return (model, info) if wants_info else model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The call of the stock class."""
+        # Compiled in place, the graph begins further in.
+        if (unreadable() or self._compiled_call_impl is not None) and self._causal():
+            kwargs = _with_mask(args, kwargs)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
+
+    @assume_constant_result
+    def _causal(self) -> bool:
+        return any(module.causal for module in self.modules() if isinstance(module, Mechanism))
+
+    def approximates(self, positions: int, widest: int) -> bool:
+        """Whether any layer computes anything but exact attention on an input, as far as its length tells.
+
+        Args:
+            positions: Of the input as attention sees it, without padding.
+            widest: Positions of the longest input in the same batch, which `exact_below` is compared with.
+        """
+        return any(
+            widest >= mechanism.exact_below and start is not None and positions >= start
+            for mechanism in self.modules()
+            if isinstance(mechanism, Mechanism) and not isinstance(mechanism, HeadGroups)
+            for start in (mechanism.differs_from(),)
+        )
+
+    def attention_penalty(self) -> Tensor:
+        """What the mechanisms want to be small, such as their spans, added up to a scalar; 0 if they want nothing.
+
+        Training adds it to its loss, times a weight of its own.
+        """
+        wanted = (module.penalty() for module in self.modules() if isinstance(module, Mechanism))
+        return sum((each for each in wanted if each is not None), torch.zeros(()))
+
+    def step_attention(self, step: int) -> None:
+        """Tell the mechanisms that a step of training is done, counted from 1: some then draw their random state anew."""
+        for module in self.modules():
+            if isinstance(module, Mechanism):
+                module.after_step(step)
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
+        """Save as transformers does, in the layout that converted classes load, with the code and the manifest.
+
+        Raises:
+            ApproxError: if asked to push in the same breath: only a complete folder is pushed.
+        """
+        if kwargs.pop("push_to_hub", False):
+            raise ApproxError(
+                "push_to_hub=True was asked for, which would upload this folder before it is complete. Save it, then call "
+                "push_to_hub on the model."
+            )
+        kwargs["save_original_format"] = False
+        super().save_pretrained(save_directory, is_main_process, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
+        if is_main_process:
+            self._write_code(Path(save_directory))
+            seal_model(Path(save_directory))
+
+    def _write_code(self, folder: Path) -> None:
+        """Transformers has copied the code of remote classes already."""
+
+    def _set_implementation_unguarded(self, implementation: str) -> None:
+        super().set_attn_implementation(implementation)  # type: ignore[misc]  # the stock class follows in the MRO
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuse any other attention: it would silently turn the conversion off.
+
+        Raises:
+            ApproxError: unless the implementation asked for is the seam's own.
+        """
+        if attn_implementation != IMPLEMENTATION:
+            raise ApproxError(
+                f"Attention implementation '{attn_implementation}' was asked for, but this model is converted: the switch "
+                "would silently remove its mechanisms. Use `approx revert` to get the base checkpoint back.",
+                Exit.REFUSED,
+            )
+        self._set_implementation_unguarded(attn_implementation)
+
+
+def _with_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` with a mask that calls every token real, where nothing was said of masks, positions or a cache.
+
+    A compiler cannot look whether positions are those of packed sequences, so transformers then takes them for it.
+    """
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    said = [kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values")]
+    if len(args) > 1 or not isinstance(ids, Tensor) or any(each is not None for each in said):
+        return kwargs
+    return {**kwargs, "attention_mask": torch.ones_like(ids)}

@@ -1,0 +1,97 @@
+"""Names that lead nowhere, and files changed at random: an error of ours comes out, at once, and never another one."""
+
+import json
+import shutil
+import struct
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from approx.checkpoints import checkpoint
+from approx.conversion import convert
+from approx.errors import ApproxError, Exit
+from approx.planning.anatomy import anatomy
+from approx.planning.plan import Plan
+from zoo import error_of, tiny
+
+PLAN = Plan.of("sdpa")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    tiny("BertForSequenceClassification").save_pretrained(folder)
+    return folder
+
+
+def test_a_model_of_the_hub_that_is_not_here_is_told_at_once(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(ApproxError, match=r"connect to the network|--offline") as caught:
+        convert.convert("nobody/no-such-model", tmp_path / "out", PLAN)
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+    with pytest.raises(ApproxError, match="--offline"):
+        checkpoint.locate("nobody/no-such-model", offline=True)
+    assert time.monotonic() - start < 5
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["no/such/folder", "./nowhere", "~/nowhere-at-all", "what a name", "a//b", "x" * 300, ""]
+)
+def test_a_name_that_leads_nowhere(name):
+    with pytest.raises(ApproxError) as caught:
+        checkpoint.locate(name)
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
+def test_a_file_instead_of_a_folder(good):
+    with pytest.raises(ApproxError, match="is a file; give the folder") as caught:
+        checkpoint.locate(good / "model.safetensors")
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
+def test_a_checkpoint_without_its_tokenizer_is_not_read_by_one_that_knows_no_word(good):
+    with pytest.raises(ApproxError, match=r"vocabulary is missing.*Copy its files") as caught:
+        checkpoint.processor(checkpoint.locate(good))
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
+sizes = st.sampled_from([-1, 0, 1, 2, 3, 31, 33, 1000, 0.5, "32", None, [], {}, True, 10**30])
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_whatever_a_config_says_only_an_approx_error_comes_out(good, tmp_path_factory, data):
+    folder = Path(shutil.copytree(good, tmp_path_factory.mktemp("fuzz") / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    for key in data.draw(st.sets(st.sampled_from(sorted(config)), min_size=1, max_size=3)):
+        config[key] = data.draw(sizes | st.text(max_size=5))
+    (folder / "config.json").write_text(json.dumps(config))
+    survives(folder)
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_whatever_the_weights_hold_only_an_approx_error_comes_out(good, tmp_path_factory, data):
+    folder = Path(shutil.copytree(good, tmp_path_factory.mktemp("fuzz") / "model"))
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    header = struct.unpack("<Q", content[:8])[0]
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, header + 8) | st.integers(0, len(content) - 1))
+        content[place] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.sampled_from([len(content), len(content) - 1, header]))])
+    survives(folder)
+
+
+def survives(folder):
+    def open_and_look() -> None:
+        model = checkpoint.load(folder).model
+        PLAN.resolve(anatomy(model.config, type(model)))
+
+    error = error_of(open_and_look)
+    assert error is None or error.exit_code in (Exit.UNAVAILABLE, Exit.UNSUPPORTED)
+    shutil.rmtree(folder.parent)

@@ -1,0 +1,300 @@
+"""Whatever is wrong with a checkpoint is said in one line, with file, cause and remedy, and nothing is left behind."""
+
+import json
+import os
+import pickle
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from approx.checkpoints import checkpoint
+from approx.conversion import convert
+from approx.errors import ApproxError, Exit
+from approx.planning.plan import Plan
+from zoo import error_of, tiny
+
+PLAN = Plan.of("sdpa")
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24\n"
+)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    tiny("BertForSequenceClassification").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def bad(good, tmp_path):
+    """A copy of a good checkpoint, to be damaged."""
+    return Path(shutil.copytree(good, tmp_path / "bad"))
+
+
+def refused(folder, code, *words, **options):
+    """Converting is refused with this code and these words, and leaves nothing behind."""
+    out = folder.parent / "out"
+    before = {path: path.stat().st_size for path in folder.parent.rglob("*")}
+    with pytest.raises(ApproxError) as caught:
+        convert.convert(folder, out, PLAN, **options)
+    text = str(caught.value)
+    assert caught.value.exit_code == code, text
+    for word in words:
+        assert word in text, text
+    assert "\n" not in text
+    assert {path: path.stat().st_size for path in folder.parent.rglob("*")} == before
+    return text
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    config.update(changes)
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "remove"}))
+
+
+def edit_weights(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file(change(tensors) or tensors, path, metadata={"format": "pt"})
+
+
+def test_a_good_checkpoint_is_opened(good):
+    opened = checkpoint.load(good)
+    assert opened.notes == []
+    assert not opened.model.training
+    assert len(opened.weights_sha256) == 64
+
+
+def test_weights_in_several_files_are_hashed_to_the_last(bad):
+    model = checkpoint.load(bad).model
+    (bad / "model.safetensors").unlink()
+    hashes = []
+    for changed in (None, model.bert.embeddings.word_embeddings.weight, model.classifier.bias):
+        if changed is not None:
+            changed.data += 1
+        model.save_pretrained(bad, max_shard_size="16KB")
+        assert len(list(bad.glob("*.safetensors"))) > 2
+        hashes.append(checkpoint.load(bad).weights_sha256)
+    assert len(set(hashes)) == 3
+    assert checkpoint.load(bad).weights_sha256 == hashes[-1]
+
+
+def test_no_weights(bad):
+    (bad / "model.safetensors").unlink()
+    refused(bad, Exit.UNAVAILABLE, str(bad), "no weights", "model.safetensors")
+
+
+def test_no_config(bad):
+    (bad / "config.json").unlink()
+    refused(bad, Exit.UNAVAILABLE, f"config.json is missing in {bad}")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"bert"', "\x00", "[" * 20000])
+def test_a_config_that_is_none(bad, text):
+    (bad / "config.json").write_text(text)
+    refused(bad, Exit.UNAVAILABLE, str(bad / "config.json"), "Download it again")
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 10**6}, {"num_hidden_layers": 10**30}, {"num_labels": 10**9}])
+def test_a_config_that_would_keep_the_machine_busy_for_hours(bad, change):
+    edit_config(bad, **change)
+    refused(bad, Exit.UNAVAILABLE, str(bad / "config.json"), *change, "no model has")
+
+
+@pytest.mark.parametrize("value", ["remove", None, 3, ["bert"]])
+def test_a_config_without_a_family(bad, value):
+    edit_config(bad, model_type=value)
+    refused(bad, Exit.UNAVAILABLE, str(bad / "config.json"), "model_type")
+
+
+@pytest.mark.parametrize("value", ["berd", "approx_berd", "approx_"])
+def test_an_unknown_family(bad, value):
+    edit_config(bad, model_type=value)
+    refused(bad, Exit.UNSUPPORTED, value, "Supported families: bert, roberta")
+
+
+@pytest.mark.parametrize("architecture", ["WavLMModel", "MPNetModel", "DebertaV2Model"])
+def test_a_family_that_does_not_dispatch(tmp_path, architecture):
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    config = getattr(transformers, architecture.replace("Model", "Config"))(**small)
+    (tmp_path / "model").mkdir()
+    config.save_pretrained(tmp_path / "model")
+    refused(tmp_path / "model", Exit.UNSUPPORTED, architecture, "dispatch", "BERT")
+
+
+def test_truncated_weights(bad):
+    path = bad / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    refused(bad, Exit.UNAVAILABLE, str(path), f"{path.stat().st_size:,} bytes", "Download it again")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x00", b"\xff" * 8, struct.pack("<Q", 10**9) + b"{}", struct.pack("<Q", 2) + b"{}", b"garbage " * 99],
+)
+def test_weights_whose_header_lies(bad, content):
+    (bad / "model.safetensors").write_bytes(content)
+    refused(bad, Exit.UNAVAILABLE, str(bad / "model.safetensors"), "Download it again")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.safetensors.index.json"])
+def test_a_pointer_of_git_lfs(bad, name):
+    (bad / name).write_bytes(POINTER)
+    refused(bad, Exit.UNAVAILABLE, str(bad / name), "git-LFS pointer", "git lfs pull")
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": [1]}', "{"]
+)
+def test_an_index_that_is_none(bad, text):
+    (bad / "model.safetensors.index.json").write_text(text)
+    refused(bad, Exit.UNAVAILABLE, "model.safetensors.index.json", "Download it again")
+
+
+def test_a_shard_that_is_missing(bad):
+    (bad / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
+    refused(bad, Exit.UNAVAILABLE, "model-00002-of-00002.safetensors is missing")
+
+
+def test_half_the_layers_missing(bad):
+    edit_weights(bad, lambda tensors: {name: t for name, t in tensors.items() if ".layer.2." not in name})
+    refused(bad, Exit.UNAVAILABLE, str(bad), "bert.encoder.layer.2", "random numbers")
+
+
+def test_more_layers_than_the_config_has_place_for_are_told(bad):
+    edit_config(bad, num_hidden_layers=2)
+    (note,) = checkpoint.load(bad).notes
+    assert "bert.encoder.layer.2" in note
+
+
+def test_a_missing_head_is_told(bad):
+    edit_weights(bad, lambda tensors: {name: t for name, t in tensors.items() if "classifier" not in name})
+    (note,) = checkpoint.load(bad).notes
+    assert "classifier.weight" in note
+    assert "newly initialised" in note
+
+
+def test_weights_of_another_family(bad):
+    tiny("RobertaForSequenceClassification").save_pretrained(bad.parent / "roberta")
+    shutil.copy(bad.parent / "roberta" / "model.safetensors", bad)
+    refused(bad, Exit.UNAVAILABLE, "BertForSequenceClassification", "another family")
+
+
+def test_a_config_that_contradicts_itself(bad):
+    edit_config(bad, architectures=["RobertaForSequenceClassification"])
+    refused(bad, Exit.UNAVAILABLE, "'bert'", "RobertaForSequenceClassification", "different families")
+
+
+@pytest.mark.parametrize("name", ["MyBertModel", "BertConfig", "AutoModel", "__name__"])
+def test_an_architecture_that_transformers_lacks(bad, name):
+    edit_config(bad, architectures=[name])
+    refused(bad, Exit.UNSUPPORTED, name)
+
+
+@pytest.mark.parametrize("value", ["remove", [], None])
+def test_no_architecture_means_the_backbone(bad, value):
+    edit_config(bad, architectures=value)
+    assert type(checkpoint.load(bad).model) is transformers.BertModel
+
+
+@pytest.mark.parametrize("value", ["BertModel", {"0": "BertModel"}, 3])
+def test_architectures_that_are_no_list(bad, value):
+    # Some versions of transformers take them for none, others refuse the config.
+    edit_config(bad, architectures=value)
+    error = error_of(lambda: checkpoint.load(bad))
+    assert error is None or error.exit_code == Exit.UNAVAILABLE
+
+
+def test_a_shape_that_does_not_fit(bad):
+    edit_config(bad, intermediate_size=64)
+    refused(
+        bad, Exit.UNAVAILABLE, str(bad), "bert.encoder.layer.0.intermediate.dense.bias is (48,), not (64,)", "6 more"
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_none(bad, value):
+    def poison(tensors):
+        tensors["bert.embeddings.word_embeddings.weight"][7, 3] = value
+
+    edit_weights(bad, poison)
+    assert "more" not in refused(bad, Exit.UNAVAILABLE, "NaN or infinite", "bert.embeddings.word_embeddings.weight.")
+
+
+@pytest.mark.parametrize(("broken", "told"), [(3, ""), (4, " and 1 more")])
+def test_many_broken_tensors_are_named_in_part_and_counted(bad, broken, told):
+    names = sorted(name for name in load_file(bad / "model.safetensors") if ".layer." in name)[:broken]
+
+    def poison(tensors):
+        for name in names:
+            tensors[name].fill_(float("nan"))
+
+    for change, after in (
+        (poison, "The checkpoint is damaged"),
+        (lambda tensors: {name: t for name, t in tensors.items() if name not in names}, "Its weights are"),
+    ):
+        edit_weights(bad, change)
+        text = refused(bad, Exit.UNAVAILABLE, f"{told}. {after}")
+        assert sum(name in text for name in names) == 3
+        assert ("more" in text) is bool(told)
+
+
+@pytest.mark.parametrize("value", ["relative_key", "relative_key_query"])
+def test_relative_positions(bad, value):
+    edit_config(bad, position_embedding_type=value)
+    refused(bad, Exit.UNSUPPORTED, str(bad / "config.json"), value)
+
+
+def to_pickle(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def test_pickles_are_refused_unless_asked_for_and_leave_as_safetensors(bad):
+    to_pickle(bad)
+    refused(bad, Exit.REFUSED, "pytorch_model.bin", "--allow-pickle")
+    convert.convert(bad, bad.parent / "out", PLAN, allow_pickle=True)
+    names = {path.name for path in (bad.parent / "out").iterdir()}
+    assert "model.safetensors" in names
+    assert not any(name.endswith(".bin") for name in names)
+
+
+def test_allowing_pickles_does_not_make_safetensors_worse(bad):
+    assert checkpoint.load(bad, allow_pickle=True).notes == []
+
+
+class Payload:
+    """Creates a file as it is unpickled."""
+
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.trace),))
+
+
+@pytest.mark.parametrize("form", ["zip", "bare"])
+def test_a_malicious_pickle_does_not_run(bad, form):
+    trace, path = bad.parent / "trace", bad / "pytorch_model.bin"
+    to_pickle(bad)
+    if form == "zip":
+        torch.save({"bert.pooler.dense.bias": Payload(trace)}, path)
+    else:
+        path.write_bytes(pickle.dumps({"bert.pooler.dense.bias": Payload(trace)}))
+    refused(bad, Exit.REFUSED, "--allow-pickle")
+    text = refused(bad, Exit.UNAVAILABLE, str(path), allow_pickle=True)
+    assert "weights_only" not in text
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", POINTER])
+def test_a_pickle_that_is_none(bad, content):
+    to_pickle(bad)
+    (bad / "pytorch_model.bin").write_bytes(content)
+    refused(bad, Exit.UNAVAILABLE, str(bad), allow_pickle=True)

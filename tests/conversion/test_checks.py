@@ -1,0 +1,127 @@
+"""What the checks of a conversion, the seam and the damage must notice, each seen on its own."""
+
+import json
+
+import pytest
+import torch
+from transformers.masking_utils import bidirectional_mask_function
+
+from approx.conversion import checks, convert, export, layerwise, regime, surgery
+from approx.conversion.layer_error import layer_damage
+from approx.errors import ApproxError, Exit
+from approx.mechanisms import MECHANISMS
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan
+from approx.seam.masks import key_mask
+from zoo import FAMILIES, outputs, tiny
+
+LOCAL = Plan.of("local", left=3, right=3)
+
+
+def test_the_exact_limit_is_compared_in_the_row_that_is_padded_too(monkeypatch):
+    kind = MECHANISMS["local"]
+    honest = kind.forward
+    assert checks.exact_limit(tiny("BertModel"), LOCAL).passed
+    # The row without padding stays right; only the largest of the differences tells.
+    monkeypatch.setattr(kind, "forward", lambda self, q, k, v, mask=None, **more: honest(self, q, k, v, **more))
+    assert checks.exact_limit(tiny("BertModel"), LOCAL).passed is False
+
+
+def test_what_is_not_finite_is_no_small_difference():
+    expected = torch.ones(2, 3)
+    assert layerwise.difference(expected * 1.5, expected) == 0.5
+    for strange in (torch.nan, torch.inf, -torch.inf):
+        found = expected.clone()
+        found[1, 2] = strange
+        assert layerwise.difference(found, expected) == torch.inf
+        assert max(0.0, layerwise.difference(found, expected)) == torch.inf
+
+
+def test_a_tensor_that_the_folder_lacks_is_missed(tmp_path):
+    model = tiny("BertModel")
+    before = dict(model.state_dict())
+    surgery.convert(model, LOCAL)
+    model.save_pretrained(tmp_path)
+    assert checks.weights(tmp_path, before).passed
+    check = checks.weights(tmp_path, before | {"pooler.third": torch.ones(3)})
+    assert check.passed is False
+    assert "pooler.third" in check.detail
+
+
+def test_a_tensor_that_is_stored_under_another_name_is_not_missed(tmp_path):
+    model = tiny("BertForMaskedLM", tie_word_embeddings=True)
+    before = dict(model.state_dict())
+    surgery.convert(model, LOCAL)
+    model.save_pretrained(tmp_path)
+    assert checks.weights(tmp_path, before).passed
+
+
+def test_a_folder_that_computes_something_else_is_not_given_its_name(tmp_path, monkeypatch):
+    """The config is written with another window, which only the last check of all can tell."""
+    honest = export.write
+
+    def write(folder, *arguments):
+        honest(folder, *arguments)
+        config = folder / "config.json"
+        config.write_text(config.read_text().replace('"left": 3', '"left": 2'))
+
+    tiny("BertModel").save_pretrained(tmp_path / "base")
+    monkeypatch.setattr(export, "write", write)
+    with pytest.raises(ApproxError, match="reload without approx is bit-equal: largest difference") as caught:
+        convert.convert(tmp_path / "base", tmp_path / "out", LOCAL)
+    assert caught.value.exit_code == Exit.VERIFICATION
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "out.failed"}
+    checks = json.loads((tmp_path / "out.failed" / export.RECEIPT).read_text())["checks"]
+    assert [check["passed"] for check in checks] == [True, True, None, True, False]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_revert_gives_the_implementation_back_that_the_model_had(implementation):
+    model = tiny("BertModel", attn_implementation=implementation)
+    surgery.convert(model, LOCAL)
+    surgery.revert(model)
+    assert model.config._attn_implementation == implementation
+
+
+def test_a_mask_that_is_longer_than_the_keys_is_cut_at_its_front():
+    # The last columns are those of the keys at hand; here the first of the two is padding.
+    mask = torch.tensor([[1, 1, 1, 0, 1]])
+    kept = key_mask(1, 2, 2, mask_function=bidirectional_mask_function, attention_mask=mask)
+    assert kept is not None
+    assert kept.tolist() == [[False, True]]
+    assert key_mask(1, 2, 2, mask_function=bidirectional_mask_function, attention_mask=mask[:, :3]) is None
+
+
+def test_a_layer_that_was_made_for_another_scale_refuses():
+    model = tiny("BertModel")
+    surgery.convert(model, LOCAL)
+    outputs(model)
+    model.encoder.layer[1].attention.self.mechanism.scale *= 2
+    with pytest.raises(ApproxError, match="scales its scores by") as caught:
+        outputs(model)
+    assert caught.value.exit_code == Exit.VERIFICATION
+
+
+def test_padding_counts_for_no_damage():
+    model = tiny("BertModel")
+    surgery.convert(model, Plan.of("local", layers="0", left=3, right=3))
+    inputs = example_inputs(model, 40, padded=15)
+    alone = {name: tensor[:, :25] for name, tensor in inputs.items()}
+    padded, single = layer_damage(model, inputs), layer_damage(model, alone)
+    # Only of the first layer, whose inputs are the same at real tokens.
+    assert padded[0].error == pytest.approx(single[0].error, rel=1e-4)
+    assert padded[0].captured_mass == pytest.approx(single[0].captured_mass, rel=1e-4)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_family_is_checked_where_it_approximates(architecture):
+    model = tiny(architecture)
+    plan = Plan.of("local", left=33, right=33)
+    surgery.convert(model, plan)
+    longest = regime.trials(model)[-1]
+    checks = [checks.padding(model), checks.causality(model)]
+    assert [check for check in checks if check.passed is False] == []
+    for check in checks:
+        if check.passed:
+            assert check.lengths[-1] >= longest.real
+            assert "exact" not in check.detail or architecture.startswith("Whisper")

@@ -1,0 +1,57 @@
+"""Folders are reloaded where nothing of this process, and nothing of other folders, can help them."""
+
+import signal
+
+import pytest
+import torch
+
+from approx.conversion import clean_process, surgery
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan
+from zoo import tiny
+
+
+@pytest.fixture
+def converted(tmp_path):
+    """A folder, its inputs and the output it must have."""
+    model = tiny("BertModel")
+    surgery.convert(model, Plan.of("local", left=3))
+    model.save_pretrained(tmp_path / "folder")
+    inputs = example_inputs(model, 20)
+    with torch.inference_mode():
+        return tmp_path / "folder", inputs, model(**inputs)[0]
+
+
+def test_each_folder_is_loaded_by_itself_and_a_broken_one_costs_no_other(converted):
+    folder, inputs, out = converted
+    code = next(folder.glob("modeling_*.py"))
+    written = code.read_text("utf-8")
+    code.write_text(f"import approx\n{written}", encoding="utf-8")
+    with pytest.raises(clean_process.ReloadError, match="approx is kept out of this check"):
+        clean_process.first_outputs(folder, "AutoModel", [inputs])
+    code.write_text(f"print(0)\n{written}", encoding="utf-8")
+    assert torch.equal(clean_process.first_outputs(folder, "AutoModel", [inputs])[0], out)
+    with pytest.raises(clean_process.ReloadError, match="nowhere"):
+        clean_process.first_outputs(folder.with_name("nowhere"), "AutoModel", [inputs])
+
+
+def test_where_nothing_can_be_forked_a_process_loads_one_folder(converted, monkeypatch):
+    folder, inputs, out = converted
+    monkeypatch.setattr(clean_process, "_FORKS", False)
+    monkeypatch.setattr(clean_process, "_current", None)
+    assert torch.equal(clean_process.first_outputs(folder, "AutoModel", [inputs])[0], out)
+    assert clean_process._current
+    assert not clean_process._current.usable
+
+
+def test_a_process_that_died_is_told_and_followed_by_another(converted, monkeypatch):
+    folder, inputs, out = converted
+    monkeypatch.setattr(clean_process, "_current", None)
+    clean_process.begin()
+    process = clean_process._current
+    assert process
+    process._process.send_signal(signal.SIGKILL)
+    with pytest.raises(clean_process.ReloadError, match="it died"):
+        process.first_outputs(folder, "AutoModel", [inputs])
+    assert not process.usable
+    assert torch.equal(clean_process.first_outputs(folder, "AutoModel", [inputs])[0], out)

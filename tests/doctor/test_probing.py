@@ -1,0 +1,101 @@
+"""`approx doctor --probe`: what it measures, keeps and tells."""
+
+import pytest
+
+from approx.doctor import health, probing
+from approx.errors import ApproxError
+from approx.measuring import products
+from approx_kernels import checked, findings
+from approx_kernels.exact import choice, probe, ways
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch, own_cache):
+    monkeypatch.setattr(findings, "_known", {})
+    monkeypatch.setattr(probe, "crowded", lambda: False)
+    monkeypatch.setattr(probing, "LENGTHS", (512,))
+    monkeypatch.setattr(probing, "_DTYPES", probing._DTYPES[:1])
+
+
+def told() -> dict[str, tuple[str, str]]:
+    return {f"{one.what} {one.found}".partition(":")[0]: (one.state, one.found) for one in health.examine(offline=True)}
+
+
+def test_without_a_probe_the_doctor_says_that_defaults_hold_and_how_to_measure():
+    lines = [one for one in health.examine(offline=True) if one.what == "exact attention"]
+    assert [one.state for one in lines] == ["ok"]
+    assert "as by default; `approx doctor --probe` measures" in lines[0].found
+    assert not findings.file().exists()
+
+
+def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
+    monkeypatch.setattr(probe, "SECONDS", 0.0)
+    seen = []
+    probing.probe(lambda *where: seen.append(where))
+    # Seven forms of attention and, where they can help, fast products.
+    assert [(done, total) for _, done, total in seen] == [(done, len(seen)) for done in range(len(seen))]
+    assert len(seen) == 7 + (products.obstacle() is None)
+    lines = told()
+    forms = ("", ", causal", ", padded", ", causal, padded", ", few", ", training", ", causal, training")
+    for form in forms:
+        state, text = lines[f"exact attention float32, 512 keys{form}"]
+        assert state == "ok"
+        assert "error" in text
+    # The calls of this process and of later ones go by it.
+    case = choice.Case("cpu", probing._DTYPES[0], 512)
+    assert choice.chosen(case)[0] == findings.found("cpu")[str(case)]["way"]
+    found = {"way": ways.DEFAULT, "milliseconds": {ways.DEFAULT: 1.0}, "errors": {ways.DEFAULT: 0.0}}
+    monkeypatch.setattr(probing, "_FORMS", ({},))
+    monkeypatch.setattr(probing, "measure", lambda case: found)
+    probing.probe()
+    assert findings.found("cpu")[str(case)] == found
+    assert len(findings.found("cpu")) == 1 + (products.obstacle() is None)
+
+
+def test_a_probe_leaves_the_checks_of_kernels_and_no_line_takes_them_for_a_probe(monkeypatch):
+    monkeypatch.setattr(
+        probing, "measure", lambda case: {"way": ways.DEFAULT, "milliseconds": {}, "errors": {ways.DEFAULT: 0.0}}
+    )
+    monkeypatch.setattr(products, "obstacle", lambda device="cpu": "none here")
+    checked.keep_check("flash", "cpu", checked.Check(["bfloat16"], {}))
+    probing.probe()
+    assert checked.check_of("flash", "cpu") == (["bfloat16"], {})
+    assert not any(what.startswith(checked.ABOUT) for what, _, _ in probing.said())
+
+
+def test_what_was_measured_beside_other_programs_is_marked_and_the_mark_explained():
+    assert "other programs" not in " ".join(text for _, text in told().values())
+    finding = {"way": "x", "milliseconds": {"x": 1.0, ways.DEFAULT: 2.0}, "errors": {"x": 1e-7}, "crowded": True}
+    findings.keep("cpu", "exact attention, float32, 512 keys", finding)
+    lines = " ".join(text for _, text in told().values())
+    assert "x, 2.00× default SDPA, error 1.0e-07 *" in lines
+    assert "* was measured while other programs used the cores: when they are gone, measure again" in lines
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("out of memory\nmore")], ids=["memory", "runtime"])
+def test_a_probe_that_fails_leaves_the_default_and_is_told_with_the_remedy(monkeypatch, error):
+    def fail(case):
+        raise error
+
+    monkeypatch.setattr(probing, "measure", fail)
+    probing.probe()
+    state, text = told()["exact attention float32, 512 keys"]
+    assert state == "missing"
+    assert "float32 products" in " ".join(told())
+    why = "MemoryError" if isinstance(error, MemoryError) else "out of memory"
+    assert f"default SDPA, because the probe failed: {why}. Fix that, then measure again with `approx doctor" in text
+    assert choice.chosen(choice.Case("cpu", probing._DTYPES[0], 512))[0] == ways.DEFAULT
+
+
+def test_findings_that_cannot_be_kept_are_an_error_with_the_remedy(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(probing, "measure", lambda case: {"way": ways.DEFAULT})
+    with pytest.raises(ApproxError, match=r"cannot be (kept|removed).*APPROX_CACHE"):
+        probing.probe()
+
+
+def test_findings_that_cannot_be_removed_are_an_error_with_the_remedy():
+    findings.file().mkdir()
+    with pytest.raises(ApproxError, match=r"cannot be removed: .*APPROX_CACHE"):
+        probing.probe()

@@ -1,0 +1,196 @@
+"""Outputs kept batch by batch: nothing is computed twice, nothing stale is found, and a kill costs one batch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from approx.errors import ApproxError
+from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
+from approx.evaluation.prediction_cache import Ledger, default_folder, fingerprint
+from approx.tasks import open_task
+from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
+
+HERE = Path(__file__).parent
+# Run by `python` and by `torchrun`: evaluates two models on the data given, and may kill itself after some batches.
+SCRIPT = """
+import json, os, signal, sys
+from pathlib import Path
+sys.path[:0] = [str(Path(sys.argv[1]).parent), sys.argv[1]]
+from test_ledger import evaluated
+_, _, data, kept, out, limit = sys.argv
+seen = []
+def progress(done, total):
+    seen.append(done)
+    if len(seen) == int(limit):
+        os.kill(os.getpid(), signal.SIGKILL)
+rank = os.environ.get("RANK", "")
+for way, place in (("plain", None), ("kept", Path(kept))) if rank else (("kept", Path(kept)),):
+    Path(out + way + rank).write_text(json.dumps(evaluated(Path(data), place, progress)))
+"""
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    rows = [f"{' '.join(WORDS[4 + (row + word) % 10] for word in range(1 + row % 13))}\t{row % 2}" for row in range(37)]
+    (tmp_path / "dev.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
+    return tmp_path
+
+
+def models():
+    torch.manual_seed(0)
+    return [tiny_model(2), tiny_model(2)]
+
+
+def evaluated(data, kept, progress=None, *, batch_size=4, identities=("a", "b"), counted=None, changed=None):
+    subjects = {}
+    for name, model, identity in zip(("exact", "other"), changed or models(), identities, strict=True):
+        if counted is not None:
+            model.register_forward_hook(lambda *_: counted.append(1))
+        subjects[name] = Subject(name, model, tiny_tokenizer(), identity)
+    task = open_task("glue/sst2")
+    return evaluate(subjects, task, data=data, batch_size=batch_size, kept=kept, progress=progress)
+
+
+def test_nothing_is_computed_twice(data, tmp_path):
+    plain, first, second = [], [], []
+    alone = evaluated(data, None, counted=plain)
+    kept = tmp_path / "kept"
+    assert evaluated(data, kept, counted=first) == alone
+    assert evaluated(data, kept, counted=second) == alone
+    assert (len(plain), len(first), len(second)) == (20, 20, 0)
+
+
+def test_what_outputs_depend_on_finds_another_ledger(data, tmp_path):
+    kept, counted = tmp_path / "kept", []
+    evaluated(data, kept)
+    evaluated(data, kept, counted=counted, identities=("a", "changed weights"))
+    assert len(counted) == 10
+    evaluated(data, kept, counted=counted, batch_size=5)
+    assert len(counted) == 26
+    text = (data / "dev.tsv").read_text()
+    (data / "dev.tsv").write_text(text.replace("very", "not", 1))
+    evaluated(data, kept, counted=counted)
+    assert len(counted) == 46
+    # A label is no input: the score changes, the outputs do not.
+    (data / "dev.tsv").write_text(text.replace("\t1", "\t0", 1))
+    evaluated(data, kept, counted=counted)
+    assert len(counted) == 46
+
+
+def test_another_kind_of_device_finds_another_ledger(data, tmp_path):
+    """Tensors of the device `meta` hold no numbers, so the model that stands here says the same of every input."""
+    task, calls = open_task("glue/sst2"), []
+
+    class Constant(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.dtype = tiny_model(2).config, torch.float32
+
+        def forward(self, input_ids: torch.Tensor, **_: torch.Tensor) -> SimpleNamespace:
+            calls.append(input_ids.device.type)
+            return SimpleNamespace(logits=torch.tensor([[0.0, 1.0]]).expand(len(input_ids), 2))
+
+    subject = Subject("constant", Constant(), tiny_tokenizer(), "a")
+    prepared = prepare([Subject("a", tiny_model(2), tiny_tokenizer())], task, task.load(data), batch_size=37)
+    for device in ("cpu", "cpu:0", "meta", "meta"):
+        assert predict(subject, task, prepared, device=device, kept=tmp_path / "kept") == [1] * 37
+    assert calls == ["cpu", "meta"]
+
+
+def test_models_without_identity_keep_nothing(data, tmp_path):
+    counted = []
+    for _ in range(2):
+        evaluated(data, tmp_path / "kept", counted=counted, identities=(None, None))
+    assert len(counted) == 40
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_torn_line_is_a_batch_not_finished(tmp_path):
+    ledger = Ledger(tmp_path, "abc")
+    ledger.write(0, [1.5])
+    (path,) = tmp_path.rglob("*.jsonl")
+    path.write_text(path.read_text() + "[1, [2.")
+    assert ledger.read() == {0: [1.5]}
+    assert ledger.write(1, [2.25]) == [2.25]
+    assert ledger.read() == {0: [1.5], 1: [2.25]}
+
+
+def test_numbers_come_back_as_they_were(tmp_path):
+    said = [{"loss": 0.1 + 0.2, "spans": [[1 / 3, 4, 5]]}]
+    assert Ledger(tmp_path, "abc").write(0, said) == said == Ledger(tmp_path, "abc").read()[0]
+
+
+def test_a_folder_that_cannot_be_written_is_told_with_its_remedy(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ApproxError, match=r"Set \$APPROX_CACHE .*--fresh"):
+        Ledger(tmp_path / "file", "abc").write(0, [])
+
+
+def test_fingerprints_tell_arrays_and_order_apart():
+    first, second = torch.arange(3).numpy(), torch.arange(1, 4).numpy()
+    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
+    assert len({fingerprint(first), fingerprint(second), fingerprint("a", "b"), fingerprint("b", "a")}) == 4
+    # Of long ones NumPy prints the ends only.
+    long = [np.zeros(5000), np.zeros(5000)]
+    long[1][2500] = 1e-9
+    assert fingerprint(long[0]) != fingerprint(long[1])
+
+
+def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
+    assert default_folder() == tmp_path / "outputs"
+    monkeypatch.delenv("APPROX_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "approx" / "outputs"
+
+
+def run(command, data, kept, out, limit=0):
+    arguments = [str(HERE), str(data), str(kept), str(out), str(limit)]
+    script = data / "script.py"
+    script.write_text(SCRIPT)
+    path = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        [*command, str(script), *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_a_killed_evaluation_goes_on_and_ends_the_same(data, tmp_path):
+    kept, out, counted = tmp_path / "kept", tmp_path / "out.json", []
+    killed = run([sys.executable], data, kept, out, limit=13)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not list(tmp_path.glob("out.json*"))
+    resumed = evaluated(data, kept, counted=counted)
+    # Twelve or thirteen of twenty batches are there: at most one is lost.
+    assert len(counted) in (7, 8)
+    assert json.dumps(resumed) == json.dumps(evaluated(data, None))
+
+
+def test_two_processes_say_what_one_says(data, tmp_path):
+    out, kept = tmp_path / "out-", tmp_path / "kept"
+    done = run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], data, kept, out
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    # Ten batches a model make five for each process; nine are left to be shared out unevenly after one is known.
+    alone = json.dumps(evaluated(data, None))
+    for said in ("plain0", "plain1", "kept0", "kept1"):
+        assert Path(f"{out}{said}").read_text() == alone
+    for path in kept.rglob("*.1.jsonl"):
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    counted = []
+    evaluated(data, kept, counted=counted)
+    assert len(counted) == 2

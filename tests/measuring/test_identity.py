@@ -1,0 +1,81 @@
+"""What kept outputs depend on: whatever computes them otherwise computes them again."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from approx import api
+from approx.checkpoints import checkpoint
+from approx.measuring.identity import beside, examples_read, identity
+from approx.tasks import open_task
+from approx_kernels.c_language import library
+from c_sources import needs_compiler
+from tiny_classifier import tiny_model
+from tiny_study import tiny_checkpoint, tiny_data
+
+
+@pytest.fixture
+def anew():
+    """Forget whether C can be compiled, before and after."""
+    library.cache_clear()
+    yield library.cache_clear
+    library.cache_clear()
+
+
+@needs_compiler
+def test_outputs_of_compiled_code_are_not_taken_for_those_of_pytorch(tmp_path, monkeypatch, anew, own_cache):
+    base, data = str(tiny_checkpoint(tmp_path / "base")), str(tiny_data(tmp_path))
+
+    def ledgers() -> int:
+        api.evaluate(base, "glue/sst2", data=data, device="cpu")
+        return len(list((own_cache / "outputs").rglob("*.jsonl")))
+
+    assert (ledgers(), ledgers()) == (1, 1)
+    monkeypatch.setenv("APPROX_COMPILE_C", "0")
+    anew()
+    assert (ledgers(), ledgers()) == (2, 2)
+
+
+def opened(model: Any, sha256: str = "a") -> checkpoint.Checkpoint:
+    """A checkpoint of which nothing is known but its model and the hash of its weights."""
+    nowhere = checkpoint.Source("a", Path(), None, {}, model.config, type(model), converted=False)
+    return checkpoint.Checkpoint(nowhere, model, sha256)
+
+
+def test_whatever_changes_outputs_changes_the_identity_and_a_folders_name_does_not():
+    model = tiny_model(2)
+    known = identity(opened(model))
+    other = copy.deepcopy(model)
+    other.config._name_or_path = "elsewhere"
+    assert identity(opened(other)) == known
+    other.config.layer_norm_eps *= 2
+    found = [identity(opened(other)), identity(opened(model, "b")), identity(opened(copy.deepcopy(model).bfloat16()))]
+    assert len({known, *found}) == 4
+
+
+def test_examples_and_settings_are_told_apart_and_the_place_of_the_file_is_not(tmp_path):
+    def read(folder: str, label: int = 1, name: str = "dev", task: str = "glue/sst2") -> str:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        file = tmp_path / folder / f"{name}.tsv"
+        file.write_text(f"sentence\tlabel\nfine\t{label}\n", encoding="utf-8")
+        opened = open_task(task)
+        return examples_read(opened, opened.load(file))
+
+    assert read("here") == read("there")
+    assert len({read("here"), read("here", 0), read("here", name="train")}) == 3
+    lengths = [open_task("needle", length=length, examples=2) for length in (64, 65)]
+    assert len({examples_read(task, lengths[0].load()) for task in lengths}) == 2
+
+
+def test_the_files_beside_the_weights_are_hashed_with_their_names(tmp_path):
+    found = set()
+    for name, text in (("config.json", "{}"), ("config.json", "[]"), ("vocab.txt", "[]"), ("vocab.model", "[]")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        found.add(beside(tmp_path))
+        (tmp_path / name).unlink()
+    assert len(found) == 4
+    empty = beside(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"weights are hashed elsewhere")
+    assert beside(tmp_path) == empty

@@ -1,0 +1,141 @@
+"""The switch of float32 products: thrown for as long as a context lasts, and refused where it cannot help."""
+
+import dataclasses
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import approx
+from approx.errors import ApproxError, Exit
+from approx.measuring import products
+from approx.measuring.identity import computed_by
+from approx.measuring.products import fast_products, obstacle, products_for
+from approx.pipeline.preflight import check
+from approx.recipe import BenchStage, Recipe
+
+
+@pytest.fixture
+def helps(monkeypatch):
+    """As on a processor where it helps; the switch itself is there everywhere."""
+    monkeypatch.setattr(products, "obstacle", lambda device="cpu", dtype="float32": None)
+
+
+def state() -> str:
+    return products._switch()
+
+
+def test_it_is_thrown_inside_and_restored_after_errors_too(helps):
+    assert state() == "none"
+    with approx.fast_products(), fast_products():
+        assert state() == "bf16"
+    assert state() == "none"
+    for error in (ValueError, KeyboardInterrupt):
+        with pytest.raises(error), fast_products():
+            raise error
+        assert state() == "none"
+
+
+def test_what_somebody_has_set_is_restored(helps):
+    products._switch("ieee")
+    try:
+        with fast_products(), fast_products():
+            assert state() == "bf16"
+        assert state() == "ieee"
+    finally:
+        products._switch("none")
+
+
+def test_of_several_threads_the_last_one_restores_it(helps):
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with fast_products():
+            inside.set()
+            leave.wait(10)
+
+    other = threading.Thread(target=hold)
+    with fast_products():
+        other.start()
+        assert inside.wait(10)
+    assert state() == "bf16"
+    leave.set()
+    other.join()
+    assert state() == "none"
+
+
+def test_products_within_it_are_those_of_float32_or_it_is_refused():
+    x, weight = torch.randn(64, 300), torch.randn(300, 200)
+    exact = x.double() @ weight.double()
+    if why := obstacle():
+        with pytest.raises(ApproxError, match="Fast products were asked for, but") as refused, fast_products():
+            pass
+        assert (refused.value.exit_code, why in str(refused.value)) == (Exit.UNSUPPORTED, True)
+        return
+    with fast_products():
+        found = x @ weight
+    assert ((found.double() - exact).norm() / exact.norm()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("torch.backends.cpu.get_cpu_capability", lambda: "AVX2"), "PyTorch uses AVX2 on this processor"),
+        (("torch.backends.mkldnn.is_available", lambda: False), "PyTorch has no oneDNN here"),
+        (("approx.measuring.products._error_within", lambda: 2e-3), "they round float32 to bfloat16"),
+    ],
+    ids=["AVX2", "no oneDNN", "tiles for bfloat16"],
+)
+def test_where_it_cannot_help_it_says_why_and_what_to_do(monkeypatch, change, words):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(products, "_error_within", lambda: 3e-7)
+    assert (obstacle() is None) == (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
+    monkeypatch.setattr(*change)
+    with pytest.raises(ApproxError, match=f"{words}.*Leave them out"), fast_products():
+        pass
+    assert words in products.said(None)
+    assert state() == "none"
+
+
+def test_a_gpu_and_16_bits_are_refused_for_every_model_that_is_compared(helps, monkeypatch):
+    monkeypatch.undo()
+    assert "the device is cuda" in str(obstacle("cuda"))
+    cpu = torch.device("cpu")
+    models = [SimpleNamespace(device=cpu, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    monkeypatch.setattr(products, "_error_within", lambda: 3e-7)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    with pytest.raises(ApproxError, match="the dtype is bfloat16"), products_for(models, wanted=True):
+        pass
+    with products_for(models, wanted=False):
+        assert state() == "none"
+    with products_for(models[:1], wanted=True):
+        assert state() == "bf16"
+
+
+def test_what_it_gains_is_measured_and_told():
+    before = torch.random.get_rng_state()
+    finding = products.measure()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert state() == "none"
+    assert finding["gains"].keys() == {"8", "64", "512"}
+    assert min(finding["gains"].values()) > 0
+    if obstacle() is None:
+        assert f"{finding['gains']['512']}× at 512 rows, error" in products.said(finding)
+        assert "`approx doctor --probe` measures" in products.said(None)
+
+
+def test_outputs_that_are_kept_tell_whether_it_was_thrown():
+    cpu = torch.device("cpu")
+    assert computed_by(cpu) == computed_by(cpu, fast_products=False)
+    assert computed_by(cpu, fast_products=True) != computed_by(cpu)
+
+
+def test_a_recipe_that_asks_for_it_in_vain_is_refused_before_any_work():
+    stage = BenchStage([8], inputs="synthetic", fast_products=True)
+    asked = Recipe("a title", "", {}, bench=[stage], device="cpu", dtype="bfloat16")
+    with pytest.raises(ApproxError, match="the dtype is bfloat16"):
+        check(asked, offline=True)
+    plain = dataclasses.replace(asked, bench=[dataclasses.replace(stage, fast_products=False)])
+    assert check(plain, offline=True) == {}

@@ -1,0 +1,41 @@
+"""Made-up inputs: of the size that was asked for, of tokens that there are, and padded as a tokenizer pads."""
+
+import pytest
+import torch
+
+from approx.planning.example_inputs import example_inputs, samples
+from zoo import tiny
+
+
+@pytest.mark.parametrize(("size", "low"), [(1, 0), (2, 1), (6, 5), (8, 5)])
+def test_tokens_are_of_the_vocabulary_and_not_special_where_it_has_others(size, low):
+    ids = example_inputs(tiny("BertModel", vocab_size=size, pad_token_id=0), 60, batch=2)["input_ids"]
+    assert set(ids.flatten().tolist()) == set(range(low, size))
+
+
+def test_a_seed_gives_the_same_inputs_and_another_one_others():
+    model = tiny("ViTForImageClassification")
+    first, again, other = (example_inputs(model, 1, batch=2, seed=seed)["pixel_values"] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(first[0], first[1])
+
+
+def test_the_last_row_is_padded_at_its_end_as_a_tokenizer_pads():
+    inputs = example_inputs(tiny("RobertaForQuestionAnswering"), 12, batch=2, padded=5)
+    assert inputs["attention_mask"].tolist() == [[1] * 12, [1] * 7 + [0] * 5]
+    padding = inputs["input_ids"] == 1
+    assert torch.equal(padding, inputs["attention_mask"] == 0)
+
+
+@pytest.mark.parametrize("length", [1, 2, 30])
+def test_speech_has_as_many_frames_as_were_asked_for(length):
+    model = tiny("Wav2Vec2Model")
+    enough = samples(model.config, length)
+    assert model._get_feat_extract_output_lengths(torch.tensor(enough)) == length
+    assert model._get_feat_extract_output_lengths(torch.tensor(enough - 1)) == length - 1
+    inputs = example_inputs(model, length + 3, batch=2, padded=3)
+    frames = model._get_feature_vector_attention_mask(length + 3, inputs["attention_mask"])
+    assert frames.sum(1).tolist() == [length + 3, length]
+    assert not inputs["input_values"][1][inputs["attention_mask"][1] == 0].any()
+    assert inputs["input_values"][0].all()

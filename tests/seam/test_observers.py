@@ -1,0 +1,227 @@
+"""Whoever observes a converted model gets its numbers: tracers, transforms, forward mode, counters, profilers, modes."""
+
+import subprocess
+import sys
+import textwrap
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.pytorch_utils import Conv1D
+
+from approx.conversion import surgery
+from approx.mechanisms import MECHANISMS
+from approx.mechanisms.mechanism import Mechanism
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan
+from approx_kernels.c_language import compiler_obstacle
+from forms import FORMS, SMALL
+from zoo import tiny
+
+CASES = [("GPT2Model" if causal else "BertModel", name) for name, causal in FORMS if name in MECHANISMS]
+# A tracer warns of each shape that becomes a constant, which is what is wanted.
+pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+over_all = pytest.mark.parametrize(("family", "name"), CASES)
+# Mechanisms that run PyTorch's own attention at this length, and no kernel of ours.
+PLAIN = ("full", "sdpa", "exact", "flash")
+LENGTH = 24
+
+
+class Net(nn.Module):
+    """A converted model with tensors in and a tensor out, as tracers and transforms want it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.more = {"use_cache": False} if model.config.model_type.endswith("gpt2") else {}
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.model(input_ids=ids, attention_mask=mask, **self.more)[0]
+
+    def of_embeddings(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.model(inputs_embeds=x, attention_mask=mask, **self.more)[0]
+
+
+@cache
+def converted(family: str, name: str) -> Net:
+    model = tiny(family, **({"n_layer": 1} if family == "GPT2Model" else {"num_hidden_layers": 1}))
+    surgery.convert(model, Plan.of(name, **SMALL.get(name, {})), calibration=example_inputs(model, 40, batch=2))
+    return Net(model).eval()
+
+
+def draw(seed: int, padded: int = 0) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(3, 100, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[1, LENGTH - padded :] = 0
+    return ids, mask
+
+
+def numbers(net: Net, ids: Tensor, mask: Tensor) -> Tensor:
+    with torch.no_grad():
+        return net(ids, mask)
+
+
+def agree(found: Tensor, expected: Tensor, mask: Tensor) -> None:
+    """What padded queries receive has no meaning."""
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+@over_all
+@pytest.mark.parametrize("padded", [0, 7])
+def test_what_was_traced_is_right_for_other_inputs_and_masks_of_the_shape(family, name, padded):
+    net = converted(family, name)
+    with torch.no_grad():
+        traced: Any = torch.jit.trace(net, draw(0, padded), check_trace=False)
+        for given in (draw(0, padded), draw(1), draw(2, 3), draw(3, 11)):
+            agree(traced(*given), numbers(net, *given), given[1])
+
+
+@over_all
+def test_vmap_gives_what_a_batch_gives(family, name):
+    net = converted(family, name)
+    ids, mask = draw(0, 7)
+    with torch.no_grad():
+        found = torch.func.vmap(lambda one, real: net(one[None], real[None])[0])(ids, mask)
+    agree(found, numbers(net, ids, mask), mask)
+
+
+@over_all
+def test_gradients_of_each_sample_are_those_of_autograd(family, name):
+    net = converted(family, name)
+    ids, mask = draw(0, 7)
+    x = net.model.get_input_embeddings()(ids).detach()
+
+    def loss(x: Tensor, real: Tensor) -> Tensor:
+        return net.of_embeddings(x[None], real[None])[0].square().mul(real[:, None]).sum()
+
+    found = torch.func.vmap(torch.func.grad(loss))(x, mask)
+    for one, real, slope in zip(x, mask, found, strict=True):
+        one = one.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(loss(one, real), one)
+        torch.testing.assert_close(slope, expected, rtol=1e-3, atol=1e-4)
+
+
+@over_all
+@pytest.mark.parametrize("way", ["torch.func", "dual level"])
+def test_forward_mode_gives_the_derivative_that_reverse_mode_gives(family, name, way):
+    net = converted(family, name)
+    ids, mask = draw(0, 7)
+    x = net.model.get_input_embeddings()(ids).detach().requires_grad_()
+    tangent = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    out = net.of_embeddings(x, mask)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)) * mask[..., None]
+    (slope,) = torch.autograd.grad(out, x, grad)
+    if way == "torch.func":
+        found, change, *_ = torch.func.jvp(lambda x: net.of_embeddings(x, mask), (x.detach(),), (tangent,))
+    else:
+        with forward_ad.dual_level():
+            found, change = forward_ad.unpack_dual(net.of_embeddings(forward_ad.make_dual(x.detach(), tangent), mask))
+    agree(found, out.detach(), mask)
+    assert change is not None
+    size = float((grad.norm() * change.norm()).detach())
+    torch.testing.assert_close((grad * change).sum(), (slope * tangent).sum(), rtol=0, atol=1e-5 * size)
+
+
+@over_all
+def test_a_counter_of_operations_sees_layers_and_attention(family, name):
+    net = converted(family, name)
+    given = draw(0, 7)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        out = net(*given)
+    agree(out, numbers(net, *given), given[1])
+    layers = [each.weight.numel() for each in net.modules() if isinstance(each, nn.Linear | Conv1D)]
+    products = 2 * given[0].numel() * sum(layers)
+    if family == "BertModel":
+        # Its pooler reads one token.
+        products -= 2 * (LENGTH - 1) * 2 * net.model.pooler.dense.weight.numel()
+    attention = counter.get_total_flops() - products
+    (mechanism,) = (each for each in net.modules() if isinstance(each, Mechanism))
+    # Plain steps count pairs that a mask hides, whole tiles, and blocks wider than these few tokens: six times for `linear`.
+    assert 0.3 < attention / (2 * mechanism.flops(LENGTH)) < 7
+
+
+@over_all
+def test_a_profiler_sees_the_operator_that_runs(family, name):
+    net = converted(family, name)
+    given = draw(0, 7)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        out = net(*given)
+    agree(out, numbers(net, *given), given[1])
+    ours = [event.key for event in profile.key_averages() if event.key.startswith("approx_kernels")]
+    assert bool(ours) == (name not in PLAIN and compiler_obstacle() is None)
+
+
+@over_all
+def test_function_modes_and_inference_mode_change_nothing(family, name):
+    net = converted(family, name)
+    given = draw(0, 7)
+    expected = numbers(net, *given)
+    with torch.device("cpu"):
+        agree(numbers(net, *given), expected, given[1])
+    with torch.inference_mode():
+        agree(net(*given).clone(), expected, given[1])
+
+
+@over_all
+def test_autocast_rounds_and_no_more(family, name):
+    net = converted(family, name)
+    given = draw(0, 7)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = numbers(net, *given)
+    # Rounded scores may choose other keys and buckets, so single numbers may differ by more; seven bits are 2^-8.
+    real = given[1].bool()
+    expected = numbers(net, *given)[real]
+    assert float((out[real] - expected).norm() / expected.norm()) < 2e-2
+
+
+@over_all
+def test_tensors_without_numbers_have_the_shape_of_the_output(family, name):
+    net = converted(family, name)
+    given = draw(0, 7)
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = net(*(mode.from_tensor(x) for x in given))
+    assert fake.shape == numbers(net, *given).shape
+
+
+def test_a_layer_left_exact_is_observed_as_well():
+    model = tiny("BertModel", num_hidden_layers=2)
+    surgery.convert(model, Plan.of("local", layers="0", **SMALL["local"]))
+    net = Net(model).eval()
+    ids, mask = draw(0, 7)
+    expected = numbers(net, ids, mask)
+    with torch.no_grad():
+        traced: Any = torch.jit.trace(net, draw(1), check_trace=False)
+        agree(traced(ids, mask), expected, mask)
+        agree(torch.func.vmap(lambda one, real: net(one[None], real[None])[0])(ids, mask), expected, mask)
+
+
+def test_trace_vmap_and_a_counter_in_one_process_end_well():
+    script = f"""
+        import torch
+        from torch.utils.flop_counter import FlopCounterMode
+        from conversion.test_observers import agree, converted, draw, numbers
+
+        for name in ("clustered", "longformer", "lsh"):
+            net = converted("BertModel", name)
+            with torch.no_grad():
+                traced = torch.jit.trace(net, draw(0, 7), check_trace=False)
+                for given in [draw(seed, seed) for seed in range({LENGTH})]:
+                    agree(traced(*given), numbers(net, *given), given[1])
+                ids, mask = draw(1, 3)
+                agree(torch.func.vmap(lambda one, real: net(one[None], real[None])[0])(ids, mask), net(ids, mask), mask)
+                with FlopCounterMode(display=False) as counter:
+                    agree(net(ids, mask), numbers(net, ids, mask), mask)
+                assert counter.get_total_flops() > 0
+        print("ended well")
+    """
+    tests = Path(__file__).resolve().parent.parent
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=tests, capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stdout.strip()) == (0, "ended well"), run.stderr[-2000:]

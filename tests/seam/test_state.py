@@ -1,0 +1,84 @@
+"""A folder whose mechanisms hold what they never could is refused when it is loaded, before any code reads it."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from approx.checkpoints import families
+from approx.conversion import surgery
+from approx.errors import ApproxError, Exit
+from approx.mechanisms.state import unusable_state
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan, Rule
+from forms import FORMS, make, over
+from zoo import tiny
+
+# One a layer: what is drawn to choose places, what is fitted, and what is learned.
+KINDS = {
+    "clustered": {"clusters": 4},
+    "bigbird": {"block": 4},
+    "improved-clustered": {"clusters": 4, "topk": 4, "frozen": True},
+    "performer": {},
+    "lsh": {"cluster": 8},
+    "linear": {"feature_map": "hedgehog"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = tiny("BertModel", num_hidden_layers=len(KINDS))
+    rules = (Rule(name, str(layer), settings=settings) for layer, (name, settings) in enumerate(KINDS.items()))
+    surgery.convert(model, Plan(tuple(rules)), calibration=example_inputs(model, 24))
+    made = tmp_path_factory.mktemp("state") / "converted"
+    model.save_pretrained(made)
+    return made
+
+
+def changed(tensor, how):
+    wrong = tensor.clone()
+    wrong.view(-1)[0] = {"negative": -1, "huge": 2**40, "NaN": torch.nan, "infinite": torch.inf}[how]
+    return wrong
+
+
+@pytest.mark.parametrize("how", ["negative", "huge", "NaN", "infinite"])
+def test_a_folder_with_it_is_not_loaded(folder, tmp_path, how):
+    weights = load_file(folder / "model.safetensors")
+    for file in folder.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    model_class = families.model_class(families.stock_class(type(tiny("BertModel"))))
+    drawn, tried = how in ("negative", "huge"), 0
+    for name, tensor in weights.items():
+        if ".mechanism." not in name or drawn == tensor.is_floating_point():
+            continue
+        save_file(weights | {name: changed(tensor, how)}, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(
+            ApproxError, match=r"The checkpoint is damaged: .*Convert the base checkpoint again"
+        ) as told:
+            model_class.from_pretrained(tmp_path)
+        assert name in str(told.value)
+        assert told.value.exit_code == Exit.UNAVAILABLE
+        tried += 1
+    assert tried >= (2 if drawn else 5)
+
+
+def test_it_is_loaded_as_it_was_written(folder):
+    model_class = families.model_class(families.stock_class(type(tiny("BertModel"))))
+    assert model_class.from_pretrained(folder).config.approx
+
+
+@over(FORMS)
+def test_whatever_a_mechanism_makes_is_usable(name, causal):
+    mechanism = make(name, causal, heads=2, size=8)
+    assert unusable_state(mechanism) is None
+    mechanism.after_step(10)
+    assert unusable_state(mechanism.to(torch.bfloat16)) is None
+
+
+def test_a_tensor_of_another_shape_or_dtype_is_named():
+    mechanism = make("clustered", False, heads=2, size=8)
+    draws = mechanism.get_buffer("draws")
+    mechanism.draws = draws[:2]
+    assert unusable_state(mechanism) == "draws has shape [2]; its settings make [4]"
+    mechanism.draws = draws.int()  # from a file, transformers makes int64 of them
+    assert unusable_state(mechanism) == "draws is torch.int32; its settings make torch.int64"

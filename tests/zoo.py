@@ -1,0 +1,176 @@
+"""One tiny model with random weights for each family and task head that must be convertible."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from approx.errors import ApproxError
+from approx.mechanisms import MECHANISMS
+from approx.planning.anatomy import anatomy
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan, Rule
+
+_TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+    "num_labels": 2,
+}
+_SPEECH: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 32,
+    "conv_dim": (16, 16),
+    "conv_stride": (4, 2),
+    "conv_kernel": (8, 4),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "num_feat_extract_layers": 2,
+    "feat_extract_norm": "layer",
+    "do_stable_layer_norm": True,
+    "layerdrop": 0.0,
+}
+# Special tokens of the larger vocabularies would lie outside the tiny one.
+_GPT2: dict[str, Any] = {
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "vocab_size": 101,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_ENCODER_DECODER: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": 101,
+}
+_LLAMA: dict[str, Any] = {**_TEXT, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "Bert": _TEXT,
+    "Roberta": {**_TEXT, "max_position_embeddings": 66},
+    "XLMRoberta": {**_TEXT, "max_position_embeddings": 66},
+    "DistilBert": {
+        "dim": 32,
+        "n_layers": 3,
+        "n_heads": 4,
+        "hidden_dim": 48,
+        "vocab_size": 101,
+        "max_position_embeddings": 64,
+    },
+    "Electra": {**_TEXT, "embedding_size": 16},
+    "GPT2": _GPT2,
+    "Llama": _LLAMA,
+    "Mixtral": {**_LLAMA, "num_local_experts": 4, "sliding_window": None},
+    "Bart": {
+        **_ENCODER_DECODER,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 3,
+        "forced_eos_token_id": None,
+    },
+    "Wav2Vec2": _SPEECH,
+    "Hubert": _SPEECH,
+    "ViT": {**_TEXT, "image_size": 24, "patch_size": 4},
+    "Whisper": {
+        **_ENCODER_DECODER,
+        "num_mel_bins": 8,
+        "max_source_positions": 24,
+        "max_target_positions": 48,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 3,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+    },
+}
+
+# One a family, with the head that its users load most.
+FAMILIES = (
+    "BertForSequenceClassification",
+    "RobertaForQuestionAnswering",
+    "XLMRobertaForTokenClassification",
+    "DistilBertForSequenceClassification",
+    "ElectraForSequenceClassification",
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "Wav2Vec2ForCTC",
+    "HubertForCTC",
+    "ViTForImageClassification",
+    "WhisperForConditionalGeneration",
+)
+OTHER_HEADS = (
+    "BertModel",
+    "BertForMaskedLM",
+    "BertForQuestionAnswering",
+    "RobertaForMaskedLM",
+    "RobertaForSequenceClassification",
+    "DistilBertForQuestionAnswering",
+    "ElectraForTokenClassification",
+    "GPT2ForSequenceClassification",
+    "GPT2Model",
+    "LlamaForSequenceClassification",
+    "Wav2Vec2ForSequenceClassification",
+    "Wav2Vec2Model",
+)
+# Families that no part of the code names, found by running them: an encoder with a decoder of tokens, a mixture of experts.
+UNNAMED = ("BartForConditionalGeneration", "MixtralForCausalLM")
+CAUSAL = tuple(name for name, kind in MECHANISMS.items() if kind.supports_causal)
+
+
+def tiny(architecture: str, seed: int = 0, **changes: Any) -> Any:
+    """A model of this architecture in evaluation mode; the same seed gives the same weights."""
+    family = max((name for name in _CONFIGS if architecture.startswith(name)), key=len)
+    config = getattr(transformers, f"{family}Config")(**{**_CONFIGS[family], **changes})
+    torch.manual_seed(seed)
+    return getattr(transformers, architecture)(config).eval()
+
+
+def outputs(model: Any, inputs: dict[str, Tensor] | None = None, **more: Any) -> list[Tensor]:
+    """Every floating-point tensor of the model's output, caches left out."""
+    inputs = example_inputs(model, 24, batch=2, padded=7) if inputs is None else inputs
+    with torch.no_grad():
+        found = model(**inputs, **more).to_tuple()
+    return [tensor for tensor in found if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+
+
+def difference(first: list[Tensor], second: list[Tensor]) -> float:
+    """Largest difference between two lists of outputs."""
+    assert len(first) == len(second) > 0
+    return max(float((a.float() - b.float()).abs().max()) for a, b in zip(first, second, strict=True))
+
+
+def error_of(action: Callable[[], Any]) -> ApproxError | None:
+    """What the action refuses with; None if it succeeds. Any other exception is a failure of the test."""
+    try:
+        action()
+    except ApproxError as error:
+        return error
+    return None
+
+
+def exact_plan(model: Any, mechanism: str, layers: str = "all") -> Plan | None:
+    """The plan that gives a mechanism its exact settings; None if it has none or has no form for these layers."""
+    limit = MECHANISMS[mechanism].exact_settings(64)
+    sites = anatomy(model.config, type(model)).sites
+    able = {True: MECHANISMS[mechanism].supports_causal, False: MECHANISMS[mechanism].supports_bidirectional}
+    if limit is None or not all(able[site.causal] for site in sites):
+        return None
+    return Plan((Rule(mechanism, layers, limit),))

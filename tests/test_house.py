@@ -24,19 +24,27 @@ MAY_IMPORT = {
     "approx.yaml_text": "",
     "approx.registration": "",
     "approx.mechanisms": "approx.errors approx_kernels",
-    "approx.patterns": "approx.errors approx.mechanisms approx_kernels",
+    "approx.seam": "approx.errors approx.mechanisms approx_kernels",
+    "approx.checkpoints": "approx.errors approx.seam approx.mechanisms approx_kernels",
+    "approx.planning": "approx.errors approx.yaml_text approx.seam approx.mechanisms approx_kernels",
+    "approx.conversion": "approx.errors approx.version approx.planning approx.checkpoints approx.seam approx.mechanisms"
+    " approx_kernels",
     "approx.tasks": "approx.errors",
-    "approx.conversion": "approx.errors approx.version approx.yaml_text approx.mechanisms approx_kernels",
     "approx.evaluation": "approx.errors approx.version approx.tasks approx_kernels.cache_folder",
     "approx.finetuning": "approx.errors approx.version approx.tasks",
+    "approx.recipe": "approx.errors approx.yaml_text",
+    "approx.grid": "approx.recipe",
+    "approx.measuring": "approx.errors approx.version approx.recipe approx.evaluation approx.tasks approx.conversion approx.planning"
+    " approx.checkpoints approx.seam approx_kernels",
+    "approx.search": "approx.errors approx.measuring approx.conversion",
     "approx.publishing": "approx.errors approx.version approx.evaluation.record",
     "approx.publishing.push": "approx.errors approx.version approx.evaluation.record approx.publishing"
     " approx.conversion.export",
-    "approx.recipe": "approx.errors approx.yaml_text",
-    "approx.grid": "approx.recipe",
-    "approx.search": "approx.errors approx.conversion approx.evaluation",
-    "approx.pipeline": "approx.errors approx.version approx.recipe approx.grid approx.search approx.publishing approx.evaluation"
-    " approx.finetuning approx.conversion approx.patterns approx.tasks approx_kernels",
+    "approx.patterns": "approx.errors approx.mechanisms approx.publishing approx.evaluation.bench approx_kernels",
+    "approx.doctor": "approx.errors approx.measuring approx.tasks approx_kernels",
+    "approx.pipeline": "approx.errors approx.version approx.recipe approx.grid approx.search approx.publishing approx.measuring"
+    " approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",
+    "approx.api": "approx.errors approx.recipe approx.measuring approx.conversion approx.planning approx.checkpoints approx.tasks",
     "approx.cli": "approx",
     "approx": "approx",
 }
@@ -51,7 +59,7 @@ WITHOUT_TORCH = (
     "approx.errors",
 )
 # These are copied into converted checkpoints, where only torch is certain to be there; triton is optional.
-TRAVELLING = ("approx_kernels", "approx.mechanisms", "approx.errors")
+TRAVELLING = ("approx_kernels", "approx.mechanisms", "approx.seam", "approx.errors")
 FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "misc"}
 
 
@@ -91,7 +99,7 @@ def broken_import_rules(source: str, module: str, is_package: bool = False) -> l
         sibling = within(target, "approx.mechanisms") and not shared
         if sibling and within(module, "approx.mechanisms") and not is_package:
             wrong.append(f"{module} imports {target}, but no mechanism imports another")
-        if travels and not ours and top not in sys.stdlib_module_names | {"torch", "triton"}:
+        if travels and not ours and top not in sys.stdlib_module_names | {"torch", "triton", *(["transformers"] if within(module, "approx.seam") else [])}:
             wrong.append(f"{module} imports {target}, but a checkpoint carries it to where only torch is")
         if travels and target in NAMES:
             wrong.append(f"{module} imports the module {target}; in a checkpoint only names in modules can be imported")

@@ -162,12 +162,12 @@ def convert(
     allow_pickle: options.AllowPickle = False,
 ) -> None:
     """Exchange the attention of a checkpoint and write a folder that stock transformers loads, verified."""
-    from approx.conversion import convert
+    from approx.conversion import convert as conversion
 
     chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, checkpoint)
     with terminal.progress() as bar:
         done = iter(range(_STEPS))
-        receipt = convert.convert(
+        receipt = conversion.convert(
             model, output, chosen, max_length=max_length, calibrate=calibrate, force=force, revision=revision,
             offline=offline, allow_pickle=allow_pickle, progress=lambda step: bar(f"convert: {step}", next(done, _STEPS - 1), _STEPS),
         )  # fmt: skip
@@ -191,9 +191,9 @@ def convert(
 
 def revert(terminal: Terminal, folder: options.Model, output: options.Out, force: options.Force = False) -> None:
     """Write the base checkpoint of a converted folder again, bit-identical if nothing was trained."""
-    from approx.conversion import convert
+    from approx.conversion import convert as conversion
 
-    convert.revert(folder, output, force=force)
+    conversion.revert(folder, output, force=force)
     terminal.result({"output": str(output)}, f"The base checkpoint of {folder} is written to {output}")
 
 

@@ -72,7 +72,7 @@ def convert(
     opened = checkpoint.load(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
     model = opened.model
     progress("checking the exact limit")
-    checks = [checks.exact_limit(model, plan)]
+    results = [checks.exact_limit(model, plan)]
     reference = dict(model.state_dict())
     progress("exchanging attention")
     receipt = surgery.exchange(model, plan, max_length=max_length)
@@ -81,18 +81,18 @@ def convert(
     calibration.calibrate(model, batch.inputs)
     model.config.approx["recipe"] = [export.recipe_entry(opened, plan.to_data(), max_length, file, length)]
     progress("checking padding and causality")
-    checks += [checks.padding(model), checks.causality(model)]
+    results += [checks.padding(model), checks.causality(model)]
     receipt.lost(layer_error.layer_damage(model, batch.inputs), batch.told)
     receipt.warnings += layer_error.unseen(model, receipt.measured_at or {})
     with atomic_folder(out, force=force) as folder:
         progress("writing")
         export.write(folder, opened, max_length)
-        checks.append(checks.weights(folder, reference))
+        results.append(checks.weights(folder, reference))
         progress("reloading in a fresh process")
-        checks.append(checks.fresh_process(folder, model))
-        data = export.write_receipt(folder, receipt, checks)
+        results.append(checks.fresh_process(folder, model))
+        data = export.write_receipt(folder, receipt, results)
         export.write_card(folder, model, receipt)
-        failed = [check for check in checks if check.passed is False]
+        failed = [check for check in results if check.passed is False]
         if failed:
             kept = out.with_name(f"{out.name}.failed")
             shutil.rmtree(kept, ignore_errors=True)

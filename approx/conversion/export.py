@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from approx.checkpoints import bundle, families
 from approx.checkpoints.checkpoint import Checkpoint, processor, processor_class
-from approx.conversion import checks
 from approx.conversion.calibration_inputs import CalibrationFile
+from approx.conversion.checks import Check
 from approx.conversion.surgery import Receipt
 from approx.errors import ApproxError
 from approx.planning.resolve import described
@@ -100,7 +100,7 @@ def recipe_entry(
     }
 
 
-def write_receipt(folder: Path, receipt: Receipt, checks: list[checks.Check]) -> dict[str, Any]:
+def write_receipt(folder: Path, receipt: Receipt, checks: list[Check]) -> dict[str, Any]:
     """Write what surgery did and which checks it passed; the same is given back as plain data."""
     data = {**asdict(receipt), "checks": [check.to_dict() for check in checks]}
     (folder / RECEIPT).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -71,8 +71,8 @@ def test_a_folder_that_computes_something_else_is_not_given_its_name(tmp_path, m
         convert.convert(tmp_path / "base", tmp_path / "out", LOCAL)
     assert caught.value.exit_code == Exit.VERIFICATION
     assert {path.name for path in tmp_path.iterdir()} == {"base", "out.failed"}
-    checks = json.loads((tmp_path / "out.failed" / export.RECEIPT).read_text())["checks"]
-    assert [check["passed"] for check in checks] == [True, True, None, True, False]
+    results = json.loads((tmp_path / "out.failed" / export.RECEIPT).read_text())["checks"]
+    assert [check["passed"] for check in results] == [True, True, None, True, False]
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -119,9 +119,9 @@ def test_every_family_is_checked_where_it_approximates(architecture):
     plan = Plan.of("local", left=33, right=33)
     surgery.convert(model, plan)
     longest = regime.trials(model)[-1]
-    checks = [checks.padding(model), checks.causality(model)]
-    assert [check for check in checks if check.passed is False] == []
-    for check in checks:
+    results = [checks.padding(model), checks.causality(model)]
+    assert [check for check in results if check.passed is False] == []
+    for check in results:
         if check.passed:
             assert check.lengths[-1] >= longest.real
             assert "exact" not in check.detail or architecture.startswith("Whisper")

@@ -177,8 +177,8 @@ def test_a_mechanism_that_lets_padding_through_is_not_written(base, tmp_path, mo
         convert.convert(base, out, Plan.of("local", left=30, right=30))
     assert caught.value.exit_code == Exit.VERIFICATION
     assert {path.name for path in tmp_path.iterdir()} == {"out.failed"}
-    checks = json.loads((tmp_path / "out.failed" / export.RECEIPT).read_text())["checks"]
-    assert "padding cannot matter" in {check["name"] for check in checks if check["passed"] is False}
+    results = json.loads((tmp_path / "out.failed" / export.RECEIPT).read_text())["checks"]
+    assert "padding cannot matter" in {check["name"] for check in results if check["passed"] is False}
 
 
 def test_a_failure_while_writing_leaves_the_existing_folder(base, tmp_path, monkeypatch):
@@ -202,13 +202,13 @@ def test_the_checks_hold_on_every_family(architecture, tmp_path):
     model = tiny(architecture)
     before = dict(model.state_dict())
     plan = Plan.of("local", left=3, right=3)
-    checks = [checks.exact_limit(model, plan)]
+    results = [checks.exact_limit(model, plan)]
     surgery.convert(model, plan)
-    checks += [checks.padding(model), checks.causality(model)]
+    results += [checks.padding(model), checks.causality(model)]
     model.save_pretrained(tmp_path)
-    checks.append(checks.weights(tmp_path, before))
-    assert [check for check in checks if check.passed is False] == []
-    assert sum(check.passed is True for check in checks) >= 2
+    results.append(checks.weights(tmp_path, before))
+    assert [check for check in results if check.passed is False] == []
+    assert sum(check.passed is True for check in results) >= 2
 
 
 def test_experts_go_through_every_check_and_come_back_as_their_files_held_them(tmp_path):

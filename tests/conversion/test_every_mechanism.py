@@ -22,10 +22,10 @@ def test_every_mechanism_converts_and_comes_back_from_its_folder(name, architect
     model = tiny(architecture)
     plan = Plan.of(name.split()[0], **SMALL.get(name, {}))
     inputs = example_inputs(model, 24, batch=2, padded=7)
-    checks = [checks.exact_limit(model, plan)]
+    results = [checks.exact_limit(model, plan)]
     surgery.convert(model, plan, calibration=inputs)
-    checks += [checks.padding(model), checks.causality(model)]
-    assert [check for check in checks if check.passed is False] == []
+    results += [checks.padding(model), checks.causality(model)]
+    assert [check for check in results if check.passed is False] == []
     before = outputs(model, inputs)
     model.save_pretrained(tmp_path)
     assert difference(outputs(type(model).from_pretrained(tmp_path), inputs), before) == 0.0

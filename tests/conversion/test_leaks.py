@@ -107,8 +107,8 @@ def refused(base, out, plan):
         convert.convert(base, out, plan)
     assert caught.value.exit_code == Exit.VERIFICATION == 6
     assert not out.exists()
-    checks = json.loads((out.with_name(f"{out.name}.failed") / export.RECEIPT).read_text())["checks"]
-    return {check["name"] for check in checks if check["passed"] is False}
+    results = json.loads((out.with_name(f"{out.name}.failed") / export.RECEIPT).read_text())["checks"]
+    return {check["name"] for check in results if check["passed"] is False}
 
 
 @every
@@ -149,8 +149,8 @@ def test_checks_leave_exact_below_as_it_was():
 
 
 def test_the_receipt_says_at_which_lengths_each_check_ran(bases, tmp_path):
-    checks = convert.convert(bases[True], tmp_path / "out", Plan.of("local", left=60))["checks"]
-    lengths = {check["name"]: check["lengths"] for check in checks}
+    results = convert.convert(bases[True], tmp_path / "out", Plan.of("local", left=60))["checks"]
+    lengths = {check["name"]: check["lengths"] for check in results}
     # 62 keys are the first that do not fit the window.
     assert lengths == {
         "exact limit equals the base": [40],
@@ -159,7 +159,7 @@ def test_the_receipt_says_at_which_lengths_each_check_ran(bases, tmp_path):
         "base weights are bit-equal": [],
         "reload without approx is bit-equal": [40, 70],
     }
-    details = " ".join(check["detail"] for check in checks)
+    details = " ".join(check["detail"] for check in results)
     assert "at 30 and 70 positions" in details
     assert "exact" not in details
 

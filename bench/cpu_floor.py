@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from approx.evaluation.timing import timed
-from approx_kernels.c_language import library
-from approx_kernels.c_structs import address
-from approx_kernels.clustering import hamming_c
+from approx_kernels.cpu.compile import library
+from approx_kernels.cpu.structs import address
+from approx_kernels.ops.clustering import hamming_c
 from bench import cpu_cases
 
 _CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.record import environment
-from approx_kernels.findings import generation, instructions
+from approx_kernels.dispatch.findings import generation, instructions
 from bench import cpu_cases, cpu_grouped
 from bench.parts import all_kept, seed
 

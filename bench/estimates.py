@@ -30,8 +30,8 @@ from torch.nn import functional as F
 from approx.evaluation.record import environment
 from approx.evaluation.timing import Neighbours
 from approx.mechanisms import MECHANISMS
-from approx_kernels.lsh.hashing import unit_keys
-from approx_kernels.performer import draw_projection
+from approx_kernels.ops.lsh.hashing import unit_keys
+from approx_kernels.ops.performer.api import draw_projection
 from bench.defaults import SOURCES, Layer, activations
 
 TEXTS = {"SST-2": 16, "SQuAD": 8, "IMDb": 6, "long documents": 2}

@@ -32,7 +32,7 @@ import torch
 from rich.console import Console
 
 from approx.errors import ApproxError, Exit
-from approx_kernels.triton_language import CAPABILITY, triton
+from approx_kernels.gpu.language import CAPABILITY, triton
 from bench import gpu_page, parts
 from bench.gpu_checks import checks, outdated
 from bench.gpu_jobs import LATE, work

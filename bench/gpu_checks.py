@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from approx_kernels.checked import OPS, Check, identity, keep_check
+from approx_kernels.dispatch.checked import OPS, Check, identity, keep_check
 
 # The ops whose kernels a mechanism may run, and nobody else's: bidirectional, causal, and token by token.
 RUN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from approx_kernels.checked import unchecked
+from approx_kernels.dispatch.checked import unchecked
 from bench import gpu_cases
 from bench.gpu_checks import keep_all, sources
 from bench.gpu_machine import calibrate, described

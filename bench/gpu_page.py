@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit
-from approx_kernels.checked import OPS
+from approx_kernels.dispatch.checked import OPS
 from bench.gpu_cases import SUITES, TOKENS, of_suite
 from bench.gpu_models import LAYERS
 from bench.gpu_targets import LENGTHS, judged, over_floor, part_of

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.checked import unchecked
-from approx_kernels.implementation import chosen, forget, implementation
+from approx_kernels.dispatch.checked import unchecked
+from approx_kernels.dispatch.implementation import chosen, forget, implementation
 from bench.cpu_cases import HEADS, SDPA, Case
 from bench.gpu_cases import built, contenders, inputs, of_suite
 from bench.gpu_graphs import captured

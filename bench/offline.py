@@ -105,7 +105,7 @@ def catch(run: Callable[[], Any]) -> list[Caught]:
     """The launches that something makes, none of which takes place."""
     from triton import JITFunction
 
-    from approx_kernels.triton_language import configuration
+    from approx_kernels.gpu.language import configuration
 
     found: list[Caught] = []
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import approx_kernels
-from approx_kernels.c_language import find_compiler, library
+from approx_kernels.cpu.compile import find_compiler, library
 
 
 def sources() -> dict[str, str]:

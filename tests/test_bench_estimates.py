@@ -2,7 +2,7 @@
 
 import torch
 
-from approx_kernels.performer import draw_projection, performer_attention
+from approx_kernels.ops.performer.api import draw_projection, performer_attention
 from bench.estimates import BUCKETS, EPS, captured, captured_by_reformer, errors, hashing, made, report, with_eps
 
 

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from approx.doctor import probing
 from approx.mechanisms import MECHANISMS
-from approx_kernels import checked, findings
-from approx_kernels.checked import Check, check_of
+from approx_kernels.dispatch import checked, findings
+from approx_kernels.dispatch.checked import Check, check_of
 from bench import gpu, gpu_cases, gpu_checks, gpu_jobs, gpu_machine, gpu_page, gpu_plan, gpu_verify
 from bench.gpu_race import Part
 

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "approx.conversion": "approx.errors approx.version approx.planning approx.checkpoints approx.seam approx.mechanisms"
     " approx_kernels",
     "approx.tasks": "approx.errors",
-    "approx.evaluation": "approx.errors approx.version approx.tasks approx_kernels.cache_folder",
+    "approx.evaluation": "approx.errors approx.version approx.tasks approx_kernels.runtime.cache_folder",
     "approx.finetuning": "approx.errors approx.version approx.tasks",
     "approx.recipe": "approx.errors approx.yaml_text",
     "approx.grid": "approx.recipe",
@@ -99,7 +99,13 @@ def broken_import_rules(source: str, module: str, is_package: bool = False) -> l
         sibling = within(target, "approx.mechanisms") and not shared
         if sibling and within(module, "approx.mechanisms") and not is_package:
             wrong.append(f"{module} imports {target}, but no mechanism imports another")
-        if travels and not ours and top not in sys.stdlib_module_names | {"torch", "triton", *(["transformers"] if within(module, "approx.seam") else [])}:
+        if (
+            travels
+            and not ours
+            and top
+            not in sys.stdlib_module_names
+            | {"torch", "triton", *(["transformers"] if within(module, "approx.seam") else [])}
+        ):
             wrong.append(f"{module} imports {target}, but a checkpoint carries it to where only torch is")
         if travels and target in NAMES:
             wrong.append(f"{module} imports the module {target}; in a checkpoint only names in modules can be imported")
@@ -149,10 +155,10 @@ def test_imports_keep_the_rules(module, file):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("approx_kernels.linear.reference", "from approx.errors import ApproxError"),
-        ("approx_kernels.linear.reference", "import transformers"),
-        ("approx_kernels.linear.reference", "from approx_kernels.linear import decode"),
-        ("approx_kernels.linear.reference", "def f():\n    import approx_kernels.linear.decode"),
+        ("approx_kernels.ops.linear.reference", "from approx.errors import ApproxError"),
+        ("approx_kernels.ops.linear.reference", "import transformers"),
+        ("approx_kernels.ops.linear.reference", "from approx_kernels.linear import decode"),
+        ("approx_kernels.ops.linear.reference", "def f():\n    import approx_kernels.ops.linear.decode"),
         ("approx.errors", "import numpy"),
         ("approx.mechanisms.linear", "from approx.mechanisms.full import FullAttention"),
         ("approx.mechanisms.linear", "from .full import FullAttention"),
@@ -183,7 +189,7 @@ def test_a_forbidden_import_is_found(module, source):
     ("module", "source"),
     [
         (
-            "approx_kernels.linear.triton",
+            "approx_kernels.ops.linear.triton",
             "import torch\ntry:\n    import triton\nexcept ImportError:\n    pass",
         ),
         (

@@ -21,7 +21,7 @@ from approx.planning import positions
 from approx.planning.anatomy import anatomy
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
-from approx_kernels.implementation import untold
+from approx_kernels.dispatch.implementation import untold
 
 # Images and spectrograms have a length of their own, which the exact limit must cover too.
 _LONGEST = 4096

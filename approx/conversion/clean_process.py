@@ -17,7 +17,7 @@ from threading import Lock
 from safetensors.torch import load_file, save_file
 from torch import Tensor, get_num_threads
 
-from approx_kernels.cache_folder import cache_folder
+from approx_kernels.runtime.cache_folder import cache_folder
 
 # Libraries of macOS do not survive a fork, and Windows has none.
 _FORKS = sys.platform == "linux"

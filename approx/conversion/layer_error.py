@@ -12,7 +12,7 @@ from approx.mechanisms import MECHANISMS
 from approx.mechanisms.head_groups import HeadGroups
 from approx.mechanisms.mechanism import Mechanism
 from approx.planning import positions
-from approx_kernels.grouped import heads_of
+from approx_kernels.tokens.grouped import heads_of
 
 
 class Damage(NamedTuple):

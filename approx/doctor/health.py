@@ -14,8 +14,8 @@ from packaging.specifiers import SpecifierSet
 
 from approx.doctor.probing import said
 from approx.tasks.hub import reachable
-from approx_kernels.c_language import compiler_obstacle, find_compiler
-from approx_kernels.findings import instructions
+from approx_kernels.cpu.compile import compiler_obstacle, find_compiler
+from approx_kernels.dispatch.findings import instructions
 
 _RANGES = {"torch": ">=2.10", "transformers": ">=5.17,<6"}
 

@@ -11,11 +11,11 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.measuring import products
-from approx_kernels import checked, findings
-from approx_kernels.exact.choice import LENGTHS, Case
-from approx_kernels.exact.probe import measure
-from approx_kernels.exact.ways import DEFAULT
-from approx_kernels.triton_language import triton
+from approx_kernels.dispatch import checked, findings
+from approx_kernels.gpu.language import triton
+from approx_kernels.ops.fastest.choice import LENGTHS, Case
+from approx_kernels.ops.fastest.probe import measure
+from approx_kernels.ops.fastest.ways import DEFAULT
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _FORMS = (

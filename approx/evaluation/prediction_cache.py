@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit
-from approx_kernels.cache_folder import cache_folder
+from approx_kernels.runtime.cache_folder import cache_folder
 
 
 def default_folder() -> Path:

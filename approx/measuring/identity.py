@@ -12,8 +12,8 @@ import transformers
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.evaluation.prediction_cache import fingerprint
 from approx.tasks.task import Split, Task
-from approx_kernels.c_language import compiler_obstacle
-from approx_kernels.findings import found, instructions
+from approx_kernels.cpu.compile import compiler_obstacle
+from approx_kernels.dispatch.findings import found, instructions
 
 _BESIDE_WEIGHTS = (".json", ".txt", ".model")
 

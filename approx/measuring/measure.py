@@ -31,7 +31,7 @@ from approx.seam.attention_free import attention_free
 from approx.seam.dispatch import fastest_exact
 from approx.tasks import Task, open_task
 from approx.tasks.metrics import METRICS
-from approx_kernels.implementation import chosen_in
+from approx_kernels.dispatch.implementation import chosen_in
 
 Progress = Callable[[str, int, int], None]
 

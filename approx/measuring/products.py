@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from approx.errors import ApproxError, Exit
-from approx_kernels.exact.probe import clock, crowded
-from approx_kernels.findings import Finding
+from approx_kernels.dispatch.findings import Finding
+from approx_kernels.ops.fastest.probe import clock, crowded
 
 ASKED = "float32 products"
 # Above this relative error a product is no longer called one of float32.

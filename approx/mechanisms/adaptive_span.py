@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from approx.mechanisms.mechanism import Mechanism, number_up_to_one, one_of, whole_number
-from approx_kernels.adaptive_span import adaptive_span_attention, mass_by_distance, window_sizes
-from approx_kernels.observed import without_functions
+from approx_kernels.ops.adaptive_span.api import adaptive_span_attention, mass_by_distance, window_sizes
+from approx_kernels.runtime.observed import without_functions
 
 
 class AdaptiveSpanAttention(Mechanism):

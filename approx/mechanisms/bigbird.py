@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, seed_number, true_or_false, whole_number
-from approx_kernels.blocks import bigbird_attention, draw_blocks
+from approx_kernels.ops.blocks.api import bigbird_attention, draw_blocks
 
 
 class BigBirdAttention(Mechanism):

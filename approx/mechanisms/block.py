@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, one_of, whole_number
-from approx_kernels.blocks import block_attention
+from approx_kernels.ops.blocks.api import block_attention
 
 
 class BlockAttention(Mechanism):

@@ -5,14 +5,14 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, seed_number, true_or_false, whole_number
-from approx_kernels.clustered import (
+from approx_kernels.ops.clustered.api import (
     MOST_DEFAULT_CLUSTERS,
     causal_clustered_attention,
     clustered_attention,
     default_clusters,
 )
-from approx_kernels.clustering import draw_centroids, draw_planes, fit_centroids
-from approx_kernels.grouped import sharing
+from approx_kernels.ops.clustering.api import draw_centroids, draw_planes, fit_centroids
+from approx_kernels.tokens.grouped import sharing
 
 # Assignments of a k-means that is done once and for all, at least.
 FITTED = 10

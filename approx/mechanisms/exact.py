@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism
-from approx_kernels.exact import fastest_attention
+from approx_kernels.ops.fastest.api import fastest_attention
 
 
 class ExactAttention(Mechanism):

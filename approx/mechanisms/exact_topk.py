@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, whole_number
-from approx_kernels.topk import topk_attention
+from approx_kernels.ops.topk.api import topk_attention
 
 
 class ExactTopkAttention(Mechanism):

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism
-from approx_kernels.flash import flash_attention
+from approx_kernels.ops.flash.api import flash_attention
 
 
 class FlashAttention(Mechanism):

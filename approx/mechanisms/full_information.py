@@ -7,8 +7,8 @@ from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, latest, true_or_false, whole_number
 from approx.mechanisms.steps import chosen_steps, interleaved
-from approx_kernels.strides import root_below
-from approx_kernels.summaries import summary_attention
+from approx_kernels.ops.summaries.api import summary_attention
+from approx_kernels.tokens.strides import root_below
 
 
 class LtrAttention(Mechanism):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from approx.mechanisms.mechanism import Mechanism, latest
-from approx_kernels.exact import exact_attention
-from approx_kernels.grouped import as_index, heads_of
+from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.tokens.grouped import as_index, heads_of
 
 
 class HeadGroups(Mechanism):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from approx.mechanisms.mechanism import Mechanism, one_of, positive_number, true_or_false, whole_number
-from approx_kernels.linear import FEATURE_MAPS, linear_attention, linear_decode
+from approx_kernels.ops.linear.api import FEATURE_MAPS, linear_attention, linear_decode
 
 # The logarithm of the odds of 0.1, where the softmax part of a window starts in LoLCATs.
 _FIRST_MIX = -2.1972246

@@ -5,9 +5,9 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, whole_number
-from approx_kernels.exact import fastest_attention
-from approx_kernels.local import local_attention
-from approx_kernels.ring import content, extended, newest
+from approx_kernels.ops.fastest.api import fastest_attention
+from approx_kernels.ops.local.api import local_attention
+from approx_kernels.tokens.ring import content, extended, newest
 
 
 class LocalAttention(Mechanism):

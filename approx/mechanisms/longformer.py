@@ -6,7 +6,7 @@ from torch import Tensor
 
 from approx.errors import ApproxError, Exit
 from approx.mechanisms.mechanism import Mechanism, whole_number
-from approx_kernels.global_tokens import global_token_attention
+from approx_kernels.ops.global_tokens.api import global_token_attention
 
 # Global tokens that stand elsewhere in each sample, and are found by its token ids.
 BY_CONTENT = ("separator", "question")

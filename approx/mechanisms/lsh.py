@@ -7,7 +7,7 @@ from torch import Tensor
 
 from approx.errors import ApproxError, Exit
 from approx.mechanisms.mechanism import Mechanism, one_of, power_of_two, seed_number, true_or_false, whole_number
-from approx_kernels.lsh import VARIANTS, draw_projections, lsh_attention
+from approx_kernels.ops.lsh.api import VARIANTS, draw_projections, lsh_attention
 
 # Rounds up to which pairs that count once take under a tenth more time, where they do at all.
 _CHEAP_ROUNDS = 4

@@ -11,8 +11,8 @@ from torch.compiler import assume_constant_result
 from torch.utils.checkpoint import checkpoint
 
 from approx.errors import ApproxError, Exit
-from approx_kernels.one_operator import attend_opaquely, is_one_operator
-from approx_kernels.opaque import name_kind, told
+from approx_kernels.dispatch.one_operator import attend_opaquely, is_one_operator
+from approx_kernels.dispatch.opaque import name_kind, told
 
 
 class Mechanism(nn.Module):

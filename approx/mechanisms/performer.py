@@ -13,9 +13,8 @@ from approx.mechanisms.mechanism import (
     true_or_false,
     whole_number,
 )
-from approx_kernels.exact import exact_attention
-from approx_kernels.grouped import sharing
-from approx_kernels.performer import (
+from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.ops.performer.api import (
     ESTIMATORS,
     KERNELS,
     Fitted,
@@ -24,7 +23,8 @@ from approx_kernels.performer import (
     performer_attention,
     performer_decode,
 )
-from approx_kernels.shapes import check_shapes
+from approx_kernels.tokens.grouped import sharing
+from approx_kernels.tokens.shapes import check_shapes
 
 # The share of uniform attention where none is given and none was fitted yet: on real activations the best of 0.3, 0.5 and 0.7
 # for 64 to 1,024 plain features, and at each of these closer than the eps of the paper.

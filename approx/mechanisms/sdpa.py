@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism
-from approx_kernels.exact import exact_attention
+from approx_kernels.ops.exact.api import exact_attention
 
 
 class SdpaAttention(Mechanism):

@@ -5,9 +5,9 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, whole_number
-from approx_kernels.exact import fastest_attention
-from approx_kernels.global_tokens import global_token_attention
-from approx_kernels.ring import content, extended, first_and_newest
+from approx_kernels.ops.fastest.api import fastest_attention
+from approx_kernels.ops.global_tokens.api import global_token_attention
+from approx_kernels.tokens.ring import content, extended, first_and_newest
 
 
 class SinksAttention(Mechanism):

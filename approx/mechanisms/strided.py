@@ -7,8 +7,8 @@ from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, latest, whole_number
 from approx.mechanisms.steps import chosen_steps, interleaved
-from approx_kernels.strided import strided_attention
-from approx_kernels.strides import CAUSAL_STRIDE, root_above
+from approx_kernels.ops.strided.api import strided_attention
+from approx_kernels.tokens.strides import CAUSAL_STRIDE, root_above
 
 
 class StridedAttention(Mechanism):

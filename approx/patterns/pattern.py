@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS, Mechanism
 from approx.mechanisms.refusals import refusals
-from approx_kernels.patterns import pattern_mask
+from approx_kernels.ops.patterns.reference import pattern_mask
 
 # Every pair is looked at: 8,192 tokens take some seconds and about 2 GB, each doubling four times that.
 LONGEST = 8192

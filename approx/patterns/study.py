@@ -11,7 +11,7 @@ from approx.evaluation.bench import Contender, bench
 from approx.patterns import Pattern, figures
 from approx.publishing.patterns import flow_picture, steps_picture
 from approx.publishing.pictures import write_pictures
-from approx_kernels.implementation import chosen_in
+from approx_kernels.dispatch.implementation import chosen_in
 
 # The attention of one layer of BERT base.
 HEADS, HEAD_DIM = 12, 64

@@ -22,12 +22,12 @@ from approx.mechanisms.exact import ExactAttention
 from approx.seam.decode_cache import StateLayer, drop_states, keep_states, take_layer, wants_weights
 from approx.seam.layer_entry import build
 from approx.seam.masks import dense_mask, in_use, key_mask
-from approx_kernels.custom_op import capturing
-from approx_kernels.exact import fastest_attention
-from approx_kernels.grouped import beside, sharing
-from approx_kernels.observed import unreadable
-from approx_kernels.one_operator import attend_opaquely
-from approx_kernels.opaque import told
+from approx_kernels.dispatch.one_operator import attend_opaquely
+from approx_kernels.dispatch.opaque import told
+from approx_kernels.ops.fastest.api import fastest_attention
+from approx_kernels.runtime.custom_op import capturing
+from approx_kernels.runtime.observed import unreadable
+from approx_kernels.tokens.grouped import beside, sharing
 
 IMPLEMENTATION = "approx_v1"
 FORMAT = 1

@@ -13,7 +13,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from approx.errors import ApproxError
-from approx_kernels.observed import unreadable
+from approx_kernels.runtime.observed import unreadable
 
 # What was read of the mask of a decoding step, which all layers share: slots in use, and whether all of these are real.
 _READ = WeakTensorKeyDictionary()

@@ -13,7 +13,7 @@ from approx.mechanisms.mechanism import Mechanism
 from approx.mechanisms.state import unusable_state
 from approx.seam.dispatch import FORMAT, IMPLEMENTATION, attach
 from approx.seam.manifest import seal_model
-from approx_kernels.observed import unreadable
+from approx_kernels.runtime.observed import unreadable
 
 
 class ApproxModel:

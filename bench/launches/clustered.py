@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from approx_kernels.clustered.triton_causal_launches import Launches
-from approx_kernels.clustered.triton_members import spread_rows, sum_rows
-from approx_kernels.clustered.triton_own import improved_backward, improved_forward
-from approx_kernels.clustered.triton_top import largest_keys
+from approx_kernels.ops.clustered.triton_causal_launches import Launches
+from approx_kernels.ops.clustered.triton_members import spread_rows, sum_rows
+from approx_kernels.ops.clustered.triton_own import improved_backward, improved_forward
+from approx_kernels.ops.clustered.triton_top import largest_keys
 from bench.offline import Launch
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from approx_kernels.clustering import triton as clustering
+from approx_kernels.ops.clustering import triton as clustering
 from bench.offline import Launch
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from approx_kernels.flash import triton as flash
+from approx_kernels.ops.flash import triton as flash
 from bench.offline import Launch
 
 # Of all dtypes and head sizes, by what their names add.

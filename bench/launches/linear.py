@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from approx_kernels.linear import triton as linear
-from approx_kernels.linear.triton_decode import linear_step
+from approx_kernels.ops.linear import triton as linear
+from approx_kernels.ops.linear.triton_decode import linear_step
 from bench.offline import Launch
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from approx_kernels.lsh.triton_rounds import lsh_backward, lsh_forward
-from approx_kernels.lsh.triton_tokens import lsh_tokens
+from approx_kernels.ops.lsh.triton_rounds import lsh_backward, lsh_forward
+from approx_kernels.ops.lsh.triton_tokens import lsh_tokens
 from bench.offline import Launch
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from approx_kernels.performer.triton_launches import Launches, empty
+from approx_kernels.ops.performer.triton_launches import Launches, empty
 from bench.offline import Launch
 
 

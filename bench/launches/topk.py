@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from approx_kernels.topk.triton_launches import Launches
+from approx_kernels.ops.topk.triton_launches import Launches
 from bench.offline import Launch
 
 

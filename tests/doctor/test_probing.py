@@ -5,8 +5,8 @@ import pytest
 from approx.doctor import health, probing
 from approx.errors import ApproxError
 from approx.measuring import products
-from approx_kernels import checked, findings
-from approx_kernels.exact import choice, probe, ways
+from approx_kernels.dispatch import checked, findings
+from approx_kernels.ops.fastest import choice, probe, ways
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from approx_kernels.adaptive_span import adaptive_span_attention, mass_by_distance, reference, window_sizes
+from approx_kernels.ops.adaptive_span import reference
+from approx_kernels.ops.adaptive_span.api import adaptive_span_attention, mass_by_distance, window_sizes
 from c_sources import needs_compiler
 from closeness import at_real_queries
 

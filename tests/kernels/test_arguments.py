@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from approx_kernels.adaptive_span import adaptive_span_attention
-from approx_kernels.clustered import causal_clustered_attention, clustered_attention
-from approx_kernels.clustering import cluster_queries, draw_centroids, draw_planes
-from approx_kernels.clustering.cpu import cluster_samples
-from approx_kernels.linear import linear_attention, linear_decode
-from approx_kernels.lsh import draw_projections, lsh_attention
-from approx_kernels.performer import draw_projection, performer_attention
+from approx_kernels.ops.adaptive_span.api import adaptive_span_attention
+from approx_kernels.ops.clustered.api import causal_clustered_attention, clustered_attention
+from approx_kernels.ops.clustering.api import cluster_queries, draw_centroids, draw_planes
+from approx_kernels.ops.clustering.cpu import cluster_samples
+from approx_kernels.ops.linear.api import linear_attention, linear_decode
+from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
+from approx_kernels.ops.performer.api import draw_projection, performer_attention
 from c_sources import needs_compiler
 
 HEADS, LENGTH, SIZE, CLUSTERS = 2, 40, 8, 6

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.c_parts import PARTS
-from approx_kernels.findings import instructions
+from approx_kernels.cpu.parts import PARTS
+from approx_kernels.dispatch.findings import instructions
 from c_sources import compiled, needs_compiler
 
 SOURCE = (

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from approx.doctor import health
-from approx_kernels import c_language
-from approx_kernels.c_language import library, obstacle
-from approx_kernels.cache_folder import is_private
+from approx_kernels.cpu import compile
+from approx_kernels.cpu.compile import library, obstacle
+from approx_kernels.runtime.cache_folder import is_private
 from c_sources import compiled, needs_compiler
 
 SOURCE = "int answer(void) {{ return {}; }}"
@@ -26,7 +26,7 @@ def cache(monkeypatch, tmp_path):
     library.cache_clear()
     yield tmp_path / "cache"
     library.cache_clear()
-    c_language._version.cache_clear()
+    compile._version.cache_clear()
 
 
 @needs_compiler
@@ -40,7 +40,7 @@ def test_what_is_compiled_once_is_read_again(monkeypatch, tmp_path, caplog):
     assert len(kept) == 2, "this, and the line that compilers are tried with"
     assert "once on this machine" in caplog.text
     library.cache_clear()
-    monkeypatch.setattr(c_language, "_compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(compile, "_compile", lambda *_: pytest.fail("compiled again"))
     again = library(source)
     assert not isinstance(again, str)
     assert again.answer() == 41
@@ -85,7 +85,7 @@ def test_a_library_that_somebody_else_can_write_is_not_loaded(cache, tmp_path):
 def test_another_version_or_other_flags_make_another_library(monkeypatch, cache, tmp_path):
     source = SOURCE.format(46)
     compiled(source)
-    compiler, wrapper = c_language.find_compiler()[0], tmp_path / "wrapper"
+    compiler, wrapper = compile.find_compiler()[0], tmp_path / "wrapper"
     monkeypatch.setenv("CC", str(wrapper))
     made = []
     for version, flags in (("12.1", ""), ("12.2", ""), ("12.2", "-O1 -g"), ("12.2", "-O1 -g")):
@@ -94,7 +94,7 @@ def test_another_version_or_other_flags_make_another_library(monkeypatch, cache,
         wrapper.chmod(0o755)
         monkeypatch.setenv("APPROX_C_FLAGS", flags)
         library.cache_clear()
-        c_language._version.cache_clear()
+        compile._version.cache_clear()
         assert not isinstance(library(source), str)
         made.append(len(list((cache / "compiled").iterdir())))
     assert [after - before for before, after in pairwise(made)] == [2, 2, 0]
@@ -104,7 +104,7 @@ def test_another_version_or_other_flags_make_another_library(monkeypatch, cache,
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked, and a script stands in for the compiler")
 def test_of_two_processes_one_compiles_and_the_other_waits(monkeypatch, cache, tmp_path):
-    compiler, wrapper = c_language.find_compiler()[0], tmp_path / "wrapper"
+    compiler, wrapper = compile.find_compiler()[0], tmp_path / "wrapper"
     script = f'#!/bin/sh\n[ "$1" != --version ] && echo called >> $0.log && sleep 0.5\nexec {compiler} "$@"\n'
     wrapper.write_text(script, encoding="utf-8")
     wrapper.chmod(0o755)
@@ -182,7 +182,7 @@ def test_a_compiler_that_hangs_is_not_waited_for(monkeypatch, tmp_path):
     slow.write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
     slow.chmod(0o755)
     monkeypatch.setenv("CC", str(slow))
-    monkeypatch.setattr(c_language, "_SECONDS", 0.2)
+    monkeypatch.setattr(compile, "_SECONDS", 0.2)
     assert "took more than" in str(library(SOURCE.format(3)))
     library.cache_clear()
 

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from approx_kernels import c_language
+from approx_kernels.cpu import compile
 from c_sources import compiled, needs_compiler, sources
 
 SOURCES = sources()
@@ -32,7 +32,7 @@ def test_a_source_compiles_here(name):
 def compiler_for(target: str, option: str) -> str:
     """A compiler that knows the target; the test is skipped where there is none."""
     candidates = ["aarch64-linux-gnu-gcc"] if target == "aarch64" else []
-    for compiler in filter(None, [c_language.find_compiler()[0], *map(shutil.which, candidates)]):
+    for compiler in filter(None, [compile.find_compiler()[0], *map(shutil.which, candidates)]):
         if (
             subprocess.run(
                 [compiler, option, "-xc", "-c", "-", "-o", "/dev/null"], input=b"", capture_output=True
@@ -47,7 +47,7 @@ def compiler_for(target: str, option: str) -> str:
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_warning_is_left_for_a_processor(target):
     compiler = compiler_for(target, TARGETS[target])
-    flags = [flag for flag in c_language._FLAGS if flag not in ("-O3", "-march=native", "-shared")]
+    flags = [flag for flag in compile._FLAGS if flag not in ("-O3", "-march=native", "-shared")]
     said = ""
     for name, source in SOURCES.items():
         # As far as assembly: warnings of what flows where, and instructions that a target lacks, show in between.

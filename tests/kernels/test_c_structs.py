@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 
-from approx_kernels import c_structs
-from approx_kernels.c_language import library
-from approx_kernels.c_structs import STRUCTS, address, rows_of
+from approx_kernels.cpu import structs
+from approx_kernels.cpu.compile import library
+from approx_kernels.cpu.structs import STRUCTS, address, rows_of
 from c_sources import compiled, needs_compiler, sources
 
 SOURCES = sources()
@@ -42,7 +42,7 @@ def test_structures_are_as_large_in_c_as_here(name):
 @needs_compiler
 def test_a_library_whose_structures_are_others_is_not_used(monkeypatch):
     class Longer(ctypes.Structure):
-        _fields_ = (*c_structs.TopK._fields_, ("more", ctypes.c_int64))
+        _fields_ = (*structs.TopK._fields_, ("more", ctypes.c_int64))
 
     monkeypatch.setitem(STRUCTS, "topk", Longer)
     told = library.__wrapped__(SOURCES["topk.topk_c.FORWARD"])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from approx_kernels.c_language import library
-from approx_kernels.cache_folder import cache_folder, is_private, private_folder
+from approx_kernels.cpu.compile import library
+from approx_kernels.runtime.cache_folder import cache_folder, is_private, private_folder
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import approx_kernels
 from approx.checkpoints import bundle
-from approx_kernels import checked, exact, findings
-from approx_kernels.checked import OPS, Check, check_of, doubt, identity, keep_check, unchecked
-from approx_kernels.exact import ways
-from approx_kernels.implementation import choose, implementation
-from approx_kernels.triton_language import ranked
+from approx_kernels.dispatch import checked, findings
+from approx_kernels.dispatch.checked import OPS, Check, check_of, doubt, identity, keep_check, unchecked
+from approx_kernels.dispatch.implementation import choose, implementation
+from approx_kernels.gpu.language import ranked
+from approx_kernels.ops.exact import api
+from approx_kernels.ops.fastest import ways
 
 OP = "linear_attention"
 
@@ -88,14 +89,14 @@ def test_under_autocast_both_dtypes_must_have_passed():
 
 def test_exact_attention_takes_flash_kernels_that_a_probe_found_only_where_they_passed(monkeypatch):
     ways_taken = []
-    monkeypatch.setattr(exact, "chosen", lambda case: (ways.OWN, lambda *given, **how: ways_taken.append(ways.OWN)))
-    monkeypatch.setattr(exact, "needs_pytorch", lambda *tensors: None)
+    monkeypatch.setattr(api, "chosen", lambda case: (ways.OWN, lambda *given, **how: ways_taken.append(ways.OWN)))
+    monkeypatch.setattr(api, "needs_pytorch", lambda *tensors: None)
     with FakeTensorMode():
         q, k, v = (torch.empty(1, 2, 200, 16, dtype=torch.bfloat16, device="cuda:0") for _ in range(3))
-        monkeypatch.setattr(exact, "exact_attention", lambda *given, **how: ways_taken.append(ways.DEFAULT))
-        exact.fastest_attention(q, k, v, causal=False, scale=1.0)
+        monkeypatch.setattr(api, "exact_attention", lambda *given, **how: ways_taken.append(ways.DEFAULT))
+        api.fastest_attention(q, k, v, causal=False, scale=1.0)
         keep_check("flash_attention", "cuda", Check(["bfloat16"], {}))
-        exact.fastest_attention(q, k, v, causal=False, scale=1.0)
+        api.fastest_attention(q, k, v, causal=False, scale=1.0)
     assert ways_taken == [ways.DEFAULT, ways.OWN]
 
 

@@ -3,12 +3,15 @@
 import pytest
 import torch
 
-from approx_kernels import c_language, findings
-from approx_kernels.exact import choice, exact_attention, fastest_attention, ways
-from approx_kernels.exact.choice import DEFAULTS, LENGTHS, Case, case_of, chosen, default
-from approx_kernels.implementation import chosen_in
+from approx_kernels.cpu import compile
+from approx_kernels.dispatch import findings
+from approx_kernels.dispatch.implementation import chosen_in
+from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.ops.fastest import choice, ways
+from approx_kernels.ops.fastest.api import fastest_attention
+from approx_kernels.ops.fastest.choice import DEFAULTS, LENGTHS, Case, case_of, chosen, default
 
-with_c = pytest.mark.skipif(c_language.find_compiler()[0] is None, reason="there is no C compiler")
+with_c = pytest.mark.skipif(compile.find_compiler()[0] is None, reason="there is no C compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -138,18 +141,18 @@ def test_c_that_was_found_and_no_longer_compiles_leaves_sdpa(monkeypatch, rows):
 @pytest.fixture
 def compiling(monkeypatch):
     """Turns compiling C on or off, as if in another process."""
-    compiler, why = c_language.find_compiler()
+    compiler, why = compile.find_compiler()
     if compiler is None:
         pytest.skip(why)
 
     def turn(on):
         monkeypatch.setenv("APPROX_COMPILE_C", str(int(on)))
         monkeypatch.setattr(findings, "_known", {})
-        c_language.library.cache_clear()
+        compile.library.cache_clear()
 
     yield turn
     monkeypatch.delenv("APPROX_COMPILE_C", raising=False)
-    c_language.library.cache_clear()
+    compile.library.cache_clear()
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["C goes", "C comes"])

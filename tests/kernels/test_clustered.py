@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from approx_kernels.clustered import causal, causal_clustered_attention, clustered_attention, improved, own
-from approx_kernels.clustering import draw_centroids, draw_planes
+from approx_kernels.ops.clustered import causal, improved, own
+from approx_kernels.ops.clustered.api import causal_clustered_attention, clustered_attention
+from approx_kernels.ops.clustering.api import draw_centroids, draw_planes
 from closeness import assert_close
 
 PLANES, DRAWS = draw_planes(24, bits=63, bias=True, clusters=100, seed=0)

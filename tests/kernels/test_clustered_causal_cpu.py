@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.clustered import causal_clustered_attention
-from approx_kernels.clustering import draw_centroids
-from approx_kernels.implementation import chosen
+from approx_kernels.dispatch.implementation import chosen
+from approx_kernels.ops.clustered.api import causal_clustered_attention
+from approx_kernels.ops.clustering.api import draw_centroids
 from c_sources import needs_compiler
 from closeness import assert_close
 

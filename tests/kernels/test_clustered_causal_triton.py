@@ -10,8 +10,9 @@ import torch
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from approx_kernels.clustered import causal_clustered_attention, triton_causal_far
-from approx_kernels.clustering import draw_centroids
+from approx_kernels.ops.clustered import triton_causal_far
+from approx_kernels.ops.clustered.api import causal_clustered_attention
+from approx_kernels.ops.clustering.api import draw_centroids
 from closeness import assert_close
 
 pytest.importorskip("triton")

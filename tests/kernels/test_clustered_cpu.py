@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.c_language import library
-from approx_kernels.clustered import clustered_attention
-from approx_kernels.clustering import cluster_queries, draw_centroids, draw_planes
-from approx_kernels.implementation import chosen
+from approx_kernels.cpu.compile import library
+from approx_kernels.dispatch.implementation import chosen
+from approx_kernels.ops.clustered.api import clustered_attention
+from approx_kernels.ops.clustering.api import cluster_queries, draw_centroids, draw_planes
 from c_sources import needs_compiler
 from closeness import assert_close
 

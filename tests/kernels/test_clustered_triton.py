@@ -10,11 +10,12 @@ import torch
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from approx_kernels.clustered import clustered_attention, triton_top
-from approx_kernels.clustered import triton as batched
-from approx_kernels.clustered import triton_members as members
-from approx_kernels.clustered import triton_own as launching
-from approx_kernels.clustering import draw_centroids, draw_planes
+from approx_kernels.ops.clustered import triton as batched
+from approx_kernels.ops.clustered import triton_members as members
+from approx_kernels.ops.clustered import triton_own as launching
+from approx_kernels.ops.clustered import triton_top
+from approx_kernels.ops.clustered.api import clustered_attention
+from approx_kernels.ops.clustering.api import draw_centroids, draw_planes
 from closeness import assert_close
 
 pytest.importorskip("triton")

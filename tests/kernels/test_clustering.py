@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from approx_kernels.clustering import cluster_queries, draw_planes, fit_centroids, nearest_centroids, reference
+from approx_kernels.ops.clustering import reference
+from approx_kernels.ops.clustering.api import cluster_queries, draw_planes, fit_centroids, nearest_centroids
 
 
 def clusters_by_loops(q, planes, draws, clusters, iterations):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from approx_kernels.clustering import cluster_queries, draw_planes
-from approx_kernels.clustering import triton as launching
-from approx_kernels.triton_language import configuration
+from approx_kernels.gpu.language import configuration
+from approx_kernels.ops.clustering import triton as launching
+from approx_kernels.ops.clustering.api import cluster_queries, draw_planes
 
 pytest.importorskip("triton")
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from approx_kernels.custom_op import custom_op
+from approx_kernels.runtime.custom_op import custom_op
 
 
 def _like(x: Tensor, bias: Tensor | None, scale: float) -> Tensor:
@@ -151,7 +151,7 @@ def test_a_missing_triton_hinders_nobody_from_reading_the_files():
     code = """
 import importlib, pkgutil, sys
 sys.modules["triton"] = None
-import approx_kernels, approx_kernels.triton_language as language
+import approx_kernels, approx_kernels.gpu.language as language
 assert language.tl is None
 for module in pkgutil.walk_packages(approx_kernels.__path__, "approx_kernels."):
     importlib.import_module(module.name)

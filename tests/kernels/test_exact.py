@@ -10,12 +10,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from approx_kernels.exact import exact_attention, fastest_attention, varlen
-from approx_kernels.exact.compiled import compiled_attention, compiled_few, few_obstacle
-from approx_kernels.exact.cpu import batched_attention, chunked_attention
-from approx_kernels.exact.lengths import by_lengths
-from approx_kernels.exact.ways import ways
-from approx_kernels.implementation import chosen
+from approx_kernels.dispatch.implementation import chosen
+from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.ops.exact.compiled import compiled_attention, compiled_few, few_obstacle
+from approx_kernels.ops.exact.cpu import batched_attention, chunked_attention
+from approx_kernels.ops.exact.lengths import by_lengths
+from approx_kernels.ops.fastest import varlen
+from approx_kernels.ops.fastest.api import fastest_attention
+from approx_kernels.ops.fastest.ways import ways
 from c_sources import needs_compiler
 from closeness import assert_close
 

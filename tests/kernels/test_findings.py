@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from approx_kernels import findings
+from approx_kernels.dispatch import findings
 
 
 @pytest.fixture(autouse=True)

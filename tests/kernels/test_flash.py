@@ -8,9 +8,9 @@ import torch
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from approx_kernels.flash import block_list, flash, flash_attention, list_tile
-from approx_kernels.flash import triton as launching
-from approx_kernels.triton_language import configuration
+from approx_kernels.gpu.language import configuration
+from approx_kernels.ops.flash import triton as launching
+from approx_kernels.ops.flash.api import block_list, flash, flash_attention, list_tile
 from closeness import assert_close
 
 pytest.importorskip("triton")

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from approx.mechanisms import MECHANISMS
-from approx_kernels.flash import flash, listed, padding
-from approx_kernels.implementation import chosen, implementation
+from approx_kernels.dispatch.implementation import chosen, implementation
+from approx_kernels.ops.flash import listed, padding
+from approx_kernels.ops.flash.api import flash
 
 pytest.importorskip("triton")
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from approx_kernels.c_structs import rows_of
-from approx_kernels.exact import exact_attention
-from approx_kernels.exact.ways import ways
-from approx_kernels.flash import flash
-from approx_kernels.grouped import beside, heads_of, in_order, in_turns, summed, turns
-from approx_kernels.implementation import implementation
-from approx_kernels.linear import linear_decode
+from approx_kernels.cpu.structs import rows_of
+from approx_kernels.dispatch.implementation import implementation
+from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.ops.fastest.ways import ways
+from approx_kernels.ops.flash.api import flash
+from approx_kernels.ops.linear.api import linear_decode
+from approx_kernels.tokens.grouped import beside, heads_of, in_order, in_turns, summed, turns
 from forms import draw, draw_mask, make
 
 HEADS = 4

@@ -9,7 +9,7 @@ import torch
 import torch.utils.flop_counter
 
 import approx_kernels
-from approx_kernels.implementation import choose, chosen, chosen_in, forget, implementation, took, untold
+from approx_kernels.dispatch.implementation import choose, chosen, chosen_in, forget, implementation, took, untold
 
 WAYS = {"triton": "the tensor is on the cpu.", "cpu": None, "reference": None}
 

@@ -5,13 +5,13 @@ from functools import partial
 import pytest
 import torch
 
-from approx_kernels.adaptive_span import adaptive_span_attention
-from approx_kernels.blocks import bigbird_attention, block_attention, draw_blocks
-from approx_kernels.global_tokens import global_token_attention
-from approx_kernels.key_lists.cpu import FAR, attend_lists, cut
-from approx_kernels.lsh import draw_projections, lsh_attention
-from approx_kernels.strided import strided_attention
-from approx_kernels.summaries import summary_attention
+from approx_kernels.ops.adaptive_span.api import adaptive_span_attention
+from approx_kernels.ops.blocks.api import bigbird_attention, block_attention, draw_blocks
+from approx_kernels.ops.global_tokens.api import global_token_attention
+from approx_kernels.ops.key_lists.cpu import FAR, attend_lists, cut
+from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
+from approx_kernels.ops.strided.api import strided_attention
+from approx_kernels.ops.summaries.api import summary_attention
 from c_sources import needs_compiler
 from closeness import assert_close
 

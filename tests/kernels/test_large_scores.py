@@ -5,13 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from approx_kernels.adaptive_span import adaptive_span_attention
-from approx_kernels.clustered import causal_clustered_attention, clustered_attention
-from approx_kernels.clustering import draw_centroids, draw_planes
-from approx_kernels.exact import exact_attention
-from approx_kernels.exact.compiled import compiled_attention, compiled_few
-from approx_kernels.local import local_attention
-from approx_kernels.topk import topk_attention
+from approx_kernels.ops.adaptive_span.api import adaptive_span_attention
+from approx_kernels.ops.clustered.api import causal_clustered_attention, clustered_attention
+from approx_kernels.ops.clustering.api import draw_centroids, draw_planes
+from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.ops.exact.compiled import compiled_attention, compiled_few
+from approx_kernels.ops.local.api import local_attention
+from approx_kernels.ops.topk.api import topk_attention
 from c_sources import needs_compiler
 
 pytestmark = needs_compiler

@@ -5,8 +5,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.implementation import chosen
-from approx_kernels.linear import FEATURE_MAPS, linear_attention, linear_decode, reference, sums, window
+from approx_kernels.dispatch.implementation import chosen
+from approx_kernels.ops.linear import reference, sums, window
+from approx_kernels.ops.linear.api import FEATURE_MAPS, linear_attention, linear_decode
 from c_sources import needs_compiler
 from closeness import assert_close, at_real_queries
 

@@ -10,11 +10,11 @@ import torch
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from approx_kernels.flash import triton as flash_launching
-from approx_kernels.implementation import chosen
-from approx_kernels.linear import linear_attention, linear_decode
-from approx_kernels.linear import triton as launching
-from approx_kernels.triton_language import configuration
+from approx_kernels.dispatch.implementation import chosen
+from approx_kernels.gpu.language import configuration
+from approx_kernels.ops.flash import triton as flash_launching
+from approx_kernels.ops.linear import triton as launching
+from approx_kernels.ops.linear.api import linear_attention, linear_decode
 from closeness import assert_close, at_real_queries
 
 pytest.importorskip("triton")

@@ -5,8 +5,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.implementation import chosen
-from approx_kernels.local import local_attention, reference
+from approx_kernels.dispatch.implementation import chosen
+from approx_kernels.ops.local import reference
+from approx_kernels.ops.local.api import local_attention
 from c_sources import needs_compiler
 from closeness import assert_close
 

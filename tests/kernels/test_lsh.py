@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from approx_kernels.lsh import draw_projections, lsh_attention
+from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
 from c_sources import needs_compiler
 from closeness import assert_close
 from forms import few

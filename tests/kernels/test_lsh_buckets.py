@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from approx_kernels.lsh import draw_projections, lsh_attention
+from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
 from kernels.test_lsh import attend, drawn, expected
 
 

@@ -10,10 +10,10 @@ import torch
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from approx_kernels.lsh import draw_projections, lsh_attention
-from approx_kernels.lsh import triton_rounds as launching
-from approx_kernels.lsh import triton_tokens as summing
-from approx_kernels.lsh.sorted_rounds import sorted_rounds
+from approx_kernels.ops.lsh import triton_rounds as launching
+from approx_kernels.ops.lsh import triton_tokens as summing
+from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
+from approx_kernels.ops.lsh.sorted_rounds import sorted_rounds
 from closeness import assert_close
 
 pytest.importorskip("triton")

@@ -11,15 +11,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from approx_kernels import observed as room
-from approx_kernels.clustered import causal_clustered_attention
-from approx_kernels.clustering import draw_centroids
-from approx_kernels.exact.compiled import compiled_few
-from approx_kernels.linear import linear_decode
-from approx_kernels.local import local_attention
-from approx_kernels.lsh import draw_projections, lsh_attention
-from approx_kernels.observed import Observer, needs_pytorch, observed, unreadable
-from approx_kernels.tokens import stretches
+from approx_kernels.ops.clustered.api import causal_clustered_attention
+from approx_kernels.ops.clustering.api import draw_centroids
+from approx_kernels.ops.exact.compiled import compiled_few
+from approx_kernels.ops.linear.api import linear_decode
+from approx_kernels.ops.local.api import local_attention
+from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
+from approx_kernels.runtime import observed as room
+from approx_kernels.runtime.observed import Observer, needs_pytorch, observed, unreadable
+from approx_kernels.tokens.stretches import stretches
 from c_sources import needs_compiler
 
 X = torch.arange(6.0).view(2, 3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from approx_kernels.patterns import pattern_mask
+from approx_kernels.ops.patterns.reference import pattern_mask
 
 FULL_INFORMATION = {"stride": None, "summary": 1}
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from approx_kernels.performer import causal as causal_form
-from approx_kernels.performer import draw_projection, performer_attention, reference
+from approx_kernels.ops.performer import causal as causal_form
+from approx_kernels.ops.performer import reference
+from approx_kernels.ops.performer.api import draw_projection, performer_attention
 from closeness import at_real_queries
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from approx_kernels.implementation import chosen
-from approx_kernels.performer import draw_projection, performer_attention, performer_decode
+from approx_kernels.dispatch.implementation import chosen
+from approx_kernels.ops.performer.api import draw_projection, performer_attention, performer_decode
 from c_sources import needs_compiler
 from closeness import assert_close
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from approx_kernels.performer import (
+from approx_kernels.ops.performer.api import (
     ESTIMATORS,
     Fitted,
     draw_projection,

@@ -10,11 +10,11 @@ import torch
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from approx_kernels.implementation import chosen
-from approx_kernels.linear import triton as cutting
-from approx_kernels.performer import draw_projection, performer_attention, performer_decode
-from approx_kernels.performer import triton as launching
-from approx_kernels.performer import triton_launches as launches
+from approx_kernels.dispatch.implementation import chosen
+from approx_kernels.ops.linear import triton as cutting
+from approx_kernels.ops.performer import triton as launching
+from approx_kernels.ops.performer import triton_launches as launches
+from approx_kernels.ops.performer.api import draw_projection, performer_attention, performer_decode
 from closeness import assert_close, at_real_queries
 
 pytest.importorskip("triton")

@@ -5,10 +5,11 @@ import time
 import pytest
 import torch
 
-from approx_kernels.exact import exact_attention, probe, ways
-from approx_kernels.exact.choice import Case
-from approx_kernels.exact.compiled import obstacle as c_obstacle
-from approx_kernels.exact.probe import measure
+from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.ops.exact.compiled import obstacle as c_obstacle
+from approx_kernels.ops.fastest import probe, ways
+from approx_kernels.ops.fastest.choice import Case
+from approx_kernels.ops.fastest.probe import measure
 
 
 @pytest.fixture(autouse=True)

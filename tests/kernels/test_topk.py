@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.topk import reference, topk_attention
+from approx_kernels.ops.topk import reference
+from approx_kernels.ops.topk.api import topk_attention
 from c_sources import needs_compiler
 from closeness import assert_close, at_real_queries
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from approx_kernels.topk import topk_attention, triton_launches
-from approx_kernels.topk.triton import topk_forward
-from approx_kernels.topk.triton_launches import Launches
-from approx_kernels.triton_language import Configuration
+from approx_kernels.gpu.language import Configuration
+from approx_kernels.ops.topk import triton_launches
+from approx_kernels.ops.topk.api import topk_attention
+from approx_kernels.ops.topk.triton import topk_forward
+from approx_kernels.ops.topk.triton_launches import Launches
 from closeness import assert_close, at_real_queries
 
 pytest.importorskip("triton")

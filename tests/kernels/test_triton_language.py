@@ -5,8 +5,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from approx_kernels import triton_language
-from approx_kernels.triton_language import Configuration, configuration, first_that_fits
+from approx_kernels.gpu import language
+from approx_kernels.gpu.language import Configuration, configuration, first_that_fits
 
 triton = pytest.importorskip("triton")
 
@@ -25,8 +25,8 @@ def guarded(monkeypatch):
         yield
         current.pop()
 
-    monkeypatch.setattr(triton_language, "interpreted", lambda: False)
-    monkeypatch.setattr(triton_language, "_fitting", {})
+    monkeypatch.setattr(language, "interpreted", lambda: False)
+    monkeypatch.setattr(language, "_fitting", {})
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A small card")
     return current

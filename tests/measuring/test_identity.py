@@ -10,7 +10,7 @@ from approx import api
 from approx.checkpoints import checkpoint
 from approx.measuring.identity import beside, examples_read, identity
 from approx.tasks import open_task
-from approx_kernels.c_language import library
+from approx_kernels.cpu.compile import library
 from c_sources import needs_compiler
 from tiny_classifier import tiny_model
 from tiny_study import tiny_checkpoint, tiny_data

@@ -5,8 +5,8 @@ import torch
 
 from approx.mechanisms.clustered import ClusteredAttention, ImprovedClusteredAttention
 from approx.mechanisms.full import FullAttention
-from approx_kernels.clustered import default_clusters
-from approx_kernels.clustering import cluster_queries, nearest_centroids
+from approx_kernels.ops.clustered.api import default_clusters
+from approx_kernels.ops.clustering.api import cluster_queries, nearest_centroids
 
 both = pytest.mark.parametrize("kind", [ClusteredAttention, ImprovedClusteredAttention])
 

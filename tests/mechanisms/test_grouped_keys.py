@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from approx.mechanisms.head_groups import HeadGroups
-from approx_kernels.implementation import implementation
+from approx_kernels.dispatch.implementation import implementation
 from forms import CAUSAL, KINDS, MASKS, SELF_ONLY, draw, draw_mask, make, over_forms
 
 HEADS = 4

@@ -5,7 +5,7 @@ import torch
 
 from approx.mechanisms.clustered import ClusteredAttention, ImprovedClusteredAttention
 from approx.mechanisms.full import FullAttention
-from approx_kernels.clustering import cluster_queries
+from approx_kernels.ops.clustering.api import cluster_queries
 
 
 def dense_formula(q, k, v, groups, *, clusters, topk, scale):

@@ -5,7 +5,7 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.mechanisms.longformer import LongformerAttention
-from approx_kernels.global_tokens import global_token_attention
+from approx_kernels.ops.global_tokens.api import global_token_attention
 
 SEPARATOR = 5
 

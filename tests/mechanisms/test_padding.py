@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from approx_kernels.implementation import implementation
+from approx_kernels.dispatch.implementation import implementation
 from forms import FORMS, SELF_ONLY, draw, draw_mask, make, over
 
 # PyTorch's SDPA multiplies padded values by 0, as its documentation allows; blanking them first costs up to half of its time.

@@ -11,7 +11,7 @@ from approx.mechanisms.full_information import LtrAttention, RtlAttention
 from approx.mechanisms.longformer import LongformerAttention
 from approx.mechanisms.sinks import SinksAttention
 from approx.mechanisms.strided import StridedAttention
-from approx_kernels.patterns import pattern_mask
+from approx_kernels.ops.patterns.reference import pattern_mask
 
 # More than there are steps in any pattern.
 HEADS = 5

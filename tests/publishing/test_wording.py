@@ -6,7 +6,7 @@ from approx.publishing import wording
 from approx.publishing.plots import COLOURS, colours
 from approx.publishing.summary import speed_groups, standing, worthwhile_from
 from approx.publishing.tables import plan_lines
-from approx_kernels import implementation
+from approx_kernels.dispatch import implementation
 
 
 def test_plain_pytorch_is_what_the_kernels_call_so():

@@ -12,7 +12,7 @@ from approx.conversion import surgery
 from approx.mechanisms import MECHANISMS
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
-from approx_kernels import opaque
+from approx_kernels.dispatch import opaque
 from c_sources import needs_compiler
 from forms import FORMS, SMALL, draw, draw_mask, make
 from zoo import difference, outputs, tiny

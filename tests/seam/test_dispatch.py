@@ -13,8 +13,8 @@ from approx.conversion import surgery
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
 from approx.seam.dispatch import IMPLEMENTATION, fastest_exact
-from approx_kernels import findings
-from approx_kernels.cache_folder import private_folder
+from approx_kernels.dispatch import findings
+from approx_kernels.runtime.cache_folder import private_folder
 from zoo import difference, outputs, tiny
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -20,7 +20,7 @@ from approx.mechanisms import MECHANISMS
 from approx.mechanisms.mechanism import Mechanism
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
-from approx_kernels.c_language import compiler_obstacle
+from approx_kernels.cpu.compile import compiler_obstacle
 from forms import FORMS, SMALL
 from zoo import tiny
 

@@ -1,0 +1,191 @@
+"""C where there is a compiler for it: compiled once per machine, kept, and called without any build system."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from approx_kernels.cpu.structs import check_sizes
+from approx_kernels.runtime.cache_folder import is_private, private_folder
+from approx_kernels.runtime.observed import needs_pytorch
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_LOG = logging.getLogger(__name__)
+_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")
+# The longest file takes seven seconds, on a busy machine thirty; a compiler that takes far longer hangs.
+_SECONDS = 180
+_SWITCH = "APPROX_COMPILE_C"
+_TRIAL = "int approx_trial(void) { return 0; }"
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def obstacle(source: str, *tensors: Tensor) -> str | None:
+    """Why functions of a C source cannot run on tensors, with the remedy; None where they can."""
+    if why := needs_pytorch(*tensors):
+        return why
+    for x in tensors:
+        if x.device.type != "cpu":
+            return f"a tensor is on the {x.device.type}; this runs on CPU tensors. Move it, or ask for 'auto'."
+        if x.dtype not in DTYPES:
+            return f"a tensor is {x.dtype}; allowed are float32 and bfloat16. Convert it, or ask for 'auto'."
+    found = library(source)
+    return found if isinstance(found, str) else None
+
+
+@cache
+def library(source: str) -> ctypes.CDLL | str:
+    """The functions of a C source, or why there are none.
+
+    The first process on a machine compiles it, which takes a few seconds and is logged; later ones read the result from
+    $APPROX_CACHE, or `approx` in the user's cache folder, if nobody else can write there and it is undamaged. Nothing is
+    compiled or read where $APPROX_COMPILE_C is 0. $APPROX_C_FLAGS adds flags for the compiler.
+    """
+    compiler, why = find_compiler()
+    if compiler is None:
+        return why if os.environ.get(_SWITCH) == "0" else _missing(why)
+    # A compiler that hangs is waited for once, and one that fails is told of once: by a source of one line.
+    if source != _TRIAL and (why := compiler_obstacle()):
+        return why
+    try:
+        folder = private_folder("compiled")
+        key = _key(compiler, source)
+        found = _kept(folder, key)
+        if found is None:
+            with _locked(folder / f"{key}.lock"):
+                # Another process may have compiled it meanwhile.
+                found = _kept(folder, key) or _compile(compiler, source, folder, key)
+        loaded = ctypes.CDLL(str(found))
+        check_sizes(loaded)
+        return loaded
+    except subprocess.TimeoutExpired:
+        return _missing(f"{compiler} took more than {_SECONDS} seconds. Set $CC to another compiler.")
+    except subprocess.CalledProcessError as error:
+        told = (error.stderr or "").strip().splitlines() or [str(error)]
+        first = next((line for line in told if "error" in line), told[0])
+        return _missing(f"{compiler} failed: {first}. Set $CC to another compiler.")
+    except OSError as error:
+        return _missing(
+            f"what {compiler} made could not be kept or read: {error}. Set $APPROX_CACHE to a folder for it."
+        )
+
+
+def compiler_obstacle() -> str | None:
+    """Why no C can be compiled and loaded here, with the remedy; None where it can. Found out once a process."""
+    found = library(_TRIAL)
+    return found if isinstance(found, str) else None
+
+
+def find_compiler() -> tuple[str | None, str]:
+    """$CC, or else what is called cc, gcc or clang; None where there is no such program or $APPROX_COMPILE_C forbids it.
+
+    Returns:
+        Its path, and why there is none, with the remedy.
+    """
+    wish, asked = os.environ.get(_SWITCH, "1"), os.environ.get("CC")
+    if wish == "0":
+        return None, f"${_SWITCH} is 0, so no C is compiled. Unset it, or ask for 'auto'."
+    if wish != "1":
+        return None, f"${_SWITCH} is {wish!r}; expected 1, or 0 for no C at all. Set it to one of them, or unset it."
+    found = next(filter(None, map(shutil.which, [asked] if asked else ["cc", "gcc", "clang"])), None)
+    missing = f"$CC, {asked!r}, is not a program" if asked else "there is no C compiler"
+    return found, f"{missing}. Install gcc, or set $CC to a compiler."
+
+
+def check(failed: int) -> None:
+    """Raise MemoryError if a function said that it got no memory."""
+    if failed:
+        raise MemoryError("compiled code got no memory for its working sets. Shorten the inputs or the batch.")
+
+
+def _flags() -> list[str]:
+    return [*_FLAGS, *shlex.split(os.environ.get("APPROX_C_FLAGS", ""))]
+
+
+def _key(compiler: str, source: str) -> str:
+    # A folder may be shared by machines whose processors differ, and a compiler may be updated under the same name.
+    machine = [platform.machine(), platform.processor(), _processor(), torch.backends.cpu.get_cpu_capability()]
+    parts = [source, compiler, _version(compiler), *_flags(), *machine]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+@cache
+def _version(compiler: str) -> str:
+    said = subprocess.run(
+        [compiler, "--version"], check=False, capture_output=True, encoding="utf-8", errors="replace", timeout=_SECONDS
+    )
+    return said.stdout + said.stderr
+
+
+def _kept(folder: Path, key: str) -> Path | None:
+    """The library of that key, if it is whole; its name ends with the hash of its contents."""
+    for path in sorted(folder.glob(f"{key}-*.so")):
+        if is_private(path) and path.name == _name(key, path):
+            return path
+        # A library that was cut short, as by a full disk, must not be loaded, and need not be found again.
+        path.unlink()
+    return None
+
+
+def _name(key: str, made: Path) -> str:
+    return f"{key}-{hashlib.sha256(made.read_bytes()).hexdigest()[:24]}.so"
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Let one process at a time compile a source; where nothing can be locked, each does so for itself."""
+    with file.open("w") as held:
+        if fcntl is not None:
+            with suppress(OSError):
+                fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
+
+def _compile(compiler: str, source: str, folder: Path, key: str) -> Path:
+    _LOG.info("Compiling C for this processor with %s, once on this machine; it takes a few seconds.", compiler)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        text, made = Path(scratch) / "source.c", Path(scratch) / "made.so"
+        text.write_text(source, encoding="utf-8")
+        command = [compiler, *_flags(), str(text), "-o", str(made), "-lm"]
+        run = {"capture_output": True, "encoding": "utf-8", "errors": "replace", "timeout": _SECONDS}
+        # Not every compiler has OpenMP; without it there is one thread, and the results are the same.
+        if subprocess.run([*command, "-fopenmp"], check=False, **run).returncode:
+            subprocess.run(command, check=True, **run)
+        made.chmod(0o700)
+        kept = folder / _name(key, made)
+        os.replace(made, kept)
+    _LOG.debug("Compiled %s in %.1f seconds.", kept.name, time.perf_counter() - began)
+    return kept
+
+
+def _missing(why: str) -> str:
+    _LOG.warning("Slower code runs in place of compiled code, for %s", why)
+    return why
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))

@@ -1,0 +1,158 @@
+"""What `approx doctor --probe` and `bench/gpu.py` found out about this machine: kept on disk, and read by every process that begins later."""
+
+import contextlib
+import functools
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import torch
+
+from approx_kernels.cpu.compile import compiler_obstacle
+from approx_kernels.runtime.cache_folder import cache_folder
+
+# Another number after a change that makes what was found before mean something else.
+FORMAT = 7
+
+Finding = dict[str, Any]
+
+_known: dict[str, dict[str, Finding]] = {}
+_lock = RLock()
+
+
+def file() -> Path:
+    """Where findings are kept: in $APPROX_CACHE, or in `approx` in the user's cache folder."""
+    return cache_folder() / f"machine-{FORMAT}.json"
+
+
+def machine(device: str) -> str:
+    """What a finding depends on besides what was measured: hardware, threads, the build of torch, and whether C compiles.
+
+    Args:
+        device: `cpu`, `cuda` for the current one, or `cuda:1`.
+    """
+    asked = torch.device(device)
+    if asked.type == "cuda":
+        at = torch.cuda.current_device() if asked.index is None else asked.index
+        return f"{torch.cuda.get_device_name(at)}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
+    level = torch.backends.cpu.get_cpu_capability()
+    # C that is gone cannot be taken, and C that is new has not been timed.
+    compiled = "no C" if compiler_obstacle() else "C"
+    return f"{_processor()}, {level}, {torch.get_num_threads()} threads, torch {torch.__version__}, {compiled}"
+
+
+def found(device: str) -> dict[str, Finding]:
+    """Everything that was found on this machine: what was asked -> the finding. Read once a process, and never measured."""
+    here = machine(device)
+    with _lock:
+        if here not in _known:
+            _known[here] = _read().get(here, {})
+        return dict(_known[here])
+
+
+def keep(device: str, asked: str, finding: Finding) -> None:
+    """Keep a finding about this machine, for this process and for those that begin later.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:1`.
+        asked: What it is about, in words that tell it from everything else.
+        finding: What was found: plain data.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    here = machine(device)
+    with _lock:
+        found(device)
+        kept = _read()
+        kept.setdefault(here, {})[asked] = finding
+        _write(kept)
+        _known[here][asked] = finding
+
+
+def forget(but: str | None = None) -> None:
+    """Forget everything that was found, in memory and on disk.
+
+    Args:
+        but: What stays: all that is about something that begins so.
+
+    Raises:
+        OSError: if the file is there and cannot be removed or replaced.
+    """
+    with _lock:
+        _known.clear()
+        left = {} if but is None else _beginning(but, _read())
+        if left:
+            _write(left)
+        else:
+            file().unlink(missing_ok=True)
+
+
+def _beginning(words: str, kept: dict[str, dict[str, Finding]]) -> dict[str, dict[str, Finding]]:
+    chosen = {
+        here: {asked: finding for asked, finding in one.items() if asked.startswith(words)}
+        for here, one in kept.items()
+    }
+    return {here: one for here, one in chosen.items() if one}
+
+
+def _read() -> dict[str, dict[str, Finding]]:
+    # A damaged file is as good as none; the next probe replaces it.
+    try:
+        kept = json.loads(file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    whole = isinstance(kept, dict) and all(
+        isinstance(one, dict) and all(isinstance(each, dict) for each in one.values()) for one in kept.values()
+    )
+    return kept if whole else {}
+
+
+def _write(kept: dict[str, dict[str, Finding]]) -> None:
+    folder = file().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(kept, stream, indent=1)
+        os.replace(temporary, file())
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+@functools.cache
+def instructions() -> str:
+    """The widest instructions of this processor, as PyTorch names them, and what it multiplies bfloat16 with."""
+    flags = _processor_facts().get("flags", "").split()
+    halves = {"amx_bf16": " and AMX", "avx512_bf16": " and BF16"}
+    return torch.backends.cpu.get_cpu_capability() + next((name for flag, name in halves.items() if flag in flags), "")
+
+
+@functools.cache
+def generation() -> dict[str, str]:
+    """Numbers of this processor's family and model, where it has them: virtual machines of several share one name."""
+    facts = _processor_facts()
+    return {name: facts[key] for name, key in (("family", "cpu family"), ("model", "model")) if key in facts}
+
+
+@functools.cache
+def _processor() -> str:
+    facts = _processor_facts()
+    features = sorted({"avx2", "avx512f", "avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split()))
+    numbers = [f"{name} {number}" for name, number in generation().items()]
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    return " ".join([name, *numbers, *features])
+
+
+def _processor_facts() -> dict[str, str]:
+    facts: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            facts.setdefault(name.strip(), value.strip())
+    return facts

@@ -1,0 +1,171 @@
+"""Attention as one operator, which makes the mechanism again from a text and runs it; `one_operator` says who needs that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from approx_kernels.runtime.custom_op import custom_op
+
+_kinds: dict[str, type[nn.Module]] = {}
+
+
+def name_kind(kind: type[nn.Module]) -> None:
+    """Let modules of this class be made again from what `told` says of them."""
+    _kinds[_name(kind)] = kind
+
+
+def told(kind: type[nn.Module], arguments: dict[str, Any]) -> str:
+    """A module's class and the arguments of its constructor, as a text that an operator can take."""
+    return json.dumps([_name(kind), arguments])
+
+
+def _like(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, key_mask, tokens, state, ctx.text, ctx.training, ctx.dropout = inputs
+    ctx.given = key_mask is not None, tokens is not None
+    ctx.save_for_backward(output[1], q, k, v, *state, *(x for x in (key_mask, tokens) if x is not None))
+
+
+def _grad(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    seed, q, k, v, *rest = ctx.saved_tensors
+    tokens = rest.pop() if ctx.given[1] else None
+    key_mask = rest.pop() if ctx.given[0] else None
+    found = attend_backward(grad, seed, q, k, v, key_mask, tokens, rest, ctx.text, ctx.training, ctx.dropout)
+    learned = [gradient if x.is_floating_point() else None for gradient, x in zip(found[3:], rest, strict=True)]
+    return *found[:3], None, None, learned, None, None, None
+
+
+def _operations(q: Any, k: Any, v: Any, key_mask: Any, tokens: Any, state: Any, text: str, *_: Any, **__: Any) -> int:
+    return q[0] * _made(text).flops(k[2])  # pyright: ignore[reportCallIssue]  # what every mechanism has
+
+
+@custom_op(_like, flops=_operations, backward=_grad, save=_keep)
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    tokens: Tensor | None,
+    state: Sequence[Tensor],
+    text: str,
+    training: bool,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend, and say which draws of dropout were used: a number, [], int64 on the CPU."""
+    seed = torch.randint(2**31, (), device="cpu") if dropout else torch.zeros((), dtype=torch.int64, device="cpu")
+    # Autograd is left out, so counters, which watch the inputs of modules, need not wait for gradients.
+    q, k, v = q.detach(), k.detach(), v.detach()
+    out = _run(q, k, v, key_mask, tokens, state, text, training, dropout, seed)
+    # An operator's result has the strides that were promised, and is no part of what it was given.
+    return out.clone(memory_format=torch.contiguous_format), seed
+
+
+def _slopes(
+    grad: Tensor,
+    seed: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Any,
+    tokens: Any,
+    state: Sequence[Tensor],
+    *_: Any,
+) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, *state)]
+
+
+def _operations_backward(grad: Any, seed: Any, *given: Any, **more: Any) -> int:
+    # Once more forward, and for each product two.
+    return 3 * _operations(*given, **more)
+
+
+@custom_op(_slopes, flops=_operations_backward)
+def attend_backward(
+    grad: Tensor,
+    seed: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    tokens: Tensor | None,
+    state: Sequence[Tensor],
+    text: str,
+    training: bool,
+    dropout: float,
+) -> list[Tensor]:
+    """The gradients of q, k, v and the state; of what has none, zeros."""
+    # Parameters come first in the state; buffers are not learned.
+    learnable = 3 + len(dict(_made(text).named_parameters()))
+    inputs = [
+        x.detach().requires_grad_(place < learnable and x.is_floating_point())
+        for place, x in enumerate((q, k, v, *state))
+    ]
+    with _differentiable():
+        # Counters cannot wait for the gradients that are asked for here.
+        watched = [x.view_as(x) for x in inputs[:3]]
+        out = _run(watched[0], watched[1], watched[2], key_mask, tokens, inputs[3:], text, training, dropout, seed)
+        learned = [x for x in inputs if x.requires_grad]
+        found = iter(torch.autograd.grad(out, learned, grad, allow_unused=True))
+    slopes = [next(found) if x.requires_grad else None for x in inputs]
+    return [
+        torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        if slope is None
+        else slope.clone(memory_format=torch.contiguous_format)
+        for x, slope in zip(inputs, slopes, strict=True)
+    ]
+
+
+@contextmanager
+def _differentiable() -> Iterator[None]:
+    """Let what an operator does be differentiated; inside operators autograd is left out, and has no public way back."""
+    left_out = torch._C._dispatch_tls_local_exclude_set()
+    # One key stands for autograd on every device but those that have a key of their own.
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
+        left_out = left_out.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, left_out), torch.enable_grad():
+        yield
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    tokens: Tensor | None,
+    state: Sequence[Tensor],
+    text: str,
+    training: bool,
+    dropout: float,
+    seed: Tensor,
+) -> Tensor:
+    module = _made(text).train(training)
+    names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+    more = {} if tokens is None else {"tokens": tokens}
+    held = dict(zip(names, state, strict=True))
+    if not dropout:
+        return functional_call(module, held, (q, k, v, key_mask), more)
+    with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []):
+        torch.manual_seed(int(seed))
+        return functional_call(module, held, (q, k, v, key_mask), {**more, "dropout": dropout})
+
+
+@cache
+def _made(text: str) -> nn.Module:
+    name, arguments = json.loads(text)
+    return _kinds[name](**arguments)
+
+
+def _name(kind: type[nn.Module]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,1 @@
+"""Triton for GPUs: the language where it is installed, and the launches of its kernels."""

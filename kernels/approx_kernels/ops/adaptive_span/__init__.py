@@ -1,0 +1,1 @@
+"""Attention within learned soft spans."""

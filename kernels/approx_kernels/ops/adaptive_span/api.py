@@ -1,0 +1,79 @@
+"""Attention within a soft window whose length each head has for itself."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from approx_kernels.dispatch.implementation import choose
+from approx_kernels.gpu.language import ranked
+from approx_kernels.ops.adaptive_span.mass import mass_by_distance
+from approx_kernels.ops.adaptive_span.reference import grouped_heads, window_sizes
+from approx_kernels.ops.flash.api import flash, flash_obstacle
+from approx_kernels.ops.key_lists.cpu import obstacle
+from approx_kernels.tokens.grouped import in_order, turns
+from approx_kernels.tokens.shapes import check_least, check_part, check_shapes
+
+__all__ = ["adaptive_span_attention", "mass_by_distance", "window_sizes"]
+
+
+def adaptive_span_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    spans: Tensor,
+    known: Callable[[], Sequence[float]] | None = None,
+    ramp: int,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    impl: str = "auto",
+) -> Tensor:
+    """Softmax attention whose weights fall off with the distance x as m(x) = clip((R + z - x) / R, 0, 1), then sum to 1.
+
+    Query i stands at position S - L + i; x is the distance of the positions. Nothing is computed beyond z + R, where m
+    is 0: heads of about the same span share one window, in O(L (z + R) D) for each, and heads whose span covers
+    every distance run exact attention. A query without any allowed key gives 0. Differentiable in q, k, v and z.
+
+    Source: Sukhbaatar, Grave, Bojanowski, Joulin, 2019, Adaptive Attention Span in Transformers, arXiv 1905.07799;
+    departs from it in windows for each group of heads instead of one as long as the longest span, in keeping positions as
+    the model has them, and in the bidirectional form, which looks equally far to both sides.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
+        key_mask: [B, S] bool, True at real keys; None when all are real.
+        spans: z, [H], float, 0 or more, in tokens.
+        known: Gives `spans` as Python numbers, if they may have been read before; it is asked only where windows follow from
+            them, since reading them waits for an accelerator.
+        ramp: R, in tokens, 1 or more.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        dropout: Probability with which an attention weight is dropped.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
+    """
+    check_shapes(q, k, v, key_mask)
+    check_part("spans", spans, q, q.shape[1])
+    check_least("ramp", ramp, 1)
+    ways = {"cpu": obstacle(q), "reference": None}
+    run = choose("adaptive_span_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
+    if run == "triton":
+        # Each head of the kernel ends where its own span does, so nobody has to read the spans first.
+        right = 0 if causal else None
+        return flash(q, k, v, key_mask, scale=scale, right=right, spans=spans, ramp=ramp, impl="triton")[0]
+    numbers = spans.tolist() if known is None else known()
+    if not all(number >= 0.0 for number in numbers):
+        raise ValueError(f"spans are {list(numbers)}; expected distances, from 0 on.")
+    how = {"ramp": ramp, "causal": causal, "scale": scale, "dropout": dropout}
+    if run == "cpu":
+        return grouped_heads(q, k, v, key_mask, spans=spans, known=numbers, **how, by_lists=True)
+    parts = [(q[:, turn], spans[turn], numbers[turn]) for turn in turns(q, k)]
+    return in_order([grouped_heads(some, k, v, key_mask, spans=z, known=read, **how) for some, z, read in parts])

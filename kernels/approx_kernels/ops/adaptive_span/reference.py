@@ -1,0 +1,139 @@
+"""Heads grouped by their spans; each group attends one block of queries after another within its own window."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from approx_kernels.ops.adaptive_span.cpu import span_lists
+from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.runtime.autocast import without_autocast
+from approx_kernels.runtime.sdpa import sdpa
+from approx_kernels.tokens.padding import blank_for_gradients, blank_padding
+from approx_kernels.tokens.stretches import stretches
+
+# Queries of a block, and what windows are rounded up to: smaller ones make more groups and calls than they save.
+_BLOCK = 64
+
+
+def window_sizes(known: Sequence[float], ramp: int, longest: int) -> list[int | None]:
+    """Keys that each head reaches to one side, rounded up so that heads fall into few groups; None without any limit.
+
+    Args:
+        known: The spans, in tokens.
+        ramp: R, in tokens.
+        longest: The longest distance between a query and a key.
+    """
+    return [
+        None if span >= longest else min(-(-(math.ceil(span) + ramp) // _BLOCK) * _BLOCK, longest) for span in known
+    ]
+
+
+def grouped_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    spans: Tensor,
+    known: Sequence[float],
+    ramp: int,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    by_lists: bool = False,
+) -> Tensor:
+    """Exact attention for heads that span everything, a window for each group of the others; with `by_lists` C for all."""
+    length, keys = q.shape[2], k.shape[2]
+    q, k, v = (blank_for_gradients if by_lists else blank_padding)(q, k, v, key_mask)
+    windows = window_sizes(known, ramp, (keys if causal else max(length, keys)) - 1)
+    groups = defaultdict(list)
+    for head, window in enumerate(windows):
+        groups[window].append(head)
+    if by_lists:
+        # C sees by itself where spans end, so one call has all heads.
+        groups = {None if all(window is None for window in windows) else 0: [*range(len(windows))]}
+
+    def attend(window: int | None, q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> Tensor:
+        if window is None and not by_lists:
+            return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
+        # Autocast would round the logarithms of the mask.
+        with without_autocast(q.device.type):
+            k, v = k.to(q.dtype), v.to(q.dtype)
+            if by_lists:
+                form = {"spans": None if window is None else spans, "ramp": ramp, "causal": causal}
+                return span_lists(q, k, v, key_mask, **form, scale=scale, dropout=dropout)
+            assert window is not None, "everything is exact attention's"
+            return _windowed(q, k, v, key_mask, spans, window, ramp, causal, scale, dropout)
+
+    if len(groups) == 1:
+        return attend(next(iter(groups)), q, k, v, spans)
+    out, order = [], []
+    for window, heads in groups.items():
+        own = torch.tensor(heads, device=q.device)
+        group = q.index_select(1, own), k.index_select(1, own), v.index_select(1, own)
+        out.append(attend(window, *group, spans.index_select(0, own)).to(q.dtype))
+        order.append(own)
+    return torch.cat(out, 1).index_select(1, torch.cat(order).argsort())
+
+
+def _windowed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    spans: Tensor,
+    window: int,
+    ramp: int,
+    causal: bool,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """Fused attention between each block of queries and its stretch of keys, with log m added to the scores."""
+    keys, before = k.shape[2], k.shape[2] - q.shape[2]
+    after = 0 if causal else window
+    # Queries so far before all keys (L > S) that they reach none.
+    blind = max(-before - after, 0)
+    q, before = q[:, :, blind:], before + blind
+    starts = range(before, keys, _BLOCK)
+    bounds = [(max(start - window, 0), min(start + _BLOCK + after, keys)) for start in starts]
+    # Every block sees the same distances, so one table serves them all.
+    table = _log_mask(spans, window, after, ramp, q[:, :, :_BLOCK])
+    may_miss = before < 0 or key_mask is not None
+    out = []
+    blocks = zip(starts, bounds, q.split(_BLOCK, 2), stretches(k, bounds), stretches(v, bounds), strict=True)
+    for start, (begin, end), queries, stretch, values in blocks:
+        first = start - window
+        bias = table[:, : queries.shape[2], begin - first : end - first]
+        if not may_miss:
+            out.append(_fused(queries, stretch, values, bias, scale, dropout))
+            continue
+        allowed = bias > -math.inf
+        if key_mask is not None:
+            allowed = allowed & key_mask[:, None, None, begin:end]
+        # Kernels disagree on a row without any allowed key, so it sees everything and is then set to 0.
+        missed = ~allowed.any(-1, keepdim=True)
+        bias = bias.masked_fill(~allowed, -math.inf).masked_fill(missed, 0.0)
+        out.append(_fused(queries, stretch, values, bias, scale, dropout).masked_fill(missed, 0.0))
+    joined = torch.cat(out, 2)
+    return F.pad(joined, (0, 0, blind, 0)) if blind else joined
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, dropout: float) -> Tensor:
+    return sdpa(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
+
+
+def _log_mask(spans: Tensor, window: int, after: int, ramp: int, q: Tensor) -> Tensor:
+    """log m between a block of queries and the keys from `window` before it to `after` behind it, [H, block, keys]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    query = torch.arange(q.shape[2], device=q.device)
+    away = torch.arange(-window, q.shape[2] + after, device=q.device) - query[:, None]
+    mask = ((ramp + spans.to(wide)[:, None, None] - away.abs()) / ramp).clamp(max=1.0)
+    seen = mask > 0 if after else (mask > 0) & (away <= 0)
+    # The smallest number keeps the gradient of what is not seen 0; at 0 itself it would be 0 times infinity.
+    log = mask.clamp(min=torch.finfo(wide).tiny).log().masked_fill(~seen, -math.inf)
+    # The processor's kernels take a mask of float32 beside 16 bits, others one of the queries' own dtype only.
+    return log if q.is_cpu else log.to(q.dtype)

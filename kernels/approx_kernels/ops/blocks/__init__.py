@@ -1,0 +1,1 @@
+"""Attention of blocks of tokens to blocks of keys."""

@@ -1,0 +1,144 @@
+"""Attention between whole blocks: neighbours (block attention) and lists of blocks (BigBird)."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx_kernels.dispatch.implementation import choose
+from approx_kernels.gpu.language import ranked
+from approx_kernels.ops.blocks.cpu import block_lists, neighbour_lists
+from approx_kernels.ops.blocks.reference import bigbird_lists, draw_blocks, listed_blocks, neighbour_blocks
+from approx_kernels.ops.blocks.triton import bigbird_tiles, block_tiles
+from approx_kernels.ops.flash.api import flash_obstacle
+from approx_kernels.ops.flash.padding import under_padding
+from approx_kernels.ops.key_lists.cpu import obstacle
+from approx_kernels.tokens.grouped import in_turns
+from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens.stretches import without_padding
+
+__all__ = ["bigbird_attention", "bigbird_lists", "block_attention", "draw_blocks"]
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    size: int,
+    neighbours: int,
+    shift: int,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    impl: str = "auto",
+) -> Tensor:
+    """Softmax attention inside blocks and to neighbouring blocks, in O(L (2 neighbours + 1) size D).
+
+    The token at position p of a sample is in block (p + shift) // size; positions count real tokens, and query i
+    is the token of key S - L + i. A query that is padding or stands before all keys gives 0.
+
+    Source: Qiu et al., 2019, Blockwise Self-Attention for Long Document Understanding, arXiv 1911.02972; departs
+    from it in the same blocks for all heads.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
+        key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
+        size: Tokens of a block.
+        neighbours: Blocks seen to each side of the own one.
+        shift: Tokens by which the first block is shorter.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        dropout: Probability with which an attention weight is dropped.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
+    """
+    check_shapes(q, k, v, key_mask)
+    ways = {"cpu": obstacle(q), "reference": None}
+    run = choose("block_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
+
+    how: dict[str, Any] = {"size": size, "neighbours": neighbours, "shift": shift, "causal": causal, "scale": scale}
+    if run == "triton":
+        return under_padding(partial(block_tiles, **how), q, k, v, key_mask)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attend_blocks = neighbour_lists if run == "cpu" else neighbour_blocks
+        own = partial(attend_blocks, **how, dropout=dropout)
+        return own(q, k, v) if run == "cpu" else in_turns(own, q, k, v)
+
+    return without_padding(attend, q, k, v, key_mask)
+
+
+def bigbird_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    block: int,
+    draws: Tensor,
+    compatible: bool = False,
+    scale: float,
+    dropout: float = 0.0,
+    impl: str = "auto",
+) -> Tensor:
+    """Softmax attention of each block to its neighbours, the first, the last and random blocks, in O(L (5 + r) block D).
+
+    The first and the last block see all and are seen by all; every pair counts once. Positions count real tokens,
+    and query i is the token of key S - L + i. A query that is padding or stands before all keys gives 0.
+
+    With `compatible` every random block is the first block once more, for all queries but those of the first and the
+    last block: softmax(s + log C) where C is 1 + r on the first block, as Hugging Face's BigBird attends in evaluation
+    mode.
+
+    Source: Zaheer et al., 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062; departs from it in
+    the same random blocks for all heads.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
+        key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
+        block: Tokens of a block.
+        draws: What `draw_blocks` returned; its second size is the number of random blocks, r.
+        compatible: Whether to attend as Hugging Face's BigBird does in evaluation mode.
+        scale: Factor of the scores.
+        dropout: Probability with which an attention weight is dropped.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
+    """
+    check_shapes(q, k, v, key_mask)
+    if draws.ndim != 2 or draws.dtype != torch.int64:
+        raise ValueError(f"draws is {draws.dtype} of shape {list(draws.shape)}; expected torch.int64 [blocks, random].")
+    ways = {"cpu": obstacle(q), "reference": None}
+    run = choose("bigbird_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
+
+    def lists(keys: int) -> Sequence[Sequence[int]]:
+        return bigbird_lists(-(-keys // block), draws, compatible)
+
+    def tiles(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return bigbird_tiles(q, k, v, key_mask, size=block, lists=lists(k.shape[2]), scale=scale)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attend_lists = block_lists if run == "cpu" else listed_blocks
+        own = partial(attend_lists, size=block, lists=lists(k.shape[2]), scale=scale, dropout=dropout)
+        return own(q, k, v) if run == "cpu" else in_turns(own, q, k, v)
+
+    if run == "triton":
+        return under_padding(tiles, q, k, v, key_mask, lambda count: -(-count // block) * block)
+    return without_padding(attend, q, k, v, key_mask)

@@ -1,0 +1,1 @@
+"""Clustered attention, plain and improved, bidirectional and causal."""

@@ -1,0 +1,170 @@
+"""Clustered attention: queries that are alike share one row of attention weights."""
+
+from functools import partial
+
+from torch import Tensor
+
+from approx_kernels.dispatch.implementation import choose
+from approx_kernels.gpu.language import ranked
+from approx_kernels.ops.clustered.causal import causal_samples
+from approx_kernels.ops.clustered.causal_cpu import causal_samples_in_c
+from approx_kernels.ops.clustered.causal_cpu import obstacle as causal_obstacle
+from approx_kernels.ops.clustered.cpu import clustered_batch
+from approx_kernels.ops.clustered.cpu import obstacle as cpu_obstacle
+from approx_kernels.ops.clustered.reference import MOST_DEFAULT_CLUSTERS, clustered_samples, default_clusters
+from approx_kernels.ops.clustered.triton import clustered_on_gpu
+from approx_kernels.ops.clustered.triton import obstacle as triton_obstacle
+from approx_kernels.ops.clustered.triton_causal import causal_on_gpu
+from approx_kernels.ops.clustered.triton_causal import obstacle as causal_triton_obstacle
+from approx_kernels.ops.clustering.api import check_clustering
+from approx_kernels.tokens.grouped import in_turns
+from approx_kernels.tokens.shapes import check_least, check_part, check_shapes
+from approx_kernels.tokens.stretches import without_padding
+
+__all__ = ["MOST_DEFAULT_CLUSTERS", "causal_clustered_attention", "clustered_attention", "default_clusters"]
+
+
+def clustered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    planes: Tensor | None = None,
+    draws: Tensor | None = None,
+    selectors: Tensor | None = None,
+    clusters: int | None,
+    iterations: int,
+    topk: int | None,
+    scale: float,
+    dropout: float = 0.0,
+    impl: str = "auto",
+) -> Tensor:
+    """Attend with the mean query of each cluster, in O(n C D); with `topk`, mend its largest weights too.
+
+    Plain: every member of a cluster receives what the cluster's mean query attends to. Improved (`topk`): the
+    K keys that the mean query weighs most are weighed anew by each member, within the mass that the mean query
+    gave to them, in O(n K D) more. Gradients pass through the means and the masses, not through the choices.
+
+    Each sample is computed without its padding, so nothing depends on padding or neighbours. A sample with at
+    most C real queries is exact: each query is its own cluster. Padded queries and samples without a key give 0.
+
+    Source: Vyas, Katharopoulos, Fleuret, 2020, Fast Transformers with Clustered Attention, arXiv 2007.04825;
+    departs from it in the clustering (see `cluster_queries`) and in differentiating the mass.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
+        key_mask: [B, S] bool, True at real keys, and when L == S at real queries; None when all are real.
+        planes: Hash planes, [bits, D + 1], the biases last; queries are then clustered by their hashes.
+        draws: Random numbers for the clustering, int64, at least C; needed with `planes`.
+        selectors: Selectors of frozen centroids, [H, C, D + 1], instead of planes; there is then no k-means.
+        clusters: Number of clusters, C; None takes `default_clusters` of the real queries of each sample.
+        iterations: Assignments of the clustering.
+        topk: Keys each member weighs itself, K, at most all; None for plain clustered attention.
+        scale: Factor of the scores.
+        dropout: Probability with which a weight is dropped: one of a cluster's, or one a member weighed itself.
+        impl: `reference`, `cpu` in C on float32 and bfloat16, or `triton` (see `approx_kernels.dispatch.implementation`).
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together, not just one way to cluster is given, or `impl` cannot run.
+    """
+    check_shapes(q, k, v, key_mask)
+    if (planes is None or draws is None) == (selectors is None):
+        raise ValueError("Either planes and draws or selectors say which queries are alike; expected one of the two.")
+    check_least("clusters", clusters, 1)
+    check_least("topk", topk, 1)
+    if selectors is not None:
+        if clusters is None:
+            raise ValueError("clusters is None beside selectors; expected their number.")
+        check_part("selectors", selectors, q, q.shape[1], clusters, q.shape[3] + 1)
+    elif planes is not None and draws is not None:
+        check_clustering(q, planes, draws, clusters or default_clusters(q.shape[2]), iterations)
+    settings = {"clusters": clusters, "iterations": iterations, "topk": topk, "scale": scale}
+    ways = {"planes": planes, "draws": draws}
+    why = triton_obstacle(q, v, clusters, 0 if planes is None else len(planes), dropout)
+    run = choose("clustered_attention", impl, ranked(q, why, cpu=cpu_obstacle(q), reference=None), q)
+    if run == "cpu":
+        return clustered_batch(q, k, v, key_mask, **ways, selectors=selectors, **settings, dropout=dropout)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, selectors: Tensor | None) -> Tensor:
+        if run == "triton":
+            return clustered_on_gpu(q, k, v, key_mask, **ways, selectors=selectors, **settings)
+        parts = {**ways, "selectors": selectors, **settings}
+        return clustered_samples(q, k, v, key_mask, **parts, dropout=dropout, impl=impl)
+
+    return in_turns(attend, q, k, v, selectors)
+
+
+def causal_clustered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    centroids: Tensor,
+    selectors: Tensor,
+    chunk: int,
+    topk: int | None,
+    scale: float,
+    dropout: float = 0.0,
+    impl: str = "auto",
+) -> Tensor:
+    """Attend exactly inside chunks and through fixed centroids to the keys before, in O(n (chunk + C + K) D).
+
+    The real tokens of a sample are cut into chunks. A query weighs the keys of its own chunk itself, up to its
+    own. Of the keys before the chunk it weighs those K itself that the nearest centroid weighs most; the others
+    it shares with all queries of the centroid: their mean key and mean value under the centroid's weights, and
+    their mass, which the mean key corrects to first order for the query's distance from the centroid. All of it
+    has one normaliser, joined by log-sum-exp. `topk` of None shares all keys before the chunk.
+
+    The centroids are constants, so a query uses nothing but itself and the keys up to its own: nothing sees the
+    future, and new queries on top of a cache get what the whole sequence gives them, up to rounding (which may,
+    seldom, swap two keys that a centroid weighs alike). From chunk to chunk the centroids' rows are carried
+    on, not computed anew. Query i stands at position S - L + i. Padded queries, and those without a key, give 0.
+
+    Source: built on Vyas, Katharopoulos, Fleuret, 2020, Fast Transformers with Clustered Attention, arXiv
+    2007.04825, which has no strictly causal form; departs from it in all of the above.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
+        key_mask: [B, S] bool, True at real keys; None when all are real.
+        centroids: Fixed centroids of queries, [H, C, D].
+        selectors: What says which centroid is nearest, [H, C, D + 1] (see `fit_centroids`).
+        chunk: Real tokens of a chunk; at least `topk` + 1 are taken.
+        topk: Keys before the chunk that each query weighs itself, K; None for plain clustered attention.
+        scale: Factor of the scores.
+        dropout: Probability with which a weight is dropped: one of a query's own, or one that is shared.
+        impl: `reference`, `cpu` in C on float32 and bfloat16, or `triton` (see `approx_kernels.dispatch.implementation`).
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together, or `impl` cannot run.
+    """
+    check_shapes(q, k, v, key_mask)
+    check_part("centroids", centroids, q, q.shape[1], "clusters", q.shape[3])
+    check_part("selectors", selectors, q, q.shape[1], centroids.shape[1], q.shape[3] + 1)
+    check_least("chunk", chunk, 1)
+    check_least("topk", topk, 1)
+    why = causal_triton_obstacle(q, v, chunk, topk or 0, dropout)
+    run = choose("causal_clustered_attention", impl, ranked(q, why, cpu=causal_obstacle(q), reference=None), q)
+    settings = {"chunk": chunk, "topk": topk or 0, "scale": scale}
+    if run == "cpu":
+        attend = partial(causal_samples_in_c, centroids=centroids, selectors=selectors, **settings, dropout=dropout)
+        return without_padding(attend, q, k, v, key_mask)
+
+    def attend_turn(q: Tensor, k: Tensor, v: Tensor, centroids: Tensor, selectors: Tensor) -> Tensor:
+        fitted = {"centroids": centroids, "selectors": selectors}
+        if run == "triton":
+            return causal_on_gpu(q, k, v, key_mask, **fitted, **settings)
+        return without_padding(partial(causal_samples, **fitted, **settings, dropout=dropout), q, k, v, key_mask)
+
+    return in_turns(attend_turn, q, k, v, centroids, selectors)

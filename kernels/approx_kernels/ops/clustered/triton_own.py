@@ -1,0 +1,190 @@
+"""Improved clustered attention as operators: what the queries of a cluster make of its largest keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx_kernels.gpu.language import Configuration, first_that_fits
+from approx_kernels.ops.clustered.triton_improved import improved_kernel, improved_keys_kernel, improved_queries_kernel
+from approx_kernels.ops.clustered.triton_members import sum_rows
+from approx_kernels.runtime.custom_op import custom_op
+
+
+def _cut(rows: int, columns: int, warps: int, stages: int) -> Configuration:
+    return Configuration({"BM": rows, "BK": columns}, warps, stages)
+
+
+# Few rows: clusters have some twenty members, and a tile never crosses one.
+IMPROVED = {
+    "narrow": (_cut(16, 32, 2, 1),),
+    "wide": (_cut(16, 32, 4, 1),),
+    "float32": (_cut(16, 16, 8, 1),),
+}
+QUERIES = {**IMPROVED, "float32": (_cut(16, 32, 4, 1),)}
+# Parts of a cluster are computed side by side once an average one has so many tiles.
+_TILES = 4
+
+
+def _kind(q: Tensor, v: Tensor) -> str:
+    wide = max(q.shape[3], v.shape[3]) > 64
+    return "float32" if q.dtype == torch.float32 else "wide" if wide else "narrow"
+
+
+def _shared(q: Tensor, v: Tensor, scale: float) -> dict[str, Any]:
+    return {
+        "scale": scale,
+        "D": q.shape[3],
+        "E": v.shape[3],
+        "WIDE_D": 1 << (q.shape[3] - 1).bit_length(),
+        "WIDE_E": 1 << (v.shape[3] - 1).bit_length(),
+        "PRECISION": precision(q),
+    }
+
+
+def precision(x: Tensor) -> str:
+    """How products of such numbers are computed: float32 is what was asked for, not the tensor cores' 10 bits of it."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """The first three of each."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
+
+
+def beside(x: Tensor, size: int, padded: bool) -> Tensor:
+    """[B, H, n, size] with the heads of a token beside each other, as models want to join them; 0 at padding."""
+    make = x.new_zeros if padded else x.new_empty
+    return make(x.shape[0], x.shape[2], x.shape[1], size).transpose(1, 2)
+
+
+def _empty(
+    q: Tensor, k: Tensor, v: Tensor, means: Tensor, shared: Tensor, lse: Tensor, top: Tensor, order: Tensor,
+    begins: Tensor, scale: float, padded: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return beside(q, v.shape[3], padded), lse.new_empty(q.shape[:3]), torch.empty_like(lse)
+
+
+def _flops(
+    q: Any, k: Any, v: Any, means: Any, shared: Any, lse: Any, top: Any, *others: Any, out_shape: Any = None
+) -> int:
+    return 2 * q[0] * q[1] * (q[2] + top[2]) * top[3] * (q[3] + v[3])
+
+
+def _flops_backward(
+    grad: Any, own_lse: Any, mass: Any, q: Any, k: Any, v: Any, means: Any, shared: Any, lse: Any, top: Any,
+    *others: Any, out_shape: Any = None,
+) -> int:  # fmt: skip
+    # Own scores three times, what they do to the outputs three times, and one product for each of dq, dk and dv.
+    return 2 * q[0] * q[1] * q[2] * top[3] * (5 * q[3] + 4 * v[3])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale, ctx.padded = inputs
+    ctx.save_for_backward(*output[1:], *tensors)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    dq, *added, dmeans, dshared, dlse = improved_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.padded)
+    k, top = ctx.saved_tensors[3], ctx.saved_tensors[8]
+    # A key may be among the largest of many clusters, whose parts are summed in one order always.
+    ranked, place = top.flatten(2).sort(dim=2, stable=True)
+    key = torch.arange(k.shape[2] + 1, dtype=torch.int32, device=k.device).expand(*k.shape[:2], -1).contiguous()
+    lists = place.int(), torch.searchsorted(ranked, key, out_int32=True)
+    dk, dv = (sum_rows(rows, *lists, False).to(k.dtype) for rows in added)
+    return dq, dk, dv, dmeans, dshared, dlse, *[None] * 5
+
+
+@custom_op(_empty, flops=_flops, backward=_gradients, save=_save)
+def improved_forward(
+    q: Tensor, k: Tensor, v: Tensor, means: Tensor, shared: Tensor, lse: Tensor, top: Tensor, order: Tensor,
+    begins: Tensor, scale: float, padded: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Weigh the keys of each cluster anew for each of its queries, within the mass that the mean query gives them.
+
+    Args:
+        q: Queries, [B, H, L, D], the last dimension contiguous, as in k and v.
+        k: Keys, [B, H, S, D].
+        v: Values, [B, H, S, E].
+        means: Mean query of each cluster, [B, H, C, D], contiguous.
+        shared: What the mean queries attend to, [B, H, C, E], the last dimension contiguous.
+        lse: Log-sum-exp of their scores, [B, H, C] float32.
+        top: What `largest_keys` returned.
+        order: What `sort_queries` returned, as `begins`.
+        begins: See there.
+        scale: Factor of the scores.
+        padded: Whether some rows of q are in no cluster; their outputs are 0.
+
+    Returns:
+        [B, H, L, E] in the dtype of q; for the gradients also, in the order of the clusters, the log-sum-exps of each
+        query's own scores to the base 2, [B, H, L], and each cluster's mass, [B, H, C].
+    """
+    out, own_lse, mass = _empty(q, k, v, means, shared, lse, top, order, begins, scale, padded)
+    where = _kind(q, v)
+
+    def run(cut: Configuration) -> None:
+        parts = _parts(q, top, cut)
+        improved_kernel[(mass.numel() * parts,)](
+            q, k, v, means, shared, lse, top, order, begins, out, own_lse, mass, *strides(q, k, v, shared, out),
+            H=q.shape[1], L=q.shape[2], most=top.shape[2], kept=top.shape[3], parts=parts, **_shared(q, v, scale),
+            **cut.options,
+        )  # fmt: skip
+
+    first_that_fits(run, IMPROVED[where], f"improved, {where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}", q.device)
+    return out, own_lse, mass
+
+
+def _parts(q: Tensor, top: Tensor, cut: Configuration) -> int:
+    return 1 + q.shape[2] // (top.shape[2] * cut.tiles["BM"] * _TILES)
+
+
+def _empty_gradients(
+    grad: Tensor, own_lse: Tensor, mass: Tensor, q: Tensor, k: Tensor, v: Tensor, means: Tensor, shared: Tensor,
+    lse: Tensor, top: Tensor, order: Tensor, begins: Tensor, scale: float, padded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, heads, most, kept = top.shape
+    dk, dv = (lse.new_empty(batch, heads, most * kept, x.shape[3]) for x in (k, v))
+    dshared = shared.new_empty(shared.shape)
+    return beside(q, q.shape[3], padded), dk, dv, torch.empty_like(means), dshared, torch.empty_like(lse)
+
+
+@custom_op(_empty_gradients, flops=_flops_backward)
+def improved_backward(
+    grad: Tensor, own_lse: Tensor, mass: Tensor, q: Tensor, k: Tensor, v: Tensor, means: Tensor, shared: Tensor,
+    lse: Tensor, top: Tensor, order: Tensor, begins: Tensor, scale: float, padded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, means, shared and lse, and what clusters add to those of their keys and values, [B, H, C K, D or E].
+
+    Args:
+        grad: Gradient of the outputs.
+        own_lse: What `improved_forward` returned.
+        mass: The same.
+        q: And all others: as for `improved_forward`.
+    """
+    given = grad, own_lse, mass, q, k, v, means, shared, lse, top, order, begins, scale, padded
+    made = _empty_gradients(*given)
+    grad = grad if grad.stride(3) == 1 else grad.contiguous()
+    where, delta = _kind(q, v), torch.empty_like(own_lse)
+    shapes = {"H": q.shape[1], "L": q.shape[2], "most": top.shape[2], "kept": top.shape[3], **_shared(q, v, scale)}
+
+    def queries(cut: Configuration) -> None:
+        parts = _parts(q, top, cut)
+        improved_queries_kernel[(mass.numel() * parts,)](
+            q, k, v, grad, top, order, begins, own_lse, mass, made[0], delta, *strides(q, k, v, grad, made[0]), parts=parts,
+            **shapes, **cut.options,
+        )  # fmt: skip
+
+    def keys(cut: Configuration) -> None:
+        improved_keys_kernel[(mass.numel(),)](
+            q, k, v, means, lse, grad, top, order, begins, own_lse, mass, delta, *made[1:],
+            *strides(q, k, v, grad), **shapes, **cut.options,
+        )  # fmt: skip
+
+    what = f"{where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}"
+    # The first of them says what the second needs to know of each query.
+    first_that_fits(queries, QUERIES[where], f"improved queries, {what}", q.device)
+    first_that_fits(keys, IMPROVED[where], f"improved keys, {what}", q.device)
+    return made

@@ -1,0 +1,1 @@
+"""Clusters of queries: hashes, and k-means on their bits."""

@@ -1,0 +1,58 @@
+"""Groups of similar queries: k-means among sign hashes, or centroids that are fitted once."""
+
+import torch
+from torch import Tensor
+
+from approx_kernels.dispatch.implementation import choose
+from approx_kernels.gpu.language import ranked
+from approx_kernels.ops.clustering.checks import check_clustering
+from approx_kernels.ops.clustering.cpu import cluster_samples
+from approx_kernels.ops.clustering.cpu import obstacle as cpu_obstacle
+from approx_kernels.ops.clustering.frozen import draw_centroids, fit_centroids, nearest_centroids
+from approx_kernels.ops.clustering.reference import cluster_heads, draw_planes
+from approx_kernels.ops.clustering.triton import cluster_samples as cluster_on_gpu
+from approx_kernels.ops.clustering.triton import obstacle as triton_obstacle
+
+__all__ = ["check_clustering", "cluster_queries", "draw_centroids", "draw_planes", "fit_centroids", "nearest_centroids"]
+
+
+def cluster_queries(
+    q: Tensor, planes: Tensor, draws: Tensor, *, clusters: int, iterations: int, impl: str = "auto"
+) -> Tensor:
+    """Put each query of a head into one of C clusters, in O(n C bits) an iteration.
+
+    A query becomes sign bits, bit_b = [q.a_b > bias_b]; k-means in Hamming space follows, with the majority
+    bit as centroid. Ties go to the lowest cluster, and a tied majority keeps the bit it had. First centroids
+    are drawn evenly along the sequence; an empty cluster draws again. Nothing is differentiated.
+
+    Source: Vyas, Katharopoulos, Fleuret, 2020, Fast Transformers with Clustered Attention, arXiv 2007.04825;
+    departs from it in the even draw, in the second draw of empty clusters and in ties.
+
+    Args:
+        q: Real queries of one sample, [G, n, D], float, n > C; G is any number of heads.
+        planes: Normals of the hash planes with their biases in the last column, [bits, D + 1].
+        draws: Non-negative random int64 numbers, at least C of them: what a "random" query is.
+        clusters: Number of clusters, C.
+        iterations: Assignments; between two of them the centroids move, and once none does the rest is left out.
+        impl: `reference`, `cpu` in C or `triton`, with the same clusters (see `approx_kernels.dispatch.implementation`).
+
+    Returns:
+        Cluster of each query, [G, n], int64.
+
+    Raises:
+        ValueError: if planes, draws, clusters or iterations do not fit q and each other, or `impl` cannot run.
+    """
+    if q.ndim != 3 or not (q.numel() and q.is_floating_point()):
+        raise ValueError(f"q is {q.dtype} of shape {list(q.shape)}; expected floats [heads, queries, head size].")
+    check_clustering(q, planes, draws, clusters, iterations)
+    if not clusters < q.shape[1]:
+        raise ValueError(f"{clusters} clusters for {q.shape[1]} queries; expected fewer clusters than queries.")
+    ways = ranked(q, triton_obstacle(q, clusters, len(planes)), cpu=cpu_obstacle(q), reference=None)
+    run = choose("cluster_queries", impl, ways, q)
+    if run != "reference":
+        q = (q if q.stride(-1) == 1 else q.contiguous()).detach()[None]
+        counts = [torch.full((1,), number, device=q.device) for number in (q.shape[2], clusters)]
+        if run == "triton":
+            return cluster_on_gpu(q, None, *counts, planes, draws, clusters, iterations)[0].long()
+        return cluster_samples(q, None, *counts, planes, draws, iterations)[0].long()
+    return cluster_heads(q, planes, draws, clusters, iterations)

@@ -1,0 +1,87 @@
+"""Clusters of all samples and heads at once on a CPU, in C."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from approx_kernels.cpu.compile import check, library
+from approx_kernels.cpu.compile import obstacle as c_obstacle
+from approx_kernels.cpu.structs import address, rows_of
+from approx_kernels.ops.clustering.checks import check_clustering, check_draws
+from approx_kernels.ops.clustering.hamming_c import SOURCE
+from approx_kernels.ops.clustering.reference import STRIDE
+from approx_kernels.ops.clustering.selectors_c import SOURCE as SELECTORS
+from approx_kernels.runtime.custom_op import custom_op
+from approx_kernels.tokens.shapes import check_part
+
+
+def obstacle(*tensors: Tensor) -> str | None:
+    """Why the clusters of these tensors cannot be found in C, with the remedy; None where they can."""
+    return c_obstacle(SOURCE, *tensors) or c_obstacle(SELECTORS, *tensors)
+
+
+def _empty(
+    q: Tensor, tokens: Tensor | None, counts: Tensor, clusters: Tensor, planes: Tensor, draws: Tensor, iterations: int
+) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.int32)
+
+
+@custom_op(_empty)
+def cluster_samples(
+    q: Tensor, tokens: Tensor | None, counts: Tensor, clusters: Tensor, planes: Tensor, draws: Tensor, iterations: int
+) -> Tensor:
+    """Cluster the real queries of each sample as `cluster_queries` does; a sample of no more queries than C keeps each apart.
+
+    Args:
+        q: Queries, [B, H, L, D], float32 or bfloat16.
+        tokens: Places of the real queries of each sample, in their order, before all others, [B, L] int32; None where all
+            are real.
+        counts: Number of real queries, [B] int64.
+        clusters: Number of clusters of each sample, [B] int64; 0 leaves the sample out.
+        planes: As for `cluster_queries`.
+        draws: As for `cluster_queries`.
+        iterations: As for `cluster_queries`.
+
+    Returns:
+        Cluster of each real query, in their order, [B, H, L] int32; what stands behind them has no meaning.
+    """
+    most = int(clusters.max())
+    check_clustering(q, planes, draws, max(most, 1), iterations)
+    check_draws(draws)
+    q, planes, draws = q if q.stride(-1) == 1 else q.contiguous(), planes.float().contiguous(), draws.contiguous()
+    found = library(SOURCE)
+    assert not isinstance(found, str), "checked by the op"
+    groups = _empty(q, tokens, counts, clusters, planes, draws, iterations)
+    batch, heads, length, size = q.shape
+    places = (
+        address(planes, torch.float32, len(planes), size + 1),
+        address(tokens, torch.int32, batch, length),
+        *(address(each, torch.int64, batch) for each in (counts, clusters)),
+        address(draws, torch.int64, len(draws)),
+    )
+    numbers = (q.dtype == torch.bfloat16, *q.shape, len(planes), iterations, STRIDE, torch.get_num_threads())
+    written = address(groups, torch.int32, batch, heads, length)
+    check(found.cluster(ctypes.byref(rows_of(q)[0]), *places, *map(ctypes.c_int64, numbers), written))
+    return groups
+
+
+def _no_groups(q: Tensor, selectors: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.int32)
+
+
+@custom_op(_no_groups)
+def nearest_of_heads(q: Tensor, selectors: Tensor) -> Tensor:
+    """As `nearest_centroids`: q [B, H, L, D], selectors [H, C, D + 1] -> [B, H, L] int32."""
+    check_part("selectors", selectors, q, q.shape[1], "clusters", q.shape[3] + 1)
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    groups = _no_groups(q, selectors)
+    selectors = selectors.detach().float().contiguous()
+    found = library(SELECTORS)
+    assert not isinstance(found, str), "checked by the op"
+    numbers = (q.dtype == torch.bfloat16, *q.shape, selectors.shape[1], torch.get_num_threads())
+    batch, heads, length, size = q.shape
+    given = address(selectors, torch.float32, heads, selectors.shape[1], size + 1)
+    written = address(groups, torch.int32, batch, heads, length)
+    check(found.nearest(ctypes.byref(rows_of(q)[0]), given, *map(ctypes.c_int64, numbers), written))
+    return groups

@@ -1,0 +1,177 @@
+"""Clusters of all samples and heads on a GPU, and their queries in the order of their clusters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx_kernels.gpu.language import Configuration, first_that_fits
+from approx_kernels.gpu.language import obstacle as triton_obstacle
+from approx_kernels.ops.clustering.checks import DRAWS_END
+from approx_kernels.ops.clustering.reference import STRIDE
+from approx_kernels.ops.clustering.triton_lloyd import (
+    count_kernel,
+    hash_kernel,
+    lloyd_kernel,
+    place_kernel,
+    sweep_kernel,
+)
+from approx_kernels.runtime.custom_op import custom_op
+
+# What an iteration holds in registers: for twice as many clusters it spills.
+MOST_CLUSTERS, MOST_BITS = 128, 63
+# Programs below which heads are split into parts: those that fill an H100 once.
+FULL = 132
+
+# The default, and what asks for less where that may be too much.
+HASH = (Configuration({"BM": 64}, 8, 2), Configuration({"BM": 32}, 8, 1))
+# By the power of two that holds the clusters.
+LLOYD = {
+    64: (Configuration({"BN": 128}, 4, 3), Configuration({"BN": 64}, 4, 1)),
+    128: (Configuration({"BN": 128}, 8, 3), Configuration({"BN": 64}, 8, 1)),
+}
+# It has nothing in shared memory.
+SORT = (Configuration({"BN": 64}, 4, 1),)
+
+
+def obstacle(q: Tensor, clusters: int, bits: int) -> str | None:
+    """Why the clusters of these queries cannot be found by kernels, with the remedy; None where they can."""
+    if clusters > MOST_CLUSTERS:
+        return f"it has at most {MOST_CLUSTERS} clusters, and {clusters} were asked for. Take fewer, or ask for 'auto'."
+    if bits > MOST_BITS:
+        return f"its hashes have at most {MOST_BITS} bits, and {bits} were asked for. Take fewer, or ask for 'auto'."
+    return triton_obstacle(q)
+
+
+def power(size: int, least: int) -> int:
+    """The power of two that holds so many numbers, at least `least`."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def _empty(
+    q: Tensor, tokens: Tensor | None, counts: Tensor, clusters: Tensor, planes: Tensor, draws: Tensor, most: int,
+    iterations: int,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(q.shape[:3], dtype=torch.int32)
+
+
+def _flops(
+    q: Any, tokens: Any, counts: Any, clusters: Any, planes: Any, draws: Any, most: int, iterations: int,
+    *, out_shape: Any = None,
+) -> int:  # fmt: skip
+    # A sweep compares all queries with all centroids, and adds each to the sums as one product more.
+    return 2 * q[0] * q[1] * q[2] * planes[0] * (q[3] + 2 * iterations * most)
+
+
+@custom_op(_empty, flops=_flops)
+def cluster_samples(
+    q: Tensor, tokens: Tensor | None, counts: Tensor, clusters: Tensor, planes: Tensor, draws: Tensor, most: int,
+    iterations: int,
+) -> Tensor:  # fmt: skip
+    """Cluster the real queries of each sample as `cluster_queries` does; a sample of no more queries than C keeps each apart.
+
+    Args:
+        q: Queries, [B, H, L, D], the last dimension contiguous.
+        tokens: Places of the real queries of each sample, in their order, before all others, [B, L] int32; None where all
+            are real.
+        counts: Number of real queries, [B] int64.
+        clusters: Number of clusters of each sample, [B] int64; 0 leaves the sample out.
+        planes: As for `cluster_queries`.
+        draws: As for `cluster_queries`.
+        most: The most clusters that a sample has.
+        iterations: As for `cluster_queries`.
+
+    Returns:
+        Cluster of each real query, in their order, [B, H, L] int32; what stands behind them has no meaning.
+    """
+    batch, heads, length, size = q.shape
+    width, wide = power(planes.shape[0] + 1, 32), power(most, 32)
+    groups = _empty(q, tokens, counts, clusters, planes, draws, most, iterations)
+    bits = q.new_empty(batch, heads, length, width, dtype=torch.int8)
+    # To look at draws would wait for the device: whatever a buffer holds, places count from 0.
+    planes, draws = planes.contiguous(), draws.contiguous().bitwise_and(DRAWS_END - 1)
+    shapes: dict[str, Any] = {"H": heads, "L": length, "bits": planes.shape[0], "WIDTH": width}
+
+    def sides(cut: Configuration) -> None:
+        hash_kernel[(-(-length // cut.tiles["BM"]) * batch * heads,)](
+            q, tokens, counts, clusters, planes, bits, *q.stride()[:3],
+            D=size, STRETCH=16 if size % 32 else 32, **shapes, **cut.options,
+        )  # fmt: skip
+
+    def lloyd(cut: Configuration) -> None:
+        lloyd_kernel[(batch * heads,)](
+            bits, counts, clusters, draws, groups, iterations=iterations, stride=STRIDE, WIDE_C=wide,
+            **shapes, **cut.options,
+        )  # fmt: skip
+
+    def sweeps(cut: Configuration) -> None:
+        parts = parts_of(batch * heads, length, cut.tiles["BN"])
+        centroids = bits.new_empty(iterations, batch * heads, wide, width)
+        sums = centroids.new_zeros(centroids.shape, dtype=torch.int32)
+        changed = sums.new_zeros(centroids.shape[:2])
+        for step in range(iterations):
+            sweep_kernel[(batch * heads * parts,)](
+                bits, counts, clusters, draws, groups, centroids, sums, changed, step=step, stride=STRIDE, parts=parts,
+                WIDE_C=wide, **shapes, **cut.options,
+            )  # fmt: skip
+
+    first_that_fits(sides, HASH, f"hash, {q.dtype}, {size}", q.device)
+    cuts = LLOYD[power(most, 64)]
+    run = sweeps if parts_of(batch * heads, length, cuts[0].tiles["BN"]) > 1 else lloyd
+    first_that_fits(run, cuts, f"k-means, {wide}, {width}", q.device)
+    return groups
+
+
+def parts_of(heads: int, length: int, tile: int) -> int:
+    """Parts into which the queries of a head are split so that a few heads fill a card; 1 where their launches cost more."""
+    # A launch for every iteration pays off where it saves a program several tiles.
+    return min(FULL // heads, length // (4 * tile)) if 2 * heads <= FULL and length >= 16 * tile else 1
+
+
+def _empty_order(
+    groups: Tensor, tokens: Tensor | None, counts: Tensor, clusters: Tensor, most: int
+) -> tuple[Tensor, Tensor]:
+    batch, heads, _ = groups.shape
+    return torch.empty_like(groups), groups.new_empty(batch, heads, most + 1)
+
+
+@custom_op(_empty_order)
+def sort_queries(
+    groups: Tensor, tokens: Tensor | None, counts: Tensor, clusters: Tensor, most: int
+) -> tuple[Tensor, Tensor]:
+    """Sort the real queries of each head by cluster, and those of a cluster by their order.
+
+    Args:
+        groups: What `cluster_samples` returned, [B, H, L] int32.
+        tokens: And all others: as there.
+
+    Returns:
+        Places of the real queries in their sample, [B, H, L] int32, what stands behind them has no meaning; and how many
+        stand before each cluster, the last number being that of all, [B, H, most + 1] int32.
+    """
+    batch, heads, length = groups.shape
+    order, begins = _empty_order(groups, tokens, counts, clusters, most)
+    if most == length:
+        # No sample has fewer clusters than queries.
+        place = torch.arange(length, dtype=torch.int32, device=groups.device)
+        order.copy_(place if tokens is None else tokens[:, None])
+        shown = torch.where(clusters > 0, counts, 0).int()[:, None, None]
+        begins.copy_(torch.minimum(torch.arange(most + 1, dtype=torch.int32, device=groups.device), shown))
+        return order, begins
+    shapes = {"H": heads, "L": length, "most": most, "WIDE_C": power(most, 32)}
+
+    def run(cut: Configuration) -> None:
+        tiles = -(-length // cut.tiles["BN"])
+        members = groups.new_empty(batch, heads, tiles, most)
+        count_kernel[(tiles * batch * heads,)](groups, counts, clusters, members, **shapes, **cut.options)
+        begins[..., 0] = 0
+        torch.cumsum(members.sum(2, dtype=torch.int32), 2, dtype=torch.int32, out=begins[..., 1:])
+        before = members.cumsum(2, dtype=torch.int32).sub_(members).add_(begins[:, :, None, :-1])
+        place_kernel[(tiles * batch * heads,)](
+            groups, tokens, counts, clusters, before, order, **shapes, **cut.options
+        )  # fmt: skip
+
+    first_that_fits(run, SORT, f"sort, {most}", groups.device)
+    return order, begins

@@ -1,0 +1,1 @@
+"""The fastest exact attention of a machine, chosen among several ways."""

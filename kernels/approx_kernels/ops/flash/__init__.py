@@ -1,0 +1,1 @@
+"""Flash attention in Triton, with the patterns that it carries."""

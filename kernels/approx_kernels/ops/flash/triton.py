@@ -1,0 +1,285 @@
+"""The flash kernels as two operators, and how they are cut for what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx_kernels.gpu.language import Configuration, first_that_fits
+from approx_kernels.ops.flash.triton_backward import flash_keys_kernel, flash_queries_kernel
+from approx_kernels.ops.flash.triton_forward import flash_forward_kernel
+from approx_kernels.runtime.custom_op import custom_op
+from approx_kernels.tokens.grouped import empty_gradients, sharing, summed
+
+# As far as a window reaches that has no end.
+ENDLESS = 2**30
+
+
+def _cut(rows: int, columns: int, warps: int, stages: int) -> Configuration:
+    return Configuration({"BM": rows, "BN": columns}, warps, stages)
+
+
+# By what they are given, see `kind`: the default, and what asks for less where that may be too much. Bounded are inputs with
+# bounds of samples, or with largest scores apart, which take registers; most kinds have enough of them.
+FORWARD = {
+    "small": (_cut(64, 64, 4, 3), _cut(64, 32, 4, 2)),
+    "narrow": (_cut(128, 64, 8, 3), _cut(64, 64, 8, 2)),
+    "wide": (_cut(64, 64, 8, 2), _cut(64, 32, 4, 2)),
+    "spans": (_cut(64, 64, 8, 2),),
+    "spans wide": (_cut(64, 64, 8, 2),),
+    "float32": (_cut(32, 32, 4, 2),),
+    "float32 wide": (_cut(32, 32, 8, 1),),
+    "listed": (_cut(64, 64, 8, 2),),
+    "listed wide": (_cut(32, 32, 4, 2),),
+}
+QUERIES = {
+    "small": (_cut(128, 64, 8, 2),),
+    "narrow": (_cut(128, 64, 8, 2),),
+    "wide": (_cut(64, 64, 8, 2),),
+    "spans": (_cut(64, 32, 4, 2),),
+    "spans wide": (_cut(64, 32, 8, 2),),
+    "float32": (_cut(32, 32, 8, 2),),
+    "float32 wide": (_cut(16, 32, 8, 1),),
+    "listed": (_cut(64, 64, 8, 2),),
+    "listed wide": (_cut(32, 32, 4, 2),),
+}
+KEYS = {
+    "small": (_cut(64, 64, 8, 2),),
+    "small bounded": (_cut(32, 64, 8, 2),),
+    "narrow": (_cut(64, 64, 8, 2),),
+    "narrow bounded": (_cut(32, 64, 8, 2),),
+    "wide": (_cut(32, 64, 8, 2),),
+    "spans": (_cut(32, 64, 4, 2),),
+    "spans wide": (_cut(32, 64, 8, 2),),
+    "float32": (_cut(16, 32, 8, 1),),
+    "float32 wide": (_cut(16, 32, 8, 1),),
+    "listed": (_cut(64, 64, 8, 2),),
+    "listed bounded": (_cut(32, 64, 8, 2),),
+    "listed wide": (_cut(32, 32, 4, 2),),
+}
+
+
+def list_tile(q: Tensor, v: Tensor) -> int:
+    """Queries and keys of the tiles of a block list, for inputs of that dtype and head size."""
+    return FORWARD[kind(q, v, None, True)][0].tiles["BM"]
+
+
+def kind(q: Tensor, v: Tensor, spans: Tensor | None, listed: bool) -> str:
+    """Which of the configurations are for these inputs."""
+    size = max(q.shape[3], v.shape[3])
+    wide = size > 64
+    if q.dtype == torch.float32 or listed or spans is not None:
+        name = "float32" if q.dtype == torch.float32 else "listed" if listed else "spans"
+        return f"{name} wide" if wide else name
+    return "small" if size <= 32 else "wide" if wide else "narrow"
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Any, key_mask: Any, spans: Any, blocks: Any, left: Any, right: Any, ramp: Any,
+    scale: Any, longest: Any, apart: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, heads, length = q.shape[:3]
+    lse = q.new_empty(batch, heads, length, dtype=torch.float32)
+    total = lse.new_empty(batch, heads, length if apart else 0)
+    return _beside(q, v.shape[3]), lse, total, total.new_empty(total.shape, dtype=torch.int32)
+
+
+def _beside(x: Tensor, size: int) -> Tensor:
+    """[B, H, n, size] with the heads of a token beside each other, as models want to join them."""
+    batch, heads, length = x.shape[:3]
+    return x.new_empty(batch, length, heads, size).transpose(1, 2)
+
+
+def _pairs(
+    q_shape: Sequence[int], k_shape: Sequence[int], blocks: Sequence[Sequence[int]], left: int, right: int
+) -> int:
+    """Pairs of one head of one sample that are computed, before anything is masked."""
+    length, keys = q_shape[2], k_shape[2]
+    if blocks:
+        heads, entries = blocks[0][0], blocks[1][0]
+        tile = 32 if blocks[0][1] > -(-length // 64) else 64
+        return min(entries // heads * tile * tile, length * keys)
+    # The triangle of keys beyond a side is not reached: [L, S] less what lies left and right of the window.
+    before, after = max(keys - 1 - left, 0), max(keys - 1 - right, 0)
+    return max(length * keys - before * (before + 1) // 2 - after * (after + 1) // 2, length)
+
+
+def _flops_forward(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], bounds: Any, key_mask: Any, spans: Any,
+    blocks: Any, left: int, right: int, *others: Any, out_shape: Any = None,
+) -> int:  # fmt: skip
+    return 2 * q[0] * q[1] * _pairs(q, k, blocks, left, right) * (q[3] + v[3])
+
+
+def _flops_backward(
+    grad: Any, grad_lse: Any, less: Any, out: Any, lse: Any, place: Any, q: Sequence[int], k: Sequence[int],
+    v: Sequence[int], bounds: Any, key_mask: Any, spans: Any, blocks: Any, left: int, right: int, *others: Any, out_shape: Any = None,
+) -> int:  # fmt: skip
+    # Scores and the gradients of weights twice, then one product for each of dq, dk and dv.
+    return 2 * q[0] * q[1] * _pairs(q, k, blocks, left, right) * (4 * q[3] + 3 * v[3])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, bounds, key_mask, spans, blocks, *numbers, ctx.apart = inputs
+    ctx.save_for_backward(q, k, v, bounds, key_mask, spans, *blocks, *output)
+    ctx.numbers = numbers
+    ctx.mark_non_differentiable(output[3])
+
+
+def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor, grad_total: Tensor, _: Any) -> tuple[Any, ...]:
+    q, k, v, bounds, key_mask, spans, *blocks, out, lse, total, place = ctx.saved_tensors
+    less = None
+    if ctx.apart:
+        # The sum is exp(lse - largest): what it gives to all scores of a query, it takes from the largest.
+        less = grad_total * total
+        grad_lse = grad_lse + less
+    dq, dk, dv, dspans = flash_backward(
+        grad, grad_lse, less, out, lse, place, q, k, v, bounds, key_mask, spans, blocks, *ctx.numbers
+    )
+    none = [None] * (len(ctx.numbers) + 1)
+    dk, dv = summed(dk, k.shape[1]), summed(dv, v.shape[1])
+    return dq, dk, dv, None, None, None if spans is None else dspans, [None] * len(blocks), *none
+
+
+@custom_op(_fake_forward, flops=_flops_forward, backward=_gradients, save=_save)
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, key_mask: Tensor | None, spans: Tensor | None,
+    blocks: Sequence[Tensor], left: int, right: int, ramp: int, scale: float, longest: int, apart: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch the forward kernel.
+
+    Args:
+        q: [B, H, L, D], the last dimension contiguous, as in k and v.
+        k: [B, G, S, D], where H is a multiple of G.
+        v: [B, G, S, E].
+        bounds: [N, 5] int32: rows of the queries and of the keys of each sample, from and to, and whether keys among them
+            are masked; None where they are all of both.
+        key_mask: [B, S] uint8, 1 at real keys; None when no bounds say that some are masked.
+        spans: [H] float32, the spans of `adaptive_span_attention`.
+        blocks: The tensors of a `BlockList`; empty for a window.
+        left: Keys seen before the own position.
+        right: Keys seen after it.
+        ramp: Of the spans, in tokens.
+        scale: Factor of the scores.
+        longest: 0, or the rows of the longest of N samples that lie one behind the other where B = 1.
+        apart: Whether the largest score of each query is wanted apart from the sum.
+
+    Returns:
+        [B, H, L, E] in the dtype of q, and the log-sum-exp of the scores of each query, [B, H, L] float32; with `apart` also
+        the sum of exp(score - largest), [B, H, L] float32, and a key whose score is the largest, int32, -1 without any.
+    """
+    given = q, k, v, bounds, key_mask, spans, blocks, left, right, ramp, scale, longest, apart
+    out, lse, total, largest = _fake_forward(*given)
+    where = kind(q, v, spans, bool(blocks))
+
+    def run(cut: Configuration) -> None:
+        rows, columns, tiles, bits = (*blocks[:3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
+        shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or q.shape[2])
+        flash_forward_kernel[(_programs(q, bounds, longest, longest or q.shape[2], cut.tiles["BM"]),)](
+            q, k, v, out, lse, *((total, largest) if apart else (None, None)), bounds, key_mask, spans, rows, columns, tiles, bits,
+            *_strides(q, k, v, out), **shared,
+        )  # fmt: skip
+
+    first_that_fits(run, FORWARD[where], f"flash forward, {where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}", q.device)
+    return out, lse, total, largest
+
+
+def _fake_backward(
+    grad: Tensor, grad_lse: Tensor, less: Any, out: Tensor, lse: Tensor, place: Any, q: Tensor, k: Tensor, v: Tensor,
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return *empty_gradients(q, k, v), lse.new_empty(q.shape[1])
+
+
+@custom_op(_fake_backward, flops=_flops_backward)
+def flash_backward(
+    grad: Tensor, grad_lse: Tensor, less: Tensor | None, out: Tensor, lse: Tensor, place: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, key_mask: Tensor | None, spans: Tensor | None,
+    blocks: Sequence[Tensor], left: int, right: int, ramp: int, scale: float, longest: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch the backward kernels: gradients of q, of k and v for each query head, and of spans, each sum in one order always.
+
+    Args:
+        grad: Gradient of the outputs.
+        grad_lse: Gradient of the log-sum-exps.
+        less: What the score at `place` has less of a gradient, [B, H, L] float32, or None.
+        out: What `flash_forward` returned, as `lse` and `place`.
+        q: And all others: as for `flash_forward`.
+    """
+    dq, dk, dv, dspans = _fake_backward(grad, grad_lse, less, out, lse, place, q, k, v)
+    grad = grad if grad.stride(3) == 1 else grad.contiguous()
+    grad_lse, delta = grad_lse.contiguous(), torch.empty_like(lse)
+    taken = (None, None) if less is None else (place, less.contiguous())
+    by_row = torch.zeros_like(lse) if spans is not None else None
+    where = kind(q, v, spans, bool(blocks))
+    what, bounded = f"{q.dtype}, {q.shape[3]}, {v.shape[3]}", bounds is not None or less is not None
+
+    def parts(cut: Configuration) -> int:
+        return list_tile(q, v) // cut.tiles["BM"] if blocks else 1
+
+    def queries(cut: Configuration) -> None:
+        rows, columns, tiles, bits = (*blocks[:3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
+        shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or q.shape[2])
+        flash_queries_kernel[(_programs(q, bounds, longest, longest or q.shape[2], cut.tiles["BM"]),)](
+            q, k, v, out, grad, lse, grad_lse, *taken, delta, dq, by_row, bounds, key_mask, spans, rows, columns, tiles, bits,
+            *_strides(q, k, v, out, grad, dq), PARTS=parts(cut), **shared,
+        )  # fmt: skip
+
+    def keys(cut: Configuration) -> None:
+        rows, columns, tiles, bits = (*blocks[3:6], blocks[6].view(torch.int32)) if blocks else (None,) * 4
+        shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or k.shape[2])
+        flash_keys_kernel[(_programs(q, bounds, longest, longest or k.shape[2], cut.tiles["BN"]),)](
+            q, k, v, grad, lse, *taken, delta, dk, dv, bounds, key_mask, spans, rows, columns, tiles, bits,
+            *_strides(q, k, v, grad, dk, dv), PARTS=parts(cut), **shared,
+        )  # fmt: skip
+
+    # The first of them says what the second needs to know of each query.
+    for run, table, name in ((queries, QUERIES, "queries"), (keys, KEYS, "keys")):
+        own = f"{where} bounded" if bounded and f"{where} bounded" in table else where
+        first_that_fits(run, table[own], f"flash {name}, {own}, {what}", q.device)
+    dspans.copy_(by_row.sum((0, 2)) if by_row is not None else torch.zeros_like(dspans))
+    return dq, dk, dv, dspans
+
+
+def _programs(q: Tensor, bounds: Tensor | None, longest: int, rows: int, tile: int) -> int:
+    samples = q.shape[0] if bounds is None or not longest else bounds.shape[0]
+    return -(-rows // tile) * samples * q.shape[1]
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:3]]
+
+
+def _shared(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], left: int, right: int, ramp: int, scale: float,
+    packed: int, cut: Configuration, longest: int,
+) -> dict[str, Any]:  # fmt: skip
+    """What all kernels are told."""
+    return {
+        "rows_h": blocks[0].stride(0) if blocks and blocks[0].shape[0] > 1 else 0,
+        "H": q.shape[1],
+        "shared": sharing(q, k),
+        "L": q.shape[2],
+        "S": k.shape[2],
+        "longest": longest,
+        "shift": 0 if packed else k.shape[2] - q.shape[2],
+        "left": left,
+        "right": right,
+        "ramp": ramp,
+        "scale": scale,
+        "D": q.shape[3],
+        "E": v.shape[3],
+        "WIDE_D": _power(q.shape[3]),
+        "WIDE_E": _power(v.shape[3]),
+        # float32 is what was asked for, not the tensor cores' 10 bits of it.
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PACKED": packed > 0,
+        **cut.options,
+    }  # fmt: skip
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()

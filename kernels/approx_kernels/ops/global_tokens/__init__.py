@@ -1,0 +1,1 @@
+"""Attention around tokens that see everything and are seen by everything."""

@@ -1,0 +1,136 @@
+"""A window and global tokens: Longformer, attention sinks."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx_kernels.dispatch.implementation import choose
+from approx_kernels.gpu.language import ranked
+from approx_kernels.ops.flash.api import flash_obstacle
+from approx_kernels.ops.flash.listed import listed_attention
+from approx_kernels.ops.flash.padding import under_padding
+from approx_kernels.ops.global_tokens.cpu import window_lists
+from approx_kernels.ops.global_tokens.reference import places, seeing_rows, window_blocks
+from approx_kernels.ops.key_lists.cpu import obstacle
+from approx_kernels.tokens.grouped import in_turns
+from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens.stretches import without_padding
+
+
+def global_token_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    left: int,
+    right: int,
+    tokens: Sequence[int] | Tensor,
+    see_all: bool,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    impl: str = "auto",
+) -> Tensor:
+    """Softmax attention of each query to the keys around it and to chosen tokens, in O(L (left + right + g) D).
+
+    The query at position p sees the keys from p - left to p + right, both inclusive, and the g chosen tokens;
+    with `see_all` a chosen token itself sees all keys. Positions count real tokens, and query i is the token of
+    key S - L + i. A query that is padding or stands before all keys gives 0.
+
+    Source: Beltagy, Peters, Cohan, 2020, Longformer, arXiv 2004.05150, and Xiao, Tian, Chen, Han, Lewis, 2023,
+    Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453; departs from the first in having no
+    projections of their own for global tokens, from the second in keeping the positions of the model.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
+        key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
+        left: Keys seen before the own position.
+        right: Keys seen after the own position.
+        tokens: Positions of the chosen tokens, the same for all samples; one too short for them goes without. Or
+            [B, S] bool, True at the keys that a sample chooses.
+        see_all: Whether the chosen tokens see every key.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        dropout: Probability with which an attention weight is dropped.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
+    """
+    check_shapes(q, k, v, key_mask)
+    right = 0 if causal else right
+    elsewhere = "tokens that each sample chooses need a list for each. Give positions, or ask for 'reference'."
+    own = isinstance(tokens, Tensor)
+    ways = {"cpu": elsewhere if own else obstacle(q), "reference": None}
+    run = choose(
+        "global_token_attention", impl, ranked(q, elsewhere if own else flash_obstacle(q, v, dropout), **ways), q
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[int] | Tensor) -> Tensor:
+        chosen = places(tokens, k.shape[2], k.device)
+        how: dict[str, Any] = {"chosen": chosen, "causal": causal, "scale": scale, "dropout": dropout}
+        if run == "cpu":
+            near = {"left": left, "right": right, "causal": causal, "scale": scale, "dropout": dropout}
+            out = window_lists(q, k, v, **near, tokens=[int(token) for token in tokens])
+        else:
+            out = in_turns(partial(window_blocks, left=left, right=right, **how), q, k, v)
+        if not see_all:
+            return out
+        if not isinstance(tokens, Tensor):
+            # A token that is decoded is none of the first, whose rows are gone.
+            how["chosen"] = places(
+                [token for token in tokens if token >= k.shape[2] - q.shape[2]], k.shape[2], k.device
+            )
+        return seeing_rows(out, q, k, v, **how)
+
+    if run == "triton":
+        own = tuple(map(int, tokens))
+        tiles = partial(_tiles, left=left, right=right, tokens=own, see_all=see_all, causal=causal, scale=scale)
+        return under_padding(tiles, q, k, v, key_mask)
+    if not isinstance(tokens, Tensor):
+        return without_padding(partial(attend, tokens=tokens), q, k, v, key_mask)
+    if tokens.dtype != torch.bool or tokens.shape != (k.shape[0], k.shape[2]):
+        raise ValueError(
+            f"tokens is {tokens.dtype} of shape {list(tokens.shape)}; "
+            f"expected torch.bool of shape [{k.shape[0]}, {k.shape[2]}], True at the chosen keys."
+        )
+    if key_mask is None:
+        return without_padding(partial(attend, tokens=tokens), q, k, v, None)
+    out = []
+    for *qkv, real, own in zip(q.split(1), k.split(1), v.split(1), key_mask, tokens, strict=True):
+        out.append(without_padding(partial(attend, tokens=own[real][None]), *qkv, key_mask=real[None]))
+    return torch.cat(out)
+
+
+def _tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    left: int,
+    right: int,
+    tokens: tuple[int, ...],
+    see_all: bool,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """The window and the tokens as one list of blocks for the flash kernels; real keys are at the front."""
+
+    def pairs(i: Tensor, j: Tensor) -> Tensor:
+        chosen = torch.tensor(tokens, dtype=torch.long, device=i.device)
+        seen = (j >= i - left) & (j <= i + right) | torch.isin(j, chosen)
+        seen = seen | torch.isin(i, chosen) if see_all else seen
+        return seen & (j <= i) if causal else seen
+
+    pattern = "global tokens", left, right, tokens, see_all, causal
+    return listed_attention(q, k, v, pattern, pairs, key_mask=key_mask, scale=scale)[0]

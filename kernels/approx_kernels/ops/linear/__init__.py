@@ -1,0 +1,1 @@
+"""Linear attention, whole and token by token."""

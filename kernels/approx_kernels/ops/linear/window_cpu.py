@@ -1,0 +1,72 @@
+"""Linear attention with learned maps or a window on a CPU: each of its parts in C."""
+
+import torch
+from torch import Tensor
+
+from approx_kernels.cpu.compile import obstacle as c_obstacle
+from approx_kernels.ops.key_lists.cpu import obstacle as lists_obstacle
+from approx_kernels.ops.linear.cpu import FUSED, features_obstacle, linear_batch, linear_continue
+from approx_kernels.ops.linear.features_cpu import map_features
+from approx_kernels.ops.linear.maps_c import MAPS
+from approx_kernels.ops.linear.window_parts import joined_parts, reach
+from approx_kernels.ops.local.cpu import local_totals
+from approx_kernels.runtime.autocast import without_autocast
+from approx_kernels.tokens.padding import blank_padding
+
+
+def obstacle(q: Tensor) -> str | None:
+    """Why linear attention cannot run in C, with the remedy; None where it can."""
+    return features_obstacle(q) or c_obstacle(MAPS, q) or lists_obstacle(q)
+
+
+def linear_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    causal: bool,
+    feature_map: str,
+    maps: tuple[Tensor, Tensor] | None,
+    window: int,
+    mix: Tensor | None,
+    scale: float,
+    input_scale: float,
+    eps: float,
+    sums: Tensor | None = None,
+) -> Tensor:
+    """As `linear_heads`; where several keys of a window have the largest score, its gradient is that of one.
+
+    The sums of earlier keys, in float32, get in place those that no window of a later query reaches; without gradients.
+    """
+    learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *(maps or ()), mix) if x is not None)
+    # Gradients are small differences of those of features and of parts, which 16 bits do not tell.
+    parts = torch.float32 if learning and (window or feature_map not in FUSED) else q.dtype
+    q, k, v = blank_padding(q, k, v, key_mask) if learning else (q, k, v)
+    dtype, (q, k, v) = q.dtype, (x.to(parts) for x in (q, k, v))
+    queries, keys, how = q, k, {"feature_map": feature_map, "input_scale": input_scale, "eps": eps}
+    with without_autocast("cpu"):
+        if feature_map not in FUSED:
+            query_map, key_map = maps or (None, None)
+            queries = map_features(q, query_map, feature_map, input_scale)
+            keys = map_features(k, key_map, feature_map, input_scale)
+            # Features are 0 or more, and stay what they are.
+            how |= {"feature_map": "relu", "input_scale": 1.0}
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+            if sums is not None:
+                return linear_continue(q, k, v, key_mask, sums, **how)
+            return linear_batch(q, k, v, key_mask, causal=causal or window > 0, **how)
+
+        if not window:
+            return attend(queries, keys, v, key_mask)[0].to(dtype)
+        assert mix is not None, "checked by the op"
+        left, right = reach(window, causal)
+        near = local_totals(q, k, v, key_mask, left=left, right=right, scale=scale)
+        out = joined_parts(*near, queries, keys, v, key_mask, attend, causal=causal, window=window, mix=mix, eps=eps)
+        if sums is not None and keys.shape[2] >= window:
+            # The window of the last query ends with it, that of the next one after it.
+            last = slice(keys.shape[2] - window, keys.shape[2] - left)
+            mask = None if key_mask is None else key_mask[:, last]
+            attend(keys[:, :, last], keys[:, :, last], v[:, :, last], mask)
+        return out.to(dtype)

@@ -1,0 +1,62 @@
+"""Local attention: exact softmax attention within a window."""
+
+from functools import partial
+
+from torch import Tensor
+
+from approx_kernels.dispatch.implementation import choose
+from approx_kernels.gpu.language import ranked
+from approx_kernels.ops.flash.api import flash, flash_obstacle
+from approx_kernels.ops.key_lists.cpu import obstacle
+from approx_kernels.ops.local.cpu import local_lists
+from approx_kernels.ops.local.reference import local_blocks
+from approx_kernels.tokens.grouped import in_turns
+from approx_kernels.tokens.shapes import check_shapes
+
+
+def local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    left: int,
+    right: int,
+    scale: float,
+    dropout: float = 0.0,
+    impl: str = "auto",
+) -> Tensor:
+    """Softmax attention of each query over the keys around it, in O(L (left + right) D), never through L x S.
+
+    Query i stands at position p = S - L + i and sees the keys from p - left to p + right, both inclusive;
+    causal is right = 0. A query without any allowed key gives 0.
+
+    Source: Beltagy, Peters, Cohan, 2020, Longformer, arXiv 2004.05150; departs from it in having no global
+    tokens.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
+        key_mask: [B, S] bool, True at real keys; None when all are real.
+        left: Keys seen before the own position.
+        right: Keys seen after the own position.
+        scale: Factor of the scores.
+        dropout: Probability with which an attention weight is dropped.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
+    """
+    check_shapes(q, k, v, key_mask)
+    ways = {"cpu": obstacle(q), "reference": None}
+    run = choose("local_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
+    if run == "triton":
+        return flash(q, k, v, key_mask, scale=scale, left=left, right=right, impl="triton")[0]
+    if run == "cpu":
+        return local_lists(q, k, v, key_mask, left=left, right=right, scale=scale, dropout=dropout)
+    attend = partial(local_blocks, key_mask=key_mask, left=left, right=right, scale=scale, dropout=dropout)
+    return in_turns(attend, q, k, v)

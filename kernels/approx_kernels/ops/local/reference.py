@@ -1,0 +1,62 @@
+"""Local attention, one block of queries after another against the keys that it can reach."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from approx_kernels.runtime.sdpa import sdpa
+from approx_kernels.tokens.padding import blank_padding
+from approx_kernels.tokens.stretches import stretches
+
+# Small enough that little outside of the window is computed, large enough to keep a fused kernel busy.
+_BLOCK = 64
+
+
+def local_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    left: int,
+    right: int,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """Fused exact attention between a block of queries and its stretch of keys, under the window's mask."""
+    q, k, v = blank_padding(q, k, v, key_mask)
+    before = k.shape[2] - q.shape[2]
+    if before < 0:
+        # Queries before all keys: with keys of nothing to stand on, they are like the others.
+        key_mask = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+        k, v, key_mask = F.pad(k, (0, 0, -before, 0)), F.pad(v, (0, 0, -before, 0)), F.pad(key_mask, (-before, 0))
+    length, keys = q.shape[2], k.shape[2]
+    # Beyond the sequence there is nothing to reach.
+    left, right = min(left, keys), min(right, keys)
+    starts = range(keys - length, keys, _BLOCK)
+    bounds = [(max(first - left, 0), min(first + _BLOCK + right, keys)) for first in starts]
+    row = torch.arange(_BLOCK, device=q.device)[:, None]
+    column = torch.arange(_BLOCK + left + right, device=q.device)
+    # Every block sees its stretch alike, but for what the ends of the sequence cut off.
+    band = (column >= row) & (column <= row + left + right)
+    out = []
+    blocks = zip(starts, bounds, q.split(_BLOCK, 2), stretches(k, bounds), stretches(v, bounds), strict=True)
+    for first, (begin, end), queries, own, values in blocks:
+        cut = begin - (first - left)
+        allowed = band[: queries.shape[2], cut : cut + end - begin]
+        if key_mask is not None:
+            allowed = allowed & key_mask[:, None, None, begin:end]
+        out.append(_masked_attention(queries, own, values, allowed, scale, dropout, key_mask is not None))
+    return torch.cat(out, 2)
+
+
+def _masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float, dropout: float, may_miss: bool
+) -> Tensor:
+    if not may_miss:
+        return sdpa(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scale)
+    # Kernels disagree on a row without any allowed key, so it sees everything and is then set to 0.
+    missed = ~allowed.any(-1, keepdim=True)
+    mask = allowed | missed
+    out = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    return out.masked_fill(missed, 0.0)

@@ -1,0 +1,1 @@
+"""Attention within buckets of locality-sensitive hashes."""

@@ -1,0 +1,177 @@
+"""Attention among tokens that locality-sensitive hashing brings together."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from approx_kernels.dispatch.implementation import choose
+from approx_kernels.gpu.language import ranked
+from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.ops.flash.api import flash_obstacle
+from approx_kernels.ops.lsh.buckets import bucket_plan
+from approx_kernels.ops.lsh.clusters import cluster_plan
+from approx_kernels.ops.lsh.cpu import Notes, bucket_lists, obstacle, sorted_lists
+from approx_kernels.ops.lsh.hashing import draw_projections, unit_keys
+from approx_kernels.ops.lsh.plan import Plan
+from approx_kernels.ops.lsh.reference import dense_union
+from approx_kernels.ops.lsh.triton import round_by_round, sorted_tiles
+from approx_kernels.ops.lsh.union import tile_union
+from approx_kernels.runtime.autocast import without_autocast
+from approx_kernels.runtime.observed import without_functions
+from approx_kernels.tokens.grouped import in_turns
+from approx_kernels.tokens.padding import blank_for_gradients, blank_padding
+from approx_kernels.tokens.shapes import check_least, check_part, check_shapes
+from approx_kernels.tokens.stretches import without_padding
+
+__all__ = ["VARIANTS", "draw_projections", "lsh_attention"]
+
+VARIANTS = ("asymmetric", "shared")
+
+# Tokens of all heads that are sorted together on a CPU: the tables of more do not stay in its caches.
+_TOGETHER = 2**16
+
+
+def lsh_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    projections: Tensor,
+    variant: str,
+    cluster: int,
+    buckets: int = 1,
+    dedup: bool,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    impl: str = "auto",
+    notes: Notes | None = None,
+) -> Tensor:
+    """Softmax attention of each query over the keys that hashing puts beside it, in O(rounds n cluster D) and sorting.
+
+    A pair that C of the rounds bring together counts C times, `softmax(s_ij + log C_ij) V`, or once with `dedup`.
+    Scores are differentiated, hashes are not.
+
+    `asymmetric` sorts queries by a projection of [q; 0; (m - |q|²)^½] and keys by that of [k; (m - |k|²)^½; 0] and cuts
+    both orders into equally many clusters. m and the order of all tokens know the future, so the causal form hashes
+    directions instead, of keys less the mean of the keys before them, into buckets whose number doubles with the
+    position (see `bucket_plan`), and adds the own key to every round. `shared` takes the queries, at length D^½, as
+    keys: k gets a gradient of 0. Its buckets are argmax [xR; -xR], `buckets` for each cluster and 128 at most; it looks back one cluster and sees
+    itself only where it sees nothing else. Causal, it uses the causal buckets.
+
+    Query i is the token of key S - L + i where that matters: in the causal form and in the masks of L == S. Padded
+    queries, and queries without any key, give 0.
+
+    Source: Daras, Kitaev, Odena, Dimakis, 2020, SMYRF, arXiv 2010.05315 (asymmetric); Kitaev, Kaiser, Levskaya, 2020,
+    Reformer, arXiv 2001.04451 (shared); departs from them in clusters of unequal numbers of queries and keys, and in
+    the causal forms.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
+        key_mask: [B, S] bool, True at real keys; None when all are real.
+        projections: What `draw_projections` drew for this variant and form.
+        variant: `asymmetric` or `shared`.
+        cluster: Tokens of a cluster; the asymmetric variant is exact for samples of at most so many, and its causal
+            form for twice as many.
+        buckets: Buckets for each cluster where the shared variant is not causal, a power of two; more than one bring tokens
+            together that are more alike. Others have no such choice.
+        dedup: Whether a pair counts once however many rounds bring it together.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        dropout: Probability with which an attention weight is dropped, in each round.
+        impl: `triton`, which has every form, but no dropout; `cpu`, which is compiled C and has every form too: with dedup it
+            drops a pair in all rounds or in none. Where neither runs, `auto` takes tiles. `reference` materialises all pairs.
+        notes: Of decoding: what earlier calls have noted of keys that are the first of these, empty at first, its samples
+            reordered or chosen at will along the first dimension of every tensor; brought up to date. `cpu` alone uses it,
+            where it is causal and asymmetric, and hashes only the keys that are new. None notes nothing.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together, the shared variant gets L != S, or the
+            implementation asked for cannot run.
+    """
+    check_shapes(q, k, v, key_mask)
+    heads, length, keys = q.shape[1], q.shape[2], k.shape[2]
+    if variant not in VARIANTS:
+        raise ValueError(f"variant is {variant!r}; expected one of {', '.join(VARIANTS)}.")
+    lifted = variant == "asymmetric" and not causal
+    check_part("projections", projections, q, "rounds", q.shape[3] + 2 * lifted, 1 if lifted else "columns")
+    check_least("cluster", cluster, 1)
+    if buckets < 1 or buckets & (buckets - 1):
+        raise ValueError(f"buckets is {buckets}; expected a power of two, such as 1, 4 or 8.")
+    if variant == "shared" and length != keys:
+        raise ValueError(f"The shared variant makes its keys from the queries, but got {length} queries, {keys} keys.")
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    with without_autocast(q.device.type):
+        no_cpu = _obstacle(length, keys, key_mask, causal) or obstacle(q)
+        ways = {"cpu": no_cpu, "tiles": None, "reference": None}
+        run = choose("lsh_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
+        if variant == "asymmetric" and max(length, keys) <= (2 * cluster if causal else cluster):
+            return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
+        own = "last resort" if variant == "shared" else "always" if causal else "as any other"
+        form = {"projections": projections, "cluster": cluster, "scale": scale}
+        kind = {**form, "variant": variant, "dedup": dedup}
+        if run == "triton":
+            if variant == "asymmetric" and not (dedup or causal) and key_mask is None:
+                return in_turns(partial(sorted_tiles, **form), q, k, v)
+            rounds = partial(round_by_round, key_mask=key_mask, **kind, buckets=buckets, causal=causal, own=own)
+            return in_turns(rounds, q, k, v)
+        if run == "cpu":
+            q, k, v = blank_for_gradients(q, k, v, key_mask)
+            made = unit_keys(q, k) if variant == "shared" else k
+            if not causal:
+                attend = partial(sorted_lists, **kind, buckets=buckets, dropout=dropout)
+                # Without padding there is no position either: with L > S all queries take part.
+                return attend(q, made, v) if key_mask is None else without_padding(attend, q, made, v, key_mask)
+            out = bucket_lists(q, made, v, key_mask, **kind, dropout=dropout, notes=notes)
+        else:
+            how = {"projections": projections, "variant": variant, "cluster": cluster}
+            make = partial(bucket_plan, **how) if causal else partial(cluster_plan, **how, buckets=buckets)
+            union = dense_union if run == "reference" or without_functions() else tile_union
+            attend_heads = partial(_planned, make, union, own=own, scale=scale, dedup=dedup, dropout=dropout)
+            wide = torch.promote_types(q.dtype, torch.float32)
+            together = max(1, _TOGETHER // (q.shape[0] * keys)) if q.device.type == "cpu" else heads
+
+            def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                k = unit_keys(q, k) if variant == "shared" else k
+                parts = zip(*(x.split(together, 1) for x in (q, k, v)), strict=True)
+                return torch.cat(
+                    [attend_heads(some_q, some_k, some_v, key_mask) for some_q, some_k, some_v in parts], 1
+                )
+
+            out = in_turns(attend_all, *(x.to(wide) for x in blank_padding(q, k, v, key_mask)))
+        if key_mask is not None and (causal or length == keys):
+            # A query without a position (L > S) sees nothing anyway.
+            real = key_mask[:, max(keys - length, 0) :]
+            out = out.masked_fill(~F.pad(real, (length - real.shape[1], 0))[:, None, :, None], 0.0)
+        return out.to(q.dtype)
+
+
+def _planned(
+    make: Callable[..., Plan],
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    **settings: Any,
+) -> Tensor:
+    with torch.no_grad():
+        plan = make(q, k, key_mask)
+    return attend(q, k, v, plan, **settings)
+
+
+def _obstacle(queries: int, keys: int, key_mask: Tensor | None, causal: bool) -> str | None:
+    """Why what runs among real tokens alone cannot; None where it can."""
+    if key_mask is not None and not causal and queries != keys:
+        return "bidirectional, it takes a key mask where there are as many queries as keys only. Ask for 'auto'."
+    return None

@@ -1,0 +1,129 @@
+"""Gradients of the keys and values of LSH attention, summed over the entries of each, as an operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx_kernels.gpu.language import Configuration, first_that_fits, jit, tl
+from approx_kernels.ops.lsh.triton_pairs import (
+    LENGTHS,
+    gathered,
+    greatest,
+    own_scores,
+    products,
+    real_tokens,
+    scattered,
+)
+from approx_kernels.runtime.custom_op import custom_op
+
+TOKENS = (Configuration({"BT": 32}, 4, 1),)
+
+
+@jit(do_not_specialize=LENGTHS)
+def lsh_tokens_kernel(
+    Q, K, V, KeyMask, Listed, Begins, dOut, Lse, Delta, dKeys, dValues, dK, dV,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
+    H, L, S, M, times, scale,
+    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
+    ALWAYS: tl.constexpr, LAST: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of BT keys and values: the sum over the entries of each, and what its own query gives it."""
+    tiles = tl.cdiv(S, BT)
+    item = tl.cast(tl.program_id(0) // tiles, tl.int64)
+    batch, head = item // H, item % H
+    token = tl.program_id(0) % tiles * BT + tl.arange(0, BT)
+    begin = tl.load(Begins + batch * (S + 1) + token, mask=token < S, other=0)
+    count = tl.load(Begins + batch * (S + 1) + token + 1, mask=token < S, other=0) - begin
+    dk, dv = tl.zeros([BT, WIDE_D], tl.float32), tl.zeros([BT, WIDE_E], tl.float32)
+    for each in range(0, greatest(count)):
+        there = each < count
+        entry = tl.load(Listed + batch * M + begin + each, mask=there, other=0)
+        dk += gathered(dKeys + item * M * D, entry, there, D, D, WIDE_D)
+        dv += gathered(dValues + item * M * E, entry, there, E, E, WIDE_E)
+    if ALWAYS or LAST:
+        query = token - (S - L)
+        if KeyMask is not None:
+            KeyMask += batch * S
+        own = real_tokens(KeyMask, token, (token < S) & (query >= 0))
+        grad = gathered(dOut + batch * g_b + head * g_h, query, own, g_n, E, WIDE_E).to(tl.float32)
+        lse = tl.load(Lse + item * L + query, mask=own, other=0.0)
+        if LAST:
+            dv += tl.where((lse == float("-inf"))[:, None], grad, 0.0)
+        else:
+            q = gathered(Q + batch * q_b + head * q_h, query, own, q_n, D, WIDE_D)
+            k = gathered(K + batch * k_b + head * k_h, token, own, k_n, D, WIDE_D)
+            v = gathered(V + batch * v_b + head * v_h, token, own, v_n, E, WIDE_E)
+            p = tl.exp2(own_scores(q, k, scale * 1.4426950408889634, times) - lse)
+            delta = tl.load(Delta + item * L + query, mask=own, other=0.0)
+            dv += p[:, None] * grad
+            dk += (p * (products(grad, v) - delta))[:, None] * q.to(tl.float32)
+    scattered(dK + batch * dk_b + head * dk_h, token, token < S, dk_n, dk * scale, D, WIDE_D)
+    scattered(dV + batch * dv_b + head * dv_h, token, token < S, dv_n, dv, E, WIDE_E)
+
+
+def beside(x: Tensor, size: int) -> Tensor:
+    """[B, H, n, size] with the heads of a token beside each other, as models want to join them."""
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], size).transpose(1, 2)
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """The first three of each."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
+
+
+def shared(q: Tensor, k: Tensor, v: Tensor, own: str, scale: float) -> dict[str, Any]:
+    """What all kernels are told."""
+    return {
+        "H": q.shape[1],
+        "L": q.shape[2],
+        "S": k.shape[2],
+        "scale": scale,
+        "D": q.shape[3],
+        "E": v.shape[3],
+        "WIDE_D": 1 << (q.shape[3] - 1).bit_length(),
+        "WIDE_E": 1 << (v.shape[3] - 1).bit_length(),
+        "ALWAYS": own == "always",
+        "LAST": own == "last resort",
+    }
+
+
+def _empty_tokens(
+    grad: Any, lse: Any, delta: Any, of_keys: Any, of_values: Any, q: Any, k: Tensor, v: Tensor, *others: Any
+) -> tuple[Tensor, Tensor]:
+    return beside(k, k.shape[3]), beside(v, v.shape[3])
+
+
+@custom_op(_empty_tokens)
+def lsh_tokens(
+    grad: Tensor, lse: Tensor, delta: Tensor, of_keys: Tensor, of_values: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    key_mask: Tensor | None, keys: Tensor, times: int, own: str, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of k and v: the sums over the entries of each token, in one order always, and what its own query adds.
+
+    Args:
+        grad: Gradient of the outputs.
+        lse: What `lsh_forward` returned.
+        delta: What `lsh_backward` returned, as `of_keys` and `of_values`.
+        of_keys: See there.
+        of_values: See there.
+        q: As for `lsh_forward`, as all that is not named here.
+        keys: The last tensor of the plan.
+        times: How often an own key counts that is always seen.
+    """
+    dk, dv = _empty_tokens(grad, lse, delta, of_keys, of_values, q, k, v)
+    grad = grad if grad.stride(3) == 1 else grad.contiguous()
+    key, entries = keys.sort(dim=-1, stable=True)
+    edges = torch.arange(k.shape[2] + 1, dtype=torch.int32, device=k.device).expand(k.shape[0], -1).contiguous()
+    begins = torch.searchsorted(key, edges, out_int32=True)
+
+    def run(cut: Configuration) -> None:
+        lsh_tokens_kernel[(-(-k.shape[2] // cut.tiles["BT"]) * k.shape[0] * k.shape[1],)](
+            q, k, v, key_mask, entries.int(), begins, grad, lse, delta, of_keys, of_values, dk, dv,
+            *strides(q, k, v, grad, dk, dv), times=times, **shared(q, k, v, own, scale), M=keys.shape[1], **cut.options,
+        )  # fmt: skip
+
+    first_that_fits(run, TOKENS, f"lsh tokens, {q.dtype}, {q.shape[3]}, {v.shape[3]}", q.device)
+    return dk, dv

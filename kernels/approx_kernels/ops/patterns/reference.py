@@ -1,0 +1,117 @@
+"""Each sparse pattern as its definition: which pairs of positions it holds, step by step."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx_kernels.ops.blocks.api import bigbird_lists, draw_blocks
+from approx_kernels.tokens.strides import CAUSAL_STRIDE, root_above, root_below
+
+
+def pattern_mask(name: str, length: int, causal: bool, settings: Mapping[str, Any]) -> Tensor:
+    """Which query sees which key in each step of a sparse pattern, in O(n^2): for tests, figures and plots.
+
+    What a layer with `step` null and `mode` merged computes is the union of the steps.
+
+    Args:
+        name: Name of the mechanism, e.g. `strided`.
+        length: Number of tokens, n, at least 1.
+        causal: Whether a query sees only keys at or before its own position.
+        settings: All settings of the mechanism; `mode` and `step`, which choose among the steps, are not read. Where
+            they differ between layers, this is the lowest one.
+
+    Returns:
+        [steps, n, n] bool, rows are queries.
+
+    Raises:
+        ValueError: if the pattern is unknown, has no such form, or the length is below 1.
+    """
+    if name not in _STEPS:
+        raise ValueError(f"Pattern '{name}' is unknown; known are {', '.join(_STEPS)}.")
+    if length < 1:
+        raise ValueError(f"A pattern over {length} tokens was asked for; expected at least 1.")
+    if (name in _ONLY_CAUSAL) if not causal else (name in _ONLY_BIDIRECTIONAL):
+        raise ValueError(f"Pattern '{name}' has no {'causal' if causal else 'bidirectional'} form.")
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    steps = torch.stack([pairs.expand(length, length) for pairs in _STEPS[name](i, j, length, causal, settings)])
+    return steps & (j <= i) if causal else steps
+
+
+def _local(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
+    return [(j >= i - settings["left"]) & (j <= i + settings["right"])]
+
+
+def _block(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
+    size, shift = settings["size"], 0 if settings["shift"] == "alternate" else settings["shift"]
+    return [((i + shift) // size - (j + shift) // size).abs() <= settings["neighbours"]]
+
+
+def _strided(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
+    stride = settings["stride"] or (CAUSAL_STRIDE if causal else root_above(n))
+    return [(i - j).abs() < stride, (i - j) % stride == 0]
+
+
+def _fixed(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
+    stride = settings["stride"] or (CAUSAL_STRIDE if causal else root_above(n))
+    # A causal block may still grow, so what it is summarised by is counted from where it will end.
+    end = (j // stride + 1) * stride if causal else ((j // stride + 1) * stride).clamp(max=n)
+    return [i // stride == j // stride, (j >= end - settings["summary"]) | (i == j)]
+
+
+def _ltr(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
+    return _both_ways(i, j, n, settings)[: 4 if settings.get("both_directions") else 2]
+
+
+def _rtl(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
+    steps = _both_ways(i, j, n, settings)
+    return steps[2:] + steps[:2] if settings.get("both_directions") else steps[2:]
+
+
+def _both_ways(i: Tensor, j: Tensor, n: int, settings: Mapping[str, Any]) -> list[Tensor]:
+    stride, summary = settings["stride"] or root_below(n), settings["summary"]
+    block, end = i // stride == j // stride, ((j // stride + 1) * stride).clamp(max=n)
+    first, last = j % stride < summary, j >= end - summary
+    return [block & (j <= i), last | (i == j), block & (j >= i), first | (i == j)]
+
+
+def _bigbird(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
+    blocks = math.ceil(n / settings["block"])
+    own, other = i // settings["block"], j // settings["block"]
+    seen = torch.zeros(blocks, blocks, dtype=torch.bool)
+    draws = draw_blocks(settings["random"], settings["seed"])
+    for row, listed in enumerate(bigbird_lists(blocks, draws, settings["compatible"])):
+        seen[row, listed] = True
+    ends = (own == 0) | (own == blocks - 1) | (other == 0) | (other == blocks - 1)
+    return [ends | ((own - other).abs() <= 1) | seen[own, other]]
+
+
+def _sinks(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
+    return [(j < settings["sinks"]) | (i - j < settings["window"])]
+
+
+def _longformer(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
+    tokens = [0] if settings["global_tokens"] == "first" else settings["global_tokens"]
+    if isinstance(tokens, str):
+        raise ValueError(
+            f"Global tokens chosen by '{tokens}' stand elsewhere in each input; a pattern needs positions."
+        )
+    chosen = torch.isin(torch.arange(n), torch.tensor(tokens))
+    return [((i - j).abs() <= settings["window"] / 2) | chosen | chosen[:, None]]
+
+
+_STEPS: dict[str, Callable[[Tensor, Tensor, int, bool, Mapping[str, Any]], list[Tensor]]] = {
+    "local": _local,
+    "block": _block,
+    "strided": _strided,
+    "fixed": _fixed,
+    "ltr": _ltr,
+    "rtl": _rtl,
+    "bigbird": _bigbird,
+    "sinks": _sinks,
+    "longformer": _longformer,
+}
+_ONLY_CAUSAL = ("sinks",)
+_ONLY_BIDIRECTIONAL = ("ltr", "rtl", "bigbird")

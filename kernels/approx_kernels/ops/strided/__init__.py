@@ -1,0 +1,1 @@
+"""Attention to a window and to every so many keys."""

@@ -1,0 +1,1 @@
+"""Attention to a window and to summaries of earlier stretches."""

@@ -1,0 +1,104 @@
+"""Attention inside blocks and to the summary columns of all blocks: fixed and full-information patterns."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from approx_kernels.dispatch.implementation import choose
+from approx_kernels.gpu.language import ranked
+from approx_kernels.ops.flash.api import flash_obstacle
+from approx_kernels.ops.flash.padding import under_padding
+from approx_kernels.ops.key_lists.cpu import obstacle
+from approx_kernels.ops.summaries.cpu import summary_lists
+from approx_kernels.ops.summaries.reference import Inside, summary_blocks
+from approx_kernels.ops.summaries.triton import summary_tiles
+from approx_kernels.tokens.grouped import in_turns
+from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens.stretches import by_step, without_padding
+from approx_kernels.tokens.strides import root_below, same_stride
+
+__all__ = ["root_below", "summary_attention"]
+
+
+def summary_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    stride: Callable[[int], int],
+    summary: int,
+    inside: Inside,
+    causal: bool,
+    steps: Sequence[int | None] = (None,),
+    scale: float,
+    dropout: float = 0.0,
+    impl: str = "auto",
+) -> Tensor:
+    """Softmax attention of each block to its own keys and c columns of every block, in O(L (l + c S / l) D).
+
+    Step 1 is the own block; step 2 is the summaries and the query's own key. A summary is the last c columns of a
+    block, the first c with `inside="future"`; a partial block has one too, unless `causal`, where blocks may still
+    grow. With `inside="both"` steps 1 and 2 are those of the past, 3 and 4 those of the future. Positions count real
+    tokens, and query i is the token of key S - L + i. A query that is padding or stands before all keys gives 0.
+
+    Source: Child, Gray, Radford, Sutskever, 2019, Generating Long Sequences with Sparse Transformers,
+    arXiv 1904.10509, and Daras, Odena, Zhang, Dimakis, 2019, Your Local GAN, arXiv 1911.12287; departs from them in
+    the summary of a partial block.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
+        key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
+        stride: From the number of real tokens of a sample to the tokens of a block, l, never less for more; always the same
+            if causal.
+        summary: Columns of a summary, c.
+        inside: What a query sees of its own block in step 1: all, the past with itself, the future with itself, or
+            one after the other.
+        causal: Whether a query sees only keys at or before its own position; only with `inside="past"`.
+        steps: 1, 2, ... or None (all merged): what each head uses, repeated over the heads.
+        scale: Factor of the scores.
+        dropout: Probability with which an attention weight is dropped.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
+
+    Returns:
+        [B, H, L, E] in the dtype of q.
+
+    Raises:
+        ValueError: if the shapes or dtypes do not fit together, a causal pattern would look ahead, or the implementation
+            asked for cannot run.
+    """
+    check_shapes(q, k, v, key_mask)
+    if causal and inside != "past":
+        raise ValueError(f"A causal pattern with inside={inside!r}; expected inside='past'.")
+    ways = {"cpu": obstacle(q), "reference": None}
+    run = choose("summary_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
+
+    def how(keys: int, step: int | None) -> dict[str, Any]:
+        side: Inside = inside
+        if inside == "both" and step is not None:
+            side, step = ("past", step) if step < 3 else ("future", step - 2)
+        settings = {"stride": stride(keys), "summary": summary, "causal": causal, "scale": scale}
+        return settings | {"inside": side, "step": step}
+
+    def tiles(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
+            return summary_tiles(q, k, v, key_mask, **how(k.shape[2], step))
+
+        return by_step(attend, q, k, v, steps)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
+        own = how(k.shape[2], step)
+        if run == "cpu":
+            return summary_lists(q, k, v, **own, dropout=dropout)
+        return in_turns(partial(summary_blocks, **own, dropout=dropout), q, k, v)
+
+    if run == "triton":
+        # The summary of a last block that is not causal ends where the sample does, unless it is the first columns.
+        apart = not causal and inside != "future"
+        alike = (lambda count: count) if apart else same_stride(stride, k.shape[2])
+        return under_padding(tiles, q, k, v, key_mask, alike)
+    return without_padding(lambda q, k, v: by_step(attend, q, k, v, steps), q, k, v, key_mask)

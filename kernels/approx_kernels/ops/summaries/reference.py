@@ -1,0 +1,80 @@
+"""Attention of each block of queries to its own keys and to the summary columns of the other blocks."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from approx_kernels.runtime.sdpa import sdpa
+
+Inside = Literal["all", "past", "future", "both"]
+
+
+def summary_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    stride: int,
+    summary: int,
+    inside: Inside,
+    causal: bool,
+    step: int | None,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """One fused product a block: its keys beside the summaries, which are gathered once for all blocks."""
+    keys, before = k.shape[2], k.shape[2] - q.shape[2]
+    place = torch.arange(keys, device=q.device)
+    sizes = (keys - place // stride * stride).clamp(max=stride)
+    columns = summary_columns(place % stride, sizes, summary, inside).nonzero().squeeze(1)
+    key_summaries, value_summaries = k.index_select(2, columns), v.index_select(2, columns)
+    # Columns of the summary of a complete block; only the last block may have fewer.
+    each = min((2 if inside == "both" else 1) * summary, stride)
+    key_blocks, value_blocks = k.split(stride, 2), v.split(stride, 2)
+    masks = {
+        size: _pairs(q, size, len(columns), stride if causal else size, summary, inside, causal, step)
+        for size in {block.shape[2] for block in key_blocks[before // stride :]}
+    }
+    numbers = range(before // stride, len(key_blocks))
+    counts = [min((block + 1) * stride, keys) - max(block * stride, before) for block in numbers]
+    out = []
+    for block, queries in zip(numbers, q.split(counts, 2), strict=True):
+        own = [key_blocks[block], value_blocks[block]]
+        mask = masks[own[0].shape[2]]
+        if step != 1:
+            past, future = slice(block * each), slice(keys if causal else (block + 1) * each, None)
+            own = [
+                torch.cat([x, others[:, :, past], others[:, :, future]], 2)
+                for x, others in zip(own, (key_summaries, value_summaries), strict=True)
+            ]
+        allowed = None if mask is None else mask[-queries.shape[2] :, : own[0].shape[2]]
+        out.append(sdpa(queries, *own, attn_mask=allowed, dropout_p=dropout, scale=scale))
+    return torch.cat(out, 2)
+
+
+def summary_columns(column: Tensor, size: Tensor | int, summary: int, inside: Inside) -> Tensor:
+    """Which columns of blocks of that size summarise them."""
+    first, last = column < summary, column >= size - summary
+    return first | last if inside == "both" else first if inside == "future" else last
+
+
+def _pairs(
+    q: Tensor, size: int, others: int, whole: int, summary: int, inside: Inside, causal: bool, step: int | None
+) -> Tensor | None:
+    """Which query sees which key of its own block, and all `others` beside them; None is all.
+
+    What one column summarises must not change as the sequence grows: `whole` is the size that the block will have.
+    """
+    if inside in ("all", "both") and step != 2:
+        return None
+    column = torch.arange(size, device=q.device)
+    row = column[:, None]
+    allowed = column == row
+    if step != 2:
+        allowed = allowed | (column >= row if inside == "future" else column <= row)
+    if step != 1:
+        allowed = allowed | summary_columns(column, whole, summary, inside)
+    allowed = allowed & (column <= row) if causal else allowed
+    return F.pad(allowed, (0, others), value=True)

@@ -1,0 +1,58 @@
+"""Attention inside blocks and to summaries by the flash kernels: the summary columns are gathered behind the keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from approx_kernels.ops.flash.listed import kept, listed_attention
+from approx_kernels.ops.summaries.reference import Inside, summary_columns
+
+
+def summary_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    stride: int,
+    summary: int,
+    inside: Inside,
+    causal: bool,
+    step: int | None,
+    scale: float,
+) -> Tensor:
+    """The own block of each query, and beside it the summaries of the others in tiles that hold nothing else; real
+    keys are at the front.
+    """
+    length, keys = q.shape[2], k.shape[2]
+    pattern = ("summaries", stride, summary, inside, causal, step)
+
+    def gathered() -> Tensor:
+        place = torch.arange(keys, device=q.device)
+        sizes = (keys - place // stride * stride).clamp(max=stride)
+        return summary_columns(place % stride, sizes, summary, inside).nonzero().squeeze(1)
+
+    def pairs(i: Tensor, j: Tensor) -> Tensor:
+        token = torch.cat([torch.arange(keys, device=i.device), columns])[j]
+        own = (i // stride == token // stride) & (j < keys)
+        if not (inside in ("all", "both") and step != 2):
+            row, column = i % stride, token % stride
+            size = stride if causal else (keys - token // stride * stride).clamp(max=stride)
+            seen = column == row
+            if step != 2:
+                seen = seen | (column >= row if inside == "future" else column <= row)
+            if step != 1:
+                seen = seen | summary_columns(column, size, summary, inside)
+            own = own & seen
+        far = (j >= keys) & ((token // stride < i // stride) if causal else (token // stride != i // stride))
+        return (own | far) & (token <= i) if causal else own | far
+
+    columns = kept((pattern, keys, "columns", q.device), gathered) if step != 1 else torch.empty(0, dtype=torch.long)
+    columns = columns.to(q.device)
+    if step != 1:
+        k, v = (torch.cat([x, x.index_select(2, columns)], 2) for x in (k, v))
+    real = None if key_mask is None else torch.cat([key_mask, key_mask.index_select(1, columns)], 1)
+    out = listed_attention(q, k, v, (pattern, keys), pairs, key_mask=real, scale=scale, first=keys - length)[0]
+    # Beside summaries there are more keys than queries, whose mask this is then not taken for.
+    return out if key_mask is None else out.masked_fill(~key_mask[:, None, keys - length :, None], 0.0)

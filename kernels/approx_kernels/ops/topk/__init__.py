@@ -1,0 +1,1 @@
+"""Attention to the keys of the largest scores."""

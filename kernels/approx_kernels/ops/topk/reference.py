@@ -1,0 +1,47 @@
+"""Exact top-k attention, one block of queries after another."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from approx_kernels.runtime.autocast import without_autocast
+from approx_kernels.tokens.padding import blank_padding
+
+# Queries whose scores exist at a time.
+_BLOCK = 64
+
+
+def topk_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    topk: int,
+    causal: bool,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """Scores of a block, softmax over the largest of each row, a dense product with the values."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys, offset = k.shape[2], k.shape[2] - q.shape[2]
+    lowest = torch.finfo(wide).min
+    q, k, v = blank_padding(q, k, v, key_mask)
+    out = []
+    with without_autocast(q.device.type):
+        queries, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
+        position = torch.arange(keys, device=q.device)
+        for first in range(0, q.shape[2], _BLOCK):
+            block = queries[:, :, first : first + _BLOCK]
+            allowed = None if key_mask is None else key_mask[:, None, None, :]
+            if causal:
+                own = torch.arange(first, first + block.shape[2], device=q.device)[:, None] + offset
+                allowed = position <= own if allowed is None else allowed & (position <= own)
+            scores = block @ k.transpose(-2, -1)
+            scores = scores if allowed is None else scores.masked_fill(~allowed, lowest)
+            largest = scores.topk(min(topk, keys), sorted=False)
+            weights = torch.zeros_like(scores).scatter(-1, largest.indices, largest.values.softmax(-1))
+            # What is not allowed is chosen only where nothing else is left.
+            weights = weights if allowed is None else weights.masked_fill(~allowed, 0.0)
+            out.append((F.dropout(weights, dropout) @ v).to(q.dtype))
+    return torch.cat(out, 2)

@@ -1,0 +1,1 @@
+"""Operators of PyTorch, who observes them, and where things are kept."""

@@ -1,0 +1,106 @@
+"""The ring: keys and values that queries to come can still reach, for decoding in bounded memory.
+
+It lies in buffers with room behind it, into which keys that follow are written. Those that nobody reaches any more stay
+behind, and only where the room has ended the others are copied to new buffers. Where it begins and ends is kept as the
+shape of an empty tensor, `span`: no GPU has to be waited for to read it, and it stays what it is when the samples of a
+state are reordered, repeated or chosen along the first dimension of all its tensors.
+"""
+
+import torch
+from torch import Tensor
+
+from approx_kernels.runtime.observed import unreadable
+
+State = dict[str, Tensor]
+
+PARTS = ("k", "v", "real")
+LEAST_ROOM = 64
+
+
+def extended(ring: State | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> State:
+    """A ring with keys that follow; where its buffers have room it is overwritten, unless gradients might need it.
+
+    Args:
+        ring: What `newest` or `first_and_newest` returned, other tensors beside it; None before the first token.
+        k: Keys that follow, [B, G, n, D].
+        v: Their values, [B, G, n, E].
+        key_mask: [B, n] bool, True at real ones; None when all are.
+    """
+    newer = {"k": k, "v": v} if key_mask is None else {"k": k, "v": v, "real": key_mask[:, None, :, None]}
+    if ring is None:
+        return newer
+    begin, end = _span(ring)
+    after = end + k.shape[2]
+    known = {name: ring[name] for name in PARTS if name in ring}
+    for one, other in ((known, newer), (newer, known)):
+        if "real" in other and "real" not in one:
+            one["real"] = k.new_ones(k.shape[0], 1, one["k"].shape[2], 1, dtype=torch.bool)
+    if not all(_takes(x, newer[name], after) for name, x in known.items()):
+        return {name: torch.cat([x[:, :, begin:end], newer[name]], 2) for name, x in known.items()}
+    for name, x in known.items():
+        x[:, :, end:after] = newer[name]
+    return _spanning(known, begin, after)
+
+
+def content(ring: State) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys [B, G, m, D], values [B, G, m, E] and mask [B, m] of a ring; the mask is None while all are real."""
+    begin, end = _span(ring)
+    k, v = (ring[name][:, :, begin:end] for name in ("k", "v"))
+    return k, v, ring["real"][:, 0, begin:end, 0] if "real" in ring else None
+
+
+def newest(ring: State, count: int) -> State:
+    """The ring of the last `count` keys, padding among them."""
+    return _without_between(ring, 0, count)
+
+
+def first_and_newest(ring: State, first: int, count: int) -> State:
+    """The ring of the `first` real keys of each sample and its last `count` real ones, in their order."""
+    k, v, key_mask = content(ring)
+    if key_mask is None or k.shape[2] <= first + count:
+        return _without_between(ring, first, count)
+    rank = key_mask.cumsum(1)
+    reached = key_mask & ((rank <= first) | (rank > rank[:, -1:] - count))
+    # Samples keep different numbers of keys: what is short is filled with others, which count as padding.
+    kept = (~reached).to(torch.uint8).argsort(dim=1, stable=True)[:, : first + count]
+    k, v = (x.gather(2, kept[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
+    return _without_between({"k": k, "v": v, "real": reached.gather(1, kept)[:, None, :, None]}, first, count)
+
+
+def _without_between(ring: State, first: int, count: int) -> State:
+    """A ring without what lies between its `first` keys and its last `count`, in buffers of a size for what is left."""
+    begin, end = _span(ring)
+    gap = max(end - begin - first - count, 0)
+    parts = {name: ring[name] for name in PARTS if name in ring}
+    if "span" in ring:
+        for x in parts.values() if gap and first else ():
+            # The first step over what stays behind.
+            x[:, :, begin + gap : begin + gap + first] = x[:, :, begin : begin + first].clone()
+        begin += gap
+    else:
+        room = 0 if torch.is_grad_enabled() else max(LEAST_ROOM, (end - gap) // 4)
+        blanks = {name: x.new_zeros(*x.shape[:2], room, x.shape[3]) for name, x in parts.items()}
+        parts = {
+            name: torch.cat([x[:, :, :first], x[:, :, first + gap :], blanks[name]], 2) for name, x in parts.items()
+        }
+        end -= gap
+    # Once padding has been left behind all that follows is spared a mask; a GPU would have to be waited for.
+    told = "real" in parts and parts["real"].device.type == "cpu" and not unreadable(parts["real"])
+    if told and bool(parts["real"][:, :, begin:end].all()):
+        del parts["real"]
+    return _spanning(parts, begin, end)
+
+
+def _span(ring: State) -> tuple[int, int]:
+    begin, end = ring["span"].shape[1:3] if "span" in ring else (0, ring["k"].shape[2])
+    return begin, end
+
+
+def _spanning(parts: State, begin: int, end: int) -> State:
+    return {**parts, "span": parts["k"].new_empty(parts["k"].shape[0], begin, end, 0)}
+
+
+def _takes(buffer: Tensor, newer: Tensor, end: int) -> bool:
+    """Whether a buffer can be written to as far as `end`."""
+    kept = torch.is_grad_enabled() or (buffer.is_inference() and not torch.is_inference_mode_enabled())
+    return not kept and end <= buffer.shape[2] and buffer.dtype == newer.dtype

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from approx.evaluation.timing import timed
-from approx_kernels.cpu.compile import library
+from approx_kernels.cpu.compile import load
 from approx_kernels.cpu.structs import address
 from approx_kernels.ops.clustering import hamming_c
 from bench import cpu_cases
@@ -94,7 +94,7 @@ def _calibrate_signs(threads: int) -> dict[str, Any]:
     None where no C can be compiled.
     """
     torch.set_num_threads(threads)
-    rate, found = None, library(_SEARCH)
+    rate, found = None, load(_SEARCH)
     if not isinstance(found, str):
         generator, heads = torch.Generator().manual_seed(0), cpu_cases.HEADS
         words, centroids = (torch.randint(2**62, (n,), generator=generator) for n in (heads * _WORDS, _CLUSTERS))

@@ -1,29 +1,16 @@
 """The C sources of the kernels, and whether tests may do without one: only where there is no compiler at all."""
 
 import ctypes
-import importlib
-import pkgutil
-import re
 
 import pytest
 
-import approx_kernels
-from approx_kernels.cpu.compile import find_compiler, library
+from approx_kernels.cpu.compile import find_compiler, load
+from approx_kernels.cpu.sources import names, source
 
 
 def sources() -> dict[str, str]:
-    """Every text that is compiled by itself, by module and name; other texts are parts of these and export no function."""
-    found = {}
-    for module in pkgutil.walk_packages(approx_kernels.__path__, "approx_kernels."):
-        if module.name.endswith("_c"):
-            texts = vars(importlib.import_module(module.name)).items()
-            found |= {
-                f"{module.name.partition('.')[2]}.{name}": text
-                for name, text in texts
-                if name.isupper() and isinstance(text, str) and re.search(r"^int \w+\(", text, re.M)
-            }
-    # Some modules import the text of another.
-    return {name: text for text, name in {text: name for name, text in found.items()}.items()}
+    """Every text that is compiled by itself, by its file."""
+    return {name: source(name) for name in names()}
 
 
 _COMPILER, _WHY = find_compiler()
@@ -33,6 +20,6 @@ needs_compiler = pytest.mark.skipif(_COMPILER is None, reason=_WHY)
 
 def compiled(source: str) -> ctypes.CDLL:
     """The functions of a source."""
-    found = library(source)
+    found = load(source)
     assert not isinstance(found, str), found
     return found

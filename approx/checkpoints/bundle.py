@@ -8,10 +8,12 @@ from pathlib import Path
 from transformers.models.auto import modeling_auto
 
 from approx.mechanisms import MECHANISMS
+from approx_kernels.cpu import sources as c_sources
 
 _OURS = ("approx", "approx_kernels")
 _REGISTRY = "approx.mechanisms"
 _START = "approx.seam.model"
+_C_SOURCES = "approx_kernels.cpu.sources"
 _NOTE = (
     "# Travels with a checkpoint converted by approx (Apache-2.0); it needs torch and transformers, and nothing else."
 )
@@ -72,6 +74,10 @@ def write_code(folder: Path, config_class: type, model_class: type, mechanisms: 
         text, needed = _flatten(module)
         sources[_flat(module)] = text
         waiting += needed
+    if _C_SOURCES in seen:
+        whole = "".join(sources.values())
+        used = {name: c_sources.source(name) for name in c_sources.names() if f'"{name}"' in whole}
+        sources[_flat(_C_SOURCES)] = _inlined(used)
     family = config_class.model_type  # type: ignore[attr-defined]  # every config class has it
     sources[f"configuration_approx_{_file(family)}"] = _configuration(config_class)
     sources[f"modeling_approx_{_file(family)}"] = _modeling(config_class, model_class)
@@ -123,6 +129,15 @@ def _registry(mechanisms: list[str]) -> str:
     imports = [f"from .{_flat(kind.__module__)} import {kind.__name__}" for kind in classes.values()]
     table = ", ".join(f'"{name}": {kind.__name__}' for name, kind in classes.items())
     return "\n".join([_NOTE, *imports, "", f"MECHANISMS = {{{table}}}", ""])
+
+
+def _inlined(sources: dict[str, str]) -> str:
+    """A module with the C in it, for transformers copies no files but those of Python."""
+    texts = "".join(f'    "{name}": r"""\n{text}""",\n' for name, text in sources.items())
+    return (
+        f"{_NOTE}\n_SOURCES = {{\n{texts}}}\n\n\ndef source(name: str) -> str:\n"
+        '    """The text of one C source."""\n    return _SOURCES[name]\n'
+    )
 
 
 def _configuration(config_class: type) -> str:

@@ -6,13 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.cpu.parts import PARTS
+from approx_kernels.cpu.sources import expanded
 from approx_kernels.dispatch.findings import instructions
 from c_sources import compiled, needs_compiler
 
-SOURCE = (
-    PARTS
-    + r"""
+SOURCE = expanded(r"""
+#include "parts.h"
 int apply(int half, int across, int64_t m, int64_t n, int64_t depth, const float *a, int64_t am, int64_t ak,
           const float *b, int64_t stride, int64_t row, int64_t column, float *c, int64_t ldc, int add) {
     float *memory = floats(room(depth, n));
@@ -31,8 +30,7 @@ int apply_split(int64_t count, int64_t m, int64_t n, int64_t depth, const float 
 }
 float rounded(float x) { return halved(x); }
 int width(void) { return WIDTH; }
-"""
-)
+""")
 
 
 def address(x):

@@ -12,7 +12,7 @@ import torch
 
 from approx.doctor import health
 from approx_kernels.cpu import compile
-from approx_kernels.cpu.compile import library, obstacle
+from approx_kernels.cpu.compile import load, obstacle
 from approx_kernels.runtime.cache_folder import is_private
 from c_sources import compiled, needs_compiler
 
@@ -23,9 +23,9 @@ SOURCE = "int answer(void) {{ return {}; }}"
 def cache(monkeypatch, tmp_path):
     """A cache folder of the test's own."""
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "cache"))
-    library.cache_clear()
+    load.cache_clear()
     yield tmp_path / "cache"
-    library.cache_clear()
+    load.cache_clear()
     compile._version.cache_clear()
 
 
@@ -33,15 +33,15 @@ def cache(monkeypatch, tmp_path):
 def test_what_is_compiled_once_is_read_again(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
     caplog.set_level(logging.INFO)
-    library.cache_clear()
+    load.cache_clear()
     source = SOURCE.format(41)
     assert compiled(source).answer() == 41
     kept = sorted((tmp_path / "compiled").iterdir())
     assert len(kept) == 2, "this, and the line that compilers are tried with"
     assert "once on this machine" in caplog.text
-    library.cache_clear()
+    load.cache_clear()
     monkeypatch.setattr(compile, "_compile", lambda *_: pytest.fail("compiled again"))
-    again = library(source)
+    again = load(source)
     assert not isinstance(again, str)
     assert again.answer() == 41
     assert kept == sorted((tmp_path / "compiled").iterdir()), "nothing half-made is left"
@@ -57,8 +57,8 @@ def test_a_library_that_was_cut_short_is_compiled_again(monkeypatch, cache, tmp_
     whole = {path: path.read_bytes() for path in (tmp_path / "other" / "compiled").iterdir()}
     for path, contents in whole.items():
         path.write_bytes(contents[: len(contents) // 2])
-    library.cache_clear()
-    again = library(source)
+    load.cache_clear()
+    again = load(source)
     assert not isinstance(again, str), again
     assert again.answer() == 44
     assert {path: path.read_bytes() for path in (tmp_path / "other" / "compiled").iterdir()} == whole
@@ -69,14 +69,14 @@ def test_a_library_that_somebody_else_can_write_is_not_loaded(cache, tmp_path):
     source = SOURCE.format(45)
     compiled(source)
     (cache / "compiled").chmod(0o777)
-    library.cache_clear()
-    assert "can be written by other users, so code in it cannot be trusted" in str(library(source))
+    load.cache_clear()
+    assert "can be written by other users, so code in it cannot be trusted" in str(load(source))
     (cache / "compiled").chmod(0o700)
     (theirs,) = (path for path in (cache / "compiled").iterdir() if b"answer" in path.read_bytes())
     theirs.rename(tmp_path / "theirs.so")
     theirs.symlink_to(tmp_path / "theirs.so")
-    library.cache_clear()
-    assert not isinstance(library(source), str)
+    load.cache_clear()
+    assert not isinstance(load(source), str)
     assert is_private(theirs), "the link was replaced"
 
 
@@ -93,14 +93,13 @@ def test_another_version_or_other_flags_make_another_library(monkeypatch, cache,
         wrapper.write_text(script, encoding="utf-8")
         wrapper.chmod(0o755)
         monkeypatch.setenv("APPROX_C_FLAGS", flags)
-        library.cache_clear()
+        load.cache_clear()
         compile._version.cache_clear()
-        assert not isinstance(library(source), str)
+        assert not isinstance(load(source), str)
         made.append(len(list((cache / "compiled").iterdir())))
     assert [after - before for before, after in pairwise(made)] == [2, 2, 0]
 
 
-@needs_compiler
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked, and a script stands in for the compiler")
 def test_of_two_processes_one_compiles_and_the_other_waits(monkeypatch, cache, tmp_path):
@@ -134,11 +133,11 @@ def test_without_a_compiler_that_works_it_is_said_once_why(monkeypatch, tmp_path
         monkeypatch.setenv("CC", compiler)
     else:
         compiled(SOURCE.format(2))
-    library.cache_clear()
+    load.cache_clear()
     for _ in range(2):
-        assert words in (obstacle(source, torch.ones(1)) or "")
+        assert words in str(load(source))
     assert sum("Slower code" in message for message in caplog.messages) == 1
-    library.cache_clear()
+    load.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -147,14 +146,14 @@ def test_without_a_compiler_that_works_it_is_said_once_why(monkeypatch, tmp_path
 def test_a_switch_turns_compiling_off(monkeypatch, tmp_path, caplog, value, words, warnings):
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
     monkeypatch.setenv("APPROX_COMPILE_C", value)
-    library.cache_clear()
-    said = obstacle(SOURCE.format(6), torch.ones(1)) or ""
+    load.cache_clear()
+    said = str(load(SOURCE.format(6)))
     assert "APPROX_COMPILE_C" in said
     assert words in said
     assert not list(tmp_path.iterdir())
     # Whoever turned it off need not be told.
     assert len(caplog.messages) == warnings
-    library.cache_clear()
+    load.cache_clear()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a script stands in for the compiler")
@@ -164,16 +163,16 @@ def test_a_compiler_that_fails_is_tried_and_told_of_once_and_the_doctor_names_it
     broken.write_text("#!/bin/sh\necho called >> $0.log\necho 'error: no licence' >&2\nexit 1\n", encoding="utf-8")
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
-    library.cache_clear()
+    load.cache_clear()
     for number in (7, 8, 9):
-        assert "no licence" in str(library(SOURCE.format(number)))
+        assert "no licence" in str(load(SOURCE.format(number)))
     # Asked for its version, then with OpenMP and without.
     assert (tmp_path / "broken.log").read_text().count("called") == 3
     assert sum("Slower code" in message for message in caplog.messages) == 1
     (found,) = (each for each in health.examine(offline=True) if each.what == "c compiler")
     assert found.state == "missing"
     assert "no licence" in found.found
-    library.cache_clear()
+    load.cache_clear()
 
 
 def test_a_compiler_that_hangs_is_not_waited_for(monkeypatch, tmp_path):
@@ -183,17 +182,17 @@ def test_a_compiler_that_hangs_is_not_waited_for(monkeypatch, tmp_path):
     slow.chmod(0o755)
     monkeypatch.setenv("CC", str(slow))
     monkeypatch.setattr(compile, "_SECONDS", 0.2)
-    assert "took more than" in str(library(SOURCE.format(3)))
-    library.cache_clear()
+    assert "took more than" in str(load(SOURCE.format(3)))
+    load.cache_clear()
 
 
 def test_a_folder_that_cannot_be_made_is_named(monkeypatch, tmp_path):
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("APPROX_CACHE", str(file))
-    assert "APPROX_CACHE" in str(library(SOURCE.format(4)))
-    library.cache_clear()
+    assert "APPROX_CACHE" in str(load(SOURCE.format(4)))
+    load.cache_clear()
 
 
 def test_other_dtypes_are_refused_with_the_remedy():
-    assert "float64" in (obstacle(SOURCE.format(5), torch.ones(1, dtype=torch.float64)) or "")
+    assert "float64" in (obstacle("topk/forward.c", torch.ones(1, dtype=torch.float64)) or "")

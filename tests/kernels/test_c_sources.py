@@ -20,7 +20,7 @@ TARGETS = {
 
 
 def test_the_sources_are_found():
-    assert {"key_lists.forward_c.FORWARD", "lsh.sorting_c.SORTING", "topk.topk_c.BACKWARD"} <= SOURCES.keys()
+    assert {"key_lists/forward.c", "lsh/sorting.c", "topk/backward.c"} <= SOURCES.keys()
 
 
 @needs_compiler

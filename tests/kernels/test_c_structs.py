@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from approx_kernels.cpu import structs
-from approx_kernels.cpu.compile import library
+from approx_kernels.cpu.compile import load
 from approx_kernels.cpu.structs import STRUCTS, address, rows_of
 from c_sources import compiled, needs_compiler, sources
 
@@ -45,7 +45,7 @@ def test_a_library_whose_structures_are_others_is_not_used(monkeypatch):
         _fields_ = (*structs.TopK._fields_, ("more", ctypes.c_int64))
 
     monkeypatch.setitem(STRUCTS, "topk", Longer)
-    told = library.__wrapped__(SOURCES["topk.topk_c.FORWARD"])
+    told = load.__wrapped__(SOURCES["topk/forward.c"])
     assert isinstance(told, str)
     assert "the structure topk has" in told
     assert f"{ctypes.sizeof(Longer)} in Python" in told

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from approx_kernels.cpu.compile import library
+from approx_kernels.cpu.compile import load
 from approx_kernels.runtime.cache_folder import cache_folder, is_private, private_folder
 
 
@@ -44,10 +44,10 @@ def test_the_most_special_variable_names_the_folder(monkeypatch, variables, expe
 @pytest.mark.usefixtures("homeless")
 def test_a_user_without_a_home_is_asked_for_none(monkeypatch, tmp_path):
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
-    library.cache_clear()
+    load.cache_clear()
     # With or without a compiler it raises nothing.
-    library("int answer(void) { return 43; }")
-    library.cache_clear()
+    load("int answer(void) { return 43; }")
+    load.cache_clear()
     assert private_folder("compiled") == tmp_path / "compiled"
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from approx_kernels.cpu.compile import library
+from approx_kernels.cpu.compile import load
 from approx_kernels.dispatch.implementation import chosen
 from approx_kernels.ops.clustered.api import clustered_attention
 from approx_kernels.ops.clustering.api import cluster_queries, draw_centroids, draw_planes
@@ -142,7 +142,7 @@ def test_what_it_cannot_do_is_refused_by_name_and_left_to_the_reference():
 
 def test_without_a_compiler_it_runs_all_the_same(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "no-such-compiler")
-    library.cache_clear()
+    load.cache_clear()
     try:
         q = torch.randn(1, 2, 40, 8)
         planes, draws = draw_planes(8, bits=20, bias=True, clusters=9, seed=0)
@@ -152,7 +152,7 @@ def test_without_a_compiler_it_runs_all_the_same(monkeypatch, tmp_path):
         with pytest.raises(ValueError, match="Install gcc"):
             clustered_attention(q, q, q, impl="cpu", **way)
     finally:
-        library.cache_clear()
+        load.cache_clear()
 
 
 @pytest.mark.parametrize("keys", [40, 300])

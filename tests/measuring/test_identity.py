@@ -10,7 +10,7 @@ from approx import api
 from approx.checkpoints import checkpoint
 from approx.measuring.identity import beside, examples_read, identity
 from approx.tasks import open_task
-from approx_kernels.cpu.compile import library
+from approx_kernels.cpu.compile import load
 from c_sources import needs_compiler
 from tiny_classifier import tiny_model
 from tiny_study import tiny_checkpoint, tiny_data
@@ -19,9 +19,9 @@ from tiny_study import tiny_checkpoint, tiny_data
 @pytest.fixture
 def anew():
     """Forget whether C can be compiled, before and after."""
-    library.cache_clear()
-    yield library.cache_clear
-    library.cache_clear()
+    load.cache_clear()
+    yield load.cache_clear
+    load.cache_clear()
 
 
 @needs_compiler

@@ -85,8 +85,8 @@ def _run_planted(source: str, environment: dict[str, str]) -> str:
     call = (
         "import sys, tempfile, os\n"
         "os.environ['APPROX_CACHE'] = tempfile.mkdtemp()\n"
-        "from approx_kernels.cpu.compile import library\n"
-        "found = library('#include <stdint.h>\\n#include <stdlib.h>\\n' + sys.argv[1])\n"
+        "from approx_kernels.cpu.compile import load\n"
+        "found = load('#include <stdint.h>\\n#include <stdlib.h>\\n' + sys.argv[1])\n"
         "print(found if isinstance(found, str) else found.run(5))"
     )
     ran = subprocess.run(

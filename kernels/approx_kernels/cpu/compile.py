@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from approx_kernels.cpu.sources import source
 from approx_kernels.cpu.structs import check_sizes
 from approx_kernels.runtime.cache_folder import is_private, private_folder
 from approx_kernels.runtime.observed import needs_pytorch
@@ -36,8 +37,8 @@ _TRIAL = "int approx_trial(void) { return 0; }"
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def obstacle(source: str, *tensors: Tensor) -> str | None:
-    """Why functions of a C source cannot run on tensors, with the remedy; None where they can."""
+def obstacle(name: str, *tensors: Tensor) -> str | None:
+    """Why functions of a file of c/ cannot run on tensors, with the remedy; None where they can."""
     if why := needs_pytorch(*tensors):
         return why
     for x in tensors:
@@ -45,12 +46,17 @@ def obstacle(source: str, *tensors: Tensor) -> str | None:
             return f"a tensor is on the {x.device.type}; this runs on CPU tensors. Move it, or ask for 'auto'."
         if x.dtype not in DTYPES:
             return f"a tensor is {x.dtype}; allowed are float32 and bfloat16. Convert it, or ask for 'auto'."
-    found = library(source)
+    found = library(name)
     return found if isinstance(found, str) else None
 
 
+def library(name: str) -> ctypes.CDLL | str:
+    """The functions of a file of c/, e.g. `topk/forward.c`, or why there are none."""
+    return load(source(name))
+
+
 @cache
-def library(source: str) -> ctypes.CDLL | str:
+def load(text: str) -> ctypes.CDLL | str:
     """The functions of a C source, or why there are none.
 
     The first process on a machine compiles it, which takes a few seconds and is logged; later ones read the result from
@@ -61,16 +67,16 @@ def library(source: str) -> ctypes.CDLL | str:
     if compiler is None:
         return why if os.environ.get(_SWITCH) == "0" else _missing(why)
     # A compiler that hangs is waited for once, and one that fails is told of once: by a source of one line.
-    if source != _TRIAL and (why := compiler_obstacle()):
+    if text != _TRIAL and (why := compiler_obstacle()):
         return why
     try:
         folder = private_folder("compiled")
-        key = _key(compiler, source)
+        key = _key(compiler, text)
         found = _kept(folder, key)
         if found is None:
             with _locked(folder / f"{key}.lock"):
                 # Another process may have compiled it meanwhile.
-                found = _kept(folder, key) or _compile(compiler, source, folder, key)
+                found = _kept(folder, key) or _compile(compiler, text, folder, key)
         loaded = ctypes.CDLL(str(found))
         check_sizes(loaded)
         return loaded
@@ -88,7 +94,7 @@ def library(source: str) -> ctypes.CDLL | str:
 
 def compiler_obstacle() -> str | None:
     """Why no C can be compiled and loaded here, with the remedy; None where it can. Found out once a process."""
-    found = library(_TRIAL)
+    found = load(_TRIAL)
     return found if isinstance(found, str) else None
 
 
@@ -118,10 +124,10 @@ def _flags() -> list[str]:
     return [*_FLAGS, *shlex.split(os.environ.get("APPROX_C_FLAGS", ""))]
 
 
-def _key(compiler: str, source: str) -> str:
+def _key(compiler: str, text: str) -> str:
     # A folder may be shared by machines whose processors differ, and a compiler may be updated under the same name.
     machine = [platform.machine(), platform.processor(), _processor(), torch.backends.cpu.get_cpu_capability()]
-    parts = [source, compiler, _version(compiler), *_flags(), *machine]
+    parts = [text, compiler, _version(compiler), *_flags(), *machine]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -160,13 +166,13 @@ def _locked(file: Path) -> Iterator[None]:
             file.unlink(missing_ok=True)
 
 
-def _compile(compiler: str, source: str, folder: Path, key: str) -> Path:
+def _compile(compiler: str, text: str, folder: Path, key: str) -> Path:
     _LOG.info("Compiling C for this processor with %s, once on this machine; it takes a few seconds.", compiler)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        text, made = Path(scratch) / "source.c", Path(scratch) / "made.so"
-        text.write_text(source, encoding="utf-8")
-        command = [compiler, *_flags(), str(text), "-o", str(made), "-lm"]
+        file, made = Path(scratch) / "source.c", Path(scratch) / "made.so"
+        file.write_text(text, encoding="utf-8")
+        command = [compiler, *_flags(), str(file), "-o", str(made), "-lm"]
         run = {"capture_output": True, "encoding": "utf-8", "errors": "replace", "timeout": _SECONDS}
         # Not every compiler has OpenMP; without it there is one thread, and the results are the same.
         if subprocess.run([*command, "-fopenmp"], check=False, **run).returncode:

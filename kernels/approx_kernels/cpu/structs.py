@@ -1,6 +1,6 @@
 """The structures that C reads, one table for all of them: each is laid out as the C type whose name it has there.
 
-Every library tells how large its own are (`SIZE_OF` of c_vectors.py), and loading one compares them with these.
+Every library tells how large its own are (`SIZE_OF` of c/vectors.h), and loading one compares them with these.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ def _fields(kind: type, names: str) -> Iterator[tuple[str, type]]:
 
 
 class KeyLists(ctypes.Structure):
-    """`problem` of key_lists/tiles_c.py."""
+    """`problem` of key_lists/tiles.h."""
 
     _fields_ = (
         *_fields(_INTEGER, "batch heads length keys ranks size values before blocks parts own_orders bf16 threads"),
@@ -44,13 +44,13 @@ class KeyLists(ctypes.Structure):
 
 
 class KeyListsBackward(ctypes.Structure):
-    """`backward_problem` of key_lists/backward_c.py."""
+    """`backward_problem` of key_lists/backward.c."""
 
     _fields_ = (("all", KeyLists), *_fields(Rows, "grad dq dk dv"), *_fields(_POINTER, "dspans dtotals"))
 
 
 class Clustered(ctypes.Structure):
-    """`problem` of clustered/heads_c.py."""
+    """`problem` of clustered/heads.h."""
 
     _fields_ = (
         *_fields(_INTEGER, "batch heads length keys size values most_clusters kept bf16 threads"),
@@ -62,13 +62,13 @@ class Clustered(ctypes.Structure):
 
 
 class ClusteredBackward(ctypes.Structure):
-    """`backward_problem` of clustered/backward_c.py."""
+    """`backward_problem` of clustered/backward.c."""
 
     _fields_ = (("all", Clustered), *_fields(Rows, "grad dq dk dv"))
 
 
 class CausalClustered(ctypes.Structure):
-    """`problem` of clustered/causal_heads_c.py."""
+    """`problem` of clustered/causal_heads.h."""
 
     _fields_ = (
         *_fields(_INTEGER, "batch heads length keys size values rows chunk kept bf16 threads"),
@@ -80,13 +80,13 @@ class CausalClustered(ctypes.Structure):
 
 
 class CausalClusteredBackward(ctypes.Structure):
-    """`backward_problem` of clustered/causal_backward_c.py."""
+    """`backward_problem` of clustered/causal_backward.c."""
 
     _fields_ = (("all", CausalClustered), *_fields(Rows, "grad dq dk dv"))
 
 
 class Linear(ctypes.Structure):
-    """`problem` of linear/features_c.py."""
+    """`problem` of linear/features.h."""
 
     _fields_ = (
         *_fields(_INTEGER, "batch heads length keys size features values sets causal map bf16 threads"),
@@ -97,13 +97,13 @@ class Linear(ctypes.Structure):
 
 
 class LinearBackward(ctypes.Structure):
-    """`backward_problem` of linear/backward_c.py."""
+    """`backward_problem` of linear/backward.c."""
 
     _fields_ = (("all", Linear), *_fields(Rows, "grad dq dk dv"))
 
 
 class LinearStep(ctypes.Structure):
-    """`step` of linear/step_c.py."""
+    """`step` of linear/step.c."""
 
     _fields_ = (
         *_fields(_INTEGER, "batch heads shared keys size features values map leaving bf16 threads"),
@@ -114,7 +114,7 @@ class LinearStep(ctypes.Structure):
 
 
 class LinearMap(ctypes.Structure):
-    """`problem` of linear/maps_c.py."""
+    """`problem` of linear/maps.h."""
 
     _fields_ = (
         *_fields(_INTEGER, "batch heads length size map bf16 threads"),
@@ -125,7 +125,7 @@ class LinearMap(ctypes.Structure):
 
 
 class TopK(ctypes.Structure):
-    """`problem` of topk/topk_c.py."""
+    """`problem` of topk/heads.h."""
 
     _fields_ = (
         *_fields(_INTEGER, "batch heads length keys size values kept causal bf16 threads"),
@@ -137,13 +137,13 @@ class TopK(ctypes.Structure):
 
 
 class TopKBackward(ctypes.Structure):
-    """`backward_problem` of topk/topk_c.py."""
+    """`backward_problem` of topk/heads.h."""
 
     _fields_ = (("all", TopK), *_fields(Rows, "grad dq dk dv"))
 
 
 class FewQueries(ctypes.Structure):
-    """`problem` of exact/few_c.py."""
+    """`problem` of exact/few.c."""
 
     _fields_ = (
         *_fields(_INTEGER, "batch heads length keys size values bf16 causal threads"),
@@ -154,7 +154,7 @@ class FewQueries(ctypes.Structure):
 
 
 class Ordering(ctypes.Structure):
-    """`ordering` of lsh/sorting_c.py."""
+    """`ordering` of lsh/sorting.c."""
 
     _fields_ = (
         *_fields(_INTEGER, "batch heads rounds length keys size wide bf16 threads"),
@@ -164,7 +164,7 @@ class Ordering(ctypes.Structure):
 
 
 class Hashing(ctypes.Structure):
-    """`hashing` of lsh/sorting_c.py."""
+    """`hashing` of lsh/sorting.c."""
 
     _fields_ = (
         *_fields(_INTEGER, "batch heads rounds tokens size wide bits levels bf16 threads"),
@@ -174,7 +174,7 @@ class Hashing(ctypes.Structure):
 
 
 class Stretching(ctypes.Structure):
-    """`stretching` of lsh/sorting_c.py."""
+    """`stretching` of lsh/sorting.c."""
 
     _fields_ = (
         *_fields(_INTEGER, "batch heads rounds length keys cluster doublings ranks most rows far levels"),

@@ -122,8 +122,8 @@ def identity(op: str) -> str:
     whether the files lie in their folders or side by side, as in a converted checkpoint.
     """
     here = Path(__file__)
-    files = _in_folders(here.parent) if here.stem == "checked" else {x.stem: x for x in here.parent.glob("*.py")}
-    return f"{_digest(files, f'approx_kernels_{OPS[op]}')}, torch {torch.__version__}, triton {_version()}"
+    files = _in_folders(here.parents[1]) if here.stem == "checked" else {x.stem: x for x in here.parent.glob("*.py")}
+    return f"{_digest(files, f'approx_kernels_ops_{OPS[op]}_api')}, torch {torch.__version__}, triton {_version()}"
 
 
 def _version() -> str | None:
@@ -144,7 +144,7 @@ def _digest(files: Mapping[str, Path], first: str) -> str:
     waiting, read = [first], dict[str, str]()
     while waiting:
         name = waiting.pop()
-        if name in read or name not in files or re.search(r"_kernels_c_|_c$|cpu$", name):
+        if name in read or name not in files or re.search(r"_kernels_cpu_|cpu$", name):
             continue
         text = files[name].read_text(encoding="utf-8")
         waiting += [needed.replace(".", "_") for _, needed in _IMPORT.findall(text)]

@@ -10,8 +10,6 @@ from approx_kernels.cpu.compile import check, library
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.dropout import draw_seed, dropped
 from approx_kernels.cpu.structs import CausalClustered, CausalClusteredBackward, address, rows_of
-from approx_kernels.ops.clustered.causal_backward_c import BACKWARD
-from approx_kernels.ops.clustered.causal_forward_c import FORWARD
 from approx_kernels.ops.clustering.cpu import nearest_of_heads
 from approx_kernels.ops.clustering.cpu import obstacle as clustering_obstacle
 from approx_kernels.runtime.autocast import without_autocast
@@ -21,7 +19,11 @@ from approx_kernels.tokens.grouped import empty_gradients, summed
 
 def obstacle(q: Tensor) -> str | None:
     """Why causal clustered attention cannot run in C, with the remedy; None where it can."""
-    return clustering_obstacle(q) or c_obstacle(FORWARD, q) or c_obstacle(BACKWARD, q)
+    return (
+        clustering_obstacle(q)
+        or c_obstacle("clustered/causal_forward.c", q)
+        or c_obstacle("clustered/causal_backward.c", q)
+    )
 
 
 def causal_samples_in_c(
@@ -105,7 +107,7 @@ def _attend_backward(
     made = empty_gradients(q, k, v)
     state = groups, most, peak, mass, top
     problem = _problem(q, k, v, rows, grad, *state, chunk, topk, scale, dropped(dropout, seed))
-    found = library(BACKWARD)
+    found = library("clustered/causal_backward.c")
     assert not isinstance(found, str), f"checked by the op: {found}"
     check(found.backward(ctypes.byref(CausalClusteredBackward(problem, *rows_of(grad, *made)))))
     return made
@@ -128,7 +130,7 @@ def _attend(
     made = _empty(q, k, v, rows, groups, chunk, topk, learning)
     state = made[1:] if learning else [None] * 4
     problem = _problem(q, k, v, rows, made[0], groups, *state, chunk, topk, scale, dropped(dropout, seed))
-    found = library(FORWARD)
+    found = library("clustered/causal_forward.c")
     assert not isinstance(found, str), f"checked by the op: {found}"
     check(found.forward(ctypes.byref(problem)))
     return made

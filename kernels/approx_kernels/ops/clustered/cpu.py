@@ -10,8 +10,6 @@ from approx_kernels.cpu.compile import check, library
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.dropout import draw_seed, dropped
 from approx_kernels.cpu.structs import Clustered, ClusteredBackward, address, rows_of
-from approx_kernels.ops.clustered.backward_c import BACKWARD
-from approx_kernels.ops.clustered.forward_c import FORWARD
 from approx_kernels.ops.clustered.reference import MOST_DEFAULT_CLUSTERS, SHORT
 from approx_kernels.ops.clustering.cpu import cluster_samples, nearest_of_heads
 from approx_kernels.ops.clustering.cpu import obstacle as clustering_obstacle
@@ -22,7 +20,7 @@ from approx_kernels.tokens.grouped import empty_gradients, summed
 
 def obstacle(q: Tensor) -> str | None:
     """Why clustered attention cannot run in C, with the remedy; None where it can."""
-    reasons = (clustering_obstacle(q), c_obstacle(FORWARD, q), c_obstacle(BACKWARD, q))
+    reasons = (clustering_obstacle(q), c_obstacle("clustered/forward.c", q), c_obstacle("clustered/backward.c", q))
     return next(filter(None, reasons), None)
 
 
@@ -140,7 +138,7 @@ def _attend_backward(
     made = _empty_gradients(grad, q, k, v)
     state = (groups, query_tokens, key_tokens, queries, keys, clusters, rest, sums, mass, top)
     problem = _problem(q, k, v, grad, *state, most, kept, scale, dropped(dropout, seed))
-    found = library(BACKWARD)
+    found = library("clustered/backward.c")
     assert not isinstance(found, str), "checked by the op"
     check(found.backward(ctypes.byref(ClusteredBackward(problem, *rows_of(grad, *made)))))
     return made
@@ -166,7 +164,7 @@ def _attend(
     state = (groups, query_tokens, key_tokens, queries, keys, clusters)
     made = _empty(q, k, v, *state, most, kept)
     problem = _problem(q, k, v, made[0], *state, *made[1:], most, kept, scale, dropped(dropout, seed))
-    found = library(FORWARD)
+    found = library("clustered/forward.c")
     assert not isinstance(found, str), "checked by the op"
     check(found.forward(ctypes.byref(problem)))
     return made

@@ -9,16 +9,14 @@ from approx_kernels.cpu.compile import check, library
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.structs import address, rows_of
 from approx_kernels.ops.clustering.checks import check_clustering, check_draws
-from approx_kernels.ops.clustering.hamming_c import SOURCE
 from approx_kernels.ops.clustering.reference import STRIDE
-from approx_kernels.ops.clustering.selectors_c import SOURCE as SELECTORS
 from approx_kernels.runtime.custom_op import custom_op
 from approx_kernels.tokens.shapes import check_part
 
 
 def obstacle(*tensors: Tensor) -> str | None:
     """Why the clusters of these tensors cannot be found in C, with the remedy; None where they can."""
-    return c_obstacle(SOURCE, *tensors) or c_obstacle(SELECTORS, *tensors)
+    return c_obstacle("clustering/hamming.c", *tensors) or c_obstacle("clustering/selectors.c", *tensors)
 
 
 def _empty(
@@ -50,7 +48,7 @@ def cluster_samples(
     check_clustering(q, planes, draws, max(most, 1), iterations)
     check_draws(draws)
     q, planes, draws = q if q.stride(-1) == 1 else q.contiguous(), planes.float().contiguous(), draws.contiguous()
-    found = library(SOURCE)
+    found = library("clustering/hamming.c")
     assert not isinstance(found, str), "checked by the op"
     groups = _empty(q, tokens, counts, clusters, planes, draws, iterations)
     batch, heads, length, size = q.shape
@@ -77,7 +75,7 @@ def nearest_of_heads(q: Tensor, selectors: Tensor) -> Tensor:
     q = q if q.stride(-1) == 1 else q.contiguous()
     groups = _no_groups(q, selectors)
     selectors = selectors.detach().float().contiguous()
-    found = library(SELECTORS)
+    found = library("clustering/selectors.c")
     assert not isinstance(found, str), "checked by the op"
     numbers = (q.dtype == torch.bfloat16, *q.shape, selectors.shape[1], torch.get_num_threads())
     batch, heads, length, size = q.shape

@@ -9,7 +9,6 @@ from torch import Tensor
 from approx_kernels.cpu.compile import check, library
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.structs import FewQueries, address, rows_of
-from approx_kernels.ops.exact.few_c import SOURCE
 from approx_kernels.ops.key_lists.cpu import FAR, MOST_ROWS, attend_lists, cut, obstacle
 from approx_kernels.runtime.custom_op import custom_op
 
@@ -44,7 +43,7 @@ def few_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return "it has no gradient. Decode under torch.no_grad(), or ask for 'auto'."
     if q.shape[3] % _VECTOR or v.shape[3] % _VECTOR:
         return f"the head sizes are {q.shape[3]} and {v.shape[3]}; multiples of {_VECTOR} are allowed. Ask for 'auto'."
-    return c_obstacle(SOURCE, q, k, v)
+    return c_obstacle("exact/few.c", q, k, v)
 
 
 def compiled_few(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
@@ -75,7 +74,7 @@ def _few(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool,
     mask = address(key_mask, torch.bool, q.shape[0], k.shape[2])
     sizes = *q.shape[:3], k.shape[2], q.shape[3], v.shape[3]
     how = q.dtype == torch.bfloat16, causal, torch.get_num_threads()
-    found = library(SOURCE)
+    found = library("exact/few.c")
     assert not isinstance(found, str), f"checked before: {found}"
     check(found.few_queries(ctypes.byref(FewQueries(*sizes, *how, *rows_of(q, k, v, out), mask, scale))))
     return out

@@ -11,15 +11,13 @@ from approx_kernels.cpu.compile import check, library
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.dropout import draw_seed, dropped
 from approx_kernels.cpu.structs import KeyLists, KeyListsBackward, address, rows_of
-from approx_kernels.ops.key_lists.backward_c import BACKWARD
-from approx_kernels.ops.key_lists.forward_c import FORWARD
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import custom_op
 from approx_kernels.tokens.grouped import empty_gradients, summed
 
-# Queries of a block at most: ROWS of tiles_c.py. Fewer hide fewer keys where each query sees a window of its own.
+# Queries of a block at most: ROWS of tiles.h. Fewer hide fewer keys where each query sees a window of its own.
 MOST_ROWS, WINDOW_ROWS = 192, 96
-# Queries that are computed together at least: SPAN of strips_c.py.
+# Queries that are computed together at least: SPAN of strips.h.
 _STRIP = 32
 # No bound on a distance; positions and distances add up to less than 2^31.
 FAR = 2**30
@@ -30,7 +28,7 @@ Entry = tuple[int, int, int, int]
 
 def obstacle(*tensors: Tensor) -> str | None:
     """Why attention to lists of keys cannot run in C on tensors, with the remedy; None where it can."""
-    return c_obstacle(FORWARD, *tensors) or c_obstacle(BACKWARD, *tensors)
+    return c_obstacle("key_lists/forward.c", *tensors) or c_obstacle("key_lists/backward.c", *tensors)
 
 
 def cut(begin: int, end: int, most: int = WINDOW_ROWS) -> list[int]:
@@ -197,7 +195,7 @@ def _attend_backward(
     lists = key_mask, own, starts, first, entries, query_order, key_order, stretches, places
     made = _empty_gradients(grad, grad_totals, q, k, v, *lists)
     problem = _problem(q, k, v, out, *lists, lse, totals, spans, before, scale, ramp, itself, dropped(dropout, seed))
-    found = library(BACKWARD)
+    found = library("key_lists/backward.c")
     assert not isinstance(found, str), f"checked by the op: {found}"
     dq, dk, dv, dspans = made
     rows = *rows_of(grad), *rows_of(dq), *rows_of(dk, dv)
@@ -231,7 +229,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     lists = key_mask, own, starts, first, entries, query_order, key_order, stretches, places
     out, lse, totals = _empty(q, k, v, *lists, relative)
-    found = library(FORWARD)
+    found = library("key_lists/forward.c")
     assert not isinstance(found, str), f"checked by the op: {found}"
     problem = _problem(q, k, v, out, *lists, lse, totals, spans, before, scale, ramp, itself, dropped(dropout, seed))
     check(found.forward(ctypes.byref(problem)))

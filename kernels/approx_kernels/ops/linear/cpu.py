@@ -10,20 +10,18 @@ from torch.nn import functional as F
 from approx_kernels.cpu.compile import check, library
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.structs import Linear, LinearBackward, address, rows_of
-from approx_kernels.ops.linear.backward_c import BACKWARD
-from approx_kernels.ops.linear.forward_c import FORWARD
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import custom_op
 from approx_kernels.tokens.grouped import beside, empty_gradients, in_order, sharing, summed, turns
 
-# What takes single numbers; exponentials are of random rows only. In the order of features_c.py.
+# What takes single numbers; exponentials are of random rows only. In the order of features.h.
 FUSED = ("elu", "relu")
 _MAPS = (*FUSED, "exp")
 
 
 def features_obstacle(q: Tensor) -> str | None:
     """Why attention by the features that C has cannot run on such tensors, with the remedy; None where it can."""
-    return c_obstacle(FORWARD, q) or c_obstacle(BACKWARD, q)
+    return c_obstacle("linear/forward.c", q) or c_obstacle("linear/backward.c", q)
 
 
 def linear_batch(
@@ -145,9 +143,9 @@ def _attend_on(
     if blind:
         few, norms = norms[:, :, :blind].contiguous(), norms[:, :, blind:].contiguous()
         parts = q[:, :, :blind], k[:, :, :0], v[:, :, :0], out[:, :, :blind], None
-        _run(FORWARD, _problem(*parts, rows, offsets, sums, tops, few, False, *how))
+        _run("linear/forward.c", _problem(*parts, rows, offsets, sums, tops, few, False, *how))
     parts = q[:, :, blind:], k, v, out[:, :, blind:], mask
-    _run(FORWARD, _problem(*parts, rows, offsets, sums, tops, norms, not seen, *how))
+    _run("linear/forward.c", _problem(*parts, rows, offsets, sums, tops, norms, not seen, *how))
     return out, torch.cat([few, norms], 2) if blind else norms
 
 
@@ -230,7 +228,7 @@ def _attend_backward(
     made = _empty_gradients(grad, grad_norms, q, k, v)
     how = causal, feature_map, input_scale, eps, floor
     problem = _problem(q, k, v, grad, key_mask, rows, offsets, None, None, grad_norms, *how)
-    _run(BACKWARD, LinearBackward(problem, *rows_of(grad, *made)))
+    _run("linear/backward.c", LinearBackward(problem, *rows_of(grad, *made)))
     return made
 
 
@@ -252,14 +250,14 @@ def _attend(
     features = q.shape[3] if rows is None else rows.shape[-2]
     sums = q.new_zeros(*q.shape[:2], features, v.shape[3] + 1, dtype=torch.float32)
     how = causal, feature_map, input_scale, eps, floor
-    _run(FORWARD, _problem(q, k, v, out, key_mask, rows, offsets, sums, None, norms, *how))
+    _run("linear/forward.c", _problem(q, k, v, out, key_mask, rows, offsets, sums, None, norms, *how))
     return out, norms
 
 
 def _run(source: str, problem: Linear | LinearBackward) -> None:
     found = library(source)
     assert not isinstance(found, str), f"checked by the op: {found}"
-    check((found.forward if source is FORWARD else found.backward)(ctypes.byref(problem)))
+    check((found.forward if source == "linear/forward.c" else found.backward)(ctypes.byref(problem)))
 
 
 def _problem(

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.ops.linear.features import features
 from approx_kernels.ops.linear.reference import joined_sums, linear_heads, own_parts, scaled
-from approx_kernels.ops.linear.step_c import STEP
 from approx_kernels.ops.linear.step_cpu import attend_newest
 from approx_kernels.ops.linear.window import divided, near_weights
 from approx_kernels.ops.linear.window_cpu import linear_parts, obstacle
@@ -22,7 +21,7 @@ def decode_obstacle(q: Tensor, k: Tensor) -> str | None:
     """Why tokens cannot be continued in C, with the remedy; None where they can."""
     if q.shape[2] > k.shape[2]:
         return f"there are {q.shape[2]} queries and {k.shape[2]} keys; it has a key for each query. Ask for 'auto'."
-    return c_obstacle(STEP, q) or (obstacle(q) if k.shape[2] > 1 else None)
+    return c_obstacle("linear/step.c", q) or (obstacle(q) if k.shape[2] > 1 else None)
 
 
 def state_obstacle(*tensors: Tensor) -> str | None:

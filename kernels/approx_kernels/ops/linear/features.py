@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# In the order of maps_c.py.
+# In the order of maps.h.
 FEATURE_MAPS = ("elu", "relu", "softmax", "t2r", "hedgehog")
 
 

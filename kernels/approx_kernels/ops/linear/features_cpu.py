@@ -9,7 +9,6 @@ from torch import Tensor
 from approx_kernels.cpu.compile import check, library
 from approx_kernels.cpu.structs import LinearMap, address, rows_of
 from approx_kernels.ops.linear.features import FEATURE_MAPS
-from approx_kernels.ops.linear.maps_c import MAPS
 from approx_kernels.runtime.custom_op import custom_op
 from approx_kernels.tokens.grouped import sharing, summed
 
@@ -62,7 +61,7 @@ def _count(x: list[int], weight: list[int] | None, *_: Any, out_shape: Any = Non
 @custom_op(_empty, flops=_count, backward=_gradients, save=_keep)
 def _map(x: Tensor, weight: Tensor | None, feature_map: str, scale: float) -> Tensor:
     out = _empty(x, weight, feature_map, scale)
-    found = library(MAPS)
+    found = library("linear/maps.c")
     assert not isinstance(found, str), f"checked by the op: {found}"
     how = FEATURE_MAPS.index(feature_map), x.dtype == torch.bfloat16, torch.get_num_threads()
     size = x.shape[3]

@@ -7,7 +7,6 @@ from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.ops.key_lists.cpu import obstacle as lists_obstacle
 from approx_kernels.ops.linear.cpu import FUSED, features_obstacle, linear_batch, linear_continue
 from approx_kernels.ops.linear.features_cpu import map_features
-from approx_kernels.ops.linear.maps_c import MAPS
 from approx_kernels.ops.linear.window_parts import joined_parts, reach
 from approx_kernels.ops.local.cpu import local_totals
 from approx_kernels.runtime.autocast import without_autocast
@@ -16,7 +15,7 @@ from approx_kernels.tokens.padding import blank_padding
 
 def obstacle(q: Tensor) -> str | None:
     """Why linear attention cannot run in C, with the remedy; None where it can."""
-    return features_obstacle(q) or c_obstacle(MAPS, q) or lists_obstacle(q)
+    return features_obstacle(q) or c_obstacle("linear/maps.c", q) or lists_obstacle(q)
 
 
 def linear_parts(

@@ -8,7 +8,6 @@ from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.ops.key_lists.cpu import FAR, MOST_ROWS, Entry, attend_lists, cut
 from approx_kernels.ops.key_lists.cpu import obstacle as lists_obstacle
 from approx_kernels.ops.lsh.own_lists import attend_own_lists
-from approx_kernels.ops.lsh.sorting_c import SORTING
 from approx_kernels.ops.lsh.sorting_cpu import (
     columns_of,
     find_stretches,
@@ -25,7 +24,7 @@ Notes = dict[str, Tensor]
 
 def obstacle(q: Tensor) -> str | None:
     """Why sorted tokens cannot attend in C, with the remedy; None where they can."""
-    return lists_obstacle(q) or c_obstacle(SORTING, q)
+    return lists_obstacle(q) or c_obstacle("lsh/sorting.c", q)
 
 
 def sorted_lists(

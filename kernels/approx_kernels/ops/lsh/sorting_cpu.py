@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from approx_kernels.cpu.compile import check, library
 from approx_kernels.cpu.structs import Hashing, Ordering, Stretching, address, rows_of
 from approx_kernels.ops.key_lists.cpu import FAR, MOST_ROWS
-from approx_kernels.ops.lsh.sorting_c import SORTING
 from approx_kernels.runtime.custom_op import custom_op
 
 # Planes are rows of whole vectors, for the widest vectors there are.
@@ -203,6 +202,6 @@ def find_stretches(
 
 
 def _library() -> ctypes.CDLL:
-    found = library(SORTING)
+    found = library("lsh/sorting.c")
     assert not isinstance(found, str), f"checked by the op: {found}"
     return found

@@ -10,7 +10,6 @@ from approx_kernels.cpu.compile import check, library
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.dropout import draw_seed, dropped
 from approx_kernels.cpu.structs import TopK, TopKBackward, address, rows_of
-from approx_kernels.ops.topk.topk_c import BACKWARD, FORWARD
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import custom_op
 from approx_kernels.tokens.grouped import empty_gradients, summed
@@ -18,7 +17,7 @@ from approx_kernels.tokens.grouped import empty_gradients, summed
 
 def obstacle(q: Tensor) -> str | None:
     """Why exact top-k attention cannot run in C, with the remedy; None where it can."""
-    return c_obstacle(FORWARD, q) or c_obstacle(BACKWARD, q)
+    return c_obstacle("topk/forward.c", q) or c_obstacle("topk/backward.c", q)
 
 
 def topk_rows(
@@ -70,7 +69,7 @@ def _attend_backward(
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     made = _empty_gradients(grad, q, k, v)
     problem = _problem(q, k, v, grad, None, top, False, scale, dropped(dropout, seed))
-    found = library(BACKWARD)
+    found = library("topk/backward.c")
     assert not isinstance(found, str), f"checked by the op: {found}"
     check(found.backward(ctypes.byref(TopKBackward(problem, *rows_of(grad, *made)))))
     return made
@@ -89,7 +88,7 @@ def _attend(
     seed: int,
 ) -> tuple[Tensor, Tensor]:
     out, top = _empty(q, k, v, key_mask, kept)
-    found = library(FORWARD)
+    found = library("topk/forward.c")
     assert not isinstance(found, str), f"checked by the op: {found}"
     check(found.forward(ctypes.byref(_problem(q, k, v, out, key_mask, top, causal, scale, dropped(dropout, seed)))))
     return out, top

@@ -1,0 +1,118 @@
+/* What both directions of causal clustered attention in C begin with: strips of queries, and listed keys. */
+#pragma once
+
+#include "halves.h"
+#include "dropout.h"
+
+/* Queries that stand side by side in the products with the keys of their chunk, and listed keys that pass together. */
+enum { STRIP = 32, TOGETHER = 4 };
+
+typedef struct {
+    int64_t batch, heads, length, keys, size, values, rows, chunk, kept, bf16, threads;
+    tensor q, k, v, centroids, out;    /* centroids are float32, [B, H, R, D] */
+    const int32_t *groups;    /* [B, H, L], the centroid of each query */
+    /* Kept for the backward pass, or NULL: the largest score of each query, [B, H, L], and at each of N boundaries the
+       keys that a centroid lists, [B, H, N, R, K], and of all others the largest score and the sum of exponentials
+       relative to it, [B, H, N, R]. */
+    float *most, *peak, *mass;
+    int32_t *top;
+    float scale;
+    dropout dropout;
+} problem;
+SIZE_OF(causal_clustered, problem)
+
+/* Chunks that have another after them; a boundary stands between the two. */
+INLINE int64_t boundaries(const problem *p) { return (p->keys - 1) / p->chunk; }
+
+/* Draws of the queries of a strip; of nothing where nothing is dropped. */
+typedef struct { uint32_t before[STRIP], between[STRIP]; } draws;
+
+static void draw_strip(const problem *p, int64_t item, int64_t at, int64_t deep, draws *to) {
+    memset(to, 0, sizeof(draws));
+    for (int64_t i = 0; p->dropout.bound && i < deep; i++) {
+        draw of = draw_of(&p->dropout, item, at + i);
+        to->before[i] = of.before, to->between[i] = of.between;
+    }
+}
+
+INLINE draw drawn(const draws *of, int64_t i) { return (draw){of->before[i], of->between[i]}; }
+
+/* That of a centroid: what it weighs for the rest is dropped once, for all queries behind. */
+INLINE draw draw_of_centroid(const problem *p, int64_t item, int64_t r) {
+    return draw_of(&p->dropout, p->batch * p->heads + item, r);
+}
+
+/* Drop weights [seen, STRIP] of a strip in its chunk. */
+static void drop_near(const problem *p, const draws *of, int64_t begin, int64_t seen, int64_t deep, float *weights) {
+    if (p->dropout.bound)
+        drop_lanes(&p->dropout, of->before, of->between, padded(deep), begin, seen, weights, STRIP);
+}
+
+/* What a score weighs relative to another; -INFINITY stands for what must not count. */
+INLINE vf weigh(vf score, vf relative) { return choose(score == -INFINITY, (vf){0}, vexp(score - relative)); }
+
+/* `deep` rows from `first` on, scaled, as whole vectors. */
+static void read_strip(const problem *p, tensor from, int64_t b, int64_t h, int64_t first, int64_t deep, int64_t n,
+                       float scale, float *rows) {
+    int64_t wide = padded(n);
+    for (int64_t i = 0; i < deep; i++) {
+        float *row = rows + i * wide;
+        read_row(from, p->bf16, b, h, first + i, n, row);
+        for (int64_t d = 0; d < wide; d++) row[d] = d < n ? row[d] * scale : 0.0f;
+    }
+}
+
+/* Products [seen, STRIP] of the rows of a chunk with those of a strip, for which these stand in `standing`. */
+static void meet(int half, int64_t seen, int64_t deep, int64_t n, const float *chunk, const float *rows,
+                 float *standing, float *to) {
+    right strip = columns_right(half, deep, n, rows, padded(n), standing);
+    multiply(seen, padded(deep), n, chunk, padded(n), 1, strip, 0, 0, to, STRIP, 0);
+}
+
+/* The last of the seen keys are those of the strip's own tokens, some of which a query must not see. */
+static void hide_later(int64_t seen, int64_t deep, float *scores) {
+    for (int64_t late = 1; late < deep; late++)
+        for (int64_t i = 0; i < late; i++) scores[(seen - deep + late) * STRIP + i] = -INFINITY;
+}
+
+/* Products of a row with listed rows, several at a time, or each waits for its own sum; whole vectors are written. */
+static void listed_products(int64_t n, const int32_t *list, int64_t count, const float *row, const float *rows,
+                            float *to) {
+    for (int64_t j = 0; j < count; j += TOGETHER) {
+        const float *with[TOGETHER];
+        vf sums[TOGETHER] = {{0}};
+        for (int i = 0; i < TOGETHER; i++) with[i] = rows + list[lesser(j + i, count - 1)] * n;
+        for (int64_t d = 0; d < n; d += WIDTH)
+#pragma GCC unroll 4
+            for (int i = 0; i < TOGETHER; i++) sums[i] += *(const vf *)(row + d) * *(const vf *)(with[i] + d);
+        for (int i = 0; i < TOGETHER; i++) to[j + i] = lane_sum(sums[i]);
+    }
+}
+
+/* Add weighted listed rows to a row. */
+static void add_listed(int64_t n, const int32_t *list, int64_t count, const float *weights, const float *rows,
+                       float *to) {
+    for (int64_t j = 0; j < count; j += TOGETHER) {
+        const float *from[TOGETHER];
+        float factors[TOGETHER];
+        for (int i = 0; i < TOGETHER; i++) {
+            from[i] = rows + list[lesser(j + i, count - 1)] * n;
+            factors[i] = j + i < count ? weights[j + i] : 0.0f;
+        }
+        for (int64_t d = 0; d < n; d += WIDTH) {
+            vf sum = *(vf *)(to + d);
+#pragma GCC unroll 4
+            for (int i = 0; i < TOGETHER; i++) sum += factors[i] * *(const vf *)(from[i] + d);
+            *(vf *)(to + d) = sum;
+        }
+    }
+}
+
+/* Exponentials of `count` scores relative to another, in place and in whole vectors; their sum is returned. */
+static float exponentials(int64_t count, float relative, float *scores) {
+    float sum = 0.0f;
+    for (int64_t j = count; j < padded(count); j++) scores[j] = -INFINITY;
+    for (int64_t j = 0; j < count; j += WIDTH) *(vf *)(scores + j) = vweight(*(vf *)(scores + j) - relative);
+    for (int64_t j = 0; j < count; j++) sum += scores[j];
+    return sum;
+}

@@ -1,0 +1,103 @@
+/* Softmax attention to listed keys in C: a tile of scores at a time, under a running softmax. */
+
+#include "key_lists/tiles.h"
+#include "key_lists/strips.h"
+
+/* Scores of a query in columns from begin to end become weights relative to the largest so far. */
+INLINE void weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t position, float *row, int64_t width,
+                  float *out, float *top, float *sum) {
+    vf lowest = (vf){0} - INFINITY, tops = lowest, sums = {0};
+    for (int64_t c = begin; c < end; c += WIDTH) {
+        vf at = *(vf *)(row + c);
+        tops = larger(t->partial ? choose(seen(t, c, position), at, lowest) : at, tops);
+    }
+    float most = lane_most(larger(tops, (vf){0} + *top));
+    /* Nothing seen yet: any finite number makes weights of 0 of what is hidden. */
+    float origin = most == -INFINITY ? 0.0f : most;
+    for (int64_t c = begin; c < end; c += WIDTH) {
+        vf weight = vexp(*(vf *)(row + c) - origin);
+        if (t->soft) weight *= -larger(-left_over(t, c, position), (vf){0} - 1.0f);
+        if (t->partial) weight = choose(seen(t, c, position), weight, (vf){0});
+        *(vf *)(row + c) = weight;
+        sums += weight;
+    }
+    if (most > *top) {
+        float kept = expf(*top - most);
+        *sum *= kept;
+        for (int64_t e = 0; e < width; e += WIDTH) *(vf *)(out + e) *= kept;
+        *top = most;
+    }
+    *sum += lane_sum(sums);
+}
+
+static int attend(const problem *p, int64_t b, int64_t h) {
+    int64_t size = padded(p->size), width = padded(p->values), D = p->size, E = p->values;
+    int64_t rooms = room(D, KEYS) + room(KEYS, E);
+    float *memory = floats((ROWS + KEYS) * (size + width) + rooms + HALF_STRIP * KEYS + 2 * ROWS + p->parts * KEYS);
+    if (!memory) return 1;
+    float *queries = memory, *keys = queries + ROWS * size, *values = keys + KEYS * size, *out = values + KEYS * width;
+    float *standing = out + ROWS * width, *lying = standing + room(D, KEYS), *scores = standing + rooms;
+    float *top = scores + HALF_STRIP * KEYS, *sum = top + ROWS, *lse = p->lse + (b * p->heads + h) * p->length;
+    /* What is added to is float32. */
+    int narrow = p->bf16 && p->parts == 1, half = begin_halves(p->bf16, p->length);
+    int64_t most = half ? HALF_STRIP : STRIP;
+    queries_of_block w;
+    int64_t last;
+    for (blocks_of(p, b * p->heads + h, &w.block, &last); w.block < last; w.block++) {
+        queries_from(p, b, h, &w);
+        read_queries(p->q, p->bf16, b, h, w.order, w.first, w.rows, D, p->scale, queries);
+        /* What earlier parts made is one weight of 1. */
+        if (w.part) read_queries(p->out, narrow, b, h, w.order, w.first, w.rows, E, 1.0f, out);
+        else memset(out, 0, sizeof(float) * w.rows * width);
+        for (int64_t i = 0; i < w.rows; i++) {
+            top[i] = w.part ? lse[token(w.order, w.first + i)] : -INFINITY;
+            if (sees_itself(p, &w, i)) {
+                top[i] = own_score(p, b, h, w.at[i], queries + i * size, keys);
+                read_row(p->v, p->bf16, b, h, w.at[i], E, out + i * width);
+                if (p->dropout.bound)
+                    scale_row(width, kept_key(&p->dropout, draw_at(p, b, h, &w, i), w.at[i]), out + i * width);
+            }
+            sum[i] = top[i] == -INFINITY ? 0.0f : 1.0f;
+        }
+        keys_of_block t = keys_from(p, b, h, &w, (int32_t *)(sum + ROWS));
+        while (next_keys(p, b, &w, &t)) {
+            gather(p, p->k, b, h, &t, D, keys), gather(p, p->v, b, h, &t, E, values);
+            right asked = columns_right(half, t.count, D, keys, size, standing);
+            right given = rows_right(half, t.count, E, values, width, lying);
+            for (int64_t strip = 0; strip < w.rows; strip += most) {
+                int64_t deep = lesser(most, w.rows - strip), begin, end;
+                columns(&t, w.at[strip], w.at[strip + deep - 1], &begin, &end);
+                if (begin >= end) continue;
+                multiply(deep, end - begin, D, queries + strip * size, size, 1, asked, 0, begin, scores + begin, KEYS,
+                         0);
+                for (int64_t i = 0; i < deep; i++) {
+                    screen(p, &w, strip + i, begin, end, &t);
+                    weigh(&t, begin, end, w.at[strip + i], scores + i * KEYS, width, out + (strip + i) * width,
+                          top + strip + i, sum + strip + i);
+                }
+                for (int64_t i = 0; p->dropout.bound && i < deep; i++)
+                    drop_row(&p->dropout, draw_at(p, b, h, &w, strip + i), t.key, begin, end, scores + i * KEYS);
+                multiply(deep, width, lesser(end, t.count) - begin, scores + begin, KEYS, 1, given, begin, 0,
+                         out + strip * width, width, 1);
+            }
+        }
+        for (int64_t i = 0; i < w.rows; i++) {
+            float factor = sum[i] > 0.0f ? 1.0f / sum[i] : sum[i] == 0.0f ? 0.0f : sum[i];
+            for (int64_t e = 0; e < width; e += WIDTH) *(vf *)(out + i * width + e) *= factor;
+            write_row(p->out, narrow, b, h, token(w.order, w.first + i), E, out + i * width);
+            int64_t query = token(w.order, w.first + i);
+            lse[query] = top[i] + logf(sum[i]);
+            if (p->totals) p->totals[(b * p->heads + h) * p->length + query] = sum[i];
+        }
+    }
+    end_halves(half), free(memory);
+    return 0;
+}
+
+int forward(const problem *p) {
+    int failed = 0;
+    if (worth_strips(p)) return attend_strips(p);
+#pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(| : failed)
+    for (int64_t item = 0; item < p->batch * p->heads; item++) failed |= attend(p, item / p->heads, item % p->heads);
+    return failed;
+}

@@ -1,0 +1,224 @@
+/* Features of queries and keys in C, made where their products need them, and never stored.
+
+   Random features are exponentials of `w.x - |x|^2 / 2`, which no float32 holds; they are relative to the largest that
+   each of them has had among the keys so far. Sums over keys shrink as these rise. */
+#pragma once
+
+#include "parts.h"
+
+enum { TOKENS = 64, CHUNK = 32, STRIP = 16 };
+enum { ELU, RELU, EXP };
+/* How far a feature's logarithm may rise above what it is relative to: exp(60) times any sum here is a float32, and what
+   a query's features lose below exp(-87) meets at most exp(60), which leaves nothing beside weights of 1. */
+#define RISE 60.0f
+/* Below every logarithm, and finite, so that differences of it are numbers. */
+#define LOWEST -8e37f
+
+typedef struct {
+    int64_t batch, heads, length, keys, size, features, values, sets, causal, map, bf16, threads;
+    tensor q, k, v, out;
+    const uint8_t *mask; /* [B, S], 0 at padding; NULL when all keys are real */
+    float *sums;         /* [B, H, F, E + 1] */
+    float *tops;         /* [B, H, F], what sums of exponentials are relative to */
+    const float *rows;   /* [sets, F, D], of random features, of all heads or of each; NULL where each number has one of its own */
+    const float *offsets; /* [sets, F], added to the logarithms of queries' features; NULL for none */
+    float *norms;        /* [B, H, L], normalisers of queries, or the gradients of these; NULL where nobody asks */
+    float input_scale, eps, floor;
+} problem;
+SIZE_OF(linear, problem)
+
+/* One head of one sample. */
+typedef struct {
+    const problem *all;
+    int64_t b, h, size, width, wide; /* features, values and inputs in whole vectors */
+    const float *across, *along;     /* random rows, [D, F] and [F, D] */
+    const float *offsets;            /* [F]; or nothing */
+    float *asking, *asked;           /* inputs of queries and keys, [TOKENS, D] */
+    float *top, *higher, *fall;      /* [F]: what features are relative to, the largest so far, the ratio of the two */
+    split parts;                     /* the rows across, scaled, for inputs of bfloat16 on tiles; or nothing */
+} head;
+
+INLINE int real(const head *x, int64_t j) { return !x->all->mask || x->all->mask[x->b * x->all->keys + j]; }
+
+INLINE void multiply_row(int64_t n, const float *by, float *row) {
+    for (int64_t d = 0; d < n; d += WIDTH) *(vf *)(row + d) *= *(const vf *)(by + d);
+}
+
+INLINE float row_sum(int64_t n, const float *row) {
+    vf sums = {0};
+    for (int64_t d = 0; d < n; d += WIDTH) sums += *(const vf *)(row + d);
+    return lane_sum(sums);
+}
+
+/* Numbers of a set of random rows, as `both_ways` lays them out. */
+INLINE int64_t set_size(const problem *p) {
+    return p->size * padded(p->features) + (p->rows ? p->features * padded(p->size) : 0);
+}
+
+/* Each set of random rows as columns, [D, F], then as rows, [F, D], in whole vectors; NULL where there is no memory. */
+static float *both_ways(const problem *p) {
+    int64_t size = padded(p->features), wide = padded(p->size), D = p->size, F = p->rows ? p->features : 0;
+    int64_t sets = p->rows ? p->sets : 1, all = sets * set_size(p);
+    float *made = floats(all);
+    if (!made) return NULL;
+    memset(made, 0, sizeof(float) * all);
+    for (int64_t s = 0; s < sets; s++) {
+        const float *rows = p->rows + s * F * D;
+        float *across = made + s * set_size(p), *along = across + D * size;
+        for (int64_t f = 0; f < F; f++)
+            for (int64_t d = 0; d < D; d++) across[d * size + f] = along[f * wide + d] = rows[f * D + d];
+    }
+    return made;
+}
+
+/* Begin a head: memory for its own work and, returned, for `more` floats; NULL where there is none. */
+static float *begin(head *x, const problem *p, const float *across, int64_t b, int64_t h, int64_t more) {
+    int64_t F = p->features, size = padded(F), wide = padded(p->size);
+    float *memory = floats(more + 2 * TOKENS * wide + 3 * size);
+    if (!memory) return NULL;
+    float *asking = memory + more, *top = asking + 2 * TOKENS * wide;
+    int64_t set = p->sets > 1 ? h : 0;
+    if (p->rows) across += set * set_size(p);
+    *x = (head){p, b, h, size, padded(p->values), wide, across, across + p->size * size,
+                p->offsets ? p->offsets + set * F : NULL, asking, asking + TOKENS * wide, top, top + size, top + 2 * size, {0}};
+    /* What fills up the last vector never rises. */
+    for (int64_t f = 0; f < size; f++)
+        x->higher[f] = x->top[f] = f >= F ? 0.0f : p->tops ? p->tops[(b * p->heads + h) * F + f] : LOWEST;
+    return memory;
+}
+
+static void read_scaled(const head *x, tensor from, int64_t first, int64_t rows, int64_t size, float factor,
+                        float *to) {
+    int64_t stride = padded(size), bf16 = x->all->bf16;
+    read_rows(from_row(from, bf16, first), bf16, x->b, x->h, NULL, rows, size, stride, to);
+    for (int64_t i = 0; factor != 1.0f && i < rows; i++) scale_row(stride, factor, to + i * stride);
+}
+
+static void read_values(const head *x, tensor from, int64_t first, int64_t rows, float *to) {
+    read_scaled(x, from, first, rows, x->all->values, 1.0f, to);
+}
+
+/* Features of rows; of exponentials, products with the random rows. */
+static void map_rows(const head *x, tensor from, int64_t first, int64_t rows, float *inputs, float *to) {
+    const problem *p = x->all;
+    int parts = x->parts.pairs != NULL;
+    read_scaled(x, from, first, rows, p->size, parts ? 1.0f : p->input_scale, p->rows ? inputs : to);
+    if (parts) {
+        split_product(rows, x->size, p->size, inputs, x->wide, x->parts, to, x->size, 0);
+        scale_row(rows * x->wide, p->input_scale, inputs);
+    } else if (p->rows) {
+        product(rows, x->size, p->size, inputs, x->wide, 1, x->across, x->size, to, x->size, 0);
+    }
+    if (p->map == EXP) return;
+    for (int64_t i = 0; i < rows; i++, to += x->size) {
+        for (int64_t d = 0; d < x->size; d += WIDTH) {
+            vf at = *(vf *)(to + d), none = {0}, above = choose(at < 0.0f, none, at);
+            if (p->map == ELU) above += vexp(choose(at < 0.0f, at, none));
+            *(vf *)(to + d) = above + p->floor;
+        }
+        for (int64_t d = p->features; d < x->size; d++) to[d] = 0.0f;
+    }
+}
+
+/* Features of queries; of exponentials such that the largest of each query is 1, for keys relative to `top`. */
+static void read_queries(const head *x, int64_t first, int64_t rows, float *to) {
+    map_rows(x, x->all->q, first, rows, x->asking, to);
+    if (x->all->map != EXP) return;
+    for (int64_t i = 0; i < rows; i++, to += x->size) {
+        vf tops = (vf){0} - INFINITY;
+        for (int64_t d = 0; x->offsets && d < x->all->features; d++) to[d] += x->offsets[d];
+        for (int64_t d = x->all->features; d < x->size; d++) to[d] = LOWEST;
+        for (int64_t d = 0; d < x->size; d += WIDTH) {
+            *(vf *)(to + d) += *(vf *)(x->top + d);
+            tops = larger(*(vf *)(to + d), tops);
+        }
+        float most = lane_most(tops);
+        for (int64_t d = 0; d < x->size; d += WIDTH) *(vf *)(to + d) = vexp(*(vf *)(to + d) - most);
+        for (int64_t d = x->all->features; d < x->size; d++) to[d] = 0.0f;
+    }
+}
+
+/* Values of keys and their features; of exponentials, the logarithms. */
+static void read_keys(const head *x, int64_t first, int64_t rows, float *keys, float *values) {
+    map_rows(x, x->all->k, first, rows, x->asked, keys);
+    read_values(x, x->all->v, first, rows, values);
+    if (x->all->map != EXP) return;
+    for (int64_t i = 0; i < rows; i++) {
+        float half = dot(x->wide, x->asked + i * x->wide, x->asked + i * x->wide) / 2;
+        for (int64_t d = 0; d < x->size; d += WIDTH) *(vf *)(keys + i * x->size + d) -= half;
+    }
+}
+
+/* Logarithms become features relative to `top`; keys and values are 0 where padded, and from `rows` up to `full`. */
+static void relate(const head *x, int64_t first, int64_t rows, int64_t full, float *keys, float *values) {
+    for (int64_t i = 0; i < full; i++, keys += x->size, values += x->width) {
+        if (i >= rows || !real(x, first + i)) {
+            memset(keys, 0, sizeof(float) * x->size), memset(values, 0, sizeof(float) * x->width);
+        } else if (x->all->map == EXP) {
+            for (int64_t d = 0; d < x->size; d += WIDTH)
+                *(vf *)(keys + d) = vexp(*(vf *)(keys + d) - *(vf *)(x->top + d));
+            for (int64_t d = x->all->features; d < x->size; d++) keys[d] = 0.0f;
+        }
+    }
+}
+
+INLINE void raise_higher(head *x, const float *logs) {
+    for (int64_t d = 0; d < x->size; d += WIDTH)
+        *(vf *)(x->higher + d) = larger(*(const vf *)(logs + d), *(vf *)(x->higher + d));
+}
+
+/* Make features relative to other logarithms; sums have to be multiplied by `fall`, if it is not 1 everywhere. */
+static int move_top(head *x, const float *to) {
+    vi moved = {0};
+    for (int64_t d = 0; d < x->size; d += WIDTH) {
+        vf old = *(vf *)(x->top + d), new = *(const vf *)(to + d);
+        moved |= old != new;
+        *(vf *)(x->fall + d) = vexp(choose(old < new, old - new, new - old));
+        *(vf *)(x->top + d) = new;
+    }
+    int any = 0;
+    for (int l = 0; l < WIDTH; l++) any |= moved[l] != 0;
+    return any;
+}
+
+/* Let the largest logarithms so far, these keys' among them, be what features are relative to. */
+static int lift(head *x, int64_t first, int64_t rows, const float *logs) {
+    if (x->all->map != EXP) return 0;
+    for (int64_t i = 0; i < rows; i++)
+        if (real(x, first + i)) raise_higher(x, logs + i * x->size);
+    return move_top(x, x->higher);
+}
+
+/* How many of some keys, the first of which has been lifted to, do not rise too far; they count for the next lift.
+
+   A query may not know how large later keys are, not even through rounding: what a key that rises too far changes
+   begins with it. */
+static int64_t near(head *x, int64_t first, int64_t rows, const float *logs) {
+    if (x->all->map != EXP) return rows;
+    for (int64_t i = 0; i < rows; i++, logs += x->size) {
+        if (!real(x, first + i)) continue;
+        vi far = {0};
+        for (int64_t d = 0; d < x->size; d += WIDTH) far |= *(const vf *)(logs + d) - *(vf *)(x->top + d) > RISE;
+        for (int l = 0; l < WIDTH; l++)
+            if (far[l]) return i;
+        raise_higher(x, logs);
+    }
+    return rows;
+}
+
+/* Features of some keys are added up before they meet the sum of all: one by one, what is small would round alike each time. */
+static void add_keys(const head *x, int64_t rows, const float *keys, float *part, float *total) {
+    memset(part, 0, sizeof(float) * x->size);
+    for (int64_t i = 0; i < rows; i++) add_row(x->size, 1.0f, keys + i * x->size, part);
+    add_row(x->size, 1.0f, part, total);
+}
+
+/* Sums over keys, [F, n], with what they are relative to. */
+static void shrink_rows(const head *x, int64_t n, float *sums) {
+    for (int64_t f = 0; f < x->all->features; f++) scale_row(n, x->fall[f], sums + f * n);
+}
+
+/* The same, [n, F]. */
+SHARED void shrink_columns(const head *x, int64_t n, float *sums) {
+    for (int64_t i = 0; i < n; i++) multiply_row(x->size, x->fall, sums + i * x->size);
+}

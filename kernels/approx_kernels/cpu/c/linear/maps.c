@@ -1,0 +1,3 @@
+/* Learned feature maps of linear attention by themselves. */
+
+#include "linear/maps.h"

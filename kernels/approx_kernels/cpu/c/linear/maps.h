@@ -1,0 +1,73 @@
+/* Features of rows in C that take all numbers of a row: softmaxes, and what is learned for each head. */
+#pragma once
+
+#include "halves.h"
+
+enum { TOKENS = 64 };
+enum { ELU, RELU, SOFTMAX, T2R, HEDGEHOG };
+
+typedef struct {
+    int64_t batch, heads, length, size, map, bf16, threads;
+    tensor out, x;
+    const float *weight; /* [H, D, D], of T2R with the bias below it, [H, D + 1, D]; NULL where nothing is learned */
+    float scale;
+} problem;
+SIZE_OF(linear_map, problem)
+
+/* The softmax of a row times `sign`, whole vectors, of which `n` numbers count. */
+static void softmax(int64_t n, float sign, const float *row, float *to) {
+    vf tops = (vf){0} - INFINITY, sums = {0};
+    int64_t wide = padded(n);
+    for (int64_t d = 0; d < wide; d += WIDTH) *(vf *)(to + d) = *(const vf *)(row + d) * sign;
+    for (int64_t d = n; d < wide; d++) to[d] = -INFINITY;
+    for (int64_t d = 0; d < wide; d += WIDTH) tops = larger(*(vf *)(to + d), tops);
+    float most = lane_most(tops);
+    for (int64_t d = 0; d < wide; d += WIDTH) {
+        vf at = vexp(*(vf *)(to + d) - most);
+        *(vf *)(to + d) = at;
+        if (d + WIDTH <= n) sums += at;
+    }
+    float sum = lane_sum(sums);
+    for (int64_t d = n / WIDTH * WIDTH; d < n; d++) sum += to[d];
+    scale_row(wide, 1.0f / sum, to);
+}
+
+static int map_head(const problem *p, int64_t b, int64_t h) {
+    int64_t D = p->size, size = padded(D), rows = D + (p->map == T2R);
+    float *memory = floats(2 * TOKENS * size + (rows + 2) * size + room(D, D));
+    if (!memory) return 1;
+    float *inputs = memory, *heights = inputs + TOKENS * size, *weight = heights + TOKENS * size;
+    float *features = weight + rows * size, *other = features + size, *held = other + size;
+    memset(weight, 0, sizeof(float) * rows * size);
+    if (p->weight)
+        for (int64_t r = 0; r < rows; r++) memcpy(weight + r * size, p->weight + (h * rows + r) * D, sizeof(float) * D);
+    right by = rows_right(0, D, D, weight, size, held);
+    for (int64_t first = 0; first < p->length; first += TOKENS) {
+        int64_t n = lesser(TOKENS, p->length - first);
+        read_rows(from_row(p->x, p->bf16, first), p->bf16, b, h, NULL, n, D, size, inputs);
+        for (int64_t i = 0; i < n; i++) scale_row(size, p->scale, inputs + i * size);
+        if (p->weight) multiply(n, size, D, inputs, size, 1, by, 0, 0, heights, size, 0);
+        for (int64_t i = 0; i < n; i++) {
+            const float *row = (p->weight ? heights : inputs) + i * size;
+            if (p->map == T2R)
+                for (int64_t d = 0; d < size; d += WIDTH)
+                    *(vf *)(features + d) = larger(*(const vf *)(row + d) + *(vf *)(weight + D * size + d), (vf){0});
+            else softmax(D, 1.0f, row, features);
+            write_row(p->out, p->bf16, b, h, first + i, D, features);
+            if (p->map != HEDGEHOG) continue;
+            softmax(D, -1.0f, row, other);
+            tensor beside = p->out;
+            beside.data = (char *)beside.data + (p->bf16 ? 2 : 4) * D;
+            write_row(beside, p->bf16, b, h, first + i, D, other);
+        }
+    }
+    free(memory);
+    return 0;
+}
+
+int map_rows(const problem *p) {
+    int failed = 0;
+#pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(| : failed)
+    for (int64_t item = 0; item < p->batch * p->heads; item++) failed |= map_head(p, item / p->heads, item % p->heads);
+    return failed;
+}

@@ -22,7 +22,7 @@ class Rows(ctypes.Structure):
 
 
 class Dropout(ctypes.Structure):
-    """Which weights are dropped, and what the others are multiplied by; see c_dropout.py."""
+    """Which weights are dropped, and what the others are multiplied by; see c/dropout.h."""
 
     _fields_ = (("seed", ctypes.c_uint64), ("bound", ctypes.c_int32), ("factor", _FLOAT))
 

@@ -17,7 +17,7 @@
 #define INLINE static inline __attribute__((always_inline))
 /* Some of the files that have these functions do not call all of them. */
 #define SHARED static __attribute__((unused))
-/* How large a structure is, for c_structs.py. */
+/* How large a structure is, for structs.py. */
 #define SIZE_OF(name, type) \
     int64_t size_of_##name(void) { return sizeof(type); }
 /* What stands in for what a processor lacks takes the same arguments, and does not look at them. */

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from approx.mechanisms.mechanism import Mechanism, number_up_to_one, one_of, whole_number
 from approx_kernels.ops.adaptive_span.api import adaptive_span_attention, mass_by_distance, window_sizes
 from approx_kernels.runtime.observed import without_functions
+from approx_kernels.runtime.torch_internals import changes
 
 
 class AdaptiveSpanAttention(Mechanism):
@@ -155,15 +156,16 @@ class AdaptiveSpanAttention(Mechanism):
         Reading them waits for an accelerator, so in evaluation they are read once for each value of the parameter. What
         is written to `parameter.data` in place, which bypasses PyTorch's count of changes, is seen on a processor only.
         """
-        if self.training or self._reads_at_once() or self.fraction.is_inference():
-            return self.spans.tolist()
         held = self.fraction.detach()
+        count = changes(held)
+        if self.training or self._reads_at_once() or count is None:
+            return self.spans.tolist()
         if self._read is not None:
             read, version, known = self._read
             # Holding what was read keeps its address from serving anything else.
-            if (read.data_ptr(), read.dtype, version) == (held.data_ptr(), held.dtype, held._version):
+            if (read.data_ptr(), read.dtype, version) == (held.data_ptr(), held.dtype, count):
                 return known
-        self._read = held, held._version, self.spans.tolist()
+        self._read = held, count, self.spans.tolist()
         return self._read[2]
 
     def _reads_at_once(self) -> bool:

@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from approx.errors import ApproxError
 from approx_kernels.runtime.observed import unreadable
+from approx_kernels.runtime.torch_internals import changes
 
 # What was read of the mask of a decoding step, which all layers share: slots in use, and whether all of these are real.
 _READ = WeakTensorKeyDictionary()
@@ -105,8 +106,7 @@ def in_use(
 
 def _read(mask: Tensor) -> tuple[int, bool]:
     """Columns up to the last that is real in any sample, and whether all of them are in all. Waits for a GPU once a step."""
-    # A tensor of inference mode does not count its changes.
-    version = None if mask.is_inference() else mask._version
+    version = changes(mask)
     known = None if unreadable(mask) else _READ.get(mask)
     if known is not None and version is not None and known[0] == version:
         return known[1]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from approx_kernels.dispatch.findings import found, keep
 from approx_kernels.gpu.language import triton
+from approx_kernels.runtime.torch_internals import constant_result
 
 # Every op that has kernels, and its folder.
 OPS: Mapping[str, str] = MappingProxyType(
@@ -81,6 +82,7 @@ def doubt(op: str, x: Tensor) -> str | None:
     return why
 
 
+@constant_result
 def _doubt(op: str, device: str, dtype: str) -> str | None:
     kind, check = dtype.removeprefix("torch."), check_of(op, device)
     anyway = "ask for impl='triton' to run them anyway."
@@ -91,10 +93,6 @@ def _doubt(op: str, device: str, dtype: str) -> str | None:
     if kind not in check.passed:
         return f"they have not been checked in {kind} on this GPU; {AGAIN}. Or {anyway}"
     return None
-
-
-# As torch.compiler.assume_constant_result does, which would import the compiler: it asks once, while it traces.
-setattr(_doubt, "_dynamo_marked_constant", True)  # noqa: B010  # pyright takes a plain assignment for a mistake
 
 
 def check_of(op: str, device: str) -> Check | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from approx_kernels.runtime.custom_op import custom_op
+from approx_kernels.runtime.torch_internals import with_autograd
 
 _kinds: dict[str, type[nn.Module]] = {}
 
@@ -111,12 +111,15 @@ def attend_backward(
         x.detach().requires_grad_(place < learnable and x.is_floating_point())
         for place, x in enumerate((q, k, v, *state))
     ]
-    with _differentiable():
+
+    def gradients() -> Sequence[Tensor | None]:
         # Counters cannot wait for the gradients that are asked for here.
         watched = [x.view_as(x) for x in inputs[:3]]
         out = _run(watched[0], watched[1], watched[2], key_mask, tokens, inputs[3:], text, training, dropout, seed)
         learned = [x for x in inputs if x.requires_grad]
-        found = iter(torch.autograd.grad(out, learned, grad, allow_unused=True))
+        return torch.autograd.grad(out, learned, grad, allow_unused=True)
+
+    found = iter(with_autograd(gradients))
     slopes = [next(found) if x.requires_grad else None for x in inputs]
     return [
         torch.zeros(x.shape, dtype=x.dtype, device=x.device)
@@ -124,18 +127,6 @@ def attend_backward(
         else slope.clone(memory_format=torch.contiguous_format)
         for x, slope in zip(inputs, slopes, strict=True)
     ]
-
-
-@contextmanager
-def _differentiable() -> Iterator[None]:
-    """Let what an operator does be differentiated; inside operators autograd is left out, and has no public way back."""
-    left_out = torch._C._dispatch_tls_local_exclude_set()
-    # One key stands for autograd on every device but those that have a key of their own.
-    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
-        left_out = left_out.remove(key)
-    included = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(included, left_out), torch.enable_grad():
-        yield
 
 
 def _run(

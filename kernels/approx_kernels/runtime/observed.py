@@ -1,27 +1,14 @@
 """Who else sees the operations of a call: compilers, tracers, counters and derivatives, to which a bare call of C is invisible.
 
-PyTorch has no public way to ask most of this. Its private names are all read here, and one that a version of PyTorch lacks
-counts as an observer.
+PyTorch has no public way to ask most of this; a question that a version of it does not answer counts as an observer.
 """
 
-from collections.abc import Iterable
 from enum import Enum
-from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-_C: Any = torch._C
-_dispatch_modes: Any = getattr(_C, "_len_torch_dispatch_stack", None)
-_function_modes: Any = getattr(_C, "_len_torch_function_stack", None)
-_tracing: Any = getattr(_C, "_is_tracing", None)
-_profiling: Any = getattr(torch.autograd, "_profiler_enabled", None)
-_transforms: Any = getattr(getattr(_C, "_functorch", None), "get_interpreter_stack", None)
-_transform_level: Any = getattr(getattr(_C, "_functorch", None), "maybe_current_level", None)
-_mode: Any = getattr(_C, "_get_dispatch_mode", None)
-_mode_keys: Any = getattr(_C, "_TorchDispatchModeKey", None)
+from approx_kernels.runtime import torch_internals
 
 
 class Observer(Enum):
@@ -53,26 +40,26 @@ def observed(*tensors: Tensor | None) -> Observer | None:
     """
     if is_compiling():
         return Observer.COMPILER
-    if _tracing is not None and _tracing():
+    if torch_internals.is_tracing():
         return Observer.TRACE
     # Both exist inside `torch.func.jvp`, and the level alone inside `forward_ad.dual_level`.
-    if getattr(forward_ad, "_current_level", 0) >= 0:
+    if torch_internals.is_forward_mode():
         return Observer.TANGENTS
-    if _transform_level is not None and _transform_level() is not None:
+    if torch_internals.is_transformed():
         return _of_transforms()
-    modes = _dispatch_modes is not None and _dispatch_modes()
-    if (modes and _without_numbers()) or any(x is not None and _has_no_numbers(x) for x in tensors):
+    modes = torch_internals.has_dispatch_modes()
+    numberless = modes and torch_internals.has_mode_without_numbers()
+    if numberless or any(x is not None and _has_no_numbers(x) for x in tensors):
         return Observer.NUMBERLESS
     if any(x is not None and type(x) not in (Tensor, nn.Parameter) for x in tensors):
         return Observer.SUBCLASS
     if modes:
         return Observer.DISPATCH_MODE
-    asked = _tracing, _transform_level, _transforms, _dispatch_modes, _mode, _mode_keys, _function_modes, _profiling
-    if None in asked:
+    if not torch_internals.answers_all():
         return Observer.UNKNOWN
-    if _function_modes():
+    if torch_internals.has_function_modes():
         return Observer.FUNCTION_MODE
-    return Observer.PROFILER if _profiling() else None
+    return Observer.PROFILER if torch_internals.is_profiled() else None
 
 
 def unreadable(*tensors: Tensor | None) -> bool:
@@ -102,18 +89,11 @@ def without_functions() -> bool:
 
 
 def _of_transforms() -> Observer:
-    if _transforms is None:
+    names = torch_internals.transform_names()
+    if names is None:
         return Observer.UNKNOWN
-    names: Iterable[str] = (each.key().name for each in _transforms() or ())
     # What else there is sees PyTorch's operations as a mode does.
     return Observer.TRANSFORM if {"Vmap", "Grad"} & set(names) else Observer.DISPATCH_MODE
-
-
-def _without_numbers() -> bool:
-    """Whether a mode is one that makes tensors fake, or records operations for others."""
-    if _mode is None or _mode_keys is None:
-        return False
-    return any(_mode(key) is not None for key in (_mode_keys.FAKE, _mode_keys.PROXY))
 
 
 def _has_no_numbers(x: Tensor) -> bool:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from approx_kernels.runtime.sdpa import sdpa
+from approx_kernels.runtime.torch_internals import changes
 from approx_kernels.tokens.stretches import stretches
 
 # Query blocks with draws of their own; beyond, the draws of the first ones serve again.
@@ -79,13 +80,14 @@ def bigbird_lists(blocks: int, draws: Tensor, compatible: bool) -> Sequence[Sequ
         draws: What `draw_blocks` returned.
         compatible: Whether all random blocks are the first block, which is listed as many times more.
     """
-    if draws.is_inference():
+    count = changes(draws)
+    if count is None:
         # Nobody could tell whether it was changed since.
         return _lists(blocks, draws, compatible)
     known = _LISTS.get(draws)
     if known is None:
         known = _LISTS[draws] = {}
-    lists = known.get(key := (blocks, compatible, draws._version))
+    lists = known.get(key := (blocks, compatible, count))
     if lists is None:
         if len(known) >= _KEPT:
             known.clear()

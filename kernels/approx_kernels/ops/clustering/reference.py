@@ -1,13 +1,11 @@
 """Sign hashes and Hamming k-means as integer-valued matrix products."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils import flop_counter
 
 from approx_kernels.runtime.autocast import without_autocast
+from approx_kernels.runtime.torch_internals import int8_product
 
 # A prime, so that the draws of an empty cluster in successive iterations walk through the queries.
 STRIDE = 2_147_483_647
@@ -90,20 +88,10 @@ def _nearest(products: Tensor, centroids: Tensor) -> Tensor:
     keyed[..., -1] = torch.arange(clusters - 1, -1, -1, device=keyed.device)
     if products.dtype == torch.int8:
         keyed = keyed.to(torch.int8)
-        # PyTorch's product of int8 matrices has no public name.
-        multiply = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
-        best = torch.stack([multiply(p, c.t()).amax(-1) for p, c in zip(products, keyed, strict=True)])
+        best = torch.stack([int8_product(p, c.t()).amax(-1) for p, c in zip(products, keyed, strict=True)])
     else:
         best = torch.bmm(keyed, products.transpose(1, 2)).amax(1)
     return (clusters - 1 - best.remainder(clusters)).long()
-
-
-# PyTorch counts no operations of it.
-if torch.ops.aten._int_mm not in flop_counter.flop_registry:
-
-    @flop_counter.register_flop_formula(torch.ops.aten._int_mm)
-    def _int_mm_flops(rows: Any, columns: Any, *_: Any, **__: Any) -> int:
-        return 2 * rows[0] * rows[1] * columns[1]
 
 
 def _int8_is_exact_and_fast(bits: Tensor, clusters: int) -> bool:

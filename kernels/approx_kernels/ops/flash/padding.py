@@ -9,6 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import capturing
+from approx_kernels.runtime.torch_internals import changes
 from approx_kernels.tokens.stretches import without_padding
 
 # What was read of a mask, which all layers of a model share.
@@ -94,8 +95,7 @@ def _grouped(
 
 def _read(key_mask: Tensor) -> tuple[list[int], bool]:
     """Real keys of each sample, and whether they stand at the front of all."""
-    # Nobody could tell whether a tensor of inference mode was changed since.
-    version = None if key_mask.is_inference() else key_mask._version
+    version = changes(key_mask)
     known = _READ.get(key_mask)
     if known is None or version is None or known[0] != version:
         rising = (key_mask[:, 1:] > key_mask[:, :-1]).any()

@@ -5,9 +5,8 @@ import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
-from transformers.models.auto import modeling_auto
-
 from approx.mechanisms import MECHANISMS
+from approx.seam.transformers_internals import auto_classes
 from approx_kernels.cpu import sources as c_sources
 
 _OURS = ("approx", "approx_kernels")
@@ -29,24 +28,13 @@ def model_class_name(model_class: type) -> str:
     return f"Approx{model_class.__name__}"
 
 
-def heads(family: str) -> dict[str, str]:
-    """Auto class -> stock class of a family, e.g. `AutoModelForMaskedLM` -> `BertForMaskedLM`."""
-    found = {}
-    for auto, kind in vars(modeling_auto).items():
-        if auto.startswith("AutoModel") and getattr(kind, "_model_mapping", None) is not None:
-            name = kind._model_mapping._model_mapping.get(family)
-            if isinstance(name, str):
-                found[auto] = name
-    return found
-
-
 def auto_map(config_class: type, model_class: type) -> dict[str, str]:
     """The `auto_map` of a converted config: auto class -> file and class of the code that travels."""
     family = config_class.model_type  # type: ignore[attr-defined]  # every config class has it
     table = {"AutoConfig": f"configuration_approx_{_file(family)}.{config_class_name(config_class)}"}
-    for auto, stock in heads(family).items():
+    for auto, stock in auto_classes(family).items():
         table[auto] = f"modeling_approx_{_file(family)}.Approx{stock}"
-    if model_class.__name__ not in heads(family).values():
+    if model_class.__name__ not in auto_classes(family).values():
         table.setdefault("AutoModel", f"modeling_approx_{_file(family)}.{model_class_name(model_class)}")
     return table
 
@@ -156,7 +144,7 @@ class {config_class_name(config_class)}({name}):
 
 def _modeling(config_class: type, model_class: type) -> str:
     family = config_class.model_type  # type: ignore[attr-defined]  # every config class has it
-    stock = sorted({*heads(family).values(), model_class.__name__})
+    stock = sorted({*auto_classes(family).values(), model_class.__name__})
     classes = "".join(
         f"\n\nclass Approx{name}(ApproxModel, {name}):\n"
         f'    """{name} with exchanged attention."""\n\n    config_class = {config_class_name(config_class)}\n'

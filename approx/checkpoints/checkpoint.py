@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import PreTrainedTokenizerBase
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
 
 from approx.checkpoints import families, hub, integrity
 from approx.errors import ApproxError, Exit
 from approx.seam.manifest import check_seal, sha256
+from approx.seam.transformers_internals import backbone_of
 
 EMBEDDED = "quickstart"
 
@@ -214,7 +214,7 @@ def _stock_class(name: str, raw: dict[str, Any], config: Any, converted: bool) -
     named = raw.get("architectures")
     architecture = str(named[0]).removeprefix("Approx" if converted else "") if named and type(named) is list else None
     if architecture is None:
-        base: Any = transformers.AutoModel._model_mapping.get(families.stock_class(type(config)), None)
+        base: Any = backbone_of(families.stock_class(type(config)))
         if base is None:
             raise ApproxError(
                 f"{name} names no architecture in its config, and its family has no default.", Exit.UNSUPPORTED

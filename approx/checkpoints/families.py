@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers.models.auto import modeling_auto
 
 from approx.checkpoints import bundle
 from approx.seam.layer_entry import parts
 from approx.seam.model import ApproxModel
+from approx.seam.transformers_internals import auto_classes, register_model
 
 # Families that load without a trust flag once `approx` is imported; others load through `approx.load` or with trust.
 FAMILIES = (
@@ -108,8 +108,8 @@ def register_family(stock_config: type) -> None:
     family = stock_config.model_type  # type: ignore[attr-defined]  # every config class has it
     converted = config_class(stock_config)
     transformers.AutoConfig.register(f"approx_{family}", converted, exist_ok=True)
-    for auto, stock in bundle.heads(family).items():
-        getattr(modeling_auto, auto).register(converted, model_class(getattr(transformers, stock)), exist_ok=True)
+    for auto, stock in auto_classes(family).items():
+        register_model(auto, converted, model_class(getattr(transformers, stock)))
 
 
 # Importing this module registers: it is what `import approx` arranges for, and what unpickling a converted model imports.

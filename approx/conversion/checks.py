@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from approx.checkpoints import bundle
 from approx.checkpoints.families import stock_class
 from approx.conversion import clean_process, layerwise, regime, surgery
 from approx.conversion.calibration import all_open, evaluating
@@ -21,6 +20,7 @@ from approx.planning import positions
 from approx.planning.anatomy import anatomy
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
+from approx.seam.transformers_internals import auto_classes
 from approx_kernels.dispatch.implementation import untold
 
 # Images and spectrograms have a length of their own, which the exact limit must cover too.
@@ -146,7 +146,7 @@ def fresh_process(folder: Path, model: Any) -> Check:
     """Whether a new process without approx, approx_kernels and triton loads the folder and gives the same bits."""
     name = "reload without approx is bit-equal"
     stock = stock_class(type(model))
-    auto = next((a for a, head in bundle.heads(stock.config_class.model_type).items() if head == stock.__name__), None)  # type: ignore[attr-defined]  # every model class has it
+    auto = next((a for a, head in auto_classes(stock.config_class.model_type).items() if head == stock.__name__), None)  # type: ignore[attr-defined]  # every model class has it
     # Some heads tell padding by a token that not every config has, and take one row only without it.
     rows = 2 if getattr(model.config, "pad_token_id", None) is not None else 1
     model.to("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from approx.checkpoints import bundle, families
+from approx.checkpoints import families
 from approx.checkpoints.checkpoint import Checkpoint, processor, processor_class
 from approx.conversion.calibration_inputs import CalibrationFile
 from approx.conversion.checks import Check
@@ -17,6 +17,7 @@ from approx.conversion.surgery import Receipt
 from approx.errors import ApproxError
 from approx.planning.resolve import described
 from approx.seam.manifest import MANIFEST
+from approx.seam.transformers_internals import auto_classes
 from approx.version import __version__
 
 RECEIPT = "approx_receipt.json"
@@ -117,7 +118,7 @@ def write_card(folder: Path, model: Any, receipt: Receipt) -> None:
     """Write the model card: what was exchanged, from which base, what each layer loses, and how to load it."""
     record, stock = model.config.approx, families.stock_class(type(model)).__name__
     base = record["recipe"][-1]["base"]
-    auto = next((a for a, head in bundle.heads(record["base"]["model_type"]).items() if head == stock), "AutoModel")
+    auto = next((a for a, head in auto_classes(record["base"]["model_type"]).items() if head == stock), "AutoModel")
     reader = processor_class(type(model))
     read = "tokenizer" if reader == "AutoTokenizer" else "processor"
     parts = [part for site in sorted(record["sites"].values(), key=lambda s: s["layer"]) for part in described(site)]

@@ -17,6 +17,7 @@ from approx.planning.anatomy import anatomy
 from approx.planning.plan import Plan
 from approx.planning.resolve import described, site_record
 from approx.seam.dispatch import FORMAT, attach, detach, switch
+from approx.seam.transformers_internals import implementation_of
 
 
 @dataclass
@@ -115,7 +116,7 @@ def exchange(model: Any, plan: Plan, *, max_length: int | None = None) -> Receip
     _own_configs(model)
     if max_length is not None:
         positions.resize(model, max_length)
-    stock_implementation = model.config._attn_implementation
+    stock_implementation = implementation_of(model.config)
     attach(model, sites)
     # All submodules share the config object, so it changes its class in place and none of them holds a stale one.
     families.change_class(model.config, families.config_class(type(model.config)))

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModel
+from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from approx.errors import ApproxError, Exit
 from approx.planning import positions
 from approx.planning.example_inputs import example_inputs
 from approx.seam.attention_free import values_only
+from approx.seam.transformers_internals import backbone_of, can_switch_attention
 
 _PROBE_LENGTH = 48
 # What families pass to their attention besides q, k and v that does not change what attention computes.
@@ -131,7 +131,7 @@ def anatomy(config: Any, model_class: type) -> Anatomy:
     Raises:
         ApproxError: if the family does not dispatch its attention, or passes something to it that no mechanism honours.
     """
-    if not model_class._can_set_attn_implementation():  # type: ignore[attr-defined]  # every PreTrainedModel has it
+    if not can_switch_attention(model_class):
         raise ApproxError(
             f"{model_class.__name__} (family '{config.model_type}') computes its attention inside its own modules instead of "
             "dispatching it, so there is nothing to exchange it at. Families that dispatch, such as BERT, RoBERTa, "
@@ -224,8 +224,7 @@ def attends_causally(family: str) -> bool:
             f"Unknown family '{family}'.{hint} Families are named as in config.json: bert, gpt2, whisper."
         )
     config = CONFIG_MAPPING[family]()
-    backbone: Any = AutoModel._model_mapping[type(config)]
-    return any(site.causal for site in anatomy(config, backbone).sites)
+    return any(site.causal for site in anatomy(config, backbone_of(type(config))).sites)
 
 
 def _is_cross(*calls: _Call) -> bool:

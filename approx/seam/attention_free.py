@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from approx.seam.transformers_internals import under_implementation
+
 _FREE = "approx_attention_free"
 
 
@@ -33,10 +35,5 @@ AttentionMaskInterface.register(_FREE, lambda *args, **kwargs: None)
 @contextlib.contextmanager
 def attention_free(model: Any) -> Iterator[None]:
     """Run `model` with its attention replaced by its values: the ceiling of every speed-up that attention can give."""
-    config = model.config
-    before = config._attn_implementation
-    config._attn_implementation_internal = _FREE
-    try:
+    with under_implementation(model.config, _FREE):
         yield
-    finally:
-        config._attn_implementation_internal = before

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
-from transformers.utils.output_capturing import _active_collector
 
 from approx.errors import ApproxError, Exit
+from approx.seam.transformers_internals import collects_attentions
 
 
 class StateLayer(CacheLayerMixin):
@@ -164,7 +164,7 @@ class NotedLayer(DynamicLayer):
 
 def wants_weights(kwargs: dict[str, Any]) -> bool:
     """Whether attention weights are asked for, by keyword or, where a family passes none, by a collector of outputs."""
-    return bool(kwargs.get("output_attentions")) or "attentions" in (_active_collector.get() or {})
+    return bool(kwargs.get("output_attentions")) or collects_attentions()
 
 
 def keep_states(module: Any) -> None:

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result, is_exporting
+from torch.compiler import assume_constant_result, is_dynamo_compiling, is_exporting
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from approx.errors import ApproxError, Exit
 from approx.mechanisms.exact import ExactAttention
 from approx.seam.decode_cache import StateLayer, drop_states, keep_states, take_layer, wants_weights
 from approx.seam.layer_entry import build
 from approx.seam.masks import dense_mask, in_use, key_mask
+from approx.seam.transformers_internals import implementation_of, under_implementation
 from approx_kernels.dispatch.one_operator import attend_opaquely
 from approx_kernels.dispatch.opaque import told
 from approx_kernels.ops.fastest.api import fastest_attention
@@ -38,7 +38,7 @@ _TOKENS = "approx_tokens"
 def _exact(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout: float
 ) -> Tensor:
-    compiling = is_torchdynamo_compiling() and not is_exporting() and query.device.type == "cpu"
+    compiling = is_dynamo_compiling() and not is_exporting() and query.device.type == "cpu"
     # In a graph only an operator looks up the fastest way. Its gradient computes it again, and dropout leaves but one way.
     if compiling and not dropout and not (torch.is_grad_enabled() and query.requires_grad):
         # The scale may be a symbol, which no text can hold; compared with the usual one it is known.
@@ -99,7 +99,7 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     weighs, layer, slots = wants_weights(kwargs), take_layer(module), key.shape[-2]
     # In a graph, which nobody may leave to read a mask, SDPA takes the row of a static cache as it is.
-    followed = is_torchdynamo_compiling() or capturing()
+    followed = is_dynamo_compiling() or capturing()
     if not (followed and (mechanism is None or _always_exact(mechanism, slots))):
         key, value, attention_mask = in_use(query, key, value, attention_mask, causal)
     queries, keys = query.shape[-2], key.shape[-2]
@@ -168,13 +168,8 @@ AttentionMaskInterface.register(IMPLEMENTATION, key_mask)
 @contextmanager
 def fastest_exact(model: Any) -> Iterator[None]:
     """Run a model that is not converted with exact attention in the way that is the fastest on this machine."""
-    config = model.config
-    before = config._attn_implementation
-    config._attn_implementation_internal = IMPLEMENTATION
-    try:
+    with under_implementation(model.config, IMPLEMENTATION):
         yield
-    finally:
-        config._attn_implementation_internal = before
 
 
 def attach(model: Any, sites: Mapping[str, Mapping[str, Any]]) -> None:
@@ -238,7 +233,7 @@ def switch(model: Any, implementation: str) -> None:
     """
     set_implementation = getattr(model, "_set_implementation_unguarded", model.set_attn_implementation)
     set_implementation(implementation)
-    if model.config._attn_implementation != implementation:
+    if implementation_of(model.config) != implementation:
         raise ApproxError(
             f"{type(model).__name__} computes its attention itself instead of dispatching it, so it cannot be exchanged.",
             Exit.UNSUPPORTED,

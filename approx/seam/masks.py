@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
-from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from approx.errors import ApproxError
 from approx_kernels.runtime.observed import unreadable
@@ -44,7 +44,7 @@ def key_mask(
     seen = kv_length
     if plain and mask_function is causal_mask_function:
         # A compiler would have to read how many slots are in use; a static cache has it as a tensor.
-        followed = isinstance(q_offset, Tensor) and is_torchdynamo_compiling()
+        followed = isinstance(q_offset, Tensor) and is_dynamo_compiling()
         seen = -1 if followed else int(q_offset) + q_length - int(kv_offset)
     if plain and attention_mask is not None and attention_mask.shape[1] < seen:
         raise ApproxError(

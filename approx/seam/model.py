@@ -13,13 +13,13 @@ from approx.mechanisms.mechanism import Mechanism
 from approx.mechanisms.state import unusable_state
 from approx.seam.dispatch import FORMAT, IMPLEMENTATION, attach
 from approx.seam.manifest import seal_model
+from approx.seam.transformers_internals import forget_file_layout, is_compiled_in_place, keep_in_float32
 from approx_kernels.runtime.observed import unreadable
 
 
 class ApproxModel:
     """What every converted model adds to its stock class: mechanisms from the config, loud failure where they are lost."""
 
-    _compiled_call_impl: Any
     config: Any
     modules: Any
     state_dict: Any
@@ -45,9 +45,8 @@ class ApproxModel:
         attach(self, config.approx["sites"])
         # Random features and learned maps lose their meaning in 16 bits; the mechanisms cast their output instead. Each tensor
         # is named, for transformers would turn integers among them into float32 as well.
-        self._keep_in_fp32_modules_strict = {
-            name for name, t in self.state_dict().items() if ".mechanism." in name and t.is_floating_point()
-        }
+        own = {name for name, t in self.state_dict().items() if ".mechanism." in name and t.is_floating_point()}
+        keep_in_float32(self, own)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -72,13 +71,13 @@ class ApproxModel:
                     f"The checkpoint is damaged: {name}.{why}. Convert the base checkpoint again.", Exit.UNAVAILABLE
                 )
         # What was found in this folder is not how the base's files were laid out; reverted, the family's own layout counts.
-        vars(model).pop("_weight_conversions", None)
+        forget_file_layout(model)
         return (model, info) if wants_info else model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The call of the stock class."""
         # Compiled in place, the graph begins further in.
-        if (unreadable() or self._compiled_call_impl is not None) and self._causal():
+        if (unreadable() or is_compiled_in_place(self)) and self._causal():
             kwargs = _with_mask(args, kwargs)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
 

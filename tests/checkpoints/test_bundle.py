@@ -12,13 +12,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from approx.checkpoints import bundle, checkpoint, families
+from approx.checkpoints import checkpoint, families
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
 from approx.seam.manifest import MANIFEST, check_seal
+from approx.seam.transformers_internals import auto_classes
 from tiny_classifier import tiny_model, tiny_tokenizer
 from zoo import FAMILIES, OTHER_HEADS, difference, outputs, tiny
 
@@ -43,7 +44,7 @@ def mixed(architecture):
 
 def auto_class(architecture):
     family = families.stock_class(type(tiny(architecture))).config_class.model_type
-    return next(auto for auto, name in bundle.heads(family).items() if name == architecture)
+    return next(auto for auto, name in auto_classes(family).items() if name == architecture)
 
 
 def run(*command, **more):

@@ -8,7 +8,17 @@ from enum import Enum
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from approx_kernels.runtime import torch_internals
+from approx_kernels.runtime.torch_internals import (
+    answers_all,
+    has_dispatch_modes,
+    has_function_modes,
+    has_mode_without_numbers,
+    is_forward_mode,
+    is_profiled,
+    is_tracing,
+    is_transformed,
+    transform_names,
+)
 
 
 class Observer(Enum):
@@ -40,26 +50,26 @@ def observed(*tensors: Tensor | None) -> Observer | None:
     """
     if is_compiling():
         return Observer.COMPILER
-    if torch_internals.is_tracing():
+    if is_tracing():
         return Observer.TRACE
     # Both exist inside `torch.func.jvp`, and the level alone inside `forward_ad.dual_level`.
-    if torch_internals.is_forward_mode():
+    if is_forward_mode():
         return Observer.TANGENTS
-    if torch_internals.is_transformed():
+    if is_transformed():
         return _of_transforms()
-    modes = torch_internals.has_dispatch_modes()
-    numberless = modes and torch_internals.has_mode_without_numbers()
+    modes = has_dispatch_modes()
+    numberless = modes and has_mode_without_numbers()
     if numberless or any(x is not None and _has_no_numbers(x) for x in tensors):
         return Observer.NUMBERLESS
     if any(x is not None and type(x) not in (Tensor, nn.Parameter) for x in tensors):
         return Observer.SUBCLASS
     if modes:
         return Observer.DISPATCH_MODE
-    if not torch_internals.answers_all():
+    if not answers_all():
         return Observer.UNKNOWN
-    if torch_internals.has_function_modes():
+    if has_function_modes():
         return Observer.FUNCTION_MODE
-    return Observer.PROFILER if torch_internals.is_profiled() else None
+    return Observer.PROFILER if is_profiled() else None
 
 
 def unreadable(*tensors: Tensor | None) -> bool:
@@ -89,7 +99,7 @@ def without_functions() -> bool:
 
 
 def _of_transforms() -> Observer:
-    names = torch_internals.transform_names()
+    names = transform_names()
     if names is None:
         return Observer.UNKNOWN
     # What else there is sees PyTorch's operations as a mode does.

@@ -1,0 +1,99 @@
+"""The private names of transformers that are used here, all of them, each with what stands in where a version lacks it.
+
+It travels with converted checkpoints, so nothing private is imported before it is needed: a name that is changed costs a
+feature and never the checkpoint.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import transformers
+
+
+def collects_attentions() -> bool:
+    """Whether attention weights are asked for by a collector of outputs, which some families use; False where none is known."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return False
+    return "attentions" in (_active_collector.get() or {})
+
+
+@contextmanager
+def under_implementation(config: Any, name: str) -> Iterator[None]:
+    """Let all models of a config dispatch their attention to the implementation of this name, whatever they allow."""
+    private = "_attn_implementation_internal"
+    # The property of the same name would refuse what it cannot check.
+    place = private if hasattr(config, private) else "_attn_implementation"
+    before = getattr(config, place)
+    setattr(config, place, name)
+    try:
+        yield
+    finally:
+        setattr(config, place, before)
+
+
+def implementation_of(config: Any) -> str | None:
+    """The name of the attention implementation that models of a config dispatch to."""
+    return config._attn_implementation
+
+
+def can_switch_attention(model_class: type) -> bool:
+    """Whether a model class dispatches its attention; True where nobody can tell before it is tried."""
+    tell = getattr(model_class, "_can_set_attn_implementation", None)
+    return tell is None or tell()
+
+
+def keep_in_float32(model: Any, names: set[str]) -> None:
+    """Let tensors stay float32 when a checkpoint is loaded in 16 bits; older versions load them as all others."""
+    model._keep_in_fp32_modules_strict = names
+
+
+def forget_file_layout(model: Any) -> None:
+    """Let a model be saved in its family's own layout, not in that of the files it was loaded from."""
+    vars(model).pop("_weight_conversions", None)
+
+
+def is_compiled_in_place(model: Any) -> bool:
+    """Whether `model.compile()` was called."""
+    return getattr(model, "_compiled_call_impl", None) is not None
+
+
+def backbone_of(config_class: type) -> Any:
+    """The class that `AutoModel` makes of a stock config class; None where it makes none."""
+    mapping = getattr(transformers.AutoModel, "_model_mapping", None)
+    if mapping is not None:
+        return mapping.get(config_class, None)
+    name = auto_classes(config_class.model_type).get("AutoModel")  # type: ignore[attr-defined]  # every config class has it
+    return None if name is None else getattr(transformers, name, None)
+
+
+def auto_classes(family: str) -> dict[str, str]:
+    """Auto class -> stock class of a family, e.g. `AutoModelForMaskedLM` -> `BertForMaskedLM`."""
+    from transformers.models.auto import modeling_auto
+
+    found = {}
+    for auto, kind in vars(modeling_auto).items():
+        if not (auto.startswith("AutoModel") and isinstance(kind, type)):
+            continue
+        names = getattr(getattr(kind, "_model_mapping", None), "_model_mapping", None)
+        name = _documented_name(auto, family) if names is None else names.get(family)
+        if isinstance(name, str):
+            found[auto] = name
+    return found
+
+
+def register_model(auto: str, config_class: type, model_class: type) -> None:
+    """Let an auto class make a model class of a config class."""
+    from transformers.models.auto import modeling_auto
+
+    getattr(modeling_auto, auto).register(config_class, model_class, exist_ok=True)
+
+
+def _documented_name(auto: str, family: str) -> str | None:
+    """By the rule of names: `AutoModelForMaskedLM` of BERT is `BertForMaskedLM`; None where there is no such class."""
+    config = transformers.CONFIG_MAPPING[family].__name__
+    name = auto.replace("AutoModel", config.removesuffix("Config"), 1)
+    name = f"{name}Model" if auto == "AutoModel" else name
+    return name if hasattr(transformers, name) else None

@@ -1,0 +1,81 @@
+"""The private names of transformers: what stands in where a version lacks them."""
+
+import ast
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+import approx
+from approx.checkpoints.families import FAMILIES
+from approx.conversion import surgery
+from approx.planning.plan import Plan
+from approx.seam import transformers_internals
+from zoo import tiny
+
+PRIVATE = {
+    "_active_collector",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "_can_set_attn_implementation",
+    "_compiled_call_impl",
+    "_keep_in_fp32_modules_strict",
+    "_model_mapping",
+    "_weight_conversions",
+}
+
+
+def test_no_other_file_uses_a_private_name_of_transformers():
+    found = []
+    for file in Path(approx.__file__).parent.rglob("*.py"):
+        if file.name == "transformers_internals.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            names += [node.attr] if isinstance(node, ast.Attribute) else []
+            found += [f"{file.name}:{node.lineno} {name}" for name in names if name in PRIVATE]
+    assert found == []
+
+
+def test_nothing_private_is_imported_with_the_file():
+    tree = ast.parse(Path(transformers_internals.__file__).read_text("utf-8"))
+    imported = [alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert not [name for name in imported if name.startswith("_")]
+
+
+def test_without_a_collector_weights_come_by_keyword(monkeypatch):
+    model = tiny("BertModel")
+    surgery.convert(model, Plan.of("local", left=3, right=3))
+    ids = torch.arange(6)[None]
+    expected = model(ids, output_attentions=True).attentions
+    assert len(expected) == 3
+    monkeypatch.setitem(sys.modules, "transformers.utils.output_capturing", None)
+    assert transformers_internals.collects_attentions() is False
+    assert model(ids).last_hidden_state.shape == (1, 6, model.config.hidden_size)
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["private", "public"])
+def test_a_config_dispatches_to_another_implementation_for_a_while(private):
+    config = tiny("BertModel").config if private else SimpleNamespace(_attn_implementation="sdpa")
+    before = transformers_internals.implementation_of(config)
+    with transformers_internals.under_implementation(config, "another"):
+        assert transformers_internals.implementation_of(config) == "another"
+    assert transformers_internals.implementation_of(config) == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_auto_classes_are_found_by_their_names_without_the_private_mappings(family, monkeypatch):
+    expected = transformers_internals.auto_classes(family)
+    backbone = transformers_internals.backbone_of(transformers.CONFIG_MAPPING[family])
+    assert backbone is not None
+    for kind in vars(modeling_auto).values():
+        if isinstance(kind, type) and "_model_mapping" in vars(kind):
+            monkeypatch.setattr(kind, "_model_mapping", None)
+    found = transformers_internals.auto_classes(family)
+    assert {auto: name for auto, name in found.items() if auto in expected}.items() <= expected.items()
+    assert found["AutoModel"] == expected["AutoModel"]
+    assert transformers_internals.backbone_of(transformers.CONFIG_MAPPING[family]) is backbone

@@ -162,6 +162,12 @@ class NotedLayer(DynamicLayer):
         self.notes = {name: x[indices.to(x.device)] for name, x in self.notes.items()}
 
 
+def cache_of(kwargs: dict[str, Any]) -> Any:
+    """The cache in the keywords of a call: `cache` from transformers 5.24 on, `past_key_values` before; None without one."""
+    found = kwargs.get("cache")
+    return kwargs.get("past_key_values") if found is None else found
+
+
 def wants_weights(kwargs: dict[str, Any]) -> bool:
     """Whether attention weights are asked for, by keyword or, where a family passes none, by a collector of outputs."""
     return bool(kwargs.get("output_attentions")) or "attentions" in (_active_collector.get() or {})
@@ -194,7 +200,7 @@ def take_layer(module: nn.Module) -> StateLayer | NotedLayer | None:
 def _find_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # One may be left of a call that was interrupted.
     take_layer(module)
-    cache = kwargs.get("past_key_values")
+    cache = cache_of(kwargs)
     # Other caches were asked for by name, or have their keys read by others, as Whisper's generation does.
     if type(cache) is not DynamicCache:
         return

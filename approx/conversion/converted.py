@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.compiler import assume_constant_result
 
+from approx.conversion.cache import cache_of
 from approx.conversion.manifest import seal_model
 from approx.conversion.seam import FORMAT, IMPLEMENTATION, attach
 from approx.errors import ApproxError, Exit
@@ -158,7 +159,7 @@ def _with_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     A compiler cannot look whether positions are those of packed sequences, so transformers then takes them for it.
     """
     ids = kwargs.get("input_ids", args[0] if args else None)
-    said = [kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values")]
+    said = [kwargs.get("attention_mask"), kwargs.get("position_ids"), cache_of(kwargs)]
     if len(args) > 1 or not isinstance(ids, Tensor) or any(each is not None for each in said):
         return kwargs
     return {**kwargs, "attention_mask": torch.ones_like(ids)}

@@ -7,6 +7,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).parent / "mutants"
 
 

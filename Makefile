@@ -14,7 +14,7 @@ TORCH ?=
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 NO_GPU := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test test-lowest lint bench clean mutants sanitize
+.PHONY: help demo test test-all test-lowest lint bench clean mutants sanitize
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -25,11 +25,14 @@ help:  ## This list
 demo: $(VENV)/.demo  ## Install, then convert, evaluate and time the embedded model: runs/quickstart
 	$(VENV)/bin/approx run recipes/quickstart.yaml -o runs/quickstart --force
 
-test: $(VENV)/.dev  ## Install what the tests need and run them; those of a GPU or a hub are left out
+test: $(VENV)/.dev  ## Install what the tests need and run them; those that are slow or need a GPU or a hub are left out
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
+
+test-all: $(VENV)/.dev  ## The slow tests too, of more families, more sizes of heads, and runs that are killed: about 15 minutes
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not network"
 
 test-lowest:  ## The same with the oldest dependencies that pyproject.toml allows (but TORCH as given)
-	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=.venv-lowest/lowest.txt
+	$(MAKE) test-all VENV=.venv-lowest CONSTRAINTS=.venv-lowest/lowest.txt
 
 lint: $(VENV)/.dev  ## Style, layout and types
 	$(VENV)/bin/ruff check .

@@ -7,6 +7,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).parent / "mutants"
 
 
@@ -56,6 +58,7 @@ def test_what_only_tells_is_left_alone():
     assert "said = f'{1 - 2} a'" in changed("said = f'{1 + 2} a'", texts=True)
 
 
+@pytest.mark.slow
 def test_a_room_is_counted_and_its_survivors_are_named(tmp_path):
     """The tests of this room look at one side of a comparison only."""
     shutil.copytree(TOOL, tmp_path / "tests" / "mutants", ignore=shutil.ignore_patterns("__pycache__"))

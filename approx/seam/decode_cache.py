@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from approx.errors import ApproxError, Exit
-from approx.seam.transformers_internals import collects_attentions
+from approx.seam.transformers_internals import cache_of, collects_attentions
 
 
 class StateLayer(CacheLayerMixin):
@@ -194,7 +194,7 @@ def take_layer(module: nn.Module) -> StateLayer | NotedLayer | None:
 def _find_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # One may be left of a call that was interrupted.
     take_layer(module)
-    cache = kwargs.get("past_key_values")
+    cache = cache_of(kwargs)
     # Other caches were asked for by name, or have their keys read by others, as Whisper's generation does.
     if type(cache) is not DynamicCache:
         return

@@ -13,7 +13,7 @@ from approx.mechanisms.mechanism import Mechanism
 from approx.mechanisms.state import unusable_state
 from approx.seam.dispatch import FORMAT, IMPLEMENTATION, attach
 from approx.seam.manifest import seal_model
-from approx.seam.transformers_internals import forget_file_layout, is_compiled_in_place, keep_in_float32
+from approx.seam.transformers_internals import cache_of, forget_file_layout, is_compiled_in_place, keep_in_float32
 from approx_kernels.runtime.observed import unreadable
 
 
@@ -157,7 +157,7 @@ def _with_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     A compiler cannot look whether positions are those of packed sequences, so transformers then takes them for it.
     """
     ids = kwargs.get("input_ids", args[0] if args else None)
-    said = [kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values")]
+    said = [kwargs.get("attention_mask"), kwargs.get("position_ids"), cache_of(kwargs)]
     if len(args) > 1 or not isinstance(ids, Tensor) or any(each is not None for each in said):
         return kwargs
     return {**kwargs, "attention_mask": torch.ones_like(ids)}

@@ -20,6 +20,12 @@ def collects_attentions() -> bool:
     return "attentions" in (_active_collector.get() or {})
 
 
+def cache_of(kwargs: dict[str, Any]) -> Any:
+    """The cache in the keywords of a call: `cache` from transformers 5.24 on, `past_key_values` before; None without one."""
+    found = kwargs.get("cache")
+    return kwargs.get("past_key_values") if found is None else found
+
+
 @contextmanager
 def under_implementation(config: Any, name: str) -> Iterator[None]:
     """Let all models of a config dispatch their attention to the implementation of this name, whatever they allow."""

@@ -93,7 +93,9 @@ def test_every_family_reloads_to_the_last_bit_where_approx_cannot_be_imported(tm
         assert difference(outputs(again.model, inputs), outputs(model, inputs)) == 0.0
 
 
-@pytest.mark.parametrize("architecture", [*FAMILIES, *OTHER_HEADS])
+@pytest.mark.parametrize(
+    "architecture", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_HEADS)]
+)
 def test_local_folders_load_without_a_trust_flag_and_save_again(architecture, tmp_path):
     model = mixed(architecture)
     before = outputs(model)

@@ -8,16 +8,22 @@ from approx.planning.plan import Plan
 from forms import KINDS, SMALL
 from zoo import difference, outputs, tiny
 
-ARCHITECTURES = ("BertModel", "RobertaModel", "Wav2Vec2Model", "GPT2LMHeadModel")
+# RoBERTa and Wav2Vec2 attend as BERT does; what else differs, other tests of theirs see.
+ARCHITECTURES = {
+    "BertModel": (),
+    "GPT2LMHeadModel": (),
+    "RobertaModel": pytest.mark.slow,
+    "Wav2Vec2Model": pytest.mark.slow,
+}
 REACHABLE = [
-    (name, architecture)
+    pytest.param(name, architecture, marks=marks, id=f"{name}-{architecture}")
     for name, kind in KINDS.items()
-    for architecture in ARCHITECTURES
+    for architecture, marks in ARCHITECTURES.items()
     if (kind.supports_causal if architecture.startswith("GPT2") else kind.supports_bidirectional)
 ]
 
 
-@pytest.mark.parametrize(("name", "architecture"), REACHABLE, ids=["-".join(pair) for pair in REACHABLE])
+@pytest.mark.parametrize(("name", "architecture"), REACHABLE)
 def test_every_mechanism_converts_and_comes_back_from_its_folder(name, architecture, tmp_path):
     model = tiny(architecture)
     plan = Plan.of(name.split()[0], **SMALL.get(name, {}))

@@ -28,6 +28,7 @@ def test_without_a_probe_the_doctor_says_that_defaults_hold_and_how_to_measure()
     assert not findings.file().exists()
 
 
+@pytest.mark.slow
 def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
     monkeypatch.setattr(probe, "SECONDS", 0.0)
     seen = []

@@ -179,6 +179,7 @@ def test_a_killed_evaluation_goes_on_and_ends_the_same(data, tmp_path):
     assert json.dumps(resumed) == json.dumps(evaluated(data, None))
 
 
+@pytest.mark.slow
 def test_two_processes_say_what_one_says(data, tmp_path):
     out, kept = tmp_path / "out-", tmp_path / "kept"
     done = run(

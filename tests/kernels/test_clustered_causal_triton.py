@@ -74,6 +74,7 @@ def test_samples_and_heads(heads):
     check(draw(19, 19, batch=2, heads=heads, values=32), **settings(heads=heads, topk=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 80, 128])
 def test_head_sizes(size):
     check(draw(14, 14, size=size, values=16 if size == 80 else size), **settings(size, chunk=5, topk=2))
@@ -164,6 +165,7 @@ def test_the_future_changes_no_bit_and_has_no_gradient():
     assert not torch.equal(first[:, :, 19:], changed[:, :, 19:])
 
 
+@pytest.mark.slow
 def test_neighbours_change_no_bit():
     tensors = draw(21, 21, batch=3)
     found, alone = (
@@ -185,6 +187,7 @@ def test_strides_do_not_matter():
     assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 2], ids=["plain", "improved"])
 def test_the_operators_pass_pytorchs_own_checks(kept):
     q, k, v = (x.requires_grad_() for x in draw(11, 11))
@@ -195,6 +198,7 @@ def test_the_operators_pass_pytorchs_own_checks(kept):
     opcheck(triton_causal_far.far_forward.operator, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True], ids=["all real", "masked"])
 def test_it_compiles_without_a_break(masked):
     q, k, v = (x.requires_grad_() for x in draw(10, 10, batch=2))

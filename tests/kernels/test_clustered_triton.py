@@ -71,6 +71,7 @@ def test_one_sample(topk):
     check(draw(21, 25, heads=2), **settings(topk=topk))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 80, 128])
 def test_head_sizes(size):
     check(draw(20, 20, size=size, values=16 if size == 80 else size), **settings(size, clusters=3, topk=3))
@@ -154,6 +155,7 @@ def test_the_operators_pass_pytorchs_own_checks():
     opcheck(launching.improved_forward.operator, (q, k, v, means, shared, lse, top, order, begins, 0.3, False))
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_break():
     q, k, v = (x.requires_grad_() for x in draw(12, 12, batch=2))
     real, how = mask(12)[1:3], settings(clusters=3, topk=2)

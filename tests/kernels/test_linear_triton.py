@@ -107,6 +107,7 @@ def test_the_largest_heads_have_twice_as_many_features():
     check(draw(20, 20, size=128, values=128, heads=1), causal=True, feature_map="hedgehog", maps=(maps[0], maps[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "values"), [(32, 128), (64, 64), (80, 16), (96, 96), (128, 32)])
 def test_head_sizes(size, values):
     check(draw(20, 20, size=size, values=values, heads=1), causal=True)
@@ -130,6 +131,7 @@ def test_sums_may_be_greater_than_a_float16():
     check([30 * x.abs() for x in draw(150, 150, heads=1, dtype=torch.float16)], causal=True, factor=factor)
 
 
+@pytest.mark.slow
 @CAUSAL
 @pytest.mark.parametrize(("size", "dtype"), [(16, torch.float16), (128, torch.float16), (16, torch.float32)], ids=str)
 def test_tiles_for_smaller_cards(causal, size, dtype):
@@ -215,6 +217,7 @@ def test_the_operator_passes_pytorchs_own_checks():
     opcheck(launching.linear_forward.operator, (q, k, v, None, True, True, "elu", 1.0, 1e-6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 5])
 def test_it_compiles_without_a_break(window):
     q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1, batch=2))

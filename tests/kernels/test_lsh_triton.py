@@ -123,6 +123,7 @@ def test_scores_far_below_zero():
     check([q + 6, k - 6, v], **CAUSAL, rounds=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 64, 80, 96, 128])
 def test_head_sizes(size):
     check(draw(14, 14, size=size, values=16 if size == 80 else size), **CAUSAL_DEDUP, rounds=2)
@@ -139,6 +140,7 @@ def test_bfloat16(form):
     check(draw(700, 700, size=64, heads=2, batch=4, dtype=torch.bfloat16), mask(700), **form, cluster=64)
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_break():
     leaves, real = [x.requires_grad_() for x in draw(35, 35, batch=2)], mask(35)[:2]
     projections = drawn(16, "asymmetric", True)

@@ -98,6 +98,7 @@ def test_key_masks(kernel, causal):
     check(draw(45, 45, batch=3), mask(45), kernel=kernel, causal=causal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "values"), [(32, 128), (64, 64), (80, 16), (96, 96), (128, 32)])
 def test_head_sizes(size, values):
     check(draw(20, 20, size=size, values=values), causal=True, features=16)
@@ -121,6 +122,7 @@ def test_bfloat16(kernel, causal):
     check(draw(300, 300, size=64, dtype=torch.bfloat16), kernel=kernel, causal=causal, features=256)
 
 
+@pytest.mark.slow
 @CAUSAL
 @pytest.mark.parametrize(("size", "dtype"), [(80, torch.float16), (128, torch.float16), (80, torch.float32)], ids=str)
 def test_tiles_of_other_heads(causal, size, dtype):
@@ -216,6 +218,7 @@ def test_the_operator_passes_pytorchs_own_checks(kernel, causal, whole):
     opcheck(launching.performer_forward.operator, (q, k, v, projection(16), None, causal, whole, kernel, 0.25))
 
 
+@pytest.mark.slow
 @KERNEL
 def test_it_compiles_without_a_break(kernel):
     leaves, real, rows = [x.requires_grad_() for x in draw(37, 37, batch=3)], mask(37), projection(16)

@@ -111,6 +111,7 @@ def test_other_numbers_of_keys_than_of_queries(length, keys):
     check(draw(length, keys, batch=2, heads=2), mask(keys)[:2], causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "16 bits"])
 @pytest.mark.parametrize("size", [32, 80, 128])
 def test_head_sizes(size, dtype):
@@ -158,7 +159,7 @@ def held(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("held")
-@pytest.mark.parametrize("topk", [1, 5, 40, 83])
+@pytest.mark.parametrize("topk", [1, 40])
 def test_the_largest_are_chosen_to_the_last_bit(topk):
     bits = torch.randint(-(2**31), 2**31, (6, 83), dtype=torch.int32)
     scores = torch.cat([bits.view(torch.float32), torch.randint(-3, 3, (6, 83)) / 2]).nan_to_num(-0.0).to(DEVICE)
@@ -196,6 +197,7 @@ def test_scores_far_below_zero_and_above():
     check([q + 6, k + 6, v], causal=True)
 
 
+@pytest.mark.slow
 def test_some_queries_after_others_change_nothing(monkeypatch):
     tensors, real = draw(70, 75), mask(75)[:1]
     whole = run(tensors, "triton", real, causal=True)
@@ -211,6 +213,7 @@ def test_what_is_kept_for_the_gradients_grows_with_what_is_kept_of_the_keys():
     assert sorted(kept) == sorted([(1, 1, 40, 16), (1, 1, 60, 16), (1, 1, 60, 16), (1, 1, 40), (1, 1, 40, 3)])
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_break():
     leaves, real = [x.requires_grad_() for x in draw(35, 35, batch=2)], mask(35)[:2]
 

@@ -19,10 +19,10 @@ from zoo import difference, outputs, tiny
 
 WHOLE = [name for name, kind in MECHANISMS.items() if kind.compiles == "whole"]
 LISTED = [name for name in MECHANISMS if name not in WHOLE]
-UNCACHED = {"BertModel": {}, "RobertaModel": {}, "GPT2Model": {"use_cache": False}}
-# RoBERTa attends as BERT does, so its cases may wait.
+UNCACHED = {"BertModel": {}, "GPT2Model": {"use_cache": False}}
+# As one operator every form is compiled alike.
 CASES = [
-    pytest.param(family, name, marks=[pytest.mark.slow] * (family == "RobertaModel"))
+    pytest.param(family, name, marks=[pytest.mark.slow] * (family == "GPT2Model" and name in LISTED))
     for family in UNCACHED
     for name, causal in FORMS
     if causal == (family == "GPT2Model") and name in MECHANISMS
@@ -55,6 +55,7 @@ def test_a_converted_model_compiles_without_a_break(family, name):
 
 
 # A compiler could follow `exact`, which would then miss the way that is the fastest on the machine.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LISTED if name != "exact"])
 def test_those_listed_as_one_operator_cannot_be_followed(name, monkeypatch):
     monkeypatch.setattr(MECHANISMS[name], "compiles", "whole")
@@ -71,7 +72,10 @@ def test_those_listed_as_one_operator_cannot_be_followed(name, monkeypatch):
     assert not all(followed), "it can be followed in every form: say that it compiles whole"
 
 
-@pytest.mark.parametrize(("name", "causal"), [(name, causal) for name, causal in FORMS if name in LISTED])
+OPERATORS = [pytest.param(name, causal, marks=[pytest.mark.slow] * causal) for name, causal in FORMS if name in LISTED]
+
+
+@pytest.mark.parametrize(("name", "causal"), OPERATORS)
 def test_one_operator_has_the_gradient_of_what_it_stands_for(name, causal):
     mechanism = make(name, causal, heads=4, size=8)
     mask = draw_mask("right", **SHAPE)

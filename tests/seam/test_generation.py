@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from approx.conversion import surgery
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
 from approx.seam.decode_cache import NotedLayer, StateLayer
@@ -234,9 +234,9 @@ def test_assisted_decoding_is_right_or_refused(mechanism):
         if KINDS[mechanism].decode_state == "cache":
             assert torch.equal(generated(model, inputs, **assistance)[0], expected)
             continue
-        with pytest.raises(ApproxError, match="Generate without assistance") as caught:
+        # Since 5.24 transformers asks the cache beforehand and refuses in its own words.
+        with pytest.raises(ValueError, match=r"Generate without assistance|requires a cache that can be cropped"):
             generated(model, inputs, **assistance)
-        assert caught.value.exit_code == Exit.UNSUPPORTED
 
 
 def test_other_caches_hold_keys_as_they_do():

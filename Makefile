@@ -11,6 +11,9 @@ MINUTES ?= 20
 # What pip installs before anything else, to choose a build of PyTorch: TORCH=torch==2.13.0, or any words that pip understands.
 TORCH ?=
 
+# The C of the kernels.
+C = kernels/approx_kernels/cpu/c
+
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 NO_GPU := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
 
@@ -34,10 +37,16 @@ test-all: $(VENV)/.dev  ## The slow tests too, of more families, more sizes of h
 test-lowest:  ## The same with the oldest dependencies that pyproject.toml allows (but TORCH as given)
 	$(MAKE) test-all VENV=.venv-lowest CONSTRAINTS=.venv-lowest/lowest.txt
 
-lint: $(VENV)/.dev  ## Style, layout and types
+lint: $(VENV)/.dev  ## Style, layout and types; of C too, where clang-format and clang-tidy are installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+ifneq ($(shell command -v clang-format),)
+	clang-format --dry-run --Werror $$(find $(C) -name '*.[ch]')
+endif
+ifneq ($(shell command -v clang-tidy),)
+	for file in $$(find $(C) -name '*.c'); do clang-tidy --quiet $$file -- -I $(C) -std=gnu11 -march=x86-64-v4 || exit 1; done
+endif
 
 sanitize: $(VENV)/.dev  ## Test the kernels with their C under AddressSanitizer and UBSan: MINUTES=20
 	$(VENV)/bin/python tests/sanitizers --minutes $(MINUTES) --jobs $(JOBS)

@@ -55,6 +55,13 @@ def library(name: str) -> ctypes.CDLL | str:
     return load(source(name))
 
 
+def compiled(name: str) -> ctypes.CDLL:
+    """The functions of a file of c/ for which `obstacle` found no reason against it."""
+    functions = library(name)
+    assert not isinstance(functions, str), f"checked by the op: {functions}"
+    return functions
+
+
 @cache
 def load(text: str) -> ctypes.CDLL | str:
     """The functions of a C source, or why there are none.

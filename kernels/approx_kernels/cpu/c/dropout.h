@@ -4,11 +4,17 @@
 #include "vectors.h"
 
 /* A weight is dropped where 24 bits of its hash are below the bound, 0 for none; all others are multiplied by the factor. */
-typedef struct { uint64_t seed; int32_t bound; float factor; } dropout;
+typedef struct {
+    uint64_t seed;
+    int32_t bound;
+    float factor;
+} dropout;
 SIZE_OF(dropout, dropout)
 
 /* What a query brings to the hashes of its keys. */
-typedef struct { uint32_t before, between; } draw;
+typedef struct {
+    uint32_t before, between;
+} draw;
 
 /* The finaliser of SplitMix64: each bit of the result depends on all bits. */
 INLINE uint64_t mixed(uint64_t x) {

@@ -4,86 +4,17 @@
    Sums are float32. Only what comes from 16-bit inputs is computed so. */
 #pragma once
 
-#include "vectors.h"
+#include "bfloat16.h"
 
 /* What stands on the right of products: [depth, n], as it is, or rounded, two rows side by side in each word. */
-typedef struct { const float *rows; uint32_t *pairs; int64_t stride; } right;
+typedef struct {
+    const float *rows;
+    uint32_t *pairs;
+    int64_t stride;
+} right;
 
 /* Words of memory for a right side that may be rounded; products may begin anywhere in it. */
 INLINE int64_t room(int64_t depth, int64_t n) { return (depth + 64) * padded(n); }
-
-/* To the nearest number of bfloat16, ties to even, as tiles round. */
-INLINE float halved(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
-/* Rows of a tile, and numbers of a row of the left one. */
-enum { SIDE = 16, DEPTH = 32 };
-
-/* Vectors of SIDE numbers with masks. */
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-#define HAVE_LANES 1
-INLINE __mmask16 first_lanes(int64_t n) { return n >= WIDTH ? 0xffff : n > 0 ? (1u << n) - 1 : 0; }
-#else
-#define HAVE_LANES 0
-#endif
-
-/* The same of SIDE numbers; a NaN stays one. */
-#if HAVE_LANES
-INLINE __m256i halved_lanes(__m512 x) {
-#if defined(__AVX512BF16__)
-    return (__m256i)_mm512_cvtneps_pbh(x);
-#else
-    __m512i bits = (__m512i)x, odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    bits = _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
-#endif
-}
-#endif
-
-/* And products of pairs of numbers of bfloat16. */
-#if HAVE_LANES && defined(__AVX512BF16__)
-#define HAVE_PAIRS 1
-#else
-#define HAVE_PAIRS 0
-#endif
-
-#if HAVE_PAIRS && defined(__AMX_BF16__) && defined(__linux__)
-#define HAVE_TILES 1
-#include <sys/syscall.h>
-#include <unistd.h>
-
-/* Linux lends tiles, state 18 of a processor, to those who ask: ARCH_REQ_XCOMP_PERM. */
-static int tiles_at_hand(void) {
-    static int known = -1;
-    if (known < 0) known = !syscall(SYS_arch_prctl, 0x1023, 18);
-    return known;
-}
-
-/* Whether products are rounded: if wanted, and of rows enough to fill a tile. Tiles are a thread's own, and others set them
-   differently; they are to be given back by `end_halves`. */
-SHARED int begin_halves(int wanted, int64_t rows) {
-    if (!wanted || rows < SIDE || !tiles_at_hand()) return 0;
-    struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
-    for (int t = 0; t < 8; t++) shape.bytes[t] = 4 * SIDE, shape.rows[t] = SIDE;
-    __asm__ volatile("ldtilecfg %0" ::"m"(shape) : "memory");
-    return 1;
-}
-
-INLINE void end_halves(int half) { if (half) __asm__ volatile("tilerelease" ::: "memory"); }
-#else
-#define HAVE_TILES 0
-BEGIN_STAND_INS
-INLINE int tiles_at_hand(void) { return 0; }
-INLINE int begin_halves(int wanted, int64_t rows) { return HAVE_PAIRS && wanted && rows >= SIDE; }
-INLINE void end_halves(int half) {}
-END_STAND_INS
-#endif
 
 #if HAVE_PAIRS
 /* Rows and depth of what is rounded at once. */
@@ -92,8 +23,8 @@ enum { LEFT_ROWS = 2 * SIDE, LEFT_DEPTH = 128 };
 /* Two vectors side by side, and one in the low, one in the high halves of words. */
 INLINE __m512i beside(__m512 a, __m512 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
 INLINE __m512i paired(__m512 low, __m512 high) {
-    const __m512i places = (__m512i)(__v32hi){0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                              8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i places = (__m512i)(__v32hi){0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     return _mm512_permutexvar_epi16(places, beside(low, high));
 }
 
@@ -140,7 +71,10 @@ static void halve_across(int64_t n, int64_t depth, const float *from, int64_t st
 
 /* The left side of a product, a[m am + p ak] -> words [m, depth / 2]; am or ak is 1. */
 static void halve_left(int64_t m, int64_t depth, const float *a, int64_t am, int64_t ak, uint32_t *to) {
-    if (ak == 1) { halve_rows(m, depth, a, am, to, LEFT_DEPTH / 2); return; }
+    if (ak == 1) {
+        halve_rows(m, depth, a, am, to, LEFT_DEPTH / 2);
+        return;
+    }
     vf block[WIDTH];
     for (int64_t i = 0; i < m; i += WIDTH)
         for (int64_t d = 0; d < depth; d += DEPTH) {
@@ -152,24 +86,24 @@ static void halve_left(int64_t m, int64_t depth, const float *a, int64_t am, int
 
 #if HAVE_TILES
 #define READ_TILE(t, at, stride) \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(at), "r"(4 * (int64_t)(stride)) : "memory")
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t::"r"(at), "r"(4 * (int64_t)(stride)) : "memory")
 #define WRITE_TILE(t, at, stride) \
     __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(at), "r"(4 * (int64_t)(stride)) : "memory")
-#define ADD_PRODUCT(t, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #t ::: "memory")
-#define ZERO_TILE(t) __asm__ volatile("tilezero %%tmm" #t ::: "memory")
+#define ADD_PRODUCT(t, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #t::: "memory")
+#define ZERO_TILE(t) __asm__ volatile("tilezero %%tmm" #t::: "memory")
 
 /* Tiles of sums: two by two, or what is left of them; rows beyond the last pass through memory of their own. */
-#define BEGIN_SUM(t, r, x)                                                              \
-    if (!add) ZERO_TILE(t);                                                             \
-    else if (rows - r >= SIDE) READ_TILE(t, c + r * ldc + j + x, ldc);                  \
-    else {                                                                              \
+#define BEGIN_SUM(t, r, x)                                                                   \
+    if (!add) ZERO_TILE(t);                                                                  \
+    else if (rows - r >= SIDE) READ_TILE(t, c + r * ldc + j + x, ldc);                       \
+    else {                                                                                   \
         for (int64_t e = 0; e < rows - r; e++) edge[e] = *(vf *)(c + (r + e) * ldc + j + x); \
-        READ_TILE(t, edge, SIDE);                                                       \
+        READ_TILE(t, edge, SIDE);                                                            \
     }
-#define END_SUM(t, r, x)                                                                \
-    if (rows - r >= SIDE) WRITE_TILE(t, c + r * ldc + j + x, ldc);                      \
-    else {                                                                              \
-        WRITE_TILE(t, edge, SIDE);                                                      \
+#define END_SUM(t, r, x)                                                                     \
+    if (rows - r >= SIDE) WRITE_TILE(t, c + r * ldc + j + x, ldc);                           \
+    else {                                                                                   \
+        WRITE_TILE(t, edge, SIDE);                                                           \
         for (int64_t e = 0; e < rows - r; e++) *(vf *)(c + (r + e) * ldc + j + x) = edge[e]; \
     }
 
@@ -188,7 +122,10 @@ static void multiply_left(int64_t rows, int64_t n, int64_t deep, const uint32_t 
             READ_TILE(4, left + d / 2, LEFT_DEPTH / 2);
             READ_TILE(6, b, stride);
             ADD_PRODUCT(0, 4, 6);
-            if (wider) { READ_TILE(7, b + SIDE, stride); ADD_PRODUCT(1, 4, 7); }
+            if (wider) {
+                READ_TILE(7, b + SIDE, stride);
+                ADD_PRODUCT(1, 4, 7);
+            }
             if (lower) {
                 READ_TILE(5, left + SIDE * (LEFT_DEPTH / 2) + d / 2, LEFT_DEPTH / 2);
                 ADD_PRODUCT(2, 5, 6);
@@ -209,7 +146,8 @@ INLINE void sum_pairs(const int rows, const int vectors, int64_t words, const ui
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-        for (int x = 0; x < vectors; x++) sum[r][x] = add ? _mm512_loadu_ps(c + r * ldc + x * SIDE) : _mm512_setzero_ps();
+        for (int x = 0; x < vectors; x++)
+            sum[r][x] = add ? _mm512_loadu_ps(c + r * ldc + x * SIDE) : _mm512_setzero_ps();
     for (int64_t w = 0; w < words; w++, pairs += stride) {
         __m512bh right[2];
 #pragma GCC unroll 2
@@ -227,13 +165,13 @@ INLINE void sum_pairs(const int rows, const int vectors, int64_t words, const ui
         for (int x = 0; x < vectors; x++) _mm512_storeu_ps(c + r * ldc + x * SIDE, sum[r][x]);
 }
 
-#define SUM_PAIRS(rows)                                                                     \
-    do {                                                                                    \
-        const uint32_t *at = left + r * (LEFT_DEPTH / 2), *b = pairs + j;                   \
-        float *to = c + r * ldc + j;                                                        \
-        if (n - j > SIDE) sum_pairs(rows, 2, (deep + 1) / 2, at, b, stride, to, ldc, add);  \
-        else sum_pairs(rows, 1, (deep + 1) / 2, at, b, stride, to, ldc, add);               \
-        r += rows;                                                                          \
+#define SUM_PAIRS(rows)                                                                    \
+    do {                                                                                   \
+        const uint32_t *at = left + r * (LEFT_DEPTH / 2), *b = pairs + j;                  \
+        float *to = c + r * ldc + j;                                                       \
+        if (n - j > SIDE) sum_pairs(rows, 2, (deep + 1) / 2, at, b, stride, to, ldc, add); \
+        else sum_pairs(rows, 1, (deep + 1) / 2, at, b, stride, to, ldc, add);              \
+        r += rows;                                                                         \
     } while (0)
 
 /* c [rows, n] = or += left [rows, deep] by rows of a right side. */

@@ -40,8 +40,12 @@ INLINE void write_parts(__m512 first, __m512 second, char *to) {
 }
 
 /* Two tiles of a part of a left side, and of a right one. */
-#define READ_LEFT(p) READ_TILE(4, left + (p) * 2 * TILE, SIDE); READ_TILE(5, left + (p) * 2 * TILE + TILE, SIDE)
-#define READ_RIGHT(p) READ_TILE(6, right + (p) * 2 * TILE, SIDE); READ_TILE(7, right + (p) * 2 * TILE + TILE, SIDE)
+#define READ_LEFT(p)                           \
+    READ_TILE(4, left + (p) * 2 * TILE, SIDE); \
+    READ_TILE(5, left + (p) * 2 * TILE + TILE, SIDE)
+#define READ_RIGHT(p)                           \
+    READ_TILE(6, right + (p) * 2 * TILE, SIDE); \
+    READ_TILE(7, right + (p) * 2 * TILE + TILE, SIDE)
 
 /* Tiles 0 to 3 += two by two tiles of three parts, in an order in which every step has one side of the last; `multiply`
    adds the products of what was read. */
@@ -92,7 +96,10 @@ INLINE void write_parts(__m512 first, __m512 second, char *to) {
 #endif
 
 /* A right side whose numbers are sums of `count` of bfloat16: as many right sides, one after the other. */
-typedef struct { const uint32_t *pairs; int64_t count, apart, stride; } split;
+typedef struct {
+    const uint32_t *pairs;
+    int64_t count, apart, stride;
+} split;
 
 #if HAVE_TILES
 /* Rows [depth, n], times a factor, as such, in memory that is to be freed; without it where there are no tiles,

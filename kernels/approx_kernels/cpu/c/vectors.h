@@ -157,14 +157,25 @@ INLINE void tile(const int rows, const int vectors, int64_t depth, const float *
         }
 }
 
-#define TILES(vectors)                                                                            \
-    switch (m - i) {                                                                              \
-        case 1: tile(1, vectors, deep, left, am, ak, right, ldb, to, ldc, add); break;            \
-        case 2: tile(2, vectors, deep, left, am, ak, right, ldb, to, ldc, add); break;            \
-        case 3: tile(3, vectors, deep, left, am, ak, right, ldb, to, ldc, add); break;            \
-        case 4: tile(4, vectors, deep, left, am, ak, right, ldb, to, ldc, add); break;            \
-        case 5: tile(5, vectors, deep, left, am, ak, right, ldb, to, ldc, add); break;            \
-        default: tile(6, vectors, deep, left, am, ak, right, ldb, to, ldc, add);                  \
+#define TILES(vectors)                                                      \
+    switch (m - i) {                                                        \
+        case 1:                                                             \
+            tile(1, vectors, deep, left, am, ak, right, ldb, to, ldc, add); \
+            break;                                                          \
+        case 2:                                                             \
+            tile(2, vectors, deep, left, am, ak, right, ldb, to, ldc, add); \
+            break;                                                          \
+        case 3:                                                             \
+            tile(3, vectors, deep, left, am, ak, right, ldb, to, ldc, add); \
+            break;                                                          \
+        case 4:                                                             \
+            tile(4, vectors, deep, left, am, ak, right, ldb, to, ldc, add); \
+            break;                                                          \
+        case 5:                                                             \
+            tile(5, vectors, deep, left, am, ak, right, ldb, to, ldc, add); \
+            break;                                                          \
+        default:                                                            \
+            tile(6, vectors, deep, left, am, ak, right, ldb, to, ldc, add); \
     }
 
 /* Terms of a sum that are added one to another before they join the others: long chains gather roundings. */
@@ -180,14 +191,21 @@ SHARED void product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t
             for (int64_t i = 0; i < m; i += 6) {
                 const float *left = a + i * am + p * ak, *right = b + p * ldb + j;
                 float *to = c + i * ldc + j;
-                if (n - j >= 2 * WIDTH) { TILES(2) } else { TILES(1) }
+                if (n - j >= 2 * WIDTH) {
+                    TILES(2)
+                } else {
+                    TILES(1)
+                }
             }
         add = 1, p += CHAIN;
     } while (p < depth);
 }
 
 /* A tensor [B, H, n, size] of floats or bfloat16, whose last dimension lies in one piece. */
-typedef struct { void *data; int64_t batch, head, row, shared; } tensor;
+typedef struct {
+    void *data;
+    int64_t batch, head, row, shared;
+} tensor;
 SIZE_OF(rows, tensor)
 
 /* Where the rows of a head begin, of which `shared` heads in turn have the same. */
@@ -201,7 +219,10 @@ INLINE tensor from_row(tensor x, int bf16, int64_t first) {
 
 INLINE void read_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_t size, float *to) {
     int64_t at = head_of(x, b, h) + i * x.row;
-    if (!bf16) { memcpy(to, (float *)x.data + at, sizeof(float) * size); return; }
+    if (!bf16) {
+        memcpy(to, (float *)x.data + at, sizeof(float) * size);
+        return;
+    }
     const uint16_t *from = (uint16_t *)x.data + at;
     int64_t d = 0;
 #if WIDTH == 16
@@ -216,7 +237,10 @@ INLINE void read_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_
 
 INLINE void write_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_t size, const float *from) {
     int64_t at = head_of(x, b, h) + i * x.row;
-    if (!bf16) { memcpy((float *)x.data + at, from, sizeof(float) * size); return; }
+    if (!bf16) {
+        memcpy((float *)x.data + at, from, sizeof(float) * size);
+        return;
+    }
     uint16_t *to = (uint16_t *)x.data + at;
     int64_t d = 0;
 #if defined(__AVX512BF16__)

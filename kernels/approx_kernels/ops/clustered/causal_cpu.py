@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.cpu.compile import check, library
+from approx_kernels.cpu.compile import check, compiled
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.dropout import draw_seed, dropped
 from approx_kernels.cpu.structs import CausalClustered, CausalClusteredBackward, address, rows_of
@@ -107,9 +107,11 @@ def _attend_backward(
     made = empty_gradients(q, k, v)
     state = groups, most, peak, mass, top
     problem = _problem(q, k, v, rows, grad, *state, chunk, topk, scale, dropped(dropout, seed))
-    found = library("clustered/causal_backward.c")
-    assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.backward(ctypes.byref(CausalClusteredBackward(problem, *rows_of(grad, *made)))))
+    check(
+        compiled("clustered/causal_backward.c").backward(
+            ctypes.byref(CausalClusteredBackward(problem, *rows_of(grad, *made)))
+        )
+    )
     return made
 
 
@@ -130,9 +132,7 @@ def _attend(
     made = _empty(q, k, v, rows, groups, chunk, topk, learning)
     state = made[1:] if learning else [None] * 4
     problem = _problem(q, k, v, rows, made[0], groups, *state, chunk, topk, scale, dropped(dropout, seed))
-    found = library("clustered/causal_forward.c")
-    assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.forward(ctypes.byref(problem)))
+    check(compiled("clustered/causal_forward.c").forward(ctypes.byref(problem)))
     return made
 
 

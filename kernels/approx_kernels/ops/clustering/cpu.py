@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from approx_kernels.cpu.compile import check, library
+from approx_kernels.cpu.compile import check, compiled
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.structs import address, rows_of
 from approx_kernels.ops.clustering.checks import check_clustering, check_draws
@@ -48,8 +48,7 @@ def cluster_samples(
     check_clustering(q, planes, draws, max(most, 1), iterations)
     check_draws(draws)
     q, planes, draws = q if q.stride(-1) == 1 else q.contiguous(), planes.float().contiguous(), draws.contiguous()
-    found = library("clustering/hamming.c")
-    assert not isinstance(found, str), "checked by the op"
+    functions = compiled("clustering/hamming.c")
     groups = _empty(q, tokens, counts, clusters, planes, draws, iterations)
     batch, heads, length, size = q.shape
     places = (
@@ -60,7 +59,7 @@ def cluster_samples(
     )
     numbers = (q.dtype == torch.bfloat16, *q.shape, len(planes), iterations, STRIDE, torch.get_num_threads())
     written = address(groups, torch.int32, batch, heads, length)
-    check(found.cluster(ctypes.byref(rows_of(q)[0]), *places, *map(ctypes.c_int64, numbers), written))
+    check(functions.cluster(ctypes.byref(rows_of(q)[0]), *places, *map(ctypes.c_int64, numbers), written))
     return groups
 
 
@@ -75,11 +74,10 @@ def nearest_of_heads(q: Tensor, selectors: Tensor) -> Tensor:
     q = q if q.stride(-1) == 1 else q.contiguous()
     groups = _no_groups(q, selectors)
     selectors = selectors.detach().float().contiguous()
-    found = library("clustering/selectors.c")
-    assert not isinstance(found, str), "checked by the op"
+    functions = compiled("clustering/selectors.c")
     numbers = (q.dtype == torch.bfloat16, *q.shape, selectors.shape[1], torch.get_num_threads())
     batch, heads, length, size = q.shape
     given = address(selectors, torch.float32, heads, selectors.shape[1], size + 1)
     written = address(groups, torch.int32, batch, heads, length)
-    check(found.nearest(ctypes.byref(rows_of(q)[0]), given, *map(ctypes.c_int64, numbers), written))
+    check(functions.nearest(ctypes.byref(rows_of(q)[0]), given, *map(ctypes.c_int64, numbers), written))
     return groups

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.cpu.compile import check, library
+from approx_kernels.cpu.compile import check, compiled
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.dropout import draw_seed, dropped
 from approx_kernels.cpu.structs import KeyLists, KeyListsBackward, address, rows_of
@@ -195,12 +195,10 @@ def _attend_backward(
     lists = key_mask, own, starts, first, entries, query_order, key_order, stretches, places
     made = _empty_gradients(grad, grad_totals, q, k, v, *lists)
     problem = _problem(q, k, v, out, *lists, lse, totals, spans, before, scale, ramp, itself, dropped(dropout, seed))
-    found = library("key_lists/backward.c")
-    assert not isinstance(found, str), f"checked by the op: {found}"
     dq, dk, dv, dspans = made
     rows = *rows_of(grad), *rows_of(dq), *rows_of(dk, dv)
     written = address(dspans, torch.float32, *q.shape[:2]), address(grad_totals, torch.float32, *q.shape[:3])
-    check(found.backward(ctypes.byref(KeyListsBackward(problem, *rows, *written))))
+    check(compiled("key_lists/backward.c").backward(ctypes.byref(KeyListsBackward(problem, *rows, *written))))
     return made
 
 
@@ -229,10 +227,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     lists = key_mask, own, starts, first, entries, query_order, key_order, stretches, places
     out, lse, totals = _empty(q, k, v, *lists, relative)
-    found = library("key_lists/forward.c")
-    assert not isinstance(found, str), f"checked by the op: {found}"
     problem = _problem(q, k, v, out, *lists, lse, totals, spans, before, scale, ramp, itself, dropped(dropout, seed))
-    check(found.forward(ctypes.byref(problem)))
+    check(compiled("key_lists/forward.c").forward(ctypes.byref(problem)))
     return out, lse, totals
 
 

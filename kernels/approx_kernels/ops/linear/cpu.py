@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.cpu.compile import check, library
+from approx_kernels.cpu.compile import check, compiled
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.structs import Linear, LinearBackward, address, rows_of
 from approx_kernels.runtime.autocast import without_autocast
@@ -255,9 +255,8 @@ def _attend(
 
 
 def _run(source: str, problem: Linear | LinearBackward) -> None:
-    found = library(source)
-    assert not isinstance(found, str), f"checked by the op: {found}"
-    check((found.forward if source == "linear/forward.c" else found.backward)(ctypes.byref(problem)))
+    functions = compiled(source)
+    check((functions.forward if source == "linear/forward.c" else functions.backward)(ctypes.byref(problem)))
 
 
 def _problem(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.cpu.compile import check, library
+from approx_kernels.cpu.compile import check, compiled
 from approx_kernels.cpu.structs import LinearMap, address, rows_of
 from approx_kernels.ops.linear.features import FEATURE_MAPS
 from approx_kernels.runtime.custom_op import custom_op
@@ -61,10 +61,12 @@ def _count(x: list[int], weight: list[int] | None, *_: Any, out_shape: Any = Non
 @custom_op(_empty, flops=_count, backward=_gradients, save=_keep)
 def _map(x: Tensor, weight: Tensor | None, feature_map: str, scale: float) -> Tensor:
     out = _empty(x, weight, feature_map, scale)
-    found = library("linear/maps.c")
-    assert not isinstance(found, str), f"checked by the op: {found}"
     how = FEATURE_MAPS.index(feature_map), x.dtype == torch.bfloat16, torch.get_num_threads()
     size = x.shape[3]
     learned = address(weight, torch.float32, out.shape[1], size + (feature_map == "t2r"), size)
-    check(found.map_rows(ctypes.byref(LinearMap(*out.shape[:3], size, *how, *rows_of(out, x), learned, scale))))
+    check(
+        compiled("linear/maps.c").map_rows(
+            ctypes.byref(LinearMap(*out.shape[:3], size, *how, *rows_of(out, x), learned, scale))
+        )
+    )
     return out

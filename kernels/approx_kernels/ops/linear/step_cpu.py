@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.cpu.compile import check, library
+from approx_kernels.cpu.compile import check, compiled
 from approx_kernels.cpu.structs import LinearStep, address, rows_of
 from approx_kernels.ops.linear.features import FEATURE_MAPS
 from approx_kernels.runtime.custom_op import custom_op
@@ -74,7 +74,5 @@ def _step(
     how = FEATURE_MAPS.index(feature_map), k.shape[2] == max(window, 1), q.dtype == torch.bfloat16
     rows = rows_of(q, k, v, out)
     problem = LinearStep(*sizes, *how, torch.get_num_threads(), *rows, *places, scale, input_scale, eps)
-    found = library("linear/step.c")
-    assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.attend_newest(ctypes.byref(problem)))
+    check(compiled("linear/step.c").attend_newest(ctypes.byref(problem)))
     return out

@@ -24,7 +24,7 @@ Notes = dict[str, Tensor]
 
 def obstacle(q: Tensor) -> str | None:
     """Why sorted tokens cannot attend in C, with the remedy; None where they can."""
-    return lists_obstacle(q) or c_obstacle("lsh/sorting.c", q)
+    return lists_obstacle(q) or c_obstacle("lsh/sorting.c", q) or c_obstacle("lsh/stretches.c", q)
 
 
 def sorted_lists(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.cpu.compile import check, library
+from approx_kernels.cpu.compile import check, compiled
 from approx_kernels.cpu.structs import Hashing, Ordering, Stretching, address, rows_of
 from approx_kernels.ops.key_lists.cpu import FAR, MOST_ROWS
 from approx_kernels.runtime.custom_op import custom_op
@@ -47,7 +47,7 @@ def sort_tokens(q: Tensor, k: Tensor, columns: Tensor, query_lift: Tensor, key_l
         ),
     )
     how = q.dtype == torch.bfloat16, torch.get_num_threads()
-    check(_library().sort_tokens(ctypes.byref(Ordering(*sizes, *how, *rows_of(q, k), *places))))
+    check(compiled("lsh/sorting.c").sort_tokens(ctypes.byref(Ordering(*sizes, *how, *rows_of(q, k), *places))))
     return found
 
 
@@ -56,7 +56,11 @@ def sort_codes(codes: Tensor, most: int) -> Tensor:
     """Tokens by codes [..., n], int32 from 0 to below `most`; equal ones in their order."""
     order, n = torch.empty_like(codes), codes.shape[-1]
     sizes = (ctypes.c_int64(number) for number in (codes.numel() // n, n, most))
-    check(_library().sort_codes(*sizes, *(address(each, torch.int32, *codes.shape) for each in (codes, order))))
+    check(
+        compiled("lsh/sorting.c").sort_codes(
+            *sizes, *(address(each, torch.int32, *codes.shape) for each in (codes, order))
+        )
+    )
     return order
 
 
@@ -93,7 +97,7 @@ def hash_tokens(
         address(codes, torch.int32, batch, heads, rounds, tokens),
     )
     how = x.dtype == torch.bfloat16, torch.get_num_threads()
-    check(_library().hash_tokens(ctypes.byref(Hashing(*sizes, *how, *rows_of(x), *places))))
+    check(compiled("lsh/sorting.c").hash_tokens(ctypes.byref(Hashing(*sizes, *how, *rows_of(x), *places))))
     return codes
 
 
@@ -117,7 +121,11 @@ def nearest_buckets(q: Tensor, columns: Tensor, rounds: int, levels: int) -> Ten
     how = q.dtype == torch.bfloat16, torch.get_num_threads()
     planes = address(columns, torch.float64, size, columns.shape[1])
     written = address(codes, torch.int32, *codes.shape)
-    check(_library().hash_tokens(ctypes.byref(Hashing(*sizes, *how, *rows_of(q), planes, None, None, None, written))))
+    check(
+        compiled("lsh/sorting.c").hash_tokens(
+            ctypes.byref(Hashing(*sizes, *how, *rows_of(q), planes, None, None, None, written))
+        )
+    )
     return codes
 
 
@@ -197,11 +205,5 @@ def find_stretches(
     )
     numbers = batch, heads, rounds, length, keys, cluster, highest, ranks, most, MOST_ROWS, FAR, shared and highest
     how = heads // groups, torch.get_num_threads()
-    check(_library().stretches(ctypes.byref(Stretching(*numbers, *how, *addresses))))
+    check(compiled("lsh/stretches.c").stretches(ctypes.byref(Stretching(*numbers, *how, *addresses))))
     return made
-
-
-def _library() -> ctypes.CDLL:
-    found = library("lsh/sorting.c")
-    assert not isinstance(found, str), f"checked by the op: {found}"
-    return found

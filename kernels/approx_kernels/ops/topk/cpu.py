@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.cpu.compile import check, library
+from approx_kernels.cpu.compile import check, compiled
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.dropout import draw_seed, dropped
 from approx_kernels.cpu.structs import TopK, TopKBackward, address, rows_of
@@ -69,9 +69,7 @@ def _attend_backward(
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     made = _empty_gradients(grad, q, k, v)
     problem = _problem(q, k, v, grad, None, top, False, scale, dropped(dropout, seed))
-    found = library("topk/backward.c")
-    assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.backward(ctypes.byref(TopKBackward(problem, *rows_of(grad, *made)))))
+    check(compiled("topk/backward.c").backward(ctypes.byref(TopKBackward(problem, *rows_of(grad, *made)))))
     return made
 
 
@@ -88,9 +86,11 @@ def _attend(
     seed: int,
 ) -> tuple[Tensor, Tensor]:
     out, top = _empty(q, k, v, key_mask, kept)
-    found = library("topk/forward.c")
-    assert not isinstance(found, str), f"checked by the op: {found}"
-    check(found.forward(ctypes.byref(_problem(q, k, v, out, key_mask, top, causal, scale, dropped(dropout, seed)))))
+    check(
+        compiled("topk/forward.c").forward(
+            ctypes.byref(_problem(q, k, v, out, key_mask, top, causal, scale, dropped(dropout, seed)))
+        )
+    )
     return out, top
 
 

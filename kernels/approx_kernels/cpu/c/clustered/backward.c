@@ -2,13 +2,16 @@
 
 #include "clustered/heads.h"
 
-typedef struct { problem all; tensor grad, dq, dk, dv; } backward_problem;
+typedef struct {
+    problem all;
+    tensor grad, dq, dk, dv;
+} backward_problem;
 SIZE_OF(clustered_backward, backward_problem)
 
 typedef struct {
     tensor grad;
-    float *dq, *dk, *dv;    /* [n, D], sorted as the queries are; [S, D], [S, E] */
-    float *shared, *mass;    /* gradients of what the mean queries attend to beside their largest keys, and of the mass */
+    float *dq, *dk, *dv; /* [n, D], sorted as the queries are; [S, D], [S, E] */
+    float *shared, *mass; /* gradients of what the mean queries attend to beside their largest keys, and of the mass */
 } grads;
 
 /* What comes back through the keys that each query weighs itself; sums up what the others receive. */
@@ -79,9 +82,13 @@ static int through_means(const head *x, grads *g, int64_t item) {
     int64_t blocks = BLOCK * (2 * lanes + size + wide);
     float *weights = floats(blocks + 2 * lanes + (size + wide) * lanes + x->clusters * size);
     int64_t *next = malloc(sizeof(int64_t) * 2 * x->clusters);
-    if (!weights || !next) { free(weights), free(next); return 0; }
+    if (!weights || !next) {
+        free(weights), free(next);
+        return 0;
+    }
     float *change = weights + BLOCK * lanes;
-    float *along = change + BLOCK * lanes, *sums = along + lanes, *across = sums + lanes, *dmeans = across + wide * lanes;
+    float *along = change + BLOCK * lanes, *sums = along + lanes, *across = sums + lanes,
+          *dmeans = across + wide * lanes;
     float *turned = dmeans + x->clusters * size, *keys = turned + size * lanes, *values = keys + BLOCK * size;
     memset(dmeans, 0, sizeof(float) * x->clusters * size);
     memset(across, 0, sizeof(float) * wide * lanes);
@@ -143,7 +150,8 @@ static int backward_head(const backward_problem *p, int64_t item) {
     int failed = 1;
     if (gather(&x, all, item)) {
         int64_t numbers = (x.n + x.keys) * x.size + x.keys * x.values + x.clusters * (x.values + 1);
-        if ((g.dq = floats(numbers))) {
+        g.dq = floats(numbers);
+        if (g.dq) {
             memset(g.dq, 0, sizeof(float) * numbers);
             g.dk = g.dq + x.n * x.size, g.dv = g.dk + x.keys * x.size, g.shared = g.dv + x.keys * x.values;
             g.mass = g.shared + x.clusters * x.values, g.grad = p->grad;

@@ -4,7 +4,10 @@
 
 enum { BLOCK = 64 }; /* Keys that share the products with all centroids. */
 
-typedef struct { problem all; tensor grad, dq, dk, dv; } backward_problem;
+typedef struct {
+    problem all;
+    tensor grad, dq, dk, dv;
+} backward_problem;
 SIZE_OF(causal_clustered_backward, backward_problem)
 
 /* One head. The rest of a centroid, at a boundary, are the keys before it that the centroid does not list. */
@@ -13,19 +16,19 @@ typedef struct {
     int64_t b, h, size, values, lanes;
     const int32_t *groups, *top;
     const float *most, *peak, *mass;
-    float *keys, *v, *dk, *dv;    /* [S, D] and [S, E] */
-    float *rows, *across;    /* centroids, scaled, [R, D] and [D, R] */
-    float *weights;    /* [S, R], of a key in the rest of each centroid, at the first boundary after it */
-    float *mean_key, *mean_value;    /* of the rest, [R, D] and [R, E] */
-    float *share, *moved, *risen;    /* [L], a query's weight of the rest; gradients of its score and of its log mass */
-    float *dkeys, *dvalues, *rises;    /* gradients of the means, [R, D] and [R, E], and of the log mass, [R] */
-    float *dkeys_across, *dvalues_across;    /* [D, R] and [E, R] */
-    float *queries, *given, *dq, *standing;    /* of a strip: [STRIP, D], [STRIP, E], [STRIP, D]; one of them across */
-    float *near, *change;    /* of a strip, weights in its chunk and gradients of scores, [keys, STRIP] */
-    float *own, *own_change;    /* of a query, the same for the keys that its centroid lists, [K] */
-    int32_t *listed, *lost;    /* [S], whether listed; [K] */
-    float *dropped;    /* [BLOCK, R]; NULL where nothing is dropped */
-    uint32_t *before, *between;    /* draws of the centroids, [R] */
+    float *keys, *v, *dk, *dv; /* [S, D] and [S, E] */
+    float *rows, *across; /* centroids, scaled, [R, D] and [D, R] */
+    float *weights; /* [S, R], of a key in the rest of each centroid, at the first boundary after it */
+    float *mean_key, *mean_value; /* of the rest, [R, D] and [R, E] */
+    float *share, *moved, *risen; /* [L], a query's weight of the rest; gradients of its score and of its log mass */
+    float *dkeys, *dvalues, *rises; /* gradients of the means, [R, D] and [R, E], and of the log mass, [R] */
+    float *dkeys_across, *dvalues_across; /* [D, R] and [E, R] */
+    float *queries, *given, *dq, *standing; /* of a strip: [STRIP, D], [STRIP, E], [STRIP, D]; one of them across */
+    float *near, *change; /* of a strip, weights in its chunk and gradients of scores, [keys, STRIP] */
+    float *own, *own_change; /* of a query, the same for the keys that its centroid lists, [K] */
+    int32_t *listed, *lost; /* [S], whether listed; [K] */
+    float *dropped; /* [BLOCK, R]; NULL where nothing is dropped */
+    uint32_t *before, *between; /* draws of the centroids, [R] */
 } head;
 
 /* Queries from token `first` on, scaled, and the gradients of their outputs. */
@@ -78,7 +81,8 @@ static const float *value_weights(const head *x, int64_t first, int64_t count) {
 /* Take the chunk before a boundary into the means. */
 static void absorb(const head *x, int64_t boundary) {
     const problem *p = &x->all->all;
-    int64_t begin = boundary * p->chunk, size = x->size, values = x->values, lanes = x->lanes, place = boundary * p->rows;
+    int64_t begin = boundary * p->chunk, size = x->size, values = x->values, lanes = x->lanes,
+            place = boundary * p->rows;
     const float *keys = x->keys + begin * size;
     float *weights = x->weights + begin * lanes;
     product(p->chunk, lanes, p->size, keys, size, 1, x->across, lanes, weights, lanes, 0);
@@ -250,7 +254,7 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
                            (2 * D + E + 1) * lanes + STRIP * (2 * size + values + greater(D, E)) +
                            greater(pairs, BLOCK * lanes) + pairs + 2 * kept + (p->dropout.bound ? BLOCK * lanes : 0));
     x.listed = calloc(S + p->kept + 2 * lanes, sizeof(int32_t));
-    if (!memory || !x.listed) { free(memory), free(x.listed); return 1; }
+    if (!memory || !x.listed) return free(memory), free(x.listed), 1;
     x.lost = x.listed + S, x.before = (uint32_t *)x.lost + p->kept, x.between = x.before + lanes;
     for (int64_t r = 0; p->dropout.bound && r < R; r++) {
         draw of = draw_of_centroid(p, item, r);

@@ -19,7 +19,8 @@ typedef struct {
 
 /* Let the scores of a centroid with `count` keys from `begin` on compete for its list. What stays outside remains in the
    row; who loses a place that he took in an earlier block goes to `lost`, and their number is returned. */
-static int64_t compete(past *x, int64_t r, int64_t begin, int64_t count, float *row, int32_t *lost, float *lost_scores) {
+static int64_t compete(past *x, int64_t r, int64_t begin, int64_t count, float *row, int32_t *lost,
+                       float *lost_scores) {
     int64_t kept = x->all->kept, losers = 0;
     float *best = x->best + r * kept;
     int32_t *top = x->top + r * kept, *filled = x->filled + r;
@@ -27,7 +28,10 @@ static int64_t compete(past *x, int64_t r, int64_t begin, int64_t count, float *
         float score = row[c];
         if (*filled == kept && !(score > best[0])) continue;
         row[c] = -INFINITY;
-        if (*filled < kept) { append(best, top, filled, kept, score, (int32_t)(begin + c)); continue; }
+        if (*filled < kept) {
+            append(best, top, filled, kept, score, (int32_t)(begin + c));
+            continue;
+        }
         if (top[0] >= begin) row[top[0] - begin] = best[0];
         else lost[losers] = top[0], lost_scores[losers++] = best[0];
         replace(best, top, kept, score, (int32_t)(begin + c));
@@ -51,7 +55,8 @@ static void absorb(past *x, int64_t begin, int64_t count) {
         if (x->half) multiply(p->rows, wide, p->size, x->residues, x->size, 1, standing, 0, 0, x->scores, BLOCK, 1);
     }
     for (int64_t r = 0; r < p->rows; r++) {
-        float *row = x->scores + r * BLOCK, *mean_key = x->mean_key + r * x->size, *mean_value = x->mean_value + r * x->values;
+        float *row = x->scores + r * BLOCK, *mean_key = x->mean_key + r * x->size,
+              *mean_value = x->mean_value + r * x->values;
         int32_t lost[BLOCK];
         float lost_scores[BLOCK], most = x->peak[r];
         int64_t losers = compete(x, r, begin, count, row, lost, lost_scores);
@@ -116,7 +121,10 @@ static float attend_past(const past *x, int64_t r, const float *query, draw of, 
 
 /* Memory of a strip: queries, [STRIP, D] and across, outputs, [STRIP, E], scores in the chunk, [keys, STRIP], and of a
    query with its list and the rest; the chunk's values, [keys, E]. */
-typedef struct { float *queries, *standing, *out, *near, *own; right values; } strip;
+typedef struct {
+    float *queries, *standing, *out, *near, *own;
+    right values;
+} strip;
 
 /* Queries from `first` on, of the chunk that begins at `begin`. */
 static void attend(const past *x, const strip *s, int64_t b, int64_t h, int64_t begin, int64_t first, int64_t deep) {
@@ -160,11 +168,14 @@ static int head(const problem *p, int64_t b, int64_t h) {
     strip s = {0};
     int64_t chunk = lesser(p->chunk, S), standing = room(p->size, BLOCK);
     float *lying, *memory = floats(S * (size + values) + R * (3 * size + values + BLOCK + K + 2) + 2 * standing +
-                           STRIP * (size + values + chunk) + room(BLOCK, greater(size, values)) +
-                           room(chunk, values) + padded(K + 1));
+                                   STRIP * (size + values + chunk) + room(BLOCK, greater(size, values)) +
+                                   room(chunk, values) + padded(K + 1));
     /* Lists are read as whole vectors. */
     x.top = calloc(R * (K + 1) + WIDTH, sizeof(int32_t));
-    if (!memory || !x.top) { free(memory), free(x.top); return 1; }
+    if (!memory || !x.top) {
+        free(memory), free(x.top);
+        return 1;
+    }
     x.filled = x.top + R * K;
     x.keys = memory, x.v = x.keys + S * size, x.rows = x.v + S * values, x.mean_key = x.rows + R * size;
     x.mean_value = x.mean_key + R * size, x.scores = x.mean_value + R * values, x.standing = x.scores + R * BLOCK;
@@ -176,7 +187,8 @@ static int head(const problem *p, int64_t b, int64_t h) {
     read_rows(p->k, p->bf16, b, h, NULL, S, p->size, size, x.keys);
     read_rows(p->v, p->bf16, b, h, NULL, S, p->values, values, x.v);
     read_rows(p->centroids, 0, b, h, NULL, R, p->size, size, x.rows);
-    for (int64_t r = 0; r < R; r++) x.peak[r] = -INFINITY, x.mass[r] = 0.0f, scale_row(size, p->scale, x.rows + r * size);
+    for (int64_t r = 0; r < R; r++)
+        x.peak[r] = -INFINITY, x.mass[r] = 0.0f, scale_row(size, p->scale, x.rows + r * size);
     x.half = begin_halves(p->bf16, p->length);
     for (int64_t i = 0; x.half && i < R * size; i++) x.residues[i] = x.rows[i] - halved(x.rows[i]);
     for (int64_t begin = 0; begin < S; begin += p->chunk) {

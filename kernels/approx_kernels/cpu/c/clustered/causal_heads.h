@@ -9,8 +9,8 @@ enum { STRIP = 32, TOGETHER = 4 };
 
 typedef struct {
     int64_t batch, heads, length, keys, size, values, rows, chunk, kept, bf16, threads;
-    tensor q, k, v, centroids, out;    /* centroids are float32, [B, H, R, D] */
-    const int32_t *groups;    /* [B, H, L], the centroid of each query */
+    tensor q, k, v, centroids, out; /* centroids are float32, [B, H, R, D] */
+    const int32_t *groups; /* [B, H, L], the centroid of each query */
     /* Kept for the backward pass, or NULL: the largest score of each query, [B, H, L], and at each of N boundaries the
        keys that a centroid lists, [B, H, N, R, K], and of all others the largest score and the sum of exponentials
        relative to it, [B, H, N, R]. */
@@ -25,7 +25,9 @@ SIZE_OF(causal_clustered, problem)
 INLINE int64_t boundaries(const problem *p) { return (p->keys - 1) / p->chunk; }
 
 /* Draws of the queries of a strip; of nothing where nothing is dropped. */
-typedef struct { uint32_t before[STRIP], between[STRIP]; } draws;
+typedef struct {
+    uint32_t before[STRIP], between[STRIP];
+} draws;
 
 static void draw_strip(const problem *p, int64_t item, int64_t at, int64_t deep, draws *to) {
     memset(to, 0, sizeof(draws));
@@ -44,8 +46,7 @@ INLINE draw draw_of_centroid(const problem *p, int64_t item, int64_t r) {
 
 /* Drop weights [seen, STRIP] of a strip in its chunk. */
 static void drop_near(const problem *p, const draws *of, int64_t begin, int64_t seen, int64_t deep, float *weights) {
-    if (p->dropout.bound)
-        drop_lanes(&p->dropout, of->before, of->between, padded(deep), begin, seen, weights, STRIP);
+    if (p->dropout.bound) drop_lanes(&p->dropout, of->before, of->between, padded(deep), begin, seen, weights, STRIP);
 }
 
 /* What a score weighs relative to another; -INFINITY stands for what must not count. */

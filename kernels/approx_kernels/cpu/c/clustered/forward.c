@@ -20,7 +20,10 @@ static void select_largest(uint64_t *x, int64_t n, int64_t k) {
         while (i <= j) {
             while (x[i] > pivot) i++;
             while (x[j] < pivot) j--;
-            if (i <= j) { uint64_t y = x[i]; x[i++] = x[j], x[j--] = y; }
+            if (i <= j) {
+                uint64_t y = x[i];
+                x[i++] = x[j], x[j--] = y;
+            }
         }
         if (k - 1 <= j) high = j;
         else if (k - 1 >= i) low = i;
@@ -30,7 +33,11 @@ static void select_largest(uint64_t *x, int64_t n, int64_t k) {
 
 /* Candidates for the largest keys of one mean query, in the order of the keys: those at or above a floor that at least K
    of them reach. */
-typedef struct { float *scores, floor; int32_t *keys; int64_t count; } candidates;
+typedef struct {
+    float *scores, floor;
+    int32_t *keys;
+    int64_t count;
+} candidates;
 
 /* Let scores of keys, the candidates' own or others, be candidates if they are not too low. */
 INLINE void take(candidates *x, int64_t count, const float *scores, const int32_t *keys) {
@@ -72,7 +79,8 @@ static void thin(candidates *x, int64_t k) {
     for (int step = 0; step < 12; step++) {
         float middle = 0.5f * (low + high);
         int64_t found = reaching(x, middle);
-        if (found < k) high = middle; else low = middle;
+        if (found < k) high = middle;
+        else low = middle;
         if (found >= k && found <= k + k / 4) break;
     }
     if (reaching(x, low) < k) return;
@@ -118,7 +126,8 @@ static void attend_means(const head *x, pass *w) {
         read_block(x, all->k, begin, count, all->size, w->block);
         right keys = columns_right(x->half, count, all->size, w->block, x->size, w->standing);
         multiply(x->clusters, full, all->size, x->means, x->size, 1, keys, 0, 0, w->scores, BLOCK, 0);
-        if (x->residues) multiply(x->clusters, full, all->size, x->residues, x->size, 1, keys, 0, 0, w->scores, BLOCK, 1);
+        if (x->residues)
+            multiply(x->clusters, full, all->size, x->residues, x->size, 1, keys, 0, 0, w->scores, BLOCK, 1);
         for (c = 0; c < x->clusters; c++) {
             float *row = w->scores + c * BLOCK;
             vf most = (vf){0} + w->largest[c], sum = {0};
@@ -138,8 +147,7 @@ static void attend_means(const head *x, pass *w) {
                 scale_row(wide, fade, w->outputs + c * wide);
             }
             w->sums[c] += lane_sum(sum);
-            if (all->dropout.bound)
-                drop_stretch(&all->dropout, (draw){x->before[c], x->between[c]}, begin, count, row);
+            if (all->dropout.bound) drop_stretch(&all->dropout, (draw){x->before[c], x->between[c]}, begin, count, row);
         }
         read_block(x, all->v, begin, count, all->values, w->block);
         right values = rows_right(x->half, count, wide, w->block, wide, w->lying);
@@ -158,7 +166,8 @@ static float take_share(const head *x, int64_t c, const int32_t *top, right keys
     float mass = 0;
     /* As before, to the bit: shares of one sum. */
     multiply(1, width, x->all->size, x->means + c * x->size, x->size, 1, keys, 0, 0, scores, width, 0);
-    if (x->residues) multiply(1, width, x->all->size, x->residues + c * x->size, x->size, 1, keys, 0, 0, scores, width, 1);
+    if (x->residues)
+        multiply(1, width, x->all->size, x->residues + c * x->size, x->size, 1, keys, 0, 0, scores, width, 1);
     for (int64_t i = 0; i < width; i += WIDTH) *(vf *)(scores + i) = vexp(*(vf *)(scores + i) - sums);
     for (int64_t i = 0; i < x->kept; i++) {
         float share = scores[i];
@@ -198,7 +207,8 @@ static int forward_head(const problem *all, int64_t item) {
             w.top[c] = (candidates){.scores = scores + c * w.room, .keys = keys + c * w.room, .floor = -INFINITY};
     }
     attend_means(&x, &w);
-    float *made = queries + MEMBERS * x.size, *keys = own, *values = keys + width * x.size, *weights = values + width * x.values;
+    float *made = queries + MEMBERS * x.size, *keys = own, *values = keys + width * x.size,
+          *weights = values + width * x.values;
     float *standing = weights + MEMBERS * width, *lying = standing + room(all->size, width);
     right asked = {0}, given = {0};
     for (c = 0; c < x.clusters; c++) {

@@ -12,11 +12,11 @@
 typedef struct {
     int64_t batch, heads, length, keys, size, values, most_clusters, kept, bf16, threads;
     tensor q, k, v, out;
-    const int32_t *query_tokens, *key_tokens;    /* [B, L] and [B, S], real ones first; NULL where all are real */
-    const int64_t *queries, *real_keys, *clusters;    /* [B] */
-    const int32_t *groups;    /* [B, H, L], of the real queries */
-    float *rest, *sums, *mass;    /* [B, H, C, E], [B, H, C], [B, H, C] */
-    int32_t *top;    /* [B, H, C, K] */
+    const int32_t *query_tokens, *key_tokens; /* [B, L] and [B, S], real ones first; NULL where all are real */
+    const int64_t *queries, *real_keys, *clusters; /* [B] */
+    const int32_t *groups; /* [B, H, L], of the real queries */
+    float *rest, *sums, *mass; /* [B, H, C, E], [B, H, C], [B, H, C] */
+    int32_t *top; /* [B, H, C, K] */
     float scale;
     dropout dropout;
 } problem;
@@ -27,10 +27,11 @@ typedef struct {
     const problem *all;
     int64_t b, h, n, keys, clusters, lanes, size, values, kept;
     const int32_t *keys_at, *groups;
-    int32_t *first, *order;    /* cluster c has places first[c] up to first[c + 1]; order[place] is the token there */
-    float *means, *residues;    /* mean queries, scaled, [C, D]; what rounding takes of them, NULL where it does not matter */
+    int32_t *first, *order; /* cluster c has places first[c] up to first[c + 1]; order[place] is the token there */
+    float *means,
+        *residues; /* mean queries, scaled, [C, D]; what rounding takes of them, NULL where it does not matter */
     int half;
-    uint32_t *before, *between;    /* draws of the clusters, [C]; of nothing where nothing is dropped */
+    uint32_t *before, *between; /* draws of the clusters, [C]; of nothing where nothing is dropped */
 } head;
 
 static void release(head *x) { end_halves(x->half), free(x->first), free(x->means); }

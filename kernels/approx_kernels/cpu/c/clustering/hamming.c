@@ -56,8 +56,8 @@ static void hash(tensor q, int64_t bf16, int64_t b, int64_t h, const int32_t *to
 #include <immintrin.h>
 /* Bits set in each of four words: a table of sixteen for each half of a byte, summed over the bytes. */
 INLINE __m256i bits_set(__m256i x) {
-    const __m256i table = _mm256_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4,
-                                           0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4);
+    const __m256i table = _mm256_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4, 0, 1, 1, 2, 1, 2, 2, 3, 1, 2,
+                                           2, 3, 2, 3, 3, 4);
     const __m256i half = _mm256_set1_epi8(15);
     __m256i low = _mm256_shuffle_epi8(table, _mm256_and_si256(x, half));
     __m256i high = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(x, 4), half));
@@ -68,7 +68,8 @@ INLINE __m256i bits_set(__m256i x) {
 #if WIDTH == 16 && defined(__AVX512VPOPCNTDQ__)
 #define HAVE_COUNTS 1
 /* As `nearest`, for up to 2^16 centroids: of 16 words the differences and the centroid's number make one vector of keys. */
-static void nearest_counted(const uint64_t *words, int64_t n, const uint64_t *centroids, int64_t clusters, int32_t *groups) {
+static void nearest_counted(const uint64_t *words, int64_t n, const uint64_t *centroids, int64_t clusters,
+                            int32_t *groups) {
     for (int64_t i = 0; i < n; i += 32) {
         uint64_t row[32];
         uint32_t best[32];
@@ -93,7 +94,8 @@ static void nearest_counted(const uint64_t *words, int64_t n, const uint64_t *ce
 #else
 #define HAVE_COUNTS 0
 BEGIN_STAND_INS
-INLINE void nearest_counted(const uint64_t *words, int64_t n, const uint64_t *centroids, int64_t clusters, int32_t *groups) {}
+INLINE void nearest_counted(const uint64_t *words, int64_t n, const uint64_t *centroids, int64_t clusters,
+                            int32_t *groups) {}
 END_STAND_INS
 #endif
 
@@ -111,7 +113,7 @@ static void nearest(const uint64_t *words, int64_t n, const uint64_t *centroids,
         __m256d most = _mm256_set1_pd(1e300), least[2] = {most, most};
         for (int64_t c = 0; c < clusters; c++) {
             /* Read as doubles, which have a minimum, keys keep their order; the one more keeps them normal. */
-            __m256i other = _mm256_set1_epi64x((long long)centroids[c]), number = _mm256_set1_epi64x(1ll << 52 | c);
+            __m256i other = _mm256_set1_epi64x((long long)centroids[c]), number = _mm256_set1_epi64x(1LL << 52 | c);
             __m256i one = _mm256_slli_epi64(bits_set(_mm256_xor_si256(first, other)), 52);
             __m256i two = _mm256_slli_epi64(bits_set(_mm256_xor_si256(second, other)), 52);
             least[0] = _mm256_min_pd(_mm256_castsi256_pd(_mm256_add_epi64(one, number)), least[0]);
@@ -164,8 +166,8 @@ static int move(const uint64_t *words, int64_t n, const int32_t *groups, uint64_
 /* q [B, H, L, D], planes [bits, D + 1] -> groups [B, H, L], of the real tokens of each sample in their order; a sample
    without clusters is left out, and one of no more queries than clusters keeps each apart. */
 int cluster(const tensor *q, const float *planes, const int32_t *tokens, const int64_t *counts, const int64_t *clusters,
-            const int64_t *draws, int64_t bf16, int64_t batch, int64_t heads, int64_t length, int64_t size, int64_t bits,
-            int64_t iterations, int64_t stride, int64_t threads, int32_t *groups) {
+            const int64_t *draws, int64_t bf16, int64_t batch, int64_t heads, int64_t length, int64_t size,
+            int64_t bits, int64_t iterations, int64_t stride, int64_t threads, int32_t *groups) {
     int failed = 0;
     float *across = floats((size + 1) * BITS);
     if (!across) return 1;
@@ -184,8 +186,12 @@ int cluster(const tensor *q, const float *planes, const int32_t *tokens, const i
         uint64_t *words = malloc(sizeof(uint64_t) * (n + wanted)), *centroids = words + n;
         int32_t *ones = malloc(sizeof(int32_t) * (BITS + 1) * wanted);
         float *memory = floats(ROWS * (padded(size) + BITS));
-        if (!words || !ones || !memory) { free(words), free(ones), free(memory), failed = 1; continue; }
-        hash(*q, bf16, b, item % heads, tokens ? tokens + b * length : NULL, n, size, bits, across, parts, memory, words);
+        if (!words || !ones || !memory) {
+            free(words), free(ones), free(memory), failed = 1;
+            continue;
+        }
+        hash(*q, bf16, b, item % heads, tokens ? tokens + b * length : NULL, n, size, bits, across, parts, memory,
+             words);
         for (int64_t c = 0; c < wanted; c++) {
             int64_t low = c * n / wanted, high = (c + 1) * n / wanted;
             centroids[c] = words[low + draws[c] % (high - low)];

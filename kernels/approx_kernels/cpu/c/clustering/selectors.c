@@ -14,7 +14,10 @@ int nearest(const tensor *q, const float *selectors, int64_t bf16, int64_t batch
     for (int64_t item = 0; item < batch * heads; item++) {
         const float *own = selectors + item % heads * clusters * (size + 1);
         float *memory = floats(ROWS * (wide + lanes) + size * lanes);
-        if (!memory) { failed = 1; continue; }
+        if (!memory) {
+            failed = 1;
+            continue;
+        }
         float *queries = memory, *heights = queries + ROWS * wide, *standing = heights + ROWS * lanes;
         transpose(clusters, size, own, size + 1, standing, lanes);
         for (int64_t first = 0; first < length; first += ROWS) {

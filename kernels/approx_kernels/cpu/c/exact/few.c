@@ -11,7 +11,7 @@ enum { BLOCK = 64 };
 typedef struct {
     int64_t batch, heads, length, keys, size, values, bf16, causal, threads;
     tensor q, k, v, out;
-    const uint8_t *mask;    /* [B, S], or NULL where all keys are real */
+    const uint8_t *mask; /* [B, S], or NULL where all keys are real */
     float scale;
 } problem;
 SIZE_OF(few_queries, problem)
@@ -85,7 +85,8 @@ INLINE void join(const problem *p, const int bf16, int64_t b, int64_t h, int64_t
     *sum = *sum * factor + lane_sum(added);
     *most = peak;
     int64_t at = 0;
-    for (; at + 8 * WIDTH <= p->values; at += 8 * WIDTH) gather(bf16, 8, count, scores, v, value_stride, at, factor, out);
+    for (; at + 8 * WIDTH <= p->values; at += 8 * WIDTH)
+        gather(bf16, 8, count, scores, v, value_stride, at, factor, out);
     for (; at < p->values; at += WIDTH) gather(bf16, 1, count, scores, v, value_stride, at, factor, out);
 }
 

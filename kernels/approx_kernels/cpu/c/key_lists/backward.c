@@ -2,7 +2,12 @@
 
 #include "key_lists/tiles.h"
 
-typedef struct { problem all; tensor grad, dq, dk, dv; float *dspans; const float *dtotals; } backward_problem;
+typedef struct {
+    problem all;
+    tensor grad, dq, dk, dv;
+    float *dspans;
+    const float *dtotals;
+} backward_problem;
 SIZE_OF(key_lists_backward, backward_problem)
 
 /* Scores of a query become weights, and gradients of weights those of scores; returns that of the span, times the ramp. */
@@ -37,8 +42,8 @@ static void itself(const problem *p, int64_t b, int64_t h, int64_t at, float lse
 }
 
 /* Of each query, which of the keys that its block sees has the largest score; -1 where it sees none. */
-static void find_largest(const problem *p, int64_t b, int64_t h, const queries_of_block *w, int half, const float *queries,
-                         float *keys, float *standing, float *scores, int64_t *which) {
+static void find_largest(const problem *p, int64_t b, int64_t h, const queries_of_block *w, int half,
+                         const float *queries, float *keys, float *standing, float *scores, int64_t *which) {
     int64_t size = padded(p->size), most = half ? HALF_STRIP : STRIP, passed = 0;
     float top[ROWS];
     for (int64_t i = 0; i < w->rows; i++) top[i] = -INFINITY, which[i] = -1;
@@ -49,11 +54,13 @@ static void find_largest(const problem *p, int64_t b, int64_t h, const queries_o
             int64_t deep = lesser(most, w->rows - strip), begin, end;
             columns(&t, w->at[strip], w->at[strip + deep - 1], &begin, &end);
             if (begin >= end) continue;
-            multiply(deep, end - begin, p->size, queries + strip * size, size, 1, asked, 0, begin, scores + begin, KEYS, 0);
+            multiply(deep, end - begin, p->size, queries + strip * size, size, 1, asked, 0, begin, scores + begin, KEYS,
+                     0);
             for (int64_t i = strip; i < strip + deep; i++)
                 for (int64_t c = begin; c < lesser(end, t.count); c++) {
                     float score = scores[(i - strip) * KEYS + c];
-                    if (score > top[i] && t.from[c] <= w->at[i] && t.to[c] >= w->at[i]) top[i] = score, which[i] = passed + c;
+                    if (score > top[i] && t.from[c] <= w->at[i] && t.to[c] >= w->at[i])
+                        top[i] = score, which[i] = passed + c;
                 }
         }
     }
@@ -65,7 +72,10 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     int64_t rooms = room(D, KEYS) + room(E, KEYS) + room(KEYS, D) + room(HALF_STRIP, D) + room(HALF_STRIP, E);
     float *memory = floats(2 * (ROWS + KEYS) * (size + width) + rooms + 2 * HALF_STRIP * KEYS + ROWS + p->parts * KEYS);
     float *sums = floats(p->keys * (size + width));
-    if (!memory || !sums) { free(memory), free(sums); return 1; }
+    if (!memory || !sums) {
+        free(memory), free(sums);
+        return 1;
+    }
     float *queries = memory, *given = queries + ROWS * size, *out = given + ROWS * width, *dq = out + ROWS * width;
     float *keys = dq + ROWS * size, *values = keys + KEYS * size, *dk = values + KEYS * width, *dv = dk + KEYS * size;
     float *standing = dv + KEYS * width, *standing_values = standing + room(D, KEYS);
@@ -99,7 +109,8 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         }
         if (g->dtotals) find_largest(p, b, h, &w, half, queries, keys, standing, weights, largest);
         passed = 0;
-        for (keys_of_block t = keys_from(p, b, h, &w, (int32_t *)(share + ROWS)); next_keys(p, b, &w, &t); passed += t.count) {
+        for (keys_of_block t = keys_from(p, b, h, &w, (int32_t *)(share + ROWS)); next_keys(p, b, &w, &t);
+             passed += t.count) {
             gather(p, p->k, b, h, &t, D, keys), gather(p, p->v, b, h, &t, E, values);
             right asked = columns_right(half, t.count, D, keys, size, standing);
             right kept = columns_right(half, t.count, E, values, width, standing_values);

@@ -85,7 +85,10 @@ static void pack_values(const problem *p, int64_t from, const int64_t *key, uint
         }
     }
     transpose_block(block);
-    if (!is_wide(p)) { memcpy(to, block, TILE); return; }
+    if (!is_wide(p)) {
+        memcpy(to, block, TILE);
+        return;
+    }
     transpose_block(other);
     for (int64_t i = 0; i < SIDE; i++) write_parts((__m512)block[i], (__m512)other[i], to + i * 64);
 }
@@ -149,8 +152,11 @@ static float *begin_strips(const problem *p, strips *s) {
             own += greater(p->entries[e].end - p->entries[e].begin, 0) / SPAN + 2;
         most = greater(most, own);
     }
-    *s = (strips){.groups = (p->ranks + SPAN - 1) / SPAN, .deep = (p->size + DEPTH - 1) / DEPTH,
-                  .pairs = (p->values + SPAN - 1) / SPAN, .parts = is_wide(p) ? PARTS : 1, .item = -1};
+    *s = (strips){.groups = (p->ranks + SPAN - 1) / SPAN,
+                  .deep = (p->size + DEPTH - 1) / DEPTH,
+                  .pairs = (p->values + SPAN - 1) / SPAN,
+                  .parts = is_wide(p) ? PARTS : 1,
+                  .item = -1};
     int64_t words = s->parts * TILE / 2, keys = s->groups * s->deep * words, values = s->groups * s->pairs * words;
     int64_t again = greater(SQUARE, 2 * padded(p->size)), faded = p->spans ? padded(p->keys + p->length + 1) : 0;
     int64_t rest = s->pairs * SQUARE + faded + padded(2 * most) + padded((s->groups + 3) / 4) + 4 * SIDE * p->parts;

@@ -12,7 +12,9 @@
 enum { WAITING = HAVE_TILES ? 2 : 4, SQUARE = SPAN * SPAN };
 
 /* Keys of ranks from SPAN * at on, which are seen as an entry says. */
-typedef struct { int32_t at, entry; } group;
+typedef struct {
+    int32_t at, entry;
+} group;
 
 /* What a thread works with: keys and values of a head as tiles, packed where somebody saw them; and of a strip the rest. */
 typedef struct {
@@ -26,10 +28,18 @@ typedef struct {
 
 /* SIDE queries of a strip: their weights are powers of 2, relative to that of the origin; the sum of those of earlier groups,
    and of every other key since, for in one chain long sums would gather roundings. */
-typedef struct { __m512 origin, sum, low, high; } lanes;
+typedef struct {
+    __m512 origin, sum, low, high;
+} lanes;
 
 /* The group that is being weighed: how many of its pairs of keys are done, and what that has come to. */
-typedef struct { const float *scores; char *weights; int64_t done; __m512 factor; lanes left, right; } weighing;
+typedef struct {
+    const float *scores;
+    char *weights;
+    int64_t done;
+    __m512 factor;
+    lanes left, right;
+} weighing;
 
 INLINE __m512 total(const lanes *l) { return _mm512_add_ps(l->sum, _mm512_add_ps(l->low, l->high)); }
 
@@ -60,7 +70,10 @@ BEGIN_STAND_INS
 /* Weights of two keys, for SIDE queries: pairs, or each key by itself. */
 INLINE void write_weights(const int wide, __m512 low, __m512 high, char *to) {
 #if HAVE_PAIRS
-    if (!wide) { _mm512_store_si512(to, paired(low, high)); return; }
+    if (!wide) {
+        _mm512_store_si512(to, paired(low, high));
+        return;
+    }
 #endif
 #if HAVE_TILES
     __m512i lows[PARTS], uppers[PARTS];
@@ -117,7 +130,10 @@ INLINE void multiply_square(const int wide, weighing *w, int64_t share) {
 
 /* Tiles 0 to 3 += two by two tiles, of three parts where numbers are float32. */
 INLINE void add_square(const int wide, const char *left, const char *right, weighing *w, int64_t share) {
-    if (wide) { ADD_PARTS(multiply_square(wide, w, share)); return; }
+    if (wide) {
+        ADD_PARTS(multiply_square(wide, w, share));
+        return;
+    }
     READ_TILE(4, left, SIDE);
     READ_TILE(6, right, SIDE);
     ADD_PRODUCT(0, 4, 6);
@@ -150,7 +166,10 @@ INLINE void bring(const int wide, const strips *s, int64_t pair, const group *gr
     else read_square(out);
     for (int64_t g = 0; g < count; g++)
         add_square(wide, s->values + (groups[g].at * s->pairs + pair) * step, weights + g * step, w, share);
-    if (!wide) { write_square(out); return; }
+    if (!wide) {
+        write_square(out);
+        return;
+    }
     /* In one chain a sum of float32 would gather a rounding at every second key. */
     write_square(s->again);
     for (int64_t i = 0; i < SQUARE; i += WIDTH)
@@ -208,7 +227,8 @@ INLINE void bring(const int wide, const strips *s, int64_t pair, const group *gr
         for (int64_t g = 0; g < count; g++)
             add_rows(wide, s->values + (groups[g].at * s->pairs + pair) * step + row * 64, weights + g * step, sums);
         for (int r = 0; r < AT_ONCE; r++)
-            for (int x = 0; x < 2; x++, out += SIDE) _mm512_store_ps(out, _mm512_add_ps(_mm512_load_ps(out), sums[r][x]));
+            for (int x = 0; x < 2; x++, out += SIDE)
+                _mm512_store_ps(out, _mm512_add_ps(_mm512_load_ps(out), sums[r][x]));
     }
 }
 END_STAND_INS

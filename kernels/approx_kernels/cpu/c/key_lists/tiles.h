@@ -9,24 +9,30 @@ enum { STRIP = 24, HALF_STRIP = 32, ROWS = 8 * STRIP, KEYS = 128 };
 
 /* Keys from begin to end; the query at position i sees key j of them where low <= j - i <= high. Queries and keys are
    counted by their ranks where they have an order, and distances too, unless each head has lists of its own. */
-typedef struct { int32_t begin, end, low, high; } entry;
+typedef struct {
+    int32_t begin, end, low, high;
+} entry;
 
 typedef struct {
     int64_t batch, heads, length, keys, ranks, size, values, before, blocks, parts, own_orders, bf16, threads;
     tensor q, k, v, out;
-    const uint8_t *mask;   /* [B, S], 0 at padding; NULL when all keys are real */
-    const int64_t *own;    /* [B H + 1]: first block of each head; NULL where all have the same */
-    const int64_t *starts; /* first query of each block, and the end of the last; ROWS queries at most; P times L of a head */
-    const int64_t *first;  /* first entry of each block, and the end of the last */
+    const uint8_t *mask; /* [B, S], 0 at padding; NULL when all keys are real */
+    const int64_t *own; /* [B H + 1]: first block of each head; NULL where all have the same */
+    const int64_t
+        *starts; /* first query of each block, and the end of the last; ROWS queries at most; P times L of a head */
+    const int64_t *first; /* first entry of each block, and the end of the last */
     const entry *entries;
     const int32_t *query_order, *key_order; /* tokens by rank, [P, B H or 1, n]; NULL where each has its own */
-    const int32_t *stretches; /* [2, P, B H, L]: the ranks that queries see in each part, the first and the end; NULL where a
+    const int32_t
+        *stretches; /* [2, P, B H, L]: the ranks that queries see in each part, the first and the end; NULL where a
                                  key counts in each part that shows it, and not in the first of them alone */
-    const int32_t *places; /* [2, P, B H, ranks]: entries by rank, which are the same in all parts, and ranks of entries */
-    float *lse;            /* [B, H, L] */
-    float *totals;         /* [B, H, L], normalisers relative to the largest weight; NULL where nobody asks */
-    const float *spans;    /* [H]: weights fall to 0 from that distance on; NULL where they do not */
-    float scale, ramp, itself; /* itself: how often a query sees the key at its own position beside its lists; below 0, not even there */
+    const int32_t
+        *places; /* [2, P, B H, ranks]: entries by rank, which are the same in all parts, and ranks of entries */
+    float *lse; /* [B, H, L] */
+    float *totals; /* [B, H, L], normalisers relative to the largest weight; NULL where nobody asks */
+    const float *spans; /* [H]: weights fall to 0 from that distance on; NULL where they do not */
+    float scale, ramp,
+        itself; /* itself: how often a query sees the key at its own position beside its lists; below 0, not even there */
     dropout dropout;
 } problem;
 SIZE_OF(key_lists, problem)
@@ -55,7 +61,8 @@ INLINE const int32_t *order_of(const problem *p, const int32_t *order, int64_t b
 }
 
 /* What there is of each query, or of each rank, of a head in a part: the first such thing, or the second. */
-INLINE const int32_t *part_of(const problem *p, const int32_t *of, int64_t second, int64_t part, int64_t item, int64_t n) {
+INLINE const int32_t *part_of(const problem *p, const int32_t *of, int64_t second, int64_t part, int64_t item,
+                              int64_t n) {
     return of + ((second * p->parts + part) * p->batch * p->heads + item) * n;
 }
 
@@ -112,7 +119,10 @@ static int64_t next_keys(const problem *p, int64_t b, const queries_of_block *w,
         for (int64_t rank = begin; rank < end; rank++) {
             int64_t key = token(t->order, rank), j = p->own ? key : rank;
             if (p->mask && !p->mask[b * p->keys + key]) continue;
-            if (t->count == KEYS) { t->next = rank; return KEYS; }
+            if (t->count == KEYS) {
+                t->next = rank;
+                return KEYS;
+            }
             t->partial |= j - high > early || j - low < late;
             rank_earlier(p, w->part, rank, t);
             t->key[t->count] = (int32_t)key, t->place[t->count] = (int32_t)j;
@@ -120,7 +130,8 @@ static int64_t next_keys(const problem *p, int64_t b, const queries_of_block *w,
         }
     }
     /* What fills up the last vector is seen by nobody. */
-    for (int64_t c = t->count; c % WIDTH; c++) t->partial = 1, t->from[c] = INT32_MAX, t->to[c] = INT32_MIN, t->place[c] = 0;
+    for (int64_t c = t->count; c % WIDTH; c++)
+        t->partial = 1, t->from[c] = INT32_MAX, t->to[c] = INT32_MIN, t->place[c] = 0;
     return t->count;
 }
 
@@ -175,7 +186,8 @@ INLINE void columns(const keys_of_block *t, int64_t early, int64_t late, int64_t
 }
 
 /* Find out which keys nothing hides from a query: its own, and what an earlier part has shown. */
-INLINE void screen(const problem *p, const queries_of_block *w, int64_t i, int64_t begin, int64_t end, keys_of_block *t) {
+INLINE void screen(const problem *p, const queries_of_block *w, int64_t i, int64_t begin, int64_t end,
+                   keys_of_block *t) {
     if (!t->screened) return;
     int32_t query = token(w->order, w->first + i);
     for (int64_t c = begin; c < end; c += WIDTH) {

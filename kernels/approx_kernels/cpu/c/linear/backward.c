@@ -2,7 +2,10 @@
 
 #include "linear/heads.h"
 
-typedef struct { problem all; tensor grad, dq, dk, dv; } backward_problem;
+typedef struct {
+    problem all;
+    tensor grad, dq, dk, dv;
+} backward_problem;
 SIZE_OF(linear_backward, backward_problem)
 
 /* Gradients of inputs from those of their features; `lengths` where their own length is part of these. */
@@ -25,8 +28,7 @@ static void write_inputs(const head *x, tensor to, int64_t first, int64_t rows, 
     }
     if (!p->rows) return;
     product(rows, x->wide, p->features, change, x->size, 1, x->along, x->wide, inputs, x->wide, lengths);
-    for (int64_t i = 0; i < rows; i++)
-        write_row(to, p->bf16, x->b, x->h, first + i, p->size, inputs + i * x->wide);
+    for (int64_t i = 0; i < rows; i++) write_row(to, p->bf16, x->b, x->h, first + i, p->size, inputs + i * x->wide);
 }
 
 static int gradients(const backward_problem *g, const float *across, int64_t b, int64_t h) {
@@ -43,7 +45,10 @@ static int gradients(const backward_problem *g, const float *across, int64_t b, 
        memory that is not written costs nothing. */
     float *tops = malloc(sizeof(float) * (exponential ? (p->causal ? L + 1 : 1) * size : 1));
     int64_t *starts = malloc(sizeof(int64_t) * (L + 1)), chunks = 0;
-    if (!memory || !tops || !starts) { free(memory), free(tops), free(starts); return 1; }
+    if (!memory || !tops || !starts) {
+        free(memory), free(tops), free(starts);
+        return 1;
+    }
     float *state = memory, *up = state + standing, *down = up + standing, *queries = down + lying;
     float *keys = queries + TOKENS * size, *change = keys + TOKENS * size, *totals = change + TOKENS * size;
     float *values = totals + TOKENS * size, *given = values + TOKENS * width, *out = given + TOKENS * width;
@@ -91,8 +96,7 @@ static int gradients(const backward_problem *g, const float *across, int64_t b, 
             past_pairs(E, given, width, columns_right(0, CHUNK, E, values, width, other), pairs);
             product(rows, size, CHUNK, pairs, CHUNK, 1, keys, size, change, size, 1);
             product(E, size, rows, values, 1, width, keys, size, state, size, 1);
-        } else
-            product(F, width, rows, queries, 1, size, given, width, down, width, 1);
+        } else product(F, width, rows, queries, 1, size, given, width, down, width, 1);
         for (int64_t i = 0; i < rows; i++) {
             float part = dot(size, queries + i * size, change + i * size) * inverse[first + i];
             if (p->norms) part -= p->norms[(b * p->heads + h) * L + first + i];

@@ -18,11 +18,12 @@ typedef struct {
     int64_t batch, heads, length, keys, size, features, values, sets, causal, map, bf16, threads;
     tensor q, k, v, out;
     const uint8_t *mask; /* [B, S], 0 at padding; NULL when all keys are real */
-    float *sums;         /* [B, H, F, E + 1] */
-    float *tops;         /* [B, H, F], what sums of exponentials are relative to */
-    const float *rows;   /* [sets, F, D], of random features, of all heads or of each; NULL where each number has one of its own */
+    float *sums; /* [B, H, F, E + 1] */
+    float *tops; /* [B, H, F], what sums of exponentials are relative to */
+    const float *
+        rows; /* [sets, F, D], of random features, of all heads or of each; NULL where each number has one of its own */
     const float *offsets; /* [sets, F], added to the logarithms of queries' features; NULL for none */
-    float *norms;        /* [B, H, L], normalisers of queries, or the gradients of these; NULL where nobody asks */
+    float *norms; /* [B, H, L], normalisers of queries, or the gradients of these; NULL where nobody asks */
     float input_scale, eps, floor;
 } problem;
 SIZE_OF(linear, problem)
@@ -31,11 +32,11 @@ SIZE_OF(linear, problem)
 typedef struct {
     const problem *all;
     int64_t b, h, size, width, wide; /* features, values and inputs in whole vectors */
-    const float *across, *along;     /* random rows, [D, F] and [F, D] */
-    const float *offsets;            /* [F]; or nothing */
-    float *asking, *asked;           /* inputs of queries and keys, [TOKENS, D] */
-    float *top, *higher, *fall;      /* [F]: what features are relative to, the largest so far, the ratio of the two */
-    split parts;                     /* the rows across, scaled, for inputs of bfloat16 on tiles; or nothing */
+    const float *across, *along; /* random rows, [D, F] and [F, D] */
+    const float *offsets; /* [F]; or nothing */
+    float *asking, *asked; /* inputs of queries and keys, [TOKENS, D] */
+    float *top, *higher, *fall; /* [F]: what features are relative to, the largest so far, the ratio of the two */
+    split parts; /* the rows across, scaled, for inputs of bfloat16 on tiles; or nothing */
 } head;
 
 INLINE int real(const head *x, int64_t j) { return !x->all->mask || x->all->mask[x->b * x->all->keys + j]; }
@@ -79,8 +80,21 @@ static float *begin(head *x, const problem *p, const float *across, int64_t b, i
     float *asking = memory + more, *top = asking + 2 * TOKENS * wide;
     int64_t set = p->sets > 1 ? h : 0;
     if (p->rows) across += set * set_size(p);
-    *x = (head){p, b, h, size, padded(p->values), wide, across, across + p->size * size,
-                p->offsets ? p->offsets + set * F : NULL, asking, asking + TOKENS * wide, top, top + size, top + 2 * size, {0}};
+    *x = (head){p,
+                b,
+                h,
+                size,
+                padded(p->values),
+                wide,
+                across,
+                across + p->size * size,
+                p->offsets ? p->offsets + set * F : NULL,
+                asking,
+                asking + TOKENS * wide,
+                top,
+                top + size,
+                top + 2 * size,
+                {0}};
     /* What fills up the last vector never rises. */
     for (int64_t f = 0; f < size; f++)
         x->higher[f] = x->top[f] = f >= F ? 0.0f : p->tops ? p->tops[(b * p->heads + h) * F + f] : LOWEST;

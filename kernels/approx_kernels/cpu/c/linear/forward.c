@@ -6,8 +6,8 @@ static int attend(const problem *p, const float *across, split parts, int64_t b,
     head x;
     int64_t size = padded(p->features), width = padded(p->values), F = p->features, E = p->values;
     float *memory = begin(&x, p, across, b, h,
-                          (F + 2 * TOKENS) * width + (2 * TOKENS + 1) * size + CHUNK * CHUNK +
-                              room(TOKENS, width) + room(F, width) + room(size, CHUNK));
+                          (F + 2 * TOKENS) * width + (2 * TOKENS + 1) * size + CHUNK * CHUNK + room(TOKENS, width) +
+                              room(F, width) + room(size, CHUNK));
     if (!memory) return 1;
     int half = begin_halves(p->bf16, p->length);
     /* Two parts: what they lose of a logarithm is far less than what its inputs had lost. */
@@ -51,8 +51,8 @@ static int attend(const problem *p, const float *across, split parts, int64_t b,
             right kept = rows_right(half, rows, width, values, width, given);
             past_pairs(F, queries, size, columns_right(half, CHUNK, F, keys, size, other), pairs);
             for (int64_t i = 0, strip = strip_of(kept); i < rows; i += strip)
-                multiply(lesser(strip, rows - i), width, lesser(i + strip, rows), pairs + i * CHUNK, CHUNK, 1, kept, 0, 0,
-                         out + i * width, width, 1);
+                multiply(lesser(strip, rows - i), width, lesser(i + strip, rows), pairs + i * CHUNK, CHUNK, 1, kept, 0,
+                         0, out + i * width, width, 1);
             multiply(F, width, rows, keys, 1, size, kept, 0, 0, state, width, 1);
         }
         for (int64_t i = 0; i < rows; i++) {

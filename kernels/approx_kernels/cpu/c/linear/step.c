@@ -4,11 +4,11 @@
 
 typedef struct {
     int64_t batch, heads, shared, keys, size, features, values, map, leaving, bf16, threads;
-    tensor q, k, v, out;       /* of the query, and of the keys that are not in the sums */
-    const uint8_t *mask;       /* [B, S], 0 at padding; NULL when all keys are real */
+    tensor q, k, v, out; /* of the query, and of the keys that are not in the sums */
+    const uint8_t *mask; /* [B, S], 0 at padding; NULL when all keys are real */
     const float *query_map, *key_map; /* as `weight` of a problem */
-    const float *mix;          /* [H]: pairs weigh mix exp(scale q.k - largest); NULL: as the features of both tell */
-    float *sums;               /* [B, H / shared, F, E + 1], to which the first key is added where it is `leaving` the pairs */
+    const float *mix; /* [H]: pairs weigh mix exp(scale q.k - largest); NULL: as the features of both tell */
+    float *sums; /* [B, H / shared, F, E + 1], to which the first key is added where it is `leaving` the pairs */
     float scale, input_scale, eps;
 } step;
 SIZE_OF(linear_step, step)

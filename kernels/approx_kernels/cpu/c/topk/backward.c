@@ -2,7 +2,10 @@
 
 #include "topk/heads.h"
 
-typedef struct { problem all; tensor grad, dq, dk, dv; } backward_problem;
+typedef struct {
+    problem all;
+    tensor grad, dq, dk, dv;
+} backward_problem;
 SIZE_OF(topk_backward, backward_problem)
 
 static int gradients(const backward_problem *g, int64_t b, int64_t h) {
@@ -10,7 +13,8 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     int64_t size = padded(p->size), values = padded(p->values), S = p->keys, K = p->kept;
     float *memory = floats(2 * S * (size + values) + 2 * size + values + 3 * K);
     if (!memory) return 1;
-    float *keys = memory, *rows = keys + S * size, *dk = rows + S * values, *dv = dk + S * size, *query = dv + S * values;
+    float *keys = memory, *rows = keys + S * size, *dk = rows + S * values, *dv = dk + S * size,
+          *query = dv + S * values;
     float *dq = query + size, *grad = dq + size, *weights = grad + values, *change = weights + K, *stays = change + K;
     memset(dk, 0, sizeof(float) * S * (size + values));
     read_rows(p->k, p->bf16, b, h, NULL, S, p->size, size, keys);

@@ -3,10 +3,14 @@
 #include "topk/heads.h"
 
 static int head(const problem *p, int64_t b, int64_t h) {
-    int64_t size = padded(p->size), values = padded(p->values), S = p->keys, K = p->kept, before = S - p->length, real = 0;
+    int64_t size = padded(p->size), values = padded(p->values), S = p->keys, K = p->kept, before = S - p->length,
+            real = 0;
     float *memory = floats(S * (size + values) + p->size * BLOCK + ROWS * (size + BLOCK + K) + values);
     int32_t *tokens = malloc(sizeof(int32_t) * (S + ROWS + 1));
-    if (!memory || !tokens) { free(memory), free(tokens); return 1; }
+    if (!memory || !tokens) {
+        free(memory), free(tokens);
+        return 1;
+    }
     float *keys = memory, *rows = keys + S * size, *standing = rows + S * values, *queries = standing + p->size * BLOCK;
     float *scores = queries + ROWS * size, *best = scores + ROWS * BLOCK, *out = best + ROWS * K;
     int32_t *filled = tokens + S;
@@ -28,8 +32,8 @@ static int head(const problem *p, int64_t b, int64_t h) {
             int64_t wide = lesser(BLOCK, seen - begin);
             transpose(wide, p->size, keys + begin * size, size, standing, BLOCK);
             for (int64_t strip = 0; strip < count; strip += STRIP)
-                product(lesser(STRIP, count - strip), padded(wide), p->size, queries + strip * size, size, 1, standing, BLOCK,
-                        scores + strip * BLOCK, BLOCK, 0);
+                product(lesser(STRIP, count - strip), padded(wide), p->size, queries + strip * size, size, 1, standing,
+                        BLOCK, scores + strip * BLOCK, BLOCK, 0);
             for (int64_t i = 0; i < count; i++) {
                 int64_t until = wide;
                 while (begin + until > alone && until && tokens[begin + until - 1] > before + first + i) until--;

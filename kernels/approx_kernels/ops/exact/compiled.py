@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from approx_kernels.cpu.compile import check, compiled
+from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.structs import FewQueries, address, rows_of
 from approx_kernels.ops.key_lists.cpu import FAR, MOST_ROWS, attend_lists, cut, obstacle
 from approx_kernels.runtime.custom_op import custom_op
@@ -73,5 +74,7 @@ def _few(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool,
     mask = address(key_mask, torch.bool, q.shape[0], k.shape[2])
     sizes = *q.shape[:3], k.shape[2], q.shape[3], v.shape[3]
     how = q.dtype == torch.bfloat16, causal, torch.get_num_threads()
-    check(compiled("exact/few.c").few_queries(ctypes.byref(FewQueries(*sizes, *how, *rows_of(q, k, v, out), mask, scale))))
+    check(
+        compiled("exact/few.c").few_queries(ctypes.byref(FewQueries(*sizes, *how, *rows_of(q, k, v, out), mask, scale)))
+    )
     return out

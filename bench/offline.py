@@ -75,16 +75,16 @@ def launches(op: str) -> list[Launch]:
 
 
 def digest(op: str) -> str:
-    """A number that changes with the kernels of an op and their launches; comments and empty lines aside."""
+    """A number that changes with the kernels of an op and their launches; comments, imports and empty lines aside."""
     root = Path(__file__).resolve().parent.parent
     kernels = root / "kernels" / "approx_kernels"
     paths = [
-        kernels / "triton_language.py",
-        *sorted((kernels / op).glob("triton*.py")),
+        kernels / "gpu" / "language.py",
+        *sorted((kernels / "ops" / op).glob("triton*.py")),
         root / f"bench/launches/{op}.py",
     ]
     lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
-    kept = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    kept = [line for line in lines if line.strip() and not line.lstrip().startswith(("#", "from ", "import "))]
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
 

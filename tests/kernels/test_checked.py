@@ -14,7 +14,7 @@ from approx_kernels.dispatch import checked, findings
 from approx_kernels.dispatch.checked import OPS, Check, check_of, doubt, identity, keep_check, unchecked
 from approx_kernels.dispatch.implementation import choose, implementation
 from approx_kernels.gpu.language import ranked
-from approx_kernels.ops.exact import api
+from approx_kernels.ops.fastest import api
 from approx_kernels.ops.fastest import ways
 
 OP = "linear_attention"
@@ -143,17 +143,17 @@ def copied(folder, change=lambda name, text: text):
 
 
 def digest_of(files, op):
-    return checked._digest(files, f"approx_kernels_{OPS[op]}")
+    return checked._digest(files, f"approx_kernels_ops_{OPS[op]}_api")
 
 
 @pytest.mark.parametrize(
     ("file", "changes"),
     [
-        ("linear/triton.py", {OP}),
-        ("lsh/triton_forward.py", {"lsh_attention"}),
-        ("topk/triton.py", set()),
-        ("triton_language.py", {OP, "local_attention", "lsh_attention"}),
-        ("linear/forward_c.py", set()),
+        ("ops/linear/triton.py", {OP}),
+        ("ops/lsh/triton_forward.py", {"lsh_attention"}),
+        ("ops/topk/triton.py", set()),
+        ("gpu/language.py", {OP, "local_attention", "lsh_attention"}),
+        ("ops/linear/cpu.py", set()),
     ],
 )
 def test_a_digest_is_of_all_that_an_op_imports_but_c(tmp_path, file, changes):

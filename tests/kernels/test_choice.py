@@ -148,11 +148,11 @@ def compiling(monkeypatch):
     def turn(on):
         monkeypatch.setenv("APPROX_COMPILE_C", str(int(on)))
         monkeypatch.setattr(findings, "_known", {})
-        compile.library.cache_clear()
+        compile.load.cache_clear()
 
     yield turn
     monkeypatch.delenv("APPROX_COMPILE_C", raising=False)
-    compile.library.cache_clear()
+    compile.load.cache_clear()
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["C goes", "C comes"])

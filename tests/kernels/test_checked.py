@@ -14,8 +14,7 @@ from approx_kernels.dispatch import checked, findings
 from approx_kernels.dispatch.checked import OPS, Check, check_of, doubt, identity, keep_check, unchecked
 from approx_kernels.dispatch.implementation import choose, implementation
 from approx_kernels.gpu.language import ranked
-from approx_kernels.ops.fastest import api
-from approx_kernels.ops.fastest import ways
+from approx_kernels.ops.fastest import api, ways
 
 OP = "linear_attention"
 

@@ -207,7 +207,7 @@ ROWS = {
 
 @pytest.mark.parametrize("subset", glue.GLUE)
 def test_a_split_is_whole_with_its_official_rows(subset):
-    task = open_task(f"glue/{subset}")
+    task = glue.Glue(subset)
     for name, rows in zip(("train", HUB[subset][1].replace("validation", "dev")), ROWS[subset], strict=True):
         assert not task._is_subset(name, rows, None)
         assert task._is_subset(name, rows - 1, None)

@@ -66,9 +66,21 @@ def test_a_score_that_is_no_fraction_is_in_its_own_units_in_every_cell(record):
 
 def test_slices_are_told_from_their_first_length_to_their_last(record):
     assert quality_table(record["quality"][0])["slices"][:2] == [
-        {"name": "improved-clustered 25", "range": "0 to 15", "examples": "250", "base": "92.00 %", "converted": "91.80 %"},
-        {"name": "improved-clustered 25", "range": "16 to 66", "examples": "622", "base": "88.50 %", "converted": "88.00 %"},
-    ]  # fmt: skip
+        {
+            "name": "improved-clustered 25",
+            "range": "0 to 15",
+            "examples": "250",
+            "base": "92.00 %",
+            "converted": "91.80 %",
+        },
+        {
+            "name": "improved-clustered 25",
+            "range": "16 to 66",
+            "examples": "622",
+            "base": "88.50 %",
+            "converted": "88.00 %",
+        },
+    ]
 
 
 def test_what_seeds_change_has_a_row_of_its_own(record):

@@ -18,25 +18,16 @@ from approx.registration import register_when_asked
 from approx.version import __version__
 
 if TYPE_CHECKING:
-    from approx.api import bench, evaluate, inspect
-    from approx.checkpoints.checkpoint import load
-    from approx.conversion.surgery import convert, revert
-    from approx.measuring.products import fast_products
-    from approx.planning.plan import Plan
-    from approx.publishing.report import write_report as report
+    from approx.api import Plan, bench, convert, evaluate, fast_products, inspect, load, report, revert
 
-_ROOMS = {"Plan": "conversion.plan", "load": "conversion.checkpoint", "report": "publishing.report"}
-_ROOMS |= {"fast_products": "pipeline.products"}
-_ROOMS |= dict.fromkeys(("convert", "revert"), "conversion.surgery")
-_ROOMS |= dict.fromkeys(("bench", "evaluate", "inspect"), "pipeline.stages")
 __all__ = ["ApproxError", "Plan", "__version__", "bench", "convert", "evaluate", "fast_products", "inspect"]
 __all__ += ["load", "report", "revert"]
-__dir__ = __all__.copy  # what an interactive session offers, made or not
+__dir__ = __all__.copy  # what an interactive session offers, loaded or not
 register_when_asked()
 
 
 def __getattr__(name: str) -> Any:
-    # Made on demand, so that the import stays light.
-    if name not in _ROOMS:
+    # Loaded on demand, so that the import stays light.
+    if name not in __all__:
         raise AttributeError(f"module 'approx' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"approx.{_ROOMS[name]}"), "write_report" if name == "report" else name)
+    return getattr(importlib.import_module("approx.api"), name)

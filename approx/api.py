@@ -1,9 +1,11 @@
-"""The stages one by one, as the commands of the same names run them."""
+"""What Python users import from `approx`: the stages one by one, as the commands of the same names run them."""
 
 from pathlib import Path
 from typing import Any, Literal
 
 from approx.checkpoints import checkpoint, families
+from approx.checkpoints.checkpoint import load
+from approx.conversion.surgery import convert, revert
 from approx.errors import ApproxError, Exit
 from approx.measuring.measure import (
     Progress,
@@ -15,11 +17,15 @@ from approx.measuring.measure import (
     task_of,
     under_exact_attention,
 )
+from approx.measuring.products import fast_products
 from approx.planning import anatomy, cost
 from approx.planning.plan import Plan
 from approx.planning.resolve import described, site_record
+from approx.publishing.report import write_report as report
 from approx.recipe import BASE, CEILING, BenchStage, EvaluateStage
 from approx.tasks import open_task
+
+__all__ = ["Plan", "bench", "convert", "evaluate", "fast_products", "inspect", "load", "plan", "report", "revert"]
 
 # A ceiling below this is worth a warning.
 _HARDLY = 1.1

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "approx.doctor": "approx.errors approx.measuring approx.tasks approx_kernels",
     "approx.pipeline": "approx.errors approx.version approx.recipe approx.grid approx.search approx.publishing approx.measuring"
     " approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",
-    "approx.api": "approx.errors approx.recipe approx.measuring approx.conversion approx.planning approx.checkpoints approx.tasks",
+    "approx.api": "approx.errors approx.recipe approx.publishing approx.measuring approx.conversion approx.planning approx.checkpoints approx.tasks",
     "approx.cli": "approx",
     "approx": "approx",
 }

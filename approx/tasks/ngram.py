@@ -101,8 +101,10 @@ def _read(path: Path, size: int, changed: int) -> NGram:
         raise ApproxError(f"The n-gram model {path} cannot be read: {reason}.", Exit.UNAVAILABLE) from None
     except (ValueError, EOFError) as error:
         raise _damaged(path, f"line {number}: {error}") from None
-    if not ended or not any(len(words) == 1 and words[0] not in (BEGIN, END, _UNKNOWN) for words in entries):
-        raise _damaged(path, "it does not end as it should" if entries else "it holds no words")
+    if not any(len(words) == 1 and words[0] not in (BEGIN, END, _UNKNOWN) for words in entries):
+        raise _damaged(path, "it holds no words")
+    if not ended:
+        raise _damaged(path, "it does not end as it should")
     lower = all(word == word.lower() for words in entries if len(words) == 1 for word in words)
     return NGram(hashlib.sha256(raw).hexdigest(), order, entries, lower)
 

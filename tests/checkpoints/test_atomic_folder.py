@@ -172,7 +172,7 @@ def test_a_full_disk_is_told_in_one_line(by, tmp_path):
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from approx.conversion import folder
+from approx.checkpoints import atomic_folder as folder
 {before}
 with folder.atomic_folder(Path(sys.argv[1]), force=True) as place:
     (place / "config.json").write_text("new")

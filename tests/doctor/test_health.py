@@ -1,9 +1,12 @@
 import importlib.metadata
+import platform
+import shutil
 import socket
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -24,7 +27,60 @@ def test_this_machine_is_usable_without_a_hub():
     findings = {finding.what: finding for finding in health.examine(offline=True)}
     assert {"python", "torch", "transformers", "gpu", "triton", "processor", "hub cache"} <= findings.keys()
     assert "hub" not in findings
-    assert [finding for finding in findings.values() if finding.state == "broken"] == []
+    assert {finding.state for finding in findings.values()} <= {"ok", "missing"}
+    assert findings["python"] == health.Finding("python", "ok", platform.python_version())
+    assert "hub" in {finding.what for finding in health.examine(offline=False)}
+
+
+def test_a_python_that_is_too_old_is_broken(monkeypatch):
+    monkeypatch.setattr(health.sys, "version_info", (3, 10, 9))
+    assert health.examine(offline=True)[0].state == "broken"
+
+
+def test_what_is_optional_and_not_there_is_missing_and_says_what_it_is_for(monkeypatch):
+    monkeypatch.setattr(health.torch.cuda, "is_available", lambda: False)
+    assert health._gpu() == health.Finding(
+        "gpu",
+        "missing",
+        f"none: {'this build of torch is for CPUs' if torch.version.cuda is None else 'torch sees no CUDA device'}",
+    )
+    monkeypatch.setattr(health.shutil, "which", lambda name: None)
+    assert (health._compiler().what, health._compiler().state) == ("c++ compiler", "missing")
+    monkeypatch.setattr(health.importlib.util, "find_spec", lambda name: None)
+    assert (health._triton().what, health._triton().state) == ("triton", "missing")
+    monkeypatch.setattr(health, "compiler_obstacle", lambda: "install gcc, or ask for 'auto'.")
+    told = "none that works, and mechanisms are slower on the CPU: install gcc."
+    assert health._c_compiler() == health.Finding("c compiler", "missing", told)
+
+
+def test_what_is_there_is_told_with_its_place_or_version(monkeypatch):
+    monkeypatch.setattr(health.shutil, "which", lambda name: f"/bin/{name}" if name == "clang++" else None)
+    assert health._compiler() == health.Finding("c++ compiler", "ok", "/bin/clang++")
+    monkeypatch.setattr(health, "compiler_obstacle", lambda: None)
+    monkeypatch.setattr(health, "find_compiler", lambda: ("/bin/cc", []))
+    assert health._c_compiler() == health.Finding("c compiler", "ok", "/bin/cc; APPROX_COMPILE_C=0 does without")
+
+
+@pytest.mark.parametrize(("token", "told"), [("hf_canary", "a token is set"), (None, "no token (hf auth login)")])
+def test_a_hub_that_answers_is_told_with_whether_there_is_a_token(monkeypatch, token, told):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://hub")
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
+    monkeypatch.setattr(health, "reachable", lambda endpoint: endpoint == "https://hub")
+    assert health._hub() == health.Finding("hub", "ok", f"https://hub, {told}")
+
+
+def test_a_cache_that_is_not_there_yet_is_looked_for_where_it_would_be_made(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "not" / "there"))
+    found = health._data()
+    assert (found.what, found.state) == ("hub cache", "ok")
+    assert found.found.startswith(f"{tmp_path}/not/there, ")
+    free = shutil.disk_usage(tmp_path).free / 1e9
+    assert float(found.found.removesuffix(" GB free").rpartition(" ")[2]) == pytest.approx(free, abs=2)
 
 
 def test_one_core_is_not_told_as_several(monkeypatch):

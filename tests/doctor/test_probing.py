@@ -100,3 +100,27 @@ def test_findings_that_cannot_be_removed_are_an_error_with_the_remedy():
     findings.file().mkdir()
     with pytest.raises(ApproxError, match=r"cannot be removed: .*APPROX_CACHE"):
         probing.probe()
+
+
+def test_kernels_are_told_by_the_outcome_of_their_check(monkeypatch):
+    checks = {
+        "a": checked.Check(["float32"], {}),
+        "b": checked.Check(["float32"], {"bfloat16": "off by 1"}),
+        "c": checked.Check([], {"float32": "off by 2"}),
+        "d": checked.Check([], {}),
+        "e": None,
+    }
+    asked = []
+    monkeypatch.setattr(checked, "OPS", checks)
+    monkeypatch.setattr(checked, "check_of", lambda op, device: asked.append(device) or checks[op])
+    assert list(probing.of_kernels("cuda")) == [
+        ("gpu kernels", True, "passed their check in float32, so `auto` takes them: a, b"),
+        ("gpu kernels", False, "b failed its check in bfloat16, so `auto` takes PyTorch: off by 1"),
+        ("gpu kernels", False, "c failed its check in float32, so `auto` takes PyTorch: off by 2"),
+        (
+            "gpu kernels",
+            False,
+            f"not checked on this GPU with these versions, so `auto` takes PyTorch: d, e; {checked.AGAIN}",
+        ),
+    ]
+    assert asked == ["cuda"] * 5

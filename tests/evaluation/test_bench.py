@@ -130,6 +130,8 @@ def test_running_out_in_the_middle_of_the_rounds_drops_only_that_contender():
     found = run_bench([Contender("exact", attend, "base"), Contender("tiring", tiring)], lengths=[16], batches=[1])
     assert found["speed"][0]["variants"][0]["status"] == "out of memory"
     assert found["speed"][0]["base"]["samples"] >= 1
+    # Nobody gave a ceiling.
+    assert found["speed"][0]["ceiling"] is None
 
 
 def test_a_faster_exact_way_becomes_the_base_and_the_default_is_timed_beside_it():

@@ -207,6 +207,31 @@ def test_robertas_positions_start_behind_the_padding_token():
     refused("has 18 tokens, the limit is 17", Exit.USAGE, lambda: run(16))
 
 
+def test_a_model_without_positions_reads_inputs_of_any_length(data):
+    model = tiny_model(2)
+    vars(model.config)["max_position_embeddings"] = None
+    entry = evaluate(subjects(model), SST2, data=data)
+    assert (entry["tokens"]["longest"], entry["truncated"], entry["notes"]) == (22, 0, [])
+    # An input may be as long as the limit.
+    assert evaluate(subjects(model), SST2, data=data, max_length=22)["truncated"] == 0
+
+
+def test_a_task_that_reads_in_windows_makes_them_no_longer_than_the_models_positions(tmp_path):
+    (tmp_path / "text.txt").write_text("good film " * 30)
+    task = open_task("lm", stretch=300)
+    model = list(subjects(tiny_model(2, positions=16)).values())
+    prepared = prepare(model, task, task.load(tmp_path / "text.txt"), batch_size=4)
+    assert max(map(task.tokens, prepared.encodings)) <= 16
+    assert len(prepared.encodings) > len(prepared.lengths) == 1
+    assert prepared.truncated == 0
+
+
+def test_without_a_batch_size_a_batch_holds_as_much_as_is_short(data):
+    split = SST2.load(data)
+    models = list(subjects(tiny_model(2)).values())
+    assert [len(batch) for batch in prepare(models, SST2, split, batch_size=None).batches] == [60]
+
+
 def test_tokens_that_a_model_does_not_know_are_refused(data):
     models = subjects(tiny_model(2, vocabulary=10))
     refused(

@@ -120,7 +120,9 @@ def test_a_torn_line_is_a_batch_not_finished(tmp_path):
     path.write_text(path.read_text() + "[1, [2.")
     assert ledger.read() == {0: [1.5]}
     assert ledger.write(1, [2.25]) == [2.25]
-    assert ledger.read() == {0: [1.5], 1: [2.25]}
+    assert ledger.write(2, []) == []
+    assert ledger.read() == {0: [1.5], 1: [2.25], 2: []}
+    assert path.read_text().splitlines() == ["[0, [1.5]]", "[1, [2.", "[1, [2.25]]", "[2, []]"]
 
 
 def test_numbers_come_back_as_they_were(tmp_path):
@@ -138,6 +140,7 @@ def test_fingerprints_tell_arrays_and_order_apart():
     first, second = torch.arange(3).numpy(), torch.arange(1, 4).numpy()
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
     assert len({fingerprint(first), fingerprint(second), fingerprint("a", "b"), fingerprint("b", "a")}) == 4
+    assert fingerprint(torch.float32) != fingerprint(torch.bfloat16)
     # Of long ones NumPy prints the ends only.
     long = [np.zeros(5000), np.zeros(5000)]
     long[1][2500] = 1e-9

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from approx.evaluation.coverage import Coverage
 from approx.evaluation.evaluate import Subject, evaluate
 from approx.evaluation.quality import compare, over_records, over_tasks
 from approx.tasks import Example, open_task
@@ -68,3 +69,53 @@ def test_equal_predictions_prove_no_loss_only_where_a_score_has_no_bounds(name, 
     found = compare(open_task(name), examples, [20] * 30, {"a": said, "b": said}, margin=0.01, seed=0)
     low, high = found["variants"][0]["interval"]
     assert (low == high == 0.0) is certain
+
+
+def test_an_entry_holds_each_figure_under_its_own_name():
+    labels, base = [1, 0] * 10, [1, 0] * 9 + [1, 1]
+    examples = [Example(str(row), {}, label) for row, label in enumerate(labels)]
+    lengths = [9] * 8 + [20] * 12
+    covered = {"other": Coverage([True] * 5 + [False] * 15, 0.25)}
+    predictions = {"exact": base, "other": [0, 0, *base[2:]]}
+    found = compare(open_task("glue/sst2"), examples, lengths, predictions, margin=0.02, seed=0, covered=covered)
+    (variant,) = found.pop("variants")
+    low, high = found["base"].pop("interval")
+    assert low < 0.95 < high
+    assert found == {
+        "metric": "accuracy",
+        "fraction": True,
+        "lower_is_better": False,
+        "sliced_by": "tokens",
+        "slice_metric": "accuracy",
+        "groups": None,
+        "base": {"scores": {"accuracy": 0.95}},
+    }
+    low, high = variant.pop("interval")
+    assert low < -0.05 < high
+    assert variant.pop("needed_examples") > 20
+    assert variant == {
+        "name": "other",
+        "scores": {"accuracy": 0.9},
+        "difference": pytest.approx(-0.05),
+        "confidence": 0.95,
+        "test": "exact McNemar",
+        "p_value": 1.0,
+        "margin": 0.02,
+        "verdict": "inconclusive",
+        "approximated": {"examples": 5, "tokens": 0.25},
+        "slices": [
+            {"from": 0, "to": 16, "examples": 8, "base": 1.0, "converted": 0.875},
+            {"from": 16, "to": 32, "examples": 12, "base": pytest.approx(11 / 12), "converted": pytest.approx(11 / 12)},
+        ],
+    }
+
+
+def test_of_a_score_of_which_less_is_better_a_rise_is_the_loss():
+    labels = ["a b c d"] * 40
+    worse = ["a b c x" if row % 2 else "a b c d" for row in range(40)]
+    examples = [Example(str(row), {}, label, group=str(row // 2)) for row, label in enumerate(labels)]
+    task = open_task("librispeech/dev-clean")
+    entry = compare(task, examples, [9] * 40, {"exact": labels, "worse": worse}, margin=0.01, seed=0)
+    assert (entry["metric"], entry["lower_is_better"], entry["groups"]) == ("wer", True, 20)
+    assert entry["variants"][0]["difference"] == pytest.approx(0.125)
+    assert entry["variants"][0]["verdict"] == "loss beyond margin"

@@ -25,7 +25,7 @@ RECORD = {
 
 
 def test_a_record_comes_back_as_it_was(tmp_path):
-    path = tmp_path / "new" / "record.json"
+    path = tmp_path / "new" / "folder" / "record.json"
     records.save(path, RECORD)
     assert records.load(path) == RECORD
     assert [file.name for file in path.parent.iterdir()] == ["record.json"]
@@ -166,3 +166,27 @@ def test_records_and_statistics_need_no_torch():
     root = Path(records.__file__).parent.parent.parent
     found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
     assert found.stdout.strip() == "[]", found.stderr
+
+
+def test_the_commit_is_named_and_whether_its_files_were_changed_since(tmp_path, monkeypatch):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    (tmp_path / "record.py").write_text("first\n")
+    for command in (["init", "-q"], ["add", "record.py"], ["commit", "-q", "-m", "ours"]):
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "record.py"))
+    # What git does not follow is no part of it.
+    (tmp_path / "untracked").touch()
+    assert records.environment()["git_commit"] == head
+    (tmp_path / "record.py").write_text("second\n")
+    assert records.environment()["git_commit"] == head + "+changes"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone says which cores a process may use")
+def test_the_cores_are_those_that_the_process_may_use():
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert records.environment()["cores"] == 1
+    finally:
+        os.sched_setaffinity(0, allowed)

@@ -206,3 +206,19 @@ def test_where_every_resample_gives_the_same_the_p_value_is_all_or_nothing():
     for difference, p_value in ((0.0, 1.0), (-0.25, 0.0)):
         found = compare_scores(lambda rows, same=difference: same, 50, seed=0, bounded=False, resamples=20)
         assert (found.p_value, found.interval) == (p_value, (difference, difference))
+
+
+def test_the_interval_of_a_score_reaches_as_far_as_students_t_says():
+    """Scores as a bootstrap of five examples would draw them from a normal distribution of spread 1."""
+    drawn = iter(stats.norm.ppf((np.arange(20_000) + 0.5) / 20_000))
+    interval = score_interval(lambda rows: float(next(drawn)), 5, seed=0, resamples=20_000)
+    reach = float(stats.t.ppf(0.975, 4)) * math.sqrt(5 / 4)
+    assert interval == pytest.approx((-reach, reach), rel=0.02)
+
+
+def test_as_many_examples_are_needed_as_make_the_interval_short_enough():
+    """With a loss of 0 and an interval of twice the margin: (1 + 0.8416 / 1.96)² times four as many."""
+    assert verdict((-0.01, 0.01), 0.005, 100) == ("inconclusive", math.ceil(400 * (1 + 0.841621 / 1.959964) ** 2))
+    # A loss of three times the margin is two margins away from it.
+    needed = verdict((-0.035, 0.005), 0.005, 100)[1]
+    assert needed == math.ceil(100 * 2**2 * (1 + 0.841621 / 1.959964) ** 2)

@@ -66,6 +66,11 @@ def test_a_believable_turn_stands_for_its_round():
     assert ms.tolist() == [2.0, 1.0]
     assert good.all()
     assert runner.by_turn()[0].tolist() == [[1.0, 1.0], [3.0, 9.0]]
+    # Of a round with no believable turn all count, and it is told that none can be believed.
+    runner.rounds += [[Sample(4, 0.1), Sample(8, 0.1)], [Sample(5, 1.0), Sample(7, 1.0)]]
+    ms, good = runner.by_round()
+    assert ms.tolist() == [2.0, 1.0, 6.0, 6.0]
+    assert good.tolist() == [True, True, False, True]
 
 
 def test_timing_counts_calls():
@@ -82,6 +87,32 @@ def test_timing_counts_calls():
     assert repeats_for(50.0) == 1
     assert repeats_for(0.0) == repeats_for(1e-3) == 10_000
     assert repeats_for(3.0) == 4
+
+
+@pytest.mark.parametrize(
+    ("times", "calls", "middle"),
+    [
+        # The first call stands apart; then two medians of three calls must agree.
+        ([100, 5, 5, 5, 5, 5, 5], 7, 5),
+        ([100, 9, 9, 9, 5, 5, 5, 5, 5], 9, 5),
+        ([5, 5.09, 5.09, 5.09, 5, 5, 5], 7, 5),
+        ([5, 5.11, 5.11, 5.11, 5, 5, 5, 5, 5], 9, 5),
+        ([5, 4.89, 4.89, 4.89, 5, 5, 5, 5, 5], 9, 5),
+        ([5, 1, 5, 9, 5, 2, 9], 7, 5),
+    ],
+)
+def test_warm_up_ends_when_two_medians_agree(monkeypatch: pytest.MonkeyPatch, times, calls, middle):
+    left = [float(ms) for ms in times] + [1000.0 * 2**more for more in range(9)]
+    waiting = len(left)
+    monkeypatch.setattr("approx.evaluation.timing.timed", lambda call, repeats, device: Sample(left.pop(0), 1.0))
+    assert warm_up(lambda: None, CPU, 60.0) == (times[0], middle)
+    assert waiting - len(left) == calls
+
+
+def test_warm_up_that_never_agrees_ends_with_its_time(monkeypatch: pytest.MonkeyPatch):
+    growing = iter(2.0**number for number in range(1000))
+    monkeypatch.setattr("approx.evaluation.timing.timed", lambda call, repeats, device: Sample(next(growing), 1.0))
+    assert warm_up(lambda: None, CPU, 0.0) == (1.0, 2.0)
 
 
 def test_neighbours_watch_the_whole_machine(monkeypatch: pytest.MonkeyPatch):
@@ -144,3 +175,36 @@ def test_a_back_end_that_refuses_the_inputs_is_passed_over(monkeypatch: pytest.M
 
     monkeypatch.setattr(baselines, "_through", through)
     assert baselines.best_exact(lambda: None, CPU)[0] == "default SDPA"
+
+
+@pytest.mark.parametrize(
+    ("default", "other", "math", "chosen"),
+    [
+        (10.0, 7.0, 9.0, "way"),
+        (10.0, 9.0, 7.0, "math SDPA"),
+        # Noise must not choose: without a gain of 2 % the default stays.
+        (10.0, 9.9, 9.9, "default SDPA"),
+        (10.0, 9.7, 10.0, "way"),
+        # What is half as slow again is out of the running.
+        (15.1, 10.0, 30.0, "way"),
+        (10.0, 30.0, 30.0, "default SDPA"),
+    ],
+)
+def test_the_baseline_is_the_fastest_by_a_clear_gain(monkeypatch: pytest.MonkeyPatch, default, other, math, chosen):
+    calls: dict[str, Callable[[], object]] = {name: lambda: None for name in ("default SDPA", "way", "math SDPA")}
+    took = dict(zip(calls.values(), (default, other, math), strict=True))
+    timings: list[tuple[str, int]] = []
+    names = {call: name for name, call in calls.items()}
+
+    def clock(call: Callable[[], object], repeats: int, device: torch.device) -> Sample:
+        timings.append((names[call], repeats))
+        return Sample(took[call], 1.0)
+
+    monkeypatch.setattr(baselines, "_through", lambda back_end, call: calls["math SDPA"])
+    monkeypatch.setattr(baselines, "timed", clock)
+    found = baselines.best_exact(calls["default SDPA"], CPU, {"way": calls["way"]})
+    assert found == (chosen, calls[chosen])
+    # One call shows who is hopeless; the others have five turns each, if they are several.
+    assert timings[:3] == [("default SDPA", 1), ("way", 1), ("math SDPA", 1)]
+    near = [name for name, call in calls.items() if took[call] < 1.5 * min(took.values())]
+    assert [name for name, _ in timings[3:]] == (near * 5 if len(near) > 1 else [])

@@ -51,8 +51,10 @@ def test_whatever_changes_outputs_changes_the_identity_and_a_folders_name_does_n
     other.config._name_or_path = "elsewhere"
     assert identity(opened(other)) == known
     other.config.layer_norm_eps *= 2
-    found = [identity(opened(other)), identity(opened(model, "b")), identity(opened(copy.deepcopy(model).bfloat16()))]
-    assert len({known, *found}) == 4
+    renamed = copy.deepcopy(model)
+    renamed.__class__ = type("Other", (type(model),), {})
+    models = [other, renamed, copy.deepcopy(model).bfloat16()]
+    assert len({known, identity(opened(model, "b")), *(identity(opened(one)) for one in models)}) == 5
 
 
 def test_examples_and_settings_are_told_apart_and_the_place_of_the_file_is_not(tmp_path):

@@ -126,6 +126,17 @@ def test_what_it_gains_is_measured_and_told():
         assert "`approx doctor --probe` measures" in products.said(None)
 
 
+@pytest.mark.parametrize("others", [False, True])
+def test_a_gain_that_was_measured_beside_other_programs_is_marked(helps, monkeypatch, others):
+    monkeypatch.setattr(products, "crowded", lambda: others)
+    monkeypatch.setattr(products, "_ROWS", (8, 16))
+    finding = products.measure()
+    gains = f"{finding['gains']['8']}× at 8 rows, {finding['gains']['16']}× at 16 rows"
+    assert (
+        products.said(finding) == f"within approx.fast_products() {gains}, error {finding['error']:.1e}" + " *" * others
+    )
+
+
 def test_outputs_that_are_kept_tell_whether_it_was_thrown():
     cpu = torch.device("cpu")
     assert computed_by(cpu) == computed_by(cpu, fast_products=False)

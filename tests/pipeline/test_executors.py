@@ -65,6 +65,20 @@ def test_submitit_leaves_this_process_its_environment(tmp_path):
     assert dict(os.environ) == before
 
 
+def test_a_job_of_slurm_has_a_name_and_hours_unless_other_options_are_given(tmp_path, monkeypatch):
+    """A SLURM that takes no job, and keeps what submitit wanted to give it."""
+    submitit = pytest.importorskip("submitit")
+    for command in ("sbatch", "srun"):
+        (tmp_path / command).write_text('#!/bin/sh\ncp "$1" "$0.given"\nexit 1\n')
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for options, told in (({}, ("approx-sweep", 240)), ({"name": "mine", "timeout_min": 7}, ("mine", 7))):
+        with pytest.raises(submitit.core.utils.FailedJobError):
+            collected(Submitit(None, options, tmp_path / "jobs"), ["a"])
+        script = tmp_path / "sbatch.given"
+        assert {f"#SBATCH --job-name={told[0]}", f"#SBATCH --time={told[1]}"} <= set(script.read_text().splitlines())
+
+
 def test_ray_runs_tasks_and_tells_of_those_that_were_lost(tmp_path):
     pytest.importorskip("ray")
     found = collected(choose("ray", jobs=1, options={}, folder=tmp_path), ["a", "fails"])

@@ -32,13 +32,20 @@ class Here:
 def swept(read: grid.Grid, out: Path) -> tuple[dict, list[str]]:
     """What a sweep says, and the titles of the cells that it computed."""
     executor, shop = Here(), stage.workshop(read, out, command="approx sweep")
-    made = stage.sweep(read, shop, stage.cells(read), executor)
+    told: list[tuple[str, int, int]] = []
+    made = stage.sweep(read, shop, stage.cells(read), executor, progress=lambda *where: told.append(where))
     assert made["computed"] == len(executor.given)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert {total for _, _, total in told} == {max(told[-1][1], 1)}
+    assert {f"sweep: {cell.title}" for cell in executor.given} <= {what for what, _, _ in told}
     return made, [cell.title for cell in executor.given]
 
 
 def titles(read: grid.Grid) -> dict[str, str]:
-    return {cell.title: cell.key for cell in stage.cells(read)}
+    told: list[tuple[str, int, int]] = []
+    found = {cell.title: cell.key for cell in stage.cells(read, progress=lambda *where: told.append(where))}
+    assert told == [("open the base, read the data", done, 1) for done in (0, 1)]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +136,11 @@ def test_its_records_make_a_report(whole, tmp_path):
 def test_again_it_computes_what_is_missing_and_nothing_else(whole, study, tmp_path):
     out, read = shutil.copytree(whole[1], tmp_path / "out"), grid.read(study)
     keys = titles(read)
+    (out / "cells" / ".left behind.tmp").touch()
     made, computed = swept(read, out)
     assert computed == []
     assert made["quality"] == whole[0]["quality"]
+    assert not list(out.glob("cells/.*"))
     (out / "cells" / f"{keys[ALL[4]]}.json").unlink()
     (out / "cells" / f"{keys[ALL[6]]}.json").write_text('{"schema": 1', encoding="utf-8")
     made, computed = swept(read, out)
@@ -195,6 +204,10 @@ def test_a_key_depends_on_all_that_its_cell_depends_on_and_on_nothing_else(study
     assert len(grown) == len(known) + 3
     assert set(titles(edited("  clustered:", "  groups:")).values()) == set(known.values())
     assert not set(titles(edited("bits: 8", "bits: 9")).values()) & {known[t] for t in ALL if "clustered" in t}
+    # Each setting of a measurement counts for what it measures.
+    for change, word in ((("margin: 0.5", "margin: 0.6"), "evaluate"), (("rounds: 3", "rounds: 4"), "bench")):
+        other = titles(edited(*change))
+        assert {title for title in known if other[title] != known[title]} == {t for t in ALL if t.startswith(word)}
     assert set(titles(edited(more="seed: 1\n")).values()).isdisjoint(known.values())
 
 

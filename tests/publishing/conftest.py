@@ -3,7 +3,9 @@
 import copy
 
 import pytest
+from matplotlib.figure import Figure
 
+from approx.publishing import patterns
 from approx.publishing.report import write_report
 
 
@@ -202,3 +204,16 @@ def files(tmp_path_factory) -> dict[str, str]:
     """The report of the record as it stands: name and text of every file."""
     written = write_report([copy.deepcopy(RECORD)], tmp_path_factory.mktemp("report"))
     return {path.name: path.read_text("utf-8") for path in written}
+
+
+@pytest.fixture
+def figures(monkeypatch) -> list[Figure]:
+    """What is drawn during the test, as matplotlib has it before it makes a file of it."""
+    kept: list[Figure] = []
+
+    def keep(figure: Figure, suffixes: list[str]) -> dict[str, bytes]:
+        kept.append(figure)
+        return {}
+
+    monkeypatch.setattr(patterns, "_files", keep)
+    return kept

@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+from approx.mechanisms import MECHANISMS
 from approx.publishing import plots
 from approx.publishing.summary import speed_groups
 
@@ -48,8 +50,10 @@ def test_speed_is_drawn_as_it_was_measured(record, drawn):
     assert [text.get_text() for text in axes.texts] == ["exact: out of memory"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("length (tokens)", "speed relative to exact attention")
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    low, high = axes.get_ylim()
-    assert low <= 0.7 < 1.5 <= high
+    assert list(axes.get_xticks()) == [128, 512, 1024, 2048, 4096]
+    assert axes.get_xlim() == (128 / 1.25, 4096 * 1.25)
+    assert axes.xaxis.get_major_formatter()(2048) == "2,048"
+    assert list(axes.get_xticks(minor=True)) == list(axes.get_yticks(minor=True)) == []
     bands = [band.get_paths()[0].vertices for band in axes.collections]
     noise = bands[0]
     assert noise[:, 1].min() == 0.985  # type: ignore[index]  # vertices are an array
@@ -59,6 +63,22 @@ def test_speed_is_drawn_as_it_was_measured(record, drawn):
     interval = rows[0]["variants"][0]["interval"]
     at_first = bands[1][bands[1][:, 0] == 128]  # type: ignore[index]  # as above
     assert sorted({round(float(y), 9) for y in at_first[:, 1]}) == sorted(round(end, 9) for end in interval)  # type: ignore[index]  # as above
+
+
+def test_the_axis_of_ratios_holds_all_that_was_measured_and_at_least_what_is_near_exact(record, drawn):
+    row = record["speed"][0]
+    slow, quick = (row | {"length": length, "ceiling": None, "spread": None} for length in (64, 128))
+    near = drawn(plots.speed_figure, [row], record)
+    assert near.get_ylim() == (pytest.approx(0.52, abs=0.03), 1.5)
+    slow["variants"] = [row["variants"][0] | {"ratio": 0.03, "interval": [0.02, 0.04]}]
+    quick["variants"] = [row["variants"][0] | {"ratio": 65.0, "interval": [60.0, 70.0]}]
+    axes = drawn(plots.speed_figure, [slow, quick], record)
+    low, high = axes.get_ylim()
+    assert low <= 0.02 < 70 <= high
+    ticks = [1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64]
+    assert list(axes.get_yticks()) == ticks
+    words = [axes.yaxis.get_major_formatter()(tick) for tick in (1 / 32, 3 / 4, 1, 1.5, 16)]
+    assert words == ["0.031×", "0.75×", "1×", "1.5×", "16×"]
 
 
 def test_quality_is_drawn_against_the_speed_of_the_longest_row_with_most_of_both(record, drawn):
@@ -79,6 +99,63 @@ def test_quality_is_drawn_against_the_speed_of_the_longest_row_with_most_of_both
     assert (margin.y0, margin.y1) == (pytest.approx(-0.5), pytest.approx(0.5))
     # A loss of 39 points beside one of 0.1: logarithmic beyond two points.
     assert axes.get_yscale() == "symlog"
+    assert list(axes.get_yticks()) == [-50, -20, -10, -5, -2, -1, 0, 1, 2]
+    assert [axes.yaxis.get_major_formatter()(tick) for tick in (-50, 0, 1)] == ["−50", "0", "+1"]
+    assert list(axes.get_xticks()) == [0.75, 1, 1.5]
+    low, high = axes.get_xlim()
+    assert low == pytest.approx(0.7)
+    assert high == pytest.approx(1.5)
+    # A point's bars are its intervals, of speed and of quality.
+    (bars,) = (box for box in axes.containers if box.get_label() == "linear")
+    across, up = (bar.get_segments()[0].tolist() for bar in bars.lines[2])  # type: ignore[attr-defined]  # they are error bars
+    (entry,) = (entry for entry in row["variants"] if entry["name"] == "linear")
+    assert [x for x, _ in across] == pytest.approx(entry["interval"])
+    assert [y for _, y in up] == pytest.approx([-42.5, -34.7])
+
+
+def test_small_differences_have_a_plain_axis_with_a_digit_and_no_interval_no_bar(record, drawn):
+    task = record["quality"][0] | {"variants": [record["quality"][0]["variants"][0] | {"interval": None}]}
+    axes = drawn(plots.quality_figure, task, record["speed"], record)
+    assert axes.get_yscale() == "linear"
+    assert axes.yaxis.get_major_formatter()(0.25) == "+0.2"
+    (bars,) = axes.containers
+    assert bars.lines[2][1].get_segments()[0].tolist()[0] == pytest.approx(
+        bars.lines[2][1].get_segments()[0].tolist()[1]
+    )  # type: ignore[attr-defined]  # as above
+
+
+def test_a_long_name_is_cut_in_the_legend(record, drawn):
+    name = "a" * 41
+    record["speed"][0]["variants"] = [record["speed"][0]["variants"][0] | {"name": name}]
+    record["variants"] = [record["variants"][0] | {"name": name}]
+    assert "a" * 39 + "…" in lines(drawn(plots.speed_figure, record["speed"][:1], record))
+
+
+def test_the_caption_says_what_is_shown_and_what_is_not(record):
+    task = record["quality"][0]
+    (_, caption) = plots.quality_figure(task, record["speed"], record, "id") or ("", "")
+    assert caption == (
+        "glue/sst2 (dev) against speed at 1,024 tokens on CPU, float32, 2 threads, batch 1. "
+        "The task's own inputs have fewer than 67 tokens."
+    )
+    row = record["speed"][0]
+    for length, told in ((66, False), (67, True)):
+        drawn = plots.quality_figure(task, [row | {"length": length}], record, "id")
+        assert drawn is not None
+        assert ("own inputs" in drawn[1]) is told
+
+
+def test_every_colour_belongs_to_a_mechanism_and_can_be_seen_on_white_and_on_black():
+    assert set(plots.COLOURS) - {"full"} <= set(MECHANISMS)
+    every = [*plots.COLOURS.values(), *plots._OTHER_COLOURS]
+    # Exact attention has two names.
+    assert len(set(every)) == len(every) - 1
+    for colour in every:
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
+        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        # About the contrast of 3 to 1 that WCAG 2.2 asks of what is drawn.
+        assert 1.05 / (luminance + 0.05) > 2.9
+        assert (luminance + 0.05) / 0.05 > 2.9
 
 
 def test_less_is_better_points_up_and_a_score_that_is_no_fraction_is_not_in_points(record, drawn):

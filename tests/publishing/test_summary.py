@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from approx.publishing.summary import answers, longest_input
+from approx.publishing.summary import Figure, answers, longest_input
 
 
 def said(record: dict, name: str) -> str:
@@ -61,3 +61,71 @@ def test_a_speed_looks_like_what_it_is_and_is_that_of_the_longest_row(measured, 
     (found,) = (answer for answer in answers(measured) if answer.name == name)
     assert (found.figures[0].value, found.figures[0].tone) == ("1.50×", tone)
     assert found.figures[0].label == "the speed of exact attention at 512 tokens"
+
+
+def test_the_figures_of_a_variant_are_its_speed_and_each_task(record):
+    found = {answer.name: answer for answer in answers(record)}
+    assert found["clustered 25"].figures == [
+        Figure("1.80×", "the speed of exact attention at 2,048 tokens", "good"),
+        Figure("−0.3", "points of accuracy on glue/sst2", "even"),
+        Figure("+1.2", "points of f1 on glue/mrpc", "even"),
+    ]
+    # Its longest lengths are out of memory.
+    assert found["local <128> $x$"].figures[0] == Figure(
+        "1.34×", "the speed of exact attention at 1,024 tokens", "good"
+    )
+    assert found["reservoir"].figures == []
+    assert [answer.verified for answer in found.values()] == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("intervals", "advice"),
+    [
+        ([[1.4, 1.6], [1.4, 1.6]], "It pays from 128 tokens, the shortest length measured."),
+        ([[0.4, 0.6], [1.4, 1.6]], "Below 512 tokens keep exact attention."),
+        ([[1.4, 1.6], [0.4, 0.6]], "It does not stay ahead up to the longest length measured."),
+        ([[0.4, 0.6], [0.9, 1.1]], "Keep exact attention at every length measured."),
+    ],
+)
+def test_the_advice_follows_from_where_it_is_faster(measured, intervals, advice):
+    for row, interval in zip(measured["speed"], intervals, strict=True):
+        row["variants"][0] |= {"ratio": sum(interval) / 2, "interval": interval, "verdict": "faster"}
+    assert advice in said(measured, "improved-clustered 25")
+
+
+def test_a_variant_without_a_ratio_gets_no_advice(measured):
+    for row in measured["speed"]:
+        row["variants"][0] |= {"ratio": None, "interval": None}
+    (found,) = (answer for answer in answers(measured) if answer.name == "improved-clustered 25")
+    assert found.sentences[0] == "On CPU, float32, 2 threads, batch 1: not measured."
+
+
+def test_each_setting_has_a_sentence_and_the_first_has_the_figure(measured):
+    measured["speed"] += [row | {"batch": 8} for row in measured["speed"]]
+    (found,) = (answer for answer in answers(measured) if answer.name == "linear")
+    assert [sentence.split(":")[0] for sentence in found.sentences[:2]] == [
+        "On CPU, float32, 2 threads, batch 1",
+        "On CPU, float32, 2 threads, batch 8",
+    ]
+    assert [figure.value for figure in found.figures] == ["1.13×", "−38.6"]
+
+
+def test_the_longest_input_is_known_where_slices_are_by_length_or_tokens_were_counted(measured):
+    (task,) = measured["quality"]
+    assert longest_input(task) == 67
+    assert longest_input(task | {"variants": []}) is None
+    assert longest_input(task | {"sliced_by": "position"}) is None
+    assert longest_input(task | {"sliced_by": "position", "tokens": {"longest": 511}}) == 512
+
+
+def test_nothing_is_warned_of_where_the_inputs_of_a_task_are_not_known(measured):
+    measured["quality"] += [measured["quality"][0] | {"task": "other", "sliced_by": "position"}]
+    assert "is not known" not in said(measured, "improved-clustered 25")
+
+
+def test_notes_stand_only_where_a_split_was_scored_more_than_once(measured):
+    (task,) = measured["quality"]
+    task["notes"] = ["read to 512 tokens"]
+    assert "on glue/sst2 (dev): " in said(measured, "linear")
+    measured["quality"] += [task | {"split": "test"}]
+    assert "on glue/sst2 (test): " in said(measured, "linear")

@@ -1,18 +1,28 @@
+import csv
+
+import pytest
+
 from approx.publishing import sweep
 
-ENVIRONMENT = {"processor": "a processor", "cores": 2, "threads": 2, "gpu": None, "torch": "2.13.0"}
+MACHINE = {"processor": "a processor", "cores": 2, "threads": 2, "gpu": None}
+MACHINE |= {"platform": "Linux", "python": "3.11", "torch": "2.13.0", "triton": "3.6.0"}
+# Of an environment, what speeds do not depend on.
+ENVIRONMENT = {**MACHINE, "git_commit": "0123456789abcdef"}
+TASK = {"task": "glue/sst2", "split": "dev", "metric": "accuracy", "fraction": True, "lower_is_better": False}
+TASK |= {"examples": 10, "subset": False, "truncated": 0}
+PLACE = {"batch": 1, "length": 512, "inputs": "real", "device": "cpu", "dtype": "float32", "mode": "forward"}
+PLACE |= {"fast_products": False, "baseline": "default SDPA", "crowded": True}
+TIMES = {"median_ms": 5.0, "p10_ms": 4.0, "p90_ms": 6.0, "peak_mb": 7.0, "ratio": 1.0, "interval": [0.9, 1.1]}
+TIMES |= {"share_of_ceiling": 0.8, "verdict": "exact is better here", "status": "ok"}
 BASE = {"scores": {"accuracy": 0.9}, "interval": [0.8, 1.0]}
 
 
 def entry(kind: str, plan: str, *, difference: float = 0.0, seed: int | None = None, **environment) -> dict:
     """One outcome of a cell, as they are kept."""
     variant = {"name": plan, "difference": difference, "scores": {"accuracy": 0.9 + difference}, "p_value": 0.5}
-    task = {"task": "glue/sst2", "split": "dev", "metric": "accuracy", "examples": 10, "subset": False, "truncated": 0}
-    task |= {"fraction": True, "lower_is_better": False}
-    quality = {**task, "base": BASE, "variants": [{**variant, "interval": [-0.1, 0.1], "verdict": "inconclusive"}]}
-    place = {"batch": 1, "length": 512, "inputs": "real", "device": "cpu", "dtype": "float32", "mode": "forward"}
-    timed = {"name": plan, "ratio": 1 + difference, "status": "ok", "median_ms": 5.0, "interval": [0.9, 1.1]}
-    speed = {**place, "base": {"median_ms": 5.0}, "variants": [timed]}
+    quality = {**TASK, "base": BASE, "variants": [{**variant, "interval": [-0.1, 0.1], "verdict": "inconclusive"}]}
+    timed = {**TIMES, "name": plan, "ratio": 1 + difference}
+    speed = {**PLACE, "base": {"median_ms": 5.5}, "variants": [timed]}
     made = {
         "quality": [quality] if kind == "evaluate" else [],
         "speed": [speed] if kind == "bench" else [],
@@ -70,3 +80,130 @@ def test_seeds_come_to_a_mean_and_its_spread_and_failures_are_listed():
     assert "| a | 70.0 | -20.0 | 14.14 | 2 |  | inconclusive |" in text
     assert "- evaluate b: a line and another" in text
     assert sweep.comma_separated(made).splitlines()[0].startswith("checkpoint,plan,task,split,metric")
+
+
+def test_a_sweep_keeps_all_that_was_measured_of_a_plan():
+    failed = {**entry("bench", "b"), "status": "failed", "error": "why", "exit_code": 4, "record": None}
+    checks = {**entry("verify", "a"), "record": {}}
+    outcomes = [checks, entry("evaluate", "a", difference=-0.1, seed=3), failed, entry("bench", "a")]
+    made = sweep.collect(outcomes, {"a": {"topk": 32}, "b": {"topk": 64}})
+    about = {"checkpoint": "base", "plan": "a", "values": {"topk": 32}}
+    of_seed = {"seed": 3, "scores": {"accuracy": 0.8}, "difference": -0.1, "interval": [-0.1, 0.1], "p_value": 0.5}
+    assert made == {
+        "quality": [
+            {
+                **about,
+                **TASK,
+                "base": 0.9,
+                "score": {"mean": 0.8, "sd": None, "seeds": 1},
+                "difference": {"mean": -0.1, "sd": None, "seeds": 1},
+                "loss": 0.1,
+                "interval": [-0.1, 0.1],
+                "verdicts": {"inconclusive": 1},
+                "by_seed": [{**of_seed, "verdict": "inconclusive"}],
+            }
+        ],
+        "speed": [{**about, **PLACE, **TIMES, "base_ms": 5.5, "machine": MACHINE}],
+        "failed": [{"key": "k", "title": "bench b", "checkpoint": "base", "error": "why", "exit_code": 4}],
+    }
+
+
+def test_every_column_of_the_table_and_of_its_csv_holds_its_own_figure():
+    outcomes = [entry("evaluate", "a", difference=-0.1), entry("bench", "a", difference=0.25), entry("evaluate", "b")]
+    made = sweep.collect(outcomes, {"a": {"topk": 32}, "b": {"clusters": 25}})
+    (table,) = sweep.layout(made)
+    assert table["title"] == (
+        "base; glue/sst2, dev: 10 examples, exact attention 90.0; "
+        "times exact attention's speed on a processor, 2 threads, torch 2.13.0"
+    )
+    assert table["columns"] == ["plan", "accuracy %", "difference", "sd", "seeds", "95 %", "verdict", "×, 512 tokens"]
+    assert table["rows"] == [
+        ["b", "90.0", "+0.0", "", "", "-10.00 … 10.00", "inconclusive", ""],
+        ["a", "80.0", "-10.0", "", "", "-10.00 … 10.00", "inconclusive", "1.25×"],
+    ]
+    about = {"checkpoint": "base", "machine": "a processor, 2 threads, torch 2.13.0", "base": "0.9", "score_sd": ""}
+    about |= {name: str(value) for name, value in TASK.items()} | {"difference_sd": "", "seeds": "1"}
+    about |= {"low": "-0.1", "high": "0.1", "verdict": "inconclusive"}
+    assert list(csv.DictReader(sweep.comma_separated(made).splitlines())) == [
+        {
+            **about,
+            "plan": "b",
+            "score": "0.9",
+            "difference": "0.0",
+            "ratio, 512 tokens": "",
+            "clusters": "25",
+            "topk": "",
+        },
+        {
+            **about,
+            "plan": "a",
+            "score": "0.8",
+            "difference": "-0.1",
+            "ratio, 512 tokens": "1.25",
+            "clusters": "",
+            "topk": "32",
+        },
+    ]
+    assert sweep.markdown({"title": "T", "notice": "N", **made}).startswith("# T\n\n*N*\n\nbase; glue/sst2, dev: ")
+
+
+def test_a_score_that_is_no_fraction_keeps_its_units_and_less_of_it_is_the_smaller_loss():
+    outcomes = [entry("evaluate", "more", difference=0.25), entry("evaluate", "less", difference=-0.25)]
+    for outcome in outcomes:
+        outcome["record"]["quality"][0] |= {"fraction": False, "lower_is_better": True}
+    (table,) = sweep.layout(table_of(*outcomes))
+    assert table["title"].endswith("exact attention 0.900")
+    assert table["columns"][1] == "accuracy"
+    assert [row[:3] for row in table["rows"]] == [["less", "0.650", "-0.250"], ["more", "1.150", "+0.250"]]
+    assert table["rows"][0][5] == "-0.1000 … 0.1000"
+
+
+def test_verdicts_that_differ_between_seeds_are_counted():
+    outcomes = [entry("evaluate", "a", seed=seed) for seed in (0, 1, 2)]
+    outcomes[1]["record"]["quality"][0]["variants"][0]["verdict"] = "no loss"
+    (table,) = sweep.layout(table_of(*outcomes))
+    assert table["rows"][0][3:] == ["0.00", "3", "", "inconclusive (2 of 3), no loss (1 of 3)"]
+
+
+def test_columns_of_speed_say_in_what_they_differ():
+    def columns(**change: object) -> list[str]:
+        outcomes = [entry("bench", "a"), entry("bench", "a")]
+        outcomes[1]["record"]["speed"][0] |= change
+        (table,) = sweep.layout(table_of(*outcomes))
+        return table["columns"]
+
+    assert columns() == ["plan", "×, 512 tokens"]
+    assert columns(length=64) == ["plan", "×, 64 tokens", "×, 512 tokens"]
+    assert columns(batch=8)[1:] == [f"×, 512 tokens, batch {batch}, real, float32, cpu" for batch in (1, 8)]
+    assert columns(dtype="bfloat16")[1] == "×, 512 tokens, batch 1, real, bfloat16, cpu"
+    assert columns(fast_products=True)[2] == "×, 512 tokens, batch 1, real, float32, cpu, fast products"
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"), [({"status": "out of memory", "ratio": None}, "out of memory"), ({}, "1.00×")]
+)
+def test_a_speed_that_is_missing_says_why_and_the_plan_stays_in_the_table(change, shown):
+    outcome = entry("bench", "a")
+    outcome["record"]["speed"][0]["variants"][0] |= change
+    (table,) = sweep.layout(table_of(outcome))
+    assert table["rows"] == [["a", shown]]
+
+
+def test_what_was_scored_on_other_examples_or_another_checkpoint_has_a_table_of_its_own():
+    outcomes = [entry("evaluate", "a"), entry("evaluate", "b"), {**entry("evaluate", "a"), "checkpoint": "large"}]
+    outcomes[1]["record"]["quality"][0]["examples"] = 20
+    tables = sweep.layout(table_of(*outcomes))
+    assert [(len(table["rows"]), table["title"].split(" examples")[0]) for table in tables] == [
+        (1, "base; glue/sst2, dev: 10"),
+        (1, "base; glue/sst2, dev: 20"),
+        (1, "large; glue/sst2, dev: 10"),
+    ]
+
+
+def test_a_machine_is_told_by_what_is_known_of_it():
+    place = {"gpu": "A GPU", "processor": None, "threads": 1, "torch": "2.13.0"}
+    assert sweep.machine_words(place) == "A GPU, 1 thread, torch 2.13.0"
+
+
+def test_a_bar_in_a_name_does_not_end_a_cell():
+    assert "| a\\|b | 90.0 |" in sweep.markdown({"title": "T", "notice": None, **table_of(entry("evaluate", "a|b"))})

@@ -18,25 +18,46 @@ def test_plain_pytorch_is_what_the_kernels_call_so():
     [
         (wording.count(12345), "12,345"),
         (wording.count(None), "–"),
+        (wording.roughly(1600), "1,600"),
+        (wording.roughly(100), "100"),
+        (wording.roughly(101), "110"),
         (wording.roughly(1509), "1,600"),
         (wording.roughly(7), "7"),
+        (wording.decimal(None), "–"),
         (wording.decimal(-0.004), "0.00"),
+        (wording.decimal(0.5), "0.50"),
         (wording.decimal(-1234.5, 1), "−1,234.5"),
         (wording.signed(0.004), "0.00"),
         (wording.signed(0.5), "+0.50"),
         (wording.signed(-0.5), "−0.50"),
+        (wording.signed(0.0), "0.00"),
+        (wording.signed(None), "–"),
+        (wording.percent(None), "–"),
+        (wording.percent(0.25), "25 %"),
         (wording.percent(0.8956, 2), "89.56 %"),
         (wording.milliseconds(1234.4), "1,234"),
         (wording.milliseconds(0.01234), "0.0123"),
         (wording.milliseconds(99.96), "100"),
+        (wording.milliseconds(100), "100"),
+        (wording.milliseconds(100.4), "100"),
+        (wording.milliseconds(1.5), "1.5"),
+        (wording.milliseconds(None), "–"),
         (wording.times(0.551), "0.55×"),
+        (wording.times(9.994), "9.99×"),
+        (wording.times(10.0), "10.0×"),
         (wording.times(12.34), "12.3×"),
+        (wording.times(None), "–"),
+        (wording.between(None), "–"),
+        (wording.between([0.951, 1.2]), "0.95 to 1.20"),
+        (wording.between([1.0, 2.0], 3), "1.000 to 2.000"),
         (wording.between([-0.01, 0.02], scale=100), "−1.00 to 2.00"),
         (wording.span([1.5, 1.2]), "1.20–1.50×"),
         (wording.span([1.5]), "1.50×"),
         (wording.lengths([128], [128, 512]), "128 tokens"),
         (wording.lengths([512, 128, 2048], [128, 512, 1024, 2048]), "128–512 and 2,048 tokens"),
+        (wording.lengths([128, 1024, 4096], [128, 512, 1024, 2048, 4096]), "128, 1,024 and 4,096 tokens"),
         (wording.layer_ranges([3, 0, 1, 2, 8]), "0–3, 8"),
+        (wording.layer_ranges([0, 2, 4, 5]), "0, 2, 4–5"),
     ],
 )
 def test_numbers(text: str, expected: str):
@@ -50,9 +71,14 @@ def test_numbers(text: str, expected: str):
         (0.01, [-0.01, 0.02], "gains 1.0 ± 2.0 points of accuracy"),
         (-0.0002, [-0.004, 0.004], "scores the same ± 0.4 points of accuracy"),
         (0.0, [-0.0001, 0.0001], "scores the same ± 0.01 points of accuracy"),
+        (0.0, [-0.0005, 0.0005], "scores the same ± 0.1 points of accuracy"),
+        # The wider side is told.
+        (0.01, [-0.03, 0.02], "gains 1.0 ± 4.0 points of accuracy"),
+        (0.0003, [0.0002, 0.0004], "gains 0.03 ± 0.01 points of accuracy"),
+        (-0.003, None, "has −0.3 points of accuracy, seen on one example or group only,"),
     ],
 )
-def test_a_difference_in_words(difference: float, interval: list[float], expected: str):
+def test_a_difference_in_words(difference: float, interval: list[float] | None, expected: str):
     assert wording.loss({"difference": difference, "interval": interval}, {"metric": "accuracy"}) == expected
 
 
@@ -63,6 +89,50 @@ def test_a_difference_of_a_score_that_is_no_fraction_is_told_in_its_own_units():
     assert wording.verdict(entry, task) == "a loss beyond the margin of 0.010 bits per byte"
     assert wording.change(entry, task) == "+0.021"
     assert wording.score(1.2345, task) == "1.234"
+    assert wording.score(1.2345, task, 0) == "1.2"
+    fewer = entry | {"difference": -0.02, "interval": [-0.03, -0.01]}
+    assert wording.loss(fewer, task) == "has 0.020 ± 0.010 fewer bits per byte"
+    assert (
+        wording.loss(entry | {"difference": 0.5, "interval": [0.45, 0.55]}, task) == "has 0.5 ± 0.1 more bits per byte"
+    )
+    higher = {"metric": "score", "fraction": False}
+    assert wording.loss(entry, higher) == "gains 0.021 ± 0.010 score"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        ("no loss", "no loss, at a margin of 0.5 points"),
+        ("loss within margin", "a loss, within the margin of 0.5 points"),
+        ("loss beyond margin", "a loss beyond the margin of 0.5 points"),
+        ("inconclusive", "inconclusive at a margin of 0.5 points; about 250 examples would settle it"),
+        ("not tested: exact on all of these inputs", "not tested: exact on all of these inputs"),
+    ],
+)
+def test_a_verdict_is_told_with_its_margin(verdict: str, said: str):
+    entry = {"verdict": verdict, "margin": 0.005, "needed_examples": 250}
+    assert wording.verdict(entry, {"metric": "accuracy", "examples": 10}) == said
+
+
+def test_a_change_is_told_roughly_and_in_units_of_its_task():
+    assert wording.change({"difference": -0.0034}, {"metric": "accuracy"}) == "−0.3"
+    assert wording.units({"metric": "exact_match"}) == "points of exact match"
+
+
+def test_what_a_score_stands_on_is_told_with_what_must_be_known_of_it():
+    assert wording.share_of_examples({"examples": 1000}) == "1,000 examples"
+    told = {"examples": 1000, "subset": True, "truncated": 1200, "notes": ["read to 512 tokens", "no titles"]}
+    assert wording.share_of_examples(told) == (
+        "1,000 examples, a subset, 1,200 of them truncated; read to 512 tokens; no titles"
+    )
+
+
+def test_implementations_are_told_by_op_and_those_in_pytorch_alike():
+    chosen = {"topk_attention": "tiles", "cluster_queries": "cpu", "lsh_attention": "reference"}
+    assert wording.implementations({"chosen": chosen}) == (
+        "cluster_queries cpu, lsh_attention plain PyTorch, topk_attention plain PyTorch"
+    )
+    assert wording.implementations({"chosen": None}) == wording.implementations({}) == ""
 
 
 def test_the_setting_names_what_matters():
@@ -70,6 +140,7 @@ def test_the_setting_names_what_matters():
     assert wording.setting(row) == "CUDA, bfloat16, batch 4, train"
     row |= {"device": "cpu", "threads": 1, "mode": "forward"}
     assert wording.setting(row) == "CPU, bfloat16, 1 thread, batch 4"
+    assert wording.setting(row | {"threads": 2, "fast_products": True}).endswith("2 threads, batch 4, fast products")
 
 
 def row(length: int = 128, base: str = "ok", **entry) -> dict:
@@ -88,6 +159,8 @@ def row(length: int = 128, base: str = "ok", **entry) -> dict:
         (row(base="out of memory", ratio=None, interval=None), "alone"),
         (row(base="out of memory", status="out of memory", ratio=None, interval=None), "out of memory"),
         (row(ratio=None, interval=None), "missing"),
+        (row(interval=[1.0, 1.6]), "even"),
+        (row(ratio=0.9, interval=[0.8, 1.0], verdict="exact is better here"), "even"),
     ],
 )
 def test_standing(given: dict, expected: str):
@@ -98,6 +171,7 @@ def test_it_pays_from_where_it_stays_better():
     slow = {"ratio": 0.9, "interval": [0.8, 0.95], "verdict": "exact is better here"}
     assert worthwhile_from([row(128), row(256, **slow), row(512), row(1024)], "v") == 512
     assert worthwhile_from([row(128), row(256, **slow)], "v") is None
+    assert worthwhile_from([row(128), row(256)], "v") == 128
     assert worthwhile_from([row(128)], "missing") is None
 
 
@@ -105,6 +179,11 @@ def test_groups_hold_what_differs_in_length_alone(record):
     mixed = [record["speed"][1], record["speed"][0], record["speed"][0] | {"threads": 1}]
     groups = speed_groups(record | {"speed": mixed})
     assert [[(row["threads"], row["length"]) for row in rows] for rows in groups] == [[(2, 128), (2, 512)], [(1, 128)]]
+    changes = ({"device": "cuda"}, {"dtype": "bfloat16"}, {"batch": 8}, {"mode": "train"}, {"inputs": "random"})
+    rows = [record["speed"][0], record["speed"][0] | {"fast_products": False}]
+    rows += [record["speed"][0] | change for change in (*changes, {"fast_products": True})]
+    assert [len(group) for group in speed_groups({"speed": rows})] == [2, *[1] * 6]
+    assert speed_groups({"speed": None}) == speed_groups({}) == []
 
 
 def test_a_mechanism_keeps_its_colour(record):

@@ -91,6 +91,11 @@ def test_models_are_read_packed_in_lower_case_and_without_a_word_for_unknown_one
     assert read_ngram(arpa).score((), "other") == pytest.approx(-1.5)
 
 
+def test_a_model_of_single_words_is_whole(arpa):
+    arpa.write_text("\\1-grams:\n-0.7 A\n-1.5 </s>\n\\end\\\n")
+    assert read_ngram(arpa).score(("A",), "A") == pytest.approx(-0.7)
+
+
 def test_the_words_decide_between_sounds_that_are_alike(arpa):
     # A C A B or P: what was heard says P, the words say B.
     spelling, frames = ["<pad>", "|", "A", "B", "C", "P"], []
@@ -148,8 +153,10 @@ def test_settings_that_cannot_be_are_refused(settings, words):
         (ARPA.replace("-0.7\tA", "much\tA"), r"line 9: could not convert"),
         (ARPA.replace("A CAB", "A"), r"line 14: 1 words where 2 are expected"),
         (ARPA.replace("\\end\\", ""), "does not end as it should"),
+        ("\\1-grams:\n-1 <unk>\n-99 <s>\n-1.5 </s>\n\\end\\\n", "holds no words"),
+        ("\\2-grams:\n-0.1 A CAB\n\\end\\\n", "holds no words"),
     ],
-    ids=["empty", "text", "no number", "one word", "cut"],
+    ids=["empty", "text", "no number", "one word", "cut", "no words of its own", "no single words"],
 )
 def test_damaged_models_are_named(arpa, text, words):
     arpa.write_text(text)

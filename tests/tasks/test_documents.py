@@ -50,6 +50,21 @@ def test_a_limit_keeps_every_class_and_the_same_ids(tmp_path):
     assert {example.label for example in part.examples} == {0, 1}
 
 
+def test_imdb_is_whole_from_25000_texts_on(tmp_path):
+    rows = [json.dumps({"text": "fine", "label": row % 2}) + "\n" for row in range(25_000)]
+    for split, count in (("test", 24_999), ("test", 25_000), ("train", 25_000)):
+        path = tmp_path / f"{split}.jsonl"
+        path.write_text("".join(rows[:count]))
+        assert open_task("documents").load(path).subset == (count < 25_000)
+    assert open_task("documents").load(path.rename(tmp_path / "mine.jsonl")).subset
+
+
+def test_a_file_of_other_classes_is_whole_without_a_limit(tmp_path):
+    path, task = write(tmp_path, "csv"), open_task("documents", labels="bad,good")
+    path.write_text("text,label\na,bad\nb,good\n")
+    assert [task.load(path, limit=limit).subset for limit in (None, 3, 2)] == [False, False, True]
+
+
 def test_imdbs_own_folder_is_read(tmp_path):
     for name in ("neg", "pos"):
         folder = tmp_path / "aclImdb" / "test" / name

@@ -5,7 +5,7 @@ import pytest
 from datasets import config as settings
 
 from approx.errors import ApproxError, Exit
-from approx.tasks import TASKS, glue, hub, open_task
+from approx.tasks import TASKS, Example, glue, hub, open_task
 
 SST2 = "sentence\tlabel\n" + "".join(f"the film number {row} is fine \t{row % 2}\n" for row in range(10))
 FILES = {
@@ -135,40 +135,50 @@ def test_missing_files_name_what_was_looked_for_and_found(folder):
         open_task("glue/mnli").load(folder)
 
 
+# The configuration, the split and the columns of texts of each on the hub.
+HUB = {
+    "cola": ("cola", "validation", "sentence"),
+    "sst2": ("sst2", "validation", "sentence"),
+    "mrpc": ("mrpc", "validation", "sentence1", "sentence2"),
+    "stsb": ("stsb", "validation", "sentence1", "sentence2"),
+    "qqp": ("qqp", "validation", "question1", "question2"),
+    "mnli": ("mnli", "validation_matched", "premise", "hypothesis"),
+    "mnli-mm": ("mnli", "validation_mismatched", "premise", "hypothesis"),
+    "qnli": ("qnli", "validation", "question", "sentence"),
+    "rte": ("rte", "validation", "sentence1", "sentence2"),
+    "wnli": ("wnli", "validation", "sentence1", "sentence2"),
+}
+
+
 @pytest.fixture
 def hub_on_disk(tmp_path, monkeypatch):
-    """The hub dataset's layout in a folder, which `datasets` loads as it loads the hub's."""
-    rows = {
-        "sst2": {"sentence": ["the film is fine ", "dull "], "label": [1, 0], "idx": [0, 1]},
-        "mnli": {"premise": ["It rains."], "hypothesis": ["It is dry."], "label": [2], "idx": [0]},
-    }
-    configs = []
-    for subset, split in (("sst2", "validation"), ("mnli", "validation_matched"), ("mnli", "validation_mismatched")):
-        datasets.Dataset.from_dict(rows[subset]).to_parquet(tmp_path / subset / f"{split}.parquet")
-    datasets.Dataset.from_dict({"sentence": ["?"], "label": [-1], "idx": [0]}).to_parquet(
-        tmp_path / "sst2/test.parquet"
-    )
-    for subset in rows:
-        files = "".join(
-            f"  - split: {file.stem}\n    path: {subset}/{file.name}\n" for file in (tmp_path / subset).iterdir()
-        )
-        configs.append(f"- config_name: {subset}\n  data_files:\n{files}")
-    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
-    monkeypatch.setattr(glue, "HUB_DATASET", str(tmp_path))
+    """Lay rows out in a folder as the hub has them, which `datasets` loads as it loads the hub's."""
+    monkeypatch.setattr(glue, "HUB_DATASET", str(tmp_path / "hub"))
     monkeypatch.setattr(settings, "HF_DATASETS_CACHE", tmp_path / "cache")
 
+    def store(subset, split, examples):
+        config, _, *columns = HUB[subset]
+        texts = [[example.inputs[name] for name in ("text", "text_pair")[: len(columns)]] for example in examples]
+        rows = dict(zip(columns, map(list, zip(*texts, strict=True)), strict=True))
+        rows |= {"label": [example.label for example in examples], "idx": list(range(len(examples)))}
+        datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "hub" / f"{split}.parquet")
+        files = f"  - split: {split}\n    path: {split}.parquet\n"
+        (tmp_path / "hub/README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n")
 
-@pytest.mark.usefixtures("hub_on_disk")
-def test_the_hub_layout_gives_the_same_examples_as_the_files(folder):
-    assert open_task("glue/mnli").load() == open_task("glue/mnli").load(folder)
-    assert open_task("glue/mnli-mm").load().name == "dev_mismatched"
-    loaded = open_task("glue/sst2").load(split="validation")
-    assert (loaded.name, [example.id for example in loaded.examples]) == ("dev", ["dev-0", "dev-1"])
-    assert [example.label for example in loaded.examples] == [1, 0]
+    return store
 
 
-@pytest.mark.usefixtures("hub_on_disk")
-def test_a_split_without_labels_is_refused():
+@pytest.mark.parametrize("subset", glue.GLUE)
+def test_the_hub_layout_gives_the_same_examples_as_the_files(subset, folder, hub_on_disk):
+    task = open_task(f"glue/{subset}")
+    files = task.load(folder)
+    hub_on_disk(subset, HUB[subset][1], files.examples)
+    assert task.load() == files
+    assert task.load(split=HUB[subset][1]) == files
+
+
+def test_a_split_without_labels_is_refused(hub_on_disk):
+    hub_on_disk("sst2", "test", [Example("test-0", {"text": "?"}, -1)])
     with pytest.raises(ApproxError, match=r"the split 'test' of .* has no labels; use dev or train") as caught:
         open_task("glue/sst2").load(split="test")
     assert caught.value.exit_code == Exit.UNAVAILABLE
@@ -188,23 +198,37 @@ def test_without_a_network_the_remedy_is_local_files(monkeypatch, tmp_path):
     assert settings.HF_HUB_OFFLINE is False
 
 
+# Rows of train and dev, as the configurations of nyu-mll/glue count them.
+ROWS = {
+    "cola": (8551, 1043), "sst2": (67349, 872), "mrpc": (3668, 408), "stsb": (5749, 1500), "qqp": (363846, 40430),
+    "mnli": (392702, 9815), "mnli-mm": (392702, 9832), "qnli": (104743, 5463), "rte": (2490, 277), "wnli": (635, 71),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("subset", glue.GLUE)
+def test_a_split_is_whole_with_its_official_rows(subset):
+    task = glue.Glue(subset)
+    for name, rows in zip(("train", HUB[subset][1].replace("validation", "dev")), ROWS[subset], strict=True):
+        assert not task._is_subset(name, rows, None)
+        assert task._is_subset(name, rows - 1, None)
+        assert task._is_subset(name, rows - 1, rows - 1)
+
+
 @pytest.mark.network
 @pytest.mark.parametrize("subset", ["sst2", "mnli-mm", "stsb"])
 def test_the_hub_dataset_has_the_official_rows(subset):
     assert not open_task(f"glue/{subset}").load().subset
 
 
-@pytest.mark.parametrize(
-    ("subset", "split", "rows"),
-    [
-        ("cola", "dev", 1043), ("cola", "train", 8551), ("sst2", "dev", 872), ("sst2", "train", 67349),
-        ("mrpc", "dev", 408), ("mrpc", "train", 3668), ("stsb", "dev", 1500), ("stsb", "train", 5749),
-        ("rte", "dev", 277), ("rte", "train", 2490),
-    ],
-)  # fmt: skip
-def test_real_files_have_the_official_rows(subset, split, rows, shared_data):
+@pytest.mark.parametrize("subset", ["cola", "sst2", "mrpc", "stsb", "rte"])
+@pytest.mark.parametrize("split", ["train", "dev"])
+def test_real_files_have_the_official_rows(subset, split, shared_data):
     loaded = open_task(f"glue/{subset}").load(shared_data / "glue", split)
-    assert (loaded.name, len(loaded.examples), loaded.subset) == (split, rows, False)
+    assert (loaded.name, len(loaded.examples), loaded.subset) == (
+        split,
+        ROWS[subset][split == "dev"],
+        False,
+    )
 
 
 def test_real_excerpts_are_called_so(shared_data):

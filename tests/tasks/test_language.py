@@ -79,6 +79,16 @@ def test_a_token_for_the_beginning_lets_the_first_word_be_scored(data):
     assert first["scored"] == len(first["input_ids"]) - 1
 
 
+@pytest.mark.parametrize(("name", "default"), [("lm", 1024), ("mlm", 512)])
+def test_windows_are_as_long_as_positions_allow_or_else_the_default(name, default):
+    task, tokenizer, text = open_task(name), tiny_tokenizer(), " ".join([TEXT] * 10)
+    tokenizer.mask_token = "[UNK]"
+    example = Example("a", {"text": text, "start": 0, "end": len(text)}, len(text))
+    for limit in (None, 100, default + 100):
+        windows = task.encode(example, tokenizer, limit)
+        assert max(len(one["input_ids"]) for one in windows) == (limit or default)
+
+
 def test_slices_go_by_the_tokens_before(data):
     model = causal()
     subjects = {name: Subject(name, model, tiny_tokenizer()) for name in ("exact", "same")}

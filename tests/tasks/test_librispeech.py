@@ -43,6 +43,33 @@ def test_a_folder_of_ones_own_keeps_its_name(tmp_path):
     assert (split.name, split.subset) == ("mine", True)
 
 
+def test_a_split_is_whole_with_all_its_utterances_under_its_own_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(librispeech.LIBRISPEECH, "test-clean", ("clean", "test", 3))
+    for count, name, subset in ((3, "test-clean", False), (2, "test-clean", True), (3, "mine", True)):
+        folder = write_utterances(tmp_path / str(count) / name, some_utterances(count))
+        assert TASK.load(folder).subset is subset
+        assert TASK.load(folder, limit=2).subset
+
+
+def test_the_splits_are_those_that_were_published():
+    """Configurations and splits of openslr/librispeech_asr on the hub, and the utterances that its card counts."""
+    rows = [2703, 2864, 2620, 2939, 28539, 104014, 148688]
+    names = [
+        "dev-clean",
+        "dev-other",
+        "test-clean",
+        "test-other",
+        "train-clean-100",
+        "train-clean-360",
+        "train-other-500",
+    ]
+    assert {name: entry[2] for name, entry in librispeech.LIBRISPEECH.items()} == dict(zip(names, rows, strict=True))
+    for name, (config, split, _) in librispeech.LIBRISPEECH.items():
+        kind, config_of, *hours = name.split("-")
+        assert config == config_of
+        assert split == ".".join([{"dev": "validation"}.get(kind, kind), *hours])
+
+
 def test_the_parquet_of_the_hub_is_streamed(tmp_path, monkeypatch):
     write_utterances(tmp_path / "test-clean", spoken := some_utterances())
     rows = []

@@ -53,6 +53,14 @@ def test_compute_of_evaluate_gives_the_same_number(metric, tmp_path):
     assert handle.compute() == {metric.key: pytest.approx(metric.value(predictions, labels))}
 
 
+@pytest.mark.parametrize("name", METRICS)
+def test_every_metric_is_known_by_its_name_and_says_where_it_is_defined(name, tmp_path):
+    handle = METRICS[name](cache_dir=str(tmp_path))
+    assert handle.key == name
+    assert handle.reference_urls == [METRICS[name].source]
+    assert METRICS[name].source.startswith("https://")
+
+
 SENTENCES = st.lists(st.sampled_from(["A", "BEE", "IT'S", "SEA"]), max_size=6).map(" ".join)
 
 

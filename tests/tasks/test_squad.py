@@ -186,8 +186,11 @@ def test_the_trained_checkpoint_scores_what_it_is_known_to_score(shared_data, sh
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"id": "q", "question": "what", "answers": []}, "question q has no answers"),
-        ({"id": "q", "question": "what", "is_impossible": True}, "Use the task squad_v2"),
+        ({"id": "q", "question": "what", "answers": []}, r"dev-v1\.1\.json: question q has no answers"),
+        (
+            {"id": "q", "question": "what", "is_impossible": True},
+            r"dev-v1\.1\.json: question q .* Use the task squad_v2",
+        ),
         ({"id": "q", "answers": [{"text": "film"}]}, "not in the official layout"),
     ],
     ids=["no answers", "impossible", "no question"],

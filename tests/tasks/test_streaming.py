@@ -4,9 +4,12 @@ import json
 
 import pytest
 from datasets import config as settings
+from hypothesis import given
+from hypothesis import strategies as st
 
 from approx.errors import ApproxError, Exit
 from approx.tasks import TASKS, documents, glue, open_task, squad, text
+from approx.tasks.language import LanguageModelling
 
 WORDS = [f"word {row} of the film" for row in range(40)]
 ROWS = {
@@ -94,6 +97,30 @@ def test_a_stretch_at_the_limit_is_whole(stored):
             assert (some.id, some.label, some.inputs["start"], some.inputs["end"]) == (
                 every.id, every.label, every.inputs["start"], every.inputs["end"],
             )  # fmt: skip
+
+
+@given(
+    rows=st.lists(st.text("ab \n", max_size=30), max_size=30),
+    limit=st.integers(1, 12),
+    stretch=st.integers(1, 12),
+)
+def test_the_beginning_of_a_text_holds_the_stretches_of_the_limit_and_shows_whether_there_are_more(
+    rows, limit, stretch
+):
+    def bounds(text):
+        return [(one.inputs["start"], one.inputs["end"]) for one in task._stretches(text, "test")]
+
+    task = LanguageModelling(stretch=stretch)
+    read, whole = (bounds(task._beginning(({"text": row} for row in rows), some)) for some in (limit, None))
+    assert read[:limit] == whole[:limit]
+    assert (len(read) > limit) == (len(whole) > limit)
+
+
+def test_a_text_is_read_no_further_than_the_row_that_shows_more_than_the_limit():
+    # Stretches of two characters: the first row holds as many as the limit, the second shows that there are more.
+    rows = iter([{"text": "a " * 50}, {"text": "a " * 10}, {"text": "not read"}])
+    assert len(LanguageModelling(stretch=2)._beginning(rows, 50)) == 120
+    assert next(rows) == {"text": "not read"}
 
 
 def test_texts_without_a_label_are_refused(stored, monkeypatch):

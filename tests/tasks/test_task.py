@@ -42,6 +42,14 @@ def test_another_head_is_refused(other):
     assert e.value.exit_code == Exit.UNSUPPORTED
 
 
+@pytest.mark.parametrize("name", TASKS)
+def test_a_model_without_a_head_is_told_which_one_the_task_needs(name):
+    task = open_task(name)
+    with pytest.raises(ApproxError, match="but the model is a BertModel") as caught:
+        task.check(tiny_model(2).bert)
+    assert f"{name} needs a {task.head} head".replace("-", " ").lower() in str(caught.value).replace("-", " ").lower()
+
+
 @pytest.mark.parametrize(("name", "outputs"), [("glue/mnli", 2), ("glue/stsb", 2), ("glue/sst2", 1)])
 def test_another_number_of_outputs_is_refused(name, outputs):
     with pytest.raises(ApproxError, match=f"but the model has {outputs} "):
@@ -75,6 +83,18 @@ def test_regression_predicts_numbers():
     task.check(model)
     assert task.predict(SimpleNamespace(logits=torch.tensor([[1.5], [4.0]])), [], model.config) == [1.5, 4.0]
     assert task.correct([1.5], [1.5]) is None
+
+
+def test_slices_go_by_the_length_of_the_input_and_empty_ones_are_left_out():
+    lengths, labels, said = [3, 70, 15, 16, 64, 63], list("abcdef"), list("ABCDEF")
+    found = list(open_task("glue/sst2").slices(labels, lengths, said))
+    assert found == [
+        (0, 16, ["A", "C"], ["a", "c"]),
+        (16, 32, ["D"], ["d"]),
+        (32, 64, ["F"], ["f"]),
+        (64, 128, ["B", "E"], ["b", "e"]),
+    ]
+    assert list(open_task("glue/sst2").slices(["b"], [64], ["B"])) == [(64, 128, ["B"], ["b"])]
 
 
 def test_logits_that_are_not_finite_are_no_prediction():

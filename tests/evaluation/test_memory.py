@@ -1,0 +1,103 @@
+"""Memory: what a call needs, how much there is, and what an error says of it."""
+
+import gc
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from approx.evaluation import memory
+from approx.evaluation.memory import is_out_of_memory, memory_limit, peak_mb
+
+CPU = torch.device("cpu")
+MEGABYTE = 1_000_000
+
+
+class Ring:
+    """Something that nothing but the garbage collector frees."""
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held, self.itself = held, self
+
+
+def test_garbage_that_is_collected_during_the_call_does_not_lower_its_peak():
+    gc.collect()
+    Ring(torch.zeros(2 * MEGABYTE, dtype=torch.uint8))
+
+    def call() -> torch.Tensor:
+        gc.collect()
+        return torch.zeros(MEGABYTE, dtype=torch.uint8)
+
+    assert peak_mb(call, CPU) == pytest.approx(1.0, rel=0.01)
+
+
+def test_the_peak_is_the_most_that_is_held_at_a_time():
+    def call() -> None:
+        for _ in range(3):
+            torch.zeros(MEGABYTE, dtype=torch.uint8)
+
+    assert peak_mb(call, CPU) == pytest.approx(1.0, rel=0.01)
+    assert peak_mb(lambda: None, CPU) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("not enough memory"), True),
+        (RuntimeError("can't allocate memory"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("Expected size 3"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_an_error_says_whether_memory_ended(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="Linux alone hands out memory that it does not have")
+def test_a_limit_that_the_user_set_is_neither_raised_nor_forgotten():
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    held = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+    available = memory._available_bytes()
+    with memory_limit(CPU):
+        inside, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        assert inside == pytest.approx(held + available, rel=0.1)
+    for asked in (held + available // 2, held + 10 * available):
+        resource.setrlimit(resource.RLIMIT_DATA, (asked, hard))
+        try:
+            with memory_limit(CPU):
+                inside, _ = resource.getrlimit(resource.RLIMIT_DATA)
+            assert inside <= asked
+            assert inside == pytest.approx(min(asked, held + available), rel=0.1)
+            assert resource.getrlimit(resource.RLIMIT_DATA) == (asked, hard)
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def test_another_device_has_no_limit():
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with memory_limit(torch.device("meta")):
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [("max", "5", None), ("1000\n", "400\n", 600), ("1000", "1001", 0), (None, "5", None)],
+)
+def test_a_container_may_have_less_than_its_machine(limit, used, expected, tmp_path, monkeypatch):
+    folder = tmp_path / "sys" / "fs" / "cgroup"
+    folder.mkdir(parents=True)
+    (folder / "memory.current").write_text(used)
+    if limit is not None:
+        (folder / "memory.max").write_text(limit)
+    monkeypatch.setattr(memory, "Path", lambda name: tmp_path / name.removeprefix("/"))
+    machine = psutil.virtual_memory().available
+    assert memory._available_bytes() == pytest.approx(machine if expected is None else expected, rel=0.2)

@@ -1,0 +1,103 @@
+"""Other draws of a converted model: for as long as a context lasts, and known apart from its own."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from approx.checkpoints import checkpoint
+from approx.conversion import surgery
+from approx.conversion.calibration import mechanisms
+from approx.conversion.calibration_inputs import calibration_batch
+from approx.errors import ApproxError, Exit
+from approx.evaluation.evaluate import Subject
+from approx.measuring.reseeding import reseeding
+from approx.planning.plan import Plan, Rule
+from tiny_study import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("reseeding") / "base"))
+
+
+@pytest.fixture
+def converted(base):
+    """Open the base, and convert its second layer by a mechanism with some settings."""
+
+    def convert(mechanism, **settings):
+        opened = checkpoint.load(base)
+        batch = calibration_batch(opened.source, opened.model, 32).inputs
+        surgery.convert(opened.model, Plan((Rule(mechanism, "1", settings=settings),)), calibration=batch)
+        opened.model.config.approx["recipe"] = [{"calibration": None, "calibration_length": 32}]
+        return replace(opened, source=replace(opened.source, converted=True))
+
+    return convert
+
+
+def subject(opened, identity=None):
+    return Subject("drawn", opened.model, checkpoint.processor(opened.source), identity)
+
+
+def state(opened):
+    return {name: value.clone() for name, value in opened.model.state_dict().items()}
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_another_draw_is_known_by_its_seed_and_gone_afterwards(converted, frozen):
+    opened = converted("clustered", clusters=2, bits=8, frozen=frozen)
+    before, drawing = state(opened), mechanisms(opened.model)
+    mechanism: Any = drawing[0]
+    seed, seen = mechanism.seed, []
+    for identity in (None, "known"):
+        again = reseeding(opened, subject(opened, identity))
+        assert again is not None
+        for raised in (1, 2, 1):
+            with again(raised) as other:
+                seen.append((other.identity, state(opened)))
+                assert (other.name, mechanism.seed, other.reseeded) == (f"drawn, seed + {raised}", seed + raised, None)
+            assert mechanism.seed == seed
+            assert equal(state(opened), before)
+    (_, first), (_, second), (_, third), *known = seen
+    assert equal(first, third)
+    assert not equal(first, second)
+    assert not equal(first, before)
+    assert {identity for identity, _ in seen[:3]} == {None}
+    assert len({"known", *(identity for identity, _ in known)}) == 3
+    assert known[0][0] == known[2][0]
+
+
+def test_an_error_inside_leaves_the_draw_of_the_checkpoint(converted):
+    opened = converted("clustered", clusters=2, bits=8, frozen=False)
+    before, again = state(opened), reseeding(opened, subject(opened))
+    assert again is not None
+    with pytest.raises(ZeroDivisionError), again(1):
+        raise ZeroDivisionError
+    assert equal(state(opened), before)
+
+
+def test_what_draws_nothing_has_no_other_draws(converted):
+    opened = converted("local", left=1, right=1)
+    assert reseeding(opened, subject(opened)) is None
+
+
+def test_a_stock_checkpoint_has_no_other_draws(base):
+    opened = checkpoint.load(base)
+    assert reseeding(opened, subject(opened)) is None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_only_what_was_fitted_to_a_text_of_somebodys_own_cannot_be_drawn_again(converted, frozen):
+    opened = converted("clustered", clusters=2, bits=8, frozen=frozen)
+    opened.model.config.approx["recipe"][0]["calibration"] = {"name": "mine.txt"}
+    if not frozen:
+        assert reseeding(opened, subject(opened)) is not None
+        return
+    with pytest.raises(ApproxError, match=r"of drawn were fitted to mine\.txt when it was converted") as caught:
+        reseeding(opened, subject(opened))
+    assert caught.value.exit_code == Exit.UNSUPPORTED

@@ -1,0 +1,91 @@
+"""A pattern is drawn as it is where it is small, and shrunk beside itself where it is not; its stages are told."""
+
+import functools
+
+import pytest
+
+from approx.errors import ApproxError, Exit
+from approx.patterns import find_pattern
+from approx.patterns import study as patterns
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """Draw a pattern of some length, and give what both pictures were made of."""
+    seen = {}
+    for name in ("steps_picture", "flow_picture"):
+        real = getattr(patterns, name)
+
+        def noted(*given, name=name, real=real, **more):
+            seen[name] = (given, more)
+            return real(*given, **more)
+
+        monkeypatch.setattr(patterns, name, noted)
+
+    def draw(length, /, **asked):
+        files = patterns.draw(
+            find_pattern("strided", length, False, {"stride": 4}), tmp_path, suffixes=[".svg"], **asked
+        )
+        assert [path.name for path in files] == ["steps.svg", "flow.svg"]
+        return seen["steps_picture"], seen["flow_picture"]
+
+    return draw
+
+
+def test_a_small_pattern_is_drawn_as_it_is(drawn):
+    for length in (1, 48):
+        ((title, note, views), _), ((of_flow, beside, steps), _) = drawn(length)
+        assert title == of_flow.removesuffix(": information flow")
+        assert title.startswith(f"strided: {length} token{'s' if length > 1 else ''}, ")
+        assert (note, beside) == ("", "")
+        assert [view.shape[-1] for view in views] == [length]
+        assert steps.shape[-1] == length
+    with pytest.raises(ApproxError, match="drawn over 48 tokens: 0 to 47"):
+        drawn(48, node=48)
+    assert drawn(48, node=47)[1][1]["node"] == 47
+
+
+def test_a_large_one_is_drawn_shrunk_and_as_it_is(drawn):
+    ((title, note, views), _), ((_, beside, steps), _) = drawn(49)
+    assert title.startswith("strided: 49 tokens, ")
+    assert note.startswith("drawn with 16 tokens, ")
+    assert note.endswith(", and as it is: a point stands for many pairs, paler if few are seen")
+    assert beside == note.partition(", and as it is")[0]
+    assert [view.shape[-1] for view in views] == [16, 49]
+    assert steps.shape[-1] == 16
+    assert drawn(49, length=48)[1][0][2].shape[-1] == 48
+
+
+@pytest.mark.parametrize("length", [0, 49])
+def test_more_than_can_be_told_apart_is_not_drawn_pair_by_pair(drawn, length):
+    with pytest.raises(ApproxError, match=f"Asked to draw {length} tokens pair by pair; allowed is 1 to 48"):
+        drawn(200, length=length)
+
+
+def test_every_stage_of_telling_is_told(monkeypatch):
+    monkeypatch.setattr(patterns, "bench", functools.partial(patterns.bench, rounds=3, seconds=0.0))
+    told = []
+    found = patterns.tell(
+        find_pattern("block", 8, False, {}), block=4, device="cpu", progress=lambda *where: told.append(where)
+    )
+    assert told == [
+        ("count block", 0, 1),
+        ("count block", 1, 1),
+        ("time batch 1, 8 tokens", 0, 1),
+        ("time ", 1, 1),
+    ]
+    assert [(row["length"], row["batch"], row["dtype"]) for row in found["speed"]] == [(8, 1, "float32")]
+    told.clear()
+    assert "speed" not in patterns.tell(find_pattern("block", 8, False, {}), progress=lambda *where: told.append(where))
+    assert len(told) == 2
+
+
+def test_pictures_replace_nothing_unasked(tmp_path):
+    for folder in (tmp_path / "new", tmp_path):
+        patterns.refuse_existing(folder, force=False)
+    (tmp_path / "mine.txt").touch()
+    patterns.refuse_existing(tmp_path, force=True)
+    for place, words in ((tmp_path, "exists already"), (tmp_path / "mine.txt", "is a file")):
+        with pytest.raises(ApproxError, match=words) as caught:
+            patterns.refuse_existing(place, force=False)
+        assert caught.value.exit_code == Exit.REFUSED

@@ -1,0 +1,76 @@
+"""The page and the Markdown of hand-made records: what the golden file does not show."""
+
+import re
+
+from approx.publishing import page
+
+SHOWN = re.compile(r"<[^>]+>|\s+")
+
+
+def text(html: str) -> str:
+    return " ".join(SHOWN.sub(" ", html).split())
+
+
+def test_the_page_shows_intervals_shares_and_receipts_that_the_markdown_leaves_out(record):
+    shown = text(page.html([record]))
+    assert "exact 89.56 % 87.35 to 91.41" in shown
+    assert "1.53× 1.49 to 1.58 67 % of ceiling faster" in shown
+    assert "improved-clustered 25 0 to 15 250 92.00 % 91.80 %" in shown
+    assert "Receipt of local &lt;128&gt; $x$ { &#34;errors&#34;: {" in shown
+    assert "Receipt of linear" not in shown
+    assert "glue/sst2 (dev) against speed at 1,024 tokens on CPU" in shown
+
+
+def test_the_colour_of_a_variant_is_beside_its_name_everywhere(record):
+    (section,) = re.findall(r"<article.*?</article>", page.html([record]), flags=re.DOTALL)
+    beside = re.findall(r'background: (#\w+)" aria-hidden="true"></span>(linear|clustered 25)\b', section)
+    colours = {name: {colour for colour, found in beside if found == name} for name in ("linear", "clustered 25")}
+    assert {name: len(found) for name, found in colours.items()} == {"linear": 1, "clustered 25": 1}
+    assert colours["linear"] != colours["clustered 25"]
+
+
+def test_the_title_of_several_reports_is_their_number_and_each_can_be_reached(record):
+    other = record | {"title": "Another machine"}
+    shown = page.html([record, other])
+    assert "<title>2 reports</title>" in shown
+    assert '<a href="#r2">Another machine</a>' in shown
+    assert '<article id="r1">' in shown
+    assert "<title>MiniLM on SST-2 &lt;script&gt;" in page.html([record])
+    assert page.markdown([record, other]).count("# Another machine") == 1
+
+
+def test_what_a_checkpoint_is_stands_under_its_own_name(record):
+    record["checkpoint"] |= {"revision": "main", "parameters": None, "weights_sha256": None, "positions": None}
+    record["environment"] = {"gpu": "A GPU", "cores": 8, "unheard": 0}
+    shown = page.markdown([record])
+    for line in (
+        "- revision: main",
+        "- parameters: –",
+        "- positions: –",
+        "- weights (sha256): –",
+        "- GPU: A GPU",
+        "- cores: 8",
+        "- unheard: 0",
+    ):
+        assert line in shown.splitlines()
+
+
+def test_markup_in_a_name_is_text_in_the_markdown(record):
+    record["title"] = "a|b\n\\`*_[]<>#"
+    assert page.markdown([record]).startswith(r"# a\|b \\\`\*\_\[\]\<\>\#" + "\n\n")
+
+
+def test_a_drawing_takes_the_colours_and_ids_of_its_page(record):
+    shown = page.html([record])
+    (first, *_) = re.findall(r"<svg.*?</svg>", shown, flags=re.DOTALL)
+    assert 'viewBox="0 0 388.8 302.4"' in first
+    assert "currentColor" in first
+    assert "var(--faint)" in first
+    assert "#010203" not in shown
+    assert "#040506" not in shown
+    assert "<!--" not in first
+    assert "xlink" not in first
+    ids = re.findall(r'\bid="([^"]+)"', first)
+    used = re.findall(r'href="#([^"]+)"', first) + re.findall(r"url\(#([^)]+)\)", first)
+    assert all(name.startswith("r1-speed-0-") for name in ids)
+    assert set(used) <= set(ids)

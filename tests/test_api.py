@@ -1,0 +1,81 @@
+"""The stages as commands run them: their defaults, what they call a checkpoint, what they refuse."""
+
+import dataclasses
+import inspect
+
+import pytest
+
+from approx import api
+from approx.checkpoints import checkpoint
+from approx.conversion import surgery
+from approx.errors import ApproxError
+from approx.planning.plan import Plan, Rule
+from approx.recipe import BASE, CEILING, BenchStage, EvaluateStage
+from tiny_study import tiny_checkpoint, tiny_data
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A stock checkpoint, a converted one with the name of the base's line in reports, and data."""
+    folder = tmp_path_factory.mktemp("stages")
+    stock = tiny_checkpoint(folder / "stock")
+    opened = checkpoint.load(str(stock))
+    surgery.convert(opened.model, Plan((Rule("clustered", "1", settings={"clusters": 2, "bits": 8}),)))
+    opened.model.save_pretrained(folder / BASE)
+    checkpoint.processor(opened.source).save_pretrained(folder / BASE)
+    return str(stock), str(folder / BASE), str(tiny_data(folder))
+
+
+@pytest.mark.parametrize(("command", "stage"), [(api.evaluate, EvaluateStage), (api.bench, BenchStage)])
+def test_a_command_has_the_defaults_of_a_recipe(command, stage):
+    given = {name: one.default for name, one in inspect.signature(command).parameters.items()}
+    known = {one.name: one.default for one in dataclasses.fields(stage)}
+    shared = {name for name in known.keys() & given.keys() if known[name] is not dataclasses.MISSING}
+    assert {"fast_products", "batch_size" if stage is EvaluateStage else "rounds"} <= shared
+    assert {name: given[name] for name in shared} == {name: known[name] for name in shared}
+    everywhere = {"seed": 0, "device": "auto", "dtype": "auto", "offline": False, "command": "", "against": None}
+    assert given.items() >= everywhere.items()
+
+
+def test_a_record_of_speed_says_what_was_asked_for(study):
+    told = []
+    made = api.bench(
+        study[1],
+        [8],
+        rounds=3,
+        seconds=0.0,
+        seed=5,
+        device="cpu",
+        command="typed",
+        progress=lambda *at: told.append(at),
+    )
+    assert (made["title"], made["seed"], made["command"]) == (f"Speed of {BASE} (converted)", 5, "typed")
+    assert [one["name"] for one in made["variants"]] == [f"{BASE} (converted)"]
+    assert [(row["length"], row["batch"], row["inputs"]) for row in made["speed"]] == [(8, 1, "synthetic")]
+    assert made["quality"] == []
+    assert told[-1] == ("bench", 1, 1)
+
+
+def test_only_names_of_lines_that_every_report_has_are_told_apart():
+    assert [api._label(f"some/{name}") for name in (BASE, CEILING, "mine")] == [
+        f"{BASE} (converted)",
+        f"{CEILING} (converted)",
+        "mine",
+    ]
+
+
+def test_draws_are_scored_of_what_draws_and_refused_for_a_stock_checkpoint(study):
+    stock, converted, data = study
+    asked = {"data": data, "limit": 4, "seeds": 2, "seed": 5, "device": "cpu", "command": "typed"}
+    with pytest.raises(ApproxError, match=r"2 seeds were asked for, but .*stock is not converted"):
+        api.evaluate(stock, "glue/sst2", **asked)
+    made = api.evaluate(converted, "glue/sst2", against=stock, **asked)
+    assert (made["title"], made["seed"], made["command"]) == (f"{BASE} (converted) on glue/sst2", 5, "typed")
+    (entry,) = made["quality"]
+    assert len(entry["variants"][0]["seeds"]["scores"]) == 2
+    assert made["speed"] == []
+
+
+def test_a_base_that_is_converted_itself_is_refused(study):
+    with pytest.raises(ApproxError, match=r"is converted itself\. Name the exact checkpoint"):
+        api.evaluate(study[0], "glue/sst2", against=study[1], data=study[2], device="cpu")

@@ -8,9 +8,7 @@ from approx.conversion import families, surgery
 from approx.conversion.inputs import example_inputs
 from approx.conversion.plan import Plan, Rule
 from approx.errors import ApproxError, Exit
-from approx.mechanisms.state import unusable_state
 from conversion.zoo import tiny
-from forms import FORMS, make, over
 
 # One a layer: what is drawn to choose places, what is fitted, and what is learned.
 KINDS = {
@@ -64,20 +62,3 @@ def test_a_folder_with_it_is_not_loaded(folder, tmp_path, how):
 def test_it_is_loaded_as_it_was_written(folder):
     model_class = families.model_class(families.stock_class(type(tiny("BertModel"))))
     assert model_class.from_pretrained(folder).config.approx
-
-
-@over(FORMS)
-def test_whatever_a_mechanism_makes_is_usable(name, causal):
-    mechanism = make(name, causal, heads=2, size=8)
-    assert unusable_state(mechanism) is None
-    mechanism.after_step(10)
-    assert unusable_state(mechanism.to(torch.bfloat16)) is None
-
-
-def test_a_tensor_of_another_shape_or_dtype_is_named():
-    mechanism = make("clustered", False, heads=2, size=8)
-    draws = mechanism.get_buffer("draws")
-    mechanism.draws = draws[:2]
-    assert unusable_state(mechanism) == "draws has shape [2]; its settings make [4]"
-    mechanism.draws = draws.int()  # from a file, transformers makes int64 of them
-    assert unusable_state(mechanism) == "draws is torch.int32; its settings make torch.int64"

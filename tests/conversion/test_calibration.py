@@ -85,6 +85,19 @@ def test_the_captured_mass_is_that_of_the_window():
     assert damage[0].captured_mass == pytest.approx(float(torch.stack(by_hand).mean()), abs=1e-6)
 
 
+def test_the_error_is_relative_to_the_size_of_the_output():
+    errors = []
+    for size in (1.0, 1e-3):
+        model = tiny("BertModel")
+        with torch.no_grad():
+            for parameter in model.encoder.layer[0].attention.self.value.parameters():
+                parameter *= size
+        surgery.convert(model, Plan.of("local", "0", left=2, right=1))
+        errors.append(layer_damage(model, example_inputs(model, 20))[0].error)
+    assert errors[0] > 0.1
+    assert errors[1] == pytest.approx(errors[0], rel=1e-3)
+
+
 def test_the_captured_mass_bounds_the_error():
     # Scores as peaked as those of trained models, so that the bound is not met by everything.
     q, k, v = torch.randn(3, 2, 4, 50, 8)

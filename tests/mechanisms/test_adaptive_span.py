@@ -133,10 +133,13 @@ def planted(length, reach):
 
 @both
 @pytest.mark.parametrize("keep", [0.95, 1.0])
-def test_calibrated_spans_are_the_shortest_that_keep_the_mass_and_far_looking_heads_keep_the_longest(causal, keep):
+@pytest.mark.parametrize("ramp", [8, 130], ids=["short ramp", "ramp beyond the batch"])
+def test_calibrated_spans_are_the_shortest_that_keep_the_mass_and_far_looking_heads_keep_the_longest(
+    causal, keep, ramp
+):
     q, k = planted(120, (0, 5, 24, 200))
     mechanism = AdaptiveSpanAttention(
-        4, 120, causal=causal, scale=1.0, max_span=300, ramp=8, start="calibrated", keep=keep
+        4, 120, causal=causal, scale=1.0, max_span=300, ramp=ramp, start="calibrated", keep=keep
     )
     assert mechanism.needs_calibration
     mask = torch.arange(120)[None] < 110
@@ -146,12 +149,13 @@ def test_calibrated_spans_are_the_shortest_that_keep_the_mass_and_far_looking_he
     weights = q[0, :, :110, :110].masked_fill(~allowed, -1e30).softmax(-1)
 
     def kept(span):
-        return (weights * ((8 + span - away.abs()) / 8).clamp(0, 1)).sum(-1).mean(-1)
+        return (weights * ((ramp + span - away.abs()) / ramp).clamp(0, 1)).sum(-1).mean(-1)
 
-    shortest = [next(z for z in range(120) if kept(z)[head] >= keep - 1e-6) for head in range(3)]
-    assert mechanism.spans.tolist() == pytest.approx([*shortest, 300])
+    # Over half of the longest distance counts as far.
+    shortest = [next((z for z in range(60) if kept(z)[head] >= keep - 1e-6), 300) for head in range(4)]
+    assert mechanism.spans.tolist() == pytest.approx(shortest)
     if keep == 1.0:
-        assert shortest == [0, 5, 24]
+        assert shortest == [0, 5, 24, 300]
 
 
 def test_calibration_without_any_real_token_changes_nothing():

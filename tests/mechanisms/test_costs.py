@@ -8,12 +8,12 @@ from approx.mechanisms.lsh import LshAttention
 
 HEADS, SIZE, LENGTH = 2, 8, 256
 # Mechanism, whether causal, settings, keys that each of 256 queries meets as a mean over heads; blocks are of 64 queries.
+# What is no pair counts as the share of one that it costs: multiplying two vectors of the head's size is half of it.
 KEYS = [
     ("full", False, {}, 256),
-    ("exact", False, {}, 256),
-    ("exact", True, {}, 257 / 2),
-    ("flash", True, {}, 257 / 2),
-    ("sdpa", True, {}, 257 / 2),
+    ("full", True, {}, 256),
+    *((name, False, {}, 256) for name in ("exact", "flash", "sdpa")),
+    *((name, True, {}, 257 / 2) for name in ("exact", "flash", "sdpa")),
     ("exact-topk", True, {}, 256),
     ("local", False, {"left": 16, "right": 8}, 64 + 16 + 8),
     ("local", True, {"left": 16}, 64 + 16),
@@ -21,20 +21,122 @@ KEYS = [
     ("block", False, {"size": 32, "neighbours": 0}, 32),
     ("block", False, {"size": 32, "neighbours": 1}, 96),
     ("block", True, {"size": 32, "neighbours": 1}, 64),
+    ("strided", False, {}, 3 * 16 + 16),
+    ("strided", True, {}, 2 * 32 + 8),
+    ("strided", False, {"stride": 10}, 3 * 10 + 26),
+    ("strided", True, {"stride": 10, "step": 1}, 2 * 10),
+    ("strided", False, {"stride": 10, "step": 2}, 26),
+    ("strided", False, {"stride": 10, "mode": "heads"}, (3 * 10 + 26) / 2),
+    ("strided", False, {"stride": 256}, 256),
+    ("fixed", False, {"stride": 16, "summary": 2}, 16 + 2 * 15),
+    ("fixed", True, {"stride": 16, "summary": 2}, 16 + 2 * 15 / 2),
+    ("fixed", False, {"stride": None, "summary": 40, "step": 2}, 256),
+    ("fixed", False, {"stride": 16, "summary": 2, "mode": "heads"}, 16 + 2 * 15 / 2),
+    ("ltr", False, {}, 16 + 15),
+    ("ltr", False, {"stride": 10, "summary": 2}, 10 + 2 * 25),
+    ("ltr", False, {"stride": 10, "summary": 2, "step": 1}, 10),
+    ("rtl", False, {"stride": 10, "summary": 2, "step": 2}, 10 + 2 * 25),
+    ("ltr", False, {"stride": 10, "summary": 2, "both_directions": True}, 10 + 4 * 25),
+    ("rtl", False, {"stride": 10, "summary": 2, "both_directions": True, "mode": "heads"}, 10 + 2 * 25 / 2),
     ("sinks", True, {"sinks": 4, "window": 28}, 63 + 28 + 4),
     ("sinks", True, {"sinks": 4, "window": 1000}, 256),
+    ("longformer", False, {"window": 32, "global_tokens": [0, 9]}, 64 + 32 + 2 + 2),
+    ("longformer", True, {"window": 32}, 64 + 16 + 1 + 1),
+    ("longformer", False, {"window": 32, "global_tokens": "question"}, 64 + 32),
+    ("bigbird", False, {"block": 16, "random": 1}, 6 * 16 + 2 * 16 * (256 - 6 * 16) / 256),
     ("clustered", False, {"clusters": 256}, 256),
+    ("clustered", False, {"clusters": 10, "bits": 31, "iterations": 3}, 32 / 2 + 3 * 10 * 32 / 16 + 10),
+    ("improved-clustered", False, {"clusters": 10, "bits": 15, "iterations": 1, "topk": 5}, 16 / 2 + 10 * 16 / 16 + 15),
+    ("clustered", False, {"clusters": 10, "frozen": True}, 10 / 2 + 10),
+    ("improved-clustered", False, {"frozen": True, "topk": 5}, 100 / 2 + 100 + 5),
+    ("clustered", True, {"clusters": 10, "chunk": 64}, 2 * 10 + 64),
+    ("improved-clustered", True, {"clusters": 10, "chunk": 64, "topk": 5}, 2 * 10 + 5 + 64),
+    ("improved-clustered", True, {"chunk": 256}, 256),
+    ("linear", False, {}, 8),
+    ("linear", True, {}, 8 + 64),
+    ("linear", False, {"feature_map": "hedgehog"}, 16 + 8),
+    ("linear", True, {"feature_map": "hedgehog"}, 16 + 8 + 64 * 3 / 2),
+    ("linear", False, {"window": 10}, 8 + (128 + 20) * 3 / 2),
+    ("linear", True, {"window": 10}, 8 + (128 + 10) * 3 / 2),
+    ("performer", False, {"features": 16, "kernel": "relu"}, 16 + 16),
+    ("performer", True, {"features": 16, "kernel": "relu"}, 16 + 16 + 64 * 2),
+    ("performer", False, {"features": 16}, 16 + 8 + 16),
     ("lsh", False, {"cluster": 256}, 256),
     ("lsh", True, {"cluster": 128}, 256),
-    ("bigbird", False, {"block": 16, "random": 1}, 6 * 16 + 2 * 16 * (256 - 6 * 16) / 256),
+    ("lsh", False, {"cluster": 16, "rounds": 3}, 3 * (1 + 16)),
+    ("lsh", True, {"cluster": 16, "rounds": 3}, 3 * (16 + 2 * 16)),
+    ("lsh", False, {"cluster": 16, "rounds": 3, "variant": "shared"}, 3 * (64 / 2 + 2 * 16)),
+    ("adaptive-span", False, {"max_span": 20, "ramp": 12}, 64 + 2 * 64),
+    ("adaptive-span", True, {"max_span": 60, "ramp": 12}, 64 + 128),
+    ("adaptive-span", True, {}, 257 / 2),
+    ("adaptive-span", False, {}, 256),
 ]
+OUTPUTS = HEADS * LENGTH * SIZE
+# Mechanism, whether causal, settings, numbers of four bytes that lie in memory beside the inputs; a mask has bytes.
+NUMBERS = [
+    ("full", False, {}, 2 * HEADS * 256 * 256),
+    ("sdpa", True, {}, HEADS * 256),
+    ("flash", False, {}, HEADS * 256),
+    ("exact", True, {}, 2 * 256 * 256),
+    ("exact-topk", False, {}, 2 * HEADS * 64 * 256),
+    ("local", False, {"left": 16, "right": 8}, OUTPUTS + 64 * 88 / 4),
+    ("local", True, {"left": 16}, OUTPUTS + 64 * 80 / 4),
+    ("block", False, {"size": 32, "neighbours": 1}, OUTPUTS),
+    ("block", True, {"size": 32, "neighbours": 1}, OUTPUTS + 32 * 64 / 4),
+    ("strided", False, {"stride": 10}, 9 * OUTPUTS),
+    ("strided", True, {"stride": 10, "step": 1}, OUTPUTS),
+    ("strided", True, {"stride": 10, "mode": "heads"}, OUTPUTS),
+    ("fixed", False, {"stride": 16, "summary": 2}, OUTPUTS + 2 * HEADS * SIZE * 46 + 16 * 46 / 4),
+    ("ltr", False, {"stride": 10, "summary": 2}, OUTPUTS + 2 * HEADS * SIZE * 60 + 10 * 60 / 4),
+    ("sinks", True, {"sinks": 4, "window": 28}, OUTPUTS + 2 * HEADS * SIZE * 95 + 64 * 95 / 4),
+    ("longformer", False, {"window": 32}, OUTPUTS + 2 * HEADS * SIZE * 97 + 64 * 97 / 4),
+    ("bigbird", False, {"block": 16, "random": 1}, OUTPUTS + 2 * HEADS * SIZE * 96),
+    ("clustered", False, {"clusters": 256}, HEADS * 256),
+    ("clustered", False, {"clusters": 10, "bits": 31}, HEADS * 256 * (10 + 32)),
+    ("clustered", False, {"clusters": 10, "frozen": True}, HEADS * 256 * 10),
+    ("improved-clustered", False, {"clusters": 10, "frozen": True}, HEADS * 256 * 3 * 10),
+    ("improved-clustered", False, {"clusters": 10, "bits": 31}, HEADS * 256 * (10 + 32)),
+    ("clustered", True, {"clusters": 10, "chunk": 64}, HEADS * 256 * (3 * 64 + 4 * 10)),
+    ("clustered", True, {"clusters": 10, "chunk": 256}, HEADS * 256 * 3 * 256),
+    ("linear", False, {}, HEADS * SIZE * (2 * 256 + SIZE)),
+    ("linear", True, {}, HEADS * SIZE * (2 * 256 + 4 * SIZE)),
+    ("linear", False, {"window": 10}, HEADS * (SIZE * (2 * 256 + 8 * SIZE) + 2 * 64 * 148)),
+    ("linear", False, {"feature_map": "hedgehog"}, HEADS * 2 * SIZE * (2 * 256 + SIZE)),
+    ("performer", False, {"features": 16, "kernel": "relu"}, OUTPUTS + HEADS * 16 * (2 * 64 + SIZE)),
+    ("performer", True, {"features": 16}, 3 * OUTPUTS + HEADS * 16 * (2 * 64 + SIZE)),
+    ("lsh", False, {"cluster": 256}, HEADS * 256),
+    ("lsh", False, {"cluster": 16, "rounds": 3}, 4 * OUTPUTS + HEADS * 256 * 3 * 56 / 4),
+    ("lsh", True, {"cluster": 16, "rounds": 3}, 4 * OUTPUTS + HEADS * 256 * 3 * 160 / 4),
+    ("lsh", False, {"cluster": 16, "rounds": 3, "variant": "shared"}, 4 * OUTPUTS + HEADS * 256 * 3 * 100 / 4),
+    ("adaptive-span", False, {"max_span": 20, "ramp": 12}, OUTPUTS + HEADS * 64 * 192),
+    ("adaptive-span", True, {}, OUTPUTS),
+]
+
+
+def make(name, causal, settings):
+    return MECHANISMS[name](HEADS, SIZE, causal=causal, scale=0.5, **settings)
 
 
 @pytest.mark.parametrize(("name", "causal", "settings", "keys"), KEYS)
 def test_attention_costs_two_products_for_each_pair_of_tokens(name, causal, settings, keys):
-    mechanism = MECHANISMS[name](HEADS, SIZE, causal=causal, scale=0.5, **settings)
     # A product of two vectors of the head's size is as many multiplications as additions; there are two, q k and w v.
-    assert mechanism.flops(LENGTH) == 4 * HEADS * SIZE * LENGTH * keys
+    assert make(name, causal, settings).flops(LENGTH) == 4 * HEADS * SIZE * LENGTH * keys
+
+
+@pytest.mark.parametrize(("name", "causal", "settings", "numbers"), NUMBERS)
+def test_memory_is_what_lies_beside_the_inputs_at_once(name, causal, settings, numbers):
+    assert make(name, causal, settings).memory(LENGTH) == 4 * numbers
+
+
+def test_exact_attention_keeps_the_scores_of_512_queries_at_most():
+    assert make("exact", False, {}).memory(1024) == 4 * 2 * 512 * 1024
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_single_token_costs_no_more_than_one_of_many(name):
+    mechanism = make(name, not MECHANISMS[name].supports_bidirectional, {})
+    assert 0 < mechanism.flops(1) <= mechanism.flops(LENGTH) / 2
+    assert 0 < mechanism.memory(1) <= mechanism.memory(LENGTH)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])

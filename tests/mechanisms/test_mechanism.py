@@ -7,6 +7,7 @@ from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.full import FullAttention
 from approx.mechanisms.local import LocalAttention
+from forms import make as small
 
 DEFAULTS = {
     "full": {},
@@ -190,6 +191,20 @@ def test_every_mechanism_says_what_it_is(name):
     # Whether any settings bring parameters; test_linear says which.
     assert mechanism.trainable or not list(make(name).parameters())
     assert mechanism.supports_causal or not mechanism.supports_decode
+    assert mechanism.decode_state in ("cache", "ring", "recurrent")
+    assert mechanism.compiles == "whole" or mechanism.compiles.endswith(".")
+    assert mechanism.gradient in ("exact", "through weights, not choices")
+    assert mechanism.padding == "any"
+
+
+@pytest.mark.parametrize(("name", "causal"), [("full", False), ("strided", True), ("bigbird", False)])
+def test_a_transform_over_samples_gives_what_a_batch_gives(name, causal):
+    mechanism = small(name, causal, heads=2, size=8)
+    q, k, v = torch.randn(3, 3, 1, 2, 13, 8).unbind()
+    with torch.no_grad():
+        found = torch.func.vmap(mechanism)(q, k, v)
+        expected = mechanism(q[:, 0], k[:, 0], v[:, 0])
+    torch.testing.assert_close(found[:, 0], expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", MECHANISMS)

@@ -156,6 +156,7 @@ def test_all_mistakes_of_content_are_told_at_once(bert):
             Rule("improved-clustered", "all", {"cluster": 25}),
             Rule("local", "5-3", {"left": -1}),
             Rule("local", "0", {"left": "wide"}),
+            Rule("sdpa", "0", {"left": 3}),
         )
     )
     with pytest.raises(ApproxError) as caught:
@@ -165,7 +166,9 @@ def test_all_mistakes_of_content_are_told_at_once(bert):
     for words in (
         "Layer 14 asked for, but the model has layers 0-11",
         "Unknown mechanism 'cluster' in rule 1. Did you mean 'clustered'?",
-        "'improved-clustered' has no setting 'cluster'. Did you mean 'clusters'?",
+        "'improved-clustered' has no setting 'cluster'. Did you mean 'clusters'? "
+        "Settings of 'improved-clustered': clusters, topk, ",
+        "'sdpa' has no setting 'left'. It has no settings.",
         "Layers '5-3' run backwards",
         "'left' is 'wide'",
     ):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from approx.checkpoints import families
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.planning import positions
@@ -116,3 +117,10 @@ def test_a_table_is_not_cut_silently(length):
     with pytest.raises(ApproxError, match="64 positions already") as caught:
         surgery.convert(tiny("BertModel"), Plan.of("sdpa"), max_length=length)
     assert caught.value.exit_code == Exit.USAGE
+
+
+@pytest.mark.parametrize("family", ["wav2vec2", "hubert", "vit"])
+def test_a_family_without_a_table_has_no_limit_whatever_else_its_config_says(family):
+    kind = transformers.CONFIG_MAPPING[family]
+    for config_class in (kind, families.config_class(kind)):
+        assert positions.limit(config_class.from_dict({"max_position_embeddings": 512})) is None

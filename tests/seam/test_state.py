@@ -7,10 +7,8 @@ from safetensors.torch import load_file, save_file
 from approx.checkpoints import families
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
-from approx.mechanisms.state import unusable_state
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
-from forms import FORMS, make, over
 from zoo import tiny
 
 # One a layer: what is drawn to choose places, what is fitted, and what is learned.
@@ -65,20 +63,3 @@ def test_a_folder_with_it_is_not_loaded(folder, tmp_path, how):
 def test_it_is_loaded_as_it_was_written(folder):
     model_class = families.model_class(families.stock_class(type(tiny("BertModel"))))
     assert model_class.from_pretrained(folder).config.approx
-
-
-@over(FORMS)
-def test_whatever_a_mechanism_makes_is_usable(name, causal):
-    mechanism = make(name, causal, heads=2, size=8)
-    assert unusable_state(mechanism) is None
-    mechanism.after_step(10)
-    assert unusable_state(mechanism.to(torch.bfloat16)) is None
-
-
-def test_a_tensor_of_another_shape_or_dtype_is_named():
-    mechanism = make("clustered", False, heads=2, size=8)
-    draws = mechanism.get_buffer("draws")
-    mechanism.draws = draws[:2]
-    assert unusable_state(mechanism) == "draws has shape [2]; its settings make [4]"
-    mechanism.draws = draws.int()  # from a file, transformers makes int64 of them
-    assert unusable_state(mechanism) == "draws is torch.int32; its settings make torch.int64"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -20,6 +20,8 @@ from approx_kernels.tokens.stretches import by_step, without_padding
 from approx_kernels.tokens.strides import root_below, same_stride
 
 __all__ = ["root_below", "summary_attention"]
+
+_INSIDE: tuple[Inside, ...] = get_args(Inside)
 
 
 def summary_attention(
@@ -68,10 +70,12 @@ def summary_attention(
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, a causal pattern would look ahead, or the implementation
-            asked for cannot run.
+        ValueError: if the shapes or dtypes do not fit together, `inside` is no such word, a causal pattern would look
+            ahead, or the implementation asked for cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    if inside not in _INSIDE:
+        raise ValueError(f"inside is {inside!r}; expected one of {', '.join(_INSIDE)}.")
     if causal and inside != "past":
         raise ValueError(f"A causal pattern with inside={inside!r}; expected inside='past'.")
     ways = {"cpu": obstacle(q), "reference": None}

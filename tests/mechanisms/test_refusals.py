@@ -1,0 +1,58 @@
+"""All that is wrong with the settings of a mechanism is told at once."""
+
+import pytest
+
+from approx.errors import Exit
+from approx.mechanisms import MECHANISMS
+from approx.mechanisms.refusals import refusals
+
+
+def refused(name, settings, *, causal=False, heads=2, head_dim=8, scale=0.5):
+    return refusals(name, MECHANISMS[name], settings, heads, head_dim, causal=causal, scale=scale)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_defaults_are_refused_only_in_a_form_that_is_missing(name, causal):
+    kind = MECHANISMS[name]
+    found = refused(name, {}, causal=causal)
+    if kind.supports_causal if causal else kind.supports_bidirectional:
+        assert found == []
+    else:
+        (error,) = found
+        assert error.exit_code is Exit.UNSUPPORTED
+        assert f"no {'causal' if causal else 'bidirectional'} form" in str(error)
+
+
+def test_every_wrong_setting_is_told_with_its_value():
+    settings = {"rounds": 0, "variant": "x", "cluster": 8, "seed": -1, "buckets": 3}
+    found = [str(error) for error in refused("lsh", settings)]
+    assert [text.partition(";")[0] for text in found] == [
+        "Setting 'variant' is 'x'",
+        "Setting 'rounds' is 0",
+        "Setting 'buckets' is 3",
+        "Setting 'seed' is -1",
+    ]
+
+
+def test_settings_of_a_layer_are_tried_as_the_first_layer_gets_them():
+    assert refused("block", {"shift": "alternate", "size": 4}) == []
+    (error,) = refused("strided", {"mode": "heads", "step": 1})
+    assert "'mode' is 'heads'" in str(error)
+
+
+def test_what_the_layer_has_is_tried_too():
+    for place, found in (
+        ("heads", refused("local", {}, heads=0)),
+        ("head_dim", refused("local", {}, head_dim=0)),
+        ("scale", refused("local", {}, scale=0.0)),
+    ):
+        (error,) = found
+        assert f"'{place}' is 0" in str(error)
+
+
+def test_what_no_machine_can_make_is_told_beside_what_is_wrong():
+    wrong, impossible = refused("performer", {"features": 10**15, "kernel": "x"})
+    assert "'kernel' is 'x'" in str(wrong)
+    assert str(impossible).startswith("'performer' cannot be made with these settings: ")
+    assert "\n" not in str(impossible)

@@ -1,0 +1,54 @@
+"""Whether a mechanism can attend with the tensors that it holds, and what is wrong with the first that it cannot use."""
+
+import pytest
+import torch
+
+from approx.mechanisms.state import unusable_state
+from forms import FORMS, make, over
+
+
+def drawn():
+    return make("clustered", False, heads=2, size=8)
+
+
+@over(FORMS)
+def test_whatever_a_mechanism_makes_is_usable(name, causal):
+    mechanism = make(name, causal, heads=2, size=8)
+    assert unusable_state(mechanism) is None
+    mechanism.after_step(10)
+    assert unusable_state(mechanism.to(torch.bfloat16)) is None
+
+
+def test_a_tensor_of_another_shape_or_dtype_is_named():
+    mechanism = drawn()
+    draws = mechanism.get_buffer("draws")
+    mechanism.draws = draws[:2]
+    assert unusable_state(mechanism) == "draws has shape [2]; its settings make [4]"
+    mechanism.draws = draws.int()  # from a file, transformers makes int64 of them
+    assert unusable_state(mechanism) == "draws is torch.int32; its settings make torch.int64"
+
+
+@pytest.mark.parametrize(
+    ("value", "usable"), [(0, True), (2**31 - 1, True), (-1, False), (2**31, False)], ids=lambda part: str(part)
+)
+def test_draws_are_usable_from_the_smallest_to_the_largest_that_there_are(value, usable):
+    mechanism = drawn()
+    draws = mechanism.get_buffer("draws")
+    draws[1] = value
+    told = unusable_state(mechanism)
+    assert (told is None) is usable
+    if told is not None:
+        assert told == f"draws holds {int(draws.min())} to {int(draws.max())}; draws are from 0 to 2^31 - 1"
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_is_not_usable(value):
+    mechanism = drawn()
+    mechanism.get_buffer("planes").view(-1)[-1] = value
+    assert unusable_state(mechanism) == "planes holds NaN or infinity"
+
+
+def test_a_tensor_that_the_settings_do_not_make_is_named():
+    mechanism = drawn()
+    mechanism.register_buffer("more", torch.zeros(2))
+    assert unusable_state(mechanism) == "more is no tensor of a mechanism with these settings"

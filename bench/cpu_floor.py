@@ -9,8 +9,8 @@ import torch
 
 from approx.evaluation.timing import timed
 from approx_kernels.cpu.compile import load
+from approx_kernels.cpu.sources import expanded
 from approx_kernels.cpu.structs import address
-from approx_kernels.ops.clustering import hamming_c
 from bench import cpu_cases
 
 _CPU = torch.device("cpu")
@@ -20,16 +20,14 @@ _FLOAT32_ERROR = 1e-6
 # What products of +-1 are called among the rates; words a head and centroids that they are measured on.
 SIGNS = "signs"
 _WORDS, _CLUSTERS = 4096, 100
-_SEARCH = (
-    hamming_c.SOURCE
-    + r"""
+_SEARCH = expanded(r"""
+#include "clustering/hamming.c"
 void search(const uint64_t *words, const uint64_t *centroids, int64_t heads, int64_t n, int64_t clusters,
             int64_t threads, int32_t *groups) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t h = 0; h < heads; h++) nearest(words + h * n, n, centroids, clusters, groups + h * n);
 }
-"""
-)
+""")
 # The chunk of causal linear attention.
 _CHUNK = 64
 EXACT = ("full", "sdpa", "exact", "flash")

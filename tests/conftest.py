@@ -16,6 +16,8 @@ import pytest
 
 # Read once at import by the libraries concerned, and inherited by the processes that tests start.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# As the command line does, which a test may call after another has imported transformers.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np

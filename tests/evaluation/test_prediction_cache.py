@@ -24,7 +24,7 @@ SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
 sys.path[:0] = [str(Path(sys.argv[1]).parent), sys.argv[1]]
-from test_ledger import evaluated
+from test_prediction_cache import evaluated
 _, _, data, kept, out, limit = sys.argv
 seen = []
 def progress(done, total):

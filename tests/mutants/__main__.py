@@ -48,7 +48,12 @@ def main() -> int:
     wanted = wanted[: asked.sample] if again is None else wanted
     left = [key for key in wanted if key in equal]
     # As tests/conftest.py has it, for the libraries that read these when they are imported.
-    for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false")):
+    for name, value in (
+        ("HF_HUB_OFFLINE", "1"),
+        ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
+        ("OMP_NUM_THREADS", "1"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+    ):
         os.environ.setdefault(name, value)
     for name in settings["preloaded"]:
         importlib.import_module(name)

@@ -205,7 +205,7 @@ def test_trace_vmap_and_a_counter_in_one_process_end_well():
     script = f"""
         import torch
         from torch.utils.flop_counter import FlopCounterMode
-        from conversion.test_observers import agree, converted, draw, numbers
+        from seam.test_observers import agree, converted, draw, numbers
 
         for name in ("clustered", "longformer", "lsh"):
             net = converted("BertModel", name)

@@ -267,7 +267,7 @@ def test_signs_are_rated_where_c_can_be_compiled(monkeypatch):
     monkeypatch.setattr(cpu_floor, "_WORDS", 256)
     rate = cpu_floor._calibrate_signs(1)["flops"]
     assert rate is None or rate > 0
-    monkeypatch.setattr(cpu_floor, "library", lambda source: "there is no compiler")
+    monkeypatch.setattr(cpu_floor, "load", lambda source: "there is no compiler")
     assert cpu_floor._calibrate_signs(1)["flops"] is None
 
 

@@ -21,6 +21,7 @@ class ExactAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
+    always_exact: ClassVar[bool] = True
     compiles: ClassVar[str] = "The way is looked up when it runs."
     source: ClassVar[str] = "Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762"
     exact_when: ClassVar[str] = "Always."

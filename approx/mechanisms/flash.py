@@ -18,6 +18,7 @@ class FlashAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
+    always_exact: ClassVar[bool] = True
     source: ClassVar[str] = "Dao 2023, FlashAttention-2, arXiv 2307.08691"
     exact_when: ClassVar[str] = "Always."
 

@@ -15,6 +15,7 @@ class FullAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
+    always_exact: ClassVar[bool] = True
     source: ClassVar[str] = "Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762"
     exact_when: ClassVar[str] = "Always."
 

@@ -30,6 +30,7 @@ class Mechanism(nn.Module):
     has worked out about its keys, tensors of first dimension B, which later calls need not work out again.
     `padding` says which key masks are honoured, `any` being those of every form, and `gradient` whether the gradient is
     that of all that was computed, `exact`, or leaves out how keys or clusters were chosen, `through weights, not choices`.
+    `always_exact` says whether it is exact attention with any settings and on any input.
     `compiles` is `whole` where a compiler such as `torch.compile` follows every step; otherwise it says why it cannot, and
     the compiler takes the mechanism as one operator. So it does on a CPU where `runs_c` says that this runs in C there,
     which is faster than what compilers make of it; an export has the steps in any case.
@@ -56,6 +57,7 @@ class Mechanism(nn.Module):
     takes_notes: ClassVar[bool] = False
     padding: ClassVar[str] = "any"
     gradient: ClassVar[str] = "exact"
+    always_exact: ClassVar[bool] = False
     compiles: ClassVar[str] = "whole"
     runs_c: ClassVar[bool] = False
     earlier: ClassVar[dict[str, Any]] = {}

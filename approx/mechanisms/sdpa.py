@@ -16,6 +16,7 @@ class SdpaAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
+    always_exact: ClassVar[bool] = True
     source: ClassVar[str] = "Dao et al. 2022, FlashAttention, arXiv 2205.14135"
     exact_when: ClassVar[str] = "Always."
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result, is_dynamo_compiling, is_exporting
+from torch.compiler import assume_constant_result, is_dynamo_compiling
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -22,7 +22,7 @@ from approx.seam.decode_cache import StateLayer, drop_states, keep_states, take_
 from approx.seam.layer_entry import build
 from approx.seam.masks import dense_mask, in_use, key_mask
 from approx.seam.transformers_internals import implementation_of, under_implementation
-from approx_kernels.dispatch.one_operator import attend_opaquely
+from approx_kernels.dispatch.one_operator import attend_opaquely, exact_is_one_operator
 from approx_kernels.dispatch.opaque import told
 from approx_kernels.ops.fastest.api import fastest_attention
 from approx_kernels.runtime.custom_op import capturing
@@ -38,14 +38,10 @@ _TOKENS = "approx_tokens"
 def _exact(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout: float
 ) -> Tensor:
-    compiling = is_dynamo_compiling() and not is_exporting() and query.device.type == "cpu"
-    # In a graph only an operator looks up the fastest way. Its gradient computes it again, and dropout leaves but one way.
-    if compiling and not dropout and not (torch.is_grad_enabled() and query.requires_grad):
-        # The scale may be a symbol, which no text can hold; compared with the usual one it is known.
-        usual = query.shape[3] ** -0.5
-        if scale == usual:
-            text = _exactly(query.shape[1], query.shape[3], causal, usual)
-            return attend_opaquely(None, text, query, key, value, mask, 0.0, None)
+    if exact_is_one_operator(query, scale, dropout):
+        # The scale may be a symbol, which no text can hold; the usual one is known.
+        text = _exactly(query.shape[1], query.shape[3], causal, query.shape[3] ** -0.5)
+        return attend_opaquely(None, text, query, key, value, mask, 0.0, None)
     return fastest_attention(query, key, value, mask, causal=causal, scale=scale, dropout=dropout)
 
 
@@ -100,12 +96,12 @@ def attention(
     weighs, layer, slots = wants_weights(kwargs), take_layer(module), key.shape[-2]
     # In a graph, which nobody may leave to read a mask, SDPA takes the row of a static cache as it is.
     followed = is_dynamo_compiling() or capturing()
-    if not (followed and (mechanism is None or _always_exact(mechanism, slots))):
+    if not (followed and (mechanism is None or _always_exact(mechanism))):
         key, value, attention_mask = in_use(query, key, value, attention_mask, causal)
     queries, keys = query.shape[-2], key.shape[-2]
 
     grid = attention_mask is not None and attention_mask.dim() != 2
-    if mechanism is None or keys < mechanism.exact_below or (grid and _always_exact(mechanism, keys)):
+    if mechanism is None or keys < mechanism.exact_below or (grid and _always_exact(mechanism)):
         if not weighs and (attention_mask is None or attention_mask.dim() == 2):
             return _exact(query, key, value, attention_mask, causal, scale, dropout).transpose(1, 2), None
         mask = dense_mask(attention_mask, causal, queries, keys, query.device)
@@ -156,9 +152,9 @@ def attention(
     return out, F.pad(mechanism.weights(query, key, attention_mask, **tokens), (0, slots - keys))
 
 
-def _always_exact(mechanism: nn.Module, keys: int) -> bool:
+def _always_exact(mechanism: nn.Module) -> bool:
     # Mechanisms take no grid of queries and keys, but SDPA does what these would do.
-    return all(each.exact_settings(keys) == {} for each in getattr(mechanism, "groups", [mechanism]))
+    return all(each.always_exact for each in getattr(mechanism, "groups", [mechanism]))
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)

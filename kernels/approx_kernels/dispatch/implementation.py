@@ -15,7 +15,10 @@ from approx_kernels.dispatch.checked import doubt
 from approx_kernels.runtime.observed import needs_pytorch
 
 # Some ops have further ones, which their errors and docstrings name.
-IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
+IMPLEMENTATIONS = ("auto", "plain", "reference", "cpu", "triton")
+# What `plain` stands for, the first of these that an op has: PyTorch's own operations, without C or Triton of ours. It is the
+# code of a slim converted folder.
+IN_PYTORCH = ("fused", "tiles", "reference")
 # Those in plain PyTorch: as an op is specified, and of long inputs a part at a time.
 PLAIN = ("reference", "tiles")
 
@@ -48,6 +51,8 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None], x: Tensor | 
             f"impl is {asked!r}; expected one of {', '.join(dict.fromkeys([*IMPLEMENTATIONS, *obstacles]))}."
         )
     unchecked = None
+    if asked == "plain":
+        asked = next((name for name in IN_PYTORCH if name in obstacles), asked)
     if asked == "auto":
         if x is not None and obstacles.get("triton", "") is None:
             unchecked = doubt(op, x)

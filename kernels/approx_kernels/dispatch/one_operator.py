@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result, is_compiling, is_exporting
+from torch.compiler import assume_constant_result, is_compiling, is_dynamo_compiling, is_exporting
 
 from approx_kernels.cpu.compile import DTYPES, compiler_obstacle
 from approx_kernels.dispatch.opaque import attend, attend_backward
@@ -26,6 +26,16 @@ def is_one_operator(q: Tensor, *, whole: bool, runs_c: bool) -> bool:
         return who is not None
     faster = runs_c and is_compiling() and not is_exporting() and q.device.type == "cpu" and q.dtype in DTYPES
     return unreadable(q) and (not whole or (faster and _has_c()))
+
+
+def exact_is_one_operator(q: Tensor, scale: float, dropout: float) -> bool:
+    """Whether exact attention of these queries must be one operator: in a graph nothing else looks up the fastest way.
+
+    Its gradient computes it again, dropout leaves but one way, and its text holds no scale but the usual one.
+    """
+    compiling = is_dynamo_compiling() and not is_exporting() and q.device.type == "cpu"
+    wanted = compiling and not dropout and not (torch.is_grad_enabled() and q.requires_grad)
+    return wanted and scale == q.shape[3] ** -0.5
 
 
 @assume_constant_result

@@ -41,7 +41,8 @@ def fastest_attention(
         ValueError: as `exact_attention`.
     """
     check_shapes(q, k, v, key_mask)
-    run = choose("fastest_attention", impl, {"fastest": None, "cpu": chunks_obstacle(q, dropout), "reference": None})
+    ways = {"fastest": None, "fused": None, "cpu": chunks_obstacle(q, dropout), "reference": None}
+    run = choose("fastest_attention", impl, ways)
     # The ways call C and read lengths from the mask, for which nobody may wait while launches are captured.
     if run == "fastest" and (dropout or needs_pytorch(q, k, v) or (key_mask is not None and capturing())):
         run = "auto"

@@ -1,0 +1,220 @@
+"""One source file as it reads where neither C nor Triton is: what chooses among implementations is decided and removed.
+
+Only whole statements and operands are taken out; every line that stays is the line of the source, with its comments.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from approx_kernels.dispatch.implementation import IN_PYTORCH
+
+# Questions with one answer where nothing is compiled: whether attention must be one operator.
+_FALSE = ("is_one_operator", "exact_is_one_operator")
+_UNKNOWN = object()
+# The parameter `impl`, the argument, and what docstrings say of it.
+_IMPL = (
+    re.compile(r",\s*impl: str(?: = \"auto\")?(?=[,\s)])"),
+    re.compile(r",\s*impl=(?:\w+|\"\w+\")(?=[,\s)])"),
+    re.compile(r"\n {8}impl: .*(?:\n {9,}\S.*)*"),
+    re.compile(r",?\s+or\s+(?:`impl`|the\s+implementation(?:\s+asked\s+for)?)\s+cannot\s+run"),
+)
+
+
+@dataclass(frozen=True)
+class _Edit:
+    """Bytes `start` to `end` of the source become `text`."""
+
+    start: int
+    end: int
+    text: bytes = b""
+
+
+def folded(text: str) -> str:
+    """The source with each `choose` decided for PyTorch, without the branches, values and parameters that this leaves unused.
+
+    Raises:
+        RuntimeError: if what is left is not Python.
+    """
+    for pattern in _IMPL:
+        text = pattern.sub("", text)
+    while True:
+        try:
+            edits = _Source(text).edits()
+        except SyntaxError as error:
+            raise RuntimeError(f"The plain form of a source file is not Python: {error}\n{text}") from error
+        if not edits:
+            return text
+        text = _applied(text, edits)
+
+
+def _applied(text: str, edits: list[_Edit]) -> str:
+    """The text after the outermost of some edits; those inside them come in the next round."""
+    data, parts, at = text.encode(), [], 0
+    for edit in sorted(edits, key=lambda edit: (edit.start, -edit.end)):
+        if edit.start >= at:
+            parts += [data[at : edit.start], edit.text]
+            at = edit.end
+    return b"".join([*parts, data[at:]]).decode()
+
+
+class _Source:
+    """The text of a module, its tree, and where nodes lie in it."""
+
+    def __init__(self, text: str) -> None:
+        self.tree = ast.parse(text)
+        self.lines = text.encode().splitlines(keepends=True)
+        self.starts = [0]
+        for line in self.lines:
+            self.starts.append(self.starts[-1] + len(line))
+        self.data = text.encode()
+
+    def edits(self) -> list[_Edit]:
+        """All that can be decided or removed as the text stands."""
+        return [edit for node in ast.iter_child_nodes(self.tree) for edit in self._within(node, {})]
+
+    def _within(self, node: ast.AST, known: Mapping[str, str]) -> Iterator[_Edit]:
+        if isinstance(node, ast.FunctionDef):
+            known = {**known, **_decided(node)}
+            yield from self._unused(node)
+        for block in ("body", "orelse", "finalbody"):
+            statements = getattr(node, block, None)
+            if isinstance(statements, list):
+                yield from self._unreachable(statements)
+        if self._opens(node) and (value := _value(node.test, known)) is not _UNKNOWN:
+            yield self._branch(node, bool(value))
+        elif isinstance(node, ast.IfExp) and (value := _value(node.test, known)) is not _UNKNOWN:
+            yield _Edit(*self._span(node), self._source(node.body if value else node.orelse))
+        elif isinstance(node, ast.BoolOp):
+            open_ = [each for each in node.values if _value(each, known) is _UNKNOWN]
+            if len(open_) < len(node.values) and _value(node, known) is _UNKNOWN:
+                joint = b" and " if isinstance(node.op, ast.And) else b" or "
+                yield _Edit(*self._span(node), joint.join(map(self._source, open_)))
+        for child in ast.iter_child_nodes(node):
+            yield from self._within(child, known)
+
+    def _opens(self, node: ast.AST) -> TypeGuard[ast.If]:
+        """Whether a statement is an `if`; an `elif` becomes one once what stands before it is decided."""
+        return isinstance(node, ast.If) and not self.lines[node.lineno - 1].lstrip().startswith(b"elif")
+
+    def _unused(self, function: ast.FunctionDef) -> Iterator[_Edit]:
+        """Values and inner functions that nothing reads any more; the sources themselves have none."""
+        read = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        for statement in _own_statements(function):
+            if isinstance(statement, ast.FunctionDef):
+                name = statement.name
+            elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+                name = statement.targets[0].id
+            elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                name = statement.target.id
+            else:
+                continue
+            if name not in read:
+                yield self._without([statement])
+
+    def _unreachable(self, statements: list[ast.stmt]) -> Iterator[_Edit]:
+        for place, statement in enumerate(statements[:-1]):
+            if isinstance(statement, ast.Return | ast.Raise | ast.Continue | ast.Break):
+                yield self._without(statements[place + 1 :])
+                return
+
+    def _branch(self, node: ast.If, value: bool) -> _Edit:
+        """The branch that is taken in place of the whole statement."""
+        first, last = self._first_line(node, comments=False), node.end_lineno or 0
+        taken = node.body if value else node.orelse
+        if not taken:
+            return self._without([node])
+        begin = self._first_line(taken[0])
+        text = self.lines[begin : taken[-1].end_lineno]
+        if text[0].lstrip().startswith(b"elif"):
+            text = [text[0].replace(b"elif", b"if", 1), *text[1:]]
+        else:
+            text = [line.removeprefix(b"    ") for line in text]
+        return _Edit(self.starts[first], self.starts[last], b"".join(text))
+
+    def _without(self, statements: list[ast.stmt]) -> _Edit:
+        first, last = self._first_line(statements[0]), statements[-1].end_lineno or 0
+        # A blank line parted it from what stood before, and another parts what follows.
+        if first and not self.lines[first - 1].strip() and last < len(self.lines) and not self.lines[last].strip():
+            first -= 1
+        return _Edit(self.starts[first], self.starts[last])
+
+    def _first_line(self, node: ast.stmt, *, comments: bool = True) -> int:
+        """Index of the line where a statement begins, with its decorators and the comments above it."""
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))]) - 1
+        while comments and first and self.lines[first - 1].lstrip().startswith(b"#"):
+            first -= 1
+        return first
+
+    def _span(self, node: ast.expr) -> tuple[int, int]:
+        end = self.starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+        return self.starts[node.lineno - 1] + node.col_offset, end
+
+    def _source(self, node: ast.expr) -> bytes:
+        start, end = self._span(node)
+        return self.data[start:end]
+
+
+def _own_statements(function: ast.FunctionDef) -> Iterator[ast.stmt]:
+    """The statements of a function at any depth, those of inner functions left out."""
+    waiting: list[ast.AST] = list(function.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.stmt):
+            yield node
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            waiting += ast.iter_child_nodes(node)
+
+
+def _called(node: ast.AST) -> str | None:
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+
+
+def _decided(function: ast.FunctionDef) -> dict[str, str]:
+    """What `choose` gives where it is called: the first of `IN_PYTORCH` that the op has."""
+    assigned = {
+        statement.targets[0].id: statement.value
+        for statement in _own_statements(function)
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
+    }
+    found = {}
+    for name, value in assigned.items():
+        if isinstance(value, ast.Call) and _called(value) == "choose":
+            parts: list[ast.AST] = [value.args[2]]
+            parts += [
+                assigned[node.id] for node in ast.walk(parts[0]) if isinstance(node, ast.Name) and node.id in assigned
+            ]
+            ways = {way for part in parts for node in ast.walk(part) for way in _ways(node)}
+            found[name] = next(way for way in IN_PYTORCH if way in ways)
+    return found
+
+
+def _ways(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Dict):
+        return [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
+    return [keyword.arg for keyword in node.keywords if keyword.arg] if isinstance(node, ast.Call) else []
+
+
+def _value(node: ast.expr, known: Mapping[str, str]) -> object:
+    """What an expression about the implementation is; `_UNKNOWN` for all others."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id, _UNKNOWN)
+    if _called(node) in _FALSE:
+        return False
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        value = _value(node.operand, known)
+        return value if value is _UNKNOWN else not value
+    if isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.Constant):
+        left, right = _value(node.left, known), node.comparators[0].value
+        if left is _UNKNOWN or not isinstance(node.ops[0], ast.Eq | ast.NotEq):
+            return _UNKNOWN
+        return (left == right) == isinstance(node.ops[0], ast.Eq)
+    if isinstance(node, ast.BoolOp):
+        values = [_value(each, known) for each in node.values]
+        decisive = isinstance(node.op, ast.Or)
+        if any(value is not _UNKNOWN and bool(value) == decisive for value in values):
+            return decisive
+        return _UNKNOWN if _UNKNOWN in values else not decisive
+    return _UNKNOWN

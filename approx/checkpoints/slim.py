@@ -1,0 +1,133 @@
+"""The code of a slim converted folder: the mechanisms used in plain PyTorch, in a few files that can be read."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
+
+from approx.checkpoints.shaking import OURS, Module, Shaken
+from approx.mechanisms import MECHANISMS
+
+NOTE = "# Travels with a checkpoint converted by approx (Apache-2.0); it needs torch and transformers, and nothing else."
+MODEL = ("approx.seam.model", "ApproxModel")
+INSTALLED = ("approx.seam.installed", "installed_model")
+_REGISTRY = "approx.mechanisms"
+_WIDTH = 120
+
+
+def room(module: str) -> str:
+    """Name of the file that a module's code stands in."""
+    parts = module.split(".")
+    if module == INSTALLED[0]:
+        return "approx_installed"
+    if parts[:2] == ["approx_kernels", "ops"]:
+        return f"approx_{parts[2]}"
+    return f"approx_{parts[1]}"
+
+
+def slim_sources(mechanisms: Iterable[str]) -> dict[str, str]:
+    """The texts of the files that some mechanisms need, by their names without `.py`.
+
+    Args:
+        mechanisms: Names of the mechanisms that the checkpoint uses.
+
+    Raises:
+        RuntimeError: if two modules of one file define the same name, or files need each other.
+    """
+    shaken = Shaken([MODEL, INSTALLED], {_REGISTRY: _registry(sorted(set(mechanisms)))})
+    files: dict[str, set[str]] = {}
+    for module, _ in shaken.reached:
+        files.setdefault(room(module), set()).add(module)
+    needed: dict[str, set[str]] = {name: set() for name in files}
+    texts = {name: _file(shaken, name, modules, needed[name]) for name, modules in files.items()}
+    _ordered(needed)
+    return texts
+
+
+def _registry(mechanisms: list[str]) -> str:
+    classes = {name: MECHANISMS[name] for name in mechanisms}
+    imports = {f"from {kind.__module__} import {kind.__name__}\n" for kind in classes.values()}
+    table = "".join(f'    "{name}": {kind.__name__},\n' for name, kind in classes.items())
+    return (
+        f'"""The mechanisms of this checkpoint by name."""\nfrom approx.mechanisms.mechanism import Mechanism\n'
+        f"{''.join(sorted(imports))}\nMECHANISMS: dict[str, type[Mechanism]] = {{\n{table}}}\n"
+    )
+
+
+def _file(shaken: Shaken, name: str, modules: set[str], needed: set[str]) -> str:
+    """One file; the names of the others that it imports from are added to `needed`."""
+    imports, beside = set(), {module: set() for module in modules}
+    homes: dict[str, str] = {}
+    for module, symbol in shaken.reached:
+        if module not in modules:
+            continue
+        if not symbol.isdigit() and homes.setdefault(symbol, module) != module:
+            raise RuntimeError(f"{homes[symbol]} and {module} both define {symbol}, and share a file. Rename one of them.")
+        for taken in shaken.needs(module, symbol):
+            ours = taken.module.split(".")[0] in OURS
+            if ours and taken.bound != taken.name:
+                raise RuntimeError(f"{module} takes {taken.module}.{taken.name} as {taken.bound}. Rename it at its source.")
+            if ours and room(taken.module) == name:
+                beside[module].add(taken.module)
+                continue
+            source = f".{room(taken.module)}" if ours else taken.module
+            imports.add((source, taken.name, taken.bound))
+            needed |= {room(taken.module)} if ours else set()
+    taken_names = {bound for _, _, bound in imports} & homes.keys()
+    if taken_names:
+        raise RuntimeError(f"{name} defines and imports {', '.join(sorted(taken_names))}. Rename one of them.")
+    order = [module for module in _ordered(beside) if module in modules]
+    parts = [part for module in order for part in _definitions(shaken, shaken.modules[module])]
+    future = any(shaken.modules[module].future for module in modules)
+    head = [NOTE, *(["from __future__ import annotations", ""] if future else []), *_import_lines(imports)]
+    return "\n".join(head).rstrip("\n") + "\n" + "".join(f"\n\n{part}\n" for part in parts)
+
+
+def _ordered(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        return list(TopologicalSorter({name: sorted(graph[name]) for name in sorted(graph)}).static_order())
+    except CycleError as error:
+        raise RuntimeError(f"These need each other, so neither can be read first: {', '.join(error.args[1])}.") from error
+
+
+def _definitions(shaken: Shaken, module: Module) -> Iterator[str]:
+    """The definitions of a module, constants that follow each other together, the first below what the module says it is for."""
+    texts: list[str] = []
+    done: set[int] = set()
+    for symbol, item in module.items.items():
+        if (module.name, symbol) not in shaken.reached or id(item) in done:
+            continue
+        done.add(id(item))
+        text = item.text()
+        plain = not text.lstrip("#").startswith(("def ", "class ", "@")) and "\ndef " not in text
+        if plain and texts and texts[-1][0] == "=":
+            texts[-1] += f"\n{text}"
+        else:
+            texts.append(f"{'=' if plain else ' '}{text}")
+    purpose = "".join(f"# {line}\n" for line in module.purpose.splitlines())
+    for number, text in enumerate(texts):
+        yield f"{purpose}\n\n{text[1:]}" if purpose and not number else text[1:]
+
+
+def _import_lines(imports: set[tuple[str, str, str]]) -> Iterator[str]:
+    """Import statements as ruff sorts them: of Python, of others, of this folder."""
+    sections: dict[int, set[tuple[str, str, str]]] = {}
+    for each in imports:
+        top = each[0].split(".")[0]
+        sections.setdefault(2 if not top else 0 if top in sys.stdlib_module_names else 1, set()).add(each)
+    for section in sorted(sections):
+        whole = sorted((module, bound) for module, name, bound in sections[section] if not name)
+        yield from (f"import {module}" if bound == module else f"import {module} as {bound}" for module, bound in whole)
+        names: dict[str, list[str]] = {}
+        for module, name, bound in sorted(sections[section], key=lambda each: (each[0], _rank(each[1]))):
+            if name:
+                names.setdefault(module, []).append(name if name == bound else f"{name} as {bound}")
+        for module, taken in names.items():
+            line = f"from {module} import {', '.join(taken)}"
+            broken = "".join(f"    {name},\n" for name in taken)
+            yield line if len(line) <= _WIDTH else f"from {module} import (\n{broken})"
+        yield ""
+
+
+def _rank(name: str) -> tuple[int, str]:
+    """Constants, then classes, then functions."""
+    return (0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2), name

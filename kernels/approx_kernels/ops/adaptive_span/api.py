@@ -6,6 +6,7 @@ from torch import Tensor
 
 from approx_kernels.dispatch.implementation import choose
 from approx_kernels.gpu.language import ranked
+from approx_kernels.ops.adaptive_span.cpu import spans_in_c
 from approx_kernels.ops.adaptive_span.mass import mass_by_distance
 from approx_kernels.ops.adaptive_span.reference import grouped_heads, window_sizes
 from approx_kernels.ops.flash.api import flash, flash_obstacle
@@ -74,6 +75,6 @@ def adaptive_span_attention(
         raise ValueError(f"spans are {list(numbers)}; expected distances, from 0 on.")
     how = {"ramp": ramp, "causal": causal, "scale": scale, "dropout": dropout}
     if run == "cpu":
-        return grouped_heads(q, k, v, key_mask, spans=spans, known=numbers, **how, by_lists=True)
+        return spans_in_c(q, k, v, key_mask, spans=spans, known=numbers, **how)
     parts = [(q[:, turn], spans[turn], numbers[turn]) for turn in turns(q, k)]
     return in_order([grouped_heads(some, k, v, key_mask, spans=z, known=read, **how) for some, z, read in parts])

@@ -1,15 +1,44 @@
 """Adaptive span on a CPU, by lists of keys: a window for each head alone, whose weights fall off inside the C."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from approx_kernels.ops.adaptive_span.reference import window_sizes
 from approx_kernels.ops.exact.compiled import compiled_few, few_obstacle
 from approx_kernels.ops.key_lists.cpu import FAR, MOST_ROWS, WINDOW_ROWS, attend_lists, cut
+from approx_kernels.runtime.autocast import without_autocast
+from approx_kernels.tokens.padding import blank_for_gradients
 
 # Queries up to which reading keys where they lie is faster.
 _FEW = 8
 
 
-def span_lists(
+def spans_in_c(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    spans: Tensor,
+    known: Sequence[float],
+    ramp: int,
+    causal: bool,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """What `grouped_heads` gives, by one call for all heads: C sees by itself where spans end."""
+    length, keys = q.shape[2], k.shape[2]
+    q, k, v = blank_for_gradients(q, k, v, key_mask)
+    windows = window_sizes(known, ramp, (keys if causal else max(length, keys)) - 1)
+    own = None if all(window is None for window in windows) else spans
+    # Autocast would round the logarithms of the mask.
+    with without_autocast(q.device.type):
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        return _span_lists(q, k, v, key_mask, spans=own, ramp=ramp, causal=causal, scale=scale, dropout=dropout)
+
+
+def _span_lists(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.ops.adaptive_span.cpu import span_lists
 from approx_kernels.ops.exact.api import exact_attention
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.sdpa import sdpa
-from approx_kernels.tokens.padding import blank_for_gradients, blank_padding
+from approx_kernels.tokens.padding import blank_padding
 from approx_kernels.tokens.stretches import stretches
 
 # Queries of a block, and what windows are rounded up to: smaller ones make more groups and calls than they save.
@@ -44,29 +43,21 @@ def grouped_heads(
     causal: bool,
     scale: float,
     dropout: float,
-    by_lists: bool = False,
 ) -> Tensor:
-    """Exact attention for heads that span everything, a window for each group of the others; with `by_lists` C for all."""
+    """Exact attention for heads that span everything, a window for each group of the others."""
     length, keys = q.shape[2], k.shape[2]
-    q, k, v = (blank_for_gradients if by_lists else blank_padding)(q, k, v, key_mask)
+    q, k, v = blank_padding(q, k, v, key_mask)
     windows = window_sizes(known, ramp, (keys if causal else max(length, keys)) - 1)
     groups = defaultdict(list)
     for head, window in enumerate(windows):
         groups[window].append(head)
-    if by_lists:
-        # C sees by itself where spans end, so one call has all heads.
-        groups = {None if all(window is None for window in windows) else 0: [*range(len(windows))]}
 
     def attend(window: int | None, q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> Tensor:
-        if window is None and not by_lists:
+        if window is None:
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
         # Autocast would round the logarithms of the mask.
         with without_autocast(q.device.type):
             k, v = k.to(q.dtype), v.to(q.dtype)
-            if by_lists:
-                form = {"spans": None if window is None else spans, "ramp": ramp, "causal": causal}
-                return span_lists(q, k, v, key_mask, **form, scale=scale, dropout=dropout)
-            assert window is not None, "everything is exact attention's"
             return _windowed(q, k, v, key_mask, spans, window, ramp, causal, scale, dropout)
 
     if len(groups) == 1:

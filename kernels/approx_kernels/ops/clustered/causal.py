@@ -10,7 +10,7 @@ from approx_kernels.ops.clustering.api import nearest_centroids
 from approx_kernels.ops.clustering.means import flat_index
 
 # Queries of one chunk and cluster that share their gathered keys and values in one small product.
-_TILE = 4
+_CAUSAL_TILE = 4
 
 
 def causal_samples(
@@ -79,7 +79,7 @@ def _block(
     rest_sums = rest_sums.squeeze(-1) + ((q - row) * mean_key).sum(-1)
     parts, sums = [near[:, far:], mean_value], [near_sums[:, far:], rest_sums]
     if topk:
-        own, own_sums = own_weights(q, k, v, place, top_keys.flatten(1, 2), tile=_TILE, dropout=dropout)
+        own, own_sums = own_weights(q, k, v, place, top_keys.flatten(1, 2), tile=_CAUSAL_TILE, dropout=dropout)
         parts, sums = [*parts, own], [*sums, own_sums]
     shares = torch.stack(sums, -1).softmax(-1).unsqueeze(-1).unbind(2)
     out = parts[0] * shares[0]

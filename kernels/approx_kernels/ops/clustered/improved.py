@@ -8,7 +8,7 @@ from approx_kernels.ops.clustered.own import CACHED, own_weights
 from approx_kernels.ops.clustering.means import flat_index, mean_queries
 
 # Queries of one cluster that share their gathered keys and values in one small product.
-_TILE = 16
+_IMPROVED_TILE = 16
 
 
 def improved_heads(
@@ -36,7 +36,7 @@ def _improved_block(
     top_keys = scores.detach().topk(min(topk, k.shape[1]), sorted=False).indices  # [G, C, K]
     mass = shared.gather(-1, top_keys).sum(-1, keepdim=True)
     rest = F.dropout(shared.scatter(-1, top_keys, 0.0), dropout) @ v
-    own, _ = own_weights(q, k, v, groups, top_keys, tile=_TILE, dropout=dropout)
+    own, _ = own_weights(q, k, v, groups, top_keys, tile=_IMPROVED_TILE, dropout=dropout)
     rows = flat_index(groups, clusters)
     mass, rest = (x.flatten(0, 1).index_select(0, rows).view(*groups.shape, -1) for x in (mass, rest))
     return torch.addcmul(rest, mass, own).to(out_dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 from approx_kernels.ops.lsh.plan import Plan
 
 # Numbers in a working set: 1 MiB of float32, about what a core's own cache holds; a GPU wants all it can get.
-_CACHED, _ON_GPU = 2**18, 2**26
+_ON_CPU, _ON_GPU = 2**18, 2**26
 
 
 def tile_attention(
@@ -112,7 +112,7 @@ class _Work:
         self.generator = torch.Generator(q.device).manual_seed(seed) if dropout else None
         tile, width = plan.rounds[0].queries.shape[1], plan.width
         each = tile * width + (tile + width) * q.shape[1] + width * v.shape[1]
-        self.together = max(1, (_CACHED if q.device.type == "cpu" else _ON_GPU) // each)
+        self.together = max(1, (_ON_CPU if q.device.type == "cpu" else _ON_GPU) // each)
         self.stretches = [tuple(x.int() for x in (each.rank, each.low, each.room)) for each in plan.rounds if dedup]
         self.steps = torch.arange(width, dtype=torch.int32, device=q.device)
 

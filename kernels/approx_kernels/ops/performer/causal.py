@@ -15,7 +15,7 @@ from approx_kernels.ops.performer.sums import (
 )
 
 # Queries of a chunk: inside it pairs are computed, from chunk to chunk a state of size M x E is carried.
-_CHUNK = 64
+CHUNK = 64
 # How far a feature's logarithm may rise above what earlier keys had: exp(60) times any sum here is a float32, and
 # what a query's features lose below exp(-87) meets at most exp(60), which leaves nothing beside weights of 1.
 RISE = 60.0
@@ -33,8 +33,8 @@ def causal_sums(
     computed again, pair by pair.
     """
     out = []
-    for first in range(0, q.shape[1], _CHUNK):
-        chunk = slice(first, first + _CHUNK)
+    for first in range(0, q.shape[1], CHUNK):
+        chunk = slice(first, first + CHUNK)
         heights, logs, values = heights_of(q[:, chunk], rows), logs_of(k[:, chunk], rows), v[:, chunk]
         real = None if keep is None else keep[:, chunk]
         top = torch.where(sums.top > lowest(logs.dtype), sums.top, _first_real(logs.detach(), real))

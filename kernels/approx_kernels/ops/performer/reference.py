@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.ops.linear.sums import attend_features, continue_features
-from approx_kernels.ops.performer.causal import causal_sums
+from approx_kernels.ops.performer.causal import CHUNK, causal_sums
 from approx_kernels.ops.performer.sums import KeySums, Rows, divided, heights_of, logs_of
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.tokens.grouped import in_order, sharing, turns
@@ -14,8 +14,6 @@ from approx_kernels.tokens.ring import State
 
 # Numbers in a working set: half a MiB of float32, which a core's own cache holds.
 _CACHED = 2**17
-# Queries or keys whose features exist at a time.
-_CHUNK = 64
 # Added to the features of the relu kernel: a query whose features all are 0 would attend to nothing.
 FLOOR = 1e-3
 # Added to a normaliser of at least the square of that, so it only decides what is without a key.
@@ -46,7 +44,7 @@ def performer_heads(
         # Each has added the same keys.
         return in_order([out for out, _ in found]), found[-1][1]
     wide = torch.promote_types(q.dtype, torch.float32)
-    numbers = q.shape[0] * min(k.shape[2], _CHUNK) * projection.shape[-2]
+    numbers = q.shape[0] * min(k.shape[2], CHUNK) * projection.shape[-2]
     heads = max(1, _CACHED // numbers) if q.device.type == "cpu" else q.shape[1]
     attend = _relu if kernel == "relu" else _softmax
     q, k, v = blank_padding(q, k, v, key_mask)
@@ -95,14 +93,14 @@ def _softmax(
     early, late = (None, None) if keep is None else (keep[:, :seen], keep[:, seen:])
     sums = _sum_keys(sums, k[:, :seen], v[:, :seen], early, rows)
     if seen == k.shape[1]:
-        out = torch.cat([divided(sums.read(heights_of(each, rows))) for each in q[:, blind:].split(_CHUNK, 1)], 1)
+        out = torch.cat([divided(sums.read(heights_of(each, rows))) for each in q[:, blind:].split(CHUNK, 1)], 1)
     else:
         out, sums = causal_sums(q[:, blind:], k[:, seen:], v[:, seen:], late, rows, sums)
     return F.pad(out, (0, 0, blind, 0)), {"top": sums.top, "sums": sums.state}
 
 
 def _sum_keys(sums: KeySums, k: Tensor, v: Tensor, keep: Tensor | None, rows: Rows) -> KeySums:
-    for first in range(0, k.shape[1], _CHUNK):
-        chunk = slice(first, first + _CHUNK)
+    for first in range(0, k.shape[1], CHUNK):
+        chunk = slice(first, first + CHUNK)
         sums = sums.add(logs_of(k[:, chunk], rows), v[:, chunk], None if keep is None else keep[:, chunk])
     return sums

@@ -5,14 +5,12 @@ Only whole statements and operands are taken out; every line that stays is the l
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
 
 from approx_kernels.dispatch.implementation import IN_PYTORCH
 
-# Questions with one answer where nothing is compiled: whether attention must be one operator.
-_FALSE = ("is_one_operator", "exact_is_one_operator")
 _UNKNOWN = object()
 # The parameter `impl`, the argument, and what docstrings say of it.
 _IMPL = (
@@ -32,8 +30,12 @@ class _Edit:
     text: bytes = b""
 
 
-def folded(text: str) -> str:
+def folded(text: str, false: Collection[str]) -> str:
     """The source with each `choose` decided for PyTorch, without the branches, values and parameters that this leaves unused.
+
+    Args:
+        text: Of a module.
+        false: Functions that give False to whoever calls them.
 
     Raises:
         RuntimeError: if what is left is not Python.
@@ -42,7 +44,7 @@ def folded(text: str) -> str:
         text = pattern.sub("", text)
     while True:
         try:
-            edits = _Source(text).edits()
+            edits = _Source(text, false).edits()
         except SyntaxError as error:
             raise RuntimeError(f"The plain form of a source file is not Python: {error}\n{text}") from error
         if not edits:
@@ -63,7 +65,8 @@ def _applied(text: str, edits: list[_Edit]) -> str:
 class _Source:
     """The text of a module, its tree, and where nodes lie in it."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, false: Collection[str]) -> None:
+        self.false = false
         self.tree = ast.parse(text)
         self.lines = text.encode().splitlines(keepends=True)
         self.starts = [0]
@@ -83,13 +86,13 @@ class _Source:
             statements = getattr(node, block, None)
             if isinstance(statements, list):
                 yield from self._unreachable(statements)
-        if self._opens(node) and (value := _value(node.test, known)) is not _UNKNOWN:
+        if self._opens(node) and (value := self._value(node.test, known)) is not _UNKNOWN:
             yield self._branch(node, bool(value))
-        elif isinstance(node, ast.IfExp) and (value := _value(node.test, known)) is not _UNKNOWN:
+        elif isinstance(node, ast.IfExp) and (value := self._value(node.test, known)) is not _UNKNOWN:
             yield _Edit(*self._span(node), self._source(node.body if value else node.orelse))
         elif isinstance(node, ast.BoolOp):
-            open_ = [each for each in node.values if _value(each, known) is _UNKNOWN]
-            if len(open_) < len(node.values) and _value(node, known) is _UNKNOWN:
+            open_ = [each for each in node.values if self._value(each, known) is _UNKNOWN]
+            if len(open_) < len(node.values) and self._value(node, known) is _UNKNOWN:
                 joint = b" and " if isinstance(node.op, ast.And) else b" or "
                 yield _Edit(*self._span(node), joint.join(map(self._source, open_)))
         for child in ast.iter_child_nodes(node):
@@ -156,6 +159,28 @@ class _Source:
         start, end = self._span(node)
         return self.data[start:end]
 
+    def _value(self, node: ast.expr, known: Mapping[str, str]) -> object:
+        """What an expression about the implementation is; `_UNKNOWN` for all others."""
+        if isinstance(node, ast.Name):
+            return known.get(node.id, _UNKNOWN)
+        if _called(node) in self.false:
+            return False
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            value = self._value(node.operand, known)
+            return value if value is _UNKNOWN else not value
+        if isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.Constant):
+            left, right = self._value(node.left, known), node.comparators[0].value
+            if left is _UNKNOWN or not isinstance(node.ops[0], ast.Eq | ast.NotEq):
+                return _UNKNOWN
+            return (left == right) == isinstance(node.ops[0], ast.Eq)
+        if isinstance(node, ast.BoolOp):
+            values = [self._value(each, known) for each in node.values]
+            decisive = isinstance(node.op, ast.Or)
+            if any(value is not _UNKNOWN and bool(value) == decisive for value in values):
+                return decisive
+            return _UNKNOWN if _UNKNOWN in values else not decisive
+        return _UNKNOWN
+
 
 def _own_statements(function: ast.FunctionDef) -> Iterator[ast.stmt]:
     """The statements of a function at any depth, those of inner functions left out."""
@@ -195,26 +220,3 @@ def _ways(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Dict):
         return [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
     return [keyword.arg for keyword in node.keywords if keyword.arg] if isinstance(node, ast.Call) else []
-
-
-def _value(node: ast.expr, known: Mapping[str, str]) -> object:
-    """What an expression about the implementation is; `_UNKNOWN` for all others."""
-    if isinstance(node, ast.Name):
-        return known.get(node.id, _UNKNOWN)
-    if _called(node) in _FALSE:
-        return False
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        value = _value(node.operand, known)
-        return value if value is _UNKNOWN else not value
-    if isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.Constant):
-        left, right = _value(node.left, known), node.comparators[0].value
-        if left is _UNKNOWN or not isinstance(node.ops[0], ast.Eq | ast.NotEq):
-            return _UNKNOWN
-        return (left == right) == isinstance(node.ops[0], ast.Eq)
-    if isinstance(node, ast.BoolOp):
-        values = [_value(each, known) for each in node.values]
-        decisive = isinstance(node.op, ast.Or)
-        if any(value is not _UNKNOWN and bool(value) == decisive for value in values):
-            return decisive
-        return _UNKNOWN if _UNKNOWN in values else not decisive
-    return _UNKNOWN

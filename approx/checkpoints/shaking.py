@@ -14,10 +14,10 @@ from approx.checkpoints.folding import folded
 OURS = ("approx", "approx_kernels")
 # Where nothing is compiled, the fastest exact attention is PyTorch's.
 _FASTEST = {"approx_kernels.ops.fastest.api": "approx_kernels.ops.exact.api", "fastest_attention": "exact_attention"}
-# What plans, fits or counts a mechanism is the package's; a checkpoint attends, decodes and learns.
-_LEFT_OUT = re.compile(
+# Methods and facts of a class that plan, fit or count a mechanism. They stay where what a checkpoint needs reads them.
+_PLANNING = re.compile(
     "__init_subclass__|flops|memory|exact_settings|for_layer|warning|calibrate|needs_calibration|takes_calibration|redraw"
-    "|approximates|approximates_from|differs_from"
+    "|approximates|approximates_from|differs_from|sparse|supports_decode|trainable|takes_notes|padding|gradient|compiles|runs_c"
 )
 # PyTorch's counter of operations is told ours by statements of a module.
 _COUNTS = "flop_registry"
@@ -66,14 +66,14 @@ class Module:
 
 
 @functools.cache
-def _source(module: str) -> str:
+def _source(module: str, false: frozenset[str]) -> str:
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise RuntimeError(f"{module} has no source file")
     text = Path(spec.origin).read_text(encoding="utf-8")
     for name, plain in _FASTEST.items():
         text = text.replace(name, plain)
-    return folded(text)
+    return folded(text, false)
 
 
 class Shaken:
@@ -82,13 +82,17 @@ class Shaken:
     Args:
         start: Modules and names in them.
         given: Texts of modules that stand in for those of the package.
+        false: Functions that give False, whoever calls them.
+        unused: Methods that nothing calls.
 
     Raises:
         RuntimeError: if what is reached cannot be told by names.
     """
 
-    def __init__(self, start: Iterable[Symbol], given: Mapping[str, str]) -> None:
-        self._given = given
+    def __init__(
+        self, start: Iterable[Symbol], given: Mapping[str, str], false: frozenset[str], unused: frozenset[str]
+    ) -> None:
+        self._given, self._false, self._unused = given, false, unused
         self.modules: dict[str, Module] = {}
         self.reached: dict[Symbol, set[str]] = {}
         waiting = list(start)
@@ -114,7 +118,7 @@ class Shaken:
         if (module, name) in self.reached:
             return []
         if module not in self.modules:
-            self.modules[module] = _read(module, self._given.get(module) or _source(module))
+            self._open(module)
         own = self.modules[module]
         if name not in own.items:
             raise RuntimeError(f"{module} does not define {name}")
@@ -125,22 +129,29 @@ class Shaken:
         # What a module does when it is imported, such as to register, belongs to all that it defines.
         return following + [(module, each) for each in own.items if each.isdigit()]
 
+    def _open(self, module: str) -> None:
+        own = _read(module, self._given.get(module) or _source(module, self._false))
+        self.modules[module] = own
+        for item in own.items.values():
+            item.kept -= self._unused
+
     def _origin(self, taken: _Import) -> Symbol:
         module, name = taken.module, taken.name
         if module not in self.modules:
-            self.modules[module] = _read(module, self._given.get(module) or _source(module))
+            self._open(module)
         own = self.modules[module]
         if name not in own.items and name in own.imports:
             return self._origin(own.imports[name])
         return module, name
 
     def _grows(self, module: str, name: str) -> bool:
-        """Keep the private methods that what is reached asks for; whether there are more than before."""
+        """Keep the private and the planning members that what is reached asks for; whether there are more than before."""
         item = self.modules[module].items[name]
         if len(item.pieces) == 1:
             return False
         said = "".join(self.modules[each].items[symbol].text() for each, symbol in self.reached)
-        asked = set(re.findall(r"(?:\.|\")(_\w+)", said))
+        asked = {*re.findall(r"(?:\.|\")(_\w+)", said), *re.findall(r"\b(?:self|mechanism|each)\.(\w+)", said)}
+        asked -= self._unused
         before = len(item.kept)
         item.kept |= {method for method, _ in item.pieces if method in asked}
         return len(item.kept) > before
@@ -171,7 +182,7 @@ def _read(name: str, text: str) -> Module:
                 module.imports[bound] = _Import(*source, bound)
         elif bound := _defined(node):
             item = _Item(_pieces(node, lines))
-            item.kept |= {method for method, _ in item.pieces if not method.startswith("_") or method.endswith("__")}
+            item.kept |= {member for member, _ in item.pieces if not _waits(member)}
             module.items |= dict.fromkeys(bound, item)
         elif not isinstance(getattr(node, "value", None), ast.Constant) and _COUNTS not in ast.unparse(node):
             module.items[str(number)] = _Item(_pieces(node, lines))
@@ -189,17 +200,25 @@ def _defined(node: ast.stmt) -> list[str]:
 
 
 def _pieces(node: ast.stmt, lines: list[str]) -> list[tuple[str, str]]:
-    """The text of a statement with the comments above it; of a class what stands around its methods is apart from these."""
+    """The text of a statement with the comments above it; of a class its methods and the facts for planning are apart."""
     at, last = _first_line(node, lines), node.end_lineno or 0
     pieces = []
-    for method in getattr(node, "body", ()) if isinstance(node, ast.ClassDef) else ():
-        if isinstance(method, ast.FunctionDef):
-            first, end = _first_line(method, lines), method.end_lineno or 0
-            pieces += [("", "".join(lines[at:first]).rstrip() + "\n"), (method.name, "\n" + "".join(lines[first:end]))]
+    for member in node.body if isinstance(node, ast.ClassDef) else ():
+        method = isinstance(member, ast.FunctionDef)
+        name = member.name if method else ast.unparse(member.target) if isinstance(member, ast.AnnAssign) else ""
+        if method or _PLANNING.fullmatch(name):
+            first, end = _first_line(member, lines), member.end_lineno or 0
+            before, text = "".join(lines[at:first]), "".join(lines[first:end])
+            pieces += [("", before.rstrip() + "\n" if method else before), (name, f"\n{text}" if method else text)]
             at = end
-    rest = "".join(lines[at:last])
-    pieces += [("", rest)] if rest.strip() else []
-    return [(name, text) for name, text in pieces if text.strip() and not _LEFT_OUT.fullmatch(name)]
+    pieces.append(("", "".join(lines[at:last])))
+    return [(name, text) for name, text in pieces if text.strip()]
+
+
+def _waits(member: str) -> bool:
+    """Whether a member of a class is kept only where something asks for it."""
+    dunder = member.startswith("__") and member.endswith("__")
+    return bool(_PLANNING.fullmatch(member)) or (member.startswith("_") and not dunder)
 
 
 def _first_line(node: ast.stmt, lines: list[str]) -> int:

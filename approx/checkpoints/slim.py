@@ -12,6 +12,10 @@ MODEL = ("approx.seam.model", "ApproxModel")
 INSTALLED = ("approx.seam.installed", "installed_model")
 _REGISTRY = "approx.mechanisms"
 _WIDTH = 120
+# Functions that give False where nothing is compiled: attention need not be one operator, and notes are those of C.
+_NEVER = frozenset({"is_one_operator", "exact_is_one_operator", "takes_notes", "has_notes"})
+# And where every mechanism decodes from an ordinary cache.
+_WITHOUT_STATE = frozenset({"has_state", "keeps_state"})
 
 
 def room(module: str) -> str:
@@ -33,7 +37,14 @@ def slim_sources(mechanisms: Iterable[str]) -> dict[str, str]:
     Raises:
         RuntimeError: if two modules of one file define the same name, or files need each other.
     """
-    shaken = Shaken([MODEL, INSTALLED], {_REGISTRY: _registry(sorted(set(mechanisms)))})
+    used = sorted(set(mechanisms))
+    states = any(MECHANISMS[name].decode_state != "cache" for name in used)
+    shaken = Shaken(
+        [MODEL, INSTALLED],
+        {_REGISTRY: _registry(used)},
+        _NEVER if states else _NEVER | _WITHOUT_STATE,
+        frozenset() if states else frozenset({"decode"}),
+    )
     files: dict[str, set[str]] = {}
     for module, _ in shaken.reached:
         files.setdefault(room(module), set()).add(module)

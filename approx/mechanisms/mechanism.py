@@ -20,22 +20,7 @@ class Mechanism(nn.Module):
 
     A subclass names its settings as keyword arguments of its constructor (there is no second list), keeps
     each under its own name as an attribute, and holds all state as parameters or persistent buffers. The
-    letters of the shapes are explained in the package. `trainable` says whether any settings bring parameters; what
-    one instance can learn is its `parameters()`. `sparse` says whether a query leaves keys out, so that the weight
-    that exact attention gives to the others, the captured mass, foretells its damage. `decode_state` says what the
-    causal form keeps while tokens are decoded one by one: a `cache` of all keys and values, which grows and is read by
-    `forward`; a `ring` of the ones in reach; or a `recurrent` state. The latter two are bounded and read by `decode`.
-    `earlier` gives the values of settings that converted folders of earlier versions do not state, which then had no others.
-    `takes_notes` says whether `forward` takes, as the keyword `notes`, a dictionary that stays beside a cache: what it
-    has worked out about its keys, tensors of first dimension B, which later calls need not work out again.
-    `padding` says which key masks are honoured, `any` being those of every form, and `gradient` whether the gradient is
-    that of all that was computed, `exact`, or leaves out how keys or clusters were chosen, `through weights, not choices`.
-    `always_exact` says whether it is exact attention with any settings and on any input.
-    `compiles` is `whole` where a compiler such as `torch.compile` follows every step; otherwise it says why it cannot, and
-    the compiler takes the mechanism as one operator. So it does on a CPU where `runs_c` says that this runs in C there,
-    which is faster than what compilers make of it; an export has the steps in any case.
-    A plan sets `exact_below`, the number of keys below which exact attention takes the place of this, and `checkpoint`,
-    whether training computes this again in the backward pass instead of keeping what it needs.
+    letters of the shapes are explained in the package.
 
     Args:
         heads: Number of heads, H.
@@ -51,20 +36,37 @@ class Mechanism(nn.Module):
     supports_causal: ClassVar[bool] = True
     supports_bidirectional: ClassVar[bool] = True
     supports_decode: ClassVar[bool]
+    # Whether any settings bring parameters; what one instance can learn is its `parameters()`.
     trainable: ClassVar[bool] = False
+    # Whether a query leaves keys out, so that the weight that exact attention gives to the others, the captured mass,
+    # predicts the error.
     sparse: ClassVar[bool] = False
+    # What the causal form keeps while tokens are decoded one by one: a `cache` of all keys and values, which grows and is
+    # read by `forward`; a `ring` of the ones in reach; or a `recurrent` state. The latter two are bounded and read by `decode`.
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "cache"
+    # Whether `forward` takes, as the keyword `notes`, a dictionary that stays beside a cache: what it has worked out about
+    # its keys, tensors of first dimension B, which later calls need not work out again.
     takes_notes: ClassVar[bool] = False
+    # Which key masks are honoured; `any` means those of every form.
     padding: ClassVar[str] = "any"
+    # `exact` where the gradient is that of all that was computed; `through weights, not choices` where it leaves out how keys
+    # or clusters were chosen.
     gradient: ClassVar[str] = "exact"
+    # Whether it is exact attention with any settings and on any input.
     always_exact: ClassVar[bool] = False
+    # `whole` where a compiler such as `torch.compile` follows every step; otherwise why it cannot, and the compiler takes the
+    # mechanism as one operator. An export has the steps in any case.
     compiles: ClassVar[str] = "whole"
+    # Whether it runs in C on a CPU, which is faster than what compilers make of it, so that they take one operator there.
     runs_c: ClassVar[bool] = False
+    # Values of settings that converted folders of earlier versions do not state, which then had no others.
     earlier: ClassVar[dict[str, Any]] = {}
     source: ClassVar[str]
     exact_when: ClassVar[str]
 
+    # The number of keys below which exact attention takes the place of this; a plan sets it.
     exact_below: int = 0
+    # Whether training computes this again in the backward pass instead of keeping what it needs; a plan sets it.
     checkpoint: bool = False
 
     def __init__(self, heads: int, head_dim: int, *, causal: bool, scale: float) -> None:

@@ -7,7 +7,7 @@ with the layer they have.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -167,11 +167,29 @@ def wants_weights(kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("output_attentions")) or collects_attentions()
 
 
+def has_state(layer: Any) -> TypeGuard[StateLayer]:
+    """Whether a layer of a cache holds the state of a mechanism."""
+    return isinstance(layer, StateLayer)
+
+
+def has_notes(layer: Any) -> TypeGuard[NotedLayer]:
+    """Whether a layer of a cache holds what a mechanism has noted about its keys."""
+    return isinstance(layer, NotedLayer)
+
+
+def takes_notes(mechanism: Any) -> bool:
+    """Whether a mechanism notes anything about keys."""
+    return mechanism.takes_notes
+
+
+def keeps_state(mechanism: Any) -> bool:
+    """Whether a mechanism decodes from a state or from notes, and not from an ordinary cache alone."""
+    return mechanism.causal and (mechanism.decode_state != "cache" or takes_notes(mechanism))
+
+
 def keep_states(module: Any) -> None:
-    """Let the mechanism of an attention module decode from its state or its notes, if it keeps any."""
-    mechanism = module.mechanism
-    if mechanism.causal and (mechanism.decode_state != "cache" or mechanism.takes_notes):
-        module.decode_hook = module.register_forward_pre_hook(_find_layer, with_kwargs=True)
+    """Let the mechanism of an attention module decode from its state or its notes."""
+    module.decode_hook = module.register_forward_pre_hook(_find_layer, with_kwargs=True)
 
 
 def drop_states(module: Any) -> None:
@@ -180,7 +198,7 @@ def drop_states(module: Any) -> None:
         vars(module).pop("decode_hook").remove()
 
 
-def take_layer(module: nn.Module) -> StateLayer | NotedLayer | None:
+def take_layer(module: nn.Module) -> CacheLayerMixin | None:
     """The layer that this call of an attention module decodes from; None if it has an ordinary one, or no cache.
 
     It hangs on the attention module, for a mechanism may be wrapped by others, and only from the hook to here.
@@ -203,14 +221,14 @@ def _find_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[module.layer_idx]
     known = (layer.keys, layer.values) if type(layer) is DynamicLayer and layer.get_seq_length() else ()
-    if type(layer) is DynamicLayer and module.mechanism.takes_notes:
+    if type(layer) is DynamicLayer and takes_notes(module.mechanism):
         layer = NotedLayer(*known)
     # These need the mechanism's forward over all keys, and get it as long as nothing was decoded from a state.
     watched = any(each._forward_hooks or each._forward_pre_hooks for each in module.mechanism.modules())
     if type(layer) is DynamicLayer and not (watched or module.training or wants_weights(kwargs)):
         layer = StateLayer(*known)
     cache.layers[module.layer_idx] = layer
-    module.state_layer = layer if isinstance(layer, StateLayer | NotedLayer) else None
+    module.state_layer = layer if has_state(layer) or has_notes(layer) else None
 
 
 def _trace(key_mask: Tensor) -> Tensor:

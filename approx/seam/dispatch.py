@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from approx.errors import ApproxError, Exit
 from approx.mechanisms.exact import ExactAttention
-from approx.seam.decode_cache import StateLayer, drop_states, keep_states, take_layer, wants_weights
+from approx.seam.decode_cache import drop_states, has_notes, has_state, keep_states, keeps_state, take_layer, wants_weights
 from approx.seam.layer_entry import build
 from approx.seam.masks import dense_mask, in_use, key_mask
 from approx.seam.transformers_internals import implementation_of, under_implementation
@@ -93,7 +93,8 @@ def attention(
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    weighs, layer, slots = wants_weights(kwargs), take_layer(module), key.shape[-2]
+    weighs, slots = wants_weights(kwargs), key.shape[-2]
+    layer = take_layer(module)
     # In a graph, which nobody may leave to read a mask, SDPA takes the row of a static cache as it is.
     followed = is_dynamo_compiling() or capturing()
     if not (followed and (mechanism is None or _always_exact(mechanism))):
@@ -136,16 +137,16 @@ def attention(
                 "ids to find them by. Pass 'input_ids', or convert with global tokens chosen by position."
             )
         tokens["tokens"] = kwargs[_TOKENS]
-    if isinstance(layer, StateLayer) and (weighs or dropout):
+    if has_state(layer) and (weighs or dropout):
         raise ApproxError(
             "Attention weights, or dropout, were asked for in the middle of a generation whose cache keeps no single keys of a "
             "converted layer. Ask for them from its first token on, or pass use_cache=False.",
             Exit.UNSUPPORTED,
         )
-    if isinstance(layer, StateLayer):
+    if has_state(layer):
         return layer.attend(mechanism, query, key, value, attention_mask).transpose(1, 2), None
     # An observer may need the mechanism as one operator, which has no notes.
-    notes = {} if layer is None or unreadable(query) else {"notes": layer.notes}
+    notes = {"notes": layer.notes} if has_notes(layer) and not unreadable(query) else {}
     out = mechanism(query, key, value, attention_mask, dropout=dropout, **tokens, **notes).transpose(1, 2)
     if not weighs:
         return out, None
@@ -187,7 +188,8 @@ def attach(model: Any, sites: Mapping[str, Mapping[str, Any]]) -> None:
     for path, mechanism in built.items():
         module = model.base_model.get_submodule(path)
         module.mechanism = mechanism.to(next(module.parameters()).device).train(module.training)
-        keep_states(module)
+        if keeps_state(mechanism):
+            keep_states(module)
     switch(model, IMPLEMENTATION)
 
 

@@ -1,21 +1,27 @@
-"""The code that travels with a converted checkpoint: our own sources, flattened, with relative imports only."""
+"""The code that travels with a converted checkpoint: slim, in plain PyTorch, or our own sources with C and Triton.
+
+Both kinds are files beside the weights with relative imports only: transformers copies no folders.
+"""
 
 import ast
-import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
+from approx.checkpoints.shaking import OURS, source
+from approx.checkpoints.slim import INSTALLED, MODEL, NOTE, room, slim_sources
 from approx.mechanisms import MECHANISMS
+from approx.seam.dispatch import FORMAT
 from approx.seam.transformers_internals import auto_classes
+from approx.version import __version__
 from approx_kernels.cpu import sources as c_sources
 
-_OURS = ("approx", "approx_kernels")
 _REGISTRY = "approx.mechanisms"
-_START = "approx.seam.model"
 _C_SOURCES = "approx_kernels.cpu.sources"
-_NOTE = (
-    "# Travels with a checkpoint converted by approx (Apache-2.0); it needs torch and transformers, and nothing else."
-)
+_CHOICE = f"""
+{MODEL[1]} = {INSTALLED[1]}(layout={FORMAT}, version="{__version__}")
+if {MODEL[1]} is None:
+    from .{room(MODEL[0])} import {MODEL[1]}
+"""
 
 
 def config_class_name(config_class: type) -> str:
@@ -39,7 +45,9 @@ def auto_map(config_class: type, model_class: type) -> dict[str, str]:
     return table
 
 
-def write_code(folder: Path, config_class: type, model_class: type, mechanisms: Iterable[str]) -> list[Path]:
+def write_code(
+    folder: Path, config_class: type, model_class: type, mechanisms: Iterable[str], *, kernels: bool
+) -> list[Path]:
     """Write the code that makes a converted checkpoint loadable without this tool.
 
     Args:
@@ -47,12 +55,28 @@ def write_code(folder: Path, config_class: type, model_class: type, mechanisms: 
         config_class: Stock config class of the family.
         model_class: Stock class of the converted model.
         mechanisms: Names of the mechanisms that the checkpoint uses; only their code travels.
+        kernels: Whether the C and Triton of the mechanisms travel too, in many files.
 
     Returns:
         The files written.
     """
-    sources = {_flat(_REGISTRY): _registry(sorted(set(mechanisms)))}
-    waiting = [_START, *(MECHANISMS[name].__module__ for name in set(mechanisms))]
+    used = set(mechanisms)
+    sources = _with_kernels(used) if kernels else slim_sources(used)
+    family = _file(config_class.model_type)  # type: ignore[attr-defined]  # every config class has it
+    sources[f"configuration_approx_{family}"] = _configuration(config_class)
+    sources[f"modeling_approx_{family}"] = _modeling(config_class, model_class, slim=not kernels)
+    written = []
+    for name, text in sorted(sources.items()):
+        path = folder / f"{name}.py"
+        path.write_text(text, encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def _with_kernels(mechanisms: set[str]) -> dict[str, str]:
+    """The sources of every module that the mechanisms import."""
+    sources = {_flat(_REGISTRY): _registry(sorted(mechanisms))}
+    waiting = [MODEL[0], *(MECHANISMS[name].__module__ for name in mechanisms)]
     seen = {_REGISTRY}
     while waiting:
         module = waiting.pop()
@@ -66,15 +90,7 @@ def write_code(folder: Path, config_class: type, model_class: type, mechanisms: 
         whole = "".join(sources.values())
         used = {name: c_sources.source(name) for name in c_sources.names() if f'"{name}"' in whole}
         sources[_flat(_C_SOURCES)] = _inlined(used)
-    family = config_class.model_type  # type: ignore[attr-defined]  # every config class has it
-    sources[f"configuration_approx_{_file(family)}"] = _configuration(config_class)
-    sources[f"modeling_approx_{_file(family)}"] = _modeling(config_class, model_class)
-    written = []
-    for name, text in sorted(sources.items()):
-        path = folder / f"{name}.py"
-        path.write_text(text, encoding="utf-8")
-        written.append(path)
-    return written
+    return sources
 
 
 def _file(family: str) -> str:
@@ -87,50 +103,40 @@ def _flat(module: str) -> str:
 
 def _flatten(module: str) -> tuple[str, list[str]]:
     """Source of a module with its own imports made relative and flat, and the modules it needs."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise RuntimeError(f"{module} has no source file")
-    text = Path(spec.origin).read_text(encoding="utf-8")
-    package = module if spec.submodule_search_locations is not None else module.rpartition(".")[0]
+    text = source(module)
     lines, needed = text.splitlines(), []
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] in _OURS for alias in node.names):
+        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] in OURS for alias in node.names):
             raise RuntimeError(f"{module}, line {node.lineno}: write 'from … import …', so that the code can travel")
-        if not isinstance(node, ast.ImportFrom):
-            continue
-        name = node.module or ""
-        if node.level:
-            parts = package.split(".")
-            name = ".".join([*parts[: len(parts) - node.level + 1], name]).rstrip(".")
-        if name.split(".")[0] not in _OURS:
-            continue
-        needed.append(name)
-        written = "." * node.level + (node.module or "")
-        lines[node.lineno - 1] = lines[node.lineno - 1].replace(
-            f"from {written} import", f"from .{_flat(name)} import", 1
-        )
-    return "\n".join([_NOTE, *lines, ""]), needed
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS:
+            needed.append(node.module)
+            lines[node.lineno - 1] = lines[node.lineno - 1].replace(
+                f"from {node.module} import", f"from .{_flat(node.module)} import", 1
+            )
+    return "\n".join([NOTE, *lines, ""]), needed
 
 
 def _registry(mechanisms: list[str]) -> str:
     classes = {name: MECHANISMS[name] for name in mechanisms}
     imports = [f"from .{_flat(kind.__module__)} import {kind.__name__}" for kind in classes.values()]
     table = ", ".join(f'"{name}": {kind.__name__}' for name, kind in classes.items())
-    return "\n".join([_NOTE, *imports, "", f"MECHANISMS = {{{table}}}", ""])
+    return "\n".join([NOTE, *imports, "", f"MECHANISMS = {{{table}}}", ""])
 
 
 def _inlined(sources: dict[str, str]) -> str:
     """A module with the C in it, for transformers copies no files but those of Python."""
     texts = "".join(f'    "{name}": r"""\n{text}""",\n' for name, text in sources.items())
     return (
-        f"{_NOTE}\n_SOURCES = {{\n{texts}}}\n\n\ndef source(name: str) -> str:\n"
+        f"{NOTE}\n_SOURCES = {{\n{texts}}}\n\n\ndef source(name: str) -> str:\n"
         '    """The text of one C source."""\n    return _SOURCES[name]\n'
     )
 
 
 def _configuration(config_class: type) -> str:
     name = config_class.__name__
-    return f'''{_NOTE}
+    return f'''{NOTE}
+"""The converted config of the family."""
+
 from transformers import {name}
 
 
@@ -142,7 +148,7 @@ class {config_class_name(config_class)}({name}):
 '''  # type: ignore[attr-defined]  # every config class has model_type
 
 
-def _modeling(config_class: type, model_class: type) -> str:
+def _modeling(config_class: type, model_class: type, *, slim: bool) -> str:
     family = config_class.model_type  # type: ignore[attr-defined]  # every config class has it
     stock = sorted({*auto_classes(family).values(), model_class.__name__})
     classes = "".join(
@@ -151,8 +157,11 @@ def _modeling(config_class: type, model_class: type) -> str:
         for name in stock
     )
     imports = "".join(f"    {name},\n" for name in stock)
+    # A slim folder takes the package's base class where it is installed, and with it C and Triton.
+    base, choice = (INSTALLED, _CHOICE) if slim else (MODEL, "")
+    file = room(base[0]) if slim else _flat(base[0])
     return (
-        f"{_NOTE}\nfrom transformers import (\n{imports})\n\n"
-        f"from .{_flat(_START)} import ApproxModel\n"
-        f"from .configuration_approx_{_file(family)} import {config_class_name(config_class)}\n{classes}"
+        f'{NOTE}\n"""The converted classes of the family."""\n\nfrom transformers import (\n{imports})\n\n'
+        f"from .{file} import {base[1]}\n"
+        f"from .configuration_approx_{_file(family)} import {config_class_name(config_class)}\n{choice}{classes}"
     )

@@ -28,7 +28,8 @@ class _LocalModel(ApproxModel):
 
     def _write_code(self, folder: Path) -> None:
         used = {part["mechanism"] for site in self.config.approx["sites"].values() for part in parts(site)}
-        bundle.write_code(folder, stock_class(type(self.config)), stock_class(type(self)), used)
+        kernels = self.config.approx.get("bundle_kernels", False)
+        bundle.write_code(folder, stock_class(type(self.config)), stock_class(type(self)), used, kernels=kernels)
 
 
 @functools.cache

@@ -65,12 +65,26 @@ class Module:
     future: bool
 
 
-@functools.cache
-def _source(module: str, false: frozenset[str]) -> str:
+def source(module: str) -> str:
+    """The text of a module of ours.
+
+    Raises:
+        RuntimeError: if it has no file.
+    """
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise RuntimeError(f"{module} has no source file")
-    text = Path(spec.origin).read_text(encoding="utf-8")
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+def docstring(module: str) -> str:
+    """The docstring of a module or package of ours."""
+    return ast.get_docstring(ast.parse(source(module))) or ""
+
+
+@functools.cache
+def _plain(module: str, false: frozenset[str]) -> str:
+    text = source(module)
     for name, plain in _FASTEST.items():
         text = text.replace(name, plain)
     return folded(text, false)
@@ -130,7 +144,7 @@ class Shaken:
         return following + [(module, each) for each in own.items if each.isdigit()]
 
     def _open(self, module: str) -> None:
-        own = _read(module, self._given.get(module) or _source(module, self._false))
+        own = _read(module, self._given.get(module) or _plain(module, self._false))
         self.modules[module] = own
         for item in own.items.values():
             item.kept -= self._unused
@@ -209,7 +223,9 @@ def _pieces(node: ast.stmt, lines: list[str]) -> list[tuple[str, str]]:
         if method or _PLANNING.fullmatch(name):
             first, end = _first_line(member, lines), member.end_lineno or 0
             before, text = "".join(lines[at:first]), "".join(lines[first:end])
-            pieces += [("", before.rstrip() + "\n" if method else before), (name, f"\n{text}" if method else text)]
+            # Methods are parted by a blank line from each other and from what stands above, but for the head of the class.
+            gap = "\n" if method and (pieces or len(before.splitlines()) > 1) else ""
+            pieces += [("", before.rstrip() + "\n" if method else before), (name, gap + text)]
             at = end
     pieces.append(("", "".join(lines[at:last])))
     return [(name, text) for name, text in pieces if text.strip()]

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 
-from approx.checkpoints.shaking import OURS, Module, Shaken
+from approx.checkpoints.shaking import OURS, Module, Shaken, docstring
 from approx.mechanisms import MECHANISMS
 
 NOTE = "# Travels with a checkpoint converted by approx (Apache-2.0); it needs torch and transformers, and nothing else."
@@ -87,10 +87,18 @@ def _file(shaken: Shaken, name: str, modules: set[str], needed: set[str]) -> str
     if taken_names:
         raise RuntimeError(f"{name} defines and imports {', '.join(sorted(taken_names))}. Rename one of them.")
     order = [module for module in _ordered(beside) if module in modules]
-    parts = [part for module in order for part in _definitions(shaken, shaken.modules[module])]
+    parts = [part for module in order for part in _definitions(shaken, shaken.modules[module], len(modules) > 1)]
     future = any(shaken.modules[module].future for module in modules)
-    head = [NOTE, *(["from __future__ import annotations", ""] if future else []), *_import_lines(imports)]
-    return "\n".join(head).rstrip("\n") + "\n" + "".join(f"\n\n{part}\n" for part in parts)
+    head = [NOTE, f'"""{_purpose(shaken, modules)}"""\n', *(["from __future__ import annotations", ""] if future else []), *_import_lines(imports)]
+    # One blank line below the imports, or two where a definition follows at once.
+    gap = "\n" if parts[0].startswith(("def ", "class ", "@")) else ""
+    return "\n".join(head).rstrip("\n") + f"\n{gap}\n" + "\n\n\n".join(parts) + "\n"
+
+
+def _purpose(shaken: Shaken, modules: set[str]) -> str:
+    """What a file is for: the docstring of its only module, or of the package that its modules are in."""
+    only = next(iter(modules))
+    return shaken.modules[only].purpose if len(modules) == 1 else docstring(only.rpartition(".")[0])
 
 
 def _ordered(graph: dict[str, set[str]]) -> list[str]:
@@ -100,8 +108,8 @@ def _ordered(graph: dict[str, set[str]]) -> list[str]:
         raise RuntimeError(f"These need each other, so neither can be read first: {', '.join(error.args[1])}.") from error
 
 
-def _definitions(shaken: Shaken, module: Module) -> Iterator[str]:
-    """The definitions of a module, constants that follow each other together, the first below what the module says it is for."""
+def _definitions(shaken: Shaken, module: Module, several: bool) -> Iterator[str]:
+    """The definitions of a module, constants that follow each other together; below its docstring where a file has several modules."""
     texts: list[str] = []
     done: set[int] = set()
     for symbol, item in module.items.items():
@@ -114,7 +122,9 @@ def _definitions(shaken: Shaken, module: Module) -> Iterator[str]:
             texts[-1] += f"\n{text}"
         else:
             texts.append(f"{'=' if plain else ' '}{text}")
-    purpose = "".join(f"# {line}\n" for line in module.purpose.splitlines())
+    # Of one or two definitions their own docstrings say as much.
+    told = several and len(texts) > 2
+    purpose = "".join(f"# {line}\n" for line in module.purpose.splitlines()) if told else ""
     for number, text in enumerate(texts):
         yield f"{purpose}\n\n{text[1:]}" if purpose and not number else text[1:]
 

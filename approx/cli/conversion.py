@@ -160,6 +160,7 @@ def convert(
     revision: options.Revision = None,
     offline: options.Offline = False,
     allow_pickle: options.AllowPickle = False,
+    bundle_kernels: options.BundleKernels = False,
 ) -> None:
     """Exchange the attention of a checkpoint and write a folder that stock transformers loads, verified."""
     from approx.conversion import convert as conversion
@@ -169,7 +170,8 @@ def convert(
         done = iter(range(_STEPS))
         receipt = conversion.convert(
             model, output, chosen, max_length=max_length, calibrate=calibrate, force=force, revision=revision,
-            offline=offline, allow_pickle=allow_pickle, progress=lambda step: bar(f"convert: {step}", next(done, _STEPS - 1), _STEPS),
+            offline=offline, allow_pickle=allow_pickle, bundle_kernels=bundle_kernels,
+            progress=lambda step: bar(f"convert: {step}", next(done, _STEPS - 1), _STEPS),
         )  # fmt: skip
     checks = table(
         ["check", "result", "found"],

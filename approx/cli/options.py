@@ -24,6 +24,14 @@ Offline = Annotated[
     bool,
     typer.Option("--offline", help="Use local files and the hub's cache only.", rich_help_panel=_CHECKPOINT),
 ]
+BundleKernels = Annotated[
+    bool,
+    typer.Option(
+        "--bundle-kernels",
+        help="Carry the C and Triton sources in the folder, in many files; without it, the folder has readable plain PyTorch and "
+        "takes C and Triton from an installed approx-attention.",
+    ),
+]
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Accept pickled weights; they can run code.", rich_help_panel=_CHECKPOINT)
 ]

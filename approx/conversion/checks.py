@@ -1,5 +1,6 @@
 """The checks that a conversion must pass before its folder gets its name."""
 
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from inspect import signature
 from itertools import chain
@@ -21,7 +22,7 @@ from approx.planning.anatomy import anatomy
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
 from approx.seam.transformers_internals import auto_classes
-from approx_kernels.dispatch.implementation import untold
+from approx_kernels.dispatch.implementation import implementation, untold
 
 # Images and spectrograms have a length of their own, which the exact limit must cover too.
 _LONGEST = 4096
@@ -143,7 +144,10 @@ def _begins_with(tensor: Tensor, start: Tensor) -> bool:
 
 
 def fresh_process(folder: Path, model: Any) -> Check:
-    """Whether a new process without approx, approx_kernels and triton loads the folder and gives the same bits."""
+    """Whether a new process without approx, approx_kernels and triton loads the folder and gives the same bits.
+
+    A slim folder runs plain PyTorch there, so it is compared with that.
+    """
     name = "reload without approx is bit-equal"
     stock = stock_class(type(model))
     auto = next((a for a, head in auto_classes(stock.config_class.model_type).items() if head == stock.__name__), None)  # type: ignore[attr-defined]  # every model class has it
@@ -157,7 +161,8 @@ def fresh_process(folder: Path, model: Any) -> Check:
     # Of long inputs one row is enough, the padded one, and the head of a language model would make them large.
     longer = tried[1:] or (tried if uncached else [])
     inputs += [{key: tensor[-1:] for key, tensor in _examples(model, trial).items()} for trial in longer]
-    with evaluating(model), all_open(model), torch.inference_mode():
+    slim = not model.config.approx.get("bundle_kernels", False)
+    with implementation("plain") if slim else nullcontext(), evaluating(model), all_open(model), torch.inference_mode():
         here = [model(**inputs[0])[0], *(model.base_model(**each, **uncached)[0] for each in inputs[1:])]
     try:
         there = clean_process.first_outputs(folder, auto or "AutoModel", inputs)
@@ -167,7 +172,8 @@ def fresh_process(folder: Path, model: Any) -> Check:
     largest = max(float((one.float() - other.float()).abs().max()) for one, other in pairs)
     lengths = [tried[0].length, *(trial.real for trial in tried[1:])]
     same = all(torch.equal(*pair) for pair in pairs)
-    return Check(name, same, f"largest difference {largest:.1e}{_at(model, lengths)}", lengths)
+    ran = " in plain PyTorch" if slim else ""
+    return Check(name, same, f"largest difference {largest:.1e}{ran}{_at(model, lengths)}", lengths)
 
 
 def _compared(name: str, model: Any, error: float, lengths: list[int]) -> Check:

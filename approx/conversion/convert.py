@@ -27,6 +27,7 @@ def convert(
     revision: str | None = None,
     offline: bool = False,
     allow_pickle: bool = False,
+    bundle_kernels: bool = False,
     progress: Callable[[str], None] = lambda step: None,
 ) -> dict[str, Any]:
     """Convert a checkpoint into a new folder, verified before it gets its name.
@@ -42,6 +43,7 @@ def convert(
         revision: Commit of the hub.
         offline: Whether only local files and the hub's cache may be used.
         allow_pickle: Whether pickled weights are accepted.
+        bundle_kernels: Whether the folder carries the C and Triton of its mechanisms, and not plain PyTorch alone.
         progress: Called with the name of each step.
 
     Returns:
@@ -75,7 +77,7 @@ def convert(
     results = [checks.exact_limit(model, plan)]
     reference = dict(model.state_dict())
     progress("exchanging attention")
-    receipt = surgery.exchange(model, plan, max_length=max_length)
+    receipt = surgery.exchange(model, plan, max_length=max_length, bundle_kernels=bundle_kernels)
     length = calibration_length(model)
     batch = calibration_batch(source, model, length, file)
     calibration.calibrate(model, batch.inputs)

@@ -61,7 +61,12 @@ class Receipt:
 
 
 def convert(
-    model: Any, plan: Plan, *, max_length: int | None = None, calibration: dict[str, Tensor] | None = None
+    model: Any,
+    plan: Plan,
+    *,
+    max_length: int | None = None,
+    calibration: dict[str, Tensor] | None = None,
+    bundle_kernels: bool = False,
 ) -> Receipt:
     """Exchange the attention of a loaded model, in place.
 
@@ -74,6 +79,8 @@ def convert(
         max_length: Usable positions afterwards, in tokens, if the table is to be extended.
         calibration: Inputs of the model's forward that mechanisms are fitted to, if any of the plan must be; a few hundred
             tokens of what the model is used for.
+        bundle_kernels: Whether the folders that the model is saved to carry the C and Triton of its mechanisms, and not
+            plain PyTorch alone.
 
     Returns:
         The receipt.
@@ -82,7 +89,7 @@ def convert(
         ApproxError: if the model is converted already, cannot be converted, the plan does not fit it, or inputs to fit a
             mechanism to are missing. The model is then as it was.
     """
-    receipt = exchange(model, plan, max_length=max_length)
+    receipt = exchange(model, plan, max_length=max_length, bundle_kernels=bundle_kernels)
     try:
         calibrate(model, calibration)
     except BaseException:
@@ -91,7 +98,9 @@ def convert(
     return receipt
 
 
-def exchange(model: Any, plan: Plan, *, max_length: int | None = None) -> Receipt:
+def exchange(
+    model: Any, plan: Plan, *, max_length: int | None = None, bundle_kernels: bool = False
+) -> Receipt:
     """`convert` without fitting any mechanism, which then holds whatever it was made with.
 
     Args and errors: as for `convert`.
@@ -122,6 +131,7 @@ def exchange(model: Any, plan: Plan, *, max_length: int | None = None) -> Receip
     families.change_class(model.config, families.config_class(type(model.config)))
     model.config.approx = {
         "format": FORMAT,
+        "bundle_kernels": bundle_kernels,
         "sites": sites,
         "base": {
             "model_type": facts.family,

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism
-from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.ops.exact.api import materialised_attention
 
 
 class FullAttention(Mechanism):
@@ -23,9 +23,7 @@ class FullAttention(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
     ) -> Tensor:
         """Attend; dropout acts on the attention weights."""
-        return exact_attention(
-            q, k, v, key_mask, causal=self.causal, scale=self.scale, dropout=dropout, impl="reference"
-        )
+        return materialised_attention(q, k, v, key_mask, causal=self.causal, scale=self.scale, dropout=dropout)
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:

@@ -25,6 +25,11 @@ RECEIPT = "approx_receipt.json"
 _NOT_COPIED = {"config.json", "README.md", "model.safetensors.index.json", MANIFEST, RECEIPT, ".gitattributes"}
 # What in the settings of a feature extractor names its class.
 _CLASSES = {"feature_extractor_type", "image_processor_type"}
+# What the code of a slim folder is, and that of one with kernels.
+_RUNS = {
+    False: "That code is plain PyTorch; with `pip install approx-attention` its faster C and Triton run in its place.",
+    True: "That code brings its C and Triton, which are compiled where there is a compiler or a GPU.",
+}
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
 
 
@@ -154,7 +159,7 @@ model = {auto}.from_pretrained("path/or/repo", trust_remote_code=True)
 {read} = {reader}.from_pretrained("path/or/repo", trust_remote_code=True)
 ```
 
-With the package `approx-attention` installed, `import approx` first and no trust flag is needed. Plain loading fails on
+{_RUNS[bool(record.get("bundle_kernels"))]} After `import approx` no trust flag is needed. Plain loading fails on
 purpose: it would silently run exact attention instead.
 """,
         encoding="utf-8",

@@ -98,9 +98,7 @@ def convert(
     return receipt
 
 
-def exchange(
-    model: Any, plan: Plan, *, max_length: int | None = None, bundle_kernels: bool = False
-) -> Receipt:
+def exchange(model: Any, plan: Plan, *, max_length: int | None = None, bundle_kernels: bool = False) -> Receipt:
     """`convert` without fitting any mechanism, which then holds whatever it was made with.
 
     Args and errors: as for `convert`.

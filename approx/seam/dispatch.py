@@ -18,7 +18,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from approx.errors import ApproxError, Exit
 from approx.mechanisms.exact import ExactAttention
-from approx.seam.decode_cache import drop_states, has_notes, has_state, keep_states, keeps_state, take_layer, wants_weights
+from approx.seam.decode_cache import (
+    drop_states,
+    has_notes,
+    has_state,
+    keep_states,
+    keeps_state,
+    take_layer,
+    wants_weights,
+)
 from approx.seam.layer_entry import build
 from approx.seam.masks import dense_mask, in_use, key_mask
 from approx.seam.transformers_internals import implementation_of, under_implementation

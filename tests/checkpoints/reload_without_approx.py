@@ -23,6 +23,8 @@ import torch  # noqa: E402  # after the importer above
 import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+QUERIES = ("query.weight", "q_lin.weight", "q_proj.weight", "c_attn.weight")
+
 
 def main(folder: Path) -> None:
     tensors, facts = {}, {}
@@ -33,6 +35,12 @@ def main(folder: Path) -> None:
         arguments = load_file(inputs)
         with torch.no_grad():
             tensors[f"{name}/reloaded"] = model(**arguments)[0].contiguous()
+        model(**arguments)[0].square().sum().backward()
+        # The first layer's queries hear of every layer above them.
+        tensors[f"{name}/gradient"] = next(
+            p.grad for n, p in model.named_parameters() if n.endswith(QUERIES) and p.grad is not None
+        )
+        model.zero_grad()
         model.save_pretrained(folder / "again" / name)
         again = getattr(transformers, auto).from_pretrained(folder / "again" / name, trust_remote_code=True).eval()
         with torch.no_grad():

@@ -3,8 +3,6 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,21 +10,22 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from approx.checkpoints import checkpoint, families
+from approx.checkpoints import checkpoint
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
 from approx.seam.manifest import MANIFEST, check_seal
-from approx.seam.transformers_internals import auto_classes
+from approx_kernels.dispatch.implementation import implementation
+from converted import auto_class, code, run
 from tiny_classifier import tiny_model, tiny_tokenizer
 from zoo import FAMILIES, OTHER_HEADS, difference, outputs, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def mixed(architecture):
+def mixed(architecture, **how):
     """A converted model that uses every mechanism its layers allow, one a layer."""
     model = tiny(architecture)
     names = ("GPT2", "Llama", "Whisper")
@@ -38,32 +37,20 @@ def mixed(architecture):
     if architecture.startswith("GPT2"):
         chosen[:2] = ["sinks", "linear"]  # a ring and a recurrent state, which travel too
     plan = Plan(tuple(Rule(name, str(layer)) for layer, name in enumerate(chosen)))
-    surgery.convert(model, plan, calibration=example_inputs(model, 24))
+    surgery.convert(model, plan, calibration=example_inputs(model, 24), **how)
     return model
 
 
-def auto_class(architecture):
-    family = families.stock_class(type(tiny(architecture))).config_class.model_type
-    return next(auto for auto, name in auto_classes(family).items() if name == architecture)
+ALL = (*FAMILIES, "LlamaForSequenceClassification")
 
 
-def run(*command, **more):
-    """A child process that sees neither this repository nor a terminal."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        env={**environment, **more},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def test_every_family_reloads_to_the_last_bit_where_approx_cannot_be_imported(tmp_path):
+@pytest.mark.parametrize(
+    ("kernels", "architectures"), [(False, ALL), (True, ("GPT2LMHeadModel", "WhisperForConditionalGeneration"))]
+)
+def test_every_family_reloads_to_the_last_bit_where_approx_cannot_be_imported(kernels, architectures, tmp_path):
     expected = {}
-    for architecture in (*FAMILIES, "LlamaForSequenceClassification"):
-        model = mixed(architecture)
+    for architecture in architectures:
+        model = mixed(architecture, bundle_kernels=kernels)
         model.save_pretrained(tmp_path / architecture)
         inputs = example_inputs(model, 20, batch=2, padded=0 if model.can_generate() else 6)
         save_file(inputs, tmp_path / f"{architecture}@{auto_class(architecture)}.inputs")
@@ -72,12 +59,15 @@ def test_every_family_reloads_to_the_last_bit_where_approx_cannot_be_imported(tm
     assert child.returncode == 0, child.stderr[-2000:]
     found, facts = load_file(tmp_path / "found.safetensors"), json.loads((tmp_path / "found.json").read_text())
     for architecture, (model, inputs) in expected.items():
-        with torch.no_grad():
+        # A slim folder has nothing else; with kernels the same C runs there.
+        with torch.no_grad(), implementation("auto" if kernels else "plain"):
             here = model(**inputs)[0]
         assert torch.equal(found[f"{architecture}/reloaded"], here), architecture
         assert torch.equal(found[f"{architecture}/saved again"], here), architecture
+        assert code(tmp_path / "again" / architecture) == code(tmp_path / architecture)
         if model.can_generate():
-            tokens = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, pad_token_id=0)
+            with implementation("auto" if kernels else "plain"):
+                tokens = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, pad_token_id=0)
             assert torch.equal(found[f"{architecture}/generated"], tokens), architecture
         fact = facts[architecture]
         assert fact["class"] == f"Approx{architecture}"
@@ -225,7 +215,7 @@ def test_only_the_main_process_writes(tmp_path):
 
 def test_only_the_code_that_is_needed_travels(tmp_path):
     model = tiny("BertModel")
-    surgery.convert(model, Plan.of("local"))
+    surgery.convert(model, Plan.of("local"), bundle_kernels=True)
     model.save_pretrained(tmp_path)
     names = {path.name for path in tmp_path.glob("*.py")}
     assert "approx_mechanisms_local.py" in names

@@ -139,7 +139,9 @@ class Shaken:
         read = _names(own.items[name].text())
         self.reached[module, name] = read
         following = [(module, each) for each in read if each in own.items]
-        following += [(each.module, each.name) for each in self.needs(module, name) if each.module.split(".")[0] in OURS]
+        following += [
+            (each.module, each.name) for each in self.needs(module, name) if each.module.split(".")[0] in OURS
+        ]
         # What a module does when it is imported, such as to register, belongs to all that it defines.
         return following + [(module, each) for each in own.items if each.isdigit()]
 

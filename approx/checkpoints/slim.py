@@ -7,7 +7,9 @@ from graphlib import CycleError, TopologicalSorter
 from approx.checkpoints.shaking import OURS, Module, Shaken, docstring
 from approx.mechanisms import MECHANISMS
 
-NOTE = "# Travels with a checkpoint converted by approx (Apache-2.0); it needs torch and transformers, and nothing else."
+NOTE = (
+    "# Travels with a checkpoint converted by approx (Apache-2.0); it needs torch and transformers, and nothing else."
+)
 MODEL = ("approx.seam.model", "ApproxModel")
 INSTALLED = ("approx.seam.installed", "installed_model")
 _REGISTRY = "approx.mechanisms"
@@ -72,11 +74,15 @@ def _file(shaken: Shaken, name: str, modules: set[str], needed: set[str]) -> str
         if module not in modules:
             continue
         if not symbol.isdigit() and homes.setdefault(symbol, module) != module:
-            raise RuntimeError(f"{homes[symbol]} and {module} both define {symbol}, and share a file. Rename one of them.")
+            raise RuntimeError(
+                f"{homes[symbol]} and {module} both define {symbol}, and share a file. Rename one of them."
+            )
         for taken in shaken.needs(module, symbol):
             ours = taken.module.split(".")[0] in OURS
             if ours and taken.bound != taken.name:
-                raise RuntimeError(f"{module} takes {taken.module}.{taken.name} as {taken.bound}. Rename it at its source.")
+                raise RuntimeError(
+                    f"{module} takes {taken.module}.{taken.name} as {taken.bound}. Rename it at its source."
+                )
             if ours and room(taken.module) == name:
                 beside[module].add(taken.module)
                 continue
@@ -89,7 +95,12 @@ def _file(shaken: Shaken, name: str, modules: set[str], needed: set[str]) -> str
     order = [module for module in _ordered(beside) if module in modules]
     parts = [part for module in order for part in _definitions(shaken, shaken.modules[module], len(modules) > 1)]
     future = any(shaken.modules[module].future for module in modules)
-    head = [NOTE, f'"""{_purpose(shaken, modules)}"""\n', *(["from __future__ import annotations", ""] if future else []), *_import_lines(imports)]
+    head = [
+        NOTE,
+        f'"""{_purpose(shaken, modules)}"""\n',
+        *(["from __future__ import annotations", ""] if future else []),
+        *_import_lines(imports),
+    ]
     # One blank line below the imports, or two where a definition follows at once.
     gap = "\n" if parts[0].startswith(("def ", "class ", "@")) else ""
     return "\n".join(head).rstrip("\n") + f"\n{gap}\n" + "\n\n\n".join(parts) + "\n"
@@ -97,15 +108,18 @@ def _file(shaken: Shaken, name: str, modules: set[str], needed: set[str]) -> str
 
 def _purpose(shaken: Shaken, modules: set[str]) -> str:
     """What a file is for: the docstring of its only module, or of the package that its modules are in."""
-    only = next(iter(modules))
-    return shaken.modules[only].purpose if len(modules) == 1 else docstring(only.rpartition(".")[0])
+    last = max(modules)
+    text = shaken.modules[last].purpose if len(modules) == 1 else docstring(last.rpartition(".")[0])
+    return f"{text}\n" if "\n" in text else text
 
 
 def _ordered(graph: dict[str, set[str]]) -> list[str]:
     try:
         return list(TopologicalSorter({name: sorted(graph[name]) for name in sorted(graph)}).static_order())
     except CycleError as error:
-        raise RuntimeError(f"These need each other, so neither can be read first: {', '.join(error.args[1])}.") from error
+        raise RuntimeError(
+            f"These need each other, so neither can be read first: {', '.join(error.args[1])}."
+        ) from error
 
 
 def _definitions(shaken: Shaken, module: Module, several: bool) -> Iterator[str]:
@@ -126,7 +140,8 @@ def _definitions(shaken: Shaken, module: Module, several: bool) -> Iterator[str]
     told = several and len(texts) > 2
     purpose = "".join(f"# {line}\n" for line in module.purpose.splitlines()) if told else ""
     for number, text in enumerate(texts):
-        yield f"{purpose}\n\n{text[1:]}" if purpose and not number else text[1:]
+        gap = "\n" if text[0] == "=" else "\n\n"
+        yield f"{purpose}{gap}{text[1:]}" if purpose and not number else text[1:]
 
 
 def _import_lines(imports: set[tuple[str, str, str]]) -> Iterator[str]:

@@ -25,8 +25,10 @@ def installed_model(layout: int, version: str) -> Any:
         installed = import_module("approx.version").__version__
         model = import_module("approx.seam.model").ApproxModel
         understood = import_module("approx.seam.dispatch").FORMAT
-    except ImportError:
-        _LOG.warning("%s. To get the speed: pip install approx-attention", _PLAIN)
+    except Exception as error:
+        # A package that does not suit the installed transformers must not keep the folder from loading.
+        why = "" if isinstance(error, ModuleNotFoundError) else f", which could not be imported ({error})"
+        _LOG.warning("%s%s. To get the speed: pip install approx-attention", _PLAIN, why)
         return None
     written, here = _numbers(version), _numbers(installed)
     if understood == layout and written <= here < (written[0] + 1,):

@@ -72,7 +72,7 @@ def test_every_family_reloads_to_the_last_bit_where_approx_cannot_be_imported(ke
         fact = facts[architecture]
         assert fact["class"] == f"Approx{architecture}"
         assert fact["backbone"].startswith("Approx")
-        assert "approx_seam_dispatch" not in fact["untrusted"]
+        assert "approx_seam" not in fact["untrusted"]
         assert "trust_remote_code" in fact["untrusted"], fact["untrusted"]
         # In 16 bits the model is, and what belongs to a mechanism is not.
         kept = {name: str(tensor.dtype) for name, tensor in model.state_dict().items() if ".mechanism." in name}

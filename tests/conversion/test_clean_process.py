@@ -8,6 +8,7 @@ import torch
 from approx.conversion import clean_process, surgery
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
+from approx_kernels.dispatch.implementation import implementation
 from zoo import tiny
 
 
@@ -18,7 +19,7 @@ def converted(tmp_path):
     surgery.convert(model, Plan.of("local", left=3))
     model.save_pretrained(tmp_path / "folder")
     inputs = example_inputs(model, 20)
-    with torch.inference_mode():
+    with implementation("plain"), torch.inference_mode():
         return tmp_path / "folder", inputs, model(**inputs)[0]
 
 

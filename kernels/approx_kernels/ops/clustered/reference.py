@@ -36,7 +36,7 @@ def clustered_samples(
     dropout: float,
     impl: str,
 ) -> Tensor:
-    """Take the real queries and keys of each sample, attend among them, put the outputs back; `impl` clusters."""
+    """Take the real queries and keys of each sample, attend among them, put the outputs back."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         queries = q.shape[2]

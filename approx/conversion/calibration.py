@@ -9,6 +9,7 @@ from torch import Tensor
 
 from approx.errors import ApproxError
 from approx.mechanisms.mechanism import Mechanism
+from approx.seam.observe import Call, observe
 
 
 def mechanisms(model: Any) -> list[Mechanism]:
@@ -45,18 +46,14 @@ def calibrate(model: Any, inputs: dict[str, Tensor] | None, only: Collection[Mec
             "choose settings that need none."
         )
 
-    def fit(mechanism: Mechanism, args: tuple[Any, ...]) -> None:
-        if mechanism in waiting:
-            waiting.remove(mechanism)
-            mechanism.calibrate(*args)
+    def fit(call: Call) -> None:
+        for part in call.members():
+            if part.mechanism in waiting:
+                waiting.remove(part.mechanism)
+                part.mechanism.calibrate(part.q, part.k, part.v, part.mask)
 
-    handles = [mechanism.register_forward_pre_hook(fit) for mechanism in waiting]
-    try:
-        with all_open(model), torch.no_grad(), evaluating(model):
-            model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with observe(model, before=fit), all_open(model), torch.no_grad(), evaluating(model):
+        model(**inputs)
     if waiting:
         raise ApproxError(
             f"The calibration batch did not reach {len(waiting)} layers. Pass inputs that use all of the model."

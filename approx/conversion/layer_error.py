@@ -1,7 +1,6 @@
 """What each converted layer loses by itself, seen on a calibration batch: its output's error, and the attention it kept."""
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -9,10 +8,9 @@ from torch import Tensor
 
 from approx.conversion.calibration import evaluating
 from approx.mechanisms import MECHANISMS
-from approx.mechanisms.head_groups import HeadGroups
 from approx.mechanisms.mechanism import Mechanism
 from approx.planning import positions
-from approx_kernels.tokens.grouped import heads_of
+from approx.seam.observe import Call, observe
 
 
 class Damage(NamedTuple):
@@ -42,46 +40,29 @@ def layer_damage(model: Any, inputs: dict[str, Tensor]) -> dict[int, Damage]:
     Returns:
         Layer -> its damage.
     """
-    found, handles = {}, {}
-
-    def watch(layer: int, module: Any) -> None:
-        mechanism = module.mechanism
-        parts = mechanism.members() if isinstance(mechanism, HeadGroups) else [(slice(None), mechanism)]
-        sparse = [(heads, part) for heads, part in parts if part.sparse]
-        found[layer] = Damage(0.0, 1.0 if sparse else None, 0)
-
-        def count(module: Any, args: tuple[Any, ...], out: Any) -> None:
-            # A mechanism is not asked where the input is shorter than `exact_below`, its module always is.
-            tokens = (out[0] if isinstance(out, tuple) else out).shape[1]
-            found[layer] = found[layer]._replace(tokens=tokens)
-
-        def hook(module: Mechanism, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-            # Most mechanisms find their weights by running once more, which is not to be watched.
-            handles[layer][0].remove()
-            q, k, v, key_mask = args
-            error = _error(out, _exact(module, module.heads)(q, k, v, key_mask), key_mask)
-            mass = [
-                _captured(part, q[:, heads], k[:, heads_of(q, k, heads)], key_mask, kwargs.get("tokens"))
-                for heads, part in sparse
-            ]
-            found[layer] = found[layer]._replace(
-                error=error, captured_mass=float(torch.cat(mass).mean()) if mass else None
-            )
-
-        handles[layer] = (
-            mechanism.register_forward_hook(hook, with_kwargs=True),
-            module.register_forward_hook(count),
-        )
-
+    damage = {}
     for path, site in model.config.approx["sites"].items():
-        watch(site["layer"], model.base_model.get_submodule(path))
-    try:
-        with evaluating(model), torch.inference_mode():
-            model(**inputs)
-    finally:
-        for handle in chain.from_iterable(handles.values()):
-            handle.remove()
-    return found
+        sparse = model.base_model.get_submodule(path).mechanism.sparse
+        damage[site["layer"]] = Damage(0.0, 1.0 if sparse else None, 0)
+
+    def measure(call: Call) -> None:
+        if call.mechanism is None:
+            return
+        lost = damage[call.layer]._replace(tokens=call.q.shape[2])
+        if not call.exact:
+            target = _exact(call.mechanism)(call.q, call.k, call.v, call.mask)
+            mass = [
+                _captured(part, part.mechanism) for part in call.members() if part.mechanism and part.mechanism.sparse
+            ]
+            lost = lost._replace(
+                error=_error(call.output, target, call.mask),
+                captured_mass=float(torch.cat(mass).mean()) if mass else None,
+            )
+        damage[call.layer] = lost
+
+    with observe(model, measure), evaluating(model), torch.inference_mode():
+        model(**inputs)
+    return damage
 
 
 def unseen(model: Any, measured_at: Mapping[int, int]) -> list[str]:
@@ -115,19 +96,19 @@ def _error(out: Tensor, target: Tensor, key_mask: Tensor | None) -> float:
     return float((out - target).float().norm() / target.float().norm().clamp_min(1e-20))
 
 
-def _captured(mechanism: Mechanism, q: Tensor, k: Tensor, key_mask: Tensor | None, tokens: Tensor | None) -> Tensor:
+def _captured(call: Call, mechanism: Mechanism) -> Tensor:
     """Exact weight on the keys that a mechanism sees, of each head: the mean over the real queries, [H]."""
-    if k.shape[-2] < mechanism.exact_below:
-        return torch.ones(mechanism.heads, device=q.device)
-    q, k = q.float(), k.float()
-    more = {"tokens": tokens} if tokens is not None and mechanism.reads_tokens else {}
+    if call.exact:
+        return torch.ones(mechanism.heads, device=call.q.device)
+    q, k, key_mask = call.q.float(), call.k.float(), call.mask
+    more = {} if call.tokens is None else {"tokens": call.tokens}
     seen = mechanism.weights(q, k, key_mask, **more) > 0
-    mass = (_exact(mechanism, mechanism.heads).weights(q, k, key_mask) * seen).sum(-1)
+    mass = (_exact(mechanism).weights(q, k, key_mask) * seen).sum(-1)
     if key_mask is None or q.shape[-2] != key_mask.shape[-1]:
         return mass.mean((0, 2))
     real = key_mask[:, None, :]
     return (mass * real).sum((0, 2)) / real.sum()
 
 
-def _exact(mechanism: Mechanism, heads: int) -> Mechanism:
-    return MECHANISMS["full"](heads, mechanism.head_dim, causal=mechanism.causal, scale=mechanism.scale)
+def _exact(mechanism: Mechanism) -> Mechanism:
+    return MECHANISMS["full"](mechanism.heads, mechanism.head_dim, causal=mechanism.causal, scale=mechanism.scale)

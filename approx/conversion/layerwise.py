@@ -15,9 +15,7 @@ from approx.conversion.calibration import evaluating
 from approx.conversion.regime import Trial
 from approx.mechanisms.mechanism import Mechanism
 from approx.planning.example_inputs import example_inputs
-
-# From a mechanism, its q, k, v, key mask, token ids if it reads them, and output to a relative difference.
-_Compare = Callable[[Mechanism, list[Tensor], Tensor | None, Tensor | None, Tensor], float]
+from approx.seam.observe import Call, observe
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -47,20 +45,22 @@ def padding(model: Any, trial: Trial) -> float:
     if causal and own in inputs:
         inputs[own][1] = inputs[own][-1].flip(0)
 
-    def compare(
-        mechanism: Mechanism, qkv: list[Tensor], key_mask: Tensor | None, tokens: Tensor | None, out: Tensor
-    ) -> float:
+    def compare(mechanism: Mechanism, call: Call) -> float:
         given = inputs.get(own if mechanism.causal else "attention_mask")
         # Samples of speech become fewer frames, and the model alone knows which of them are padding.
-        real = given.bool() if given is not None and given.shape == qkv[1].shape[::2] else key_mask
+        real = given.bool() if given is not None and given.shape == call.k.shape[::2] else call.mask
         if real is None:
             return 0.0
         errors = [0.0]
         for row in (~real.all(1)).nonzero().squeeze(1).tolist():
             place = real[row].nonzero().squeeze(1)
             one = slice(row, row + 1)
-            alone = _attend(mechanism, [x[one, :, place] for x in qkv], None if tokens is None else tokens[one, place])
-            errors.append(difference(out[one, :, place], alone))
+            alone = _attend(
+                mechanism,
+                *(x[one, :, place] for x in (call.q, call.k, call.v)),
+                tokens=None if call.tokens is None else call.tokens[one, place],
+            )
+            errors.append(difference(call.output[one, :, place], alone))
         return max(errors)
 
     return _largest(model, inputs, compare)
@@ -75,42 +75,32 @@ def causality(model: Any, trial: Trial, inputs: dict[str, Tensor]) -> float:
         inputs: Without padding.
     """
 
-    def compare(
-        mechanism: Mechanism, qkv: list[Tensor], key_mask: Tensor | None, tokens: Tensor | None, out: Tensor
-    ) -> float:
+    def compare(mechanism: Mechanism, call: Call) -> float:
         if not mechanism.causal:
             return 0.0
         # Of two neighbours one lies within a block, where a leak may end.
-        first = qkv[1].shape[2] - trial.padded
+        first = call.k.shape[2] - trial.padded
         errors = []
         for cut in (first - 1, first):
-            other = [torch.cat([x[:, :, :cut], 5 - 3 * x[:, :, cut:]], 2) for x in qkv]
-            errors.append(difference(_attend(mechanism, other, tokens)[:, :, :cut], out[:, :, :cut]))
+            other = (torch.cat([x[:, :, :cut], 5 - 3 * x[:, :, cut:]], 2) for x in (call.q, call.k, call.v))
+            changed = _attend(mechanism, *other, tokens=call.tokens)
+            errors.append(difference(changed[:, :, :cut], call.output[:, :, :cut]))
         return max(errors)
 
     return _largest(model, inputs, compare)
 
 
-def _attend(mechanism: Mechanism, qkv: list[Tensor], tokens: Tensor | None) -> Tensor:
-    q, k, v = qkv
-    # Past its hooks, which would call this again.
-    more: dict[str, Any] = {} if tokens is None else {"tokens": tokens}
-    return mechanism.forward(q, k, v, **more)
+def _attend(mechanism: Mechanism, *qkv: Tensor, tokens: Tensor | None) -> Tensor:
+    return mechanism(*qkv) if tokens is None else mechanism(*qkv, tokens=tokens)
 
 
-def _largest(model: Any, inputs: dict[str, Tensor], compare: _Compare) -> float:
-    found = [0.0]
+def _largest(model: Any, inputs: dict[str, Tensor], compare: Callable[[Mechanism, Call], float]) -> float:
+    differences = [0.0]
 
-    def hook(mechanism: Mechanism, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-        q, k, v, key_mask = args
-        found.append(compare(mechanism, [q, k, v], key_mask, kwargs.get("tokens"), out))
+    def on_call(call: Call) -> None:
+        if call.mechanism is not None and not call.exact:
+            differences.append(compare(call.mechanism, call))
 
-    watched = [model.base_model.get_submodule(path).mechanism for path in model.config.approx["sites"]]
-    handles = [mechanism.register_forward_hook(hook, with_kwargs=True) for mechanism in watched]
-    try:
-        with evaluating(model), torch.inference_mode():
-            model.base_model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return max(found)
+    with observe(model, on_call), evaluating(model), torch.inference_mode():
+        model.base_model(**inputs)
+    return max(differences)

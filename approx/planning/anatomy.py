@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface
+from transformers import CONFIG_MAPPING
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from approx.errors import ApproxError, Exit
 from approx.planning import positions
 from approx.planning.example_inputs import example_inputs
 from approx.seam.attention_free import values_only
-from approx.seam.transformers_internals import backbone_of, can_switch_attention
+from approx.seam.masks import is_causal
+from approx.seam.transformers_internals import backbone_of, can_switch_attention, temporary_attention
 
 _PROBE_LENGTH = 48
 # What families pass to their attention besides q, k and v that does not change what attention computes.
@@ -144,34 +145,32 @@ def anatomy(config: Any, model_class: type) -> Anatomy:
 @lru_cache(maxsize=64)
 def _observe(kind: _Kind) -> Anatomy:
     model_class, config = kind.model_class, kind.config
-    # A made-up name per call keeps concurrent probes apart.
-    observer, name = _Observer(), f"approx_observer_{id(config)}"
-    AttentionInterface.register(name, observer.attention)  # type: ignore[arg-type]  # a bound method is a function here
-    AttentionMaskInterface.register(name, observer.mask)
+    observer = _Observer()
     try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = model_class(config).eval()
-        model.set_attn_implementation(name)
-        # Grouped products of experts have no shapes on the meta device; batched ones do as many operations.
-        model.set_experts_implementation("batched_mm")
-        longest = min(_PROBE_LENGTH, positions.limit(config) or _PROBE_LENGTH)
-        lengths, flops, calls = (longest // 2, longest), [], []
-        for length in lengths:
-            inputs = example_inputs(model, length, device="meta")
-            if "input_ids" in inputs:
-                # Without a mask some families look for padding in the ids, which have no content here.
-                inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-            observer.calls = []
-            with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                model(**inputs)
-            flops.append(counter.get_total_flops())
-            calls.append(observer.calls)
-        if "decoder_input_ids" in inputs:
-            # Where both parts have as many tokens, cross-attention looks like self-attention.
-            observer.calls = []
-            with torch.no_grad():
-                model(**{**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, 1:]})
+        with temporary_attention(observer.attention, observer.mask) as name:
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = model_class(config).eval()
+            model.set_attn_implementation(name)
+            # Grouped products of experts have no shapes on the meta device; batched ones do as many operations.
+            model.set_experts_implementation("batched_mm")
+            longest = min(_PROBE_LENGTH, positions.limit(config) or _PROBE_LENGTH)
+            lengths, flops, calls = (longest // 2, longest), [], []
+            for length in lengths:
+                inputs = example_inputs(model, length, device="meta")
+                if "input_ids" in inputs:
+                    # Without a mask some families look for padding in the ids, which have no content here.
+                    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+                observer.calls = []
+                with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                    model(**inputs)
+                flops.append(counter.get_total_flops())
+                calls.append(observer.calls)
+            if "decoder_input_ids" in inputs:
+                # Where both parts have as many tokens, cross-attention looks like self-attention.
+                observer.calls = []
+                with torch.no_grad():
+                    model(**{**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, 1:]})
     except ApproxError:
         raise
     except Exception as error:
@@ -183,9 +182,6 @@ def _observe(kind: _Kind) -> Anatomy:
             f"{type(error).__name__}: {error}. {remedy}",
             Exit.UNSUPPORTED,
         ) from error
-    finally:
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
 
     cross, own, per_pair = [], [], 0
     for *pair, last in zip(*calls, observer.calls, strict=True):
@@ -255,7 +251,6 @@ def _sites(model: Any, plain_masks: bool, pairs: list[list[_Call]]) -> tuple[Sit
                 "Models with an attention module for each layer can be converted.",
                 Exit.UNSUPPORTED,
             )
-        causal = kwargs.get("is_causal")
         sites.append(
             Site(
                 layer=len(sites),
@@ -263,7 +258,7 @@ def _sites(model: Any, plain_masks: bool, pairs: list[list[_Call]]) -> tuple[Sit
                 heads=query.shape[1],
                 key_heads=key.shape[1],
                 head_dim=query.shape[-1],
-                causal=bool(getattr(module, "is_causal", False) if causal is None else causal),
+                causal=is_causal(module, kwargs),
                 scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
                 fixed_length=query.shape[-2] if query.shape[-2] == shorter.shape[-2] else None,
             )

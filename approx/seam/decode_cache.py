@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from approx.errors import ApproxError, Exit
-from approx.seam.transformers_internals import cache_of, collects_attentions
+from approx.seam.transformers_internals import attends_temporarily, cache_of, collects_attentions
 
 
 class StateLayer(CacheLayerMixin):
@@ -224,7 +224,9 @@ def _find_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     if type(layer) is DynamicLayer and takes_notes(module.mechanism):
         layer = NotedLayer(*known)
     # These need the mechanism's forward over all keys, and get it as long as nothing was decoded from a state.
-    watched = any(each._forward_hooks or each._forward_pre_hooks for each in module.mechanism.modules())
+    watched = attends_temporarily(module.config) or any(
+        each._forward_hooks or each._forward_pre_hooks for each in module.mechanism.modules()
+    )
     if type(layer) is DynamicLayer and not (watched or module.training or wants_weights(kwargs)):
         layer = StateLayer(*known)
     cache.layers[module.layer_idx] = layer

@@ -28,7 +28,7 @@ from approx.seam.decode_cache import (
     wants_weights,
 )
 from approx.seam.layer_entry import build
-from approx.seam.masks import dense_mask, in_use, key_mask
+from approx.seam.masks import dense_mask, in_use, is_causal, key_mask
 from approx.seam.transformers_internals import implementation_of, under_implementation
 from approx_kernels.dispatch.one_operator import attend_opaquely, exact_is_one_operator
 from approx_kernels.dispatch.opaque import told
@@ -40,7 +40,7 @@ from approx_kernels.tokens.grouped import beside, sharing
 IMPLEMENTATION = "approx_v1"
 FORMAT = 1
 # Keyword under which token ids travel from the model's forward to its attention, for mechanisms that read them.
-_TOKENS = "approx_tokens"
+TOKENS = "approx_tokens"
 
 
 def _exact(
@@ -98,8 +98,7 @@ def attention(
         ApproxError: if a layer that is not exact by its mechanism meets a mask that is not a plain key mask.
     """
     mechanism = getattr(module, "mechanism", None)
-    causal = kwargs.get("is_causal")
-    causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
+    causal = is_causal(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     weighs, slots = wants_weights(kwargs), key.shape[-2]
     layer = take_layer(module)
@@ -109,8 +108,7 @@ def attention(
         key, value, attention_mask = in_use(query, key, value, attention_mask, causal)
     queries, keys = query.shape[-2], key.shape[-2]
 
-    grid = attention_mask is not None and attention_mask.dim() != 2
-    if mechanism is None or keys < mechanism.exact_below or (grid and _always_exact(mechanism)):
+    if mechanism is None or attends_exactly(mechanism, keys, attention_mask):
         if not weighs and (attention_mask is None or attention_mask.dim() == 2):
             return _exact(query, key, value, attention_mask, causal, scale, dropout).transpose(1, 2), None
         mask = dense_mask(attention_mask, causal, queries, keys, query.device)
@@ -125,13 +123,6 @@ def attention(
             return out, None
         return out, F.pad(_exact_weights(query, key, mask, causal, scale), (0, slots - keys))
 
-    if grid:
-        raise ApproxError(
-            "A 4-D attention mask (packed sequences, several tokens at once on a compiled static cache, or a mask of your own) reached "
-            "a converted layer; it takes a [batch, tokens] mask. Unpack the sequences, compile single steps alone or use a dynamic "
-            "cache, or keep exact attention in this model.",
-            Exit.UNSUPPORTED,
-        )
     if scale != mechanism.scale:
         raise ApproxError(
             f"The model scales its scores by {scale}, the converted layer was made for {mechanism.scale}. Convert it again.",
@@ -139,12 +130,12 @@ def attention(
         )
     tokens = {}
     if mechanism.reads_tokens:
-        if kwargs.get(_TOKENS) is None:
+        if kwargs.get(TOKENS) is None:
             raise ApproxError(
                 "A converted layer chooses its global tokens by content, but this forward was given embeddings and no token "
                 "ids to find them by. Pass 'input_ids', or convert with global tokens chosen by position."
             )
-        tokens["tokens"] = kwargs[_TOKENS]
+        tokens["tokens"] = kwargs[TOKENS]
     if has_state(layer) and (weighs or dropout):
         raise ApproxError(
             "Attention weights, or dropout, were asked for in the middle of a generation whose cache keeps no single keys of a "
@@ -159,6 +150,31 @@ def attention(
     if not weighs:
         return out, None
     return out, F.pad(mechanism.weights(query, key, attention_mask, **tokens), (0, slots - keys))
+
+
+def attends_exactly(mechanism: Any, keys: int, mask: Tensor | None) -> bool:
+    """Whether exact attention takes the place of a layer's mechanism in a call.
+
+    Args:
+        mechanism: The layer's mechanism.
+        keys: Number of keys that are in use.
+        mask: What `in_use` returned.
+
+    Raises:
+        ApproxError: if the mechanism would have to attend with a mask that is not a plain key mask.
+    """
+    if keys < mechanism.exact_below:
+        return True
+    if mask is None or mask.dim() == 2:
+        return False
+    if _always_exact(mechanism):
+        return True
+    raise ApproxError(
+        "A 4-D attention mask (packed sequences, several tokens at once on a compiled static cache, or a mask of your own) reached "
+        "a converted layer; it takes a [batch, tokens] mask. Unpack the sequences, compile single steps alone or use a dynamic "
+        "cache, or keep exact attention in this model.",
+        Exit.UNSUPPORTED,
+    )
 
 
 def _always_exact(mechanism: nn.Module) -> bool:
@@ -228,7 +244,7 @@ def _reader(path: str, model: Any) -> Any:
 def _with_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # They travel with the call, and nothing keeps them: a layer that is recomputed in the backward gets its own again.
     ids = kwargs.get("input_ids", args[0] if args else None)
-    return None if ids is None else (args, {**kwargs, _TOKENS: ids})
+    return None if ids is None else (args, {**kwargs, TOKENS: ids})
 
 
 def switch(model: Any, implementation: str) -> None:

@@ -78,6 +78,12 @@ def key_mask(
     return real
 
 
+def is_causal(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an attention module is causal: by the keyword that the family passes, or else by the module."""
+    passed = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", False) if passed is None else passed)
+
+
 def in_use(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:

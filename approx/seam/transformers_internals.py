@@ -4,11 +4,14 @@ It travels with converted checkpoints, so nothing private is imported before it 
 feature and never the checkpoint.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from uuid import uuid4
 
 import transformers
+
+_TEMPORARY = "approx_temporary_"
 
 
 def collects_attentions() -> bool:
@@ -27,7 +30,7 @@ def cache_of(kwargs: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def under_implementation(config: Any, name: str) -> Iterator[None]:
+def under_implementation(config: Any, name: str | None) -> Iterator[None]:
     """Let all models of a config dispatch their attention to the implementation of this name, whatever they allow."""
     private = "_attn_implementation_internal"
     # The property of the same name would refuse what it cannot check.
@@ -38,6 +41,28 @@ def under_implementation(config: Any, name: str) -> Iterator[None]:
         yield
     finally:
         setattr(config, place, before)
+
+
+@contextmanager
+def temporary_attention(attention: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[str]:
+    """Register an attention function and its mask function; yield the name that they have, which nothing else has.
+
+    Versions that give no access to what is registered keep the name.
+    """
+    name = _TEMPORARY + uuid4().hex
+    registries = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    for registry, function in zip(registries, (attention, mask), strict=True):
+        registry.register(name, function)
+    try:
+        yield name
+    finally:
+        for registry in registries:
+            getattr(registry, "_global_mapping", {}).pop(name, None)
+
+
+def attends_temporarily(config: Any) -> bool:
+    """Whether models of a config dispatch to what `temporary_attention` registered."""
+    return (implementation_of(config) or "").startswith(_TEMPORARY)
 
 
 def implementation_of(config: Any) -> str | None:

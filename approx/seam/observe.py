@@ -1,0 +1,157 @@
+"""Observe the attention calls of a model, converted or not: what goes in and what comes out, differentiable.
+
+Calibration, layer errors, checks of single layers and training on attention outputs are all loops over these calls.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from approx.mechanisms.head_groups import HeadGroups
+from approx.mechanisms.mechanism import Mechanism
+from approx.seam.dispatch import TOKENS, attends_exactly, attention, switch
+from approx.seam.masks import in_use, is_causal, key_mask
+from approx.seam.transformers_internals import implementation_of, temporary_attention, under_implementation
+from approx_kernels.tokens.grouped import heads_of
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of an attention module.
+
+    Attributes:
+        path: Path of the module inside the base model.
+        layer: Number of the self-attention layer; None where `observe` knows none, as for cross-attention.
+        mechanism: What the layer was converted to; None if it was not converted.
+        exact: Whether exact attention runs, either in place of the mechanism or because there is none.
+        q: Queries, [B, H, L, D].
+        k: Keys, [B, G, S, D].
+        v: Values, [B, G, S, E].
+        mask: [B, S] bool, True at real keys; None when all are real. Exact calls may have a 4-D mask instead.
+        tokens: Token ids, [B, S], if the mechanism reads them.
+        output: [B, H, L, E]; set when the layer has attended.
+    """
+
+    path: str
+    layer: int | None
+    mechanism: Mechanism | None
+    exact: bool
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    tokens: Tensor | None
+    output: Tensor = field(init=False)
+
+    def members(self) -> list["Call"]:
+        """One call for each group of heads, with its mechanism and its part of the tensors; the call itself without groups."""
+        if not isinstance(self.mechanism, HeadGroups):
+            return [self]
+        return [self._part(heads, mechanism) for heads, mechanism in self.mechanism.members()]
+
+    def _part(self, heads: slice | list[int], mechanism: Mechanism) -> "Call":
+        of_keys = heads_of(self.q, self.k, heads)
+        part = replace(
+            self,
+            mechanism=mechanism,
+            exact=self.exact or self.k.shape[2] < mechanism.exact_below,
+            q=self.q[:, heads],
+            k=self.k[:, of_keys],
+            v=self.v[:, of_keys],
+            tokens=self.tokens if mechanism.reads_tokens else None,
+        )
+        if hasattr(self, "output"):
+            part.output = self.output[:, heads]
+        return part
+
+
+@contextmanager
+def observe(
+    model: Any,
+    on_call: Callable[[Call], object] | None = None,
+    *,
+    before: Callable[[Call], object] | None = None,
+    layers: Mapping[str, int] | None = None,
+) -> Iterator[list[Call]]:
+    """Observe every attention call that a model makes inside the context, in order.
+
+    Layers without a mechanism, and stock models, run exact attention meanwhile. Nothing is detached: gradients flow from a
+    loss on observed tensors. Where observations of one model are nested, the inner one sees the calls. Decoding keeps the
+    keys of all layers, unless it goes on from a bounded state, which has no earlier keys to show.
+
+    Args:
+        model: A transformers model; call it, or its base model, as usual.
+        on_call: Receives each call when its layer has attended.
+        before: Receives each call when its layer is about to attend, without the output.
+        layers: Path of an attention module inside the base model -> number of its layer. By default the converted layers
+            have the numbers that the config gives them, and others have none.
+
+    Yields:
+        The calls, which keep their tensors alive; they are collected only if neither function is given.
+
+    Raises:
+        ApproxError: if the model does not dispatch its attention.
+    """
+    calls: list[Call] = []
+    if on_call is None and before is None:
+        on_call = calls.append
+    paths = {module: path for path, module in model.base_model.named_modules()}
+    if layers is None:
+        sites = (getattr(model.config, "approx", None) or {}).get("sites", {})
+        layers = {path: site["layer"] for path, site in sites.items()}
+
+    def observed(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        mechanism: Any = getattr(module, "mechanism", None)
+        k, v, mask = in_use(query, key, value, attention_mask, is_causal(module, kwargs))
+        call = Call(
+            path=paths[module],
+            layer=layers.get(paths[module]),
+            mechanism=mechanism,
+            exact=mechanism is None or attends_exactly(mechanism, k.shape[2], mask),
+            q=query,
+            k=k,
+            v=v,
+            mask=mask,
+            tokens=kwargs.get(TOKENS) if mechanism is not None and mechanism.reads_tokens else None,
+        )
+        if before is not None:
+            before(call)
+        out, weights = attention(module, query, key, value, attention_mask, *args, **kwargs)
+        call.output = out.transpose(1, 2)
+        if on_call is not None:
+            on_call(call)
+        return out, weights
+
+    with temporary_attention(observed, key_mask) as name, _as_they_were(model):
+        switch(model, name)
+        yield calls
+
+
+@contextmanager
+def _as_they_were(model: Any) -> Iterator[None]:
+    """Afterwards all configs of a model name the attention implementation that they name now."""
+    waiting = [
+        module.config for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)
+    ]
+    seen = set()
+    with ExitStack() as stack:
+        while waiting:
+            config = waiting.pop()
+            if id(config) not in seen:
+                seen.add(id(config))
+                stack.enter_context(under_implementation(config, implementation_of(config)))
+                parts = (getattr(config, name, None) for name in config.sub_configs)
+                waiting += [part for part in parts if part is not None]
+        yield

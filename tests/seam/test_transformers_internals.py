@@ -21,6 +21,7 @@ PRIVATE = {
     "_attn_implementation_internal",
     "_can_set_attn_implementation",
     "_compiled_call_impl",
+    "_global_mapping",
     "_keep_in_fp32_modules_strict",
     "_model_mapping",
     "_weight_conversions",
@@ -65,6 +66,24 @@ def test_a_config_dispatches_to_another_implementation_for_a_while(private):
     with transformers_internals.under_implementation(config, "another"):
         assert transformers_internals.implementation_of(config) == "another"
     assert transformers_internals.implementation_of(config) == before
+
+
+def test_a_temporary_attention_has_a_name_until_it_ends_where_this_version_lets_names_go(monkeypatch):
+    registries = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    one, two = print, repr
+    with transformers_internals.temporary_attention(one, two) as name:
+        assert [registry()[name] for registry in registries] == [one, two]
+        assert transformers_internals.attends_temporarily(SimpleNamespace(_attn_implementation=name))
+        with transformers_internals.temporary_attention(one, two) as other:
+            assert other != name
+    assert not any(made in registry() for made in (name, other) for registry in registries)
+    assert not transformers_internals.attends_temporarily(SimpleNamespace(_attn_implementation="sdpa"))
+    assert not transformers_internals.attends_temporarily(SimpleNamespace(_attn_implementation=None))
+    with transformers_internals.temporary_attention(one, two) as name:
+        for registry in registries:
+            monkeypatch.delattr(registry, "_global_mapping")
+    monkeypatch.undo()
+    assert [registry._global_mapping.pop(name) for registry in registries] == [one, two]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,7 @@ def test_a_layer_of_several_mechanisms_is_one_call_with_a_part_for_each_group():
         }
         for part in parts:
             assert part.output.shape == part.q.shape == part.k.shape == (2, 2, 20, 8)
+            assert part.mechanism is not None
             if not part.exact:
                 torch.testing.assert_close(part.mechanism(part.q, part.k, part.v, part.mask), part.output)
 
@@ -204,8 +206,7 @@ def test_tokens_are_those_that_the_mechanism_reads():
     ids = torch.randint(4, 8, (2, 20))
     with torch.no_grad(), observe(model) as calls:
         model(ids)
-    assert torch.equal(calls[0].tokens, ids)
-    assert torch.equal(calls[1].tokens, ids)
+    assert all(call.tokens is not None and torch.equal(call.tokens, ids) for call in calls[:2])
     assert calls[2].tokens is None
     assert [part.tokens is not None for part in calls[1].members()] == [True, False]
 
@@ -244,11 +245,18 @@ def test_calls_that_a_function_receives_are_not_kept():
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
 @pytest.mark.parametrize("convert", [False, True], ids=["stock", "converted"])
 def test_nothing_stays_behind(convert, fails):
-    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    size: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     text = transformers.LlamaConfig(**size, vocab_size=101, max_position_embeddings=64)
     seen = transformers.CLIPVisionConfig(**size, image_size=24, patch_size=8)
     # Its parts have configs of their own, and another implementation each.
-    model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(text_config=text, vision_config=seen))
+    model: Any = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(text_config=text, vision_config=seen)
+    )
     model.eval().set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
     if convert:
         surgery.convert(model, Plan.of("local"))
@@ -266,8 +274,11 @@ def test_nothing_stays_behind(convert, fails):
 
     inputs = {"input_ids": torch.randint(5, 90, (1, 20))}
     expected, before = outputs(model, inputs), state()
-    for how in ({"on_call": fail}, {"before": fail}):
-        with pytest.raises(KeyError) if fails else nullcontext(), observe(model, **how):
+    for on_call, before_it in ((fail, None), (None, fail)):
+        with (
+            pytest.raises(KeyError, match="stop") if fails else nullcontext(),
+            observe(model, on_call, before=before_it),
+        ):
             outputs(model, inputs)
         assert state() == before
     assert difference(outputs(model, inputs), expected) == 0
@@ -285,7 +296,12 @@ def test_calls_are_observed_without_gradients_too(architecture, mode):
 
 
 def test_a_model_that_does_not_dispatch_its_attention_is_refused():
-    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    size: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     model = transformers.DebertaV2Model(transformers.DebertaV2Config(**size, vocab_size=101)).eval()
     before = model.config._attn_implementation
     with pytest.raises(ApproxError, match="instead of dispatching it") as caught, observe(model):

@@ -54,7 +54,7 @@ sanitize: $(VENV)/.dev  ## Test the kernels with their C under AddressSanitizer 
 mutants: $(VENV)/.dev  ## Plant small errors in a room of the code and count those its tests notice: ROOM=tasks SAMPLE=60 SEED=1
 	$(VENV)/bin/python tests/mutants $(ROOM) --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(if $(AGAIN),--again)
 
-bench: $(VENV)/.demo  ## The real run behind the README's table: MiniLM on SST-2, quality and speed
+bench: $(VENV)/.demo  ## MiniLM on SST-2, quality and speed: the run behind reports/minilm-sst2
 	$(VENV)/bin/approx run recipes/minilm-sst2.yaml -o runs/minilm-sst2 --force
 
 clean:  ## Remove the environments and everything that was built or run

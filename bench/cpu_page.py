@@ -141,8 +141,8 @@ def _left(made: dict[str, Any]) -> list[str]:
     return ["## Not measured", "\n".join(lines)] if lines else []
 
 
-def readme_table(made: dict[str, Any]) -> str:
-    """The README's table: the encoder end to end, both precisions, on all threads, without references and second settings."""
+def processor_table(made: dict[str, Any]) -> str:
+    """The table of docs/speed.md: the encoder end to end, both precisions, on all threads, without references and second settings."""
     rows, lengths = [], [length for length in LENGTHS if length <= 8192]
     for dtype in ("float32", "bfloat16"):
         parts = {

@@ -1,4 +1,4 @@
-"""The pages about speed on a CPU and the README's tables of it, from the records of `bench/cpu.py`, one a processor."""
+"""The pages about speed on a CPU and the tables of docs/speed.md, from the records of `bench/cpu.py`, one a processor."""
 
 import json
 from pathlib import Path
@@ -14,21 +14,20 @@ def write(reports: Path, out: Path) -> None:
         cpu_page.write(folder, out / folder.name)
 
 
-def in_readme(readme: str, reports: Path) -> str:
-    """The README with its tables of speeds made again, a table a processor."""
+def in_page(page: str, reports: Path) -> str:
+    """The page with its tables of speeds made again between the two markers, a table a processor."""
     from bench import cpu_page
     from bench.cpu_record import processor
 
-    before, _, rest = readme.partition(BEGIN)
+    before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     tables = []
     for folder in _folders(reports):
         made = json.loads((folder / "record.json").read_text(encoding="utf-8"))
         name = f"reports/{folder.name}"
         tables.append(
-            f"<details{' open' * (not tables)}><summary>{processor(made['environment'])}</summary>\n\n"
-            f"{cpu_page.readme_table(made)}\n\n[All of it]({name}/report.md), made by `python bench/cpu.py -o {name}`.\n\n"
-            "</details>"
+            f"## {processor(made['environment'])}\n\n{cpu_page.processor_table(made)}\n\n"
+            f"[The whole report](../{name}/report.md), made by `python bench/cpu.py -o {name}`.\n"
         )
     return "\n".join([before + BEGIN, *tables, END]) + after
 

@@ -1,17 +1,21 @@
-"""Make every page again from its record, the README's table and the pictures of patterns: `python reports/refresh.py [--check]`.
+"""Make the pages, the tables of README.md and docs/speed.md and the pictures of patterns: `python reports/refresh.py [--check]`.
 
 Nothing is measured here: the records under reports/records hold what was measured, `approx run` makes them. Patterns are
-counted and drawn anew.
+counted and drawn again.
 """
 
+import io
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 # In a checkout that is not installed, both packages lie beside this folder.
 sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (".", "kernels"))
 
+from approx.cli.figures import quality_table, speed_tables
 from approx.evaluation import record
 from approx.patterns import figures, find_pattern, pattern_names
 from approx.patterns.study import draw
@@ -22,7 +26,12 @@ from reports import clustered_paper, cpu_speed, long_documents
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-SHOWN = "minilm-sst2"
+SPEED = ROOT / "docs" / "speed.md"
+# The README's table: the record whose texts are as long as what was timed, and where, and the one of SQuAD.
+LONG, LENGTHS = "genres", (512, 2048)
+SQUAD, SQUAD_LENGTH = "minilm-squad", 384
+# Columns of the terminal whose output the README shows.
+WIDTH = 110
 DRAWN: dict[str, tuple[str, int, bool, dict[str, Any]]] = {
     "ltr": ("ltr", 1024, False, {}),
     "strided-causal": ("strided", 1024, True, {"stride": 32}),
@@ -30,60 +39,95 @@ DRAWN: dict[str, tuple[str, int, bool, dict[str, Any]]] = {
     "bigbird": ("bigbird", 1024, False, {}),
 }
 COUNTED = 2048
-BEGIN, END = "<!-- results: made by reports/refresh.py -->", "<!-- end of results -->"
 
 
-def results(made: dict[str, Any]) -> str:
-    """The README's table: quality and speed of one record side by side, a row a variant; speed is over default SDPA."""
-    quality = made["quality"][0]
-    lengths = [row["length"] for row in made["speed"]]
-    head = ["attention", f"{quality['task']} {quality['metric']}", "difference (95 %)", "verdict", "approximated on"]
-    lines = [head + [f"×, {length} tokens" for length in lengths]]
-    base = quality["base"]["scores"][quality["metric"]]
-    ceilings = [
-        "–" if row["ceiling"] is None else f"{row['ceiling']['ratio'] / _default(row):.2f}" for row in made["speed"]
-    ]
-    lines.append(["exact (default SDPA)", f"{100 * base:.1f}", "", "", ""] + ["1"] * len(lengths))
-    lines.append(["exact, the best way here", *[""] * 4, *(f"{1 / _default(row):.2f}" for row in made["speed"])])
-    lines.append(["*no attention at all: the ceiling*", "", "", "", "", *ceilings])
-    for variant in quality["variants"]:
-        low, high = (100 * end for end in variant["interval"])
-        lines.append(
-            [
-                variant["name"],
-                f"{100 * variant['scores'][quality['metric']]:.1f}",
-                f"{100 * variant['difference']:+.1f} ({low:+.1f} … {high:+.1f})",
-                variant["verdict"],
-                wording.approximated(variant, quality),
-                *(_ratio(row, variant["name"]) for row in made["speed"]),
-            ]
-        )
-    rows = [f"| {' | '.join(line)} |" for line in lines]
-    rule = "|" + "---|" * len(head) + "--:|" * len(lengths)
-    examples = f"{quality['examples']} examples" + (", a subset" if quality["subset"] else "")
-    tokens = quality["tokens"]
-    machine = made["environment"]
+def in_readme(readme: str, records: Path) -> str:
+    """The README with the output of the quickstart and the table of quality and speed made again between their markers."""
+    made = {name: record.load(records / f"{name}.json") for name in (LONG, SQUAD, "quickstart")}
+    for name, text in (("quickstart", printed(made["quickstart"])), ("results", results(made[LONG], made[SQUAD]))):
+        begin, end = f"<!-- {name}: made by reports/refresh.py -->", f"<!-- end of {name} -->"
+        before, _, rest = readme.partition(begin)
+        _, _, after = rest.partition(end)
+        readme = f"{before}{begin}\n{text}\n{end}{after}"
+    return readme
+
+
+def printed(made: dict[str, Any]) -> str:
+    """What `approx run` prints of a record, of its last length alone, as a block of Markdown."""
+    console = Console(width=WIDTH, file=io.StringIO(), markup=False, highlight=False)
+    for shown in (*map(quality_table, made["quality"]), *speed_tables(made["speed"][-1:])):
+        console.print(shown)
+    written = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+    return "\n".join(["```text", *(line.rstrip() for line in written.splitlines() if line.strip()), "```"])
+
+
+def results(long: dict[str, Any], squad: dict[str, Any]) -> str:
+    """The README's table: quality and speed at the same lengths, a row for each variant of the first record.
+
+    Args:
+        long: A record whose texts fill `LENGTHS`, and that was timed at these.
+        squad: A record of SQuAD with variants of the same names; its speed may be missing.
+    """
+    read = {entry["tokens"]["median"]: entry for entry in long["quality"]}
+    columns = [(read[length], _timed(long, length)) for length in LENGTHS]
+    columns.append((squad["quality"][0], _timed(squad, SQUAD_LENGTH)))
+    heads = [f"documents of {length:,} tokens: accuracy | speed" for length in LENGTHS]
+    tokens = squad["quality"][0]["tokens"]
+    heads.append(f"SQuAD, {tokens['median']} tokens in the median: F1 | speed")
+    rows = [["attention", *heads], ["---", *["---|--:"] * len(columns)]]
+    rows.append(["exact", *(f"{_score(entry, entry['base'])} | {_exact(speed)}" for entry, speed in columns)])
+    rows.append(["*no attention: the ceiling*", *(f"– | {_ceiling(speed)}" for _, speed in columns)])
+    for variant in long["quality"][0]["variants"]:
+        name = variant["name"]
+        rows.append([f"`{name}`", *(f"{_quality(entry, name)} | {_speed(speed, name)}" for entry, speed in columns)])
+    machine, entry = long["environment"], read[LENGTHS[-1]]
     caption = (
-        f"{made['checkpoint']['parameters'] / 1e6:.0f} M parameters, {made['checkpoint']['layers']} layers, {examples}; forward "
-        f"time relative to PyTorch's default SDPA, {made['speed'][0]['dtype']}, batch {made['speed'][0]['batch']}, "
-        f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}. Above 1 is "
-        f"faster; bold is faster than the best exact attention of the same run. The sentences have {tokens['median']} tokens in the median and {tokens['longest']} at most, so the quality is that of "
-        "short inputs; longer ones are timed, beyond 512 tokens on extended position tables."
+        "Scores in per cent; in brackets the 95 % interval of the difference from exact attention, in points; **bold: no loss** "
+        f"beyond {100 * entry['variants'][0]['margin']:.0f} point. Speed: time of the best exact attention of the machine divided "
+        f"by that of the row; {long['speed'][0]['dtype']}, batch {long['speed'][0]['batch']}, {machine['processor']}, "
+        f"{machine['threads']} threads, torch {machine['torch']}; bold is faster beyond the noise. Documents: {entry['examples']} texts "
+        f"of the Brown corpus, cut to that length; a small model trained for minutes, mostly on shorter texts, so compare within a column. "
+        f"SQuAD: {squad['quality'][0]['examples']:,} questions, {tokens['longest']} tokens at most. "
+        "Every mechanism at its defaults, no row healed."
     )
-    return "\n".join([rows[0], rule, *rows[1:], "", caption])
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", caption])
 
 
-def _ratio(row: dict[str, Any], name: str) -> str:
-    variant = next(variant for variant in row["variants"] if variant["name"] == name)
+def _timed(made: dict[str, Any], length: int) -> dict[str, Any] | None:
+    return next((row for row in made["speed"] if row["length"] == length), None)
+
+
+def _score(entry: dict[str, Any], scored: dict[str, Any]) -> str:
+    return f"{100 * scored['scores'][entry['metric']]:.1f}"
+
+
+def _quality(entry: dict[str, Any], name: str) -> str:
+    variant = next((variant for variant in entry["variants"] if variant["name"] == name), None)
+    if variant is None:
+        return "not measured"
+    score = _score(entry, variant)
+    if not wording.tested(variant):
+        return f"{score}, {variant['verdict']}"
+    low, high = (100 * end for end in variant["interval"])
+    shown = f"**{score}**" if variant["verdict"] == "no loss" else score
+    return f"{shown} ({low:+.1f} … {high:+.1f})"
+
+
+def _exact(speed: dict[str, Any] | None) -> str:
+    return "not timed" if speed is None else f"1 ({speed['base']['median_ms']:.0f} ms)"
+
+
+def _ceiling(speed: dict[str, Any] | None) -> str:
+    return "not timed" if speed is None or speed["ceiling"] is None else f"{speed['ceiling']['ratio']:.2f}×"
+
+
+def _speed(speed: dict[str, Any] | None, name: str) -> str:
+    if speed is None:
+        return "not timed"
+    variant = next(variant for variant in speed["variants"] if variant["name"] == name)
     if variant["ratio"] is None:
         return variant["status"]
-    text = f"{variant['ratio'] / _default(row):.2f}"
-    return f"**{text}**" if variant["interval"][0] > 1 else text
-
-
-def _default(row: dict[str, Any]) -> float:
-    """Speed of default SDPA relative to the best exact attention, which all ratios of a record are over."""
-    return 1.0 if row["default"] is None else row["default"]["ratio"]
+    return f"**{variant['ratio']:.2f}×**" if variant["interval"][0] > 1 else f"{variant['ratio']:.2f}×"
 
 
 def patterns(out: Path) -> None:
@@ -117,12 +161,13 @@ def patterns(out: Path) -> None:
     (out / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def refresh(readme: str, out: Path) -> str:
-    """Write every report and the page about patterns into `out` and return the README with its table made again."""
+def refresh(out: Path) -> dict[Path, str]:
+    """Write every report and the page about patterns into `out`; return the texts of the documents with tables in them."""
     patterns(out / "patterns")
+    records = ROOT / "reports" / "records"
     for page in (clustered_paper, long_documents):
-        page.write(ROOT / "reports" / "records", out)
-    for path in sorted((ROOT / "reports" / "records").glob("*.json")):
+        page.write(records, out)
+    for path in sorted(records.glob("*.json")):
         write_report([record.load(path)], out / path.stem)
     growth.write(ROOT / "reports" / "growth", out / "growth")
     cpu_speed.write(ROOT / "reports", out)
@@ -130,29 +175,29 @@ def refresh(readme: str, out: Path) -> str:
         from bench import gpu_page
 
         gpu_page.write(ROOT / "reports" / "gpu", out / "gpu")
-    readme = cpu_speed.in_readme(readme, ROOT / "reports")
-    table = results(record.load(ROOT / "reports" / "records" / f"{SHOWN}.json"))
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    return {
+        README: in_readme(README.read_text(encoding="utf-8"), records),
+        SPEED: cpu_speed.in_page(SPEED.read_text(encoding="utf-8"), ROOT / "reports"),
+    }
 
 
 def main() -> int:
     """Refresh, or with --check say what is not fresh; 1 if anything is not."""
-    readme = README.read_text(encoding="utf-8")
     if "--check" not in sys.argv:
-        README.write_text(refresh(readme, ROOT / "reports"), encoding="utf-8")
+        for document, text in refresh(ROOT / "reports").items():
+            document.write_text(text, encoding="utf-8")
         return 0
     with tempfile.TemporaryDirectory() as scratch:
-        stale = [] if refresh(readme, Path(scratch)) == readme else ["README.md"]
+        documents = refresh(Path(scratch))
+        stale = [document for document, text in documents.items() if document.read_text(encoding="utf-8") != text]
         for path in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
             kept = ROOT / "reports" / path.relative_to(scratch)
             # Another version of matplotlib draws the same figures with other bytes.
             drawn = path.suffix in (".html", ".svg")
             if not kept.is_file() or (not drawn and kept.read_bytes() != path.read_bytes()):
-                stale.append(str(kept.relative_to(ROOT)))
-    for name in stale:
-        sys.stderr.write(f"{name} is not what its record says; run python reports/refresh.py\n")
+                stale.append(kept)
+    for path in stale:
+        sys.stderr.write(f"{path.relative_to(ROOT)} differs from what its record says; run python reports/refresh.py\n")
     return bool(stale)
 
 

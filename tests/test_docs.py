@@ -1,0 +1,186 @@
+"""README.md and docs/: commands run or at least parse, links lead somewhere, Python compiles, YAML is accepted."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from approx import recipe as recipes
+from approx.cli import app
+from approx.mechanisms import MECHANISMS
+from approx.planning.plan import Plan
+from approx.tasks import TASKS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "reports" / "README.md"]
+# A comment before a block says that its commands need models, data or hardware of the reader.
+EXAMPLE = "<!-- example:"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page, and whether it is only an example."""
+
+    language: str
+    text: str
+    example: bool
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks of a page in their order."""
+    made, before, language, lines = [], "", None, []
+    for line in text.splitlines():
+        if language is None and re.fullmatch(r"```\w+", line):
+            language, lines = line[3:], []
+        elif language is not None and line == "```":
+            made.append(Block(language, "\n".join(lines), before.startswith(EXAMPLE)))
+            language, before = None, ""
+        elif language is not None:
+            lines.append(line)
+        else:
+            before = line
+    assert language is None, "a block is not closed"
+    return made
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The words of each command of a block."""
+    return [words for line in block.text.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+def run(*words: str) -> tuple[int, str]:
+    """Exit code and output of one command line of approx."""
+    done = CliRunner().invoke(app, list(words))
+    return done.exit_code, done.output
+
+
+def mistake(words: list[str]) -> str | None:
+    """What is wrong with a command, as far as it shows without running it."""
+    if "approx" in words:
+        ours = words[words.index("approx") + 1 :]
+        # Options are parsed, and unknown ones refused, before --help is looked at.
+        code, output = run(*ours, "--help")
+        if code != 0:
+            return output
+        given = dict(zip(ours, ours[1:], strict=False))
+        wrong = [
+            f"{option} {given[option]} does not exist"
+            for option, names in (("-m", MECHANISMS), ("--task", TASKS))
+            if option in given and given[option] not in names
+        ]
+        return wrong[0] if wrong else None
+    if words[0] == "python":
+        return None if (ROOT / words[1]).is_file() else f"{words[1]} does not exist"
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+        return None if words[1] in targets else f"{words[1]} is not a target"
+    return None if words == ["pip", "install", "."] else f"{words[0]} is not a command that these pages use"
+
+
+def slugs(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(page: Path, text: str) -> list[str]:
+    """Relative links of a page that lead nowhere."""
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, anchor = target.partition("#")
+        if re.match(r"\w+:", target):
+            continue
+        path = page.parent / file if file else page
+        if not path.exists() or (anchor and anchor not in slugs(path.read_text("utf-8"))):
+            dead.append(target)
+    return dead
+
+
+def of(language: str) -> list[tuple[Path, Block]]:
+    return [(page, block) for page in PAGES for block in blocks(page.read_text("utf-8")) if block.language == language]
+
+
+def test_the_readme_has_at_most_150_lines():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_relative_links_lead_somewhere(page):
+    assert dead_links(page, page.read_text("utf-8")) == []
+
+
+def test_a_dead_link_is_found():
+    text = "[a](docs/README.md) [b](docs/nothing.md) [c](#no-heading) [d](https://example.org/nothing)\n# Heading"
+    assert dead_links(ROOT / "README.md", text) == ["docs/nothing.md", "#no-heading"]
+
+
+def test_the_index_names_every_page():
+    index = (ROOT / "docs" / "README.md").read_text("utf-8")
+    assert [page.name for page in PAGES[1:] if page.name != "README.md" and f"({page.name})" not in index] == []
+
+
+def test_commands_and_options_exist():
+    found = of("bash")
+    assert len(found) > 10
+    wrong = {shlex.join(words): mistake(words) for _, block in found for words in commands(block)}
+    assert {line: said for line, said in wrong.items() if said} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "approx convert model -o out -m local --no-such-option",
+        "approx no-such-command",
+        "approx convert model -o out -m no-such-mechanism",
+        "torchrun --nproc-per-node 4 --no-python approx evaluate model --task no-such-task",
+        "python bench/nothing.py",
+        "make nothing",
+        "rm -r runs",
+    ],
+)
+def test_a_command_that_cannot_work_is_found(line):
+    assert mistake(shlex.split(line))
+
+
+def test_an_example_is_told_from_what_runs():
+    text = "<!-- example: yours -->\n```bash\na b  # c\n```\n\n```bash\nd\n```"
+    assert [(block.example, commands(block)) for block in blocks(text)] == [(True, [["a", "b"]]), (False, [["d"]])]
+
+
+def test_python_compiles():
+    found = of("python")
+    assert found
+    for page, block in found:
+        compile(block.text, page.name, "exec")
+
+
+def test_plans_and_recipes_are_accepted(tmp_path):
+    kinds = set()
+    for number, (_, block) in enumerate(of("yaml")):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(block.text, "utf-8")
+        kinds.add(kind := "plan" if "rules" in yaml.safe_load(block.text) else "recipe")
+        (Plan.read if kind == "plan" else recipes.read)(file)
+    assert kinds == {"plan", "recipe"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    dict.fromkeys(page for page, block in of("bash") if not block.example),
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_commands_run_offline_on_the_embedded_model(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page.read_text("utf-8")):
+        if block.language != "bash" or block.example:
+            continue
+        for program, *words in commands(block):
+            if program == "approx":
+                code, output = run(*words)
+                assert code == 0, f"approx {shlex.join(words)}: {output[-2000:]}"

@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from approx.cli import app
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan
 from approx.tasks import TASKS
+from test_house import MAY_IMPORT
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -67,7 +69,7 @@ def mistake(words: list[str]) -> str | None:
         code, output = run(*ours, "--help")
         if code != 0:
             return output
-        given = dict(zip(ours, ours[1:], strict=False))
+        given = dict(pairwise(ours))
         wrong = [
             f"{option} {given[option]} does not exist"
             for option, names in (("-m", MECHANISMS), ("--task", TASKS))
@@ -184,3 +186,30 @@ def test_commands_run_offline_on_the_embedded_model(page, tmp_path, monkeypatch)
             if program == "approx":
                 code, output = run(*words)
                 assert code == 0, f"approx {shlex.join(words)}: {output[-2000:]}"
+
+
+def test_the_map_of_the_house_is_the_one_that_is_enforced():
+    rows = re.findall(r"^\| `([^`]+)` \| .+ \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
+    told = {room.rstrip("/"): set(allowed.split(", ")) for room, allowed in rows if "/" in room}
+    rooms = {
+        name.replace(".", "/")
+        for name in MAY_IMPORT
+        if name.count(".") == 1 and (ROOT / name.replace(".", "/")).is_dir()
+    }
+    kernels = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels" / "approx_kernels").glob("*/")}
+    assert rooms | {name for name in kernels if "__" not in name} == {name for name in told if not name.endswith(".py")}
+    for room, allowed in told.items():
+        if room.startswith("kernels"):
+            assert allowed == {"kernels"}
+        elif room != "approx/cli":
+            names = MAY_IMPORT[room.removesuffix(".py").replace("/", ".")].split()
+            there = [name for name in names if _exists(name)]
+            assert allowed == {re.sub("^approx_kernels", "kernels", name).removeprefix("approx.") for name in there}, (
+                room
+            )
+
+
+def _exists(module: str) -> bool:
+    """Whether a room that may be imported has been built already."""
+    path = ROOT / ("kernels" if module.startswith("approx_kernels") else "") / module.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()

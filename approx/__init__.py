@@ -1,4 +1,4 @@
-"""Exchange the attention of a pretrained transformer, and learn what it cost and what it gained.
+"""Replace the attention of a pretrained transformer, and measure what that costs and gains.
 
     import approx
 

@@ -1,4 +1,4 @@
-"""The one error that a user can mend, and the exit codes of the command line."""
+"""The one error that a user can fix, and the exit codes of the command line."""
 
 from enum import IntEnum
 
@@ -19,12 +19,12 @@ class Exit(IntEnum):
 
 
 class ApproxError(ValueError):
-    """Something the user can mend.
+    """Something the user can fix.
 
-    The message says what was asked, what was found, what is allowed and how to mend it.
+    The message says what was asked, what was found, what is allowed and how to fix it.
 
     Args:
-        message: One or more plain sentences; several mistakes stand on lines of their own.
+        message: One or more plain sentences; each of several mistakes is on its own line.
         exit_code: What the command line exits with.
     """
 

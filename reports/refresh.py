@@ -149,7 +149,7 @@ def patterns(out: Path) -> None:
         f"Each at its defaults over {COUNTED:,} tokens, its steps merged, as `approx pattern NAME --length {COUNTED} --no-draw` counts "
         "them (`sinks` with `--causal`). *Tiles of 64* is the share of 64 × 64 tiles that hold an edge: what a kernel on "
         "blocks computes; *rewritten* is what is left of it when keys are gathered or the sequence is permuted, exactly. *Reached by "
-        "its steps* is the share of pairs in which a position has heard of the other after all steps in their order.",
+        "its steps* is the share of pairs in which information has passed from one position to the other after all steps in their order.",
         "\n".join(rows),
     ]
     for folder, (name, length, causal, given) in DRAWN.items():

@@ -8,7 +8,7 @@ from approx.cli import conversion, environment, measurement, pattern, sweep
 from approx.cli.command import Group
 from approx.version import __version__
 
-# transformers and the hub client draw bars and print warnings of their own; what matters of it is said by the commands.
+# transformers and the hub client print bars and warnings of their own; the commands report what matters of them.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 app = typer.Typer(
     name="approx",
     cls=Group,
-    help="Exchange the attention of a pretrained transformer, and learn what it cost and what it gained.",
+    help="Replace the attention of a pretrained transformer, and measure what that costs and gains.",
     epilog="Start with: approx run quickstart\n\nThen: approx inspect MODEL, approx plan MODEL --mechanism NAME",
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -30,7 +30,7 @@ def _root(
     context: typer.Context,
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
     verbose: bool = typer.Option(
-        False, "--verbose", "-v", help="With --version: also what is usable here, and why not."
+        False, "--verbose", "-v", help="With --version: also show what is usable here, and why not."
     ),
 ) -> None:
     if version:

@@ -1,4 +1,4 @@
-"""What makes a function a command: the options all share, and errors told in one line with the right exit code."""
+"""What makes a function a command: the options that all share, and errors in one line with the right exit code."""
 
 import contextlib
 import errno
@@ -21,21 +21,20 @@ _EVERYWHERE = "Every command"
 _SHARED = {
     "json_output": Annotated[
         bool,
-        typer.Option(
-            "--json", help="Print one JSON object on stdout, and nothing else there.", rich_help_panel=_EVERYWHERE
-        ),
+        typer.Option("--json", help="Print one JSON object on stdout, and nothing else.", rich_help_panel=_EVERYWHERE),
     ],
     "quiet": Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress and no notes.", rich_help_panel=_EVERYWHERE)
+        bool, typer.Option("--quiet", "-q", help="Show no progress and no notes.", rich_help_panel=_EVERYWHERE)
     ],
     "verbose": Annotated[
-        bool, typer.Option("--verbose", "-v", help="Every layer instead of a summary.", rich_help_panel=_EVERYWHERE)
+        bool,
+        typer.Option("--verbose", "-v", help="Show every layer instead of a summary.", rich_help_panel=_EVERYWHERE),
     ],
     "debug": Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_EVERYWHERE)
     ],
 }
-_INTERRUPTED = "Interrupted. Nothing was left half-written; give the command again."
+_INTERRUPTED = "Interrupted. Nothing was left half-written; run the command again."
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
@@ -43,7 +42,7 @@ _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 def command(
     app: typer.Typer, panel: str, *examples: str, interrupted: str = _INTERRUPTED
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a command: its first argument is the terminal, the shared options are added, errors are told.
+    """Make a function a command: its first argument is the terminal, the shared options are added, errors are reported.
 
     Args:
         app: Where it goes.
@@ -77,7 +76,7 @@ def command(
 
 
 class Group(TyperGroup):
-    """The commands; mistakes in how they were typed are told like all others: in one line, as JSON if asked for."""
+    """The commands; usage errors are reported like all others: in one line, as JSON if asked for."""
 
     def main(self, args: Any = None, prog_name: str | None = None, *more: Any, **extra: Any) -> Any:
         """Run a command and exit with its code."""
@@ -132,11 +131,11 @@ def _explained(error: BaseException, interrupted: str) -> tuple[str, Exit]:
     if isinstance(error, ImportError):
         return f"{text}. A package is missing or broken; install approx-attention again.", Exit.MISSING
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}. Mend the path, its permissions or the disk.", Exit.UNAVAILABLE
+        return f"{error.filename}: {error.strerror}. Check the path, its permissions and the disk.", Exit.UNAVAILABLE
     # What fails while a file is written does not name it.
     if isinstance(error, OSError) and error.errno in _FULL:
         return (
-            f"The disk takes no more: {error.strerror}. Free some space, then give the command again.",
+            f"Disk full: {error.strerror}. Free space and run the command again.",
             Exit.UNAVAILABLE,
         )
     where = traceback.extract_tb(error.__traceback__)[-1]

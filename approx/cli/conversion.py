@@ -36,9 +36,9 @@ def add_to(app: typer.Typer) -> None:
 
 def mechanisms(
     terminal: Terminal,
-    family: Annotated[str | None, typer.Option(help="Say what fits this family, e.g. bert or gpt2.")] = None,
+    family: Annotated[str | None, typer.Option(help="Also show what fits this family, e.g. bert or gpt2.")] = None,
 ) -> None:
-    """List the mechanisms: what each can do, where it is exact, and its paper."""
+    """List the mechanisms: what each supports, when it is exact, and its paper."""
     from approx.planning.support import support
 
     found = support(family)
@@ -74,7 +74,7 @@ def mechanisms(
 def inspect(
     terminal: Terminal, model: options.Model, revision: options.Revision = None, offline: options.Offline = False
 ) -> None:
-    """Say what a checkpoint is and where its attention lives, from its config alone."""
+    """Show what a checkpoint is and where its attention is, from its config alone."""
     from approx import api
 
     found = api.inspect(model, revision=revision, offline=offline)
@@ -108,7 +108,9 @@ def plan(
     plan_file: options.PlanFile = None,
     exact_below: options.ExactBelow = 0,
     checkpoint: options.Checkpoint = False,
-    lengths: Annotated[str, typer.Option(help="Tokens to count the cost at.")] = "128,512,2048,8192",
+    lengths: Annotated[
+        str, typer.Option(help="Lengths, in tokens, at which the cost is counted.")
+    ] = "128,512,2048,8192",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan to this YAML or JSON file.")
     ] = None,
@@ -116,7 +118,7 @@ def plan(
     revision: options.Revision = None,
     offline: options.Offline = False,
 ) -> None:
-    """Show what a plan does to each layer, what it costs at each length, and the most that attention can gain."""
+    """Show what a plan does to each layer, its cost at each length, and the ceiling: the speed with no attention."""
     from approx import api
     from approx.pipeline.journal import write_whole
 
@@ -162,7 +164,7 @@ def convert(
     allow_pickle: options.AllowPickle = False,
     bundle_kernels: options.BundleKernels = False,
 ) -> None:
-    """Exchange the attention of a checkpoint and write a folder that stock transformers loads, verified."""
+    """Replace the attention of a checkpoint and write a verified folder that stock transformers loads."""
     from approx.conversion import convert as conversion
 
     chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, checkpoint)
@@ -181,7 +183,7 @@ def convert(
     terminal.result(
         {"output": str(output), **receipt},
         _swapped(terminal, receipt),
-        f"Damage of the layers measured on {receipt['measured_on']}.",
+        f"Layer errors measured on {receipt['measured_on']}.",
         checks,
         *left,
         *(f"Warning: {warning}" for warning in receipt["warnings"]),
@@ -192,7 +194,7 @@ def convert(
 
 
 def revert(terminal: Terminal, folder: options.Model, output: options.Out, force: options.Force = False) -> None:
-    """Write the base checkpoint of a converted folder again, bit-identical if nothing was trained."""
+    """Write the base checkpoint of a converted folder, bit-identical if nothing was trained."""
     from approx.conversion import convert as conversion
 
     conversion.revert(folder, output, force=force)
@@ -203,7 +205,7 @@ _PASSED = {True: "passed", False: "FAILED", None: "does not apply"}
 
 
 def _swapped(terminal: Terminal, receipt: dict[str, Any]) -> Any:
-    # Figures are those of layers; where heads differ, they stand beside the first group.
+    # Figures belong to layers; where heads differ, they are shown beside the first group.
     first = {part["layer"]: part["heads"] for part in reversed(receipt["swapped"])}
 
     def figures(by_layer: dict[int, float]) -> Callable[[list[dict[str, Any]]], str]:

@@ -14,7 +14,7 @@ Probe = Annotated[
     bool,
     typer.Option(
         "--probe",
-        help="Measure which exact attention is the fastest here, a few minutes; processes that start later go by it.",
+        help="Measure which exact attention is fastest on this machine, in a few minutes; processes that start later use it.",
     ),
 ]
 
@@ -36,7 +36,7 @@ def doctor(terminal: Terminal, offline: options.Offline = False, probe: Probe = 
     terminal.result([vars(finding) for finding in findings], table(["what", "state", "found"], rows))
     broken = [finding.what for finding in findings if finding.state == "broken"]
     if broken:
-        raise ApproxError(f"Not usable as it is: {', '.join(broken)}. The table says how to fix it.", Exit.MISSING)
+        raise ApproxError(f"Not usable: {', '.join(broken)}. The table says how to fix it.", Exit.MISSING)
 
 
 def print_versions() -> None:

@@ -10,12 +10,12 @@ from approx.publishing import wording
 from approx.recipe import BASE, CEILING
 
 _SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "verdict")
-# Short enough for a terminal of 80 columns; the record has the whole words.
+# Short enough for a terminal of 80 columns; the record has the full words.
 _VERDICTS = {"exact is better here": "stay exact"}
 
 
 def quality_table(entry: dict[str, Any]) -> Table:
-    """One task: the score of the base, and what each variant differs from it."""
+    """One task: the score of the base, and how each variant differs from it."""
     subset = ", a subset" if entry["subset"] else ""
     cut = f", {entry['truncated']} of them cut" if entry["truncated"] else ""
     metric, fraction = entry["metric"], entry.get("fraction", True)

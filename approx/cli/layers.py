@@ -1,4 +1,4 @@
-"""Layers as people read them: those in a row that are alike in one line, each on its own with --verbose."""
+"""Tables of layers: adjacent layers that are alike share a line, unless --verbose is given."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -44,7 +44,7 @@ def layer_table(
 
 
 def settings_text(settings: dict[str, Any]) -> str:
-    """Settings as a person would type them; unset ones are chosen by the mechanism for each input."""
+    """Settings as a user would type them; the mechanism chooses unset ones for each input."""
     return ", ".join(f"{name}={'auto' if value is None else value}" for name, value in sorted(settings.items()))
 
 

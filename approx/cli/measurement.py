@@ -1,4 +1,4 @@
-"""Commands that measure and tell: evaluate, bench, report, run."""
+"""Commands that measure and report: evaluate, bench, report, run."""
 
 import shlex
 from pathlib import Path
@@ -37,7 +37,7 @@ def add_to(app: typer.Typer) -> None:
         _PANEL,
         "approx run quickstart",
         "approx run study.yaml -o runs/study --resume",
-        interrupted="Interrupted. Finished stages are kept: go on with the same command and --resume.",
+        interrupted="Interrupted. Finished stages are kept; run the same command with --resume to continue.",
     )(run)
 
 
@@ -48,17 +48,21 @@ def evaluate(
     against: options.Against = None,
     data: options.Data = None,
     split: Annotated[
-        str | None, typer.Option(help="Which split; the task's own default without it.", rich_help_panel="Task")
+        str | None, typer.Option(help="Split to use. Default: the task's own.", rich_help_panel="Task")
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Use the first so many examples; a subset is labelled so.", rich_help_panel="Task"),
+        typer.Option(
+            min=1,
+            help="Use only this many examples, the first ones; the result is labelled a subset.",
+            rich_help_panel="Task",
+        ),
     ] = None,
     streaming: Annotated[
         bool,
         typer.Option(
             "--streaming",
-            help="Read a hub dataset while it is downloaded, no further than --limit, and keep none of it.",
+            help="Read a hub dataset while it downloads, up to --limit, and keep none of it.",
             rich_help_panel="Task",
         ),
     ] = False,
@@ -66,10 +70,12 @@ def evaluate(
     truncate: Annotated[
         bool,
         typer.Option(
-            "--truncate", help="Cut and count inputs that are longer than the positions.", rich_help_panel="Task"
+            "--truncate",
+            help="Cut inputs that are longer than the position table, and count them.",
+            rich_help_panel="Task",
         ),
     ] = False,
-    margin: Annotated[float, typer.Option(min=0, help="Loss in points that would be acceptable.")] = 1.0,
+    margin: Annotated[float, typer.Option(min=0, help="Acceptable loss, in points.")] = 1.0,
     fail_over: Annotated[
         bool,
         typer.Option(
@@ -84,19 +90,20 @@ def evaluate(
     seeds: Annotated[
         int,
         typer.Option(
-            min=1, help="Score so many draws of the mechanisms, the checkpoint's own first; one row says how they vary."
+            min=1,
+            help="Score this many random draws of the mechanisms, the checkpoint's own first, and report how they vary.",
         ),
     ] = 1,
     output: options.Record = None,
     force: options.Force = False,
     batch_size: Annotated[
-        str, typer.Option(help="Inputs per batch, or auto: by their length.", rich_help_panel="Machine")
+        str, typer.Option(help="Inputs per batch, or auto: chosen by their length.", rich_help_panel="Machine")
     ] = "32",
     fresh: Annotated[
         bool,
         typer.Option(
             "--fresh",
-            help="Compute all outputs anew and keep none; otherwise no batch is computed twice, even after a cut.",
+            help="Compute all outputs again and keep none. Without it, no batch is computed twice, even after an interruption.",
             rich_help_panel="Machine",
         ),
     ] = False,
@@ -106,18 +113,18 @@ def evaluate(
     fast_products: options.FastProducts = False,
     offline: options.Offline = False,
 ) -> None:
-    """Score a checkpoint on a task, against its base on the same examples in the same order."""
+    """Score a checkpoint on a task and compare it with its base on the same examples."""
     from approx import api
     from approx.evaluation import distributed, record
 
     if task is None:
         raise ApproxError("No task was given. Name one with --task, e.g. --task glue/sst2.")
     if allow_untested and not fail_over:
-        raise ApproxError("--allow-untested says what --fail-over accepts. Give both or neither.")
+        raise ApproxError("--allow-untested has an effect only with --fail-over. Give both or neither.")
     options.check_output(output, force)
     outputs = None if output is None else output.with_suffix(".parquet")
     if output is not None and output == outputs:
-        raise ApproxError(f"{output} is where the outputs of each example go. Give the record the ending .json.")
+        raise ApproxError(f"{output} is reserved for the outputs of each example. End the name of the record in .json.")
     options.check_output(outputs, force)
     with terminal.progress() as bar:
         made = api.evaluate(
@@ -137,7 +144,7 @@ def evaluate(
 
 
 def _check_losses(variants: list[dict[str, Any]], task: str, margin: float, allow_untested: bool) -> None:
-    """Refuse a loss beyond the margin, and one that nobody can have seen."""
+    """Refuse a loss beyond the margin, and one that was not tested."""
     if not variants:
         raise ApproxError("--fail-over compares with a base, and there was none. Name it with --against.")
     if any(variant["verdict"] == "loss beyond margin" for variant in variants):
@@ -158,14 +165,14 @@ def bench(
     lengths: Annotated[str, typer.Option(help="Tokens per sequence.")] = "128,512",
     batch: Annotated[str, typer.Option(help="Sequences per call.")] = "1",
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="Extend the positions to so many tokens, for the timing only.")
+        int | None, typer.Option(min=1, help="Extend the position table to this many tokens, for timing only.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Rounds at least.")] = 12,
-    seconds: Annotated[float, typer.Option(min=0, help="Seconds of rounds at least, per length and batch size.")] = 1.0,
+    rounds: Annotated[int, typer.Option(min=3, help="Minimum number of rounds.")] = 12,
+    seconds: Annotated[float, typer.Option(min=0, help="Minimum time, in seconds, per length and batch size.")] = 1.0,
     task: Annotated[
         str | None,
         typer.Option(
-            help="Time on the texts or recordings of this task, e.g. glue/sst2; random ones without it.",
+            help="Time on the inputs of this task, e.g. glue/sst2. Default: random inputs.",
             rich_help_panel="Task",
         ),
     ] = None,
@@ -221,13 +228,13 @@ def run(
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the run; runs/NAME without it.")
+        Path | None, typer.Option("--output", "-o", help="Folder of the run. Default: runs/NAME.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Start anew, deleting an earlier run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was interrupted.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start over, deleting an earlier run.")] = False,
     offline: options.Offline = False,
 ) -> None:
-    """Carry a recipe out: convert every variant, evaluate, bench, record, report."""
+    """Run a recipe: convert every variant, evaluate, time, record, report."""
     from approx import recipe as recipes
     from approx.pipeline.run import run as run_recipe
 

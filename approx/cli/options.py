@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 _CHECKPOINT, _PLAN, _TASK, _MACHINE = "Checkpoint", "Plan", "Task", "Machine"
 
-Model = Annotated[str, typer.Argument(help="A folder, a model id of the hub, or 'quickstart'.", show_default=False)]
+Model = Annotated[str, typer.Argument(help="A folder, a hub model id, or 'quickstart'.", show_default=False)]
 Out = Annotated[Path, typer.Option("--output", "-o", help="Folder to write.", show_default=False)]
-Force = Annotated[bool, typer.Option("--force", help="Replace what is there, once the new one is complete.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace existing output once the new one is complete.")]
 Record = Annotated[Path | None, typer.Option("--output", "-o", help="Write the record to this JSON file.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub.", rich_help_panel=_CHECKPOINT)]
 Offline = Annotated[
     bool,
-    typer.Option("--offline", help="Use local files and the hub's cache only.", rich_help_panel=_CHECKPOINT),
+    typer.Option("--offline", help="Use only local files and the hub's cache.", rich_help_panel=_CHECKPOINT),
 ]
 BundleKernels = Annotated[
     bool,
@@ -33,12 +33,13 @@ BundleKernels = Annotated[
     ),
 ]
 AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Accept pickled weights; they can run code.", rich_help_panel=_CHECKPOINT)
+    bool,
+    typer.Option("--allow-pickle", help="Accept pickled weights, which can run code.", rich_help_panel=_CHECKPOINT),
 ]
 Against = Annotated[
     str | None,
     typer.Option(
-        help="The exact base to compare with; without it a converted checkpoint meets its own weights under exact attention.",
+        help="The exact base to compare with. Default: the checkpoint's own weights with exact attention.",
         rich_help_panel=_CHECKPOINT,
     ),
 ]
@@ -68,7 +69,7 @@ Checkpoint = Annotated[
 Calibrate = Annotated[
     Path | None,
     typer.Option(
-        help="A text, or for speech a recording, to fit mechanisms to and to measure their damage on; without it some built-in English, or noise.",
+        help="Text, or a recording for speech models, that mechanisms are fitted to and layer errors measured on. Default: built-in English text, or noise.",
         rich_help_panel=_PLAN,
     ),
 ]
@@ -81,7 +82,9 @@ ExactBelow = Annotated[
 ]
 MaxLength = Annotated[
     int | None,
-    typer.Option(min=1, help="Extend the position table to so many tokens.", show_default=False, rich_help_panel=_PLAN),
+    typer.Option(
+        min=1, help="Extend the position table to this many tokens.", show_default=False, rich_help_panel=_PLAN
+    ),
 ]
 Task = Annotated[str | None, typer.Option(help="A task, e.g. glue/sst2.", show_default=False, rich_help_panel=_TASK)]
 Data = Annotated[
@@ -103,11 +106,11 @@ FastProducts = Annotated[
     bool,
     typer.Option(
         "--fast-products",
-        help="Multiply float32 matrices on the CPU by PyTorch's faster switch, in all models alike; `approx doctor` says what it gains.",
+        help="Use PyTorch's faster float32 products on the CPU, in all models alike; `approx doctor --probe` shows the gain.",
         rich_help_panel=_MACHINE,
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Of everything random.", rich_help_panel=_MACHINE)]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.", rich_help_panel=_MACHINE)]
 
 
 def read_plan(
@@ -203,9 +206,11 @@ def check_output(file: Path | None, force: bool) -> None:
     if file is None:
         return
     if file.is_dir():
-        raise ApproxError(f"{file} is a folder, a file is to be written there. Choose another output.", Exit.REFUSED)
+        raise ApproxError(f"{file} is a folder, but the output is a file. Choose another output.", Exit.REFUSED)
     if file.exists() and not force:
         raise ApproxError(f"{file} exists already. Choose another file, or replace it with --force.", Exit.REFUSED)
     folder = next(parent for parent in file.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ApproxError(f"{file} cannot be written: {folder} is no folder to write into.", Exit.UNAVAILABLE)
+        raise ApproxError(
+            f"{file} cannot be written: {folder} is not a writable folder. Choose another output.", Exit.UNAVAILABLE
+        )

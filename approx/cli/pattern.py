@@ -1,4 +1,4 @@
-"""The command that tells and draws sparse patterns: pattern."""
+"""The command that counts and draws sparse patterns: pattern."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,23 +29,23 @@ def pattern(
     name: Annotated[
         str, typer.Argument(help="A mechanism that chooses keys by position, e.g. ltr or bigbird.", show_default=False)
     ],
-    length: Annotated[int, typer.Option("--length", "-n", help="Tokens, n, up to 8192.", show_default=False)],
+    length: Annotated[int, typer.Option("--length", "-n", help="Length in tokens, up to 8192.", show_default=False)],
     set_: options.Settings = None,
-    causal: Annotated[bool, typer.Option("--causal", help="The form in which a query sees no later key.")] = False,
-    block: Annotated[int, typer.Option(min=1, help="Side of the tiles of the block density.")] = 64,
+    causal: Annotated[bool, typer.Option("--causal", help="Use the causal form: a query sees no later key.")] = False,
+    block: Annotated[int, typer.Option(min=1, help="Side of the tiles that are counted, in tokens.")] = 64,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Folder for the pictures; without it pattern-NAME-LENGTH here.", show_default=False
+            "--output", "-o", help="Folder for the pictures. Default: pattern-NAME-LENGTH.", show_default=False
         ),
     ] = None,
     no_draw: Annotated[bool, typer.Option("--no-draw", help="Write no pictures.")] = False,
     draw_length: Annotated[
         int,
-        typer.Option(help="Tokens at which pairs and paths are drawn one by one, where the pattern has more than 48."),
+        typer.Option(help="Length at which single pairs and paths are drawn if the pattern has more than 48 tokens."),
     ] = 16,
     node: Annotated[
-        int | None, typer.Option(help="Position whose paths are lit in the flow graph.", show_default=False)
+        int | None, typer.Option(help="Position whose paths are highlighted in the flow graph.", show_default=False)
     ] = None,
     force: options.Force = False,
     measure: Annotated[
@@ -55,7 +55,7 @@ def pattern(
 ) -> None:
     """Count and draw a sparse pattern: edges, density, information flow.
 
-    The pictures are the pattern in its steps and its information-flow graph, each as SVG and PNG.
+    The pictures show the steps of the pattern and its information-flow graph, each as SVG and PNG.
     """
     from approx.patterns import find_pattern, study
 
@@ -65,7 +65,7 @@ def pattern(
         study.refuse_existing(folder, force)
     timed_on = None
     if measure:
-        # Brings the libraries of whole models with it.
+        # This imports the libraries of whole models.
         from approx.measuring.measure import choose_device
 
         timed_on = choose_device(device)
@@ -108,7 +108,7 @@ def _row(name: str, counts: dict[str, Any]) -> list[str]:
 
 def _flow(found: dict[str, Any]) -> Table:
     flow = found["flow"]
-    of = "earlier positions heard of" if found["causal"] else "positions heard of"
+    of = "earlier positions reached" if found["causal"] else "positions reached"
     rows = [["the steps in their order" if len(found["steps"]) > 1 else "one layer", _share(flow["coverage"])]]
     if flow["coverage_reversed"] is not None:
         rows.append(["the steps reversed", _share(flow["coverage_reversed"])])

@@ -1,4 +1,4 @@
-"""The command that goes through a grid: sweep."""
+"""The command that computes a grid: sweep."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +19,7 @@ def add_to(app: typer.Typer) -> None:
         "approx sweep needle-grid --dry-run",
         "approx sweep grid.yaml --jobs 4 -o runs/grid",
         "approx sweep grid.yaml --executor submitit --set-executor slurm_partition=cpu --set-executor cpus_per_task=8",
-        interrupted="Interrupted. Finished cells are kept: the same command goes on with the missing ones.",
+        interrupted="Interrupted. Finished cells are kept; run the same command to compute the missing ones.",
     )(sweep)
 
 
@@ -32,7 +32,7 @@ def sweep(
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the sweep; runs/NAME without it.")
+        Path | None, typer.Option("--output", "-o", help="Folder of the sweep. Default: runs/NAME.")
     ] = None,
     executor: Annotated[
         str,
@@ -41,7 +41,7 @@ def sweep(
     jobs: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Cells at once, which share the cores; what is timed is alone.", rich_help_panel="Machine"
+            min=1, help="Cells computed at once, sharing the cores; timed cells run alone.", rich_help_panel="Machine"
         ),
     ] = None,
     set_executor: Annotated[
@@ -86,13 +86,13 @@ def sweep(
         {key: value for key, value in made.items() if key != "tables"},
         *([read.notice] if read.notice else []),
         *shown,
-        f"{made['computed']} of {len({cell.key for cell in cells})} cells were computed, the others were there.",
+        f"{made['computed']} of {len({cell.key for cell in cells})} cells were computed; the others existed already.",
         *files,
     )
     if made["failed"]:
         count, codes = len(made["failed"]), [one["exit_code"] for one in made["failed"]]
         raise ApproxError(
-            f"{count} cell{'s' if count > 1 else ''} failed: {made['failed'][0]['error']} The same command tries again.",
+            f"{count} cell{'s' if count > 1 else ''} failed: {made['failed'][0]['error']} Run the same command to try again.",
             Exit(min(codes)),
         )
 

@@ -1,4 +1,4 @@
-"""How a command speaks: results on stdout, everything else on stderr, with bars only where somebody watches."""
+"""How a command prints: results on stdout, everything else on stderr, progress bars only on a terminal."""
 
 import contextlib
 import json
@@ -44,21 +44,21 @@ class Terminal:
             with self.out.capture() as shown:
                 for part in parts:
                     self.out.print(part)
-            # Tables are padded to a rectangle, which only annoys whoever copies or compares them.
+            # Tables are padded to a rectangle, which gets in the way of copying and comparing them.
             text = "\n".join(line.rstrip() for line in shown.get().splitlines())
         sys.stdout.write(text + "\n")
-        # Here, so that a reader who left (`… | head`) is noticed while the command still runs.
+        # Flushed here, so that a closed pipe (`… | head`) is noticed while the command still runs.
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        """Say something beside the result."""
+        """Print a note on stderr."""
         if not self.quiet:
-            # Words stay whole where somebody watches, and lines where somebody searches.
+            # On a terminal words stay whole; in a file lines do, so that they can be searched.
             self.err.print(Text(text, style="dim"), soft_wrap=not self.err.is_terminal)
 
     @contextlib.contextmanager
     def noting(self, logger: str) -> Iterator[None]:
-        """Turn what a logger says into notes: waits of seconds, such as for a compiler, are announced there."""
+        """Print what a logger reports as notes, such as a wait of seconds for a compiler."""
         said, handler = logging.getLogger(logger), _Notes(self)
         before = said.level
         said.addHandler(handler)
@@ -70,7 +70,7 @@ class Terminal:
             said.setLevel(before)
 
     def error(self, message: str) -> None:
-        """Say what went wrong, a line for each mistake."""
+        """Print what went wrong, a line for each mistake."""
         for line in message.splitlines():
             self.err.print(Text("error: ", style="bold red").append(Text(line, style="default")))
 
@@ -119,16 +119,16 @@ class _Notes(logging.Handler):
 
 
 def _console(*, stderr: bool) -> Console:
-    # Nobody resizes a file or a pipe, so a table there is as wide as its content. Names and paths are no markup.
+    # A file or a pipe has no width, so a table there is as wide as its content. Names and paths are not markup.
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _PIPE_WIDTH
     return Console(stderr=stderr, soft_wrap=True, width=width, markup=False, emoji=False, highlight=False)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str] | None], title: str | None = None) -> Table:
-    """A table whose cells break instead of losing their end; columns in which no row says anything are left out.
+    """A table whose cells wrap instead of being cut; columns that are empty in all rows are left out.
 
-    Names, in a column without a heading, stay in one piece.
+    Names, in a column without a heading, are not wrapped.
 
     Args:
         columns: Headings.

@@ -119,7 +119,7 @@ def test_a_full_disk_leaves_no_half_of_a_plan(base, tmp_path):
         answer = call("plan", base, "-m", "local", "-o", "plan.yaml")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert (answer.code, answer.err.startswith("error: The disk takes no more: ")) == (Exit.UNAVAILABLE, True), answer
+    assert (answer.code, answer.err.startswith("error: Disk full: ")) == (Exit.UNAVAILABLE, True), answer
     assert not list(tmp_path.iterdir())
 
 

@@ -103,5 +103,5 @@ def test_ctrl_c_exits_with_130_and_says_how_to_go_on(base, data, tmp_path):
     process.send_signal(signal.SIGINT)
     errors = [line for line in process.stderr.read().splitlines() if not line.startswith("[")]
     assert process.wait() == 130
-    assert errors == ["error: Interrupted. Finished stages are kept: go on with the same command and --resume."]
+    assert errors == ["error: Interrupted. Finished stages are kept; run the same command with --resume to continue."]
     assert json.loads(process.stdout.read())["exit_code"] == 130

@@ -35,9 +35,9 @@ def products(made: dict[str, Any]) -> str:
     if not had:
         return ""
     return (
-        "Parts of this record are of a version in which converted models and the ceiling had faster layers around attention as well "
-        f"({', '.join(had)}), while default SDPA and the peers had not. In that precision part of every gain over default SDPA is "
-        "that of the row `exact`, and only what exceeds it is the attention's."
+        "Parts of this record were measured with an older version, in which converted models and the ceiling also had faster layers "
+        f"around attention ({', '.join(had)}), unlike default SDPA and the peers. In that precision the row `exact` shows the gain that "
+        "comes from these layers; only what exceeds it comes from the attention."
     )
 
 

@@ -124,7 +124,7 @@ def evaluate(
     options.check_output(output, force)
     outputs = None if output is None else output.with_suffix(".parquet")
     if output is not None and output == outputs:
-        raise ApproxError(f"{output} is reserved for the outputs of each example. End the name of the record in .json.")
+        raise ApproxError(f"{output} is reserved for the outputs of each example. Give the record the ending .json.")
     options.check_output(outputs, force)
     with terminal.progress() as bar:
         made = api.evaluate(

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "approx.registration": "",
     "approx.mechanisms": "approx.errors approx_kernels",
     "approx.seam": "approx.errors approx.mechanisms approx_kernels",
-    "approx.checkpoints": "approx.errors approx.seam approx.mechanisms approx_kernels",
+    "approx.checkpoints": "approx.errors approx.version approx.seam approx.mechanisms approx_kernels",
     "approx.planning": "approx.errors approx.yaml_text approx.seam approx.mechanisms approx_kernels",
     "approx.conversion": "approx.errors approx.version approx.planning approx.checkpoints approx.seam approx.mechanisms"
     " approx_kernels",

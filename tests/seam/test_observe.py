@@ -139,13 +139,6 @@ def test_a_layer_of_several_mechanisms_is_one_call_with_a_part_for_each_group():
                 torch.testing.assert_close(part.mechanism(part.q, part.k, part.v, part.mask), part.output)
 
 
-def test_the_parts_of_other_calls_are_the_calls():
-    model = converted("BertModel", Rule("linear", "0"))
-    with torch.no_grad(), observe(model) as calls:
-        model(**example_inputs(model, 8))
-    assert [call.members() for call in calls] == [[call] for call in calls]
-
-
 def test_a_layer_below_its_limit_is_observed_as_exact():
     model = converted("BertModel", Rule("local", "all", {"left": 1, "right": 1}, exact_below=16))
     asked = []

@@ -1,6 +1,9 @@
 """The one error that a user can fix, and the exit codes of the command line."""
 
+import difflib
+from collections.abc import Iterable
 from enum import IntEnum
+from typing import Any
 
 
 class Exit(IntEnum):
@@ -31,3 +34,21 @@ class ApproxError(ValueError):
     def __init__(self, message: str, exit_code: Exit = Exit.USAGE) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` Did you mean …?` with the known name that is nearest, or nothing where none is near.
+
+    People leave out what stands before a slash, so the last parts of names are compared too.
+    """
+    whole = list(known)
+    last = {one.rpartition("/")[2]: one for one in whole}
+    close = difflib.get_close_matches(name, whole, n=1)
+    close = close or [last[one] for one in difflib.get_close_matches(name.rpartition("/")[2], last, n=1)]
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def shown(value: Any) -> str:
+    """A value in a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from approx.recipe import BenchStage, EvaluateStage, Recipe, loose_ends, parse, shown
+from approx.errors import shown
+from approx.recipe import BenchStage, EvaluateStage, Recipe, loose_ends, parse
 
 # What else of a rule a grid may go through; every other key of a grid is a setting.
 _OF_THE_RULE = ("mechanism", "layers", "heads", "exact_below")

@@ -1,7 +1,6 @@
 """A recipe: one short YAML file that says what to convert, how, and what to measure."""
 
 import dataclasses
-import difflib
 import hashlib
 import re
 import types
@@ -13,7 +12,7 @@ from typing import Any, ClassVar
 import yaml
 
 from approx import yaml_text
-from approx.errors import ApproxError
+from approx.errors import ApproxError, did_you_mean, shown
 
 
 @dataclass(frozen=True)
@@ -187,8 +186,7 @@ def find(name: str, what: str = "recipe") -> Path:
     files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
     known = {path.stem: path for path in files if path.stem.endswith("-grid") == (what == "grid")}
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean '{close[0]}'?" if close else ""
+        hint = did_you_mean(name, known)
         raise ApproxError(
             f"{what.capitalize()} {name} does not exist.{hint} Give a YAML file, or one of: {', '.join(sorted(known))}."
         )
@@ -204,8 +202,7 @@ def _make(kind: type, data: Any, where: str, mistakes: list[str]) -> Any:
     hints = typing.get_type_hints(kind)
     for key in data:
         if key not in fields:
-            close = difflib.get_close_matches(str(key), list(fields), n=1)
-            hint = f" Did you mean '{close[0]}'?" if close else ""
+            hint = did_you_mean(str(key), fields)
             mistakes.append(f"{where}: unknown key '{key}'.{hint} Known: {', '.join(fields)}.")
     values, needed = {}, set()
     for name, f in fields.items():
@@ -260,12 +257,6 @@ def _scalar(hint: type, value: Any, where: str, mistakes: list[str]) -> Any:
     else:
         return value
     return _WRONG
-
-
-def shown(value: Any) -> str:
-    """A value in a message, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _words(hint: type) -> str:

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "approx.evaluation": "approx.errors approx.version approx.tasks approx_kernels.runtime.cache_folder",
     "approx.finetuning": "approx.errors approx.version approx.tasks",
     "approx.recipe": "approx.errors approx.yaml_text",
-    "approx.grid": "approx.recipe",
+    "approx.grid": "approx.errors approx.recipe",
     "approx.measuring": "approx.errors approx.version approx.recipe approx.evaluation approx.tasks approx.conversion approx.planning"
     " approx.checkpoints approx.seam approx_kernels",
     "approx.search": "approx.errors approx.measuring approx.conversion",

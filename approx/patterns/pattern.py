@@ -1,6 +1,5 @@
 """One sparse pattern at one length: its checked settings and its steps."""
 
-import difflib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError, Exit, did_you_mean
 from approx.mechanisms import MECHANISMS, Mechanism
 from approx.mechanisms.refusals import refusals
 from approx_kernels.ops.patterns.reference import pattern_mask
@@ -118,7 +117,7 @@ def find_pattern(name: str, length: int, causal: bool, settings: dict[str, Any])
     unknown = [setting for setting in settings if setting not in defaults]
     if unknown:
         allowed = f"Settings of '{name}': {', '.join(defaults)}."
-        lines = [f"'{name}' has no setting '{one}'.{_nearest(one, list(defaults))} {allowed}" for one in unknown]
+        lines = [f"'{name}' has no setting '{one}'.{did_you_mean(one, defaults)} {allowed}" for one in unknown]
         raise ApproxError("\n".join(lines))
     form = "causal" if causal else "bidirectional"
     if not getattr(kind, f"supports_{form}"):
@@ -157,7 +156,7 @@ def _kind(name: str) -> type[Mechanism]:
         raise ApproxError(
             f"'{name}' has no pattern: which keys its queries see is no matter of position. {listed}", Exit.UNSUPPORTED
         )
-    raise ApproxError(f"Unknown pattern '{name}'.{_nearest(name, patterns)} {listed}")
+    raise ApproxError(f"Unknown pattern '{name}'.{did_you_mean(name, patterns)} {listed}")
 
 
 def _has_pattern(name: str, kind: type[Mechanism]) -> bool:
@@ -171,8 +170,3 @@ def _has_pattern(name: str, kind: type[Mechanism]) -> bool:
 def _times(count: Any, share: float) -> Any:
     """A count of tokens in proportion: what is there stays there."""
     return max(1, round(count * share)) if count else count
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean '{close[0]}'?" if close else ""

@@ -1,7 +1,6 @@
 """Where a model's attention lives: observed in a forward pass on the meta device, not looked up in a table of families."""
 
 import copy
-import difflib
 import warnings
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError, Exit, did_you_mean
 from approx.planning import positions
 from approx.planning.example_inputs import example_inputs
 from approx.seam.attention_free import values_only
@@ -214,8 +213,7 @@ def attends_causally(family: str) -> bool:
         ApproxError: if the family is not known or cannot be converted.
     """
     if family not in CONFIG_MAPPING:
-        known = difflib.get_close_matches(family, CONFIG_MAPPING.keys(), n=1)
-        hint = f" Did you mean '{known[0]}'?" if known else ""
+        hint = did_you_mean(family, CONFIG_MAPPING)
         raise ApproxError(
             f"Unknown family '{family}'.{hint} Families are named as in config.json: bert, gpt2, whisper."
         )

@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 
 from approx import yaml_text
-from approx.errors import ApproxError
+from approx.errors import ApproxError, shown
 from approx.planning.anatomy import Anatomy, Site
 from approx.planning.resolve import resolve
-from approx.planning.rule import KEYS, Rule, parse_rule, shown
+from approx.planning.rule import KEYS, Rule, parse_rule
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError, Exit, did_you_mean
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.mechanism import Mechanism
 from approx.mechanisms.refusals import refusals
 from approx.planning.anatomy import Anatomy, Site
-from approx.planning.rule import Rule, nearest
+from approx.planning.rule import Rule
 from approx.planning.selection import parse_heads, parse_layers, ranges
 from approx.seam.layer_entry import parts
 
@@ -35,7 +35,7 @@ def resolve(rules: Sequence[Rule], anatomy: Anatomy) -> dict[Site, tuple[Rule, .
         if rule.mechanism not in MECHANISMS:
             known = f"Known: {', '.join(sorted(MECHANISMS))}."
             mistakes.append(
-                f"Unknown mechanism '{rule.mechanism}' in {where}.{nearest(rule.mechanism, MECHANISMS)} {known}"
+                f"Unknown mechanism '{rule.mechanism}' in {where}.{did_you_mean(rule.mechanism, MECHANISMS)} {known}"
             )
             continue
         complete[number], wrong = _complete(rule)
@@ -129,7 +129,7 @@ def _complete(rule: Rule) -> tuple[dict[str, Any], list[str]]:
     for name in rule.settings:
         if name not in defaults:
             allowed = f"Settings of '{rule.mechanism}': {', '.join(defaults)}." if defaults else "It has no settings."
-            wrong.append(f"'{rule.mechanism}' has no setting '{name}'.{nearest(name, defaults)} {allowed}")
+            wrong.append(f"'{rule.mechanism}' has no setting '{name}'.{did_you_mean(name, defaults)} {allowed}")
     return {**defaults, **rule.settings}, wrong
 
 

@@ -1,10 +1,9 @@
 """One rule of a plan: which layers and heads get which mechanism, and what is wrong with one as it was written."""
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from approx.errors import did_you_mean, shown
 from approx.mechanisms import MECHANISMS
 
 
@@ -63,7 +62,7 @@ def _form_mistakes(item: Any, where: str) -> list[str]:
     if not isinstance(item, dict):
         return [f"{where}: a rule is a mapping with the keys {', '.join(KEYS)}, found {shown(item)}."]
     mistakes = [
-        f"{where}: unknown key '{key}'.{nearest(str(key), KEYS)} Known: {', '.join(KEYS)}."
+        f"{where}: unknown key '{key}'.{did_you_mean(str(key), KEYS)} Known: {', '.join(KEYS)}."
         for key in item
         if key not in KEYS
     ]
@@ -85,15 +84,3 @@ def _form_mistakes(item: Any, where: str) -> list[str]:
     if not isinstance(item.get("checkpoint", False), bool):
         mistakes.append(f"{where}: 'checkpoint' must be true or false, found {shown(item['checkpoint'])}.")
     return mistakes
-
-
-def shown(value: Any) -> str:
-    """A value in a message, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """` Did you mean …?`, or nothing where no known name is near."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean '{close[0]}'?" if close else ""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from approx.errors import ApproxError
+from approx.errors import ApproxError, did_you_mean
 from approx.tasks.copying import Copying
 from approx.tasks.documents import Documents
 from approx.tasks.glue import GLUE, Glue
@@ -47,13 +46,7 @@ def open_task(name: str, **settings: Any) -> Task:
         ApproxError: if there is no such task, or no such setting.
     """
     if name not in TASKS:
-        # People type the last part of a name; the part before the slash is what they forget.
-        short = {known.rpartition("/")[2]: known for known in TASKS}
-        close = difflib.get_close_matches(name, TASKS, n=1) or [
-            short[last] for last in difflib.get_close_matches(name.rpartition("/")[2], short, n=1)
-        ]
-        hint = f"Did you mean '{close[0]}'? " if close else ""
-        raise ApproxError(f"Unknown task '{name}'. {hint}Known: {', '.join(TASKS)}.")
+        raise ApproxError(f"Unknown task '{name}'.{did_you_mean(name, TASKS)} Known: {', '.join(TASKS)}.")
     try:
         return TASKS[name](**settings)
     except TypeError as error:

@@ -8,7 +8,6 @@ Rajpurkar, Jia, Liang, 2018, "Know What You Don't Know", arXiv 1806.03822.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError, Exit, did_you_mean
 from approx.tasks.answer_words import answer_words
 from approx.tasks.hub import read_rows
 from approx.tasks.padding import padded
@@ -107,8 +106,7 @@ class Squad(Task):
                 kept.append(example)
         unknown = [title for title in self._articles or () if title not in titles]
         if unknown:
-            close = difflib.get_close_matches(unknown[0], titles, n=1)
-            hint = f" Did you mean '{close[0]}'?" if close else ""
+            hint = did_you_mean(unknown[0], titles)
             raise ApproxError(f"{self.name}: there is no article '{unknown[0]}' among {len(titles)}.{hint}")
         if not kept:
             raise ApproxError(f"{self.name}: 0 questions in {data or 'the hub dataset'}.", Exit.UNAVAILABLE)

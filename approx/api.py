@@ -1,12 +1,14 @@
 """What Python users import from `approx`: the stages one by one, as the commands of the same names run them."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from approx.checkpoints import checkpoint, families
 from approx.checkpoints.checkpoint import load
+from approx.checkpoints.history import history
 from approx.conversion.surgery import convert, revert
 from approx.errors import ApproxError, Exit
+from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.measuring.measure import (
     Progress,
     make_record,
@@ -22,8 +24,9 @@ from approx.planning import anatomy, cost
 from approx.planning.plan import Plan
 from approx.planning.resolve import described, site_record
 from approx.publishing.report import write_report as report
-from approx.recipe import BASE, CEILING, BenchStage, EvaluateStage
+from approx.recipe import BASE, CEILING
 from approx.tasks import open_task
+from approx.validation import build
 
 __all__ = ["Plan", "bench", "convert", "evaluate", "fast_products", "inspect", "load", "plan", "report", "revert"]
 
@@ -55,7 +58,7 @@ def inspect(name: str, *, revision: str | None = None, offline: bool = False) ->
         "parameters": facts.parameters,
         "positions": facts.positions,
         "converted": source.converted,
-        "recipe_chain": converted.get("recipe", []),
+        "history": [step.model_dump() for step in history(converted)],
         "cross_attention": facts.cross_attention,
         "layers": [
             {
@@ -113,24 +116,15 @@ def evaluate(
     task: str,
     *,
     against: str | None = None,
-    data: str | None = None,
-    split: str | None = None,
-    limit: int | None = None,
-    streaming: bool = False,
-    settings: dict[str, Any] | None = None,
-    truncate: bool = False,
-    margin: float = 1.0,
-    batch_size: int | Literal["auto"] = 32,
     outputs: Path | None = None,
     fresh: bool = False,
     seed: int = 0,
-    seeds: int = 1,
     device: str = "auto",
     dtype: str = "auto",
-    fast_products: bool = False,
     offline: bool = False,
     command: str = "",
     progress: Progress = silent,
+    **options: Any,
 ) -> dict[str, Any]:
     """Score a checkpoint on a task, against its exact base on the same examples in the same order.
 
@@ -139,40 +133,30 @@ def evaluate(
         task: Name of the task, e.g. `glue/sst2`.
         against: The base to compare with. Without it a converted checkpoint is compared with its own weights under exact
             attention, and a stock one with nothing.
-        data: The task's files in their official layout; its own source without them.
-        split: The task's own default without it.
-        limit: Use the first so many examples.
-        streaming: Whether a hub dataset is read as it is downloaded, no further than the limit, and not kept.
-        settings: Of the task itself.
-        truncate: Whether inputs longer than the positions are cut instead of refused.
-        margin: Loss in points that would be acceptable.
-        batch_size: Inputs per batch, or `auto`.
         outputs: Where the outputs of each example go, as parquet.
         fresh: Whether nothing that was kept of earlier evaluations is used, and nothing is kept.
         seed: Of the bootstrap.
-        seeds: How many draws of the mechanisms are scored, the checkpoint's own first.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or a torch dtype's name.
-        fast_products: Whether all models run within `approx.fast_products()`.
         offline: Whether only local files and the hub's cache may be used.
         command: As typed, for the record.
         progress: Called with stage, done and total.
+        options: As of `approx.evaluation.options.EvaluateStage`: data, split, limit, margin, settings, …
 
     Returns:
         A record.
 
     Raises:
-        ApproxError: if checkpoint, task and data do not go together.
+        ApproxError: if an option is unknown or out of range, or checkpoint, task and data do not go together.
     """
-    stage = EvaluateStage(
-        task, data, split, limit, batch_size, margin, truncate, settings or {}, seeds, streaming=streaming,
-        fast_products=fast_products,
-    )  # fmt: skip
+    stage = build(EvaluateStage, "evaluate", task=task, **options)
     # A mistyped task is told before any weight is loaded.
     task_of(stage)
     opened = _opened(name, against, device, dtype, offline)
-    if seeds > 1 and len(opened) == 1:
-        raise ApproxError(f"{seeds} seeds were asked for, but {name} is not converted, so nothing in it is drawn.")
+    if stage.seeds > 1 and len(opened) == 1:
+        raise ApproxError(
+            f"{stage.seeds} seeds were asked for, but {name} is not converted, so nothing in it is drawn."
+        )
     quality = measure_quality(opened, stage, seed=seed, outputs=outputs, fresh=fresh, progress=progress)
     return make_record(opened, title=f"{_label(name)} on {task}", seed=seed, command=command, quality=[quality])
 
@@ -181,52 +165,44 @@ def bench(
     name: str,
     lengths: list[int],
     *,
-    batches: list[int] | None = None,
     against: str | None = None,
-    max_length: int | None = None,
-    rounds: int = 12,
-    seconds: float = 1.0,
     task: str | None = None,
     data: str | None = None,
     settings: dict[str, Any] | None = None,
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
-    fast_products: bool = False,
     offline: bool = False,
     command: str = "",
     progress: Progress = silent,
+    **options: Any,
 ) -> dict[str, Any]:
     """Time a checkpoint side by side with exact attention and with no attention at all.
 
     Args:
         name: The checkpoint; a folder, a model id of the hub, or `quickstart`.
         lengths: Tokens per sequence.
-        batches: Sequences per call; one without it.
         against: The exact base, if `name` is converted; its own weights under exact attention without it.
-        max_length: Extend the positions to so many tokens, for the timing only.
-        rounds: Rounds at least.
-        seconds: Seconds of rounds at least, for each length and batch size.
         task: Task whose texts are the inputs; random tokens without it.
         data: The task's files in their official layout.
         settings: Of the task itself.
         seed: Of the inputs and the bootstrap.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or a torch dtype's name.
-        fast_products: Whether all models run within `approx.fast_products()`.
         offline: Whether only local files and the hub's cache may be used.
         command: As typed, for the record.
         progress: Called with stage, done and total.
+        options: As of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, fast_products.
 
     Returns:
         A record.
 
     Raises:
-        ApproxError: if the lengths do not fit the positions, or the base is not exact.
+        ApproxError: if an option is unknown or out of range, the lengths do not fit the positions, or the base is not exact.
     """
-    texts = None if task is None else EvaluateStage(task, data, settings=settings or {})
+    texts = None if task is None else build(EvaluateStage, "bench", task=task, data=data, settings=settings or {})
     inputs = "synthetic" if texts is None else "real"
-    stage = BenchStage(lengths, batches or [1], max_length, inputs, rounds, seconds, fast_products=fast_products)
+    stage = build(BenchStage, "bench", lengths=lengths, inputs=inputs, **options)
     if texts is not None:
         open_task(texts.task, **texts.settings)
     opened = _opened(name, against, device, dtype, offline)

@@ -1,33 +1,105 @@
-"""YAML as people write it: a key given twice is found, and 1e-6 is a number (PyYAML on its own wants 1.0e-6)."""
+"""YAML as people write it: 1e-6 is a number, a key given twice is found, and every value knows its line."""
 
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from approx.errors import ApproxError
+
+# PyYAML on its own wants 1.0e-6.
 _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
 
 
-def load(text: str) -> tuple[Any, list[str]]:
-    """Read YAML or JSON.
+class _Loader(yaml.SafeLoader):
+    pass
 
-    Returns:
-        The data, and one sentence for each key that stands twice in its mapping; the later one would silently win.
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+@dataclass(frozen=True)
+class Document:
+    """A YAML or JSON text that was read.
+
+    Attributes:
+        text: As it was read.
+        data: What it says.
+        node: The same with the place of each value.
+    """
+
+    text: str
+    data: Any
+    node: yaml.Node | None
+
+    def line(self, path: Sequence[Any]) -> int:
+        """The line, from 1, of the value at a path of keys and indexes, or of the nearest thing around it."""
+        node, line = self.node, 1
+        for step in path:
+            if isinstance(node, yaml.MappingNode):
+                pair = next((pair for pair in node.value if pair[0].value == str(step)), None)
+            elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+                pair = (node.value[step], node.value[step])
+            else:
+                pair = None
+            if pair is None:
+                break
+            line, node = pair[0].start_mark.line + 1, pair[1]
+        return line
+
+    def repeated(self) -> Iterator[tuple[int, str]]:
+        """Line and key of each key that stands in its mapping a second time; it would silently win."""
+        todo, seen = [self.node], set()
+        while todo:
+            node = todo.pop()
+            if node is None or id(node) in seen:
+                continue
+            seen.add(id(node))
+            if isinstance(node, yaml.MappingNode):
+                keys = [str(key.value) for key, _ in node.value]
+                for place, (key, _) in enumerate(node.value):
+                    if keys[place] in keys[:place]:
+                        yield key.start_mark.line + 1, keys[place]
+                todo += [part for pair in node.value for part in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                todo += node.value
+
+
+def load(text: str) -> Document:
+    """Read YAML or JSON.
 
     Raises:
         yaml.YAMLError: if the text is neither.
     """
-    repeated: list[str] = []
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return Document(text, None if node is None else loader.construct_document(node), node)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # PyYAML lets these through for dates, numbers and tags that are none.
+        raise yaml.YAMLError(str(error)) from None
+    finally:
+        loader.dispose()
 
-    class Loader(yaml.SafeLoader):
-        pass
 
-    def unique(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-        keys = [str(key.value) for key, _ in node.value]
-        for key in sorted({key for key in keys if keys.count(key) > 1}):
-            repeated.append(f"line {node.start_mark.line + 1}: the key '{key}' is given twice. Keep one of them.")
-        return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+def read(path: Path, what: str) -> Document:
+    """Read a file.
 
-    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, unique)
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
-    return yaml.load(text, Loader=Loader), repeated
+    Args:
+        path: Of the YAML or JSON file.
+        what: What such a file is called: `recipe`.
+
+    Raises:
+        ApproxError: if there is no such file, or it is neither YAML nor JSON.
+    """
+    called = f"{what.capitalize()} {path}"
+    try:
+        return load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ApproxError(f"{called} cannot be read: {reason}. Give the path of a YAML or JSON file.") from None
+    except yaml.YAMLError as error:
+        raise ApproxError(f"{called} is not valid YAML or JSON: {' '.join(str(error).split())}") from None

@@ -1,6 +1,7 @@
 import pytest
 
 from approx import grid
+from approx.planning.rule import Rule
 
 HEAD = "title: A grid\ncheckpoint: somewhere\nevaluate: {task: glue/sst2}\n"
 
@@ -22,7 +23,7 @@ def test_a_variant_stands_for_all_combinations_of_its_values(read):
     assert list(made.points) == [f"ic clusters={c} topk={k}" for c in (25, 100) for k in (16, 32)]
     point = made.points["ic clusters=100 topk=16"]
     assert point.values == {"clusters": 100, "topk": 16}
-    assert point.plan == [{"mechanism": "improved-clustered", "settings": {"bits": 31, "clusters": 100, "topk": 16}}]
+    assert point.plan == [Rule("improved-clustered", settings={"bits": 31, "clusters": 100, "topk": 16})]
     assert made.recipe("a checkpoint").variants["ic clusters=100 topk=16"] == point.plan
 
 
@@ -34,17 +35,17 @@ def test_a_value_may_be_a_list_and_a_key_may_be_of_the_rule(read):
     )
     assert made.mistakes == ()
     last = made.points["far global_tokens=[0, 1] layers=0-1"]
-    assert last.plan == [{"mechanism": "longformer", "layers": "0-1", "settings": {"global_tokens": [0, 1]}}]
+    assert last.plan == [Rule("longformer", "0-1", {"global_tokens": [0, 1]})]
     assert "two rule 1 left=2 rule 2 left=3" in made.points
-    assert made.points["one"].plan == [{"mechanism": "linear"}]
+    assert made.points["one"].plan == [Rule("linear")]
 
 
 @pytest.mark.parametrize(
     ("variant", "mistake"),
     [
-        ("{mechanism: local, grid: {left: 3}}", "grid.variants.x.grid.left: a list of values is needed, found 3"),
-        ("{mechanism: local, grid: {left: []}}", "a list of values is needed, found []"),
-        ("{mechanism: local, grid: [1, 2]}", "a mapping of settings to lists of values is needed, found [1, 2]"),
+        ("{mechanism: local, grid: {left: 3}}", "grid.variants.x.grid.left: a list is needed, found 3"),
+        ("{mechanism: local, grid: {left: []}}", "left: at least one is needed, found []"),
+        ("{mechanism: local, grid: [1, 2]}", "x.grid: a mapping of keys and values is needed, found [1, 2]"),
         ("{mechanism: local, settings: {left: 1}, grid: {left: [1, 2]}}", "left: it is also given outside of the grid"),
         ("{mechanism: local, grid: {layers: [0], mechanism: [local]}}", "mechanism: it is also given outside"),
         ("{mechanism: local, grid: {left: [1, 2, 1]}}", "left: 1 is listed twice"),
@@ -64,7 +65,7 @@ def test_all_mistakes_are_found_at_once(read):
         "Did you mean 'title'",
         "seeds: 1 is given twice",
         "checkpoint: 'a' is given",
-        "a mapping of settings",
+        "line 6, grid.variants.x.grid: a mapping of keys and values is needed, found 3",
     ):
         assert any(text in mistake for mistake in made.mistakes), made.mistakes
     assert any("nothing is measured" in mistake for mistake in made.mistakes)
@@ -75,5 +76,14 @@ def test_all_mistakes_are_found_at_once(read):
     )
 
 
-def test_settings_of_a_wrong_form_are_left_to_the_plan(read):
-    assert list(read("  x: {mechanism: local, settings: 3, grid: {left: [1]}}\n").points) == ["x"]
+def test_a_rule_of_a_wrong_form_is_told_once(read):
+    made = read(
+        "  x: {mechanism: local, settings: 3, grid: {left: [1, 2], exact_below: [-1, 0]}}\n  y: {grid: {left: [1]}}\n"
+    )
+    assert len(made.mistakes) == 3
+    for text, mistake in zip(
+        ("x.settings: a mapping", "x.exact_below: a finite number of at least 0", "y: the key 'mechanism' is missing"),
+        made.mistakes,
+        strict=True,
+    ):
+        assert text in mistake, made.mistakes

@@ -21,19 +21,20 @@ MAY_IMPORT = {
     "approx_kernels": "",
     "approx.errors": "",
     "approx.version": "",
-    "approx.yaml_text": "",
+    "approx.yaml_text": "approx.errors",
+    "approx.validation": "approx.errors approx.yaml_text",
     "approx.registration": "",
     "approx.mechanisms": "approx.errors approx_kernels",
     "approx.seam": "approx.errors approx.mechanisms approx_kernels",
-    "approx.checkpoints": "approx.errors approx.version approx.seam approx.mechanisms approx_kernels",
-    "approx.planning": "approx.errors approx.yaml_text approx.seam approx.mechanisms approx_kernels",
+    "approx.checkpoints": "approx.errors approx.version approx.validation approx.seam approx.mechanisms approx_kernels",
+    "approx.planning": "approx.errors approx.validation approx.yaml_text approx.seam approx.mechanisms approx_kernels",
     "approx.conversion": "approx.errors approx.version approx.planning approx.checkpoints approx.seam approx.mechanisms"
     " approx_kernels",
     "approx.tasks": "approx.errors",
-    "approx.evaluation": "approx.errors approx.version approx.tasks approx_kernels.runtime.cache_folder",
+    "approx.evaluation": "approx.errors approx.validation approx.version approx.tasks approx_kernels.runtime.cache_folder",
     "approx.finetuning": "approx.errors approx.version approx.tasks",
-    "approx.recipe": "approx.errors approx.yaml_text",
-    "approx.grid": "approx.errors approx.recipe",
+    "approx.recipe": "approx.errors approx.validation approx.yaml_text approx.evaluation.options approx.planning.rule",
+    "approx.grid": "approx.errors approx.validation approx.recipe approx.planning.rule",
     "approx.measuring": "approx.errors approx.version approx.recipe approx.evaluation approx.tasks approx.conversion approx.planning"
     " approx.checkpoints approx.seam approx_kernels",
     "approx.search": "approx.errors approx.measuring approx.conversion",
@@ -44,7 +45,7 @@ MAY_IMPORT = {
     "approx.doctor": "approx.errors approx.measuring approx.tasks approx_kernels",
     "approx.pipeline": "approx.errors approx.version approx.recipe approx.grid approx.search approx.publishing approx.measuring"
     " approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",
-    "approx.api": "approx.errors approx.recipe approx.publishing approx.measuring approx.conversion approx.planning approx.checkpoints approx.tasks",
+    "approx.api": "approx.errors approx.validation approx.evaluation.options approx.recipe approx.publishing approx.measuring approx.conversion approx.planning approx.checkpoints approx.tasks",
     "approx.cli": "approx",
     "approx": "approx",
 }
@@ -52,7 +53,10 @@ MAY_IMPORT = {
 # These rooms are read where torch is not installed or must not be waited for.
 WITHOUT_TORCH = (
     "approx.publishing",
+    "approx.evaluation.options",
     "approx.evaluation.record",
+    "approx.evaluation.record_model",
+    "approx.evaluation.record_speed",
     "approx.evaluation.statistics",
     "approx.recipe",
     "approx.grid",

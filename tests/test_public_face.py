@@ -39,7 +39,7 @@ def saved(tmp_path_factory) -> Path:
     base = tiny_checkpoint(tmp_path_factory.mktemp("base"))
     model = transformers.AutoModelForSequenceClassification.from_pretrained(base)
     receipt = approx.convert(model, approx.Plan.of("improved-clustered", clusters=25))
-    assert [site["layer"] for site in receipt.swapped] == [0, 1]
+    assert [site.layer for site in receipt.swapped] == [0, 1]
     folder = tmp_path_factory.mktemp("converted")
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(base).save_pretrained(folder)

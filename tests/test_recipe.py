@@ -4,6 +4,7 @@ import pytest
 
 from approx import grid, recipe
 from approx.errors import ApproxError, Exit
+from approx.evaluation.options import BenchStage, EvaluateStage
 
 GOOD = """
 title: A study
@@ -31,9 +32,9 @@ def test_a_recipe_is_what_its_file_says(read):
     made = read(GOOD)
     assert made.mistakes == ()
     assert made.text == GOOD
-    assert made.evaluate == [recipe.EvaluateStage("glue/sst2", data="SST-2", margin=1.0)]
+    assert made.evaluate == [EvaluateStage(task="glue/sst2", data="SST-2", margin=1.0)]
     assert [stage.lengths for stage in made.bench] == [[512], [1024, 2048]]
-    assert made.bench[0] == recipe.BenchStage([512])
+    assert made.bench[0] == BenchStage(lengths=[512])
     assert (made.seed, made.device, made.dtype) == (0, "auto", "auto")
 
 
@@ -42,7 +43,7 @@ def test_a_recipe_is_what_its_file_says(read):
     [
         (("title: A study", "titel: A study"), "unknown key 'titel'. Did you mean 'title'?"),
         (("title: A study", ""), "the key 'title' is missing"),
-        (("title: A study", "title: 3"), "recipe.title: a text is needed, found 3"),
+        (("title: A study", "title: 3"), "study.yaml, line 2, recipe.title: a text is needed, found 3"),
         (("title: A study", "title: x\nseed: 1\nseed: 2"), "'seed' is given twice"),
         (("title: A study", "title: x\nseed: -1"), "recipe.seed: a finite number of at least 0 is needed, found -1"),
         (("title: A study", "title: x\nseed: true"), "recipe.seed: a whole number is needed, found True"),
@@ -57,6 +58,13 @@ def test_a_recipe_is_what_its_file_says(read):
         (("margin: 1", "margin: much"), "recipe.evaluate.margin: a number is needed, found 'much'"),
         (("task: glue/sst2, ", ""), "recipe.evaluate: the key 'task' is missing"),
         (("evaluate:", "evaluate: glue\n#"), "recipe.evaluate: a mapping of keys and values is needed, found 'glue'"),
+        (
+            ("left: 8}", "left: 8}, headz: 1"),
+            "line 5, recipe.variants.local 8: unknown key 'headz'. Did you mean 'heads'?",
+        ),
+        (("layers: 0}", "layers: [0]}"), "line 6, recipe.variants.mixed[1].layers: 'all', a number or ranges"),
+        (("mixed: [", "mixed: [3, "), "recipe.variants.mixed[0]: a mapping of keys and values is needed, found 3"),
+        (("mixed: [{mechanism", "mixed: [{mechanisms"), "recipe.variants.mixed[0]: the key 'mechanism' is missing"),
         (("mixed:", "'local-8':"), "would share a folder"),
         (("mixed:", "3:"), "names are texts, found 3"),
         (("mixed:", "exact:"), "'exact' is the name of a line of every report"),
@@ -113,7 +121,9 @@ def test_the_recipes_of_the_package_are_short_and_without_mistakes():
     for path in paths:
         what, read = ("grid", grid.read) if path.stem.endswith("-grid") else ("recipe", recipe.read)
         assert recipe.find(path.stem, what).samefile(path)
-        assert len(path.read_text("utf-8").splitlines()) <= 25
+        schema, *lines = path.read_text("utf-8").splitlines()
+        assert (path.parent / schema.removeprefix("# yaml-language-server: $schema=")).name == f"{what}.json"
+        assert len(lines) <= 25
         assert read(path).mistakes == ()
 
 

@@ -18,18 +18,38 @@ from approx import yaml_text
     ],
 )
 def test_numbers_are_what_they_look_like(text, value):
-    data, repeated = yaml_text.load(f"x: {text}")
-    assert data == {"x": value}
-    assert type(data["x"]) is type(value)
-    assert not repeated
+    document = yaml_text.load(f"x: {text}")
+    assert document.data == {"x": value}
+    assert type(document.data["x"]) is type(value)
+    assert not list(document.repeated())
 
 
 def test_a_key_given_twice_is_found_at_every_depth():
-    _, repeated = yaml_text.load("a: 1\nb: {c: 1, c: 2}\na: 2\n")
-    assert len(repeated) == 2
-    assert "'a' is given twice" in " ".join(repeated)
+    document = yaml_text.load("a: 1\nb: {c: 1,\n  c: 2}\nd: &d [{e: 1, e: 2}]\nf: *d\na: 2\n")
+    assert sorted(document.repeated()) == [(3, "c"), (4, "e"), (6, "a")]
 
 
-def test_what_is_no_yaml_is_refused():
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ((), 1),
+        (("a",), 1),
+        (("b", 0), 3),
+        (("b", 1, "c"), 5),
+        (("b", 7), 2),
+        (("b", 1, "c", "d"), 5),
+        (("e",), 6),
+        (("e", "x"), 1),
+    ],
+)
+def test_every_value_knows_its_line(path, line):
+    document = yaml_text.load("a: &a {x: 1}\nb:\n  - 1\n  - y: 2\n    c: 3\ne: *a\n")
+    assert document.line(path) == line
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [1", "2001-99-99", "!!int ''", "!!bool maybe", "!!timestamp x", "[" * 5000, "[a]: b"]
+)
+def test_what_is_no_yaml_is_refused(text):
     with pytest.raises(yaml.YAMLError):
-        yaml_text.load("a: [1")
+        yaml_text.load(text)

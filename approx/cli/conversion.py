@@ -92,7 +92,7 @@ def inspect(
         },
         verbose=terminal.verbose,
     )
-    notes = [f"Made by: {_entry(entry)}" for entry in found["recipe_chain"]]
+    notes = [f"Made by: {_entry(entry)}" for entry in found["history"]]
     if found["cross_attention"]:
         notes.append(f"{found['cross_attention']} cross-attention modules always stay exact.")
     terminal.result(found, head, sites, *notes)

@@ -8,7 +8,6 @@ import typer
 
 from approx.cli import options
 from approx.cli.command import command, scrubbed, typed_command
-from approx.cli.figures import quality_table, speed_tables
 from approx.cli.terminal import Terminal
 from approx.errors import ApproxError, Exit
 from approx.publishing import wording
@@ -115,6 +114,7 @@ def evaluate(
 ) -> None:
     """Score a checkpoint on a task and compare it with its base on the same examples."""
     from approx import api
+    from approx.cli.figures import quality_table
     from approx.evaluation import distributed, record
 
     if task is None:
@@ -188,6 +188,7 @@ def bench(
 ) -> None:
     """Time a checkpoint side by side with exact attention and with no attention at all (the ceiling)."""
     from approx import api
+    from approx.cli.figures import speed_tables
     from approx.evaluation import record
 
     options.check_output(output, force)
@@ -236,6 +237,7 @@ def run(
 ) -> None:
     """Run a recipe: convert every variant, evaluate, time, record, report."""
     from approx import recipe as recipes
+    from approx.cli.figures import quality_table, speed_tables
     from approx.pipeline.run import run as run_recipe
 
     path = recipes.find(recipe)

@@ -156,7 +156,7 @@ def read_settings(settings: list[str] | None, option: str = "--set") -> dict[str
         if setting in read:
             raise ApproxError(f"'{option} {name}=…' was given twice. Give it once.")
         try:
-            read[setting], _ = yaml_text.load(value)
+            read[setting] = yaml_text.load(value).data
         except yaml.YAMLError:
             read[setting] = value
     return read

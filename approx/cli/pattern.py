@@ -8,7 +8,6 @@ from rich.table import Table
 
 from approx.cli import options
 from approx.cli.command import command
-from approx.cli.figures import speed_tables
 from approx.cli.layers import settings_text
 from approx.cli.terminal import Terminal, table
 
@@ -57,6 +56,7 @@ def pattern(
 
     The pictures show the steps of the pattern and its information-flow graph, each as SVG and PNG.
     """
+    from approx.cli.figures import speed_tables
     from approx.patterns import find_pattern, study
 
     chosen = find_pattern(name, length, causal, options.read_settings(set_))

@@ -1,7 +1,7 @@
 """The checks that a conversion must pass before its folder gets its name."""
 
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from inspect import signature
 from itertools import chain
 from pathlib import Path
@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from approx.checkpoints.families import stock_class
+from approx.checkpoints.receipt import Check
 from approx.conversion import clean_process, layerwise, regime, surgery
 from approx.conversion.calibration import all_open, evaluating
 from approx.conversion.layerwise import difference
@@ -28,27 +29,6 @@ from approx_kernels.dispatch.implementation import implementation, untold
 _LONGEST = 4096
 # Largest difference allowed, relative to the largest output: rounding through a whole model, not an approximation.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check of a conversion.
-
-    Attributes:
-        name: What was checked.
-        passed: Whether it held; None if it does not apply to this model.
-        detail: The figure found, or why it does not apply.
-        lengths: Positions of the inputs that were run, padding left out; none where nothing was run.
-    """
-
-    name: str
-    passed: bool | None
-    detail: str
-    lengths: list[int] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The check as plain data."""
-        return asdict(self)
 
 
 def exact_limit(model: Any, plan: Plan) -> Check:

@@ -81,7 +81,9 @@ def convert(
     length = calibration_length(model)
     batch = calibration_batch(source, model, length, file)
     calibration.calibrate(model, batch.inputs)
-    model.config.approx["recipe"] = [export.recipe_entry(opened, plan.to_data(), max_length, file, length)]
+    model.config.approx["history"] = [
+        export.conversion_step(opened, plan.to_data(), max_length, file, length).model_dump()
+    ]
     progress("checking padding and causality")
     results += [checks.padding(model), checks.causality(model)]
     receipt.lost(layer_error.layer_damage(model, batch.inputs), batch.told)
@@ -92,7 +94,8 @@ def convert(
         results.append(checks.weights(folder, reference))
         progress("reloading in a fresh process")
         results.append(checks.fresh_process(folder, model))
-        data = export.write_receipt(folder, receipt, results)
+        receipt.checks = results
+        data = export.write_receipt(folder, receipt)
         export.write_card(folder, model, receipt)
         failed = [check for check in results if check.passed is False]
         if failed:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,15 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from approx.checkpoints import families
 from approx.checkpoints.checkpoint import Checkpoint, processor, processor_class
+from approx.checkpoints.history import Base, CalibrationText, Step, history
+from approx.checkpoints.receipt import RECEIPT, Receipt
 from approx.conversion.calibration_inputs import CalibrationFile
-from approx.conversion.checks import Check
-from approx.conversion.surgery import Receipt
 from approx.errors import ApproxError
 from approx.planning.resolve import described
 from approx.seam.manifest import MANIFEST
 from approx.seam.transformers_internals import auto_classes
 from approx.version import __version__
 
-RECEIPT = "approx_receipt.json"
 # Everything else beside the weights (tokenizer, feature extractor, generation settings) goes along as it is.
 _NOT_COPIED = {"config.json", "README.md", "model.safetensors.index.json", MANIFEST, RECEIPT, ".gitattributes"}
 # What in the settings of a feature extractor names its class.
@@ -82,63 +80,58 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def recipe_entry(
+def conversion_step(
     checkpoint: Checkpoint,
     plan: list[dict[str, Any]],
     max_length: int | None,
     file: CalibrationFile | None,
     calibration_length: int,
-) -> dict[str, Any]:
-    """What this conversion appends to the recipe chain of the checkpoint."""
-    return {
-        "action": "convert",
-        "approx": __version__,
-        "base": {
-            # The name of a local folder says nothing elsewhere and may say too much; its hash identifies it.
-            "name": checkpoint.source.name if checkpoint.source.revision else checkpoint.source.folder.resolve().name,
-            "revision": checkpoint.source.revision,
-            "weights_sha256": checkpoint.weights_sha256,
-        },
-        "plan": plan,
-        "max_length": max_length,
-        "calibration": None if file is None else {"name": file.name, "sha256": file.sha256},
-        "calibration_length": calibration_length,
-    }
+) -> Step:
+    """What this conversion appends to the history of the checkpoint."""
+    source = checkpoint.source
+    return Step(
+        action="convert",
+        approx=__version__,
+        # The name of a local folder says nothing elsewhere and may say too much; its hash identifies it.
+        base=Base(
+            name=source.name if source.revision else source.folder.resolve().name,
+            revision=source.revision,
+            weights_sha256=checkpoint.weights_sha256,
+        ),
+        plan=plan,
+        max_length=max_length,
+        calibration=None if file is None else CalibrationText(name=file.name, sha256=file.sha256),
+        calibration_length=calibration_length,
+    )
 
 
-def write_receipt(folder: Path, receipt: Receipt, checks: list[Check]) -> dict[str, Any]:
+def write_receipt(folder: Path, receipt: Receipt) -> dict[str, Any]:
     """Write what surgery did and which checks it passed; the same is given back as plain data."""
-    data = {**asdict(receipt), "checks": [check.to_dict() for check in checks]}
+    data = receipt.model_dump()
     (folder / RECEIPT).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return data
-
-
-def read_receipt(folder: Path) -> dict[str, Any] | None:
-    """The receipt of a converted folder; None where there is none."""
-    path = folder / RECEIPT
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def write_card(folder: Path, model: Any, receipt: Receipt) -> None:
     """Write the model card: what was exchanged, from which base, what each layer loses, and how to load it."""
     record, stock = model.config.approx, families.stock_class(type(model)).__name__
-    base = record["recipe"][-1]["base"]
+    base = history(record)[-1].base
     auto = next((a for a, head in auto_classes(record["base"]["model_type"]).items() if head == stock), "AutoModel")
     reader = processor_class(type(model))
     read = "tokenizer" if reader == "AutoTokenizer" else "processor"
     parts = [part for site in sorted(record["sites"].values(), key=lambda s: s["layer"]) for part in described(site)]
     errors, masses = receipt.errors or {}, receipt.captured_mass or {}
     rows = "\n".join(_row(part, errors, masses) for part in parts)
-    revision = f", revision {base['revision']}" if base["revision"] else ""
+    revision = f", revision {base['revision']}" if base.revision else ""
     (folder / "README.md").write_text(
         f"""---
 library_name: transformers
 tags: [approx-attention, {", ".join(sorted({part["mechanism"] for part in parts}))}]
 ---
 
-# {base["name"]} with exchanged attention
+# {base.name} with exchanged attention
 
-{stock}, made from `{base["name"]}`{revision} (weights sha256 `{base["weights_sha256"][:16]}…`) by approx. Layers that the table leaves
+{stock}, made from `{base.name}`{revision} (weights sha256 `{base.weights_sha256[:16]}…`) by approx. Layers that the table leaves
 out keep exact attention. `{RECEIPT}` says what the conversion changed and which checks it passed.
 
 | layer | mechanism | settings | output error | captured mass |

@@ -1,15 +1,14 @@
 """Surgery: carry a plan out on a loaded model, and undo it."""
 
 import copy
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from approx.checkpoints import families
+from approx.checkpoints.receipt import Receipt, Swapped
 from approx.conversion.calibration import calibrate, mechanisms
-from approx.conversion.layer_error import Damage
 from approx.conversion.separator import named_by, with_separator
 from approx.errors import ApproxError, Exit
 from approx.planning import positions
@@ -18,46 +17,6 @@ from approx.planning.plan import Plan
 from approx.planning.resolve import described, site_record
 from approx.seam.dispatch import FORMAT, attach, detach, switch
 from approx.seam.transformers_internals import implementation_of
-
-
-@dataclass
-class Receipt:
-    """What surgery did to a model.
-
-    Attributes:
-        swapped: One entry a converted layer, or a group of its heads where they differ: layer, path, heads, mechanism,
-            settings, exact_below, checkpoint.
-        left: Layers that stay exact.
-        cross_attention: Cross-attention modules, which always stay exact.
-        added: Names of the tensors that the mechanisms added to the state dict.
-        positions: Usable positions before and after, or None if they were not changed.
-        warnings: What the mechanisms have to say about their settings, such as that fine-tuning has to follow.
-        errors: Relative error of each swapped layer's output on a calibration batch, once it was measured.
-        captured_mass: Exact attention weight on the keys that a layer still sees, for each layer that leaves keys out.
-        measured_at: Tokens that each swapped layer attended over when these figures were measured.
-        measured_on: The same in words, with what these tokens were: "512 tokens a row, built-in English text".
-    """
-
-    swapped: list[dict[str, Any]]
-    left: list[int]
-    cross_attention: int
-    added: list[str]
-    positions: tuple[int, int] | None = None
-    warnings: list[str] = field(default_factory=list)
-    errors: dict[int, float] | None = None
-    captured_mass: dict[int, float] | None = None
-    measured_at: dict[int, int] | None = None
-    measured_on: str | None = None
-
-    def lost(self, damage: dict[int, Damage], told: str) -> None:
-        """Write down what the layers lose, once it was measured, on how many tokens and on what."""
-        self.measured_at = {layer: one.tokens for layer, one in damage.items()}
-        lengths = " and ".join(f"{tokens:,}" for tokens in sorted(set(self.measured_at.values())))
-        self.measured_on = f"{lengths} tokens a row, {told}"
-        self.errors = {layer: one.error for layer, one in damage.items()}
-        self.captured_mass = {
-            layer: one.captured_mass for layer, one in damage.items() if one.captured_mass is not None
-        }
 
 
 def convert(
@@ -140,7 +99,7 @@ def exchange(model: Any, plan: Plan, *, max_length: int | None = None, bundle_ke
     }
     model.__class__ = families.model_class(type(model))
     return Receipt(
-        swapped=[{"path": path, **entry} for path, site in sites.items() for entry in described(site)],
+        swapped=[Swapped(path=path, **entry) for path, site in sites.items() for entry in described(site)],
         left=[site.layer for site in facts.sites if site not in assignment],
         cross_attention=facts.cross_attention,
         added=sorted(set(model.state_dict()) - before),

@@ -5,7 +5,6 @@ What was converted how is not known here; whoever has models and a task can comp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count as numbers
@@ -20,9 +19,11 @@ from approx.evaluation import distributed
 from approx.evaluation.coverage import coverage
 from approx.evaluation.inputs import Prepared, Subject, prepare
 from approx.evaluation.memory import is_out_of_memory
+from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.prediction_cache import Ledger, fingerprint
 from approx.evaluation.quality import compare, over_seeds
 from approx.evaluation.record import write_outputs
+from approx.tasks.metrics import METRICS
 from approx.tasks.task import Encoding, Task
 
 __all__ = ["Progress", "Subject", "evaluate", "predict", "prepare"]
@@ -34,17 +35,10 @@ Progress = Callable[[int, int], None]
 def evaluate(
     subjects: dict[str, Subject],
     task: Task,
+    options: EvaluateOptions | None = None,
     *,
     data: Path | None = None,
-    split: str | None = None,
-    limit: int | None = None,
-    streaming: bool = False,
-    batch_size: int | None = 32,
-    max_length: int | None = None,
-    truncate: bool = False,
-    margin: float = 0.005,
     seed: int = 0,
-    seeds: int = 1,
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
     outputs: Path | None = None,
@@ -57,16 +51,9 @@ def evaluate(
     Args:
         subjects: Name -> what is measured; the first is the base.
         task: What they are measured on.
+        options: How; the defaults without it.
         data: Local files in the task's official layout; None means its own source.
-        split: None means the task's default.
-        limit: Keep the first `limit` examples.
-        streaming: Read the task's hub dataset as it is downloaded, no further than the limit.
-        batch_size: Inputs a batch; None chooses by their length, and halves batches for which memory does not suffice.
-        max_length: Read no more tokens than this; None means as many as the positions allow.
-        truncate: Cut longer examples and count them, instead of refusing.
-        margin: The loss that is acceptable, as a fraction of the score.
         seed: Of the resampling.
-        seeds: How many draws of each converted model's mechanisms are scored, its own first.
         device: Where the models run; they stay there.
         progress: Told after every batch.
         outputs: Parquet file for the per-example outputs.
@@ -76,23 +63,22 @@ def evaluate(
         One entry of a record's `quality` (see `approx.evaluation.record`).
 
     Raises:
-        ApproxError: if there are no examples, a model does not fit the task or its inputs, memory ends, or margin or seeds
-            are out of range.
+        ApproxError: if there are no examples, a model does not fit the task or its inputs, or memory ends.
     """
-    if not 0 <= margin < math.inf:
-        raise ApproxError(f"A margin of {margin} was asked for; it is the loss that is acceptable, at least 0.")
-    if seeds < 1:
-        raise ApproxError(f"{seeds} seeds were asked for; at least 1 is needed, a variant's own.")
+    options = options or EvaluateOptions()
     models = list(subjects.values())
     # Before the data is read, which can take long.
     for subject in models:
         with _named(subject):
             task.check(subject.model)
-    loaded = task.load(data, split, limit, streaming=streaming)
-    prepared = prepare(models, task, loaded, batch_size=batch_size, max_length=max_length, truncate=truncate)
+    loaded = task.load(data, options.split, options.limit, streaming=options.streaming)
+    prepared = prepare(
+        models, task, loaded,
+        batch_size=options.inputs_per_batch, max_length=options.max_length, truncate=options.truncate,
+    )  # fmt: skip
     examples, rows = loaded.examples, len(prepared.encodings)
     others = [subject for subject in models[1:] if subject.reseeded]
-    total = rows * (len(models) + len(others) * (seeds - 1))
+    total = rows * (len(models) + len(others) * (options.seeds - 1))
     turn = numbers()
 
     def predicted(subject: Subject) -> list[Any]:
@@ -102,7 +88,9 @@ def evaluate(
             if progress:
                 progress(done + count, total)
 
-        return predict(subject, task, prepared, device=device, advance=advance, kept=kept, halve=batch_size is None)
+        return predict(
+            subject, task, prepared, device=device, advance=advance, kept=kept, halve=options.inputs_per_batch is None
+        )
 
     predictions = {subject.name: predicted(subject) for subject in models}
     labels = [example.label for example in examples]
@@ -112,13 +100,14 @@ def evaluate(
         columns |= {f"prediction/{name}": found for name, found in predictions.items()}
         columns |= {f"approximated/{name}": found.examples for name, found in covered.items()}
         write_outputs(outputs, columns)
+    margin = options.margin / (100 if METRICS[task.metrics[0]].fraction else 1)
     entry = compare(task, examples, prepared.lengths, predictions, margin=margin, seed=seed, covered=covered)
-    if seeds > 1:
+    if options.seeds > 1:
         for subject, variant in zip(models[1:], entry["variants"], strict=True):
             scores = []
             if subject.reseeded:
                 scores = [variant["scores"][entry["metric"]]]
-                for raised in range(1, seeds):
+                for raised in range(1, options.seeds):
                     with subject.reseeded(raised) as other:
                         scores.append(task.score(predicted(other), labels, [entry["metric"]])[entry["metric"]])
             variant["seeds"] = over_seeds(scores)
@@ -128,7 +117,7 @@ def evaluate(
         "examples": len(examples),
         "subset": loaded.subset,
         "truncated": prepared.truncated,
-        "notes": [*loaded.notes, *([f"read to {max_length:,} tokens"] if max_length else [])],
+        "notes": [*loaded.notes, *([f"read to {options.max_length:,} tokens"] if options.max_length else [])],
         "tokens": {"median": median_low(prepared.lengths), "longest": max(prepared.lengths)},
         **entry,
         "outputs": outputs.name if outputs is not None else None,

@@ -1,53 +1,7 @@
 """The record: one JSON file that holds a whole run, and the only thing a report is made from.
 
-A record is a plain dict, so that it reads the same in every program. Scores are fractions (0.8956), margins are
-fractions of the same score (0.005), times are milliseconds, memory is megabytes (10^6 bytes), a difference is
-converted minus base, a ratio is base time / variant time, and an interval is [low, high]. Not measured is null,
-never 0 or NaN. Its keys:
-
-    schema       1; a reader refuses any other
-    title        str
-    notice       str or null: "A demonstration, not a benchmark."
-    command      str: what was typed
-    seed         int
-    recipe       {text, sha256} or null
-    checkpoint   {name, revision, weights_sha256, family, parameters, layers, positions (int or null)}
-    variants     [{name, layers: [{layer, heads (if split), mechanism, settings}], verified: bool, receipt: dict or null}]
-    quality      [{task, split, metric, fraction: bool (told in percent and points), lower_is_better: bool, examples,
-                   sliced_by: what the bounds of slices count, slice_metric, subset: bool, truncated: examples that were cut,
-                   groups: speakers or documents that are drawn together, null where examples are independent,
-                   tokens: {median, longest: int}, notes: [str], what was left out or changed when the examples were read,
-                   base: {scores: {metric: score}, interval}; an interval is null where there is one example or group,
-                   variants: [{name, scores, difference, interval, confidence, test, p_value, margin,
-                               verdict: see `approx.evaluation.statistics.verdict`,
-                               p_adjusted: p_value raised by Holm over the tasks of the variant, or of its plan where
-                               records are read together; null if there is one,
-                               needed_examples: int or null,
-                               approximated: {examples: on how many of them anything but exact attention is computed, in any
-                                              window that they are read in, tokens: share of all real tokens in such
-                                              windows}, null for a model that is not converted; older records lack it,
-                               seeds: {seeds: what was added to the seed of each layer, 0 first, scores: of the metric, one
-                                       a seed, mean, sd, low, high}, all empty or null where nothing is drawn; only if asked,
-                               slices: [{from, to (excluded), examples, base, converted: scores by slice_metric}]}],
-                   outputs: name of the parquet of per-example outputs, beside the record, or null,
-                   fast_products: whether all models ran within `approx.fast_products()`; older records lack it}]
-    speed        [{device, dtype, threads, batch, length, mode, inputs: "real" or "synthetic", baseline: the exact attention
-                   that is the base, the fastest that was found,
-                   crowded: whether other programs used the cores all the while,
-                   fast_products: as of quality,
-                   base: {median_ms, p10_ms, p90_ms, first_ms, samples, rejected, peak_mb,
-                          status: "ok" or "out of memory",
-                          chosen: {op: the implementation that it ran in, such as "cpu" or "triton"; "reference" and
-                                   "tiles" are plain PyTorch}, or null; older records lack it},
-                   default: the same of PyTorch's default SDPA, with ratio and interval, or null where that is the base,
-                   ceiling: the same of the model without attention, with ratio and interval, or null,
-                   spread: {ratio, interval} of base against itself,
-                   variants: [the same as base with name, ratio, interval, share_of_ceiling,
-                              verdict: "faster" or "exact is better here", null without a ratio]}]
-    crossover    [{name, batch, dtype, device, length: int or null}]: first length with a ratio interval above 1
-    environment  what `environment` returns
-
-Further keys may stand beside these; a reader ignores those that it does not know.
+A record is a plain dict, so that it reads the same in every program. `approx.evaluation.record_model` says what stands in it,
+and is what it is checked against when it is written and when it is read.
 """
 
 from __future__ import annotations
@@ -67,23 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit
+from approx.evaluation.record_model import RecordModel
+from approx.validation import validate
 
 SCHEMA = 1
 _STALE_SECONDS = 24 * 60 * 60
+# Mistakes of a damaged record that are told.
+_TOLD = 12
 
 Record = dict[str, Any]
-
-_KEYS = {
-    "record": {
-        *("schema", "title", "notice", "command", "seed", "recipe", "checkpoint", "variants", "quality"),
-        *("speed", "crossover", "environment"),
-    },
-    "checkpoint": {"name", "revision", "weights_sha256", "family", "parameters", "layers", "positions"},
-    "variants": {"name", "layers", "verified", "receipt"},
-    "quality": {"task", "split", "metric", "examples", "subset", "truncated", "base", "variants", "outputs"},
-    "speed": {"device", "dtype", "threads", "batch", "length", "mode", "inputs", "baseline", "base", "variants"},
-    "crossover": {"name", "batch", "dtype", "device", "length"},
-}
 
 
 def save(path: Path, record: Record) -> None:
@@ -91,10 +37,10 @@ def save(path: Path, record: Record) -> None:
 
     Args:
         path: The file; its folder is made. An older record is replaced in one step.
-        record: As this module describes it.
+        record: As `RecordModel` describes it.
 
     Raises:
-        ApproxError: if keys are missing, a number is not finite, or the file cannot be written.
+        ApproxError: if it is not as described, a number is not finite, or the file cannot be written.
     """
     _check(record, f"The record for {path}", Exit.INTERNAL)
     try:
@@ -108,10 +54,10 @@ def load(path: Path) -> Record:
     """Read a record.
 
     Raises:
-        ApproxError: if there is none, it is damaged, of another schema, or lacks keys.
+        ApproxError: if there is none, it is damaged, of another schema, or not as described, with what is wrong.
     """
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except OSError as error:
         raise ApproxError(f"The record {path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
     except ValueError as error:
@@ -166,23 +112,15 @@ def _check(record: Any, what: str, exit_code: Exit) -> None:
             "Make the record again, or use the version that made it.",
             exit_code,
         )
-    mistakes = _missing(record, "record", "")
-    if not mistakes:
-        for part in ("checkpoint", "variants", "quality", "speed", "crossover"):
-            entries = [record[part]] if part == "checkpoint" else record[part]
-            if not isinstance(entries, list):
-                mistakes.append(f"{part} is not a list")
-                continue
-            for index, entry in enumerate(entries):
-                mistakes += _missing(entry, part, part if part == "checkpoint" else f"{part}[{index}]")
+    _, mistakes = validate(RecordModel, record, "record")
     if mistakes:
-        raise ApproxError(f"{what} is incomplete: {'; '.join(mistakes)}. Make the record again.", exit_code)
+        told = "; ".join(one.text.rstrip(".") for one in mistakes[:_TOLD])
+        more = f"; and {len(mistakes) - _TOLD} more" if len(mistakes) > _TOLD else ""
+        raise ApproxError(f"{what} is damaged: {told}{more}. Make it again with the command that made it.", exit_code)
 
 
-def _missing(entry: Any, part: str, place: str) -> list[str]:
-    if not isinstance(entry, dict):
-        return [f"{place or part} is not an object"]
-    return [f"{place}.{key} is missing".lstrip(".") for key in sorted(_KEYS[part] - entry.keys())]
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _write(path: Path, write: Callable[[Path], Any]) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from approx.checkpoints import checkpoint, families
+from approx.checkpoints.receipt import read_receipt
 from approx.conversion import surgery
-from approx.conversion.export import read_receipt
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import Contender, bench, crossover
 from approx.evaluation.evaluate import Subject, evaluate
+from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.evaluation.prediction_cache import default_folder, fingerprint
 from approx.evaluation.quality import over_tasks
 from approx.evaluation.timing_inputs import sound_inputs, text_inputs
@@ -26,11 +27,10 @@ from approx.measuring.reseeding import reseeding
 from approx.planning import anatomy, positions
 from approx.planning.example_inputs import example_inputs, samples
 from approx.planning.resolve import described
-from approx.recipe import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
+from approx.recipe import BASE, CEILING, CHOICES
 from approx.seam.attention_free import attention_free
 from approx.seam.dispatch import fastest_exact
 from approx.tasks import Task, open_task
-from approx.tasks.metrics import METRICS
 from approx_kernels.dispatch.implementation import chosen_in
 
 Progress = Callable[[str, int, int], None]
@@ -96,11 +96,6 @@ def task_of(stage: EvaluateStage) -> Task:
     return task
 
 
-def batch_size(stage: EvaluateStage) -> int | None:
-    """Inputs a batch, or None to choose by their length."""
-    return None if stage.batch_size == "auto" else stage.batch_size
-
-
 def measure_quality(
     opened: Mapping[str, checkpoint.Checkpoint],
     stage: EvaluateStage,
@@ -126,16 +121,9 @@ def measure_quality(
         entry = evaluate(
             subjects,
             task,
+            stage,
             data=_path(stage.data),
-            split=stage.split,
-            limit=stage.limit,
-            streaming=stage.streaming,
-            batch_size=batch_size(stage),
-            max_length=stage.max_length,
-            margin=stage.margin / (100 if METRICS[task.metrics[0]].fraction else 1),
-            truncate=stage.truncate,
             seed=seed,
-            seeds=stage.seeds,
             device=opened[BASE].model.device,
             outputs=outputs,
             kept=None if fresh else default_folder(),
@@ -245,7 +233,6 @@ def make_record(
 def _variant(label: str, one: checkpoint.Checkpoint) -> dict[str, Any]:
     sites = (one.source.raw.get("approx") or {}).get("sites", {})
     receipt = read_receipt(one.source.folder)
-    checks = [] if receipt is None else receipt["checks"]
     return {
         "name": label,
         "layers": [
@@ -253,8 +240,8 @@ def _variant(label: str, one: checkpoint.Checkpoint) -> dict[str, Any]:
             for site in sorted(sites.values(), key=lambda site: site["layer"])
             for part in described(site)
         ],
-        "verified": bool(checks) and all(check["passed"] is not False for check in checks),
-        "receipt": receipt,
+        "verified": receipt is not None and receipt.verified,
+        "receipt": None if receipt is None else receipt.model_dump(mode="json"),
     }
 
 

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 from approx.checkpoints.checkpoint import Checkpoint
+from approx.checkpoints.history import history
 from approx.conversion.calibration import calibrate, mechanisms
 from approx.conversion.calibration_inputs import calibration_batch
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject
 from approx.evaluation.prediction_cache import fingerprint
-
-# Tokens of the batch that earlier versions, whose checkpoints do not say it, fitted to.
-_EARLIER_LENGTH = 256
 
 
 def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractContextManager[Subject]] | None:
@@ -39,12 +37,12 @@ def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractC
     if not drawing:
         return None
     fitted = any(mechanism.needs_calibration for mechanism in drawing)
-    made = (model.config.approx.get("recipe") or [{}])[-1]
-    text, length = made.get("calibration"), made.get("calibration_length", _EARLIER_LENGTH)
-    if fitted and text is not None:
+    steps = history(model.config.approx)
+    if fitted and (not steps or steps[-1].calibration is not None):
+        text = steps[-1].calibration if steps else None
         raise ApproxError(
-            f"The mechanisms of {subject.name} were fitted to {text['name']} when it was converted, and that text is not kept "
-            "with it, so they cannot be fitted with other seeds. Leave out --seeds, or convert without --calibrate.",
+            f"The mechanisms of {subject.name} were fitted to {text.name if text else 'inputs'} when it was converted, and these "
+            "are not kept with it, so they cannot be fitted with other seeds. Leave out --seeds, or convert without --calibrate.",
             Exit.UNSUPPORTED,
         )
 
@@ -57,7 +55,7 @@ def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractC
                 for mechanism, seed in zip(drawing, seeds, strict=True):
                     mechanism.redraw(seed + raised)
             if fitted:
-                calibrate(model, calibration_batch(opened.source, model, length).inputs, drawing)
+                calibrate(model, calibration_batch(opened.source, model, steps[-1].calibration_length).inputs, drawing)
             identity = None if subject.identity is None else fingerprint(subject.identity, "seed", raised)
             yield replace(subject, name=f"{subject.name}, seed + {raised}", identity=identity, reseeded=None)
         finally:

@@ -6,13 +6,14 @@ from approx.checkpoints import checkpoint
 from approx.conversion.calibration_inputs import CalibrationFile
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, prepare
+from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.evaluation.prediction_cache import fingerprint
 from approx.measuring.identity import examples_read
-from approx.measuring.measure import batch_size, choose_device, task_of
+from approx.measuring.measure import choose_device, task_of
 from approx.measuring.products import refuse
 from approx.planning.anatomy import Anatomy, anatomy
 from approx.planning.plan import Plan
-from approx.recipe import BASE, BenchStage, EvaluateStage, Recipe
+from approx.recipe import BASE, Recipe
 
 
 def check(recipe: Recipe, *, offline: bool) -> dict[str, Plan]:
@@ -35,24 +36,24 @@ def check(recipe: Recipe, *, offline: bool) -> dict[str, Plan]:
         # Empty where the file names none, which is among its mistakes.
         facts = _facts(recipe, offline) if recipe.checkpoint else None
     except ApproxError as error:
-        found.append(error)
-    for name, data in recipe.variants.items():
-        try:
-            plans[name] = Plan.parse(data, "the plan")
-            if facts is not None:
+        found += _at(recipe.at("checkpoint"), error)
+    for name, rules in recipe.variants.items():
+        plans[name] = Plan(tuple(rules))
+        if facts is not None:
+            try:
                 plans[name].resolve(facts)
-        except ApproxError as error:
-            found += [ApproxError(f"Variant '{name}': {line}", error.exit_code) for line in str(error).splitlines()]
+            except ApproxError as error:
+                found += _at(recipe.at("variants", name) + f"Variant '{name}': ", error)
     try:
         device = choose_device(recipe.device)
         if any(stage.fast_products for stage in (*recipe.evaluate, *recipe.bench)):
             refuse(device, "float32" if recipe.dtype == "auto" else recipe.dtype)
     except ApproxError as error:
         found.append(error)
-    for stage in recipe.evaluate:
-        found += _task_mistakes(stage)
-    for stage in recipe.bench:
-        found += _length_mistakes(stage, facts)
+    for number, stage in enumerate(recipe.evaluate):
+        found += [one for error in _task_mistakes(stage) for one in _at(recipe.at("evaluate", number), error)]
+    for number, stage in enumerate(recipe.bench):
+        found += [one for error in _length_mistakes(stage, facts) for one in _at(recipe.at("bench", number), error)]
     if found:
         raise ApproxError("\n".join(map(str, found)), min(error.exit_code for error in found))
     return plans
@@ -67,8 +68,6 @@ def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> str:
     Raises:
         ApproxError: if head, labels, data, tokenizer or lengths do not fit.
     """
-    if stage.seeds < 1:
-        raise ApproxError(f"{stage.task}: {stage.seeds} seeds were asked for; at least 1 is needed, a variant's own.")
     task = task_of(stage)
     task.check(base.model)
     split = task.load(
@@ -76,9 +75,14 @@ def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> str:
     )
     subject = Subject(BASE, base.model, checkpoint.processor(base.source))
     prepared = prepare(
-        [subject], task, split, batch_size=batch_size(stage), max_length=stage.max_length, truncate=stage.truncate
+        [subject], task, split, batch_size=stage.inputs_per_batch, max_length=stage.max_length, truncate=stage.truncate
     )
     return fingerprint(examples_read(task, split), prepared.encodings)
+
+
+def _at(place: str, error: ApproxError) -> list[ApproxError]:
+    """The mistakes of an error with the place in front of each."""
+    return [ApproxError(f"{place}{line}", error.exit_code) for line in str(error).splitlines()]
 
 
 def _facts(recipe: Recipe, offline: bool) -> Anatomy:

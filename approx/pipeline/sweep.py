@@ -128,7 +128,8 @@ def _checked(grid: Grid, offline: bool) -> dict[str, Plan]:
             codes.append(error.exit_code)
             for line in str(error).splitlines():
                 # What is wrong with a variant is wrong with many of its plans.
-                told.setdefault(line.partition("': ")[2] if line.startswith("Variant '") else line, line)
+                place, variant, _ = line.partition("Variant '")
+                told.setdefault(place + line.partition("': ")[2] if variant else line, line)
     if told:
         raise ApproxError("\n".join(told.values()), min(codes))
     return plans

@@ -9,7 +9,7 @@ import os
 import platform
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +18,13 @@ import torch
 from approx.checkpoints import checkpoint
 from approx.conversion import convert
 from approx.errors import ApproxError, Exit
+from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.evaluation.prediction_cache import fingerprint
 from approx.measuring.identity import beside, examples_read, identity
 from approx.measuring.measure import make_record, measure_quality, measure_speed, open_all, silent
 from approx.pipeline.journal import write_whole
 from approx.planning.plan import Plan
-from approx.recipe import BASE, BenchStage, EvaluateStage
+from approx.recipe import BASE
 from approx.tasks import open_task
 
 SCHEMA = 1
@@ -125,7 +126,7 @@ class Workshop:
     def write(self, cell: Cell, **outcome: Any) -> dict[str, Any]:
         """Keep what came of a cell."""
         about = {key: getattr(cell, key) for key in ("key", "kind", "checkpoint", "plan", "rules", "seed", "title")}
-        stage = None if cell.stage is None else asdict(cell.stage)
+        stage = None if cell.stage is None else cell.stage.model_dump()
         whole = {"schema": SCHEMA, **about, "stage": stage, "record": None, "error": None, "exit_code": 0, **outcome}
         write_whole(self._file(cell), json.dumps(whole, allow_nan=False), f".{platform.node()}-{os.getpid()}")
         return whole
@@ -207,8 +208,8 @@ class Keys:
 
     def stage(self, stage: EvaluateStage) -> tuple[str, dict[str, Any]]:
         """What a task's result depends on: its examples as they were loaded, wherever they lie, and its settings."""
-        settings = {key: value for key, value in asdict(stage).items() if key != "data"}
-        name = fingerprint(asdict(stage))
+        settings = {key: value for key, value in stage.model_dump().items() if key != "data"}
+        name = fingerprint(stage.model_dump())
         if name not in self._data:
             data = None if stage.data is None else Path(stage.data)
             task = open_task(stage.task, **stage.settings)

@@ -11,7 +11,9 @@ from approx import yaml_text
 from approx.errors import ApproxError, shown
 from approx.planning.anatomy import Anatomy, Site
 from approx.planning.resolve import resolve
-from approx.planning.rule import KEYS, Rule, parse_rule
+from approx.planning.rule import KEYS, Rule, unwrapped
+from approx.validation import told, validate
+from approx.yaml_text import Document
 
 
 @dataclass(frozen=True)
@@ -53,41 +55,34 @@ class Plan:
         Raises:
             ApproxError: with every mistake of form in `data`, each with the nearest known name.
         """
-        if isinstance(data, dict) and set(data) == {"rules"}:
-            data = data["rules"]
-        items = [data] if isinstance(data, dict) else data
-        if not isinstance(items, list) or not items:
-            raise ApproxError(
-                f"{source}: a plan is a list of rules with the keys {', '.join(KEYS)}, found {shown(data)}. "
-                "Example: [{layers: all, mechanism: improved-clustered}]"
-            )
-        mistakes: list[str] = []
-        rules = [parse_rule(item, f"{source}, rule {number}", mistakes) for number, item in enumerate(items, 1)]
-        if mistakes:
-            raise ApproxError("\n".join(mistakes))
-        return cls(tuple(rule for rule in rules if rule is not None))
+        return cls._made(data, source, None)
 
     @classmethod
     def read(cls, path: str | Path) -> "Plan":
         """Read a plan from a YAML or JSON file.
 
         Raises:
-            ApproxError: if the file is missing, is not YAML, or holds mistakes.
+            ApproxError: if the file is missing, is not YAML, or holds mistakes; they are told with their lines.
         """
-        path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not text"
-            raise ApproxError(f"Plan {path} cannot be read: {reason}. Give the path of a YAML or JSON file.") from None
-        try:
-            data, repeated = yaml_text.load(text)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            # Dates and numbers that are none are ValueErrors in YAML.
-            raise ApproxError(f"Plan {path} is not valid YAML or JSON: {' '.join(str(error).split())}") from None
-        if repeated:
-            raise ApproxError("\n".join(f"{path}: {mistake}" for mistake in repeated))
-        return cls.parse(data, str(path))
+        document = yaml_text.read(Path(path), "plan")
+        return cls._made(document.data, str(path), document)
+
+    @classmethod
+    def _made(cls, data: Any, source: str, document: Document | None) -> "Plan":
+        items = unwrapped(data)
+        if not items or not isinstance(data, dict | list):
+            raise ApproxError(
+                f"{source}: a plan is a list of rules with the keys {', '.join(KEYS)}, found {shown(data)}. "
+                "Example: [{layers: all, mechanism: improved-clustered}]"
+            )
+        rules, mistakes = [], []
+        for number, item in enumerate(items):
+            rule, wrong = validate(Rule, item, f"rule {number + 1}", _place(data, number))
+            rules.append(rule)
+            mistakes += wrong
+        if lines := told(mistakes, source, document):
+            raise ApproxError("\n".join(lines))
+        return cls(tuple(rules))
 
     def to_data(self) -> list[dict[str, Any]]:
         """The rules as plain data; `Plan.parse` makes the same plan of it."""
@@ -114,3 +109,10 @@ class Plan:
                 mechanism without a causal form on a causal layer, settings out of range; or if nothing would be swapped.
         """
         return resolve(self.rules, anatomy)
+
+
+def _place(data: Any, number: int) -> tuple[Any, ...]:
+    """Where a rule stands in a file."""
+    if isinstance(data, list):
+        return (number,)
+    return ("rules", number) if set(data) == {"rules"} else ()

@@ -73,7 +73,7 @@ def test_all_mistakes_of_a_plan_are_told_at_once(gpt2, tmp_path):
     rules[0]["checkpoint"], rules[1]["heads"] = "yes", [0, 1]
     (tmp_path / "p.json").write_text(json.dumps(rules), encoding="utf-8")
     lines = call("plan", gpt2, "--plan", "p.json").err.splitlines()
-    assert ["'checkpoint' must be true or false" in lines[0], "'heads' must be 'all'" in lines[1]] == [True, True]
+    assert ["1.checkpoint: true or false is needed" in lines[0], "2.heads: 'all', a number" in lines[1]] == [True, True]
 
 
 def test_rules_may_overlap_and_the_last_one_wins(gpt2):
@@ -133,7 +133,7 @@ def test_a_conversion_tells_text_mass_and_warnings(base, tmp_path):
     assert f"| {receipt['errors']['0']:.3f} | {receipt['captured_mass']['0']:.3f} |" in card
     assert [(part["heads"], part["checkpoint"]) for part in receipt["swapped"][:2]] == [("0", True), ("1", False)]
     config = json.loads((tmp_path / "one" / "config.json").read_text("utf-8"))
-    calibration = config["approx"]["recipe"][0]["calibration"]
+    calibration = config["approx"]["history"][0]["calibration"]
     assert calibration["name"] == "my own.txt"
     assert len(calibration["sha256"]) == 64
     answer = call("inspect", "one")

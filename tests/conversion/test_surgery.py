@@ -78,7 +78,7 @@ def test_an_exact_mechanism_in_any_subset_of_layers_changes_nothing(data):
     inputs = example_inputs(model, length, batch=2, padded=padded, seed=length)
     before = real_outputs(model, inputs)
     receipt = surgery.convert(model, Plan(tuple(rules)), calibration=inputs)
-    assert sorted([site["layer"] for site in receipt.swapped] + receipt.left) == list(layers)
+    assert sorted([site.layer for site in receipt.swapped] + receipt.left) == list(layers)
     assert difference(real_outputs(model, inputs), before) < 1e-5
 
 
@@ -237,8 +237,8 @@ def test_exact_below_is_decided_for_each_call():
 def test_the_receipt_says_what_was_done():
     model = tiny("WhisperForConditionalGeneration")
     receipt = surgery.convert(model, Plan((Rule("clustered", "0", {"clusters": 4}), Rule("local", "2"))))
-    assert [(site["layer"], site["mechanism"]) for site in receipt.swapped] == [(0, "clustered"), (2, "local")]
-    assert receipt.swapped[0]["settings"]["clusters"] == 4
+    assert [(site.layer, site.mechanism) for site in receipt.swapped] == [(0, "clustered"), (2, "local")]
+    assert receipt.swapped[0].settings["clusters"] == 4
     assert receipt.left == [1, 3]
     assert receipt.cross_attention == 2
     assert len(receipt.added) == 2
@@ -247,7 +247,7 @@ def test_the_receipt_says_what_was_done():
 def test_a_decoder_of_tokens_keeps_its_cross_attention():
     receipt = surgery.convert(tiny("BartForConditionalGeneration"), Plan.of("local"))
     assert receipt.cross_attention == 2
-    assert [site["path"].rpartition(".")[2] for site in receipt.swapped] == ["self_attn"] * 4
+    assert [site.path.rpartition(".")[2] for site in receipt.swapped] == ["self_attn"] * 4
 
 
 def test_a_plan_that_does_not_fit_leaves_the_model_as_it_was():

@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from approx.evaluation.coverage import Coverage, coverage
 from approx.evaluation.evaluate import Subject, evaluate, prepare
+from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.quality import compare
 from approx.evaluation.statistics import verdict
 from approx.tasks import Example, Split, open_task
@@ -96,7 +97,14 @@ def test_the_record_has_the_count_also_where_the_outputs_were_kept(data, tmp_pat
         "long": subject(8, name="long", model=copy.deepcopy(base), identity="c"),
     }
     entries = [
-        evaluate(subjects, SST2, data=data, margin=1.0, kept=tmp_path / "kept", outputs=tmp_path / "o.parquet")
+        evaluate(
+            subjects,
+            SST2,
+            EvaluateOptions(margin=100),
+            data=data,
+            kept=tmp_path / "kept",
+            outputs=tmp_path / "o.parquet",
+        )
         for _ in range(2)
     ]
     assert entries[0] == entries[1]

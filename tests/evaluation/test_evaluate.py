@@ -17,6 +17,7 @@ from transformers import (
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
+from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.quality import compare
 from approx.tasks import Example, Split, open_task
 from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
@@ -61,9 +62,8 @@ def test_an_entry_says_all_that_the_record_wants(data, tmp_path):
     base, seen = tiny_model(2), []
     models = subjects(base, noisy(base, 0.1), copy.deepcopy(base))
     path = tmp_path / "outputs.parquet"
-    entry = evaluate(
-        models, SST2, data=data, batch_size=8, progress=lambda *counts: seen.append(counts), outputs=path, margin=0.01
-    )
+    options = EvaluateOptions(batch_size=8, margin=1.0)
+    entry = evaluate(models, SST2, options, data=data, progress=lambda *counts: seen.append(counts), outputs=path)
     assert (entry["task"], entry["split"], entry["metric"], entry["examples"]) == ("glue/sst2", "dev", "accuracy", 60)
     assert (entry["subset"], entry["truncated"], entry["outputs"]) == (True, 0, "outputs.parquet")
     assert seen[0] == (8, 180)
@@ -182,11 +182,15 @@ def test_inputs_longer_than_the_positions_are_refused_or_cut_and_counted(data):
         Exit.USAGE,
         lambda: evaluate(models, SST2, data=data),
     )
-    entry = evaluate(models, SST2, data=data, truncate=True)
+    entry = evaluate(models, SST2, EvaluateOptions(truncate=True), data=data)
     assert entry["tokens"]["longest"] == 16
     assert 0 < entry["truncated"] < 60
-    refused(r"the limit is 8 \(--max-length\)", Exit.USAGE, lambda: evaluate(models, SST2, data=data, max_length=8))
-    shorter = evaluate(models, SST2, data=data, max_length=8, truncate=True)
+    refused(
+        r"the limit is 8 \(--max-length\)",
+        Exit.USAGE,
+        lambda: evaluate(models, SST2, EvaluateOptions(max_length=8), data=data),
+    )
+    shorter = evaluate(models, SST2, EvaluateOptions(max_length=8, truncate=True), data=data)
     assert (shorter["tokens"]["longest"], shorter["notes"]) == (8, ["read to 8 tokens"])
     assert shorter["truncated"] > entry["truncated"]
 
@@ -253,7 +257,6 @@ def test_what_does_not_fit_the_task_is_refused_by_name(data):
         subjects(tiny_model(2)), open_task("glue/mnli"), data=data))  # fmt: skip
     without = {"exact": Subject("exact", tiny_model(2), None)}
     refused("exact has no tokenizer", Exit.UNAVAILABLE, lambda: evaluate(without, SST2, data=data))
-    refused("--batch-size 0", Exit.USAGE, lambda: evaluate(subjects(tiny_model(2)), SST2, data=data, batch_size=0))
 
 
 def test_nothing_to_evaluate_is_an_error(data):

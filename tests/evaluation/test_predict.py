@@ -8,6 +8,7 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
+from approx.evaluation.options import EvaluateOptions
 from approx.tasks import Example, Split, open_task
 from approx.tasks.glue import Glue
 from tiny_classifier import tiny_model, tiny_tokenizer
@@ -64,7 +65,9 @@ def test_seeds_are_scored_one_by_one_beside_the_models_own():
         "fixed": Subject("fixed", Parrot(), tiny_tokenizer()),
     }
     seen = []
-    entry = evaluate(subjects, Given("sst2"), seeds=3, progress=lambda done, total: seen.append((done, total)))
+    entry = evaluate(
+        subjects, Given("sst2"), EvaluateOptions(seeds=3), progress=lambda done, total: seen.append((done, total))
+    )
     drawn, fixed = entry["variants"]
     # Labels are 0, 1, 0, …: the model itself is always wrong, one more always right, two more wrong again.
     assert raised == [1, 2]

@@ -14,6 +14,7 @@ import torch
 
 from approx.errors import ApproxError
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
+from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.prediction_cache import Ledger, default_folder, fingerprint
 from approx.tasks import open_task
 from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
@@ -56,7 +57,7 @@ def evaluated(data, kept, progress=None, *, batch_size=4, identities=("a", "b"),
             model.register_forward_hook(lambda *_: counted.append(1))
         subjects[name] = Subject(name, model, tiny_tokenizer(), identity)
     task = open_task("glue/sst2")
-    return evaluate(subjects, task, data=data, batch_size=batch_size, kept=kept, progress=progress)
+    return evaluate(subjects, task, EvaluateOptions(batch_size=batch_size), data=data, kept=kept, progress=progress)
 
 
 def test_nothing_is_computed_twice(data, tmp_path):

@@ -23,6 +23,8 @@ RECORD = {
     "speed": [], "crossover": [], "environment": {},
 }  # fmt: skip
 
+SCORED = {**RECORD["quality"][0], "base": {"scores": {"accuracy": "high"}, "interval": [0.2, 1.0]}}
+
 
 def test_a_record_comes_back_as_it_was(tmp_path):
     path = tmp_path / "new" / "folder" / "record.json"
@@ -44,11 +46,25 @@ def test_the_same_record_is_the_same_bytes(tmp_path):
         ("[]", "is not a record"),
         ('{"title": "x"}', "has no key 'schema'"),
         (json.dumps({**RECORD, "schema": 2}), "has schema 2, but this version of approx reads schema 1"),
-        (json.dumps({"schema": 1, "title": "x"}), "is incomplete: checkpoint is missing; command is missing"),
-        (json.dumps({**RECORD, "quality": [{"task": "glue/sst2"}]}), r"quality\[0\].base is missing"),
-        (json.dumps({**RECORD, "crossover": [{}]}), r"crossover\[0\].batch is missing; .*dtype is missing"),
-        (json.dumps({**RECORD, "speed": {}}), "speed is not a list"),
-        (json.dumps({**RECORD, "checkpoint": None}), "checkpoint is not an object"),
+        (
+            json.dumps({"schema": 1, "title": "x"}),
+            "is damaged: record: the key 'notice' is missing; .*'checkpoint' is missing; .*Make it again",
+        ),
+        (json.dumps({**RECORD, "quality": [{"task": "glue/sst2"}]}), r"record.quality\[0\]: the key 'base' is missing"),
+        (
+            json.dumps({**RECORD, "crossover": [{}]}),
+            r"record.crossover\[0\]: the key 'batch' is missing; .*'dtype' is missing",
+        ),
+        (json.dumps({**RECORD, "speed": {}}), r"record.speed: a list is needed, found \{\}"),
+        (
+            json.dumps({**RECORD, "checkpoint": None}),
+            "record.checkpoint: a mapping of keys and values is needed, found None",
+        ),
+        (json.dumps({**RECORD, "seed": float("nan")}), "is damaged: NaN is not a number of JSON"),
+        (
+            json.dumps({**RECORD, "quality": [SCORED]}),
+            r"quality\[0\].base.scores.accuracy: a number is needed, found 'high'",
+        ),
     ],
 )
 def test_a_record_that_cannot_be_read_says_why(text, message, tmp_path):
@@ -65,7 +81,16 @@ def test_a_missing_record_is_named(tmp_path):
         records.load(tmp_path / "nowhere.json")
 
 
-@pytest.mark.parametrize("change", [{"seed": float("nan")}, {"schema": 3}, {"speed": [{}]}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": float("nan")},
+        {"environment": {"x": float("inf")}},
+        {"schema": 3},
+        {"speed": [{}]},
+        {"quality": [SCORED]},
+    ],
+)
 def test_a_record_that_nobody_could_read_is_not_written(change, tmp_path):
     with pytest.raises(ApproxError) as caught:
         records.save(tmp_path / "record.json", {**RECORD, **change})
@@ -142,7 +167,15 @@ def test_a_commit_of_somebody_elses_repository_is_not_ours(tmp_path):
     """As when approx is installed into an environment inside a repository."""
     package = tmp_path / "site-packages" / "approx"
     source = Path(records.__file__).parent.parent
-    for name in ("errors.py", "evaluation/record.py"):
+    needed = (
+        "errors",
+        "validation",
+        "yaml_text",
+        "evaluation/record",
+        "evaluation/record_model",
+        "evaluation/record_speed",
+    )
+    for name in (f"{module}.py" for module in needed):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_bytes((source / name).read_bytes())
         # Without it a folder of the same name that is a package comes first, wherever it lies on the path.

@@ -1,19 +1,19 @@
 """What the stages measure, each by itself: which device, which base, whose margin, which lengths, what a record says."""
 
 import copy
-import dataclasses
 import json
 from typing import Any
 
 import pytest
 import torch
 
+from approx.checkpoints.receipt import RECEIPT, Check, Receipt
 from approx.conversion import convert
-from approx.conversion.export import RECEIPT
 from approx.errors import ApproxError, Exit
+from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.measuring import measure
 from approx.planning.plan import Plan, Rule
-from approx.recipe import BASE, BenchStage, EvaluateStage
+from approx.recipe import BASE
 from tiny_study import tiny_checkpoint, tiny_data
 
 
@@ -80,24 +80,24 @@ def test_under_exact_attention_a_variant_computes_what_its_base_does(opened):
 @pytest.mark.parametrize(
     ("stage", "words"),
     [
-        (EvaluateStage("glue/sst2", data="here", streaming=True), "glue/sst2 come from here"),
-        (EvaluateStage("needle", streaming=True), "needle are generated, or come from files"),
+        (EvaluateStage(task="glue/sst2", data="here", streaming=True), "glue/sst2 come from here"),
+        (EvaluateStage(task="needle", streaming=True), "needle are generated, or come from files"),
     ],
 )
 def test_only_what_a_hub_holds_is_streamed(stage, words):
     with pytest.raises(ApproxError, match=f"Streaming was asked for, but the examples of {words}. Leave it out"):
         measure.task_of(stage)
-    assert measure.task_of(dataclasses.replace(stage, streaming=False)).name == stage.task
-    assert measure.task_of(EvaluateStage("glue/sst2", streaming=True)).name == "glue/sst2"
+    assert measure.task_of(stage.model_copy(update={"streaming": False})).name == stage.task
+    assert measure.task_of(EvaluateStage(task="glue/sst2", streaming=True)).name == "glue/sst2"
 
 
 def test_a_batch_is_as_large_as_asked_for_or_chosen():
-    assert measure.batch_size(EvaluateStage("needle", batch_size=7)) == 7
-    assert measure.batch_size(EvaluateStage("needle", batch_size="auto")) is None
+    assert EvaluateStage(task="needle", batch_size=7).inputs_per_batch == 7
+    assert EvaluateStage(task="needle", batch_size="auto").inputs_per_batch is None
 
 
 def test_a_margin_in_points_is_one_of_fractions_where_the_metric_is_one(opened, folders, own_cache):
-    stage = EvaluateStage("glue/sst2", data=str(folders[2]), margin=2.5, limit=12)
+    stage = EvaluateStage(task="glue/sst2", data=str(folders[2]), margin=2.5, limit=12)
     told = []
     how: dict[str, Any] = {"seed": 3, "outputs": None, "progress": lambda *what: told.append(what)}
     found = measure.measure_quality(opened, stage, **how, fresh=True)
@@ -113,7 +113,7 @@ def test_a_margin_in_points_is_one_of_fractions_where_the_metric_is_one(opened, 
 
 
 def test_draws_of_variants_are_scored_anew_and_the_base_has_none(opened, folders):
-    stage = EvaluateStage("glue/sst2", data=str(folders[2]), limit=12, seeds=2)
+    stage = EvaluateStage(task="glue/sst2", data=str(folders[2]), limit=12, seeds=2)
     found = measure.measure_quality(opened, stage, seed=0, outputs=None, fresh=True, progress=measure.silent)
     assert [variant["name"] for variant in found["variants"]] == ["local"]
 
@@ -125,12 +125,12 @@ def test_lengths_beyond_the_positions_are_refused_by_the_name_of_the_model(opene
     with pytest.raises(
         ApproxError, match=rf"Length 33 was asked for, but .*{name} takes 32 positions.*--max-length 33"
     ):
-        measure.measure_speed(chosen, BenchStage([8, 33]), None, seed=0, progress=measure.silent)
+        measure.measure_speed(chosen, BenchStage(lengths=[8, 33]), None, seed=0, progress=measure.silent)
 
 
 def test_timing_extends_positions_of_copies_and_leaves_the_models(opened):
     before = {label: copy.deepcopy(one.model.state_dict()) for label, one in opened.items()}
-    stage = BenchStage([8, 40], max_length=40, inputs="synthetic", rounds=3, seconds=0)
+    stage = BenchStage(lengths=[8, 40], max_length=40, inputs="synthetic", rounds=3, seconds=0)
     told = []
     rows = measure.measure_speed(opened, stage, None, seed=0, progress=lambda *what: told.append(what))
     assert [row["length"] for row in rows] == [8, 40]
@@ -144,9 +144,9 @@ def test_timing_extends_positions_of_copies_and_leaves_the_models(opened):
 
 
 def test_texts_of_another_kind_of_input_are_refused(opened, folders):
-    texts = EvaluateStage("librispeech/dev-clean", data=str(folders[2]))
+    texts = EvaluateStage(task="librispeech/dev-clean", data=str(folders[2]))
     with pytest.raises(ApproxError, match=r"makes input_values, but .*base takes input_ids") as told:
-        measure.measure_speed(opened, BenchStage([8]), texts, seed=0, progress=measure.silent)
+        measure.measure_speed(opened, BenchStage(lengths=[8]), texts, seed=0, progress=measure.silent)
     assert told.value.exit_code == Exit.UNSUPPORTED
 
 
@@ -172,8 +172,9 @@ def test_a_record_names_the_base_its_variants_and_their_checks(opened, folders):
     ("passed", "verified"), [([True, None], True), ([True, False], False), ([], False), (None, False)]
 )
 def test_a_variant_is_verified_if_it_has_checks_and_none_failed(opened, monkeypatch, passed, verified):
-    receipt = None if passed is None else {"checks": [{"passed": each} for each in passed]}
+    checks = [Check("one", each, "") for each in passed or []]
+    receipt = None if passed is None else Receipt(swapped=[], left=[], cross_attention=0, added=[], checks=checks)
     monkeypatch.setattr(measure, "read_receipt", lambda folder: receipt)
     (variant,) = measure.make_record(opened, title="", seed=0, command="")["variants"]
     assert variant["verified"] is verified
-    assert variant["receipt"] == receipt
+    assert variant["receipt"] == (None if receipt is None else receipt.model_dump(mode="json"))

@@ -1,6 +1,5 @@
 """The switch of float32 products: thrown for as long as a context lasts, and refused where it cannot help."""
 
-import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -9,11 +8,12 @@ import torch
 
 import approx
 from approx.errors import ApproxError, Exit
+from approx.evaluation.options import BenchStage
 from approx.measuring import products
 from approx.measuring.identity import computed_by
 from approx.measuring.products import fast_products, obstacle, products_for
 from approx.pipeline.preflight import check
-from approx.recipe import BenchStage, Recipe
+from approx.recipe import Recipe
 
 
 @pytest.fixture
@@ -144,9 +144,9 @@ def test_outputs_that_are_kept_tell_whether_it_was_thrown():
 
 
 def test_a_recipe_that_asks_for_it_in_vain_is_refused_before_any_work():
-    stage = BenchStage([8], inputs="synthetic", fast_products=True)
-    asked = Recipe("a title", "", {}, bench=[stage], device="cpu", dtype="bfloat16")
+    stage = BenchStage(lengths=[8], inputs="synthetic", fast_products=True)
+    asked = Recipe(title="a title", checkpoint="", variants={}, bench=[stage], device="cpu", dtype="bfloat16")
     with pytest.raises(ApproxError, match="the dtype is bfloat16"):
         check(asked, offline=True)
-    plain = dataclasses.replace(asked, bench=[dataclasses.replace(stage, fast_products=False)])
+    plain = asked.model_copy(update={"bench": [stage.model_copy(update={"fast_products": False})]})
     assert check(plain, offline=True) == {}

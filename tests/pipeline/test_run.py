@@ -187,7 +187,7 @@ MISTAKES = {
     "sed: 1\n": "unknown key 'sed'. Did you mean 'seed'?",
     "  far: {mechanism: local, layers: 14}\n": "Variant 'far': In the plan: Layer 14 asked for, but the model has layers 0-1",
     "  odd: {mechanism: clusterd}\n": "Variant 'odd': Unknown mechanism 'clusterd' in the plan. Did you mean 'clustered'?",
-    "  two: [{mechanism: local, settings: {lft: 1}}, 3]\n": "Variant 'two': the plan, rule 2: a rule is a mapping",
+    "  two: [{mechanism: local, settings: {lft: 1}}, 3]\n": "recipe.variants.two[1]: a mapping of keys and values is needed, found 3",
     "  - {task: glue/sst, data: nowhere}\n": "Unknown task 'glue/sst'. Did you mean 'glue/sst2'?",
     "  - {task: glue/sst2, data: nowhere}\n": "Data nowhere of task glue/sst2 does not exist",
     "  - {lengths: 99}\n": "length 99 was asked for, but BertForSequenceClassification takes 32 positions",

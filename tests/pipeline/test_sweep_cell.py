@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
+from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.pipeline import sweep_cell
 from approx.pipeline.sweep_cell import Cell, Workshop, compute, failed
 from approx.planning.plan import Plan, Rule
-from approx.recipe import BenchStage, EvaluateStage
 from tiny_study import tiny_checkpoint, tiny_data
 
-TASK, GRID = EvaluateStage("needle"), BenchStage([8, 16])
+TASK, GRID = EvaluateStage(task="needle"), BenchStage(lengths=[8, 16])
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_measured_cell_keeps_a_record_under_the_label_it_has_now(shop, base, t
     rules = Plan((Rule("linear", "1"),)).to_data()
     conversion = Cell("convert", "c" * 32, str(base), "one", rules, label="linear")
     compute(shop, conversion, None)
-    stage = EvaluateStage("glue/sst2", data=str(tiny_data(tmp_path)), limit=4)
+    stage = EvaluateStage(task="glue/sst2", data=str(tiny_data(tmp_path)), limit=4)
     parts = {"rules": rules, "stage": stage, "folder": conversion.key}
     cell = Cell("evaluate", "e" * 32, str(base), "one", label="linear", **parts)
     threads = torch.get_num_threads()

@@ -76,7 +76,7 @@ def test_layers_that_no_rule_names_stay_exact(bert):
 
 def test_a_plan_made_in_python_takes_a_number_and_refuses_what_is_no_selection(bert):
     assert [site.layer for site in Plan.of("local", layers=-1).resolve(bert)] == [11]
-    with pytest.raises(ApproxError, match=r"'layers' must be .* found \[0, 1\]"):
+    with pytest.raises(ApproxError, match=r"rule 1.layers: 'all', a number .* found \[0, 1\]"):
         Plan.of("local", layers=[0, 1])  # pyright: ignore[reportArgumentType]  # what is tried
 
 

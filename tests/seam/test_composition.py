@@ -66,7 +66,7 @@ def test_groups_of_heads_pass_the_checks_and_come_back_from_their_folder(archite
     model = tiny(architecture)
     assert checks.exact_limit(model, MIXED).passed
     receipt = surgery.convert(model, MIXED)
-    told = [(part["layer"], part["heads"], part["mechanism"]) for part in receipt.swapped[:3]]
+    told = [(part.layer, part.heads, part.mechanism) for part in receipt.swapped[:3]]
     assert told == [(0, "0,2", "local"), (0, "1", "sdpa"), (0, "3", "linear")]
     before = outputs(model)
     assert checks.padding(model).passed
@@ -194,7 +194,7 @@ def test_settings_that_steps_share_over_layers_are_written_out():
     model = tiny("BertModel", num_hidden_layers=5)
     plan = Plan((Rule("strided", settings={"mode": "interleave", "stride": 3}), Rule("local", "1"), Rule("sdpa", "3", heads="0")))  # fmt: skip
     receipt = surgery.convert(model, plan)
-    steps = {part["layer"]: part["settings"]["step"] for part in receipt.swapped if part["mechanism"] == "strided"}
+    steps = {part.layer: part.settings["step"] for part in receipt.swapped if part.mechanism == "strided"}
     # Layers are counted among those that have the mechanism.
     assert steps == {0: 1, 2: 2, 3: 1, 4: 2}
     assert plan.to_data()[0]["settings"]["mode"] == "interleave"

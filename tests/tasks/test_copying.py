@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate
+from approx.evaluation.options import EvaluateOptions
 from approx.tasks import open_task
 from approx.tasks.copying import SEPARATOR, SYMBOLS
 from tiny_classifier import tiny_model, tiny_tokenizer
@@ -109,7 +110,11 @@ def test_a_causal_model_is_compared_end_to_end():
     with pytest.raises(ApproxError, match=r"limit is 32 .*positions of exact"):
         evaluate({"exact": Subject("exact", model, tokenizer())}, open_task("copy", length=64))
     with pytest.raises(ApproxError, match=r"a copy that is cut cannot be scored\. .*setting 'length', 32 or less"):
-        evaluate({"exact": Subject("exact", model, tokenizer())}, open_task("copy", length=64), truncate=True)
+        evaluate(
+            {"exact": Subject("exact", model, tokenizer())},
+            open_task("copy", length=64),
+            EvaluateOptions(truncate=True),
+        )
     with pytest.raises(ApproxError, match="copy needs a causal language-modelling head"):
         task.check(tiny_model(2))
 

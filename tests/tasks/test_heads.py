@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 import approx
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
+from approx.evaluation.options import EvaluateOptions
 from approx.tasks import open_task
 from tiny_speech import recogniser, some_utterances, speech_processor, write_utterances
 from zoo import tiny
@@ -128,7 +129,7 @@ def test_base_and_converted_are_compared_and_batches_change_nothing(architecture
     approx.convert(converted, approx.Plan.of("local", left=2, right=2))
     task.check(converted)
     subjects = {"exact": Subject("exact", model, processor), "local": Subject("local", converted, processor)}
-    entry = evaluate(subjects, task, data=data.get(name), batch_size=4)
+    entry = evaluate(subjects, task, EvaluateOptions(batch_size=4), data=data.get(name))
     assert [row["name"] for row in entry["variants"]] == ["local"]
     for one in (model, converted):
         alone = predictions(one, processor, task, data.get(name), 1)
@@ -142,7 +143,9 @@ def test_speech_is_compared(family, tmp_path):
     approx.convert(converted, approx.Plan.of("local", left=2, right=2))
     subjects = {"exact": Subject("exact", model, processor), "local": Subject("local", converted, processor)}
     task = open_task("librispeech/dev-clean")
-    entry = evaluate(subjects, task, data=write_utterances(tmp_path / "dev-clean", some_utterances(3)), batch_size=2)
+    entry = evaluate(
+        subjects, task, EvaluateOptions(batch_size=2), data=write_utterances(tmp_path / "dev-clean", some_utterances(3))
+    )
     assert (entry["metric"], entry["variants"][0]["name"]) == ("wer", "local")
 
 

@@ -174,10 +174,13 @@ def test_scores_equal_those_of_the_official_metric(version):
 def test_the_trained_checkpoint_scores_what_it_is_known_to_score(shared_data, shared_checkpoints):
     from approx.checkpoints import checkpoint
     from approx.evaluation.evaluate import Subject, evaluate
+    from approx.evaluation.options import EvaluateOptions
 
     opened = checkpoint.load(str(shared_checkpoints / "minilm-squad"))
     subject = Subject("exact", opened.model, checkpoint.processor(opened.source))
-    entry = evaluate({"exact": subject}, open_task("squad", articles=["Oxygen"]), data=shared_data, limit=60)
+    entry = evaluate(
+        {"exact": subject}, open_task("squad", articles=["Oxygen"]), EvaluateOptions(limit=60), data=shared_data
+    )
     assert entry["subset"]
     # 59.5 on all six held-out articles; sixty questions may differ from that by chance.
     assert entry["base"]["scores"]["answer_f1"] == pytest.approx(0.6, abs=0.15)

@@ -11,6 +11,7 @@ from approx.checkpoints import checkpoint
 from approx.cli.figures import quality_table
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
+from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.timing_inputs import sound_inputs
 from approx.publishing.summary import longest_input
 from approx.publishing.wording import share_of_examples
@@ -112,7 +113,7 @@ def test_case_and_repetitions_are_taken_out(tmp_path):
 def test_models_are_compared_by_words_over_speakers(data, tmp_path):
     processor = speech_processor(tmp_path)
     subjects = {name: Subject(name, recogniser(seed=seed), processor) for seed, name in enumerate(("exact", "other"))}
-    entry = evaluate(subjects, TASK, data=data, batch_size=4)
+    entry = evaluate(subjects, TASK, EvaluateOptions(batch_size=4), data=data)
     assert (entry["metric"], entry["lower_is_better"], entry["subset"]) == ("wer", True, True)
     assert entry["variants"][0]["test"] == "paired bootstrap over 3 groups"
     assert set(entry["base"]["scores"]) == {"wer", "cer"}

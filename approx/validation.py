@@ -1,0 +1,222 @@
+"""Plain data becomes typed: all mistakes at once, each a sentence that says where, what is needed and what stands there."""
+
+import re
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from approx.errors import ApproxError, did_you_mean, shown
+from approx.yaml_text import Document
+
+T = TypeVar("T")
+Path = tuple[Any, ...]
+
+
+class Model(BaseModel):
+    """What files are read into: nothing unknown, nothing converted, no infinity; made once and not changed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Written(BaseModel):
+    """What programs write and read again: nothing converted, no infinity; a later version may say more."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class Mistake(NamedTuple):
+    """One thing that is wrong.
+
+    Attributes:
+        path: Keys and indexes of the value in the file, for its line.
+        text: Where it is and what is wrong, a sentence.
+    """
+
+    path: Path
+    text: str
+
+
+def listed(value: Any) -> Any:
+    """A single value stands for a list of one."""
+    return value if isinstance(value, list | tuple) else [value]
+
+
+Count = Annotated[int, Field(ge=1)]
+Counts = Annotated[
+    list[Count], Field(min_length=1), BeforeValidator(listed, json_schema_input_type=list[Count] | Count)
+]
+
+_MAPPING = "a mapping of keys and values"
+_NEEDED = {
+    "bool_type": "true or false", "dict_type": _MAPPING, "model_type": _MAPPING, "dataclass_type": _MAPPING,
+    "float_type": "a number", "finite_number": "a finite number", "int_type": "a whole number",
+    "list_type": "a list", "tuple_type": "a list", "string_type": "a text",
+    "too_short": "a list of at least {min_length}", "too_long": "a list of at most {max_length}",
+    "greater_than_equal": "a finite number of at least {ge}", "less_than_equal": "a finite number of at most {le}",
+}  # fmt: skip
+
+
+def validate(kind: type[T], data: Any, root: str, around: Path = ()) -> tuple[T | None, list[Mistake]]:
+    """Make a model or a dataclass of plain data.
+
+    Args:
+        kind: What to make.
+        data: Of a file, or of a part of one.
+        root: What the data are called in sentences: `recipe`.
+        around: Path of the part within its file.
+
+    Returns:
+        What was made, or None and everything that is wrong.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(data), []
+    except ValidationError as error:
+        wrong = _mistakes(error, kind, data)
+        return None, [Mistake((*around, *path), f"{named(root, place)}: {said}") for path, place, said in wrong]
+
+
+def build(kind: type[T], what: str, **given: Any) -> T:
+    """Make a model of keywords.
+
+    Raises:
+        ApproxError: with every mistake in them.
+    """
+    made, mistakes = validate(kind, given, what)
+    if made is None:
+        raise ApproxError("\n".join(one.text for one in mistakes))
+    return made
+
+
+def salvage(kind: type[T], data: Mapping[str, Any], root: str, blanks: Mapping[str, Any]) -> tuple[T, list[Mistake]]:
+    """Make as much as can be made of plain data, so that what else is wrong can be told too.
+
+    Args:
+        kind: The model to make.
+        data: A mapping.
+        root: What the data are called in sentences: `recipe`.
+        blanks: Valid values of the keys that are needed, for those that are missing or wrong.
+
+    Returns:
+        The model of what is right, and everything that is wrong.
+    """
+    made, mistakes = validate(kind, data, root)
+    wrong = mistakes
+    while made is None:
+        # Later items of a list go first, so that earlier ones keep their indexes.
+        kept = data
+        for path in sorted({one.path for one in wrong if one.path}, key=_order, reverse=True):
+            kept = _without(kept, path)
+        kept = {**blanks, **kept}
+        data = kept if kept != data else blanks
+        made, wrong = validate(kind, data, root)
+    return made, mistakes
+
+
+def told(mistakes: Iterable[Mistake], source: str, document: Document | None = None) -> list[str]:
+    """The mistakes as lines that begin with their source; in the order of the file, with its lines and repeated keys."""
+    if document is None:
+        return [f"{source}, {one.text}" for one in mistakes]
+    said = [(document.line(one.path), one.text) for one in mistakes]
+    said += [(line, f"the key '{key}' is given twice. Keep one of them.") for line, key in document.repeated()]
+    return [f"{source}, line {line}, {text}" for line, text in sorted(said, key=lambda pair: pair[0])]
+
+
+def named(root: str, path: Path) -> str:
+    """A path in words: `recipe.bench[0].lengths`."""
+    return root + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+
+
+def _mistakes(error: ValidationError, kind: Any, data: Any) -> list[tuple[Path, Path, str]]:
+    """Path, place in words, and what is wrong: a key that is missing or unknown is told of the mapping around it."""
+    unknown, wrong = [], []
+    needed: dict[Path, tuple[Any, list[str]]] = {}
+    choices: dict[Path, list[str]] = {}
+    for one in error.errors(include_url=False):
+        loc, name = one["loc"], one["type"]
+        path = _in_data(loc, data)
+        if name == "missing":
+            wrong.append((path, path, f"the key '{loc[-1]}' is missing.{_example(kind, loc)}"))
+        elif name in ("extra_forbidden", "unexpected_keyword_argument"):
+            known = list(_fields(kind, loc[:-1]))
+            hint = did_you_mean(str(loc[-1]), known)
+            place = path[:-1] if path[-1:] == loc[-1:] else path
+            unknown.append((path, place, f"unknown key '{loc[-1]}'.{hint} Known: {', '.join(known)}."))
+        elif name == "invalid_key" or loc[-1:] == ("[key]",):
+            wrong.append((path, path[:-1], f"names are texts, found {shown(one['input'])}. Put it in quotes."))
+        else:
+            # All members of a union say what they would need.
+            words = needed.setdefault(path, (one["input"], []))[1]
+            if name == "literal_error":
+                choices[path] = re.findall(r"'([^']*)'", one.get("ctx", {})["expected"])
+                words.append(("one of " if len(choices[path]) > 1 else "") + ", ".join(choices[path]))
+            else:
+                words.append(_needed(name, one["msg"], one.get("ctx", {})))
+    for path, (value, words) in needed.items():
+        hint = did_you_mean(value, choices[path]) if isinstance(value, str) and path in choices else ""
+        wrong.append((path, path, f"{' or '.join(words)} is needed, found {shown(value)}.{hint}"))
+    return unknown + wrong
+
+
+def _needed(name: str, message: str, about: Mapping[str, Any]) -> str:
+    if name == "too_short" and about["min_length"] == 1:
+        return "at least one"
+    return _NEEDED[name].format(**about) if name in _NEEDED else message
+
+
+def _in_data(loc: Path, data: Any) -> Path:
+    """Where a validator's location is in the data: single values and `{rules: [...]}` stand for lists, unions have names."""
+    path = []
+    for step in loc:
+        if (
+            isinstance(step, int)
+            and isinstance(data, dict)
+            and set(data) == {"rules"}
+            and isinstance(data["rules"], list)
+        ):
+            path.append("rules")
+            data = data["rules"]
+        if (isinstance(data, dict) and step in data) or (
+            isinstance(data, list | tuple) and isinstance(step, int) and step < len(data)
+        ):
+            path.append(step)
+            data = data[step]
+        elif not isinstance(step, int):
+            break
+    return tuple(path)
+
+
+def _fields(kind: Any, loc: Path) -> dict[str, FieldInfo]:
+    """The fields of the model at a location."""
+    fields = _owned(kind)
+    for step in loc:
+        if step in fields:
+            fields = _owned(fields[step].annotation) or fields
+    return fields
+
+
+def _owned(annotation: Any) -> dict[str, FieldInfo]:
+    """The fields of the first model within an annotation."""
+    own = getattr(annotation, "model_fields", None) or getattr(annotation, "__pydantic_fields__", None)
+    return own or next((inner for part in typing.get_args(annotation) if (inner := _owned(part))), {})
+
+
+def _example(kind: Any, loc: Path) -> str:
+    field = _fields(kind, loc[:-1]).get(loc[-1])
+    return f" Example: {loc[-1]}: {field.examples[0]}" if field is not None and field.examples else ""
+
+
+def _order(path: Path) -> list[tuple[int, str]]:
+    return [(step, "") if isinstance(step, int) else (-1, str(step)) for step in path]
+
+
+def _without(data: Any, path: Path) -> Any:
+    step, *rest = path
+    copied = data.copy()
+    if rest:
+        copied[step] = _without(data[step], tuple(rest))
+    else:
+        del copied[step]
+    return copied

@@ -1,0 +1,32 @@
+"""The JSON Schemas that editors read say what the models say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCHEMAS = ROOT / "docs" / "schema"
+
+
+def test_the_schemas_are_those_of_the_models():
+    command = [sys.executable, str(SCHEMAS / "refresh.py"), "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["recipe", "grid"])
+def test_an_editor_is_told_what_each_key_is_and_which_names_there_are(name):
+    schema = json.loads((SCHEMAS / f"{name}.json").read_text("utf-8"))
+    described = [schema["properties"], *(part["properties"] for part in schema["$defs"].values())]
+    assert [key for keys in described for key, value in keys.items() if "description" not in value] == []
+    assert "glue/sst2" in schema["$defs"]["EvaluateStage"]["properties"]["task"]["enum"]
+    rule = schema["$defs"]["Rule" if name == "recipe" else "GridRule"]
+    assert "improved-clustered" in rule["properties"]["mechanism"]["enum"]
+    settings = {
+        one["if"]["properties"]["mechanism"]["const"]: one["then"]["properties"]["settings"]["properties"]
+        for one in rule["allOf"]
+    }
+    assert settings["local"].keys() == {"left", "right"}

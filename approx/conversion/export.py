@@ -122,7 +122,7 @@ def write_card(folder: Path, model: Any, receipt: Receipt) -> None:
     parts = [part for site in sorted(record["sites"].values(), key=lambda s: s["layer"]) for part in described(site)]
     errors, masses = receipt.errors or {}, receipt.captured_mass or {}
     rows = "\n".join(_row(part, errors, masses) for part in parts)
-    revision = f", revision {base['revision']}" if base.revision else ""
+    revision = f", revision {base.revision}" if base.revision else ""
     (folder / "README.md").write_text(
         f"""---
 library_name: transformers

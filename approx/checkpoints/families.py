@@ -68,6 +68,12 @@ def stock_class(converted: type) -> type:
     return next(kind for kind in converted.__mro__ if kind.__module__.startswith("transformers."))
 
 
+def auto_class(stock: type) -> str:
+    """Name of the auto class that makes a stock model class; `AutoModel` where none is registered for it."""
+    family = stock.config_class.model_type  # type: ignore[attr-defined]  # every model class has it
+    return next((auto for auto, name in auto_classes(family).items() if name == stock.__name__), "AutoModel")
+
+
 def stock_config(config: Any) -> Any:
     """A copy of a config as the stock class of its family would hold it."""
     config = copy.deepcopy(config)

@@ -96,7 +96,7 @@ def convert(
         results.append(checks.fresh_process(folder, model))
         receipt.checks = results
         data = export.write_receipt(folder, receipt)
-        export.write_card(folder, model, receipt)
+        export.write_card(folder, opened, receipt)
         failed = [check for check in results if check.passed is False]
         if failed:
             kept = out.with_name(f"{out.name}.failed")

@@ -3,10 +3,13 @@
 import json
 import shutil
 from contextlib import suppress
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from yaml import YAMLError
 
 from approx.checkpoints import families
 from approx.checkpoints.checkpoint import Checkpoint, processor, processor_class
@@ -16,7 +19,6 @@ from approx.conversion.calibration_inputs import CalibrationFile
 from approx.errors import ApproxError
 from approx.planning.resolve import described
 from approx.seam.manifest import MANIFEST
-from approx.seam.transformers_internals import auto_classes
 from approx.version import __version__
 
 # Everything else beside the weights (tokenizer, feature extractor, generation settings) goes along as it is.
@@ -29,6 +31,18 @@ _RUNS = {
     True: "That code brings its C and Triton, which are compiled where there is a compiler or a GPU.",
 }
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
+# What the card of a base says and the card of the converted model repeats.
+_INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+# Where the base's card names no pipeline; importing transformers' own table would import every pipeline.
+_PIPELINES = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForCTC": "automatic-speech-recognition",
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+}
 
 
 def write(folder: Path, checkpoint: Checkpoint, max_length: int | None = None) -> None:
@@ -112,55 +126,50 @@ def write_receipt(folder: Path, receipt: Receipt) -> dict[str, Any]:
     return data
 
 
-def write_card(folder: Path, model: Any, receipt: Receipt) -> None:
-    """Write the model card: what was exchanged, from which base, what each layer loses, and how to load it."""
-    record, stock = model.config.approx, families.stock_class(type(model)).__name__
-    base = history(record)[-1].base
-    auto = next((a for a, head in auto_classes(record["base"]["model_type"]).items() if head == stock), "AutoModel")
-    reader = processor_class(type(model))
-    read = "tokenizer" if reader == "AutoTokenizer" else "processor"
+def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt) -> None:
+    """Write the model card: what was exchanged, from which base, what each layer loses, and how to load it.
+
+    Args:
+        folder: Where the converted model was written.
+        checkpoint: With its model converted. License, language and pipeline are those of its own card.
+        receipt: Of the conversion, with the error of each layer.
+    """
+    model = checkpoint.model
+    record, stock = model.config.approx, families.stock_class(type(model))
+    base, auto = history(record)[-1].base, families.auto_class(stock)
     parts = [part for site in sorted(record["sites"].values(), key=lambda s: s["layer"]) for part in described(site)]
-    errors, masses = receipt.errors or {}, receipt.captured_mass or {}
-    rows = "\n".join(_row(part, errors, masses) for part in parts)
-    revision = f", revision {base.revision}" if base.revision else ""
-    (folder / "README.md").write_text(
-        f"""---
-library_name: transformers
-tags: [approx-attention, {", ".join(sorted({part["mechanism"] for part in parts}))}]
----
-
-# {base.name} with exchanged attention
-
-{stock}, made from `{base.name}`{revision} (weights sha256 `{base.weights_sha256[:16]}…`) by approx. Layers that the table leaves
-out keep exact attention. `{RECEIPT}` says what the conversion changed and which checks it passed.
-
-| layer | mechanism | settings | output error | captured mass |
-|---|---|---|--:|--:|
-{rows}
-
-Output error: how far the output of the layer's attention is from exact attention's, relative to its size. Captured mass: the
-share of exact attention's weight on the keys that the layer still sees. Both measured on {receipt.measured_on}.
-
-## Load it
-
-With stock transformers; the code beside the weights is needed, so it must be trusted, for the {read} too:
-
-```python
-from transformers import {auto}, {reader}
-
-model = {auto}.from_pretrained("path/or/repo", trust_remote_code=True)
-{read} = {reader}.from_pretrained("path/or/repo", trust_remote_code=True)
-```
-
-{_RUNS[bool(record.get("bundle_kernels"))]} After `import approx` no trust flag is needed. Plain loading fails on
-purpose: it would silently run exact attention instead.
-""",
-        encoding="utf-8",
+    inherited = _inherited(checkpoint.source.folder / "README.md")
+    data = ModelCardData(
+        **{"pipeline_tag": _PIPELINES.get(auto), **inherited},
+        # The name of a local folder would be taken for a model of the hub.
+        base_model=base.name if base.revision else None,
+        base_model_relation="finetune" if base.revision else None,
+        library_name="transformers",
+        tags=["approx-attention", *sorted({part["mechanism"] for part in parts})],
     )
+    reader = processor_class(stock)
+    card = ModelCard.from_template(
+        data,
+        template_str=(resources.files("approx.conversion") / "card.md.j2").read_text(encoding="utf-8"),
+        base=base,
+        stock=stock.__name__,
+        parts=parts,
+        errors=receipt.errors or {},
+        masses=receipt.captured_mass or {},
+        measured_on=receipt.measured_on,
+        receipt=RECEIPT,
+        code=_RUNS[bool(record.get("bundle_kernels"))],
+        auto=auto,
+        reader=reader,
+        read="tokenizer" if reader == "AutoTokenizer" else "processor",
+    )
+    card.save(folder / "README.md")
 
 
-def _row(part: dict[str, Any], errors: dict[int, float], masses: dict[int, float]) -> str:
-    heads = "" if part["heads"] == "all" else f" (heads {part['heads']})"
-    settings = ", ".join(f"{name} = {value}" for name, value in part["settings"].items())
-    error, mass = (f"{found[part['layer']]:.3f}" if part["layer"] in found else "–" for found in (errors, masses))
-    return f"| {part['layer']} | {part['mechanism']}{heads} | {settings or '–'} | {error} | {mass} |"
+def _inherited(card: Path) -> dict[str, Any]:
+    """What a base's card says that holds for a model made from it; nothing where there is no card, or a damaged one."""
+    try:
+        said = metadata_load(card) or {}
+    except (OSError, ValueError, YAMLError):
+        return {}
+    return {key: said[key] for key in _INHERITED if said.get(key)}

@@ -1,12 +1,11 @@
 """Make a folder: open a checkpoint, operate on it, check the result, and only then give the folder its name."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from approx.checkpoints import checkpoint
-from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_losing, refuse_unwritable
+from approx.checkpoints.atomic_folder import refuse_existing, refuse_losing, refuse_unwritable
 from approx.conversion import calibration, checks, clean_process, export, layer_error, surgery
 from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch, calibration_length
 from approx.conversion.separator import of_checkpoint, with_separator
@@ -88,27 +87,22 @@ def convert(
     results += [checks.padding(model), checks.causality(model)]
     receipt.lost(layer_error.layer_damage(model, batch.inputs), batch.told)
     receipt.warnings += layer_error.unseen(model, receipt.measured_at or {})
-    with atomic_folder(out, force=force) as folder:
-        progress("writing")
-        export.write(folder, opened, max_length)
-        results.append(checks.weights(folder, reference))
-        progress("reloading in a fresh process")
-        results.append(checks.fresh_process(folder, model))
-        receipt.checks = results
-        data = export.write_receipt(folder, receipt)
-        export.write_card(folder, opened, receipt)
-        failed = [check for check in results if check.passed is False]
-        if failed:
-            kept = out.with_name(f"{out.name}.failed")
-            shutil.rmtree(kept, ignore_errors=True)
-            shutil.copytree(folder, kept)
-            found = "; ".join(f"{check.name}: {check.detail}" for check in failed)
-            raise ApproxError(
-                f"The conversion of {name} did not pass its checks ({found}). Nothing was written to {out}; the result is kept "
-                f"as {kept} to look into.",
-                Exit.VERIFICATION,
-            )
-    return {**data, "notes": opened.notes}
+    written_checks = {
+        "comparing the weights": lambda folder: checks.weights(folder, reference),
+        "reloading in a fresh process": lambda folder: checks.fresh_process(folder, model),
+    }
+    export.write_checked(
+        out,
+        opened,
+        written_checks,
+        what=f"The conversion of {name}",
+        earlier=results,
+        receipt=receipt,
+        max_length=max_length,
+        force=force,
+        progress=progress,
+    )
+    return {**receipt.model_dump(), "notes": opened.notes}
 
 
 def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
@@ -127,5 +121,4 @@ def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
     was_extended = opened.model.config.approx["base"]["positions"] is not None
     surgery.revert(opened.model)
     limit = positions.limit(opened.model.config) if was_extended else None
-    with atomic_folder(out, force=force) as folder:
-        export.write(folder, opened, limit)
+    export.write_checked(out, opened, {}, what=f"The reversion of {name}", max_length=limit, force=force)

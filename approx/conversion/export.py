@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -12,11 +13,12 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from yaml import YAMLError
 
 from approx.checkpoints import families
+from approx.checkpoints.atomic_folder import atomic_folder
 from approx.checkpoints.checkpoint import Checkpoint, processor, processor_class
 from approx.checkpoints.history import Base, CalibrationText, Step, history
-from approx.checkpoints.receipt import RECEIPT, Receipt
+from approx.checkpoints.receipt import RECEIPT, Check, Receipt
 from approx.conversion.calibration_inputs import CalibrationFile
-from approx.errors import ApproxError
+from approx.errors import ApproxError, Exit
 from approx.planning.resolve import described
 from approx.seam.manifest import MANIFEST
 from approx.version import __version__
@@ -43,6 +45,62 @@ _PIPELINES = {
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
 }
+
+
+def write_checked(
+    out: Path,
+    checkpoint: Checkpoint,
+    checks: Mapping[str, Callable[[Path], Check]],
+    *,
+    what: str,
+    earlier: Sequence[Check] = (),
+    receipt: Receipt | None = None,
+    max_length: int | None = None,
+    force: bool = False,
+    progress: Callable[[str], None] = lambda step: None,
+) -> list[Check]:
+    """Write a checkpoint into a new folder, which gets its name only if every check passes.
+
+    Args:
+        out: The folder to make.
+        checkpoint: With its model as it is to be saved.
+        checks: The name of a step -> a check of the folder that was written, in their order.
+        what: The work that the checks are of, for the error: "The conversion of bert".
+        earlier: Results of checks that ran before anything was written; they count as well.
+        receipt: Of a conversion; the folder then gets it and a model card.
+        max_length: Input length in tokens that the tokenizer is to announce, if the positions were changed.
+        force: Whether an existing `out` is replaced, once the new folder is complete.
+        progress: Called with the name of each step.
+
+    Returns:
+        The results of all checks, the earlier ones first.
+
+    Raises:
+        ApproxError: if a check fails (exit code 6; the result is kept beside `out` with the suffix `.failed`), or the folder
+            cannot be written.
+    """
+    with atomic_folder(out, force=force) as folder:
+        progress("writing")
+        write(folder, checkpoint, max_length)
+        results = list(earlier)
+        for step, check in checks.items():
+            progress(step)
+            results.append(check(folder))
+        if receipt is not None:
+            receipt.checks = results
+            (folder / RECEIPT).write_text(json.dumps(receipt.model_dump(), indent=1) + "\n", encoding="utf-8")
+            write_card(folder, checkpoint, receipt)
+        if failed := [check for check in results if check.passed is False]:
+            kept = out.with_name(f"{out.name}.failed")
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(folder, kept)
+            details = "; ".join(f"{check.name}: {check.detail}" for check in failed)
+            raise ApproxError(
+                f"{what} did not pass its checks ({details}). Nothing was written to {out}; the result is kept as {kept} "
+                "to look into.",
+                Exit.VERIFICATION,
+            )
+    return results
 
 
 def write(folder: Path, checkpoint: Checkpoint, max_length: int | None = None) -> None:
@@ -117,13 +175,6 @@ def conversion_step(
         calibration=None if file is None else CalibrationText(name=file.name, sha256=file.sha256),
         calibration_length=calibration_length,
     )
-
-
-def write_receipt(folder: Path, receipt: Receipt) -> dict[str, Any]:
-    """Write what surgery did and which checks it passed; the same is given back as plain data."""
-    data = receipt.model_dump()
-    (folder / RECEIPT).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    return data
 
 
 def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt) -> None:

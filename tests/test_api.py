@@ -1,16 +1,13 @@
 """The stages as commands run them: their defaults, what they call a checkpoint, what they refuse."""
 
-import dataclasses
-import inspect
-
 import pytest
 
 from approx import api
 from approx.checkpoints import checkpoint
 from approx.conversion import surgery
-from approx.errors import ApproxError
+from approx.errors import ApproxError, Exit
 from approx.planning.plan import Plan, Rule
-from approx.recipe import BASE, CEILING, BenchStage, EvaluateStage
+from approx.recipe import BASE, CEILING
 from tiny_study import tiny_checkpoint, tiny_data
 
 
@@ -24,17 +21,6 @@ def study(tmp_path_factory):
     opened.model.save_pretrained(folder / BASE)
     checkpoint.processor(opened.source).save_pretrained(folder / BASE)
     return str(stock), str(folder / BASE), str(tiny_data(folder))
-
-
-@pytest.mark.parametrize(("command", "stage"), [(api.evaluate, EvaluateStage), (api.bench, BenchStage)])
-def test_a_command_has_the_defaults_of_a_recipe(command, stage):
-    given = {name: one.default for name, one in inspect.signature(command).parameters.items()}
-    known = {one.name: one.default for one in dataclasses.fields(stage)}
-    shared = {name for name in known.keys() & given.keys() if known[name] is not dataclasses.MISSING}
-    assert {"fast_products", "batch_size" if stage is EvaluateStage else "rounds"} <= shared
-    assert {name: given[name] for name in shared} == {name: known[name] for name in shared}
-    everywhere = {"seed": 0, "device": "auto", "dtype": "auto", "offline": False, "command": "", "against": None}
-    assert given.items() >= everywhere.items()
 
 
 def test_a_record_of_speed_says_what_was_asked_for(study):
@@ -79,3 +65,22 @@ def test_draws_are_scored_of_what_draws_and_refused_for_a_stock_checkpoint(study
 def test_a_base_that_is_converted_itself_is_refused(study):
     with pytest.raises(ApproxError, match=r"is converted itself\. Name the exact checkpoint"):
         api.evaluate(study[0], "glue/sst2", against=study[1], data=study[2], device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: api.evaluate("nowhere", "needle", limt=3), "evaluate: unknown key 'limt'. Did you mean 'limit'?"),
+        (lambda: api.evaluate("nowhere", "needle", limit=0), "evaluate.limit: a finite number of at least 1"),
+        (lambda: api.evaluate("nowhere", "needle", margin=float("nan")), "evaluate.margin: a finite number"),
+        (lambda: api.evaluate("nowhere", "needel"), "Did you mean 'needle'?"),
+        (lambda: api.bench("nowhere", []), "bench.lengths: at least one is needed"),
+        (lambda: api.bench("nowhere", [8], rounds=1), "bench.rounds: a finite number of at least 3"),
+        (lambda: api.bench("nowhere", [8], second=1), "bench: unknown key 'second'. Did you mean 'seconds'?"),
+    ],
+)
+def test_a_mistake_in_an_option_is_told_before_anything_is_opened(call, sentence):
+    with pytest.raises(ApproxError) as caught:
+        call()
+    assert sentence in str(caught.value)
+    assert caught.value.exit_code == Exit.USAGE

@@ -47,6 +47,7 @@ MISTAKES = [
     (("inspect", "owner/name", "--offline"), Exit.UNAVAILABLE, "local cache (--offline)"),
     (("inspect", "{data}"), Exit.UNAVAILABLE, "config.json is missing"),
     (("evaluate", "{base}", "--task", "glue/sst2", "--data", "nowhere"), Exit.UNAVAILABLE, "no file or folder nowhere"),
+    (("report", "{data}/nan.json", "-o", "out"), Exit.UNAVAILABLE, "nan.json is damaged: NaN is not a number of JSON"),
     (("report", "nowhere.json", "-o", "out"), Exit.UNAVAILABLE, "nowhere.json cannot be read"),
     (("revert", "{base}", "-o", "out"), Exit.REFUSED, "nothing to revert"),
     (("convert", "{converted}", "-o", "out", "-m", "linear"), Exit.REFUSED, "converted already"),
@@ -68,6 +69,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("words", "code", "fragment"), MISTAKES, ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else None)  # fmt: skip
 def test_a_mistake_is_told_in_one_line(words, code, fragment, base, converted, data, tmp_path):
     (tmp_path / "p.yaml").write_text("{mechanism: linear}", encoding="utf-8")
+    (data / "nan.json").write_text('{"schema": 1, "seed": NaN}', encoding="utf-8")
     typed = [word.format(base=base, converted=converted, data=data) for word in words]
     answer = call(*typed)
     errors = [line for line in answer.err.splitlines() if not line.startswith("[")]

@@ -39,7 +39,16 @@ def test_help_waits_for_no_large_library_and_the_version_says_what_is_usable(tmp
     )  # fmt: skip
     imported = {line.rsplit("|", 1)[1].strip().partition(".")[0] for line in told.stderr.splitlines() if "|" in line}
     assert "typer" in imported, "the list of imports was not read"
-    assert not imported & {"torch", "transformers", "datasets", "matplotlib", "scipy", "numpy", "huggingface_hub"}
+    assert not imported & {
+        "torch",
+        "transformers",
+        "datasets",
+        "matplotlib",
+        "scipy",
+        "numpy",
+        "huggingface_hub",
+        "pydantic",
+    }
     done = subprocess.run(
         [*COMMAND, "--version", "--verbose"], cwd=tmp_path, env=environment(), capture_output=True, text=True
     )

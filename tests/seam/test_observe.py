@@ -22,6 +22,7 @@ from approx.seam.decode_cache import StateLayer
 from approx.seam.observe import observe
 from zoo import difference, outputs, tiny
 
+SIZE: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 # End of the name of an attention module -> that of the projection which receives its output.
 RECEIVERS = {
     "BertModel": ("attention.self", "attention.output.dense"),
@@ -238,14 +239,8 @@ def test_calls_that_a_function_receives_are_not_kept():
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
 @pytest.mark.parametrize("convert", [False, True], ids=["stock", "converted"])
 def test_nothing_stays_behind(convert, fails):
-    size: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-    }
-    text = transformers.LlamaConfig(**size, vocab_size=101, max_position_embeddings=64)
-    seen = transformers.CLIPVisionConfig(**size, image_size=24, patch_size=8)
+    text = transformers.LlamaConfig(**SIZE, vocab_size=101, max_position_embeddings=64)
+    seen = transformers.CLIPVisionConfig(**SIZE, image_size=24, patch_size=8)
     # Its parts have configs of their own, and another implementation each.
     model: Any = transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(text_config=text, vision_config=seen)
@@ -289,13 +284,7 @@ def test_calls_are_observed_without_gradients_too(architecture, mode):
 
 
 def test_a_model_that_does_not_dispatch_its_attention_is_refused():
-    size: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-    }
-    model = transformers.DebertaV2Model(transformers.DebertaV2Config(**size, vocab_size=101)).eval()
+    model = transformers.DebertaV2Model(transformers.DebertaV2Config(**SIZE, vocab_size=101)).eval()
     before = model.config._attn_implementation
     with pytest.raises(ApproxError, match="instead of dispatching it") as caught, observe(model):
         pytest.fail("it was observed")

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from approx.checkpoints import checkpoint
@@ -93,47 +92,6 @@ def test_the_card_says_what_was_done_and_how_to_load_it(converted):
         assert row.endswith(f" | {converted[1]['errors'][layer]:.3f} | – |")
     assert "AutoModelForSequenceClassification.from_pretrained" in text
     assert "trust_remote_code=True" in text
-
-
-CARDS = {
-    "a whole one": (
-        "---\nlicense: other\nlicense_name: ours\nlanguage: [en, de]\npipeline_tag: text-ranking\ntags: [x]\n---\nText",
-        {"license": "other", "license_name": "ours", "language": ["en", "de"], "pipeline_tag": "text-ranking"},
-    ),
-    "one without data": ("Text", {"pipeline_tag": "text-classification"}),
-    "a damaged one": ("---\nlicense: [\n---\nText", {"pipeline_tag": "text-classification"}),
-    "a list": ("---\n- mit\n---\nText", {"pipeline_tag": "text-classification"}),
-    "none": (None, {"pipeline_tag": "text-classification"}),
-}
-
-
-@pytest.mark.parametrize(("text", "expected"), CARDS.values(), ids=CARDS)
-def test_the_card_of_a_model_from_the_hub_names_its_base_and_repeats_its_license(converted, tmp_path, text, expected):
-    opened = checkpoint.load(converted[0])
-    opened.model.config.approx["recipe"][-1]["base"] |= {"name": "owner/base", "revision": "0123abcd"}
-    opened.source.folder = tmp_path
-    if text is not None:
-        (tmp_path / "README.md").write_text(text)
-    (tmp_path / "out").mkdir()
-    export.write_card(tmp_path / "out", opened, surgery.Receipt([], [], [], [], None))
-    card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert card.data.to_dict() == {
-        "base_model": "owner/base",
-        "base_model_relation": "finetune",
-        "library_name": "transformers",
-        "tags": ["approx-attention", "improved-clustered", "linear"],
-        **expected,
-    }
-    assert "made from `owner/base`, revision 0123abcd (" in card.text
-
-
-def test_the_card_of_a_model_from_a_folder_names_no_model_of_the_hub(converted):
-    data = ModelCard.load(converted[0] / "README.md").data.to_dict()
-    assert data == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-classification",
-        "tags": ["approx-attention", "improved-clustered", "linear"],
-    }
 
 
 def test_it_opens_as_what_it_is(converted):

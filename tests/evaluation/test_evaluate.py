@@ -8,12 +8,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-)
+import transformers
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
@@ -196,11 +191,11 @@ def test_inputs_longer_than_the_positions_are_refused_or_cut_and_counted(data):
 
 
 def test_robertas_positions_start_behind_the_padding_token():
-    config = RobertaConfig(
+    config = transformers.RobertaConfig(
         vocab_size=len(WORDS), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         max_position_embeddings=18, pad_token_id=0, type_vocab_size=2,
     )  # fmt: skip
-    model = RobertaForSequenceClassification(config).eval()
+    model = transformers.RobertaForSequenceClassification(config).eval()
     subject = Subject("exact", model, tiny_tokenizer())
 
     def run(words: int) -> list[int]:
@@ -295,8 +290,8 @@ def test_a_gpu_predicts_what_the_cpu_predicts(data):
 @pytest.mark.slow
 def test_the_real_checkpoint_scores_what_its_readme_says(shared_data, shared_checkpoints):
     folder = shared_checkpoints / "minilm-sst2"
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
-    subject = Subject("exact", model, AutoTokenizer.from_pretrained(folder))
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    subject = Subject("exact", model, transformers.AutoTokenizer.from_pretrained(folder))
     entry = evaluate({"exact": subject}, SST2, data=shared_data / "glue")
     assert (entry["examples"], entry["subset"]) == (872, False)
     assert entry["base"]["scores"]["accuracy"] == 781 / 872

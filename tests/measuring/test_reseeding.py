@@ -16,6 +16,13 @@ from approx.measuring.reseeding import reseeding
 from approx.planning.plan import Plan, Rule
 from tiny_study import tiny_checkpoint
 
+STEP = {
+    "action": "convert",
+    "approx": "0.1",
+    "base": {"name": "base", "revision": None, "weights_sha256": "cd"},
+    "plan": [],
+}
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
@@ -30,7 +37,7 @@ def converted(base):
         opened = checkpoint.load(base)
         batch = calibration_batch(opened.source, opened.model, 32).inputs
         surgery.convert(opened.model, Plan((Rule(mechanism, "1", settings=settings),)), calibration=batch)
-        opened.model.config.approx["recipe"] = [{"calibration": None, "calibration_length": 32}]
+        opened.model.config.approx["history"] = [{**STEP, "calibration_length": 32}]
         return replace(opened, source=replace(opened.source, converted=True))
 
     return convert
@@ -94,7 +101,7 @@ def test_a_stock_checkpoint_has_no_other_draws(base):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_only_what_was_fitted_to_a_text_of_somebodys_own_cannot_be_drawn_again(converted, frozen):
     opened = converted("clustered", clusters=2, bits=8, frozen=frozen)
-    opened.model.config.approx["recipe"][0]["calibration"] = {"name": "mine.txt"}
+    opened.model.config.approx["history"][0]["calibration"] = {"name": "mine.txt", "sha256": "ab"}
     if not frozen:
         assert reseeding(opened, subject(opened)) is not None
         return

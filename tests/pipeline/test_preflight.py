@@ -1,6 +1,7 @@
 """What is found before any work: paths that lead nowhere, and from where they were meant."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from approx.pipeline.preflight import check, rehearse
 from approx.recipe import BenchStage, EvaluateStage, Recipe
 from tiny_study import tiny_checkpoint, tiny_data
 
-PLAN = {"linear": {"mechanism": "linear"}}
+PLAN: dict[str, Any] = {"linear": {"mechanism": "linear"}}
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +29,19 @@ def mistakes(recipe: Recipe) -> tuple[str, Exit]:
 def test_a_path_that_leads_nowhere_is_told_and_a_relative_one_with_the_folder_it_is_meant_from(base, absolute):
     hint = "" if absolute else f" Paths in a recipe are meant from the current folder, {Path.cwd()}."
     path = "/no/where" if absolute else "no/where"
-    text, code = mistakes(Recipe("a title", base, PLAN, calibrate=path, device="cpu"))
+    text, code = mistakes(Recipe(title="a title", checkpoint=base, variants=PLAN, calibrate=path, device="cpu"))
     assert text.startswith(f"Calibrate: {path} cannot be read: ")
     assert text.endswith(hint or ".")
     assert ("current folder" in text, code) == (not absolute, Exit.UNAVAILABLE)
-    text, code = mistakes(Recipe("a title", base, PLAN, [EvaluateStage("glue/sst2", data=path)], device="cpu"))
+    text, code = mistakes(
+        Recipe(
+            title="a title",
+            checkpoint=base,
+            variants=PLAN,
+            evaluate=[EvaluateStage(task="glue/sst2", data=path)],
+            device="cpu",
+        )
+    )
     assert text == f"Data {path} of task glue/sst2 does not exist. Mend the path in the recipe.{hint}"
     assert code == Exit.UNAVAILABLE
 
@@ -40,25 +49,29 @@ def test_a_path_that_leads_nowhere_is_told_and_a_relative_one_with_the_folder_it
 def test_a_calibration_file_that_is_there_but_of_no_use_was_looked_for_in_the_right_place(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
-    text, _ = mistakes(Recipe("a title", base, PLAN, calibrate="empty.txt", device="cpu"))
+    text, _ = mistakes(Recipe(title="a title", checkpoint=base, variants=PLAN, calibrate="empty.txt", device="cpu"))
     assert text.startswith("Calibrate: ")
     assert not text.endswith("None")
     assert "current folder" not in text
 
 
 def test_what_fits_gives_the_plans_and_its_lengths_may_be_all_positions(base):
-    fits = Recipe("a title", base, PLAN, bench=[BenchStage([32]), BenchStage([64], max_length=64)], device="cpu")
+    fits = Recipe(
+        title="a title",
+        checkpoint=base,
+        variants=PLAN,
+        bench=[BenchStage(lengths=[32]), BenchStage(lengths=[64], max_length=64)],
+        device="cpu",
+    )
     assert list(check(fits, offline=True)) == ["linear"]
-    for stage in (BenchStage([8, 33]), BenchStage([65], max_length=64)):
-        text, code = mistakes(Recipe("a title", base, PLAN, bench=[stage], device="cpu"))
+    for stage in (BenchStage(lengths=[8, 33]), BenchStage(lengths=[65], max_length=64)):
+        text, code = mistakes(Recipe(title="a title", checkpoint=base, variants=PLAN, bench=[stage], device="cpu"))
         assert f"length {max(stage.lengths)} was asked for" in text
         assert code == Exit.USAGE
 
 
 def test_a_rehearsal_hashes_what_would_be_read_and_computes_nothing(base, tmp_path):
     opened, data = checkpoint.load(base), str(tiny_data(tmp_path))
-    stages = [EvaluateStage("glue/sst2", data=data, limit=limit) for limit in (None, 4, 4)]
+    stages = [EvaluateStage(task="glue/sst2", data=data, limit=limit) for limit in (None, 4, 4)]
     hashes = [rehearse(opened, stage) for stage in stages]
     assert hashes[0] != hashes[1] == hashes[2]
-    with pytest.raises(ApproxError, match="0 seeds were asked for; at least 1 is needed"):
-        rehearse(opened, EvaluateStage("glue/sst2", data=data, seeds=0))

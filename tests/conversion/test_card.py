@@ -1,0 +1,61 @@
+"""The card of a converted folder: what it says of its base, and whose license it repeats."""
+
+import pytest
+from huggingface_hub import ModelCard
+
+from approx.checkpoints import checkpoint
+from approx.checkpoints.receipt import Receipt
+from approx.conversion import convert, export
+from approx.planning.plan import Plan, Rule
+from tiny_study import tiny_checkpoint
+
+PLAN = Plan((Rule("improved-clustered", "all", {"clusters": 4}), Rule("linear", "1")))
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A converted folder."""
+    folder = tmp_path_factory.mktemp("cards")
+    convert.convert(tiny_checkpoint(folder / "base"), folder / "converted", PLAN)
+    return folder / "converted"
+
+
+CARDS = {
+    "a whole one": (
+        "---\nlicense: other\nlicense_name: ours\nlanguage: [en, de]\npipeline_tag: text-ranking\ntags: [x]\n---\nText",
+        {"license": "other", "license_name": "ours", "language": ["en", "de"], "pipeline_tag": "text-ranking"},
+    ),
+    "one without data": ("Text", {"pipeline_tag": "text-classification"}),
+    "a damaged one": ("---\nlicense: [\n---\nText", {"pipeline_tag": "text-classification"}),
+    "a list": ("---\n- mit\n---\nText", {"pipeline_tag": "text-classification"}),
+    "none": (None, {"pipeline_tag": "text-classification"}),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), CARDS.values(), ids=CARDS)
+def test_the_card_of_a_model_from_the_hub_names_its_base_and_repeats_its_license(converted, tmp_path, text, expected):
+    opened = checkpoint.load(converted)
+    opened.model.config.approx["history"][-1]["base"] |= {"name": "owner/base", "revision": "0123abcd"}
+    opened.source.folder = tmp_path
+    if text is not None:
+        (tmp_path / "README.md").write_text(text)
+    (tmp_path / "out").mkdir()
+    export.write_card(tmp_path / "out", opened, Receipt(swapped=[], left=[], cross_attention=0, added=[]))
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.to_dict() == {
+        "base_model": "owner/base",
+        "base_model_relation": "finetune",
+        "library_name": "transformers",
+        "tags": ["approx-attention", "improved-clustered", "linear"],
+        **expected,
+    }
+    assert "made from `owner/base`, revision 0123abcd (" in card.text
+
+
+def test_the_card_of_a_model_from_a_folder_names_no_model_of_the_hub(converted):
+    data = ModelCard.load(converted / "README.md").data.to_dict()
+    assert data == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-classification",
+        "tags": ["approx-attention", "improved-clustered", "linear"],
+    }

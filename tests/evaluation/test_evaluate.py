@@ -212,7 +212,7 @@ def test_a_model_without_positions_reads_inputs_of_any_length(data):
     entry = evaluate(subjects(model), SST2, data=data)
     assert (entry["tokens"]["longest"], entry["truncated"], entry["notes"]) == (22, 0, [])
     # An input may be as long as the limit.
-    assert evaluate(subjects(model), SST2, data=data, max_length=22)["truncated"] == 0
+    assert evaluate(subjects(model), SST2, EvaluateOptions(max_length=22), data=data)["truncated"] == 0
 
 
 def test_a_task_that_reads_in_windows_makes_them_no_longer_than_the_models_positions(tmp_path):

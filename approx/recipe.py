@@ -103,9 +103,13 @@ class Study(Model):
         mistakes += [*_loose_ends(made, document.data, what), *(more(made) if more else ())]
         made._text = document.text
         made._mistakes = tuple(told(mistakes, str(path), document))
-        parts = [("checkpoint",), *(("variants", name) for name in made.variants)]
-        parts += [(key, number) for key in ("evaluate", "bench") for number in range(len(getattr(made, key)))]
-        made._places = {part: f"{path}, line {document.line(part)}: " for part in parts}
+        parts = {part: part for part in [("checkpoint",), *(("variants", name) for name in made.variants)]}
+        for key in ("evaluate", "bench"):
+            count = len(getattr(made, key))
+            # Where a stage was left out, the others have other numbers than in the file.
+            whole = len(listed(document.data.get(key))) == count
+            parts |= {(key, number): (key, number) if whole else (key,) for number in range(count)}
+        made._places = {part: f"{path}, line {document.line(place)}: " for part, place in parts.items()}
         return made
 
 

@@ -90,7 +90,7 @@ def build(kind: type[T], what: str, **given: Any) -> T:
     return made
 
 
-def salvage(kind: type[T], data: Mapping[str, Any], root: str, blanks: Mapping[str, Any]) -> tuple[T, list[Mistake]]:
+def salvage(kind: type[T], data: Mapping[Any, Any], root: str, blanks: Mapping[str, Any]) -> tuple[T, list[Mistake]]:
     """Make as much as can be made of plain data, so that what else is wrong can be told too.
 
     Args:

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "approx.publishing": "approx.errors approx.version approx.evaluation.record",
     "approx.publishing.push": "approx.errors approx.version approx.evaluation.record approx.publishing"
     " approx.conversion.export",
-    "approx.patterns": "approx.errors approx.mechanisms approx.publishing approx.evaluation.bench approx_kernels",
+    "approx.patterns": "approx.errors approx.mechanisms approx.publishing approx.evaluation.bench approx.evaluation.options approx_kernels",
     "approx.doctor": "approx.errors approx.measuring approx.tasks approx_kernels",
     "approx.pipeline": "approx.errors approx.version approx.recipe approx.grid approx.search approx.publishing approx.measuring"
     " approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",

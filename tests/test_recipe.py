@@ -83,6 +83,14 @@ def test_all_mistakes_are_found_at_once_and_nothing_is_clamped(read):
     assert made.bench == []
 
 
+def test_parts_know_their_lines(read):
+    made = read(GOOD)
+    parts = [("checkpoint",), ("variants", "mixed"), ("evaluate", 0), ("bench", 1)]
+    assert [made.at(*part).rpartition("study.yaml")[2] for part in parts] == [f", line {n}: " for n in (3, 6, 7, 10)]
+    # Of stages beside one that is wrong, only the key is certain.
+    assert read(GOOD.replace("lengths: 512", "lengths: 0")).at("bench", 0).endswith("study.yaml, line 8: ")
+
+
 def test_nothing_to_measure_and_nothing_to_compare_are_mistakes(read):
     head = "title: x\ncheckpoint: y\n"
     assert any("nothing is measured" in m for m in read(head + "variants: {a: {mechanism: linear}}\n").mistakes)

@@ -18,6 +18,7 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation.baseline import BACK_ENDS, DEFAULT, best_exact
 from approx.evaluation.interleave import OK, Runner, race
 from approx.evaluation.memory import memory_limit
+from approx.evaluation.options import BenchStage
 from approx.evaluation.statistics import ratio_interval
 from approx.evaluation.timing import Neighbours
 
@@ -46,16 +47,12 @@ class Contender:
 
 def bench(
     contenders: Sequence[Contender],
+    options: BenchStage,
     *,
     make_inputs: Callable[[int, int], Any],
-    lengths: Sequence[int],
-    batches: Sequence[int],
     device: torch.device | str,
     dtype: torch.dtype | str,
     mode: Literal["forward", "train", "generate"] = "forward",
-    inputs: Literal["real", "synthetic"] = "real",
-    rounds: int = 12,
-    seconds: float = 1.0,
     warm_up_seconds: float = 1.0,
     seed: int = 0,
     chosen_in: Callable[[Callable[[], object]], dict[str, str]] | None = None,
@@ -65,15 +62,11 @@ def bench(
 
     Args:
         contenders: One base, at most one ceiling, any number of variants and of other exact ways.
+        options: Lengths, batch sizes, how long, and whether the inputs are real, which is recorded.
         make_inputs: Given batch size and length, what the contenders' `run` takes, already on the device.
-        lengths: Tokens per sequence.
-        batches: Sequences per call.
         device: "cpu" or "cuda"; the contenders are there already.
         dtype: What the contenders compute in; recorded.
         mode: What a run is; gradients are on for "train" only.
-        inputs: Whether `make_inputs` gives real inputs; recorded.
-        rounds: Rounds at least; disturbed ones are made up for by at most as many again.
-        seconds: Seconds of rounds at least, per batch size and length.
         warm_up_seconds: Seconds of warm-up at most, per contender, batch size and length.
         seed: Of the bootstrap.
         chosen_in: Executes a call and says which implementation each op took in it; every contender runs once more for it,
@@ -84,11 +77,11 @@ def bench(
         The "speed" and "crossover" entries of a record (`approx.evaluation.record`).
 
     Raises:
-        ApproxError: if roles, names, lengths or batch sizes are not usable, or the device is another.
+        ApproxError: if roles or names are not usable, or the device is another.
     """
     device = torch.device(device)
-    _check(contenders, lengths, batches, device)
-    grid = [(batch, length) for batch in sorted(set(batches)) for length in sorted(set(lengths))]
+    _check(contenders, device)
+    grid = [(batch, length) for batch in sorted(set(options.batches)) for length in sorted(set(options.lengths))]
     speed: list[dict[str, Any]] = []
     for done, (batch, length) in enumerate(grid):
         if progress:
@@ -99,8 +92,8 @@ def bench(
             race(
                 list(runners.values()),
                 device,
-                rounds=rounds,
-                seconds=seconds,
+                rounds=options.rounds,
+                seconds=options.seconds,
                 warm_up_seconds=warm_up_seconds,
             )
             if chosen_in:
@@ -116,7 +109,7 @@ def bench(
                 "batch": batch,
                 "length": length,
                 "mode": mode,
-                "inputs": inputs,
+                "inputs": options.inputs,
                 "baseline": baseline,
                 "crowded": device.type == "cpu" and neighbours.crowded(),
                 **_results(contenders, runners, seed),
@@ -144,9 +137,7 @@ def crossover(speed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**dict(zip(names, key, strict=True)), "length": length} for key, length in found.items()]
 
 
-def _check(
-    contenders: Sequence[Contender], lengths: Sequence[int], batches: Sequence[int], device: torch.device
-) -> None:
+def _check(contenders: Sequence[Contender], device: torch.device) -> None:
     roles = [contender.role for contender in contenders]
     names = [contender.name for contender in contenders]
     if roles.count("base") != 1 or roles.count("ceiling") > 1 or len({*names, DEFAULT}) <= len(names):
@@ -154,9 +145,6 @@ def _check(
         raise ApproxError(
             f"Contenders found: {found}. Give one base, at most one ceiling, unique names other than '{DEFAULT}'."
         )
-    for what, numbers in (("lengths", lengths), ("batch sizes", batches)):
-        if not numbers or min(numbers) < 1:
-            raise ApproxError(f"Asked to bench at {what} {list(numbers)}. Give at least one, each 1 or more.")
     if device.type not in BACK_ENDS:
         raise ApproxError(
             f"Asked to bench on '{device.type}'; what can be timed is {' or '.join(BACK_ENDS)}.",

@@ -173,14 +173,10 @@ def measure_speed(
     with products_for(models.values(), stage.fast_products):
         raced = bench(
             contenders,
+            stage,
             make_inputs=_input_maker(base, source, texts, seed),
-            lengths=stage.lengths,
-            batches=stage.batches,
             device=base.device,
             dtype=base.dtype,
-            inputs="synthetic" if texts is None else "real",
-            rounds=stage.rounds,
-            seconds=stage.seconds,
             seed=seed,
             chosen_in=chosen_in,
             progress=lambda done, total, what: progress(f"bench {what}".strip(), done, total),

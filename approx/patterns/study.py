@@ -8,6 +8,7 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.bench import Contender, bench
+from approx.evaluation.options import BenchStage
 from approx.patterns import Pattern, figures
 from approx.publishing.patterns import flow_picture, steps_picture
 from approx.publishing.pictures import write_pictures
@@ -125,12 +126,10 @@ def _speed(pattern: Pattern, device: str, progress: Callable[[str, int, int], No
             Contender("exact (SDPA)", exact, "base"),
             *(Contender(name, lambda inputs, made=made: made(*inputs)) for name, made in ours.items()),
         ],
+        BenchStage(lengths=[pattern.length], inputs="synthetic"),
         make_inputs=make_inputs,
-        lengths=[pattern.length],
-        batches=[1],
         device=device,
         dtype="float32",
-        inputs="synthetic",
         chosen_in=chosen_in,
         progress=lambda done, total, what: progress(f"time {what}", done, total),
     )["speed"]

@@ -60,8 +60,8 @@ def write_code(
     Returns:
         The files written.
     """
-    used = set(mechanisms)
-    sources = _with_kernels(used) if kernels else slim_sources(used)
+    used = frozenset(mechanisms)
+    sources = dict(_with_kernels(used) if kernels else slim_sources(used))
     family = _file(config_class.model_type)  # type: ignore[attr-defined]  # every config class has it
     sources[f"configuration_approx_{family}"] = _configuration(config_class)
     sources[f"modeling_approx_{family}"] = _modeling(config_class, model_class, slim=not kernels)
@@ -73,7 +73,7 @@ def write_code(
     return written
 
 
-def _with_kernels(mechanisms: set[str]) -> dict[str, str]:
+def _with_kernels(mechanisms: frozenset[str]) -> dict[str, str]:
     """The sources of every module that the mechanisms import."""
     sources = {_flat(_REGISTRY): _registry(sorted(mechanisms))}
     waiting = [MODEL[0], *(MECHANISMS[name].__module__ for name in mechanisms)]

@@ -1,7 +1,8 @@
 """The code of a slim converted folder: the mechanisms used in plain PyTorch, in a few files that can be read."""
 
+import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 
 from approx.checkpoints.shaking import OURS, Module, Shaken, docstring
@@ -30,7 +31,8 @@ def room(module: str) -> str:
     return f"approx_{parts[1]}"
 
 
-def slim_sources(mechanisms: Iterable[str]) -> dict[str, str]:
+@functools.cache
+def slim_sources(mechanisms: frozenset[str]) -> Mapping[str, str]:
     """The texts of the files that some mechanisms need, by their names without `.py`.
 
     Args:
@@ -39,7 +41,7 @@ def slim_sources(mechanisms: Iterable[str]) -> dict[str, str]:
     Raises:
         RuntimeError: if two modules of one file define the same name, or files need each other.
     """
-    used = sorted(set(mechanisms))
+    used = sorted(mechanisms)
     states = any(MECHANISMS[name].decode_state != "cache" for name in used)
     shaken = Shaken(
         [MODEL, INSTALLED],

@@ -16,6 +16,8 @@ from approx.conversion import checks, clean_process, surgery
 from approx.mechanisms import MECHANISMS
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
+from approx.seam.installed import installed_model
+from approx.seam.model import ApproxModel
 from approx_kernels.dispatch.implementation import implementation
 from approx_kernels.ops.clustering.api import cluster_queries
 from converted import auto_class, code, run
@@ -145,10 +147,7 @@ def test_the_check_of_a_conversion_reloads_the_slim_folder(tmp_path):
     assert checks.fresh_process(tmp_path, model).passed is False
 
 
-def test_the_installed_package_runs_where_it_is_compatible(folder, caplog):
-    from approx.seam.installed import installed_model
-    from approx.seam.model import ApproxModel
-
+def test_the_installed_package_runs_where_it_is_compatible(caplog):
     with caplog.at_level("INFO"):
         assert installed_model(1, "0.1.0") is ApproxModel
     assert "runs the code of the installed package" in caplog.text
@@ -156,8 +155,6 @@ def test_the_installed_package_runs_where_it_is_compatible(folder, caplog):
 
 @pytest.mark.parametrize(("layout", "version"), [(2, "0.1.0"), (1, "0.1.1"), (1, "7.0.0")])
 def test_an_incompatible_package_is_left_alone_and_the_log_says_why(layout, version, caplog):
-    from approx.seam.installed import installed_model
-
     assert installed_model(layout, version) is None
     assert f"this folder needs format {layout} and at least {version}" in caplog.text
     assert "pip install 'approx-attention>=" in caplog.text
@@ -199,4 +196,5 @@ def test_a_folder_of_an_earlier_version_still_loads_and_gives_what_it_gave(tmp_p
     there = clean_process.first_outputs(GOLDEN / "model", "AutoModel", [inputs])[0]
     torch.testing.assert_close(there, stored["last_hidden_state"], rtol=1e-5, atol=2e-6)
     model = transformers.AutoModel.from_pretrained(GOLDEN / "model")
-    assert difference([model(**inputs)[0]], [stored["last_hidden_state"]]) < 1e-5
+    with torch.inference_mode():
+        assert difference([model(**inputs)[0]], [stored["last_hidden_state"]]) < 1e-5

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from approx.errors import ApproxError, did_you_mean
+from approx.tasks.classification import SequenceClassification
 from approx.tasks.copying import Copying
 from approx.tasks.documents import Documents
 from approx.tasks.glue import GLUE, Glue
@@ -16,7 +17,7 @@ from approx.tasks.listops import ListOps
 from approx.tasks.masked_language import MaskedLanguageModelling
 from approx.tasks.needle import Needle
 from approx.tasks.squad import Squad
-from approx.tasks.task import Example, SequenceClassification, Split, Task
+from approx.tasks.task import Example, Split, Task
 
 __all__ = ["TASKS", "Example", "SequenceClassification", "Split", "Task", "open_task"]
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.generated import Generated
-from approx.tasks.language import check_causal
-from approx.tasks.padding import padded
+from approx.tasks.head import CAUSAL_LANGUAGE_MODELLING, Head
+from approx.tasks.language import check_causal, last_tokens
+from approx.tasks.padding import padded, padded_labels
 from approx.tasks.settings import whole_setting
 from approx.tasks.task import Encoding, Example
 
@@ -47,7 +48,7 @@ class Copying(Generated):
     """
 
     name = "copy"
-    head: ClassVar[str] = "causal-language-modelling"
+    head: ClassVar[Head] = CAUSAL_LANGUAGE_MODELLING
     metrics = ("token_accuracy", "accuracy")
 
     def __init__(self, length: int = 128, symbols: int = 10, examples: int = 1000, seed: int = 0) -> None:
@@ -66,6 +67,7 @@ class Copying(Generated):
 
     def check(self, model: Any) -> None:
         """Refuse a model without a head that predicts tokens, or one that sees the tokens it should predict."""
+        super().check(model)
         check_causal(self.name, model)
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
@@ -95,6 +97,12 @@ class Copying(Generated):
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
         """Pad to the longest of the batch, on the right."""
         return padded([{"input_ids": one["input_ids"]} for one in encodings], processor)
+
+    def targets(
+        self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
+    ) -> dict[str, Any]:
+        """`labels` [B, L]: the symbols of the copy, at their own places; transformers shifts them."""
+        return {"labels": padded_labels([last_tokens(one["input_ids"], one["copied"]) for one in encodings])}
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
         """The likeliest symbol at each place of the copy, given the true ones before it; `?` for no symbol."""

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit
+from approx.tasks.classification import SequenceClassification
 from approx.tasks.hub import read_rows
 from approx.tasks.settings import names_setting, whole_setting
-from approx.tasks.task import Example, SequenceClassification, Split
+from approx.tasks.task import Example, Split
 
 _FORMATS = (".jsonl", ".csv", ".tsv")
 _HUB_DATASET = "stanfordnlp/imdb"

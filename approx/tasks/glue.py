@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit
+from approx.tasks.classification import SequenceClassification
 from approx.tasks.hub import read_rows
-from approx.tasks.task import Example, SequenceClassification, Split
+from approx.tasks.task import Example, Split
 
 HUB_DATASET = "nyu-mll/glue"
 

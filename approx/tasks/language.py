@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from approx.errors import ApproxError, Exit
+from approx.tasks.head import CAUSAL_LANGUAGE_MODELLING, Head
+from approx.tasks.padding import IGNORED, padded_labels
 from approx.tasks.settings import whole_setting, window_within
 from approx.tasks.task import Encoding, Example
 from approx.tasks.text import Text, by_place, place_slices, tokenised
@@ -34,7 +36,7 @@ class LanguageModelling(Text):
     """
 
     name = "lm"
-    head: ClassVar[str] = "causal-language-modelling"
+    head: ClassVar[Head] = CAUSAL_LANGUAGE_MODELLING
     metrics = ("bits_per_byte", "perplexity")
     slice_metric = "perplexity"
     sliced_by: ClassVar[str] = "tokens before"
@@ -46,6 +48,7 @@ class LanguageModelling(Text):
 
     def check(self, model: Any) -> None:
         """Refuse a model without a head that predicts tokens, or one that sees the tokens it should predict."""
+        super().check(model)
         check_causal(self.name, model)
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
@@ -70,6 +73,12 @@ class LanguageModelling(Text):
             first = end
         return windows
 
+    def targets(
+        self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
+    ) -> dict[str, Any]:
+        """`labels` [B, L]: the tokens that a window scores, at their own places; transformers shifts them."""
+        return {"labels": padded_labels([last_tokens(one["input_ids"], one["scored"]) for one in encodings])}
+
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
         """The summed loss of each window's scored tokens, in nats, by the number of tokens before them."""
         import torch
@@ -90,21 +99,19 @@ class LanguageModelling(Text):
         return place_slices(labels, predictions)
 
 
+def last_tokens(ids: Sequence[int], count: int) -> list[int]:
+    """Labels of a row whose last `count` tokens are to be predicted."""
+    return [*[IGNORED] * (len(ids) - count), *ids[len(ids) - count :]]
+
+
 def check_causal(task: str, model: Any) -> None:
-    """Refuse a model without a head that predicts tokens, or one that sees the tokens it should predict.
+    """Refuse a model that sees the tokens it should predict.
 
     Raises:
         ApproxError: naming the task and the model.
     """
     import torch
 
-    found = type(model).__name__
-    if not found.endswith(("ForCausalLM", "LMHeadModel")):
-        raise ApproxError(
-            f"{task} needs a causal language-modelling head, but the model is a {found}. "
-            "Use the task mlm for a masked one, or choose a task for its head.",
-            Exit.UNSUPPORTED,
-        )
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=next(model.parameters()).device)
     training = model.training
     with torch.inference_mode():
@@ -112,7 +119,7 @@ def check_causal(task: str, model: Any) -> None:
     model.train(training)
     if (early[0] - early[1]).abs().max() > 1e-3 * early.abs().max():
         raise ApproxError(
-            f"{task} needs a causal model, but what this {found} says at a token depends on the tokens behind it. "
+            f"{task} needs a causal model, but what this {type(model).__name__} says at a token depends on the tokens behind it. "
             "Use the task mlm, or set is_decoder in its config.",
             Exit.UNSUPPORTED,
         )

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from approx.errors import ApproxError, Exit
+from approx.tasks.classification import SequenceClassification
 from approx.tasks.settings import whole_setting
-from approx.tasks.task import Example, SequenceClassification, Split
+from approx.tasks.task import Example, Split
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 DIGITS = tuple("0123456789")

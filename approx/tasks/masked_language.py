@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError
+from approx.tasks.head import MASKED_LANGUAGE_MODELLING, Head
+from approx.tasks.padding import IGNORED, padded_labels
 from approx.tasks.settings import number_setting, whole_setting, window_within
 from approx.tasks.task import Encoding, Example
 from approx.tasks.text import Text, by_place, place_slices, tokenised
@@ -31,7 +33,7 @@ class MaskedLanguageModelling(Text):
     """
 
     name = "mlm"
-    head: ClassVar[str] = "masked-language-modelling"
+    head: ClassVar[Head] = MASKED_LANGUAGE_MODELLING
     metrics = ("masked_loss",)
     sliced_by: ClassVar[str] = "place in the window"
 
@@ -39,16 +41,6 @@ class MaskedLanguageModelling(Text):
         super().__init__(stretch)
         self._window = None if window is None else whole_setting(self.name, "window", window, 8)
         self._hidden = number_setting(self.name, "hidden", hidden, 0, 1)
-
-    def check(self, model: Any) -> None:
-        """Refuse a model without a masked language-modelling head."""
-        found = type(model).__name__
-        if not found.endswith("ForMaskedLM"):
-            raise ApproxError(
-                f"{self.name} needs a masked language-modelling head, but the model is a {found}. "
-                "Use the task lm for a causal one, or choose a task for its head.",
-                Exit.UNSUPPORTED,
-            )
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
         """Windows of a stretch with tokens hidden; the same ones whatever else is evaluated."""
@@ -75,6 +67,18 @@ class MaskedLanguageModelling(Text):
             targets = [[len(head) + int(place), int(ids[place])] for place in np.flatnonzero(chosen)]
             windows.append({"input_ids": [*head, *shown, *tail], "targets": targets})
         return windows
+
+    def targets(
+        self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
+    ) -> dict[str, Any]:
+        """`labels` [B, L]: the hidden tokens, at their places."""
+        hidden = [dict(one["targets"]) for one in encodings]
+        rows = zip(hidden, encodings, strict=True)
+        return {
+            "labels": padded_labels(
+                [[at.get(place, IGNORED) for place in range(len(one["input_ids"]))] for at, one in rows]
+            )
+        }
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
         """The summed loss of each window's hidden tokens, in nats, by their place."""

@@ -6,9 +6,10 @@ from itertools import product
 
 import numpy as np
 
+from approx.tasks.classification import SequenceClassification
 from approx.tasks.generated import Generated
 from approx.tasks.settings import whole_setting
-from approx.tasks.task import Example, SequenceClassification
+from approx.tasks.task import Example
 
 QUESTION = "find"
 VALUES = ("black", "blue", "brown", "green", "grey", "red", "white", "yellow")

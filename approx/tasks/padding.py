@@ -1,9 +1,12 @@
-"""Texts of several lengths as one batch."""
+"""Texts of several lengths, and what a model is to say of them, as one batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+IGNORED = -100
+"""The label that transformers' losses leave out."""
 
 
 def padded(encodings: Sequence[Mapping[str, Any]], processor: Any) -> dict[str, Any]:
@@ -25,3 +28,11 @@ def padded(encodings: Sequence[Mapping[str, Any]], processor: Any) -> dict[str, 
     }
     mask = torch.tensor([[1] * length + [0] * gap for length, gap in zip(lengths, gaps, strict=True)])
     return {"attention_mask": mask} | batch
+
+
+def padded_labels(rows: Sequence[Sequence[int]]) -> Any:
+    """Labels of several lengths as one tensor, [B, L], padded on the right with what transformers' losses leave out."""
+    import torch
+
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[IGNORED] * (longest - len(row))] for row in rows])

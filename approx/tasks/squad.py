@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit, did_you_mean
 from approx.tasks.answer_words import answer_words
+from approx.tasks.head import QUESTION_ANSWERING, Head
 from approx.tasks.hub import read_rows
 from approx.tasks.padding import padded
 from approx.tasks.settings import names_setting, number_setting, whole_setting, window_within
@@ -47,7 +48,7 @@ class Squad(Task):
         ApproxError: if a setting is out of range.
     """
 
-    head: ClassVar[str] = "question-answering"
+    head: ClassVar[Head] = QUESTION_ANSWERING
     metrics = ("answer_f1", "exact_match")
     dataset: str
     windowed: ClassVar[bool] = True
@@ -134,9 +135,10 @@ class Squad(Task):
             for article in articles:
                 for paragraph in article["paragraphs"]:
                     for asked in paragraph["qas"]:
-                        texts = [answer["text"] for answer in asked.get("answers", ())]
+                        answers = [(one["text"], one.get("answer_start")) for one in asked.get("answers", ())]
                         impossible = bool(asked.get("is_impossible", False))
-                        yield article["title"], self._example(asked, paragraph["context"], texts, impossible, str(path))
+                        made = self._example(asked, paragraph["context"], answers, impossible, str(path))
+                        yield article["title"], made
         except OSError as error:
             raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
         except UnicodeDecodeError:
@@ -154,14 +156,14 @@ class Squad(Task):
             raise ApproxError(f"Unknown split '{split}' of the task '{self.name}'. Known: {', '.join(_SPLITS)}.")
         config = "plain_text" if self._version == 1 else "squad_v2"
         for row in read_rows(self.dataset, config, split.replace("dev", "validation"), streaming):
-            texts = row["answers"]["text"]
-            yield (
-                row["title"],
-                self._example(row, row["context"], texts, self._version == 2 and not texts, self.dataset),
-            )
+            answers = list(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True))
+            impossible = self._version == 2 and not answers
+            yield row["title"], self._example(row, row["context"], answers, impossible, self.dataset)
 
-    def _example(self, asked: dict[str, Any], context: str, texts: list[str], impossible: bool, place: str) -> Example:
-        if not texts and not impossible:
+    def _example(
+        self, asked: dict[str, Any], context: str, answers: list[tuple[str, int | None]], impossible: bool, place: str
+    ) -> Example:
+        if not answers and not impossible:
             raise ApproxError(
                 f"{place}: question {asked['id']} has no answers, so it cannot be scored. Use a split with answers, or "
                 "squad_v2 where it is marked as impossible.",
@@ -169,21 +171,12 @@ class Squad(Task):
             )
         if impossible and self._version == 1:
             raise ApproxError(f"{place}: question {asked['id']} is marked as impossible. Use the task squad_v2.")
-        answers = [] if impossible else list(texts)
-        if self._version == 2:
-            # The official scoring of 2.0 passes over what is nothing but punctuation or an article, that of 1.1 does not.
-            answers = [text for text in answers if answer_words(text)]
-        return Example(str(asked["id"]), {"question": asked["question"].strip(), "context": context}, answers)
-
-    def check(self, model: Any) -> None:
-        """Refuse a model without a question-answering head."""
-        found = type(model).__name__
-        if not found.endswith("ForQuestionAnswering"):
-            raise ApproxError(
-                f"{self.name} needs a question-answering head, but the model is a {found}. "
-                "Fine-tune the checkpoint on the task, or choose a task for its head.",
-                Exit.UNSUPPORTED,
-            )
+        # The official scoring of 2.0 passes over what is nothing but punctuation or an article, that of 1.1 does not.
+        answers = [one for one in answers if not impossible and (self._version == 1 or answer_words(one[0]))]
+        inputs = {"question": asked["question"].strip(), "context": context}
+        if answers and answers[0][1] is not None:
+            inputs["answer_start"] = answers[0][1]
+        return Example(str(asked["id"]), inputs, [text for text, _ in answers])
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
         """Tokenise question and text, in windows that overlap; the place of each token of the text is kept."""
@@ -226,6 +219,16 @@ class Squad(Task):
         read = [{name: value for name, value in one.items() if name not in _OURS} for one in encodings]
         return padded(read, processor)
 
+    def targets(
+        self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
+    ) -> dict[str, Any]:
+        """The first and the last token of the first answer, [B] each; token 0 where the window does not hold all of it."""
+        import torch
+
+        spans = [_tokens_of_answer(*pair) for pair in zip(examples, encodings, strict=True)]
+        starts, ends = torch.tensor(spans).unbind(1)
+        return {"start_positions": starts, "end_positions": ends}
+
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
         """The likeliest spans of each window, `[score, first character, end]`, and the score of no answer."""
         starts, ends = outputs.start_logits.float(), outputs.end_logits.float()
@@ -257,3 +260,15 @@ class Squad(Task):
         if self._version == 2 and min(part["none"] for part in parts) - score > self._margin:
             return ""
         return example.inputs["context"][begin:end]
+
+
+def _tokens_of_answer(example: Example, encoding: Encoding) -> tuple[int, int]:
+    """First and last token of an example's first answer in a window; 0 and 0 where the window does not hold all of it."""
+    if not example.label:
+        return 0, 0
+    start = example.inputs.get("answer_start", example.inputs["context"].find(example.label[0]))
+    end = start + len(example.label[0])
+    places = [(index, span) for index, span in enumerate(encoding["offsets"]) if span is not None]
+    first = [index for index, span in places if span[0] <= start < span[1]]
+    last = [index for index, span in places if span[0] < end <= span[1]]
+    return (first[0], last[-1]) if first and last else (0, 0)

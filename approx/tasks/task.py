@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
-from approx.tasks.padding import padded
+from approx.tasks.head import Head
 
 Encoding = dict[str, Any]
 """What a model reads of one example, or of one window of it, without padding, by the names of the model's inputs.
@@ -66,8 +66,8 @@ class Task(ABC):
 
     name: str
     """As on the command line, in a recipe and in a record: `glue/sst2`."""
-    head: ClassVar[str]
-    """The head a model needs: `sequence-classification`."""
+    head: ClassVar[Head]
+    """The head a model needs."""
     metrics: tuple[str, ...]
     """Names in `approx.tasks.metrics.METRICS`; the first is the one that is compared."""
     dataset: str | None = None
@@ -107,13 +107,19 @@ class Task(ABC):
         """Return the examples of `load`, for those who need no more than these."""
         return self.load(data, split, limit, streaming=streaming).examples
 
-    @abstractmethod
     def check(self, model: Any) -> None:
         """Refuse a model that cannot do this task.
 
         Raises:
             ApproxError: if its head or its labels differ from the task's.
         """
+        if not self.head.is_of(type(model)):
+            raise ApproxError(
+                f"{self.name} needs a {self.head.name} head, but the model is a {type(model).__name__}. "
+                f"Fine-tune the checkpoint on the task, or choose a task for its head ({self.head.auto_class} makes the one "
+                "that is needed).",
+                Exit.UNSUPPORTED,
+            )
 
     @abstractmethod
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
@@ -149,6 +155,23 @@ class Task(ABC):
     @abstractmethod
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
         """Pad encodings into one batch of tensors, [B, L]."""
+
+    @abstractmethod
+    def targets(
+        self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
+    ) -> dict[str, Any]:
+        """What a model is trained to say of a batch: the inputs from which transformers' models compute their loss.
+
+        Args:
+            examples: The example that each encoding is of.
+            encodings: The rows of the batch, as `encode` made them and `collate` pads them.
+            processor: The tokenizer or feature extractor of the checkpoint.
+            config: The model's configuration; it says which output stands for which label.
+
+        Returns:
+            Tensors by the names of the model's inputs: `labels`, [B] or [B, L], or `start_positions` and `end_positions`,
+            [B]. In [B, L] what does not count is -100.
+        """
 
     @abstractmethod
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
@@ -206,88 +229,6 @@ class Task(ABC):
         if not self.labels:
             return None
         return [prediction == label for prediction, label in zip(predictions, labels, strict=True)]
-
-
-class SequenceClassification(Task):
-    """A class, or a number, for one text or a pair (`Example.inputs`: `text` and perhaps `text_pair`).
-
-    Predictions are indices into `labels`; without labels the task is regression and they are floats.
-    """
-
-    head: ClassVar[str] = "sequence-classification"
-
-    def check(self, model: Any) -> None:
-        """Refuse a model without a classification head, or with other labels than the task's."""
-        found = type(model).__name__
-        if not found.endswith("ForSequenceClassification"):
-            raise ApproxError(
-                f"{self.name} needs a sequence-classification head, but the model is a {found}. "
-                "Fine-tune the checkpoint on the task, or choose a task for its head.",
-                Exit.UNSUPPORTED,
-            )
-        self._order(model.config)
-
-    def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
-        """Tokenise the text or the pair, with the tokenizer's own special tokens."""
-        encoding = processor(
-            example.inputs["text"],
-            example.inputs.get("text_pair"),
-            truncation=max_length is not None,
-            max_length=max_length,
-            # Lengths are checked against the model's positions, which say more than the tokenizer's warning.
-            verbose=False,
-        )
-        return [dict(encoding)]
-
-    def company(self, encoding: Encoding, processor: Any, config: Any) -> int | None:
-        """The exact length, where the model does not know the tokenizer's padding.
-
-        A decoder's head reads the last token of a row that is not the padding of its config; without one it takes no batch.
-        """
-        if config.pad_token_id is None:
-            return None
-        return 0 if config.pad_token_id == processor.pad_token_id else self.tokens(encoding)
-
-    def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
-        """Pad to the longest of the batch, on the right."""
-        return padded(encodings, processor)
-
-    def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
-        """Take the likeliest class of each row, or the regressed number."""
-        logits = outputs.logits.float()
-        # An argmax over NaN is class 0, and would pass for a prediction.
-        if not logits.isfinite().all():
-            raise ApproxError("its logits are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
-        if not self.labels:
-            return logits.squeeze(-1).tolist()
-        order = self._order(config)
-        return [order[index] for index in logits.argmax(-1).tolist()]
-
-    def _order(self, config: Any) -> list[int]:
-        """Index in `labels` of each of the model's outputs, by name where the names mean something."""
-        wanted = list(self.labels) or ["score"]
-        found = [str(config.id2label[index]) for index in range(config.num_labels)]
-        if len(found) != len(wanted):
-            raise ApproxError(
-                f"{self.name} has {len(wanted)} outputs ({', '.join(wanted)}), "
-                f"but the model has {len(found)} ({', '.join(found)}). Use a checkpoint fine-tuned on {self.name}.",
-                Exit.UNSUPPORTED,
-            )
-        unnamed = all(name in (f"LABEL_{index}", str(index)) for index, name in enumerate(found))
-        if unnamed or not self.labels:
-            return list(range(len(wanted)))
-        plain = [_plain(name) for name in wanted]
-        if sorted(map(_plain, found)) != sorted(plain):
-            raise ApproxError(
-                f"{self.name} has the labels {', '.join(wanted)}, but the model's are {', '.join(found)}. "
-                "Use a checkpoint of this task, or name its outputs so in id2label of config.json.",
-                Exit.UNSUPPORTED,
-            )
-        return [plain.index(_plain(name)) for name in found]
-
-
-def _plain(name: str) -> str:
-    return name.strip().lower().replace("-", "_").replace(" ", "_")
 
 
 def doubling(most: int, first: int = 16) -> Iterator[tuple[int, int]]:

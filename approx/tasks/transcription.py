@@ -15,7 +15,9 @@ from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.beam_search import WordBonus, beam_search
+from approx.tasks.head import CTC, Head
 from approx.tasks.ngram import read_ngram
+from approx.tasks.padding import padded_labels
 from approx.tasks.settings import number_setting, whole_setting
 from approx.tasks.task import Encoding, Example, Task, doubling
 
@@ -56,7 +58,7 @@ class Transcription(Task):
         ApproxError: if a setting is out of range, or the model cannot be read.
     """
 
-    head: ClassVar[str] = "ctc"
+    head: ClassVar[Head] = CTC
     metrics = ("wer", "cer")
     sliced_by: ClassVar[str] = "seconds"
     input_name: ClassVar[str] = "input_values"
@@ -75,13 +77,8 @@ class Transcription(Task):
 
     def check(self, model: Any) -> None:
         """Refuse a model without a CTC head, or whose head has no output for the blank between characters."""
-        found, config = type(model).__name__, model.config
-        if not found.endswith("ForCTC"):
-            raise ApproxError(
-                f"{self.name} needs a CTC head, but the model is a {found}. "
-                "Fine-tune the checkpoint on the task, or choose a task for its head.",
-                Exit.UNSUPPORTED,
-            )
+        super().check(model)
+        config = model.config
         if config.pad_token_id is None or not 0 <= config.pad_token_id < config.vocab_size:
             raise ApproxError(
                 f"The CTC head has {config.vocab_size} outputs, but its blank, pad_token_id in config.json, is "
@@ -113,6 +110,15 @@ class Transcription(Task):
         """Decode and pad: `input_values` [B, samples], and a mask of the same shape where the checkpoint takes one."""
         sounds = [one["recording"].decoded(RATE)[: one["samples"]] for one in encodings]
         return dict(processor.feature_extractor(sounds, sampling_rate=RATE, padding=True, return_tensors="pt"))
+
+    def targets(
+        self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
+    ) -> dict[str, Any]:
+        """`labels` [B, S]: the characters of each text, in the case of the checkpoint's vocabulary."""
+        tokenizer = processor.tokenizer
+        upper = any(token.isupper() for token in tokenizer.get_vocab() if len(token) == 1)
+        texts = [example.label if upper else example.label.lower() for example in examples]
+        return {"labels": padded_labels([tokenizer(text)["input_ids"] for text in texts])}
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[str]:
         """The text of each row, repetitions and blanks taken out, in upper case."""

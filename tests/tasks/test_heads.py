@@ -2,9 +2,12 @@
 
 import copy
 import json
+import string
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -185,3 +188,109 @@ def test_a_task_refuses_every_other_head(name):
         with pytest.raises(ApproxError, match=f"{name} needs a .* head, but the model is a {architecture}") as caught:
             open_task(name).check(tiny(architecture))
         assert caught.value.exit_code == Exit.UNSUPPORTED
+
+
+def batch_of(task, model, processor, data, count=4):
+    """The first rows of a task as a model reads them, and what it is to say."""
+    pairs = [(each, one) for each in task.load(data).examples for one in task.encode(each, processor, 64)][:count]
+    examples, encodings = zip(*pairs, strict=True)
+    targets = task.targets(examples, encodings, processor, model.config)
+    return examples, encodings, task.collate(encodings, processor), targets
+
+
+TRAINED = ("BertForSequenceClassification", "BertForQuestionAnswering", "BertForMaskedLM", "GPT2LMHeadModel")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "settings"),
+    [case for case in CASES if case[0] in TRAINED] + [("Wav2Vec2ForCTC", "librispeech/dev-clean", {})],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_loss_of_transformers_goes_down_on_the_targets(architecture, name, settings, data, tmp_path):
+    task = open_task(name, **settings)
+    if name.startswith("librispeech"):
+        model, processor = recogniser(), speech_processor(tmp_path / "processor")
+        data = {name: write_utterances(tmp_path / "dev-clean", some_utterances(3))}
+    else:
+        model = model_of(architecture)
+        processor = tokenizer_of(model.config)
+    _, _, inputs, targets = batch_of(task, model, processor, data.get(name))
+    model.eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(3):
+        loss = model(**inputs, **targets).loss
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[0] > losses[1] > losses[2] > 0
+
+
+@pytest.mark.parametrize(("architecture", "name"), [("BertForMaskedLM", "mlm"), ("GPT2LMHeadModel", "lm")])
+def test_a_language_model_is_trained_on_the_tokens_that_it_is_scored_on(architecture, name, data):
+    model, task = model_of(architecture).eval(), open_task(name, **TEXT)
+    examples, encodings, inputs, targets = batch_of(task, model, tokenizer_of(model.config), data[name])
+    with torch.inference_mode():
+        outputs = model(**inputs, **targets)
+    parts = task.predict(outputs, encodings, model.config)
+    said = [task.combine(example, [part]) for example, part in zip(examples, parts, strict=True)]
+    assert outputs.loss.item() == pytest.approx(sum(one["loss"] for one in said) / sum(one["count"] for one in said))
+
+
+def test_a_copy_is_trained_alone():
+    model, task = model_of("GPT2LMHeadModel"), open_task("copy", length=24, examples=8)
+    examples, encodings, inputs, targets = batch_of(task, model, tokenizer_of(model.config), None)
+    logits = torch.nn.functional.one_hot(inputs["input_ids"].roll(-1, 1), model.config.vocab_size)
+    assert task.predict(SimpleNamespace(logits=logits), encodings, model.config) == [one.label for one in examples]
+    trained = targets["labels"] != -100
+    assert trained.sum(1).tolist() == [len(one.label) for one in examples]
+    assert torch.equal(targets["labels"][trained], inputs["input_ids"][trained])
+
+
+def test_classes_are_trained_in_the_order_of_the_model(tmp_path):
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\ngood film\t1\nbad film\t0\n")
+    model = tiny("BertForSequenceClassification", id2label={0: "positive", 1: "negative"})
+    task = open_task("glue/sst2")
+    examples, encodings, _, targets = batch_of(task, model, tokenizer_of(model.config), tmp_path / "dev.tsv")
+    assert targets["labels"].tolist() == [0, 1]
+    logits = torch.nn.functional.one_hot(targets["labels"], 2).float()
+    assert task.predict(SimpleNamespace(logits=logits), encodings, model.config) == [one.label for one in examples]
+
+
+def test_answers_are_trained_where_a_window_holds_them(tmp_path):
+    context = "the film is very dull not good is the film very bad not fine"
+    answers = [{"text": "the film", "answer_start": context.rindex("the film")}]
+    asked = [
+        {"id": "second", "question": "good film", "answers": answers},
+        {"id": "none", "question": "good", "answers": [], "is_impossible": True},
+        {"id": "unplaced", "question": "fine", "answers": [{"text": "very dull"}]},
+    ]
+    page = {"data": [{"title": "Films", "paragraphs": [{"context": context, "qas": asked}]}]}
+    (tmp_path / "dev-v2.0.json").write_text(json.dumps(page))
+    task, model = open_task("squad_v2", window=16, stride=4), model_of("BertForQuestionAnswering")
+    examples, encodings, _, targets = batch_of(task, model, tokenizer_of(model.config), tmp_path, count=99)
+    starts, ends = targets["start_positions"], targets["end_positions"]
+    said = {}
+    for example, one, start, end in zip(examples, encodings, starts.tolist(), ends.tolist(), strict=True):
+        if start:
+            place = (one["offsets"][start][0], one["offsets"][end][1])
+            said.setdefault(example.id, set()).add(place)
+        else:
+            assert end == 0
+    assert said == {"second": {(34, 42)}, "unplaced": {(12, 21)}}
+    assert context[34:42] == "the film"
+    assert context[12:21] == "very dull"
+    # Some windows hold nothing of an answer.
+    assert len([one for one in examples if one.id == "second"]) > 1
+
+
+def test_words_are_spelled_in_the_case_of_the_vocabulary(tmp_path):
+    rows = write_utterances(tmp_path / "dev-clean", some_utterances(2))
+    task = open_task("librispeech/dev-clean")
+    for characters in (string.ascii_uppercase + "'", string.ascii_lowercase + "'"):
+        processor = speech_processor(tmp_path / characters, characters=characters)
+        examples, _, _, targets = batch_of(task, recogniser(), processor, rows)
+        for example, row in zip(examples, targets["labels"], strict=True):
+            spelled = processor.tokenizer.decode(row[row >= 0], group_tokens=False)
+            assert spelled.upper() == example.label

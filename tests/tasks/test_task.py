@@ -47,7 +47,9 @@ def test_a_model_without_a_head_is_told_which_one_the_task_needs(name):
     task = open_task(name)
     with pytest.raises(ApproxError, match="but the model is a BertModel") as caught:
         task.check(tiny_model(2).bert)
-    assert f"{name} needs a {task.head} head".replace("-", " ").lower() in str(caught.value).replace("-", " ").lower()
+    assert (
+        f"{name} needs a {task.head.name} head".replace("-", " ").lower() in str(caught.value).replace("-", " ").lower()
+    )
 
 
 @pytest.mark.parametrize(("name", "outputs"), [("glue/mnli", 2), ("glue/stsb", 2), ("glue/sst2", 1)])

@@ -120,7 +120,7 @@ def plan(
 ) -> None:
     """Show what a plan does to each layer, its cost at each length, and the ceiling: the speed with no attention."""
     from approx import api
-    from approx.pipeline.journal import write_whole
+    from approx_kernels.runtime.atomic_file import write_whole
 
     chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, checkpoint)
     counted = options.read_numbers(lengths, "--lengths")

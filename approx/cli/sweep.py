@@ -63,20 +63,21 @@ def sweep(
     from approx import recipe as recipes
     from approx.pipeline import sweep as stage
     from approx.pipeline.executors import choose
+    from approx.pipeline.store import Store
 
     path = recipes.find(grid, "grid")
     read = grids.read(path)
     folder = output or Path("runs") / path.stem
-    shop = stage.workshop(read, folder, offline=offline, command=typed_command())
     chosen = choose(
-        executor, jobs=jobs, options=options.read_settings(set_executor, "--set-executor"), folder=shop.out / "jobs"
-    )
+        executor, jobs=jobs, options=options.read_settings(set_executor, "--set-executor"),
+        folder=folder.resolve() / "jobs",
+    )  # fmt: skip
     with terminal.progress() as bar:
-        cells = stage.cells(read, offline=offline, progress=bar)
+        cells = stage.cells(read, folder, offline=offline, command=typed_command(), progress=bar)
         if not dry_run:
-            made = stage.sweep(read, shop, cells, chosen, progress=bar)
+            made = stage.sweep(read, folder, cells, chosen, progress=bar)
     if dry_run:
-        _list(terminal, cells, [shop.state(cell) for cell in cells])
+        _list(terminal, cells, [Store(folder).state(cell) for cell in cells])
         return
     for one in made["failed"]:
         terminal.note(f"Failed: {one['title']}: {one['error']}")
@@ -98,7 +99,7 @@ def sweep(
 
 
 def _list(terminal: Terminal, cells: list[Any], states: list[str]) -> None:
-    rows = [[state, cell.title, cell.key[:16]] for cell, state in zip(cells, states, strict=True)]
+    rows = [[state, cell.name, cell.key[:16]] for cell, state in zip(cells, states, strict=True)]
     counted = ", ".join(f"{states.count(state)} {state}" for state in ("done", "failed", "missing") if state in states)
-    listed = [{"state": state, "cell": cell.title, "key": cell.key} for cell, state in zip(cells, states, strict=True)]
+    listed = [{"state": state, "cell": cell.name, "key": cell.key} for cell, state in zip(cells, states, strict=True)]
     terminal.result({"cells": listed}, table(["state", "cell", "key"], rows), f"{len(cells)} cells: {counted}")

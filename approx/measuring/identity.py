@@ -1,5 +1,6 @@
 """What results depend on, as hashes: weights, plan, dtype, the code that computes them, and the examples that are read."""
 
+import ast
 import functools
 import hashlib
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from approx_kernels.cpu.compile import compiler_obstacle
 from approx_kernels.dispatch.findings import found, instructions
 
 _BESIDE_WEIGHTS = (".json", ".txt", ".model")
+_COMPUTES = ("checkpoints", "conversion", "evaluation", "measuring", "mechanisms", "planning", "seam", "tasks")
 
 
 def identity(opened: Checkpoint) -> str:
@@ -60,11 +62,26 @@ def examples_read(task: Task, split: Split) -> str:
 
 @functools.cache
 def code() -> str:
-    """Hash the sources of this package, so that nothing computed by other code is taken for its own."""
-    found = hashlib.sha256()
-    for package in ("approx", "approx_kernels"):
+    """Hash the code that results depend on, so that nothing computed by other code is taken for its own.
+
+    What only asks, tells or keeps (commands, pipeline, publishing) is left out, and so are docstrings and comments.
+    """
+    hashed = hashlib.sha256()
+    for package, rooms in (("approx", _COMPUTES), ("approx_kernels", ("",))):
         spec = find_spec(package)
-        for place in (spec.submodule_search_locations if spec else None) or ():
-            for path in sorted(Path(place).rglob("*.py")):
-                found.update(path.relative_to(place).as_posix().encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()
+        for place in map(Path, (spec.submodule_search_locations if spec else None) or ()):
+            for path in sorted(path for room in rooms for path in (place / room).rglob("*") if path.is_file()):
+                if path.suffix in (".py", ".c", ".h"):
+                    source = path.read_bytes()
+                    computes = what_computes(source) if path.suffix == ".py" else source
+                    hashed.update(path.relative_to(place).as_posix().encode() + b"\0" + computes)
+    return hashed.hexdigest()
+
+
+def what_computes(source: bytes) -> bytes:
+    """What of a Python source computes: its syntax tree, in which comments and line breaks are not, without docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    return ast.dump(tree).encode()

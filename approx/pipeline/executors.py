@@ -78,6 +78,15 @@ def choose(name: str, *, jobs: int | None, options: dict[str, Any], folder: Path
     return Submitit(jobs, options, folder) if name == "submitit" else Ray(jobs, options)
 
 
+class Here:
+    """This process, which an error ends."""
+
+    def map(self, work: Work, items: Sequence[T], *, alone: bool = False) -> Iterator[tuple[T, Any]]:
+        """See `Executor`."""
+        for item in items:
+            yield item, work(item, None)
+
+
 @dataclass(frozen=True)
 class Local:
     """Processes of this machine, which share its cores.

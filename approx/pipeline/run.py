@@ -1,7 +1,5 @@
-"""The order of the stages, written once: convert every variant, evaluate, bench, record, report."""
+"""A run: the stages of one recipe, in order: convert every variant, evaluate, bench, report."""
 
-import hashlib
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -9,19 +7,20 @@ from typing import Any
 
 import torch
 
-from approx.conversion import convert
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
-from approx.measuring.identity import beside, computed_by
-from approx.measuring.measure import Progress, make_record, measure_quality, measure_speed, open_all, silent
-from approx.pipeline.journal import Journal
-from approx.pipeline.preflight import check, rehearse
-from approx.planning.plan import Plan
+from approx.measuring.identity import computed_by
+from approx.measuring.measure import Progress, silent
+from approx.pipeline.executors import Here
+from approx.pipeline.preflight import check
+from approx.pipeline.stages import Conversions, Study
+from approx.pipeline.store import Stage, complete
 from approx.publishing.report import write_report
 from approx.recipe import BASE, Recipe, slug
+from approx_kernels.runtime.atomic_file import write_whole
 
 _CLAIM = "recipe.yaml"
-_OWN = (_CLAIM, "journal", "converted", "report", "record.json")
+_OWN = (_CLAIM, "stages", "converted", "report", "record.json")
 
 
 def run(
@@ -57,64 +56,37 @@ def run(
     _refuse(recipe, out, resume=resume, force=force)
     plans = check(recipe, offline=offline)
     progress("open the base, read the data", 0, 1)
-    opened = open_all({BASE: recipe.checkpoint}, recipe.device, recipe.dtype, revision=recipe.revision, offline=offline)
-    data = [rehearse(opened[BASE], stage) for stage in recipe.evaluate]
+    study = Study(recipe, recipe.checkpoint, out, offline, command, progress)
+    base = study.open()[BASE]
+    environment = record.environment(torch.get_num_threads())
+    # Which commit it is says nothing that the hash of the code does not say better.
+    machine = {key: value for key, value in environment.items() if key not in ("approx", "git_commit")}
+    study.begin(machine, computed_by(base.model.device))
     _claim(recipe, out, force=force)
 
-    environment = record.environment(torch.get_num_threads())
-    base = (
-        f"{opened[BASE].weights_sha256} {beside(opened[BASE].source.folder)} {computed_by(opened[BASE].model.device)}"
-    )
-    journal = Journal(out / "journal", f"{recipe.sha256} {base} {json.dumps(environment)}")
-    folders = _convert(recipe, plans, out / "converted", journal, offline, progress)
-    opened |= open_all(folders, recipe.device, recipe.dtype)
-    weights = [one.weights_sha256 for one in opened.values()]
-    quality, speed = [], []
-    for number, stage in enumerate(recipe.evaluate):
-        outputs = out / f"outputs-{number}.parquet"
-        measure = partial(
-            measure_quality, opened, stage, seed=recipe.seed, outputs=outputs, fresh=False, progress=progress
-        )
-        quality.append(journal.once(f"evaluate-{number}", measure, outputs, about=[weights, data[number]]))
-    for number, stage in enumerate(recipe.bench):
-        texts = recipe.evaluate[0] if stage.inputs == "real" else None
-        time = partial(measure_speed, opened, stage, texts, seed=recipe.seed, progress=progress)
-        speed += journal.once(f"bench-{number}", time, about=[weights, None if texts is None else data[0]])
-    made = make_record(
-        opened,
-        title=recipe.title,
-        notice=recipe.notice,
-        seed=recipe.seed,
-        command=command,
+    folders = {name: study.convert(plan, name, out / "converted" / slug(name)) for name, plan in plans.items()}
+    parts = [
+        *(study.evaluate(n, folders, out / f"outputs-{n}.parquet") for n in range(len(recipe.evaluate))),
+        *(study.bench(grid, folders) for grid in recipe.bench),
+    ]
+    make = partial(_report, study, recipe, folders, parts)
+    report = Stage("report", "report", make, (*folders.values(), *parts), kept=False)
+    made = complete([*report.inputs, report], study.store, Here(), keep_going=False)
+    return made[report.key]["result"]
+
+
+def _report(study: Study, recipe: Recipe, folders: Conversions, parts: list[Stage]) -> dict[str, Any]:
+    """Put what was measured together, as a record and for people; it takes no time, so it is not kept."""
+    results = [outcome["result"] for part in parts if (outcome := study.store.read(part))]
+    made = study.record(
+        folders,
         recipe={"text": recipe.text, "sha256": recipe.sha256},
-        quality=quality,
-        speed=speed,
+        quality=[entry for result in results for entry in result["quality"]],
+        speed=[row for result in results for row in result["speed"]],
     )
-    record.save(out / "record.json", made)
-    write_report([made], out / "report")
+    record.save(study.out / "record.json", made)
+    write_report([made], study.out / "report")
     return made
-
-
-def _convert(
-    recipe: Recipe, plans: dict[str, Plan], out: Path, journal: Journal, offline: bool, progress: Progress
-) -> dict[str, str]:
-    """Convert the base into every variant that is not there yet; name -> folder."""
-    folders = {name: out / slug(name) for name in plans}
-    calibrate = None if recipe.calibrate is None else Path(recipe.calibrate)
-    text = None if calibrate is None else hashlib.sha256(calibrate.read_bytes()).hexdigest()
-    for number, (name, folder) in enumerate(folders.items()):
-
-        def make_folder(number: int = number, name: str = name, folder: Path = folder) -> dict[str, Any]:
-            progress(f"convert to {name}", number, len(plans))
-            # What is there was not finished, or was made under another key.
-            return convert.convert(
-                recipe.checkpoint, folder, plans[name], calibrate=calibrate, force=True, revision=recipe.revision,
-                offline=offline,
-            )  # fmt: skip
-
-        journal.once(f"convert-{slug(name)}", make_folder, folder, about=text)
-    progress("convert", len(plans), len(plans))
-    return {name: str(folder) for name, folder in folders.items()}
 
 
 def _refuse(recipe: Recipe, out: Path, *, resume: bool, force: bool) -> None:
@@ -143,7 +115,6 @@ def _claim(recipe: Recipe, out: Path, *, force: bool) -> None:
         for path in (*(out / name for name in _OWN), *out.glob("outputs-*.parquet")):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / _CLAIM).write_text(recipe.text, encoding="utf-8")
+        write_whole(out / _CLAIM, recipe.text)
     except OSError as error:
         raise ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.") from None

@@ -2,13 +2,14 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from approx import api
 from approx.checkpoints import checkpoint
-from approx.measuring.identity import beside, examples_read, identity
+from approx.measuring.identity import beside, code, examples_read, identity, what_computes
 from approx.tasks import open_task
 from approx_kernels.cpu.compile import load
 from c_sources import needs_compiler
@@ -81,3 +82,60 @@ def test_the_files_beside_the_weights_are_hashed_with_their_names(tmp_path):
     empty = beside(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"weights are hashed elsewhere")
     assert beside(tmp_path) == empty
+
+
+SOURCE = '''"""A module."""
+LIMITS = {"b", "a"}
+
+
+class Scale:
+    """A scale."""
+
+    def widen(self, x, by=2):
+        """Widen."""
+        return [y * by for y in x if y in LIMITS]
+'''
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("A module.", "Another text.\n\nOn more lines.", True),
+        ('    """A scale."""\n\n', "", True),
+        ('"""Widen."""', "# Why.\n", True),
+        ("[y * by for", "[\n            y * by for", True),
+        ("by=2", "by=3", False),
+        ("y * by", "y + by", False),
+        ("y * by", "by * y", False),
+        ('"a"}', '"c"}', False),
+        ("def widen", "def broaden", False),
+    ],
+)
+def test_only_what_computes_counts_of_a_source(old, new, same):
+    assert old in SOURCE
+    known = what_computes(SOURCE.encode())
+    assert (what_computes(SOURCE.replace(old, new).encode()) == known) is same
+
+
+def test_the_code_that_computes_counts_and_commands_pages_and_docstrings_do_not(tmp_path, monkeypatch):
+    homes = {name: tmp_path / name for name in ("approx", "approx_kernels")}
+    for file in ("approx/cli/run.py", "approx/publishing/page.py", "approx/tasks/glue.py", "approx_kernels/ops/op.py"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "approx_kernels" / "ops" / "op.c").write_text("int x;", encoding="utf-8")
+    monkeypatch.setattr(
+        "approx.measuring.identity.find_spec", lambda name: SimpleNamespace(submodule_search_locations=[homes[name]])
+    )
+
+    def changed(file: str, text: str) -> bool:
+        known, path = code.__wrapped__(), tmp_path / file
+        path.write_text(text, encoding="utf-8")
+        return code.__wrapped__() != known
+
+    other = SOURCE.replace("by=2", "by=3")
+    assert not changed("approx/cli/run.py", other)
+    assert not changed("approx/publishing/page.py", other)
+    assert not changed("approx/tasks/glue.py", SOURCE.replace("Widen", "Make wider"))
+    assert changed("approx/tasks/glue.py", other)
+    assert changed("approx_kernels/ops/op.py", other)
+    assert changed("approx_kernels/ops/op.c", "int y;")

@@ -1,4 +1,5 @@
 import copy
+import json
 import signal
 import time
 from pathlib import Path
@@ -12,7 +13,9 @@ from approx.evaluation import record
 from approx.pipeline.run import run
 from tiny_study import small_recipe, tiny_checkpoint, tiny_data, tiny_recipe
 
-STAGES = ("convert-local-2", "convert-linear", "evaluate-0", "bench-0", "bench-1")
+BOTH = "local 2, linear"
+STAGES = {"convert local 2", "convert linear", f"evaluate {BOTH} on glue/sst2"}
+STAGES |= {f"bench {BOTH} at {lengths} tokens" for lengths in ("8, 16", "64")}
 TIMES = {"median_ms", "p10_ms", "p90_ms", "first_ms", "ratio", "interval", "share_of_ceiling", "verdict", "samples"}
 TIMES |= {"rejected", "peak_mb", "baseline", "crowded", "status", "chosen"}
 
@@ -46,6 +49,12 @@ def without_times(made: dict) -> dict:
     return made
 
 
+def kept(out: Path) -> dict[str, int]:
+    """The finished stages of a run, and when each was finished last."""
+    files = sorted(out.glob("stages/*.json"), key=lambda path: path.stat().st_mtime_ns)
+    return {json.loads(path.read_text("utf-8"))["name"]: path.stat().st_mtime_ns for path in files}
+
+
 def check(made: dict, study: Path, out: Path) -> None:
     assert record.load(out / "record.json") == made
     assert made["recipe"]["text"] == study.read_text("utf-8")
@@ -63,7 +72,7 @@ def check(made: dict, study: Path, out: Path) -> None:
     assert [row["name"] for row in made["crossover"]] == ["local 2", "linear"]
     assert (out / made["quality"][0]["outputs"]).is_file()
     assert (out / "report" / "index.html").is_file()
-    assert {path.stem for path in (out / "journal").iterdir()} == set(STAGES)
+    assert kept(out).keys() == STAGES
 
 
 @pytest.mark.slow
@@ -72,16 +81,14 @@ def test_killed_at_any_stage_it_goes_on_and_ends_with_the_same_record(study, tmp
     whole = run(recipe.read(study), tmp_path / "whole", command="approx run small")
     check(whole, study, tmp_path / "whole")
     out, seen = tmp_path / "run", {}
-    for stage in ("convert-local-2", "evaluate-0"):
+    for stage in ("convert local 2", f"evaluate {BOTH} on glue/sst2"):
         process = killable.start("run", study, "-o", out, "--resume", errors=tmp_path / "errors")
-        entry = out / "journal" / f"{stage}.json"
-        while not entry.exists() and process.is_alive():
+        while stage not in kept(out) and process.is_alive():
             time.sleep(0.005)
         assert killable.ended(process, signal.SIGKILL) == -signal.SIGKILL, (tmp_path / "errors").read_text("utf-8")
         assert not (out / "record.json").exists()
-        kept = {path.name: path.stat().st_mtime_ns for path in (out / "journal").glob("*.json")}
-        assert seen.items() <= kept.items()
-        seen = kept
+        assert seen.items() <= kept(out).items()
+        seen = kept(out)
     told = []
     made = run(
         recipe.read(study),
@@ -90,7 +97,7 @@ def test_killed_at_any_stage_it_goes_on_and_ends_with_the_same_record(study, tmp
         command="approx run small",
         progress=lambda stage, done, total: told.append(stage),
     )
-    assert seen.items() <= {path.name: path.stat().st_mtime_ns for path in (out / "journal").iterdir()}.items()
+    assert seen.items() <= kept(out).items()
     assert not [stage for stage in told if stage.startswith(("evaluate", "convert to"))]
     check(made, study, out)
     assert without_times(made) == without_times(whole)
@@ -127,23 +134,21 @@ def test_it_goes_on_with_what_still_stands_where_a_file_has_changed(study, tmp_p
 
     def stages() -> tuple[float, set[str]]:
         """The base's score, and which stages were made."""
-        before = {path: path.stat().st_mtime_ns for path in out.glob("journal/*")}
+        before = kept(out)
         made = run(recipe.read(file), out, resume=out.exists())
-        after = {path: path.stat().st_mtime_ns for path in out.glob("journal/*")}
-        return made["quality"][0]["base"]["scores"]["accuracy"], {
-            path.stem for path, _ in after.items() - before.items()
-        }
+        after = {name.split()[0] for name, _ in kept(out).items() - before.items()}
+        return made["quality"][0]["base"]["scores"]["accuracy"], after
 
     score, first = stages()
-    assert first == {"convert-frozen", "evaluate-0", "bench-0"}
+    assert first == {"convert", "evaluate", "bench"}
     assert stages() == (score, set())
     rows = (data / "dev.tsv").read_text("utf-8").splitlines()
     turned = [f"{row[:-1]}{1 - int(row[-1])}" for row in rows[1:]]
     (data / "dev.tsv").write_text("\n".join([rows[0], *turned]) + "\n", encoding="utf-8")
-    assert stages() == (pytest.approx(1 - score), {"evaluate-0", "bench-0"})
+    assert stages() == (pytest.approx(1 - score), {"evaluate", "bench"})
     (tmp_path / "seen.txt").write_text("not very dull bad fine " * 40, encoding="utf-8")
     # Other centroids are other weights, and what was measured with the earlier ones does not stand.
-    assert stages()[1] == {"convert-frozen", "evaluate-0", "bench-0"}
+    assert stages()[1] == {"convert", "evaluate", "bench"}
 
 
 def test_a_folder_with_something_else_is_never_touched(study, tmp_path):
@@ -158,7 +163,7 @@ def test_a_folder_with_something_else_is_never_touched(study, tmp_path):
         return str(caught.value)
 
     text = study.read_text("utf-8")
-    (tmp_path / "earlier" / "journal").mkdir(parents=True)
+    (tmp_path / "earlier" / "stages").mkdir(parents=True)
     (tmp_path / "earlier" / "recipe.yaml").write_text(text, encoding="utf-8")
     assert "Go on with it by --resume" in refused(text, tmp_path / "earlier")
     assert "a run of another recipe" in refused(text + "seed: 1\n", tmp_path / "earlier", resume=True)
@@ -174,8 +179,8 @@ def test_force_removes_what_a_run_made_and_nothing_else(study, tmp_path):
     text = study.read_text("utf-8").partition("variants:")[0] + "variants: {linear: {mechanism: linear}}\n"
     text += "bench: {lengths: 8, inputs: synthetic, rounds: 3, seconds: 0}\n"
     (tmp_path / "short.yaml").write_text(text, encoding="utf-8")
-    (out / "journal").mkdir(parents=True)
-    for name in ("recipe.yaml", "outputs-0.parquet", "journal/evaluate-0.json", "notes.txt"):
+    (out / "stages").mkdir(parents=True)
+    for name in ("recipe.yaml", "outputs-0.parquet", "stages/0.json", "notes.txt"):
         (out / name).write_text("earlier", encoding="utf-8")
     made = run(recipe.read(tmp_path / "short.yaml"), out, force=True)
     assert made["quality"] == []

@@ -12,7 +12,7 @@ from approx import grid
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.pipeline import sweep as stage
-from approx.pipeline.sweep_cell import Cell
+from approx.pipeline.store import Stage
 from approx.publishing.report import write_report
 from tiny_study import tiny_checkpoint, tiny_data
 
@@ -21,7 +21,7 @@ class Here:
     """An executor without processes, which notes what it was given."""
 
     def __init__(self) -> None:
-        self.given: list[Cell] = []
+        self.given: list[Stage] = []
 
     def map(self, work, items, *, alone: bool = False) -> Iterator:
         for item in items:
@@ -31,19 +31,22 @@ class Here:
 
 def swept(read: grid.Grid, out: Path) -> tuple[dict, list[str]]:
     """What a sweep says, and the titles of the cells that it computed."""
-    executor, shop = Here(), stage.workshop(read, out, command="approx sweep")
+    executor = Here()
     told: list[tuple[str, int, int]] = []
-    made = stage.sweep(read, shop, stage.cells(read), executor, progress=lambda *where: told.append(where))
+    made = stage.sweep(
+        read, out, stage.cells(read, out, command="approx sweep"), executor, progress=lambda *where: told.append(where)
+    )
     assert made["computed"] == len(executor.given)
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
     assert {total for _, _, total in told} == {max(told[-1][1], 1)}
-    assert {f"sweep: {cell.title}" for cell in executor.given} <= {what for what, _, _ in told}
-    return made, [cell.title for cell in executor.given]
+    assert {f"sweep: {one.name}" for one in executor.given} <= {what for what, _, _ in told}
+    return made, [one.name for one in executor.given]
 
 
 def titles(read: grid.Grid) -> dict[str, str]:
     told: list[tuple[str, int, int]] = []
-    found = {cell.title: cell.key for cell in stage.cells(read, progress=lambda *where: told.append(where))}
+    listed = stage.cells(read, Path("nowhere"), progress=lambda *where: told.append(where))
+    found = {cell.name: cell.key for cell in listed}
     assert told == [("open the base, read the data", done, 1) for done in (0, 1)]
     return found
 
@@ -136,13 +139,13 @@ def test_its_records_make_a_report(whole, tmp_path):
 def test_again_it_computes_what_is_missing_and_nothing_else(whole, study, tmp_path):
     out, read = shutil.copytree(whole[1], tmp_path / "out"), grid.read(study)
     keys = titles(read)
-    (out / "cells" / ".left behind.tmp").touch()
+    (out / "stages" / ".left behind.tmp").touch()
     made, computed = swept(read, out)
     assert computed == []
     assert made["quality"] == whole[0]["quality"]
-    assert not list(out.glob("cells/.*"))
-    (out / "cells" / f"{keys[ALL[4]]}.json").unlink()
-    (out / "cells" / f"{keys[ALL[6]]}.json").write_text('{"schema": 1', encoding="utf-8")
+    assert not list(out.glob("stages/.*"))
+    (out / "stages" / f"{keys[ALL[4]]}.json").unlink()
+    (out / "stages" / f"{keys[ALL[6]]}.json").write_text('{"schema": 1', encoding="utf-8")
     made, computed = swept(read, out)
     assert computed == [ALL[4], ALL[6]]
     assert made["quality"] == whole[0]["quality"]
@@ -156,7 +159,7 @@ def test_a_cell_that_fails_stops_no_other_and_is_tried_again(whole, study, tmp_p
     read = grid.read(study)
     keys = titles(read)
     for title in ALL[4:7]:
-        (out / "cells" / f"{keys[title]}.json").unlink()
+        (out / "stages" / f"{keys[title]}.json").unlink()
     folder = out / "converted" / keys["convert clustered seed=7"][:16]
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
@@ -213,7 +216,7 @@ def test_a_key_depends_on_all_that_its_cell_depends_on_and_on_nothing_else(study
 
 def test_all_mistakes_are_told_at_once_and_each_once(edited):
     with pytest.raises(ApproxError) as caught:
-        stage.cells(edited("right: [1]", "rihgt: [1, 2]", more="sed: 3\n"))
+        titles(edited("right: [1]", "rihgt: [1, 2]", more="sed: 3\n"))
     text = str(caught.value)
     assert "unknown key 'sed'. Did you mean 'seed'?" in text
     assert text.count("Did you mean 'right'") == 1
@@ -222,7 +225,7 @@ def test_all_mistakes_are_told_at_once_and_each_once(edited):
 def test_a_folder_with_something_else_is_refused(study, tmp_path):
     (tmp_path / "thesis.tex").write_text("x", encoding="utf-8")
     with pytest.raises(ApproxError, match="is no sweep of approx") as caught:
-        stage.workshop(grid.read(study), tmp_path)
+        stage.cells(grid.read(study), tmp_path)
     assert caught.value.exit_code == Exit.REFUSED
 
 
@@ -234,15 +237,15 @@ def test_interrupted_and_killed_it_goes_on_and_says_the_same(whole, study, tmp_p
     for how, code, cells in ((signal.SIGINT, Exit.INTERRUPTED, 1), (signal.SIGKILL, -signal.SIGKILL, 4)):
         errors = tmp_path / how.name
         process = killable.start("sweep", study, "-o", out, "--jobs", 2, errors=errors)
-        while len(list(out.glob("cells/*.json"))) < cells and process.is_alive():
+        while len(list(out.glob("stages/*.json"))) < cells and process.is_alive():
             time.sleep(0.01)
         assert killable.ended(process, how) == code, errors.read_text("utf-8")
         assert "Finished cells are kept" in errors.read_text("utf-8") or how == signal.SIGKILL
-        now = {path.name: path.stat().st_mtime_ns for path in out.glob("cells/*.json")}
+        now = {path.name: path.stat().st_mtime_ns for path in out.glob("stages/*.json")}
         assert kept.items() <= now.items()
         kept = now
     made, computed = swept(grid.read(study), out)
     assert len(computed) == len(ALL) - len(kept)
-    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("cells/*.json")}.items()
+    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("stages/*.json")}.items()
     assert made["quality"] == whole[0]["quality"]
-    assert not list(out.glob("cells/.*.tmp"))
+    assert not list(out.glob("stages/.*.tmp"))

@@ -1,0 +1,135 @@
+"""The stages of runs and sweeps: a conversion, an evaluation, a timing; and what each depends on."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from approx.checkpoints.checkpoint import Checkpoint
+from approx.conversion import convert
+from approx.conversion.separator import of_checkpoint, with_separator
+from approx.evaluation.options import BenchStage, EvaluateStage
+from approx.grid import Grid
+from approx.measuring.identity import beside, identity
+from approx.measuring.measure import Progress, make_record, measure_quality, measure_speed, open_all, silent
+from approx.pipeline.preflight import rehearse
+from approx.pipeline.store import Stage, Store, stage_key
+from approx.planning.plan import Plan
+from approx.recipe import BASE, Recipe
+
+# Label of a folder -> the conversion that makes it.
+Conversions = Mapping[str, Stage]
+
+
+class Study:
+    """One checkpoint and what is done with it.
+
+    Args:
+        asked: The recipe or the grid.
+        checkpoint: Name of the base.
+        out: Folder of the run or the sweep.
+        offline: Whether only local files and the hub's cache may be used.
+        command: For the records.
+        progress: Called with what a stage does, done and total; pickled where stages leave this process.
+    """
+
+    def __init__(
+        self, asked: Recipe | Grid, checkpoint: str, out: Path, offline: bool, command: str, progress: Progress = silent
+    ) -> None:
+        self.asked, self.checkpoint, self.out, self.store = asked, checkpoint, out, Store(out)
+        self._where, self._command, self._progress = {"revision": asked.revision, "offline": offline}, command, progress
+        self._about: tuple[Any, ...] = ()
+        self._data: list[str] = []
+        self._opened: dict[str, Checkpoint] = {}
+
+    def begin(self, *about: Any) -> None:
+        """Load the base and read the data, which the keys depend on, and on what else is given.
+
+        Raises:
+            ApproxError: if the base cannot be loaded, or a task does not fit it or its data.
+        """
+        base, asked = self.open()[BASE], self.asked
+        self._data = [rehearse(base, task) for task in asked.evaluate]
+        # Weights, config, dtype, versions and code are in the identity.
+        self._about = (identity(base), beside(base.source.folder), asked.device, asked.dtype, asked.seed, *about)
+
+    def open(self, conversions: Conversions | None = None) -> dict[str, Checkpoint]:
+        """The base and what it was converted to, by label; each is loaded once in this process.
+
+        Raises:
+            ApproxError: if one cannot be loaded.
+        """
+        names = {BASE: self.checkpoint, **{label: str(one.product) for label, one in (conversions or {}).items()}}
+        for label, name in names.items():
+            if name not in self._opened:
+                where = self._where if label == BASE else {}
+                self._opened |= open_all({name: name}, self.asked.device, self.asked.dtype, **where)
+        return {label: self._opened[name] for label, name in names.items()}
+
+    def close(self) -> None:
+        """Forget what was loaded, before stages leave this process."""
+        self._opened.clear()
+
+    def record(self, conversions: Conversions, **more: Any) -> dict[str, Any]:
+        """A record of what was measured."""
+        about = {"title": self.asked.title, "notice": self.asked.notice, "seed": self.asked.seed}
+        return make_record(self.open(conversions), command=self._command, **about, **more)
+
+    def convert(self, plan: Plan, label: str, place: Path | None = None) -> Stage:
+        """The conversion by a plan, into a folder named by its key or at a place of one's own."""
+        plan = with_separator(plan, lambda: of_checkpoint(self.open()[BASE].source))
+        given = self.asked.calibrate if isinstance(self.asked, Recipe) else None
+        file = None if given is None else Path(given)
+        text = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
+        key = stage_key("convert", *self._about, plan.to_data(), text, place and place.name)
+        folder = place or self.out / "converted" / key[:16]
+        make = partial(self._convert, plan, label, folder, file, place is not None)
+        return Stage(f"convert {label}", key, make, product=folder, noun="conversion")
+
+    def evaluate(
+        self, number: int, conversions: Conversions, place: Path | None = None, after: Sequence[Stage] = ()
+    ) -> Stage:
+        """The comparison of folders with their base on a task; without folders the scores of the base.
+
+        Args:
+            number: Of the task.
+            conversions: Of the folders.
+            place: File for the per-example outputs; one beside the outcome without it.
+            after: Stages whose kept outputs this one uses.
+        """
+        task = self.asked.evaluate[number]
+        key = self._key("evaluate", conversions, {**task.model_dump(), "data": self._data[number]})
+        outputs = place or self.store.folder / f"{key}.parquet"
+        name, inputs = f"evaluate {_labels(conversions)} on {task.task}", (*conversions.values(), *after)
+        return Stage(name, key, partial(self._evaluate, number, conversions, outputs), inputs, product=outputs)
+
+    def bench(self, grid: BenchStage, conversions: Conversions) -> Stage:
+        """The timing of folders and their base, on the texts of the first task or on random tokens."""
+        texts = self.asked.evaluate[0] if grid.inputs == "real" else None
+        key = self._key("bench", conversions, texts and (self._data[0], texts.settings), grid.model_dump())
+        name = f"bench {_labels(conversions)} at {', '.join(map(str, grid.lengths))} tokens"
+        return Stage(name, key, partial(self._bench, grid, texts, conversions), tuple(conversions.values()), alone=True)
+
+    def _key(self, kind: str, conversions: Conversions, *settings: Any) -> str:
+        return stage_key(kind, *self._about, [one.key for one in conversions.values()], *settings)
+
+    def _convert(self, plan: Plan, label: str, folder: Path, calibrate: Path | None, replace: bool) -> None:
+        self._progress(f"convert to {label}", 0, 1)
+        # A folder with the key in its name is this one: it got its name when it was complete and verified.
+        if replace or not folder.is_dir():
+            convert.convert(self.checkpoint, folder, plan, calibrate=calibrate, force=replace, **self._where)
+        self._progress(f"convert to {label}", 1, 1)
+
+    def _evaluate(self, number: int, conversions: Conversions, outputs: Path) -> dict[str, Any]:
+        opened, task, seed = self.open(conversions), self.asked.evaluate[number], self.asked.seed
+        entry = measure_quality(opened, task, seed=seed, outputs=outputs, fresh=False, progress=self._progress)
+        return self.record(conversions, quality=[entry])
+
+    def _bench(self, grid: BenchStage, texts: EvaluateStage | None, conversions: Conversions) -> dict[str, Any]:
+        speed = measure_speed(self.open(conversions), grid, texts, seed=self.asked.seed, progress=self._progress)
+        return self.record(conversions, speed=speed)
+
+
+def _labels(conversions: Conversions) -> str:
+    return ", ".join(conversions) or "the exact base"

@@ -1,0 +1,196 @@
+"""The store of finished stages: what was computed is kept under a hash of all that it depends on, and computed once.
+
+A stage is idempotent, and its outcome is one file, written whole. So stages may be computed anywhere, in any order, twice or
+at once, and whatever kills the work, finished stages stay.
+"""
+
+import hashlib
+import json
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from approx.errors import ApproxError, Exit
+from approx.evaluation.prediction_cache import fingerprint
+from approx.measuring.identity import beside, code
+from approx.measuring.measure import Progress, silent
+from approx.pipeline.executors import Executor
+from approx_kernels.runtime.atomic_file import write_whole
+
+SCHEMA = 2
+Outcome = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One piece of work.
+
+    Attributes:
+        name: What it does, in words: `evaluate clustered clusters=25 on needle`.
+        key: Of `stage_key`.
+        compute: Makes the product, and returns the result, plain data; pickled where it leaves this process.
+        inputs: Stages that must be done before.
+        product: The file or folder that it makes, if any; without it, or with another in its place, it is not done.
+        alone: Whether nothing may compute beside it, because it is timed.
+        noun: What it is, for errors of the stages that need it.
+        kept: Whether its outcome is kept; otherwise it is computed every time.
+        about: What whoever asked for it wants to know beside its outcome; nothing depends on it.
+    """
+
+    name: str
+    key: str
+    compute: Callable[[], Any]
+    inputs: tuple["Stage", ...] = ()
+    product: Path | None = None
+    alone: bool = False
+    noun: str = "evaluation"
+    kept: bool = True
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def stage_key(kind: str, *parts: Any) -> str:
+    """Hash all that a stage depends on: its kind, its settings, its inputs' keys or hashes, and the code that computes."""
+    return fingerprint(kind, *parts, code())
+
+
+class Store:
+    """The outcomes of stages, in the folder `stages` of a run or a sweep, a file each."""
+
+    def __init__(self, out: Path) -> None:
+        self.folder = out / "stages"
+
+    def read(self, stage: Stage) -> Outcome | None:
+        """The outcome of a stage; None where it was not computed, or its file is damaged.
+
+        Returns:
+            `status` (`done` or `failed`), `result`, `error`, `exit_code`, `seconds` and what says which stage it is.
+        """
+        try:
+            outcome = json.loads(self._file(stage).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        whole = isinstance(outcome, dict) and (outcome.get("schema"), outcome.get("key")) == (SCHEMA, stage.key)
+        return outcome if whole else None
+
+    def state(self, stage: Stage) -> str:
+        """`done`, `failed` or `missing`."""
+        outcome = self.read(stage)
+        if outcome is None:
+            return "missing"
+        whole = stage.product is None or outcome["product"] == _hash(stage.product) is not None
+        return "missing" if outcome["status"] == "done" and not whole else outcome["status"]
+
+    def keep(self, stage: Stage, status: str = "done", **more: Any) -> Outcome:
+        """Keep what came of a stage.
+
+        Raises:
+            ApproxError: if its result is not plain data.
+        """
+        outcome = {"schema": SCHEMA, "key": stage.key, "name": stage.name, "status": status, "result": None}
+        outcome |= {"product": _hash(stage.product), "error": None, "exit_code": 0, **more}
+        try:
+            if stage.kept:
+                write_whole(self._file(stage), json.dumps(outcome, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ApproxError(f"The result of '{stage.name}' cannot be kept: {error}.", Exit.INTERNAL) from None
+        return outcome
+
+    def keep_failure(self, stage: Stage, error: BaseException) -> Outcome:
+        """Keep why a stage failed; the next time it is tried again."""
+        if isinstance(error, ApproxError):
+            return self.keep(stage, "failed", error=str(error), exit_code=error.exit_code)
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        trace = "".join(traceback.format_exception(error))
+        return self.keep(stage, "failed", error=told, exit_code=Exit.INTERNAL, traceback=trace)
+
+    def _file(self, stage: Stage) -> Path:
+        return self.folder / f"{stage.key}.json"
+
+
+def complete(
+    stages: Sequence[Stage], store: Store, executor: Executor, *, keep_going: bool, progress: Progress = silent
+) -> dict[str, Outcome]:
+    """Compute the stages that are missing or failed.
+
+    A stage that only others need is left out where none of them is computed.
+
+    Args:
+        stages: In the order in which they are computed, where their inputs allow it; those of the same key are one.
+        store: Where finished ones are kept.
+        executor: Where they are computed.
+        keep_going: Whether a stage that fails stops only those that need it; otherwise its error is raised.
+        progress: Called with the name of the stage that began or was finished last, done and total.
+
+    Returns:
+        Key -> outcome, of each that was computed.
+    """
+    waiting = _unfinished({stage.key: stage for stage in stages}, store)
+    total, done = max(len(waiting), 1), 0
+    computed: dict[str, Outcome] = {}
+    failed: dict[str, Outcome] = {}
+    progress("", 0, total)
+    while waiting:
+        ready = [one for one in waiting.values() if waiting.keys().isdisjoint(other.key for other in one.inputs)]
+        alone = all(stage.alone for stage in ready)
+        now: list[Stage] = []
+        for stage in (one for one in ready if one.alone == alone):
+            del waiting[stage.key]
+            if lost := next((one for one in stage.inputs if one.key in failed), None):
+                why = failed[lost.key]
+                error = ApproxError(f"Its {lost.noun} failed: {why['error']}", Exit(why["exit_code"]))
+                failed[stage.key] = store.keep_failure(stage, error)
+                done += 1
+            else:
+                now.append(stage)
+        if now:
+            progress(now[0].name, done, total)
+        for stage, outcome in executor.map(partial(_compute, store, keep_going), now, alone=alone) if now else ():
+            if isinstance(outcome, BaseException):
+                outcome = store.keep_failure(stage, outcome)
+            computed[stage.key] = outcome
+            if outcome["status"] == "failed":
+                failed[stage.key] = outcome
+            done += 1
+            progress(stage.name, done, total)
+    for leftover in store.folder.glob(".*.tmp"):
+        # Of processes that were killed.
+        leftover.unlink(missing_ok=True)
+    return computed
+
+
+def _compute(store: Store, keep_going: bool, stage: Stage, threads: int | None) -> Outcome:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    start = time.monotonic()
+    try:
+        result = stage.compute()
+        return store.keep(stage, result=result, seconds=round(time.monotonic() - start, 3))
+    except Exception as error:
+        if not keep_going:
+            raise
+        return store.keep_failure(stage, error)
+
+
+def _unfinished(stages: dict[str, Stage], store: Store) -> dict[str, Stage]:
+    """The stages to compute: those that no other needs, and what these need, without what is done."""
+    needed = {one.key for stage in stages.values() for one in stage.inputs}
+    looked_at, unfinished = [key for key in stages if key not in needed], set[str]()
+    while looked_at:
+        key = looked_at.pop()
+        if key not in unfinished and store.state(stages[key]) != "done":
+            unfinished.add(key)
+            looked_at += [one.key for one in stages[key].inputs]
+    return {key: stage for key, stage in stages.items() if key in unfinished}
+
+
+def _hash(product: Path | None) -> str | None:
+    """Of a file, or of what tells a checkpoint's folder: its manifest is among that."""
+    if product is None or not product.exists():
+        return None
+    return beside(product) if product.is_dir() else hashlib.sha256(product.read_bytes()).hexdigest()

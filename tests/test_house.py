@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "approx.pipeline": "approx.errors approx.version approx.recipe approx.grid approx.search approx.publishing approx.measuring"
     " approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",
     "approx.api": "approx.errors approx.validation approx.evaluation.options approx.recipe approx.publishing approx.measuring approx.conversion approx.planning approx.checkpoints approx.tasks",
-    "approx.cli": "approx",
+    "approx.cli": "approx approx_kernels.runtime.atomic_file",
     "approx": "approx",
 }
 

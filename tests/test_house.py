@@ -31,14 +31,15 @@ MAY_IMPORT = {
     "approx.conversion": "approx.errors approx.version approx.planning approx.checkpoints approx.seam approx.mechanisms"
     " approx_kernels",
     "approx.tasks": "approx.errors",
-    "approx.evaluation": "approx.errors approx.validation approx.version approx.tasks approx_kernels.runtime.cache_folder",
+    "approx.evaluation": "approx.errors approx.validation approx.version approx.tasks approx_kernels.runtime.cache_folder"
+    " approx_kernels.runtime.atomic_file",
     "approx.finetuning": "approx.errors approx.version approx.tasks",
     "approx.recipe": "approx.errors approx.validation approx.yaml_text approx.evaluation.options approx.planning.rule",
     "approx.grid": "approx.errors approx.validation approx.recipe approx.planning.rule",
     "approx.measuring": "approx.errors approx.version approx.recipe approx.evaluation approx.tasks approx.conversion approx.planning"
     " approx.checkpoints approx.seam approx_kernels",
     "approx.search": "approx.errors approx.measuring approx.conversion",
-    "approx.publishing": "approx.errors approx.version approx.evaluation.record",
+    "approx.publishing": "approx.errors approx.version approx.evaluation.record approx_kernels.runtime.atomic_file",
     "approx.publishing.push": "approx.errors approx.version approx.evaluation.record approx.publishing"
     " approx.conversion.export",
     "approx.patterns": "approx.errors approx.mechanisms approx.publishing approx.evaluation.bench approx.evaluation.options approx_kernels",

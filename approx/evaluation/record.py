@@ -6,16 +6,12 @@ and is what it is checked against when it is written and when it is read.
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import sys
-import time
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +19,9 @@ from typing import Any
 from approx.errors import ApproxError, Exit
 from approx.evaluation.record_model import RecordModel
 from approx.validation import validate
+from approx_kernels.runtime.atomic_file import atomic_file
 
 SCHEMA = 1
-_STALE_SECONDS = 24 * 60 * 60
 # Mistakes of a damaged record that are told.
 _TOLD = 12
 
@@ -124,30 +120,11 @@ def _refuse_constant(name: str) -> None:
 
 
 def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    # In the same folder, since a rename is atomic only within one file system; of a name that no other process has, on
-    # whatever machine, since several may write the same record.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _tidy_up(path)
-        write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with atomic_file(path) as temporary:
+            write(temporary)
     except OSError as error:
         raise ApproxError(f"{path} cannot be written: {error.strerror or error}.", Exit.UNAVAILABLE) from None
-    finally:
-        # The parent may be no folder at all; the error about that is the one to show.
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def _tidy_up(path: Path) -> None:
-    """Remove what killed processes left; nobody writes a record for so long."""
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with contextlib.suppress(OSError):
-            if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
-                leftover.unlink()
 
 
 def _version(package: str) -> str | None:

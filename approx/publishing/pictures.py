@@ -1,9 +1,9 @@
 """Pictures on disk."""
 
-import os
 from pathlib import Path
 
 from approx.errors import ApproxError, Exit
+from approx_kernels.runtime.atomic_file import write_whole
 
 
 def write_pictures(pictures: dict[str, dict[str, bytes]], folder: Path) -> list[Path]:
@@ -21,15 +21,9 @@ def write_pictures(pictures: dict[str, dict[str, bytes]], folder: Path) -> list[
     """
     written = []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, files in pictures.items():
             for suffix, file in files.items():
-                temporary = folder / f".{name}.{os.getpid()}.tmp"
-                try:
-                    temporary.write_bytes(file)
-                    os.replace(temporary, folder / f"{name}{suffix}")
-                finally:
-                    temporary.unlink(missing_ok=True)
+                write_whole(folder / f"{name}{suffix}", file)
                 written.append(folder / f"{name}{suffix}")
     except OSError as error:
         raise ApproxError(f"Pictures cannot be written to {folder}: {error.strerror}.", Exit.UNAVAILABLE) from None

@@ -3,12 +3,12 @@
 import csv
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit
 from approx.publishing import page, wording
+from approx_kernels.runtime.atomic_file import write_whole
 
 _QUALITY = (
     *("title", "checkpoint", "task", "split", "metric", "examples", "subset", "truncated", "variant"),
@@ -52,14 +52,8 @@ def write_report(records: list[dict[str, Any]], out: Path) -> list[Path]:
     out = Path(out)
     written = []
     try:
-        out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            temporary = out / f".{name}.{os.getpid()}.tmp"
-            try:
-                temporary.write_text(text, encoding="utf-8", newline="\n")
-                os.replace(temporary, out / name)
-            finally:
-                temporary.unlink(missing_ok=True)
+            write_whole(out / name, text)
             written.append(out / name)
     except OSError as error:
         raise ApproxError(f"The report cannot be written to {out}: {error.strerror}.", Exit.UNAVAILABLE) from None

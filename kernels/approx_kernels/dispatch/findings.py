@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import json
-import os
 import platform
-import tempfile
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 
 from approx_kernels.cpu.compile import compiler_obstacle
+from approx_kernels.runtime.atomic_file import write_whole
 from approx_kernels.runtime.cache_folder import cache_folder
 
 # Another number after a change that makes what was found before mean something else.
@@ -70,7 +69,7 @@ def keep(device: str, asked: str, finding: Finding) -> None:
         found(device)
         kept = _read()
         kept.setdefault(here, {})[asked] = finding
-        _write(kept)
+        write_whole(file(), json.dumps(kept, indent=1))
         _known[here][asked] = finding
 
 
@@ -87,7 +86,7 @@ def forget(but: str | None = None) -> None:
         _known.clear()
         left = {} if but is None else _beginning(but, _read())
         if left:
-            _write(left)
+            write_whole(file(), json.dumps(left, indent=1))
         else:
             file().unlink(missing_ok=True)
 
@@ -110,19 +109,6 @@ def _read() -> dict[str, dict[str, Finding]]:
         isinstance(one, dict) and all(isinstance(each, dict) for each in one.values()) for one in kept.values()
     )
     return kept if whole else {}
-
-
-def _write(kept: dict[str, dict[str, Finding]]) -> None:
-    folder = file().parent
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(kept, stream, indent=1)
-        os.replace(temporary, file())
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 @functools.cache

@@ -1,0 +1,50 @@
+"""Files are whole or not at all, whoever writes them."""
+
+import os
+
+import pytest
+
+from approx_kernels.runtime.atomic_file import atomic_file, write_whole
+
+
+def test_a_text_is_written_as_it_is_into_a_folder_that_is_made(tmp_path):
+    path = tmp_path / "new" / "a.csv"
+    write_whole(path, "ä\r\nb\n")
+    assert path.read_bytes() == b"\xc3\xa4\r\nb\n"
+    write_whole(path, b"\x00")
+    assert path.read_bytes() == b"\x00"
+    assert [file.name for file in path.parent.iterdir()] == ["a.csv"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_an_old_file_survives_whatever_stops_the_new_one(call, tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    write_whole(path, "old")
+
+    def stopped(*_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, call, stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, "new")
+    assert path.read_text("utf-8") == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_file_has_its_name_only_when_it_is_complete(tmp_path):
+    path = tmp_path / "a"
+    with atomic_file(path) as temporary:
+        temporary.write_text("whole", encoding="utf-8")
+        assert temporary.parent == tmp_path
+        assert not path.exists()
+    assert path.read_text("utf-8") == "whole"
+
+
+def test_what_a_killed_process_left_goes_when_it_is_old(tmp_path):
+    old, fresh, other = (tmp_path / name for name in (".a.1.tmp", ".a.2.tmp", ".b.1.tmp"))
+    for file in (old, fresh, other):
+        file.touch()
+    for file in (old, other):
+        os.utime(file, (0, 0))
+    write_whole(tmp_path / "a", "")
+    assert {file.name for file in tmp_path.iterdir()} == {"a", fresh.name, other.name}

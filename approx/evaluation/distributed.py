@@ -6,21 +6,21 @@ import atexit
 import os
 from typing import Any, TypeVar
 
-from torch import distributed
+import torch
+
+from approx.errors import ApproxError, Exit
 
 T = TypeVar("T")
 
 
 def place() -> tuple[int, int]:
-    """The number of this process, from 0, and how many there are; joins them if that was not done."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
-        return 0, 1
-    if not distributed.is_initialized():
-        # What is exchanged are predictions, which are no tensors: gloo serves processes on CPUs and GPUs alike.
-        distributed.init_process_group("gloo")
-        atexit.register(distributed.destroy_process_group)
-    return distributed.get_rank(), distributed.get_world_size()
+    """The number of this process, from 0, and how many there are; joins them if that was not done.
+
+    Raises:
+        ApproxError: if there are several and accelerate is not installed.
+    """
+    state = _state()
+    return (0, 1) if state is None else (state.process_index, state.num_processes)
 
 
 def leads() -> bool:
@@ -30,18 +30,35 @@ def leads() -> bool:
 
 def agree(value: T) -> T:
     """The first process's value, in all of them."""
-    if place()[1] == 1:
+    if _state() is None:
         return value
-    shared: list[Any] = [value]
-    distributed.broadcast_object_list(shared)
-    return shared[0]
+    from accelerate.utils import broadcast_object_list
+
+    return broadcast_object_list([value])[0]
 
 
 def gather(value: T) -> list[T]:
     """The values of all processes, in all of them."""
-    world = place()[1]
-    if world == 1:
+    if _state() is None:
         return [value]
-    shared: list[Any] = [None] * world
-    distributed.all_gather_object(shared, value)
-    return shared
+    from accelerate.utils import gather_object
+
+    return gather_object([value])
+
+
+def _state() -> Any:
+    """What accelerate knows of the processes, which a Trainer in this one shares; None where this is the only one."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    try:
+        from accelerate import PartialState
+    except ImportError as error:
+        raise ApproxError(
+            f"{os.environ['WORLD_SIZE']} processes were started, and the package accelerate, which joins them, is not "
+            f"installed ({error}). Install it (pip install 'approx-attention[train]'), or start one process.",
+            Exit.MISSING,
+        ) from None
+    if not torch.distributed.is_initialized():
+        atexit.register(lambda: PartialState().destroy_process_group())
+    # NCCL, which accelerate takes on GPUs, refuses two processes on one of them.
+    return PartialState(cpu=torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

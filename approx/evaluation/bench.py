@@ -52,7 +52,6 @@ def bench(
     make_inputs: Callable[[int, int], Any],
     device: torch.device | str,
     dtype: torch.dtype | str,
-    mode: Literal["forward", "train", "generate"] = "forward",
     warm_up_seconds: float = 1.0,
     seed: int = 0,
     chosen_in: Callable[[Callable[[], object]], dict[str, str]] | None = None,
@@ -66,7 +65,6 @@ def bench(
         make_inputs: Given batch size and length, what the contenders' `run` takes, already on the device.
         device: "cpu" or "cuda"; the contenders are there already.
         dtype: What the contenders compute in; recorded.
-        mode: What a run is; gradients are on for "train" only.
         warm_up_seconds: Seconds of warm-up at most, per contender, batch size and length.
         seed: Of the bootstrap.
         chosen_in: Executes a call and says which implementation each op took in it; every contender runs once more for it,
@@ -87,7 +85,7 @@ def bench(
         if progress:
             progress(done, len(grid), f"batch {batch}, {length} tokens")
         neighbours = Neighbours()
-        with torch.set_grad_enabled(mode == "train"), memory_limit(device):
+        with torch.no_grad(), memory_limit(device):
             baseline, runners = _prepare(contenders, make_inputs, batch, length, device)
             race(
                 list(runners.values()),
@@ -108,7 +106,7 @@ def bench(
                 "threads": torch.get_num_threads(),
                 "batch": batch,
                 "length": length,
-                "mode": mode,
+                "mode": "forward",
                 "inputs": options.inputs,
                 "baseline": baseline,
                 "crowded": device.type == "cpu" and neighbours.crowded(),

@@ -12,12 +12,10 @@ from torch.nn import functional as F
 
 from approx_kernels.gpu.language import obstacle
 from approx_kernels.ops.linear.features import features
-from approx_kernels.ops.linear.triton import linear_forward, most_features, power
+from approx_kernels.ops.linear.triton import linear_forward, most_features
 from approx_kernels.runtime.autocast import without_autocast
 
 FUSED = ("elu", "relu")
-# Numbers of a state, which a program holds in registers.
-_STATE = 128 * 128
 
 
 def linear_obstacle(q: Tensor, v: Tensor, *, dropout: float) -> str | None:
@@ -25,13 +23,6 @@ def linear_obstacle(q: Tensor, v: Tensor, *, dropout: float) -> str | None:
     if dropout:
         return "they drop no keys. Set the dropout of attention to 0, or ask for 'auto'."
     return obstacle(q, v)
-
-
-def size_obstacle(count: int, values: int) -> str | None:
-    """Why kernels cannot hold the sums of so many features times so many values; None where they can."""
-    if power(count) * power(values) > _STATE:
-        return f"there are {count} features and values of {values} numbers; a kernel holds sums of 128 x 128. Ask for 'auto'."
-    return None
 
 
 def linear_kernels(

@@ -163,7 +163,7 @@ def _mistakes(error: ValidationError, kind: Any, data: Any) -> list[tuple[Path, 
 def _needed(name: str, message: str, about: Mapping[str, Any]) -> str:
     if name == "too_short" and about["min_length"] == 1:
         return "at least one"
-    return _NEEDED[name].format(**about) if name in _NEEDED else message
+    return _NEEDED[name].format(**about) if name in _NEEDED else message.removeprefix("Value error, ")
 
 
 def _in_data(loc: Path, data: Any) -> Path:

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, Strict
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
 
 from approx.validation import Model, listed
 
@@ -13,7 +12,7 @@ from approx.validation import Model, listed
 def _selection(value: Any) -> Any:
     if isinstance(value, str | int) and not isinstance(value, bool):
         return str(value)
-    raise PydanticCustomError("selection", "'all', a number or ranges such as '0-5,8'")
+    raise ValueError("'all', a number or ranges such as '0-5,8'")
 
 
 _Selection = Annotated[str, BeforeValidator(_selection, json_schema_input_type=str | int)]

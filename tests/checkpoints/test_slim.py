@@ -21,7 +21,7 @@ from approx.seam.model import ApproxModel
 from approx_kernels.dispatch.implementation import implementation
 from approx_kernels.ops.clustering.api import cluster_queries
 from converted import auto_class, code, run
-from forms import KINDS, SMALL
+from forms import KINDS, SELF_ONLY, SMALL
 from zoo import difference, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +39,8 @@ def everything(architecture):
     """A model that has every mechanism in every form its layers allow, one a layer."""
     causal = architecture.startswith(("GPT2", "Llama"))
     able = [name for name, kind in KINDS.items() if (kind.supports_causal if causal else kind.supports_bidirectional)]
+    # These cannot go on from a cache, and decoders are generated from.
+    able = [name for name in able if not (causal and name in SELF_ONLY)]
     layers = "n_layer" if architecture.startswith("GPT2") else "num_hidden_layers"
     model = tiny(architecture, **{layers: len(able)})
     rules = (Rule(name.split()[0], str(layer), SMALL.get(name, {})) for layer, name in enumerate(able))

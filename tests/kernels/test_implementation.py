@@ -42,7 +42,7 @@ def test_what_a_call_ran_is_told_apart_from_what_ran_before():
 
 def test_an_op_may_have_implementations_of_its_own():
     assert choose("sample", "tiles", {"cpu": "too old", "tiles": None}) == "tiles"
-    with pytest.raises(ValueError, match="expected one of auto, reference, cpu, triton, tiles"):
+    with pytest.raises(ValueError, match="expected one of auto, plain, reference, cpu, triton, tiles"):
         choose("sample", "cuda", {"cpu": "too old", "tiles": None})
 
 
@@ -51,7 +51,7 @@ def test_what_was_asked_for_never_falls_back():
         choose("sample", "triton", WAYS)
     with pytest.raises(ValueError, match="no implementation 'cpu'; it has reference"):
         choose("sample", "cpu", {"reference": None})
-    with pytest.raises(ValueError, match="expected one of auto, reference, cpu, triton"):
+    with pytest.raises(ValueError, match="expected one of auto, plain, reference, cpu, triton"):
         choose("sample", "cuda", WAYS)
     with pytest.raises(ValueError, match="No implementation of sample can run: too old"):
         choose("sample", "auto", {"triton": "too old"})

@@ -51,8 +51,8 @@ def test_chunks_and_blocks_of_heads_change_nothing(monkeypatch, causal, large):
     mask, rows = torch.rand(2, 130) < 0.7, draw_projection(8, features=16, orthogonal=True, seed=0)
     results = []
     for chunk, cached in ((64, 2**17), (7, 1), (1, 1)):
-        monkeypatch.setattr(reference, "_CHUNK", chunk)
-        monkeypatch.setattr(causal_form, "_CHUNK", chunk)
+        monkeypatch.setattr(reference, "CHUNK", chunk)
+        monkeypatch.setattr(causal_form, "CHUNK", chunk)
         monkeypatch.setattr(reference, "_CACHED", cached)
         results.append(performer_attention(q, k, v, mask, projection=rows, causal=causal, scale=0.35))
     for other in results[1:]:

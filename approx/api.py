@@ -33,7 +33,7 @@ __all__ = ["Plan", "bench", "convert", "evaluate", "fast_products", "inspect", "
 # A ceiling below this is worth a warning.
 _HARDLY = 1.1
 # What is said of a layer that keeps exact attention.
-_EXACT = {"heads": "all", "mechanism": None, "settings": {}, "exact_below": 0, "checkpoint": False}
+_EXACT = {"heads": "all", "mechanism": None, "settings": {}, "exact_below": 0, "recompute": False}
 
 
 def inspect(name: str, *, revision: str | None = None, offline: bool = False) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def plan(
     heads: options.Heads = "all",
     plan_file: options.PlanFile = None,
     exact_below: options.ExactBelow = 0,
-    checkpoint: options.Checkpoint = False,
+    recompute: options.Recompute = False,
     lengths: Annotated[
         str, typer.Option(help="Lengths, in tokens, at which the cost is counted.")
     ] = "128,512,2048,8192",
@@ -122,7 +122,7 @@ def plan(
     from approx import api
     from approx_kernels.runtime.atomic_file import write_whole
 
-    chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, checkpoint)
+    chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, recompute)
     counted = options.read_numbers(lengths, "--lengths")
     options.check_output(output, force)
     found = api.plan(model, chosen, counted, revision=revision, offline=offline)
@@ -155,7 +155,7 @@ def convert(
     heads: options.Heads = "all",
     plan_file: options.PlanFile = None,
     exact_below: options.ExactBelow = 0,
-    checkpoint: options.Checkpoint = False,
+    recompute: options.Recompute = False,
     calibrate: options.Calibrate = None,
     max_length: options.MaxLength = None,
     force: options.Force = False,
@@ -167,7 +167,7 @@ def convert(
     """Replace the attention of a checkpoint and write a verified folder that stock transformers loads."""
     from approx.conversion import convert as conversion
 
-    chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, checkpoint)
+    chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, recompute)
     with terminal.progress() as bar:
         done = iter(range(_STEPS))
         receipt = conversion.convert(

@@ -62,9 +62,11 @@ Heads = Annotated[
         rich_help_panel=_PLAN,
     ),
 ]
-Checkpoint = Annotated[
+Recompute = Annotated[
     bool,
-    typer.Option("--checkpoint", help="In training, recompute attention in the backward pass.", rich_help_panel=_PLAN),
+    typer.Option(
+        "--recompute", help="In training, compute attention again in the backward pass.", rich_help_panel=_PLAN
+    ),
 ]
 Calibrate = Annotated[
     Path | None,
@@ -120,7 +122,7 @@ def read_plan(
     heads: str,
     file: Path | None,
     exact_below: int,
-    checkpoint: bool,
+    recompute: bool,
 ) -> "Plan":
     """The plan that the options of a command describe.
 
@@ -132,12 +134,12 @@ def read_plan(
     if (mechanism is None) == (file is None):
         found = "both were given" if file else "neither was given"
         raise ApproxError(f"Give either --mechanism or --plan; {found}. `approx mechanisms` lists the mechanisms.")
-    rule = Rule(mechanism or "", layers, read_settings(settings), exact_below, heads, checkpoint)
+    rule = Rule(mechanism or "", layers, read_settings(settings), exact_below, heads, recompute)
     if file is None:
         return Plan((rule,))
     if rule != Rule(""):
         raise ApproxError(
-            "--set, --layers, --heads, --exact-below and --checkpoint belong to --mechanism. Write them into the plan file "
+            "--set, --layers, --heads, --exact-below and --recompute belong to --mechanism. Write them into the plan file "
             "instead."
         )
     return Plan.read(file)

@@ -67,7 +67,7 @@ class Mechanism(nn.Module):
     # The number of keys below which exact attention takes the place of this; a plan sets it.
     exact_below: int = 0
     # Whether training computes this again in the backward pass instead of keeping what it needs; a plan sets it.
-    checkpoint: bool = False
+    recompute: bool = False
 
     def __init__(self, heads: int, head_dim: int, *, causal: bool, scale: float) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Mechanism(nn.Module):
         q = args[0] if args else kwargs["q"]
         if is_one_operator(q, whole=self.compiles == "whole", runs_c=self.runs_c):
             return self._as_one_operator(*args, **kwargs)
-        if self.checkpoint and self.training and torch.is_grad_enabled():
+        if self.recompute and self.training and torch.is_grad_enabled():
             return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
         return super().__call__(*args, **kwargs)
 

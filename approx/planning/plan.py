@@ -30,7 +30,7 @@ class Plan:
         *,
         heads: str | int = "all",
         exact_below: int = 0,
-        checkpoint: bool = False,
+        recompute: bool = False,
         **settings: Any,
     ) -> "Plan":
         """The plan of a single rule; what its parts mean says `Rule`.
@@ -44,7 +44,7 @@ class Plan:
             "heads": heads,
             "settings": settings,
             "exact_below": exact_below,
-            "checkpoint": checkpoint,
+            "recompute": recompute,
         }
         return cls.parse(rule)
 

@@ -59,7 +59,7 @@ def site_record(site: Site, rules: Sequence[Rule]) -> dict[str, Any]:
     """What config.json says of a converted layer: the facts that its mechanism is made of, all heads alike or in groups."""
     facts = {key: getattr(site, key) for key in ("layer", "heads", "head_dim", "causal", "scale")}
     entries = [
-        {key: getattr(rule, key) for key in ("mechanism", "settings", "exact_below", "checkpoint")} for rule in rules
+        {key: getattr(rule, key) for key in ("mechanism", "settings", "exact_below", "recompute")} for rule in rules
     ]
     if len(rules) == 1:
         return entries[0] | facts
@@ -71,14 +71,14 @@ def described(site: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What people are told of a converted layer as config.json has it: an entry for each group of its heads.
 
     Returns:
-        Entries with layer, heads (`all`, or numbers and ranges), mechanism, settings, exact_below and checkpoint.
+        Entries with layer, heads (`all`, or numbers and ranges), mechanism, settings, exact_below and recompute.
     """
-    plain = {"exact_below": 0, "checkpoint": False}
+    plain = {"exact_below": 0, "recompute": False}
     return [
         {
             "layer": site["layer"],
             "heads": ranges(part["heads"]) if part is not site else "all",
-            **{key: part.get(key, plain.get(key)) for key in ("mechanism", "settings", "exact_below", "checkpoint")},
+            **{key: part.get(key, plain.get(key)) for key in ("mechanism", "settings", "exact_below", "recompute")},
         }
         for part in parts(site)
     ]

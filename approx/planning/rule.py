@@ -32,7 +32,7 @@ class Rule:
         settings: Settings of the mechanism; what is left out has its default.
         exact_below: Inputs shorter than this many tokens keep exact attention, decided for each call.
         heads: `all`, or numbers and ranges such as `0-3,8`; -1 is the last head.
-        checkpoint: Whether training recomputes the mechanism in the backward pass instead of keeping what it computed.
+        recompute: Whether training computes the mechanism again in the backward pass instead of keeping what it computed.
     """
 
     mechanism: Annotated[str, Field(examples=["improved-clustered"])]
@@ -40,7 +40,7 @@ class Rule:
     settings: _Settings = field(default_factory=dict)
     exact_below: Annotated[int, Strict(), Field(ge=0)] = 0
     heads: _Selection = "all"
-    checkpoint: Annotated[bool, Strict()] = False
+    recompute: Annotated[bool, Strict()] = False
 
     def to_dict(self) -> dict[str, Any]:
         """The rule as plain data, without what is at its default; layers and mechanism are always said."""
@@ -54,7 +54,7 @@ class Rule:
 
 
 # In the order in which a person writes them.
-KEYS = ("layers", "heads", "mechanism", "settings", "exact_below", "checkpoint")
+KEYS = ("layers", "heads", "mechanism", "settings", "exact_below", "recompute")
 
 
 class RuleList(Model):

@@ -12,7 +12,7 @@ from approx.mechanisms.mechanism import Mechanism
 def parts(site: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """What a layer consists of: its groups of heads where they differ, itself where they do not.
 
-    Each has `mechanism` and `settings`, and may have `exact_below` and `checkpoint`; a group has its `heads`, a list.
+    Each has `mechanism` and `settings`, and may have `exact_below` and `recompute`; a group has its `heads`, a list.
     """
     return site.get("groups") or [site]
 
@@ -44,5 +44,5 @@ def _part(part: Mapping[str, Any], heads: int, site: Mapping[str, Any]) -> Mecha
     settings = {**kind.earlier, **part["settings"]}
     mechanism = kind(heads, site["head_dim"], causal=site["causal"], scale=site["scale"], **settings)
     mechanism.exact_below = part.get("exact_below", 0)
-    mechanism.checkpoint = part.get("checkpoint", False)
+    mechanism.recompute = part.get("recompute", False)
     return mechanism

@@ -39,7 +39,7 @@ MISTAKES = [
     ("-m local --heads 3-1", Exit.USAGE, ["Heads '3-1' run backwards", "'1-3'"]),
     ("-m local --heads first", Exit.USAGE, ["'first' is no head number or range"]),
     ("--plan p.yaml --heads 1", Exit.USAGE, ["belong to --mechanism"]),
-    ("--plan p.yaml --checkpoint", Exit.USAGE, ["belong to --mechanism"]),
+    ("--plan p.yaml --recompute", Exit.USAGE, ["belong to --mechanism"]),
 ]
 
 
@@ -70,10 +70,10 @@ def test_all_mistakes_of_a_plan_are_told_at_once(gpt2, tmp_path):
     assert (answer.code, len(lines)) == (Exit.USAGE, len(found)), answer.err
     for fragment in found:
         assert sum(fragment in line for line in lines) == 1, fragment
-    rules[0]["checkpoint"], rules[1]["heads"] = "yes", [0, 1]
+    rules[0]["recompute"], rules[1]["heads"] = "yes", [0, 1]
     (tmp_path / "p.json").write_text(json.dumps(rules), encoding="utf-8")
     lines = call("plan", gpt2, "--plan", "p.json").err.splitlines()
-    assert ["1.checkpoint: true or false is needed" in lines[0], "2.heads: 'all', a number" in lines[1]] == [True, True]
+    assert ["1.recompute: true or false is needed" in lines[0], "2.heads: 'all', a number" in lines[1]] == [True, True]
 
 
 def test_rules_may_overlap_and_the_last_one_wins(gpt2):
@@ -119,7 +119,7 @@ def test_a_conversion_that_never_approximates_is_told(base):
 
 def test_a_conversion_tells_text_mass_and_warnings(base, tmp_path):
     (tmp_path / "my own.txt").write_text("the film is good, not bad. very dull\n" * 50, encoding="utf-8")
-    words = ("convert", base, "-m", "local", "--set", "left=2", "--set", "right=2", "--heads", "0", "--checkpoint")
+    words = ("convert", base, "-m", "local", "--set", "left=2", "--set", "right=2", "--heads", "0", "--recompute")
     answer = call(*words, "-o", "one", "--calibrate", "my own.txt")
     assert answer.code == 0, answer.err
     assert "captured mass" in answer.out
@@ -131,7 +131,7 @@ def test_a_conversion_tells_text_mass_and_warnings(base, tmp_path):
     card = (tmp_path / "one" / "README.md").read_text("utf-8")
     assert "measured on 32 tokens a row, my own.txt." in card
     assert f"| {receipt['errors']['0']:.3f} | {receipt['captured_mass']['0']:.3f} |" in card
-    assert [(part["heads"], part["checkpoint"]) for part in receipt["swapped"][:2]] == [("0", True), ("1", False)]
+    assert [(part["heads"], part["recompute"]) for part in receipt["swapped"][:2]] == [("0", True), ("1", False)]
     config = json.loads((tmp_path / "one" / "config.json").read_text("utf-8"))
     calibration = config["approx"]["history"][0]["calibration"]
     assert calibration["name"] == "my own.txt"

@@ -95,7 +95,7 @@ rules = st.builds(
     ),
     exact_below=st.integers(0, 5000),
     heads=st.sampled_from(["all", "0", "-1", "0-1,3"]),
-    checkpoint=st.booleans(),
+    recompute=st.booleans(),
 )
 
 

@@ -165,7 +165,7 @@ def saved_bytes_and_gradients(mechanism, dropout):
 def test_recomputing_saves_memory_and_changes_no_gradient(name, dropout):
     mechanism = KINDS[name](4, 8, causal=False, scale=0.3, **SMALL.get(name, {}))
     plain, expected = saved_bytes_and_gradients(mechanism, dropout)
-    mechanism.checkpoint = True
+    mechanism.recompute = True
     saved, found = saved_bytes_and_gradients(mechanism, dropout)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
@@ -176,11 +176,11 @@ def test_recomputing_saves_memory_and_changes_no_gradient(name, dropout):
 
 def test_a_plan_has_layers_and_groups_recomputed(tmp_path):
     model = tiny("BertModel")
-    surgery.convert(model, Plan((Rule("full", checkpoint=True), Rule("local", "0", heads="1-2", checkpoint=True))))
+    surgery.convert(model, Plan((Rule("full", recompute=True), Rule("local", "0", heads="1-2", recompute=True))))
     model.save_pretrained(tmp_path)
     for one in (model, type(model).from_pretrained(tmp_path)):
-        assert [each.checkpoint for each in mechanisms(one)[0].groups] == [True, True]
-        assert [each.checkpoint for each in mechanisms(one)[1:]] == [True, True]
+        assert [each.recompute for each in mechanisms(one)[0].groups] == [True, True]
+        assert [each.recompute for each in mechanisms(one)[1:]] == [True, True]
     calls = []
     mechanisms(model)[1].register_forward_pre_hook(lambda *_: calls.append(1))
     for training, expected in ((False, 1), (True, 2)):

@@ -129,7 +129,7 @@ def test_inputs_beyond_the_positions_are_refused_or_cut_and_counted(base, tmp_pa
     answer = call(*words)
     assert answer.code == 2
     assert "62 tokens, the limit is 32" in answer.err
-    assert "1 of them cut" in call(*words, "--truncate").out
+    assert "1 of them truncated" in call(*words, "--truncate").out
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

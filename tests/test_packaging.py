@@ -23,7 +23,6 @@ HOMES = {"approx": "approx", "approx/recipes": "recipes", "approx_kernels": "ker
 NOT_SHIPPED = ("bench", "cli", "kernels", "recipes", "reports", "tests")
 # Dependencies that no import statement of ours shows.
 BEHIND_OTHERS = {
-    "accelerate": "the Trainer of transformers asks for it",
     "pyarrow": "pandas and datasets write parquet through it",
 }
 IMPORT_ALL = """

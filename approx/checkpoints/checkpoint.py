@@ -49,7 +49,7 @@ class Checkpoint:
         source: Where it came from.
         model: The model, in evaluation mode.
         weights_sha256: Of its weight files, in order.
-        notes: What the user should know, e.g. a head that was initialised anew.
+        notes: What the user should know, e.g. a head that is newly initialised.
     """
 
     source: Source

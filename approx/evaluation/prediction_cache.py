@@ -60,7 +60,7 @@ class Ledger:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with path.open("a+b") as file:
-                # After a torn line the next one begins anew.
+                # After a torn line the next one begins on its own line.
                 file.seek(0, os.SEEK_END)
                 if file.tell():
                     file.seek(-1, os.SEEK_END)

@@ -44,7 +44,7 @@ class Copying(Generated):
         seed: What every row is drawn from, together with its split and its own number.
 
     Raises:
-        ApproxError: if a setting is no whole number or out of range.
+        ApproxError: if a setting is not a whole number or out of range.
     """
 
     name = "copy"

@@ -196,7 +196,7 @@ def _object(line: str, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ApproxError(f"{place} is no JSON: {error}. Mend or remove the line.", Exit.UNAVAILABLE) from None
+        raise ApproxError(f"{place} is not JSON: {error}. Fix or remove the line.", Exit.UNAVAILABLE) from None
     if not isinstance(row, dict):
-        raise ApproxError(f"{place} holds no object. Mend or remove the line.", Exit.UNAVAILABLE)
+        raise ApproxError(f"{place} is not a JSON object. Fix or remove the line.", Exit.UNAVAILABLE)
     return row

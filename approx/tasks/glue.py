@@ -176,7 +176,7 @@ class Glue(SequenceClassification):
             if len(cells) != len(header):
                 raise ApproxError(
                     f"{path}, line {number}: {len(cells)} columns where {len(header)} are expected. "
-                    "Mend or remove the line, or download the file again.",
+                    "Fix or remove the line, or download the file again.",
                     Exit.UNAVAILABLE,
                 )
             try:

@@ -95,7 +95,7 @@ class LibriSpeech(Transcription):
     def _find(self, data: Path) -> Path:
         if not data.is_dir():
             raise ApproxError(
-                f"{self.name}: {data} is no folder. Give the unpacked folder LibriSpeech or {self._split}.",
+                f"{self.name}: {data} is not a folder. Give the unpacked folder LibriSpeech or {self._split}.",
                 Exit.UNAVAILABLE,
             )
         for folder in (data / "LibriSpeech" / self._split, data / self._split):
@@ -156,7 +156,7 @@ def _transcripts(path: Path) -> Iterator[tuple[int, str, str]]:
         name, _, text = line.strip().partition(" ")
         if not text and name:
             raise ApproxError(
-                f"{path}, line {number}: no words after the id '{name[:60]}'. Mend or remove the line.",
+                f"{path}, line {number}: no words after the id '{name[:60]}'. Fix or remove the line.",
                 Exit.UNAVAILABLE,
             )
         if name:

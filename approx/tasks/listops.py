@@ -77,7 +77,7 @@ class ListOps(SequenceClassification):
             limit: Keep the first `limit` expressions.
 
         Raises:
-            ApproxError: if the split is unknown, nothing is found, or a line is no expression with its value.
+            ApproxError: if the split is unknown, nothing is found, or a line is not an expression with its value.
         """
         wanted = split or "test"
         if limit is not None:
@@ -126,7 +126,7 @@ class ListOps(SequenceClassification):
             words = expression.split()
             if value not in DIGITS or not words or not set(words) <= set(WORDS):
                 raise ApproxError(
-                    f"{path}, line {number}: no expression with its value between 0 and 9: {line[:60]!r}. Mend or remove the "
+                    f"{path}, line {number}: no expression with its value between 0 and 9: {line[:60]!r}. Fix or remove the "
                     "line, or download the file again.",
                     Exit.UNAVAILABLE,
                 )

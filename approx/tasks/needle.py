@@ -46,7 +46,7 @@ class Needle(Generated, SequenceClassification):
         seed: What every row is drawn from, together with its split and its own number.
 
     Raises:
-        ApproxError: if a setting is no whole number, or the needles fit neither the keys nor the length.
+        ApproxError: if a setting is not a whole number, or the needles fit neither the keys nor the length.
     """
 
     name = "needle"

@@ -160,6 +160,6 @@ def _read(path: Path) -> str:
     try:
         return gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise ApproxError(f"{path} is no text in UTF-8 ({error}).", Exit.UNAVAILABLE) from None
+        raise ApproxError(f"{path} is not UTF-8 text ({error}).", Exit.UNAVAILABLE) from None
     except OSError as error:
         raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None

@@ -86,10 +86,10 @@ def test_other_columns_and_classes_are_named_by_settings(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"text": "a", "label": "positive"}\n{"text"', "line 2 is no JSON"),
+        ('{"text": "a", "label": "positive"}\n{"text"', "line 2 is not JSON"),
         ('{"text": "a", "label": "good"}\n', "line 1: unknown label 'good'; known are negative or 0, positive or 1"),
         ('{"text": "a"}\n', "line 1: no label; it has text"),
-        ("[1]\n", "line 1 holds no object"),
+        ("[1]\n", "line 1 is not a JSON object"),
         ("\n", "0 texts in"),
     ],
     ids=["json", "label", "column", "object", "empty"],

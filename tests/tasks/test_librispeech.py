@@ -157,7 +157,7 @@ def test_a_folder_without_the_split_says_what_it_has(tmp_path):
         refused("looked for test-clean in .*found dev-other", Exit.UNAVAILABLE, lambda data=data: TASK.load(data))
     (tmp_path / "empty").mkdir()
     refused("found no transcripts", Exit.UNAVAILABLE, lambda: TASK.load(tmp_path / "empty"))
-    refused("is no folder", Exit.UNAVAILABLE, lambda: TASK.load(tmp_path / "test-clean.tar.gz"))
+    refused("is not a folder", Exit.UNAVAILABLE, lambda: TASK.load(tmp_path / "test-clean.tar.gz"))
     refused("--split dev-other was given, but the task is", Exit.USAGE, lambda: TASK.load(folder, "dev-other"))
     refused("'limit'.*is 0", Exit.USAGE, lambda: TASK.load(folder, limit=0))
 

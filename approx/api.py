@@ -1,5 +1,7 @@
 """What Python users import from `approx`: the stages one by one, as the commands of the same names run them."""
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from approx.checkpoints.history import history
 from approx.conversion.surgery import convert, revert
 from approx.errors import ApproxError, Exit
 from approx.evaluation.options import BenchStage, EvaluateStage
+from approx.measuring.in_memory import in_memory
 from approx.measuring.measure import (
     Progress,
     make_record,
@@ -112,10 +115,11 @@ def plan(
 
 
 def evaluate(
-    name: str,
+    model: str | Any,
     task: str,
     *,
-    against: str | None = None,
+    against: str | Any | None = None,
+    processor: Any = None,
     outputs: Path | None = None,
     fresh: bool = False,
     seed: int = 0,
@@ -126,13 +130,15 @@ def evaluate(
     progress: Progress = silent,
     **options: Any,
 ) -> dict[str, Any]:
-    """Score a checkpoint on a task, against its exact base on the same examples in the same order.
+    """Score a model on a task, against its exact base on the same examples in the same order.
 
     Args:
-        name: The checkpoint; a folder, a model id of the hub, or `quickstart`.
+        model: A folder, a model id of the hub, or `quickstart`; or a loaded model, which stays on its device and in its
+            dtype. Of loaded models no outputs are kept.
         task: Name of the task, e.g. `glue/sst2`.
         against: The base to compare with. Without it a converted checkpoint is compared with its own weights under exact
             attention, and a stock one with nothing.
+        processor: The tokenizer or processor of loaded models.
         outputs: Where the outputs of each example go, as parquet.
         fresh: Whether nothing that was kept of earlier evaluations is used, and nothing is kept.
         seed: Of the bootstrap.
@@ -152,13 +158,16 @@ def evaluate(
     stage = build(EvaluateStage, "evaluate", task=task, **options)
     # A mistyped task is told before any weight is loaded.
     task_of(stage)
-    opened = _opened(name, against, device, dtype, offline)
+    opened = _opened(model, against, device, dtype, offline, processor)
+    label = _label(model)
     if stage.seeds > 1 and len(opened) == 1:
         raise ApproxError(
-            f"{stage.seeds} seeds were asked for, but {name} is not converted, so nothing in it is drawn."
+            f"{stage.seeds} seeds were asked for, but {opened[BASE].source.name} is not converted, so nothing in it is drawn."
         )
+    # What was done to a loaded model besides its weights and config is not known, so its outputs have no key.
+    fresh = fresh or not isinstance(model, str) or not isinstance(against, str | None)
     quality = measure_quality(opened, stage, seed=seed, outputs=outputs, fresh=fresh, progress=progress)
-    return make_record(opened, title=f"{_label(name)} on {task}", seed=seed, command=command, quality=[quality])
+    return make_record(opened, title=f"{label} on {task}", seed=seed, command=command, quality=[quality])
 
 
 def bench(
@@ -210,22 +219,32 @@ def bench(
     return make_record(opened, title=f"Speed of {_label(name)}", seed=seed, command=command, speed=speed)
 
 
-def _opened(name: str, against: str | None, device: str, dtype: str, offline: bool) -> dict[str, checkpoint.Checkpoint]:
+def _opened(
+    model: str | Any, against: str | Any | None, device: str, dtype: str, offline: bool, processor: Any = None
+) -> dict[str, checkpoint.Checkpoint]:
     """The base, and what is compared with it."""
-    opened = open_all({BASE: name if against is None else against}, device, dtype, offline=offline)
-    label = _label(name)
-    if opened[BASE].source.converted:
+
+    def opened(label: str, one: str | Any) -> checkpoint.Checkpoint:
+        if not isinstance(one, str):
+            return in_memory(one, processor)
+        return open_all({label: one}, device, dtype, offline=offline)[label]
+
+    base, label = opened(BASE, model if against is None else against), _label(model)
+    if base.source.converted:
         if against is not None:
-            raise ApproxError(f"--against {against} is converted itself. Name the exact checkpoint it was made from.")
-        opened[BASE] = under_exact_attention(opened[BASE])
+            raise ApproxError(
+                f"--against {base.source.name} is converted itself. Name the exact checkpoint it was made from."
+            )
+        own = base if isinstance(model, str) else replace(base, model=copy.deepcopy(model))
+        base = under_exact_attention(own)
     elif against is None:
-        return opened
-    return opened | open_all({label: name}, device, dtype, offline=offline)
+        return {BASE: base}
+    return {BASE: base, label: opened(label, model)}
 
 
-def _label(name: str) -> str:
-    """Name of a checkpoint in tables and records, where the path to it says nothing."""
-    label = Path(name).resolve().name
+def _label(model: str | Any) -> str:
+    """Name of a model in tables and records, where the path to it says nothing."""
+    label = Path(model).resolve().name if isinstance(model, str) else type(model).__name__
     return label if label not in (BASE, CEILING) else f"{label} (converted)"
 
 

@@ -1,6 +1,7 @@
 """The stages as commands run them: their defaults, what they call a checkpoint, what they refuse."""
 
 import pytest
+import torch
 
 from approx import api
 from approx.checkpoints import checkpoint
@@ -84,3 +85,35 @@ def test_a_mistake_in_an_option_is_told_before_anything_is_opened(call, sentence
         call()
     assert sentence in str(caught.value)
     assert caught.value.exit_code == Exit.USAGE
+
+
+def test_a_model_in_memory_is_evaluated_as_its_folder_is(study, own_cache):
+    stock, converted, data = study
+    asked = {"data": data, "limit": 8, "device": "cpu"}
+    opened = checkpoint.load(converted)
+    processor = checkpoint.processor(opened.source)
+    before = {name: tensor.clone() for name, tensor in opened.model.state_dict().items()}
+    made = api.evaluate(opened.model, "glue/sst2", processor=processor, **asked)
+    assert not (own_cache / "outputs").exists()
+    assert [one["name"] for one in made["variants"]] == ["ApproxBertForSequenceClassification"]
+    assert [(one["layer"], one["mechanism"]) for one in made["variants"][0]["layers"]] == [(1, "clustered")]
+    # Its own weights under exact attention are the base, and the model is left as it was.
+    assert opened.model.state_dict().keys() == before.keys()
+    assert type(opened.model).__name__ == "ApproxBertForSequenceClassification"
+    of_folder = api.evaluate(converted, "glue/sst2", **asked)
+    against = api.evaluate(
+        opened.model, "glue/sst2", against=checkpoint.load(stock).model, processor=processor, **asked
+    )
+    scores = [
+        (one["quality"][0]["base"]["scores"], one["quality"][0]["variants"][0]["scores"])
+        for one in (made, of_folder, against)
+    ]
+    assert scores[0] == scores[1] == scores[2]
+
+
+def test_a_model_in_memory_needs_its_processor_and_no_wrapper(study):
+    model = checkpoint.load(study[0]).model
+    with pytest.raises(ApproxError, match="was given without the tokenizer"):
+        api.evaluate(model, "glue/sst2", data=study[2])
+    with pytest.raises(ApproxError, match="A Sequential was given to measure"):
+        api.evaluate(torch.nn.Sequential(model), "glue/sst2", processor=object(), data=study[2])

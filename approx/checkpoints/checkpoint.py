@@ -30,6 +30,7 @@ class Source:
         config: The transformers config.
         stock_class: The stock model class it is of.
         converted: Whether it is a converted checkpoint.
+        reader: The processor of a model that is in memory only; None where it lies in the folder.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Source:
     config: Any
     stock_class: type
     converted: bool
+    reader: Any = None
 
 
 @dataclass
@@ -154,6 +156,8 @@ def processor(source: Source) -> Any:
     Raises:
         ApproxError: if there is none.
     """
+    if source.reader is not None:
+        return source.reader
     try:
         found = _from_folder(processor_class(source.stock_class), source)
         tokenizer = getattr(found, "tokenizer", found)

@@ -1,0 +1,55 @@
+"""A loaded model as a checkpoint that lies in no folder, so that it is measured like any other."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from approx.checkpoints import families
+from approx.checkpoints.checkpoint import Checkpoint, Source
+from approx.errors import ApproxError
+
+
+def in_memory(model: Any, processor: Any) -> Checkpoint:
+    """Describe a model, stock or converted, as a checkpoint; the model is not copied.
+
+    Args:
+        model: A transformers model.
+        processor: Its tokenizer, feature extractor or processor.
+
+    Raises:
+        ApproxError: if it is not a transformers model, or there is no processor.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ApproxError(
+            f"A {type(model).__name__} was given to measure. Pass the name of a checkpoint, or a model loaded with "
+            "from_pretrained, without a wrapper around it."
+        )
+    if processor is None:
+        raise ApproxError(
+            f"A {type(model).__name__} was given without the tokenizer or processor that reads its inputs. Pass it as "
+            "'processor', e.g. AutoTokenizer.from_pretrained(…)."
+        )
+    source = Source(
+        type(model).__name__,
+        # No file is below it.
+        Path(os.devnull),
+        None,
+        model.config.to_dict(),
+        model.config,
+        families.stock_class(type(model)),
+        families.is_converted(model),
+        processor,
+    )
+    return Checkpoint(source, model, _digest(model))
+
+
+def _digest(model: PreTrainedModel) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -2,7 +2,7 @@
 
     python bench/cpu.py -o reports/cpu                        # what fits into 25 minutes; again, to go on
     python bench/cpu.py -o DIR --only 'roberta/forward/*' --lengths 512,4096 --threads 2
-    python bench/cpu.py -o reports/cpu --only 'gpt2/*' --again    # these parts anew, all others as they are
+    python bench/cpu.py -o reports/cpu --only 'gpt2/*' --again    # these parts again, all others as they are
     python bench/cpu.py -o DIR --longest                      # 65,536 tokens through twelve layers as well
     python bench/cpu.py -o reports/cpu --redraw               # pages from the record, nothing measured
 

@@ -102,7 +102,7 @@ def _about(made: dict[str, Any]) -> list[str]:
         "does strictly less, but when decoding, where it still copies a cache: what is faster than it is so by noise. † marks "
         "the columns whose noise exceeds 4 %, or in which other programs used the cores, as they did in "
         f"{crowded} of {len(parts)} parts.",
-        f"Made by `{made['command']}`, the last of several runs; `--only PART --again` measures one part anew.",
+        f"Made by `{made['command']}`, the last of several runs; `--only PART --again` measures one part again.",
     ]
     if made["left"]:
         text.append(f"{len(made['left'])} parts of the plan were not measured; they stand at the end.")

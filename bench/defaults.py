@@ -12,7 +12,7 @@ Two rules say what a default should be. Settings that only cost time (iterations
 that of the largest by at most `FREE` on every data set. Settings that trade quality for time: as they are, unless another value
 is cheaper and closer by more than `FREE`, as noise is not to choose, on every data set. Frozen centroids are never a default:
 they need a calibration text. Written are `record.json` and, made from it, `report.md` and `defaults.svg`; `--redraw` makes only
-these two anew.
+these two again.
 """
 
 import argparse

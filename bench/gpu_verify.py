@@ -27,7 +27,7 @@ FACTOR = 6.0
 # Those of others are not ours to judge; they must compute the same.
 SAME = 0.05
 NAMES = ("out", "dq", "dk", "dv")
-# Keys that improved clusters weigh anew by default.
+# Keys that improved clusters weigh again by default.
 KEPT = 32
 # Hashed are multiples of one part in so many.
 PARTS = 64
@@ -138,7 +138,7 @@ def _in_kernels() -> set[str]:
 
 @torch.no_grad()
 def _set_apart(given: Inputs) -> None:
-    """Let all queries weigh the first keys most, so many as improved clusters weigh anew.
+    """Let all queries weigh the first keys most, so many as improved clusters weigh again.
 
     Of others, whose scores are equal in 16 bits, it may choose any, and the gradients follow the choice.
     """

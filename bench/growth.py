@@ -5,7 +5,7 @@
 One layer's attention, batch 1, on random inputs: random queries are what k-means settles on last, so clustering pays
 all its iterations. The exponent is the slope of a straight line through the logarithms of length and cost; 1 is
 linear, 2 quadratic. Written are `record.json` and, made from it, `report.md` and `growth.svg`; `--redraw` makes only
-these two anew.
+these two again.
 """
 
 import argparse

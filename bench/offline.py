@@ -227,7 +227,7 @@ def report(record: dict[str, Any]) -> str:
 
 
 def write(rows: list[dict[str, Any]], folder: Path, version: str) -> None:
-    """Put rows into the record, in place of what it says of their ops, and make the report anew."""
+    """Put rows into the record, in place of what it says of their ops, and make the report again."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "record.json"
     old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"kernels": [], "digests": {}}
@@ -249,7 +249,7 @@ def mixed(folder: Path, version: str) -> str | None:
     old = json.loads(path.read_text(encoding="utf-8"))["triton"] if path.is_file() else version
     if old == version:
         return None
-    return f"{path} was read off Triton {old}, and this is {version}. Read all ops anew, without --only, or take another folder."
+    return f"{path} was read off Triton {old}, and this is {version}. Read all ops again, without --only, or take another folder."
 
 
 def main() -> int:

@@ -96,7 +96,7 @@ class CalibrationFile:
         """What it holds, as samples of one channel, [n] between -1 and 1, and their number a second.
 
         Raises:
-            ApproxError: if it is no recording, or has several channels.
+            ApproxError: if it is not a recording, or has several channels.
         """
         import soundfile
 
@@ -104,7 +104,7 @@ class CalibrationFile:
             sound, rate = soundfile.read(io.BytesIO(self.data), dtype="float32")
         except soundfile.SoundFileError as error:
             raise ApproxError(
-                f"{self.name} is no recording that can be read ({error}). {_wanted('input_values')}", Exit.UNAVAILABLE
+                f"{self.name} is not a recording that can be read ({error}). {_wanted('input_values')}", Exit.UNAVAILABLE
             ) from None
         if sound.ndim != 1 or not len(sound):
             held = f"has {sound.shape[1]} channels" if sound.ndim != 1 else "is empty"

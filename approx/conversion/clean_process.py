@@ -36,7 +36,7 @@ class Reloader:
         self._owner = os.getpid()
         self._home = tempfile.TemporaryDirectory(prefix="approx-fresh-")
         self._said = Path(self._home.name, "said")
-        # What is appended to begins anew once it is truncated.
+        # What is appended to starts again once it is truncated.
         with self._said.open("a") as said:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _SERVER, *(["forks"] if _FORKS else [])],

@@ -1,4 +1,4 @@
-"""What of this machine and environment is usable, why the rest is not, and how to mend it."""
+"""What of this machine and environment is usable, why the rest is not, and how to fix it."""
 
 import importlib.metadata
 import importlib.util
@@ -27,7 +27,7 @@ class Finding:
     Attributes:
         what: Its name.
         state: `ok`, `missing` (something optional is not there) or `broken`.
-        found: What was found, and how to mend it.
+        found: What was found, and how to fix it.
     """
 
     what: str
@@ -61,8 +61,8 @@ def _package(name: str, allowed: str) -> Finding:
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "broken", f"not installed: pip install '{name}{allowed}'")
     fits = SpecifierSet(allowed).contains(version.partition("+")[0], prereleases=True)
-    mend = "" if fits else f"; {allowed} is needed: pip install '{name}{allowed}'"
-    return Finding(name, "ok" if fits else "broken", version + mend)
+    remedy = "" if fits else f"; {allowed} is needed: pip install '{name}{allowed}'"
+    return Finding(name, "ok" if fits else "broken", version + remedy)
 
 
 def _gpu() -> Finding:

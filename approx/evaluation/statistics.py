@@ -80,7 +80,7 @@ def compare_scores(
     Examples are drawn with replacement, both models on the same ones, and the metric is computed again. Examples of
     one group are alike, so whole groups are drawn.
 
-    The bootstrap gives the standard error, mended for the n - 1 that it leaves out, and the interval reaches as far as
+    The bootstrap gives the standard error, corrected for the n - 1 that it leaves out, and the interval reaches as far as
     Student's t for n - 1 says, n being the number of examples or groups; the p-value is that interval's own: it is below
     1 - confidence exactly where 0 lies outside. Percentiles of what was drawn call equal models different in 6 % of cases
     at hundreds of examples and in 10-20 % at 5-20 groups; this keeps to 5 % in both, down to 3 groups, and under heavy

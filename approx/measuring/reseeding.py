@@ -32,7 +32,7 @@ def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractC
     if not opened.source.converted:
         return None
     model = opened.model
-    # Only what draws can draw anew, and only it has a seed.
+    # Only what draws can draw again, and only it has a seed.
     drawing: list[Any] = [mechanism for mechanism in mechanisms(model) if hasattr(mechanism, "redraw")]
     if not drawing:
         return None

@@ -172,7 +172,7 @@ class AdaptiveSpanAttention(Mechanism):
         return self.fraction.is_cpu
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy counts its changes anew, so what was read of the original says nothing about it.
+        # A copy counts its changes again, so what was read of the original says nothing about it.
         return self.__dict__ | {"_read": None}
 
 

@@ -186,9 +186,9 @@ class ClusteredAttention(Mechanism):
 
 
 class ImprovedClusteredAttention(ClusteredAttention):
-    """Attend with the mean query of each of C clusters, then mend its K largest weights, in O(n (C + K) D).
+    """Attend with the mean query of each of C clusters, then correct its K largest weights, in O(n (C + K) D).
 
-    The K keys that the mean query weighs most are weighed anew by each member of the cluster, within the mass
+    The K keys that the mean query weighs most are weighed again by each member of the cluster, within the mass
     that the mean query gave to them; the other keys keep the shared weights. A sample with at most C tokens is
     exact.
 

@@ -121,9 +121,9 @@ def find_pattern(name: str, length: int, causal: bool, settings: dict[str, Any])
         raise ApproxError("\n".join(lines))
     form = "causal" if causal else "bidirectional"
     if not getattr(kind, f"supports_{form}"):
-        mend = "Leave out --causal" if causal else "Add --causal"
+        remedy = "Leave out --causal" if causal else "Add --causal"
         able = [other for other in pattern_names() if getattr(MECHANISMS[other], f"supports_{form}")]
-        raise ApproxError(f"'{name}' has no {form} form. {mend}, or use one of {', '.join(able)}.", Exit.UNSUPPORTED)
+        raise ApproxError(f"'{name}' has no {form} form. {remedy}, or use one of {', '.join(able)}.", Exit.UNSUPPORTED)
     if not 1 <= length <= LONGEST:
         raise ApproxError(
             f"A pattern over {length} tokens was asked for; allowed is 1 to {LONGEST}, because every pair is looked at. "

@@ -96,7 +96,7 @@ def refuse_existing(folder: Path, force: bool) -> None:
     """Check that pictures may be drawn into a folder, before the work starts.
 
     Raises:
-        ApproxError: if it holds something and `force` is not given, or is no folder.
+        ApproxError: if it holds something and `force` is not given, or is not a folder.
     """
     if folder.exists() and not folder.is_dir():
         raise ApproxError(f"{folder} is a file, a folder is to be written there. Choose another with -o.", Exit.REFUSED)

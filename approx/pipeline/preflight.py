@@ -112,7 +112,7 @@ def _task_mistakes(stage: EvaluateStage) -> list[ApproxError]:
     except ApproxError as error:
         found.append(error)
     if stage.data is not None and not Path(stage.data).exists():
-        text = f"Data {stage.data} of task {stage.task} does not exist. Mend the path in the recipe."
+        text = f"Data {stage.data} of task {stage.task} does not exist. Fix the path in the recipe."
         found.append(ApproxError(text + _from_where(stage.data), Exit.UNAVAILABLE))
     return found
 

@@ -41,7 +41,7 @@ def run(
         recipe: What to do.
         out: Folder of this run; the record is `out/record.json`, the report `out/report/index.html`.
         resume: Go on with an earlier run of the same recipe in `out`.
-        force: Start anew, deleting an earlier run in `out`.
+        force: Start over, deleting an earlier run in `out`.
         offline: Whether only local files and the hub's cache may be used.
         command: As typed, for the record.
         progress: Called with stage, done and total.
@@ -97,14 +97,14 @@ def _refuse(recipe: Recipe, out: Path, *, resume: bool, force: bool) -> None:
     if not out.is_dir() or not any(out.iterdir()) or (force and claim.is_file()):
         return
     if not claim.is_file():
-        raise ApproxError(f"{out} exists and is no run of approx. Choose another output folder.", Exit.REFUSED)
+        raise ApproxError(f"{out} exists and is not a run of approx. Choose another output folder.", Exit.REFUSED)
     if not resume:
         raise ApproxError(
-            f"{out} holds an earlier run. Go on with it by --resume, or start anew by --force.", Exit.REFUSED
+            f"{out} holds an earlier run. Continue it with --resume, or start over with --force.", Exit.REFUSED
         )
     if claim.read_text(encoding="utf-8") != recipe.text:
         raise ApproxError(
-            f"{out} holds a run of another recipe. Choose another output folder, or start anew by --force.",
+            f"{out} holds a run of another recipe. Choose another output folder, or start over with --force.",
             Exit.REFUSED,
         )
 

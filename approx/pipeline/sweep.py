@@ -39,7 +39,7 @@ def cells(
     """
     names = {path.name for path in out.iterdir()} if out.is_dir() else set()
     if out.exists() and (not out.is_dir() or (names and not names & set(_OWN))):
-        raise ApproxError(f"{out} exists and is no sweep of approx. Choose another output folder.", Exit.REFUSED)
+        raise ApproxError(f"{out} exists and is not a sweep of approx. Choose another output folder.", Exit.REFUSED)
     plans = _checked(grid, offline)
     made: list[Stage] = []
     for number, name in enumerate(grid.checkpoint):

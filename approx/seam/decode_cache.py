@@ -142,7 +142,7 @@ class NotedLayer(DynamicLayer):
         self.notes = {}
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; notes are taken anew."""
+        """Forget the last tokens; notes are taken again."""
         super().crop(tokens_to_remove)
         self.notes = {}
 

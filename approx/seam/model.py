@@ -108,7 +108,7 @@ class ApproxModel:
         return sum((each for each in wanted if each is not None), torch.zeros(()))
 
     def step_attention(self, step: int) -> None:
-        """Tell the mechanisms that a step of training is done, counted from 1: some then draw their random state anew."""
+        """Tell the mechanisms that a step of training is done, counted from 1: some then draw their random state again."""
         for module in self.modules():
             if isinstance(module, Mechanism):
                 module.after_step(step)

@@ -105,4 +105,4 @@ def _stored(name: str, source: Path | bytes) -> bytes:
 
 
 def _damaged(name: str, reason: Any) -> ApproxError:
-    return ApproxError(f"{name} is no recording that can be read ({reason}). Get it again.", Exit.UNAVAILABLE)
+    return ApproxError(f"{name} is not a recording that can be read ({reason}). Get it again.", Exit.UNAVAILABLE)

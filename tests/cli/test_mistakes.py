@@ -1,4 +1,4 @@
-"""Wrong input of every kind: one line on stderr that says how to mend it, and the documented exit code."""
+"""Wrong input of every kind: one line on stderr that says how to fix it, and the documented exit code."""
 
 import json
 import resource

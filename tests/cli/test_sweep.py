@@ -72,7 +72,7 @@ def test_cells_that_fail_are_told_with_their_exit_code(study, tmp_path):
         (("tiny.yaml", "--executor", "slurm"), 2, "allowed are local, submitit, ray"),
         (("tiny.yaml", "--set-executor", "timeout_min=60"), 2, "local takes --jobs only"),
         (("tiny.yaml", "--executor", "submitit", "--set-executor", "x"), 2, "the form is --set-executor name=value"),
-        (("tiny.yaml", "-o", "."), 8, "is no sweep of approx"),
+        (("tiny.yaml", "-o", "."), 8, "is not a sweep of approx"),
     ],
 )
 def test_mistakes_are_told_before_any_work(study, words, code, text):

@@ -56,7 +56,7 @@ def test_a_recording_of_another_rate_is_resampled(heard, tmp_path):
 def test_what_a_model_cannot_hear_is_refused(heard, tmp_path):
     source, model = heard
     (tmp_path / "words.txt").write_text("no sound at all", encoding="utf-8")
-    with pytest.raises(ApproxError, match=r"words\.txt is no recording .* Give a WAV or FLAC file of one channel"):
+    with pytest.raises(ApproxError, match=r"words\.txt is not a recording .* Give a WAV or FLAC file of one channel"):
         CalibrationFile.read(tmp_path / "words.txt", "input_values")
     with pytest.raises(ApproxError, match="2 channels"):
         recording(tmp_path / "two.wav", np.stack([sound(0.5)] * 2, axis=1))

@@ -18,7 +18,7 @@ from tiny_study import tiny_checkpoint, tiny_data
 
 
 @pytest.fixture
-def anew():
+def again():
     """Forget whether C can be compiled, before and after."""
     load.cache_clear()
     yield load.cache_clear
@@ -26,7 +26,7 @@ def anew():
 
 
 @needs_compiler
-def test_outputs_of_compiled_code_are_not_taken_for_those_of_pytorch(tmp_path, monkeypatch, anew, own_cache):
+def test_outputs_of_compiled_code_are_not_taken_for_those_of_pytorch(tmp_path, monkeypatch, again, own_cache):
     base, data = str(tiny_checkpoint(tmp_path / "base")), str(tiny_data(tmp_path))
 
     def ledgers() -> int:
@@ -35,7 +35,7 @@ def test_outputs_of_compiled_code_are_not_taken_for_those_of_pytorch(tmp_path, m
 
     assert (ledgers(), ledgers()) == (1, 1)
     monkeypatch.setenv("APPROX_COMPILE_C", "0")
-    anew()
+    again()
     assert (ledgers(), ledgers()) == (2, 2)
 
 

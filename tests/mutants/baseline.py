@@ -31,7 +31,7 @@ def baseline_of(room: Room, kept: Path) -> Baseline:
 
     Args:
         room: The room.
-        kept: The file that holds what each test file did, and is written anew.
+        kept: The file that holds what each test file did, and is written again.
 
     Raises:
         RuntimeError: if a test fails, or there is none.

@@ -224,7 +224,7 @@ def test_all_mistakes_are_told_at_once_and_each_once(edited):
 
 def test_a_folder_with_something_else_is_refused(study, tmp_path):
     (tmp_path / "thesis.tex").write_text("x", encoding="utf-8")
-    with pytest.raises(ApproxError, match="is no sweep of approx") as caught:
+    with pytest.raises(ApproxError, match="is not a sweep of approx") as caught:
         stage.cells(grid.read(study), tmp_path)
     assert caught.value.exit_code == Exit.REFUSED
 

@@ -138,7 +138,7 @@ def test_a_mistake_in_the_files_is_named(tmp_path):
     transcripts.write_text(words)
     for broken in (b"", b"fLaC", b"version https://git-lfs.github.com/spec/v1\n", stored[:20]):
         recording.write_bytes(broken)
-        refused("10-7-0000.flac is no recording that can be read", Exit.UNAVAILABLE, load)
+        refused("10-7-0000.flac is not a recording that can be read", Exit.UNAVAILABLE, load)
     soundfile.write(recording, np.zeros((8000, 2)), 16_000)
     refused("has 2 channels", Exit.UNAVAILABLE, load)
     soundfile.write(recording, np.zeros(100), 16_000)
@@ -146,7 +146,7 @@ def test_a_mistake_in_the_files_is_named(tmp_path):
     # The header is whole, so that this shows when it is decoded.
     recording.write_bytes(stored[: len(stored) // 2])
     cut = load().examples[0].inputs["recording"]
-    refused("10-7-0000.flac is no recording that can be read", Exit.UNAVAILABLE, lambda: cut.decoded(16_000))
+    refused("10-7-0000.flac is not a recording that can be read", Exit.UNAVAILABLE, lambda: cut.decoded(16_000))
     recording.write_bytes(stored)
     refused("was changed while it was in use", Exit.UNAVAILABLE, lambda: cut.decoded(16_000))
 

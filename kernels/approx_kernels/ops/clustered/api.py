@@ -40,10 +40,10 @@ def clustered_attention(
     dropout: float = 0.0,
     impl: str = "auto",
 ) -> Tensor:
-    """Attend with the mean query of each cluster, in O(n C D); with `topk`, mend its largest weights too.
+    """Attend with the mean query of each cluster, in O(n C D); with `topk`, correct its largest weights too.
 
     Plain: every member of a cluster receives what the cluster's mean query attends to. Improved (`topk`): the
-    K keys that the mean query weighs most are weighed anew by each member, within the mass that the mean query
+    K keys that the mean query weighs most are weighed again by each member, within the mass that the mean query
     gave to them, in O(n K D) more. Gradients pass through the means and the masses, not through the choices.
 
     Each sample is computed without its padding, so nothing depends on padding or neighbours. A sample with at
@@ -125,7 +125,7 @@ def causal_clustered_attention(
     The centroids are constants, so a query uses nothing but itself and the keys up to its own: nothing sees the
     future, and new queries on top of a cache get what the whole sequence gives them, up to rounding (which may,
     seldom, swap two keys that a centroid weighs alike). From chunk to chunk the centroids' rows are carried
-    on, not computed anew. Query i stands at position S - L + i. Padded queries, and those without a key, give 0.
+    on, not computed again. Query i stands at position S - L + i. Padded queries, and those without a key, give 0.
 
     Source: built on Vyas, Katharopoulos, Fleuret, 2020, Fast Transformers with Clustered Attention, arXiv
     2007.04825, which has no strictly causal form; departs from it in all of the above.

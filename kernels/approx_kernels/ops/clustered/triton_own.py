@@ -103,7 +103,7 @@ def improved_forward(
     q: Tensor, k: Tensor, v: Tensor, means: Tensor, shared: Tensor, lse: Tensor, top: Tensor, order: Tensor,
     begins: Tensor, scale: float, padded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Weigh the keys of each cluster anew for each of its queries, within the mass that the mean query gives them.
+    """Weigh the keys of each cluster again for each of its queries, within the mass that the mean query gives them.
 
     Args:
         q: Queries, [B, H, L, D], the last dimension contiguous, as in k and v.

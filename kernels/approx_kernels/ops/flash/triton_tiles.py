@@ -23,7 +23,7 @@ def load_rows(
 
 @jit
 def again(start, turn):
-    """`start`, for rows that every turn of a loop is to read anew: that turns are not below 0 the compiler does not know.
+    """`start`, for rows that every turn of a loop is to read again: that turns are not below 0 the compiler does not know.
 
     Products of float32 hold whole rows in registers. Rows that all turns share would stay there for all the loop.
     """

@@ -17,7 +17,7 @@ def tile_attention(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over what the rounds of the plan show to each query, and the logarithm of its normaliser.
 
-    Scores exist for some tiles at a time, also in the backward pass, which computes them anew: memory is that of the
+    Scores exist for some tiles at a time, also in the backward pass, which computes them again: memory is that of the
     inputs and the plan. Gradients pass through both results.
 
     Args: q [B·H·L, D] with the scale in it, k [B·H·S, D], v [B·H·S, E], of one dtype of 32 bits at least.

@@ -69,7 +69,7 @@ def _mended(
     rise = (logs.detach() - top).amax(2)
     rise = rise if keep is None else rise.masked_fill(~keep[..., 0], lowest(logs.dtype))
     beyond = rise.cummax(1).values > RISE
-    mended = list(joined)
+    corrected = list(joined)
     # One head after another: pairs times features are n x n x M numbers.
     for group in beyond.any(1).nonzero().flatten().tolist():
         visible = torch.ones(logs.shape[1], logs.shape[1], dtype=torch.bool, device=logs.device).tril()
@@ -79,5 +79,5 @@ def _mended(
         largest = torch.maximum(past, pairs.amax(-1, keepdim=True).detach())
         weights = (pairs - largest).exp().masked_fill(~visible, 0.0)
         sums = earlier[group] * (past - largest).exp() + weights @ v[group]
-        mended[group] = torch.where(beyond[group][:, None], sums, joined[group])
-    return torch.stack(mended)
+        corrected[group] = torch.where(beyond[group][:, None], sums, joined[group])
+    return torch.stack(corrected)

@@ -36,6 +36,7 @@ def bench(tmp_path, monkeypatch):
     return run, tmp_path
 
 
+@pytest.mark.slow
 def test_every_mechanism_takes_part_and_what_was_not_measured_is_said(bench):
     run, folder = bench
     made = run("--lengths", "48", "--only", "attention*/forward/*")
@@ -55,6 +56,7 @@ def test_every_mechanism_takes_part_and_what_was_not_measured_is_said(bench):
     assert "git_commit" not in made["environment"]
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_not_measured_again_and_the_minutes_end_it(bench, monkeypatch):
     run, folder = bench
     first = run("--lengths", "32,48", "--only", "attention/forward/*/32")
@@ -68,6 +70,7 @@ def test_what_is_kept_is_not_measured_again_and_the_minutes_end_it(bench, monkey
     assert (folder / "report.md").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_checkout_that_has_the_record_alone_loses_nothing(bench, monkeypatch):
     run, folder = bench
     monkeypatch.setattr("bench.cpu_cases.MECHANISMS", {name: MECHANISMS[name] for name in ("linear", "sdpa", "exact")})

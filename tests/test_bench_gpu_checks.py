@@ -72,6 +72,7 @@ def test_every_op_and_every_mechanism_that_runs_one_is_in_the_checks():
     assert set(MECHANISMS) - set(gpu_checks.RUN_BY) <= {"full", "sdpa", "exact", "head-groups"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only where there is no GPU")
 def test_every_op_of_performer_runs_its_kernels_in_a_case_of_its_own(monkeypatch):
     name = "performer estimator=positive"

@@ -3,10 +3,13 @@
 import time
 from typing import Any
 
+import pytest
+
 import tiny_work
 from bench.gpu_workers import Job, carry_out
 
 
+@pytest.mark.slow
 def test_jobs_go_on_without_what_kills_their_process_or_never_ends(tmp_path):
     kept = {}
     jobs = [

@@ -58,7 +58,7 @@ class Swapped(BaseModel):
         mechanism: Name of the registry.
         settings: Of the mechanism, complete.
         exact_below: Inputs shorter than this many tokens keep exact attention.
-        checkpoint: Whether training recomputes the mechanism in the backward pass.
+        recompute: Whether training recomputes the mechanism in the backward pass.
     """
 
     path: str
@@ -67,7 +67,7 @@ class Swapped(BaseModel):
     mechanism: str
     settings: dict[str, Any]
     exact_below: int = 0
-    checkpoint: bool = False
+    recompute: bool = False
 
 
 class Receipt(BaseModel):

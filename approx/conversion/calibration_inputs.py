@@ -104,7 +104,8 @@ class CalibrationFile:
             sound, rate = soundfile.read(io.BytesIO(self.data), dtype="float32")
         except soundfile.SoundFileError as error:
             raise ApproxError(
-                f"{self.name} is not a recording that can be read ({error}). {_wanted('input_values')}", Exit.UNAVAILABLE
+                f"{self.name} is not a recording that can be read ({error}). {_wanted('input_values')}",
+                Exit.UNAVAILABLE,
             ) from None
         if sound.ndim != 1 or not len(sound):
             held = f"has {sound.shape[1]} channels" if sound.ndim != 1 else "is empty"

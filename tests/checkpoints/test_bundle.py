@@ -44,6 +44,7 @@ def mixed(architecture, **how):
 ALL = (*FAMILIES, "LlamaForSequenceClassification")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "architectures"), [(False, ALL), (True, ("GPT2LMHeadModel", "WhisperForConditionalGeneration"))]
 )

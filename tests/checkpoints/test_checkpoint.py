@@ -62,6 +62,7 @@ def test_a_checkpoint_without_its_tokenizer_is_not_read_by_one_that_knows_no_wor
 sizes = st.sampled_from([-1, 0, 1, 2, 3, 31, 33, 1000, 0.5, "32", None, [], {}, True, 10**30])
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(data=st.data())
 def test_whatever_a_config_says_only_an_approx_error_comes_out(good, tmp_path_factory, data):

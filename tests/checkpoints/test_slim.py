@@ -66,7 +66,9 @@ def test_generated_code_passes_ruff_and_imports_nothing_of_ours(tmp_path):
     for path in (path for folder in folders for path in folder.glob("*.py")):
         tree = ast.parse(path.read_text("utf-8"))
         taken = {
-            node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level
+            node.module.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level
         }
         taken |= {
             alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
@@ -85,9 +87,8 @@ def test_every_mechanism_works_where_approx_cannot_be_imported(tmp_path):
     reader = Path(__file__).parent / "reload_without_approx.py"
     child = run("-P", reader, tmp_path, HF_MODULES_CACHE=tmp_path / "cache")
     assert child.returncode == 0, child.stderr[-2000:]
-    assert child.stderr.count("pip install approx-attention") == len(HEADS) * 2, (
-        "told once for a folder and for its copy"
-    )
+    # The copy of a folder has the same code, so it is not told again.
+    assert child.stderr.count("pip install approx-attention") == len(HEADS)
     found = load_file(tmp_path / "found.safetensors")
     for architecture, (model, inputs) in expected.items():
         with implementation("plain"):

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tiny_study import tiny_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +69,7 @@ def test_a_reader_who_leaves_early_is_no_error(tmp_path):
     assert process.wait() == 0
 
 
+@pytest.mark.slow
 def test_tables_and_bars_fit_a_narrow_terminal(base, tmp_path):
     """Through a pseudo-terminal of 80 columns, as a person sees it."""
     import fcntl

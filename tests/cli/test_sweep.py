@@ -31,6 +31,7 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(study, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_it_sweeps_in_processes_and_again_computes_nothing(study, tmp_path):
     answer = call("sweep", study, "--jobs", "2")
     assert answer.code == 0, answer.err

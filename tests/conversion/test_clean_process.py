@@ -36,6 +36,7 @@ def test_each_folder_is_loaded_by_itself_and_a_broken_one_costs_no_other(convert
         clean_process.first_outputs(folder.with_name("nowhere"), "AutoModel", [inputs])
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_forked_a_process_loads_one_folder(converted, monkeypatch):
     folder, inputs, out = converted
     monkeypatch.setattr(clean_process, "_FORKS", False)

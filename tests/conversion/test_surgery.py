@@ -198,6 +198,7 @@ def test_projections_keep_the_names_that_adapters_look_for():
         assert linear == {name for name, module in model.named_modules() if name.endswith(targets)} != set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "GPT2LMHeadModel"])
 def test_compiled_models_give_the_same(architecture):
     model = tiny(architecture)

@@ -63,6 +63,7 @@ def spread(fitted, q, k):
     return ((2 * pairs + weights.log()).logsumexp(-1) - 2 * mean).mean((0, 2, 3))
 
 
+@pytest.mark.slow
 def test_each_estimator_varies_less_than_the_one_before():
     q, k = (0.4 * x for x in drawn(tokens=40))
     found = {name: spread(fit_estimator(q, k, estimator=name, scale=SCALE), q, k) for name in ESTIMATORS}
@@ -71,6 +72,7 @@ def test_each_estimator_varies_less_than_the_one_before():
     assert (found["sderf"] > found["aderf"]).all(), found
 
 
+@pytest.mark.slow
 @fitted_ones
 def test_no_other_curvature_varies_less(estimator):
     q, k = (0.4 * x for x in drawn(tokens=40))

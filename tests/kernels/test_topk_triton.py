@@ -101,6 +101,7 @@ def test_it_gives_what_the_reference_gives(queries, keys, square, causal, fill, 
         assert error <= 6.0 * max(own, torch.finfo(dtype).eps), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_padding(causal):
     check(draw(35, 35, batch=4), mask(35), causal=causal)
@@ -234,6 +235,7 @@ def test_strides_do_not_matter():
     assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_it_repeats_bit_by_bit():
     tensors = draw(50, 50, dtype=HALF)
     one, two = (run(tensors, "triton", causal=True) for _ in range(2))

@@ -63,7 +63,7 @@ def test_more_than_can_be_told_apart_is_not_drawn_pair_by_pair(drawn, length):
 
 
 def test_every_stage_of_telling_is_told(monkeypatch):
-    monkeypatch.setattr(patterns, "bench", functools.partial(patterns.bench, rounds=3, seconds=0.0))
+    monkeypatch.setattr(patterns, "BenchStage", functools.partial(patterns.BenchStage, rounds=3, seconds=0.0))
     told = []
     found = patterns.tell(
         find_pattern("block", 8, False, {}), block=4, device="cpu", progress=lambda *where: told.append(where)

@@ -160,6 +160,7 @@ def listening(model, **more):
     return compiled(model, keep, **more), called
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["BertModel", "GPT2Model", "LlamaModel"])
 def test_layers_that_a_plan_leaves_look_the_fastest_way_up_in_a_graph_too(family):
     model = tiny(family)

@@ -21,7 +21,7 @@ ROWS = {
             "title": f"Film_{row // 5}",
             "context": words,
             "question": "what",
-            "answers": {"text": ["film"]},
+            "answers": {"text": ["film"], "answer_start": [4]},
         }
         for row, words in enumerate(WORDS)
     ],

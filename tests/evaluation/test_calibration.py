@@ -21,6 +21,7 @@ def error(share: float, repetitions: int) -> float:
     return 2 * math.sqrt(share * (1 - share) / repetitions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "repetitions"),
     [
@@ -57,6 +58,7 @@ def test_a_loss_that_is_the_margin_is_rarely_settled(world, repetitions):
     assert settled(world, LOSS, repetitions, RESAMPLES) <= 0.05 + error(0.05, repetitions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "repetitions"),
     [

@@ -105,6 +105,7 @@ def test_where_each_query_has_its_own_cluster_the_order_is_that_of_tokens(batch)
     assert begins[1, 0].tolist() == [*range(5), *[5] * 41]
 
 
+@pytest.mark.slow
 def test_the_operators_pass_pytorchs_own_checks(batch):
     q, _, planes, draws, (_, counts, clusters) = batch
     tests = ("test_schema", "test_faketensor")

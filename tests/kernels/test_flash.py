@@ -212,6 +212,7 @@ def test_the_operator_passes_pytorchs_own_checks(apart):
     opcheck(launching.flash_forward.operator, (q, k, v, None, None, spans, blocks, launching.ENDLESS, *rest))
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_break():
     q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1, batch=2))
     real = mask("left", 17)

@@ -93,6 +93,7 @@ def test_learned_maps_get_gradients(feature_map):
         assert_close(name, *each, factor=4.0)
 
 
+@pytest.mark.slow
 @CAUSAL
 @pytest.mark.parametrize("window", [0, 5])
 def test_many_features_are_summed_in_parts(causal, window, monkeypatch):

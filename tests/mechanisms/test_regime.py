@@ -120,6 +120,7 @@ def damage(mechanism, length):
         return (mechanism(q, k, v, **tokens) - exact(q, k, v)).abs().amax((0, 2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "causal", "settings"), CASES)
 def test_all_heads_differ_at_that_length_and_not_before(name, causal, settings):
     mechanism = make(name, causal, settings)

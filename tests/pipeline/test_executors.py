@@ -20,6 +20,7 @@ def importable(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
 
 
+@pytest.mark.slow
 def test_here_an_item_that_kills_its_process_or_fails_costs_no_other(tmp_path):
     executor = choose("local", jobs=2, options={}, folder=tmp_path)
     found = collected(executor, ["a", "dies", "b", "fails"])

@@ -165,7 +165,7 @@ def test_a_folder_with_something_else_is_never_touched(study, tmp_path):
     text = study.read_text("utf-8")
     (tmp_path / "earlier" / "stages").mkdir(parents=True)
     (tmp_path / "earlier" / "recipe.yaml").write_text(text, encoding="utf-8")
-    assert "Go on with it by --resume" in refused(text, tmp_path / "earlier")
+    assert "Continue it with --resume" in refused(text, tmp_path / "earlier")
     assert "a run of another recipe" in refused(text + "seed: 1\n", tmp_path / "earlier", resume=True)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")

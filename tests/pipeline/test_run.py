@@ -170,7 +170,7 @@ def test_a_folder_with_something_else_is_never_touched(study, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     for more in ({}, {"resume": True}, {"force": True}):
-        assert "no run of approx" in refused(text, tmp_path / "mine", **more)
+        assert "not a run of approx" in refused(text, tmp_path / "mine", **more)
     assert "is a file" in refused(text, tmp_path / "mine" / "thesis.tex", force=True)
 
 

@@ -20,7 +20,7 @@ from zoo import difference, outputs, tiny
 WHOLE = [name for name, kind in MECHANISMS.items() if kind.compiles == "whole"]
 LISTED = [name for name in MECHANISMS if name not in WHOLE]
 UNCACHED = {"BertModel": {}, "GPT2Model": {"use_cache": False}}
-# As one operator every mechanism is compiled alike, so a few of them will do in a hurry.
+# Mechanisms that are one operator all compile the same way, so `make test` compiles a few of them.
 FEW = ("clustered", "lsh", "linear", "performer")
 CASES = [
     pytest.param(

@@ -87,6 +87,7 @@ def results(long: dict[str, Any], squad: dict[str, Any]) -> str:
         f"by that of the row; {long['speed'][0]['dtype']}, batch {long['speed'][0]['batch']}, {machine['processor']}, "
         f"{machine['threads']} threads, torch {machine['torch']}; bold is faster beyond the noise. Documents: {entry['examples']} texts "
         f"of the Brown corpus, cut to that length; a small model trained for minutes, mostly on shorter texts, so compare within a column. "
+        "Their speeds are of an earlier version, whose converted models had faster linear layers too, so not all of a gain is attention's. "
         f"SQuAD: {squad['quality'][0]['examples']:,} questions, {tokens['longest']} tokens at most. "
         "Every mechanism at its defaults, no row healed."
     )

@@ -59,7 +59,9 @@ def run_pytest(copy: Path, arguments: list[str], plugin: Any) -> int:
     os.environ["APPROX_TESTS_RUN"] = str(copy.parent / "run")
     os.makedirs(os.environ["APPROX_TESTS_RUN"], exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(dir=copy.parent)
-    code = pytest.main(["-q", "-p", "no:cacheprovider", *arguments], plugins=[plugin])
+    # The slow tests notice what the quick ones cannot.
+    every = ["-m", "not gpu and not network"]
+    code = pytest.main(["-q", "-p", "no:cacheprovider", *every, *arguments], plugins=[plugin])
     shutil.rmtree(tempfile.tempdir, ignore_errors=True)
     return int(code)
 

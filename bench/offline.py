@@ -79,7 +79,7 @@ def digest(op: str) -> str:
     root = Path(__file__).resolve().parent.parent
     kernels = root / "kernels" / "approx_kernels"
     paths = [
-        kernels / "gpu" / "language.py",
+        *(kernels / "gpu" / name for name in ("language.py", "launch.py")),
         *sorted((kernels / "ops" / op).glob("triton*.py")),
         root / f"bench/launches/{op}.py",
     ]
@@ -105,7 +105,7 @@ def catch(run: Callable[[], Any]) -> list[Caught]:
     """The launches that something makes, none of which takes place."""
     from triton import JITFunction
 
-    from approx_kernels.gpu.language import configuration
+    from approx_kernels.gpu.launch import configuration
 
     found: list[Caught] = []
 

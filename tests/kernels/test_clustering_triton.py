@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from approx_kernels.gpu.language import configuration
+from approx_kernels.gpu.launch import configuration
 from approx_kernels.ops.clustering import triton as launching
 from approx_kernels.ops.clustering.api import cluster_queries, draw_planes
 

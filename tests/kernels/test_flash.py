@@ -8,7 +8,7 @@ import torch
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from approx_kernels.gpu.language import configuration
+from approx_kernels.gpu.launch import configuration
 from approx_kernels.ops.flash import triton as launching
 from approx_kernels.ops.flash.api import block_list, flash, flash_attention, list_tile
 from closeness import assert_close

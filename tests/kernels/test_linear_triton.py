@@ -11,7 +11,7 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from approx_kernels.dispatch.implementation import chosen
-from approx_kernels.gpu.language import configuration
+from approx_kernels.gpu.launch import configuration
 from approx_kernels.ops.flash import triton as flash_launching
 from approx_kernels.ops.linear import triton as launching
 from approx_kernels.ops.linear.api import linear_attention, linear_decode
@@ -55,12 +55,18 @@ def holes(keys):
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs, sums and what is kept are full of NaN before they are written; a few tokens have several segments."""
-    made, sums = launching._beside, launching._fake_sums
-    monkeypatch.setattr(launching, "_beside", lambda *given: made(*given).fill_(torch.nan))
-    monkeypatch.setattr(launching, "_fake_sums", lambda *given: tuple(x.fill_(torch.nan) for x in sums(*given)))
+    for name in ("empty_rows", "empty_gradients", "_fake_sums"):
+        monkeypatch.setattr(launching, name, _poisoned(getattr(launching, name)))
     monkeypatch.setattr(launching, "LEAST", 64)
-    fake = flash_launching._fake_forward
-    monkeypatch.setattr(flash_launching, "_fake_forward", lambda *given: tuple(_poison(x) for x in fake(*given)))
+    monkeypatch.setattr(flash_launching, "_fake_forward", _poisoned(flash_launching._fake_forward))
+
+
+def _poisoned(make):
+    def run(*given, **how):
+        made = make(*given, **how)
+        return _poison(made) if isinstance(made, torch.Tensor) else tuple(map(_poison, made))
+
+    return run
 
 
 def _poison(x):

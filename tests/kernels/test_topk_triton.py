@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from approx_kernels.gpu.language import Configuration
+from approx_kernels.gpu.launch import Configuration
 from approx_kernels.ops.topk import triton_launches
 from approx_kernels.ops.topk.api import topk_attention
 from approx_kernels.ops.topk.triton import topk_forward

@@ -7,9 +7,7 @@ whether its kernels can run on what they are given.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,78 +21,11 @@ except ImportError:
     triton: Any = None
     tl: Any = None
 
-__all__ = ["Configuration", "first_that_fits", "jit", "obstacle", "ranked", "tl", "triton"]
+__all__ = ["jit", "obstacle", "ranked", "tl", "triton"]
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CAPABILITY = (8, 0)
-
-
-class Configuration(NamedTuple):
-    """How a kernel is cut: tile sizes by the names of its constants, warps of a program, stages of its loops."""
-
-    tiles: Mapping[str, int]
-    warps: int
-    stages: int
-
-    @property
-    def options(self) -> dict[str, int]:
-        """The keywords of a launch."""
-        return {**self.tiles, "num_warps": self.warps, "num_stages": self.stages}
-
-
-# The configuration that fitted last, by what was launched and where.
-_fitting: dict[tuple[Any, ...], int] = {}
-_wanted: list[int | None] = []
-
-
-@contextmanager
-def configuration(number: int | None) -> Iterator[None]:
-    """Launch kernels with that one of their configurations, -1 the one for the smallest cards; with None with each in turn.
-
-    For those who test them, time them, or read them off the compiler.
-    """
-    _wanted.append(number)
-    try:
-        yield
-    finally:
-        _wanted.pop()
-
-
-def first_that_fits(
-    run: Callable[[Configuration], Any], configurations: Sequence[Configuration], what: str, device: torch.device
-) -> Any:
-    """Run with the first configuration that the card has registers and shared memory for.
-
-    It is found once for `what` and a device and taken again, so results repeat; nothing is timed.
-
-    Args:
-        run: Launches with one configuration, and gives back what becomes the result.
-        configurations: At most four, the default first, the one that asks for the least last.
-        what: What is launched, with all that its needs depend on, such as dtype and head size.
-        device: Where.
-
-    Raises:
-        ValueError: if not even the last one fits.
-    """
-    key, lack = (what, device), ""
-    # Triton launches on the current device, whatever the tensors are on.
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        if _wanted:
-            chosen = configurations if _wanted[-1] is None else [configurations[_wanted[-1]]]
-            return [run(each) for each in chosen][-1]
-        if interpreted():
-            return run(configurations[0])
-        for number in range(_fitting.get(key, 0), len(configurations)):
-            try:
-                out = run(configurations[number])
-            except triton.OutOfResources as error:
-                lack = str(error)
-                continue
-            _fitting[key] = number
-            return out
-    name = torch.cuda.get_device_name(device)
-    raise ValueError(f"{name} cannot hold the smallest tile of {what}: {lack} Ask for impl='reference'.")
 
 
 def jit(function: Any = None, **options: Any) -> Any:

@@ -53,9 +53,14 @@ def beside(x: Tensor, k: Tensor) -> Tensor:
     return x.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
 
 
+def empty_rows(x: Tensor, size: int, *, heads: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Room for as many rows as x has, [B, H, n, size], the heads of a token beside each other as models want to join them."""
+    return x.new_empty(x.shape[0], x.shape[2], heads or x.shape[1], size, dtype=dtype).transpose(1, 2)
+
+
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for gradients, tokens before heads as models want them; of k and v for each query head, see `summed`."""
-    dq, dk, dv = (x.new_empty(x.shape[0], x.shape[2], q.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k, v))
+    """Room for gradients; of k and v for each query head, see `summed`."""
+    dq, dk, dv = (empty_rows(x, x.shape[3], heads=q.shape[1]) for x in (q, k, v))
     return dq, dk, dv
 
 

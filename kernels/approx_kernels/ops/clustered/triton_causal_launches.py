@@ -2,51 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from approx_kernels.gpu.language import Configuration, first_that_fits
+from approx_kernels.gpu.launch import cut, kind, launch, power, precision, sizes, strides
 from approx_kernels.ops.clustered.triton_far import far_kernel, far_keys_kernel, far_queries_kernel
-from approx_kernels.ops.clustered.triton_own import precision, strides
 from approx_kernels.ops.clustered.triton_past import carry_kernel, chunk_sums_kernel, select_kernel
 from approx_kernels.ops.clustered.triton_past_backward import carry_back_kernel, past_keys_kernel
 from approx_kernels.ops.clustered.triton_top import scores_of
-from approx_kernels.ops.clustering.triton import power
-
-
-def _cut(warps: int, stages: int, **tiles: int) -> Configuration:
-    return Configuration(tiles, warps, stages)
-
 
 # Scores of a chunk that a program has in registers, by warps.
-SELECT = {512: (_cut(1, 1),), 2048: (_cut(4, 1),)}
+SELECT = {512: (cut(1, 1),), 2048: (cut(4, 1),)}
 MOST_CHUNK = max(SELECT)
 # Their numbers are kept in 16 bits.
 MOST_CHUNKS = 2**15 - 1
 # One row or one key each; many of them are beside each other on a card.
-CARRY = (_cut(2, 1, BK=16),)
-CARRY_BACK = (_cut(1, 1),)
-KEYS = (_cut(2, 1, BM=8),)
+CARRY = (cut(2, 1, BK=16),)
+CARRY_BACK = (cut(1, 1),)
+KEYS = (cut(2, 1, BM=8),)
 SUMS = {
-    "narrow": (_cut(4, 2, BM=32, BN=64),),
-    "wide": (_cut(8, 1, BM=32, BN=64),),
-    "float32": (_cut(8, 1, BM=32, BN=32),),
-    "float32 wide": (_cut(8, 1, BM=32, BN=32),),
+    "narrow": (cut(4, 2, BM=32, BN=64),),
+    "wide": (cut(8, 1, BM=32, BN=64),),
+    "float32": (cut(8, 1, BM=32, BN=32),),
+    "float32 wide": (cut(8, 1, BM=32, BN=32),),
 }
 # Few rows, for a row has two or three queries of a chunk.
 FAR = {
-    "narrow": (_cut(2, 1, BM=16, BK=32),),
-    "wide": (_cut(4, 1, BM=16, BK=32),),
-    "float32": (_cut(4, 1, BM=16, BK=32),),
-    "float32 wide": (_cut(8, 1, BM=16, BK=16),),
+    "narrow": (cut(2, 1, BM=16, BK=32),),
+    "wide": (cut(4, 1, BM=16, BK=32),),
+    "float32": (cut(4, 1, BM=16, BK=32),),
+    "float32 wide": (cut(8, 1, BM=16, BK=16),),
 }
 PAST = {
-    "narrow": (_cut(8, 1, BM=32, BN=32),),
-    "wide": (_cut(8, 1, BM=32, BN=32),),
-    "float32": (_cut(8, 1, BM=32, BN=32),),
-    "float32 wide": (_cut(8, 1, BM=16, BN=16),),
+    "narrow": (cut(8, 1, BM=32, BN=32),),
+    "wide": (cut(8, 1, BM=32, BN=32),),
+    "float32": (cut(8, 1, BM=32, BN=32),),
+    "float32 wide": (cut(8, 1, BM=16, BN=16),),
 }
 
 
@@ -65,7 +58,7 @@ class Launches:
         kept: int,
         scale: float,
     ) -> None:
-        batch, heads, length, size = q.shape
+        batch, heads, length, _ = q.shape
         self.q, self.k, self.v, self.lists = q, k, v, (order, begins)
         # Products want them rounded, but of keys that weigh alike the reference is to choose the same.
         self.exact_rows, self.rows = rows, rows.to(q.dtype)
@@ -75,81 +68,62 @@ class Launches:
         self._lengths = {"rows": rows.shape[2], "boundaries": self.boundaries}
         self._past = {**self._lengths, "H": heads, "chunk": chunk}
         self._queries = {**self._lengths, "H": heads, "L": length, "scale": scale}
-        self._sizes = {"D": size, "E": self.values, "WIDE_D": power(size, 16), "WIDE_E": power(self.values, 16)}
+        self._sizes, self._where = sizes(q, v), kind(q, v)
         self._products = {**self._sizes, "PRECISION": precision(q)}
 
     def select(self, top: Tensor, until: Tensor) -> Tensor:
         """Find the largest keys of the rows, and give back their scores."""
         scores = scores_of(self.exact_rows, self.k[:, :, : self.keys], None, self.scale)
         best, chunk = scores.new_empty(top.shape), self._past["chunk"]
-        wide = {"WIDE_K": power(self.kept, 16), "WIDE": power(chunk, 16)}
+        wide: dict[str, Any] = {"WIDE_K": power(self.kept, 16), "WIDE": power(chunk, 16)}
 
-        def run(cut: Configuration) -> None:
-            select_kernel[(self.heads * self.rows.shape[2],)](
-                scores, top, best, until, **self._lengths, kept=self.kept, chunk=chunk, **wide, **cut.options
-            )  # fmt: skip
-
-        self._first_that_fits(run, next(cuts for most, cuts in SELECT.items() if chunk <= most), f"select {wide}")
+        launch(
+            select_kernel, (self.heads * self.rows.shape[2],), next(cuts for most, cuts in SELECT.items() if chunk <= most),
+            scores, top, best, until, **self._lengths, kept=self.kept, chunk=chunk, **wide,
+        )  # fmt: skip
         return best
 
     def sums(self, until: Tensor | None, past: Sequence[Tensor]) -> None:
         """The mass, mean key and mean value that rows have in each chunk."""
-
-        def run(cut: Configuration) -> None:
-            chunk_sums_kernel[(self._tiles(self.rows.shape[2], cut.tiles["BM"]),)](
-                self.rows, self.k, self.v, until, *past, *strides(self.k, self.v), **self._past, scale=self.scale,
-                **self._products, **cut.options,
-            )  # fmt: skip
-
-        self._first_that_fits(run, SUMS, "sums of chunks")
+        launch(
+            chunk_sums_kernel, lambda tiles: (self._tiles(self.rows.shape[2], tiles["BM"]),), SUMS[self._where],
+            self.rows, self.k, self.v, until, *past, *strides(self.k, self.v), **self._past, scale=self.scale,
+            **self._products,
+        )  # fmt: skip
 
     def carry(self, top: Tensor, best: Tensor | None, until: Tensor | None, past: Sequence[Tensor]) -> None:
         """The same before each boundary."""
-
-        def run(cut: Configuration) -> None:
-            carry_kernel[(self.heads * self.rows.shape[2],)](
-                self.k, self.v, top, best, until, *past, *strides(self.k, self.v), **self._past, kept=self.kept, **self._sizes,
-                **cut.options,
-            )  # fmt: skip
-
-        self._first_that_fits(run, CARRY, "carry")
+        launch(
+            carry_kernel, (self.heads * self.rows.shape[2],), CARRY,
+            self.k, self.v, top, best, until, *past, *strides(self.k, self.v), **self._past, kept=self.kept, **self._sizes,
+        )  # fmt: skip
 
     def outputs(self, near: Sequence[Tensor], top: Tensor, past: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
         """What queries attend to in all."""
-
-        def run(cut: Configuration) -> None:
-            far_kernel[(self.heads * (self.lists[1].shape[2] - 1),)](
-                self.q, self.k, self.v, *near, self.rows, top, *past, *self.lists, out, lse,
-                *strides(self.q, self.k, self.v, near[0], out), **self._queries, kept=self.kept, **self._products,
-                **cut.options,
-            )  # fmt: skip
-
-        self._first_that_fits(run, FAR, "far")
+        launch(
+            far_kernel, (self.heads * (self.lists[1].shape[2] - 1),), FAR[self._where],
+            self.q, self.k, self.v, *near, self.rows, top, *past, *self.lists, out, lse,
+            *strides(self.q, self.k, self.v, near[0], out), **self._queries, kept=self.kept, **self._products,
+        )  # fmt: skip
 
     def query_gradients(
         self, near: Sequence[Tensor], top: Tensor, past: Sequence[Tensor], out: Tensor, lse: Tensor, grad: Tensor, dq: Tensor,
         dnear: Sequence[Tensor], dpast: Sequence[Tensor], delta: Tensor,
     ) -> None:  # fmt: skip
         """Gradients of queries, of what they attend to in their chunk, and of what rows have at each boundary."""
-
-        def run(cut: Configuration) -> None:
-            far_queries_kernel[(self.heads * (self.lists[1].shape[2] - 1),)](
-                self.q, self.k, self.v, *near, self.rows, top, *past, *self.lists, out, lse, grad, dq, *dnear, *dpast, delta,
-                *strides(self.q, self.k, self.v, near[0], out, grad, dq, dnear[0]), **self._queries, kept=self.kept,
-                **self._products, **cut.options,
-            )  # fmt: skip
-
-        self._first_that_fits(run, FAR, "far queries")
+        launch(
+            far_queries_kernel, (self.heads * (self.lists[1].shape[2] - 1),), FAR[self._where],
+            self.q, self.k, self.v, *near, self.rows, top, *past, *self.lists, out, lse, grad, dq, *dnear, *dpast, delta,
+            *strides(self.q, self.k, self.v, near[0], out, grad, dq, dnear[0]), **self._queries, kept=self.kept,
+            **self._products,
+        )  # fmt: skip
 
     def carry_back(self, past: Sequence[Tensor], dpast: Sequence[Tensor]) -> None:
         """Let gradients at a boundary be those of all from there on."""
-
-        def run(cut: Configuration) -> None:
-            carry_back_kernel[(self.heads * self.rows.shape[2],)](
-                *past, *dpast, **self._lengths, **self._sizes, **cut.options
-            )  # fmt: skip
-
-        self._first_that_fits(run, CARRY_BACK, "carry back")
+        launch(
+            carry_back_kernel, (self.heads * self.rows.shape[2],), CARRY_BACK,
+            *past, *dpast, **self._lengths, **self._sizes,
+        )  # fmt: skip
 
     def own_key_gradients(
         self, until: Tensor, mass: Tensor, dpast: Sequence[Tensor], lse: Tensor, delta: Tensor, grad: Tensor
@@ -157,44 +131,26 @@ class Launches:
         """What those keys are given that rows have had among their largest, [B, H, S, D + E]."""
         added = mass.new_empty(*self.q.shape[:2], self.keys, self.q.shape[3] + self.values)
 
-        def run(cut: Configuration) -> None:
-            far_keys_kernel[(self.heads * self.keys,)](
-                self.q, self.k, self.v, self.rows, until, mass, *dpast, *self.lists, lse, delta, grad, added,
-                *strides(self.q, self.k, self.v, grad), **self._queries, chunk=self._past["chunk"], **self._sizes,
-                WIDE_R=min(128, power(self.rows.shape[2], 16)), **cut.options,
-            )  # fmt: skip
-
-        self._first_that_fits(run, KEYS, "far keys")
+        launch(
+            far_keys_kernel, (self.heads * self.keys,), KEYS,
+            self.q, self.k, self.v, self.rows, until, mass, *dpast, *self.lists, lse, delta, grad, added,
+            *strides(self.q, self.k, self.v, grad), **self._queries, chunk=self._past["chunk"], **self._sizes,
+            WIDE_R=min(128, power(self.rows.shape[2], 16)),
+        )  # fmt: skip
         return added
 
     def key_gradients(
         self, until: Tensor | None, mass: Tensor, dpast: Sequence[Tensor], added: Tensor | None, dk: Tensor, dv: Tensor
     ) -> None:
         """Gradients of all keys and values before the last boundary."""
-
-        def run(cut: Configuration) -> None:
-            past_keys_kernel[(self._tiles(self._past["chunk"], cut.tiles["BN"]),)](
-                self.rows, self.k, self.v, until, mass, *dpast, added, dk, dv, *strides(self.k, self.v, dk, dv), **self._past,
-                scale=self.scale, **self._products, **cut.options,
-            )  # fmt: skip
-
-        self._first_that_fits(run, PAST, "past keys")
+        launch(
+            past_keys_kernel, lambda tiles: (self._tiles(self._past["chunk"], tiles["BN"]),), PAST[self._where],
+            self.rows, self.k, self.v, until, mass, *dpast, added, dk, dv, *strides(self.k, self.v, dk, dv), **self._past,
+            scale=self.scale, **self._products,
+        )  # fmt: skip
 
     def _tiles(self, length: int, tile: int) -> int:
         return self.heads * self.boundaries * -(-length // tile)
-
-    def _first_that_fits(
-        self,
-        run: Callable[[Configuration], None],
-        cuts: Sequence[Configuration] | Mapping[str, Sequence[Configuration]],
-        what: str,
-    ) -> None:
-        size, wide = self.q.shape[3], max(self.q.shape[3], self.values) > 64
-        kind = (
-            ("float32 wide" if wide else "float32") if self.q.dtype == torch.float32 else "wide" if wide else "narrow"
-        )
-        cuts = cuts[kind] if isinstance(cuts, Mapping) else cuts
-        first_that_fits(run, cuts, f"causal {what}, {self.q.dtype}, {size}, {self.values}", self.q.device)
 
 
 def boundaries_of(rows: Sequence[int], begins: Sequence[int]) -> int:

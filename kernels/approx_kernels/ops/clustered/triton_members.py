@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from approx_kernels.gpu.language import Configuration, first_that_fits, jit, tl
+from approx_kernels.gpu.language import jit, tl
+from approx_kernels.gpu.launch import cut, launch, power, strides
 from approx_kernels.runtime.custom_op import custom_op
 
-SUM = (Configuration({"BM": 16}, 2, 2),)
-SPREAD = (Configuration({"BM": 64}, 4, 1),)
+SUM = (cut(2, 2, BM=16),)
+SPREAD = (cut(4, 1, BM=64),)
 LENGTHS = ("H", "L", "most")
 
 
@@ -97,14 +98,11 @@ def sum_rows(x: Tensor, order: Tensor, begins: Tensor, mean: bool) -> Tensor:
     """
     x = x if x.stride(3) == 1 else x.contiguous()
     out, size = _sums(x, order, begins, mean), x.shape[3]
-
-    def run(cut: Configuration) -> None:
-        sum_kernel[(out.shape[0] * out.shape[1] * out.shape[2],)](
-            x, order, begins, out, *x.stride()[:3], H=x.shape[1], L=order.shape[2], most=out.shape[2],
-            D=size, WIDE_D=1 << (size - 1).bit_length(), MEAN=mean, **cut.options,
-        )  # fmt: skip
-
-    first_that_fits(run, SUM, f"sums, {x.dtype}, {size}", x.device)
+    launch(
+        sum_kernel, (out.shape[0] * out.shape[1] * out.shape[2],), SUM,
+        x, order, begins, out, *strides(x), H=x.shape[1], L=order.shape[2], most=out.shape[2],
+        D=size, WIDE_D=power(size), MEAN=mean,
+    )  # fmt: skip
     return out
 
 
@@ -140,14 +138,9 @@ def spread_rows(x: Tensor, order: Tensor, begins: Tensor, length: int, mean: boo
     """
     x = x if x.stride(3) == 1 else x.contiguous()
     out, size, most = _spread(x, order, begins, length, mean), x.shape[3], x.shape[2]
-
-    def run(cut: Configuration) -> None:
-        tiles = -(-order.shape[2] // cut.tiles["BM"])
-        spread_kernel[(tiles * x.shape[0] * x.shape[1],)](
-            x, order, begins, out, *x.stride()[:3], *out.stride()[:3], H=x.shape[1], L=order.shape[2], most=most,
-            D=size, WIDE_D=1 << (size - 1).bit_length(), WIDE_C=min(128, max(32, 1 << (most - 1).bit_length())),
-            MEAN=mean, **cut.options,
-        )  # fmt: skip
-
-    first_that_fits(run, SPREAD, f"spread, {x.dtype}, {size}", x.device)
+    launch(
+        spread_kernel, lambda tiles: (-(-order.shape[2] // tiles["BM"]) * x.shape[0] * x.shape[1],), SPREAD,
+        x, order, begins, out, *strides(x, out), H=x.shape[1], L=order.shape[2], most=most,
+        D=size, WIDE_D=power(size), WIDE_C=min(128, power(most, 32)), MEAN=mean,
+    )  # fmt: skip
     return out

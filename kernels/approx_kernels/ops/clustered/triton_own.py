@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from approx_kernels.gpu.language import Configuration, first_that_fits
+from approx_kernels.gpu.launch import cut, kind, launch, precision, sizes, strides
 from approx_kernels.ops.clustered.triton_improved import improved_kernel, improved_keys_kernel, improved_queries_kernel
 from approx_kernels.ops.clustered.triton_members import sum_rows
 from approx_kernels.runtime.custom_op import custom_op
 
-
-def _cut(rows: int, columns: int, warps: int, stages: int) -> Configuration:
-    return Configuration({"BM": rows, "BK": columns}, warps, stages)
-
-
 # Few rows: clusters have some twenty members, and a tile never crosses one.
 IMPROVED = {
-    "narrow": (_cut(16, 32, 2, 1),),
-    "wide": (_cut(16, 32, 4, 1),),
-    "float32": (_cut(16, 16, 8, 1),),
+    "narrow": (cut(2, 1, BM=16, BK=32),),
+    "wide": (cut(4, 1, BM=16, BK=32),),
+    "float32": (cut(8, 1, BM=16, BK=16),),
+    "float32 wide": (cut(8, 1, BM=16, BK=16),),
 }
-QUERIES = {**IMPROVED, "float32": (_cut(16, 32, 4, 1),)}
+QUERIES = IMPROVED | {"float32": (cut(4, 1, BM=16, BK=32),), "float32 wide": (cut(4, 1, BM=16, BK=32),)}
 # Parts of a cluster are computed side by side once an average one has so many tiles.
 _TILES = 4
-
-
-def _kind(q: Tensor, v: Tensor) -> str:
-    wide = max(q.shape[3], v.shape[3]) > 64
-    return "float32" if q.dtype == torch.float32 else "wide" if wide else "narrow"
-
-
-def _shared(q: Tensor, v: Tensor, scale: float) -> dict[str, Any]:
-    return {
-        "scale": scale,
-        "D": q.shape[3],
-        "E": v.shape[3],
-        "WIDE_D": 1 << (q.shape[3] - 1).bit_length(),
-        "WIDE_E": 1 << (v.shape[3] - 1).bit_length(),
-        "PRECISION": precision(q),
-    }
-
-
-def precision(x: Tensor) -> str:
-    """How products of such numbers are computed: float32 is what was asked for, not the tensor cores' 10 bits of it."""
-    return "ieee" if x.dtype == torch.float32 else "tf32"
-
-
-def strides(*tensors: Tensor) -> list[int]:
-    """The first three of each."""
-    return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def beside(x: Tensor, size: int, padded: bool) -> Tensor:
@@ -123,22 +94,23 @@ def improved_forward(
         query's own scores to the base 2, [B, H, L], and each cluster's mass, [B, H, C].
     """
     out, own_lse, mass = _empty(q, k, v, means, shared, lse, top, order, begins, scale, padded)
-    where = _kind(q, v)
-
-    def run(cut: Configuration) -> None:
-        parts = _parts(q, top, cut)
-        improved_kernel[(mass.numel() * parts,)](
-            q, k, v, means, shared, lse, top, order, begins, out, own_lse, mass, *strides(q, k, v, shared, out),
-            H=q.shape[1], L=q.shape[2], most=top.shape[2], kept=top.shape[3], parts=parts, **_shared(q, v, scale),
-            **cut.options,
-        )  # fmt: skip
-
-    first_that_fits(run, IMPROVED[where], f"improved, {where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}", q.device)
+    launch(
+        improved_kernel, lambda tiles: (mass.numel() * _parts(q, top, tiles),), IMPROVED[kind(q, v)],
+        q, k, v, means, shared, lse, top, order, begins, out, own_lse, mass, *strides(q, k, v, shared, out),
+        tiled=lambda tiles: {"parts": _parts(q, top, tiles)}, **_shared(q, v, top, scale),
+    )  # fmt: skip
     return out, own_lse, mass
 
 
-def _parts(q: Tensor, top: Tensor, cut: Configuration) -> int:
-    return 1 + q.shape[2] // (top.shape[2] * cut.tiles["BM"] * _TILES)
+def _parts(q: Tensor, top: Tensor, tiles: Mapping[str, int]) -> int:
+    return 1 + q.shape[2] // (top.shape[2] * tiles["BM"] * _TILES)
+
+
+def _shared(q: Tensor, v: Tensor, top: Tensor, scale: float) -> dict[str, Any]:
+    """What all kernels are told."""
+    _, heads, most, kept = top.shape
+    told = {"H": heads, "L": q.shape[2], "most": most, "kept": kept, "scale": scale}
+    return {**told, **sizes(q, v), "PRECISION": precision(q)}
 
 
 def _empty_gradients(
@@ -167,24 +139,15 @@ def improved_backward(
     given = grad, own_lse, mass, q, k, v, means, shared, lse, top, order, begins, scale, padded
     made = _empty_gradients(*given)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
-    where, delta = _kind(q, v), torch.empty_like(own_lse)
-    shapes = {"H": q.shape[1], "L": q.shape[2], "most": top.shape[2], "kept": top.shape[3], **_shared(q, v, scale)}
-
-    def queries(cut: Configuration) -> None:
-        parts = _parts(q, top, cut)
-        improved_queries_kernel[(mass.numel() * parts,)](
-            q, k, v, grad, top, order, begins, own_lse, mass, made[0], delta, *strides(q, k, v, grad, made[0]), parts=parts,
-            **shapes, **cut.options,
-        )  # fmt: skip
-
-    def keys(cut: Configuration) -> None:
-        improved_keys_kernel[(mass.numel(),)](
-            q, k, v, means, lse, grad, top, order, begins, own_lse, mass, delta, *made[1:],
-            *strides(q, k, v, grad), **shapes, **cut.options,
-        )  # fmt: skip
-
-    what = f"{where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}"
+    where, delta, told = kind(q, v), torch.empty_like(own_lse), _shared(q, v, top, scale)
     # The first of them says what the second needs to know of each query.
-    first_that_fits(queries, QUERIES[where], f"improved queries, {what}", q.device)
-    first_that_fits(keys, IMPROVED[where], f"improved keys, {what}", q.device)
+    launch(
+        improved_queries_kernel, lambda tiles: (mass.numel() * _parts(q, top, tiles),), QUERIES[where],
+        q, k, v, grad, top, order, begins, own_lse, mass, made[0], delta, *strides(q, k, v, grad, made[0]),
+        tiled=lambda tiles: {"parts": _parts(q, top, tiles)}, **told,
+    )  # fmt: skip
+    launch(
+        improved_keys_kernel, (mass.numel(),), IMPROVED[where],
+        q, k, v, means, lse, grad, top, order, begins, own_lse, mass, delta, *made[1:], *strides(q, k, v, grad), **told,
+    )  # fmt: skip
     return made

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.gpu.language import Configuration, first_that_fits, jit, tl
+from approx_kernels.gpu.language import jit, tl
+from approx_kernels.gpu.launch import cut, launch, power
 from approx_kernels.runtime.custom_op import custom_op
 
 # A wider tile is half addresses, which spill under Triton 3.6.
-SCORES = (Configuration({"BM": 64, "BN": 64}, 8, 1),)
-FLOAT32 = (Configuration({"BM": 32, "BN": 32}, 8, 1),)
-MIXED = (Configuration({"BM": 16, "BN": 64}, 4, 1),)
+SCORES = (cut(8, 1, BM=64, BN=64),)
+FLOAT32 = (cut(8, 1, BM=32, BN=32),)
+MIXED = (cut(4, 1, BM=16, BN=64),)
 
 
 @jit(do_not_specialize=("H", "S", "most"))
@@ -74,13 +75,9 @@ def scores_of(means: Tensor, k: Tensor, key_mask: Tensor | None, scale: float) -
     else:
         # Tensor cores in three parts err as float32 does; keys of 16 bits lose nothing in the first.
         precise, cuts = "tf32x3", MIXED
-
-    def run(cut: Configuration) -> None:
-        columns, rows = -(-k.shape[2] // cut.tiles["BN"]), -(-most // cut.tiles["BM"])
-        score_kernel[(columns * rows * batch * heads,)](
-            means, k, key_mask, scores, *k.stride()[:3], H=heads, S=k.shape[2], most=most, scale=scale, D=size,
-            WIDE_D=1 << (size - 1).bit_length(), PRECISION=precise, **cut.options,
-        )  # fmt: skip
-
-    first_that_fits(run, cuts, f"scores, {means.dtype}, {k.dtype}, {size}", means.device)
+    launch(
+        score_kernel, lambda tiles: (-(-k.shape[2] // tiles["BN"]) * -(-most // tiles["BM"]) * batch * heads,), cuts,
+        means, k, key_mask, scores, *k.stride()[:3], H=heads, S=k.shape[2], most=most, scale=scale,
+        D=size, WIDE_D=power(size), PRECISION=precise,
+    )  # fmt: skip
     return scores

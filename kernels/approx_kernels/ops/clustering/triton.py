@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.gpu.language import Configuration, first_that_fits
 from approx_kernels.gpu.language import obstacle as triton_obstacle
+from approx_kernels.gpu.launch import Configuration, cut, first_that_fits, launch, power, strides
 from approx_kernels.ops.clustering.checks import DRAWS_END
 from approx_kernels.ops.clustering.reference import STRIDE
 from approx_kernels.ops.clustering.triton_lloyd import (
@@ -26,14 +26,14 @@ MOST_CLUSTERS, MOST_BITS = 128, 63
 FULL = 132
 
 # The default, and what asks for less where that may be too much.
-HASH = (Configuration({"BM": 64}, 8, 2), Configuration({"BM": 32}, 8, 1))
+HASH = (cut(8, 2, BM=64), cut(8, 1, BM=32))
 # By the power of two that holds the clusters.
 LLOYD = {
-    64: (Configuration({"BN": 128}, 4, 3), Configuration({"BN": 64}, 4, 1)),
-    128: (Configuration({"BN": 128}, 8, 3), Configuration({"BN": 64}, 8, 1)),
+    64: (cut(4, 3, BN=128), cut(4, 1, BN=64)),
+    128: (cut(8, 3, BN=128), cut(8, 1, BN=64)),
 }
 # It has nothing in shared memory.
-SORT = (Configuration({"BN": 64}, 4, 1),)
+SORT = (cut(4, 1, BN=64),)
 
 
 def obstacle(q: Tensor, clusters: int, bits: int) -> str | None:
@@ -43,11 +43,6 @@ def obstacle(q: Tensor, clusters: int, bits: int) -> str | None:
     if bits > MOST_BITS:
         return f"its hashes have at most {MOST_BITS} bits, and {bits} were asked for. Take fewer, or ask for 'auto'."
     return triton_obstacle(q)
-
-
-def power(size: int, least: int) -> int:
-    """The power of two that holds so many numbers, at least `least`."""
-    return max(least, 1 << (size - 1).bit_length())
 
 
 def _empty(
@@ -93,34 +88,30 @@ def cluster_samples(
     # To look at draws would wait for the device: whatever a buffer holds, places count from 0.
     planes, draws = planes.contiguous(), draws.contiguous().bitwise_and(DRAWS_END - 1)
     shapes: dict[str, Any] = {"H": heads, "L": length, "bits": planes.shape[0], "WIDTH": width}
-
-    def sides(cut: Configuration) -> None:
-        hash_kernel[(-(-length // cut.tiles["BM"]) * batch * heads,)](
-            q, tokens, counts, clusters, planes, bits, *q.stride()[:3],
-            D=size, STRETCH=16 if size % 32 else 32, **shapes, **cut.options,
+    launch(
+        hash_kernel, lambda tiles: (-(-length // tiles["BM"]) * batch * heads,), HASH,
+        q, tokens, counts, clusters, planes, bits, *strides(q), D=size, STRETCH=16 if size % 32 else 32, **shapes,
+    )  # fmt: skip
+    cuts, shapes = LLOYD[power(most, 64)], {**shapes, "stride": STRIDE, "WIDE_C": wide}
+    if parts_of(batch * heads, length, cuts[0].tiles["BN"]) == 1:
+        launch(
+            lloyd_kernel, (batch * heads,), cuts, bits, counts, clusters, draws, groups, iterations=iterations, **shapes
         )  # fmt: skip
+        return groups
 
-    def lloyd(cut: Configuration) -> None:
-        lloyd_kernel[(batch * heads,)](
-            bits, counts, clusters, draws, groups, iterations=iterations, stride=STRIDE, WIDE_C=wide,
-            **shapes, **cut.options,
-        )  # fmt: skip
-
-    def sweeps(cut: Configuration) -> None:
-        parts = parts_of(batch * heads, length, cut.tiles["BN"])
+    # Its launches add to each other's sums, so all have one configuration.
+    def sweeps(one: Configuration) -> None:
+        parts = parts_of(batch * heads, length, one.tiles["BN"])
         centroids = bits.new_empty(iterations, batch * heads, wide, width)
         sums = centroids.new_zeros(centroids.shape, dtype=torch.int32)
         changed = sums.new_zeros(centroids.shape[:2])
         for step in range(iterations):
             sweep_kernel[(batch * heads * parts,)](
-                bits, counts, clusters, draws, groups, centroids, sums, changed, step=step, stride=STRIDE, parts=parts,
-                WIDE_C=wide, **shapes, **cut.options,
+                bits, counts, clusters, draws, groups, centroids, sums, changed, step=step, parts=parts,
+                **shapes, **one.options,
             )  # fmt: skip
 
-    first_that_fits(sides, HASH, f"hash, {q.dtype}, {size}", q.device)
-    cuts = LLOYD[power(most, 64)]
-    run = sweeps if parts_of(batch * heads, length, cuts[0].tiles["BN"]) > 1 else lloyd
-    first_that_fits(run, cuts, f"k-means, {wide}, {width}", q.device)
+    first_that_fits(sweeps, cuts, f"k-means, {wide}, {width}", q.device)
     return groups
 
 
@@ -160,18 +151,13 @@ def sort_queries(
         shown = torch.where(clusters > 0, counts, 0).int()[:, None, None]
         begins.copy_(torch.minimum(torch.arange(most + 1, dtype=torch.int32, device=groups.device), shown))
         return order, begins
-    shapes = {"H": heads, "L": length, "most": most, "WIDE_C": power(most, 32)}
-
-    def run(cut: Configuration) -> None:
-        tiles = -(-length // cut.tiles["BN"])
-        members = groups.new_empty(batch, heads, tiles, most)
-        count_kernel[(tiles * batch * heads,)](groups, counts, clusters, members, **shapes, **cut.options)
-        begins[..., 0] = 0
-        torch.cumsum(members.sum(2, dtype=torch.int32), 2, dtype=torch.int32, out=begins[..., 1:])
-        before = members.cumsum(2, dtype=torch.int32).sub_(members).add_(begins[:, :, None, :-1])
-        place_kernel[(tiles * batch * heads,)](
-            groups, tokens, counts, clusters, before, order, **shapes, **cut.options
-        )  # fmt: skip
-
-    first_that_fits(run, SORT, f"sort, {most}", groups.device)
+    shapes: dict[str, Any] = {"H": heads, "L": length, "most": most, "WIDE_C": power(most, 32)}
+    (one,) = SORT
+    tiles = -(-length // one.tiles["BN"])
+    members = groups.new_empty(batch, heads, tiles, most)
+    launch(count_kernel, (tiles * batch * heads,), SORT, groups, counts, clusters, members, **shapes)
+    begins[..., 0] = 0
+    torch.cumsum(members.sum(2, dtype=torch.int32), 2, dtype=torch.int32, out=begins[..., 1:])
+    before = members.cumsum(2, dtype=torch.int32).sub_(members).add_(begins[:, :, None, :-1])
+    launch(place_kernel, (tiles * batch * heads,), SORT, groups, tokens, counts, clusters, before, order, **shapes)
     return order, begins

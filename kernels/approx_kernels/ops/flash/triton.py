@@ -2,63 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from approx_kernels.gpu.language import Configuration, first_that_fits
+from approx_kernels.gpu.launch import cut, launch, precision, sizes, strides
 from approx_kernels.ops.flash.triton_backward import flash_keys_kernel, flash_queries_kernel
 from approx_kernels.ops.flash.triton_forward import flash_forward_kernel
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import empty_gradients, sharing, summed
+from approx_kernels.tokens.grouped import empty_gradients, empty_rows, sharing, summed
 
 # As far as a window reaches that has no end.
 ENDLESS = 2**30
 
-
-def _cut(rows: int, columns: int, warps: int, stages: int) -> Configuration:
-    return Configuration({"BM": rows, "BN": columns}, warps, stages)
-
-
 # By what they are given, see `kind`: the default, and what asks for less where that may be too much. Bounded are inputs with
 # bounds of samples, or with largest scores apart, which take registers; most kinds have enough of them.
 FORWARD = {
-    "small": (_cut(64, 64, 4, 3), _cut(64, 32, 4, 2)),
-    "narrow": (_cut(128, 64, 8, 3), _cut(64, 64, 8, 2)),
-    "wide": (_cut(64, 64, 8, 2), _cut(64, 32, 4, 2)),
-    "spans": (_cut(64, 64, 8, 2),),
-    "spans wide": (_cut(64, 64, 8, 2),),
-    "float32": (_cut(32, 32, 4, 2),),
-    "float32 wide": (_cut(32, 32, 8, 1),),
-    "listed": (_cut(64, 64, 8, 2),),
-    "listed wide": (_cut(32, 32, 4, 2),),
+    "small": (cut(4, 3, BM=64, BN=64), cut(4, 2, BM=64, BN=32)),
+    "narrow": (cut(8, 3, BM=128, BN=64), cut(8, 2, BM=64, BN=64)),
+    "wide": (cut(8, 2, BM=64, BN=64), cut(4, 2, BM=64, BN=32)),
+    "spans": (cut(8, 2, BM=64, BN=64),),
+    "spans wide": (cut(8, 2, BM=64, BN=64),),
+    "float32": (cut(4, 2, BM=32, BN=32),),
+    "float32 wide": (cut(8, 1, BM=32, BN=32),),
+    "listed": (cut(8, 2, BM=64, BN=64),),
+    "listed wide": (cut(4, 2, BM=32, BN=32),),
 }
 QUERIES = {
-    "small": (_cut(128, 64, 8, 2),),
-    "narrow": (_cut(128, 64, 8, 2),),
-    "wide": (_cut(64, 64, 8, 2),),
-    "spans": (_cut(64, 32, 4, 2),),
-    "spans wide": (_cut(64, 32, 8, 2),),
-    "float32": (_cut(32, 32, 8, 2),),
-    "float32 wide": (_cut(16, 32, 8, 1),),
-    "listed": (_cut(64, 64, 8, 2),),
-    "listed wide": (_cut(32, 32, 4, 2),),
+    "small": (cut(8, 2, BM=128, BN=64),),
+    "narrow": (cut(8, 2, BM=128, BN=64),),
+    "wide": (cut(8, 2, BM=64, BN=64),),
+    "spans": (cut(4, 2, BM=64, BN=32),),
+    "spans wide": (cut(8, 2, BM=64, BN=32),),
+    "float32": (cut(8, 2, BM=32, BN=32),),
+    "float32 wide": (cut(8, 1, BM=16, BN=32),),
+    "listed": (cut(8, 2, BM=64, BN=64),),
+    "listed wide": (cut(4, 2, BM=32, BN=32),),
 }
 KEYS = {
-    "small": (_cut(64, 64, 8, 2),),
-    "small bounded": (_cut(32, 64, 8, 2),),
-    "narrow": (_cut(64, 64, 8, 2),),
-    "narrow bounded": (_cut(32, 64, 8, 2),),
-    "wide": (_cut(32, 64, 8, 2),),
-    "spans": (_cut(32, 64, 4, 2),),
-    "spans wide": (_cut(32, 64, 8, 2),),
-    "float32": (_cut(16, 32, 8, 1),),
-    "float32 wide": (_cut(16, 32, 8, 1),),
-    "listed": (_cut(64, 64, 8, 2),),
-    "listed bounded": (_cut(32, 64, 8, 2),),
-    "listed wide": (_cut(32, 32, 4, 2),),
+    "small": (cut(8, 2, BM=64, BN=64),),
+    "small bounded": (cut(8, 2, BM=32, BN=64),),
+    "narrow": (cut(8, 2, BM=64, BN=64),),
+    "narrow bounded": (cut(8, 2, BM=32, BN=64),),
+    "wide": (cut(8, 2, BM=32, BN=64),),
+    "spans": (cut(4, 2, BM=32, BN=64),),
+    "spans wide": (cut(8, 2, BM=32, BN=64),),
+    "float32": (cut(8, 1, BM=16, BN=32),),
+    "float32 wide": (cut(8, 1, BM=16, BN=32),),
+    "listed": (cut(8, 2, BM=64, BN=64),),
+    "listed bounded": (cut(8, 2, BM=32, BN=64),),
+    "listed wide": (cut(4, 2, BM=32, BN=32),),
 }
 
 
@@ -84,13 +79,7 @@ def _fake_forward(
     batch, heads, length = q.shape[:3]
     lse = q.new_empty(batch, heads, length, dtype=torch.float32)
     total = lse.new_empty(batch, heads, length if apart else 0)
-    return _beside(q, v.shape[3]), lse, total, total.new_empty(total.shape, dtype=torch.int32)
-
-
-def _beside(x: Tensor, size: int) -> Tensor:
-    """[B, H, n, size] with the heads of a token beside each other, as models want to join them."""
-    batch, heads, length = x.shape[:3]
-    return x.new_empty(batch, length, heads, size).transpose(1, 2)
+    return empty_rows(q, v.shape[3]), lse, total, total.new_empty(total.shape, dtype=torch.int32)
 
 
 def _pairs(
@@ -175,15 +164,12 @@ def flash_forward(
     out, lse, total, largest = _fake_forward(*given)
     where = kind(q, v, spans, bool(blocks))
 
-    def run(cut: Configuration) -> None:
-        rows, columns, tiles, bits = (*blocks[:3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
-        shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or q.shape[2])
-        flash_forward_kernel[(_programs(q, bounds, longest, longest or q.shape[2], cut.tiles["BM"]),)](
-            q, k, v, out, lse, *((total, largest) if apart else (None, None)), bounds, key_mask, spans, rows, columns, tiles, bits,
-            *_strides(q, k, v, out), **shared,
-        )  # fmt: skip
-
-    first_that_fits(run, FORWARD[where], f"flash forward, {where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}", q.device)
+    rows = longest or q.shape[2]
+    launch(
+        flash_forward_kernel, lambda tiles: _programs(q, bounds, longest, rows, tiles["BM"]), FORWARD[where],
+        q, k, v, out, lse, *((total, largest) if apart else (None, None)), bounds, key_mask, spans, *_lists(blocks, 0),
+        *strides(q, k, v, out), **_shared(q, k, v, blocks, left, right, ramp, scale, longest, rows),
+    )  # fmt: skip
     return out, lse, total, largest
 
 
@@ -215,47 +201,42 @@ def flash_backward(
     taken = (None, None) if less is None else (place, less.contiguous())
     by_row = torch.zeros_like(lse) if spans is not None else None
     where = kind(q, v, spans, bool(blocks))
-    what, bounded = f"{q.dtype}, {q.shape[3]}, {v.shape[3]}", bounds is not None or less is not None
+    bounded = f"{where} bounded" if bounds is not None or less is not None else where
+    told = q, k, v, blocks, left, right, ramp, scale, longest
 
-    def parts(cut: Configuration) -> int:
-        return list_tile(q, v) // cut.tiles["BM"] if blocks else 1
-
-    def queries(cut: Configuration) -> None:
-        rows, columns, tiles, bits = (*blocks[:3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
-        shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or q.shape[2])
-        flash_queries_kernel[(_programs(q, bounds, longest, longest or q.shape[2], cut.tiles["BM"]),)](
-            q, k, v, out, grad, lse, grad_lse, *taken, delta, dq, by_row, bounds, key_mask, spans, rows, columns, tiles, bits,
-            *_strides(q, k, v, out, grad, dq), PARTS=parts(cut), **shared,
-        )  # fmt: skip
-
-    def keys(cut: Configuration) -> None:
-        rows, columns, tiles, bits = (*blocks[3:6], blocks[6].view(torch.int32)) if blocks else (None,) * 4
-        shared = _shared(q, k, v, blocks, left, right, ramp, scale, longest, cut, longest or k.shape[2])
-        flash_keys_kernel[(_programs(q, bounds, longest, longest or k.shape[2], cut.tiles["BN"]),)](
-            q, k, v, grad, lse, *taken, delta, dk, dv, bounds, key_mask, spans, rows, columns, tiles, bits,
-            *_strides(q, k, v, grad, dk, dv), PARTS=parts(cut), **shared,
-        )  # fmt: skip
+    def parts(tiles: Mapping[str, int]) -> dict[str, int]:
+        return {"PARTS": list_tile(q, v) // tiles["BM"] if blocks else 1}
 
     # The first of them says what the second needs to know of each query.
-    for run, table, name in ((queries, QUERIES, "queries"), (keys, KEYS, "keys")):
-        own = f"{where} bounded" if bounded and f"{where} bounded" in table else where
-        first_that_fits(run, table[own], f"flash {name}, {own}, {what}", q.device)
+    rows = longest or q.shape[2]
+    launch(
+        flash_queries_kernel, lambda tiles: _programs(q, bounds, longest, rows, tiles["BM"]), QUERIES[where],
+        q, k, v, out, grad, lse, grad_lse, *taken, delta, dq, by_row, bounds, key_mask, spans, *_lists(blocks, 0),
+        *strides(q, k, v, out, grad, dq), tiled=parts, **_shared(*told, rows),
+    )  # fmt: skip
+    keys = longest or k.shape[2]
+    launch(
+        flash_keys_kernel, lambda tiles: _programs(q, bounds, longest, keys, tiles["BN"]), KEYS.get(bounded, KEYS[where]),
+        q, k, v, grad, lse, *taken, delta, dk, dv, bounds, key_mask, spans, *_lists(blocks, 3),
+        *strides(q, k, v, grad, dk, dv), tiled=parts, **_shared(*told, keys),
+    )  # fmt: skip
     dspans.copy_(by_row.sum((0, 2)) if by_row is not None else torch.zeros_like(dspans))
     return dq, dk, dv, dspans
 
 
-def _programs(q: Tensor, bounds: Tensor | None, longest: int, rows: int, tile: int) -> int:
+def _programs(q: Tensor, bounds: Tensor | None, longest: int, rows: int, tile: int) -> tuple[int]:
     samples = q.shape[0] if bounds is None or not longest else bounds.shape[0]
-    return -(-rows // tile) * samples * q.shape[1]
+    return (-(-rows // tile) * samples * q.shape[1],)
 
 
-def _strides(*tensors: Tensor) -> list[int]:
-    return [stride for x in tensors for stride in x.stride()[:3]]
+def _lists(blocks: Sequence[Tensor], first: int) -> Sequence[Tensor | None]:
+    """Rows, columns, tiles and bits of a block list, from its first tensor on by query, from the fourth by key."""
+    return (*blocks[first : first + 3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
 
 
 def _shared(
     q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], left: int, right: int, ramp: int, scale: float,
-    packed: int, cut: Configuration, longest: int,
+    packed: int, longest: int,
 ) -> dict[str, Any]:  # fmt: skip
     """What all kernels are told."""
     return {
@@ -270,16 +251,7 @@ def _shared(
         "right": right,
         "ramp": ramp,
         "scale": scale,
-        "D": q.shape[3],
-        "E": v.shape[3],
-        "WIDE_D": _power(q.shape[3]),
-        "WIDE_E": _power(v.shape[3]),
-        # float32 is what was asked for, not the tensor cores' 10 bits of it.
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        **sizes(q, v),
+        "PRECISION": precision(q),
         "PACKED": packed > 0,
-        **cut.options,
-    }  # fmt: skip
-
-
-def _power(size: int) -> int:
-    return 1 << (size - 1).bit_length()
+    }

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from approx_kernels.gpu.language import Configuration, first_that_fits
+from approx_kernels.gpu.launch import cut, launch, power, precision, sizes, strides
 from approx_kernels.ops.linear.triton_scan import linear_scan_kernel, linear_sums_kernel
 from approx_kernels.runtime.custom_op import custom_op
+from approx_kernels.tokens.grouped import empty_gradients, empty_rows
 
 # Programs that fill a large card; few heads are cut into as many segments, of no fewer rows than this.
 PROGRAMS = 264
@@ -18,40 +19,32 @@ SEGMENTS = 16
 LEAST = 256
 
 
-def _sums(rows: int, warps: int, stages: int) -> Configuration:
-    return Configuration({"BT": rows}, warps, stages)
-
-
-def _scan(rows: int, columns: int, warps: int, stages: int) -> Configuration:
-    return Configuration({"BT": rows, "BC": columns}, warps, stages)
-
-
 # By what they are given, see `kind`: the default, and what asks for less where that may be too much. One alone is the
 # smallest tile that there is.
 SUMS = {
-    "bfloat16": (_sums(64, 8, 2), _sums(32, 8, 1)),
-    "bfloat16, wide": (_sums(64, 8, 2), _sums(32, 8, 1)),
-    "float16": (_sums(32, 8, 2), _sums(16, 8, 1)),
-    "float16, wide": (_sums(32, 8, 1), _sums(16, 8, 1)),
-    "float32": (_sums(32, 8, 1),),
-    "float32, wide": (_sums(16, 8, 1),),
+    "bfloat16": (cut(8, 2, BT=64), cut(8, 1, BT=32)),
+    "bfloat16, wide": (cut(8, 2, BT=64), cut(8, 1, BT=32)),
+    "float16": (cut(8, 2, BT=32), cut(8, 1, BT=16)),
+    "float16, wide": (cut(8, 1, BT=32), cut(8, 1, BT=16)),
+    "float32": (cut(8, 1, BT=32),),
+    "float32, wide": (cut(8, 1, BT=16),),
 }
 # The scan, where it computes pairs and carries a state, and where it reads one state.
 CAUSAL = {
-    "bfloat16": (_scan(32, 64, 8, 2), _scan(16, 32, 8, 1)),
-    "bfloat16, wide": (_scan(16, 32, 8, 1), _scan(16, 16, 8, 1)),
-    "float16": (_scan(16, 32, 8, 1), _scan(16, 16, 8, 1)),
-    "float16, wide": (_scan(16, 32, 8, 1), _scan(16, 16, 8, 1)),
-    "float32": (_scan(16, 16, 8, 1),),
-    "float32, wide": (_scan(16, 16, 8, 1),),
+    "bfloat16": (cut(8, 2, BT=32, BC=64), cut(8, 1, BT=16, BC=32)),
+    "bfloat16, wide": (cut(8, 1, BT=16, BC=32), cut(8, 1, BT=16, BC=16)),
+    "float16": (cut(8, 1, BT=16, BC=32), cut(8, 1, BT=16, BC=16)),
+    "float16, wide": (cut(8, 1, BT=16, BC=32), cut(8, 1, BT=16, BC=16)),
+    "float32": (cut(8, 1, BT=16, BC=16),),
+    "float32, wide": (cut(8, 1, BT=16, BC=16),),
 }
 PARALLEL = {
-    "bfloat16": (_scan(64, 64, 8, 2), _scan(32, 32, 8, 1)),
-    "bfloat16, wide": (_scan(64, 64, 8, 2), _scan(32, 32, 8, 1)),
-    "float16": (_scan(32, 64, 8, 1), _scan(16, 32, 8, 1)),
-    "float16, wide": (_scan(32, 32, 8, 1), _scan(16, 16, 8, 1)),
-    "float32": (_scan(32, 32, 8, 1), _scan(16, 16, 8, 1)),
-    "float32, wide": (_scan(16, 16, 8, 1),),
+    "bfloat16": (cut(8, 2, BT=64, BC=64), cut(8, 1, BT=32, BC=32)),
+    "bfloat16, wide": (cut(8, 2, BT=64, BC=64), cut(8, 1, BT=32, BC=32)),
+    "float16": (cut(8, 1, BT=32, BC=64), cut(8, 1, BT=16, BC=32)),
+    "float16, wide": (cut(8, 1, BT=32, BC=32), cut(8, 1, BT=16, BC=16)),
+    "float32": (cut(8, 1, BT=32, BC=32), cut(8, 1, BT=16, BC=16)),
+    "float32, wide": (cut(8, 1, BT=16, BC=16),),
 }
 # Features that the widest of these tiles hold.
 FEATURES = 128
@@ -75,12 +68,6 @@ def segments(heads: int, length: int) -> tuple[int, int]:
     return rows, -(-length // rows)
 
 
-def _beside(x: Tensor, values: Tensor) -> Tensor:
-    """As many numbers as values have for each row of x, heads of a token beside each other, as models want to join them."""
-    batch, heads, length = x.shape[:3]
-    return values.new_empty(batch, length, heads, values.shape[3]).transpose(1, 2)
-
-
 def _fake_sums(q: Tensor, v: Tensor, count: int) -> tuple[Tensor, Tensor]:
     shape = *q.shape[:2], count, q.shape[3]
     return q.new_empty(*shape, v.shape[3], dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
@@ -91,7 +78,7 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, count = segments(k.shape[0] * k.shape[1], k.shape[2])
     sums, totals = _fake_sums(q, v, 0 if causal and not whole and count == 1 else count)
-    return _beside(q, v), q.new_empty(q.shape[:3], dtype=torch.float32), sums, totals
+    return empty_rows(q, v.shape[3], dtype=v.dtype), q.new_empty(q.shape[:3], dtype=torch.float32), sums, totals
 
 
 def _flops_forward(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, out_shape: Any = None) -> int:
@@ -143,19 +130,14 @@ def linear_forward(
         of features times values, [B, H, segments, D, E], and of features; of no segment where nobody reads them.
     """
     out, inverse, sums, totals = _fake_forward(q, k, v, key_mask, causal, whole)
-    where = kind(q, v)
-    what = f"{where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}"
-    rows, count = segments(q.shape[0] * q.shape[1], k.shape[2])
-    heads, known = q.shape[0] * q.shape[1], sums.shape[2]
-
-    def keys(cut: Configuration) -> None:
-        linear_sums_kernel[(heads * count,)](
-            k, v, key_mask, None, None, sums, totals, *_strides(k, v), q.shape[1], k.shape[2], 0, rows, count,
-            **_shared(q, v, feature_map, input_scale, cut),
+    heads = q.shape[0] * q.shape[1]
+    rows, count = segments(heads, k.shape[2])
+    if sums.shape[2]:
+        launch(
+            linear_sums_kernel, (heads * count,), SUMS[kind(q, v)],
+            k, v, key_mask, None, None, sums, totals, *strides(k, v), q.shape[1], k.shape[2], 0, rows, count,
+            **_shared(q, v, feature_map, input_scale),
         )  # fmt: skip
-
-    if known:
-        first_that_fits(keys, SUMS[where], f"linear sums of keys, {what}", q.device)
     given = q, k, v, None, None, key_mask, sums, totals, inverse, None, None
     _launch_scan("out", given, out, causal, feature_map, input_scale, eps)
     return out, inverse, sums, totals
@@ -165,7 +147,7 @@ def _fake_backward(
     grad: Tensor, grad_inverse: Any, out: Tensor, inverse: Tensor, sums: Tensor, totals: Tensor,
     q: Tensor, k: Tensor, v: Tensor, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _beside(q, q), _beside(k, k), _beside(v, v)
+    return empty_gradients(q, k, v)
 
 
 @custom_op(_fake_backward, flops=_flops_backward)
@@ -184,25 +166,20 @@ def linear_backward(
     dq, dk, dv = _fake_backward(grad, grad_inverse, out, inverse, sums, totals, q, k, v)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
     grad_inverse = None if grad_inverse is None else grad_inverse.contiguous()
-    where = kind(q, v)
-    what = f"{where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}"
     heads, shape = q.shape[0] * q.shape[1], _shape(q, k, causal)
     # One causal segment has no later ones that would read its sums.
     read = 0 if causal and shape["segments"] == 1 else shape["segments"]
     query_sums, query_totals = _fake_sums(q, v, read)
     share = torch.empty_like(inverse)
-
-    def queries(cut: Configuration) -> None:
-        linear_sums_kernel[(heads * read,)](
-            q, grad, None, inverse, share, query_sums, query_totals, *_strides(q, grad),
-            q.shape[1], q.shape[2], shape["shift"], shape["rows"], read, **_shared(q, v, feature_map, input_scale, cut),
-        )  # fmt: skip
-
     # The first of them says what the others need to know of each query.
     given = q, k, v, grad, out, key_mask, sums, totals, inverse, grad_inverse, share
     _launch_scan("dq", given, dq, causal, feature_map, input_scale, 0.0)
     if read:
-        first_that_fits(queries, SUMS[where], f"linear sums of queries, {what}", q.device)
+        launch(
+            linear_sums_kernel, (heads * read,), SUMS[kind(q, v)],
+            q, grad, None, inverse, share, query_sums, query_totals, *strides(q, grad),
+            q.shape[1], q.shape[2], shape["shift"], shape["rows"], read, **_shared(q, v, feature_map, input_scale),
+        )  # fmt: skip
     given = q, k, v, grad, out, key_mask, query_sums, query_totals, inverse, None, share
     _launch_scan("dk", given, dk, causal, feature_map, input_scale, 0.0)
     _launch_scan("dv", given, dv, causal, feature_map, input_scale, 0.0)
@@ -213,50 +190,31 @@ def _launch_scan(
     what: str, given: tuple[Any, ...], made: Tensor, causal: bool, feature_map: str, input_scale: float, eps: float
 ) -> None:
     q, k, v, grad, out, _, sums, *_ = given
-    heads, where, shape = q.shape[0] * q.shape[1], kind(q, v), _shape(q, k, causal)
+    heads, shape = q.shape[0] * q.shape[1], _shape(q, k, causal)
     if what in ("dk", "dv"):
         shape["rows"], shape["segments"] = segments(heads, k.shape[2])
 
-    def run(cut: Configuration) -> None:
+    def columns(tiles: Mapping[str, int]) -> int:
         # No wider than what is made.
-        columns = min(cut.tiles["BC"], power(made.shape[3]))
-        cut = cut._replace(tiles={**cut.tiles, "BC": columns})
-        linear_scan_kernel[(heads * shape["segments"], -(-made.shape[3] // columns))](
-            *given, made, *_strides(q, k, v, grad, out, made), **shape, sums=sums.shape[2], eps=eps,
-            WHAT=what, CAUSAL=causal, **_shared(q, v, feature_map, input_scale, cut),
-        )  # fmt: skip
+        return min(tiles["BC"], power(made.shape[3]))
 
-    cuts = (CAUSAL if causal else PARALLEL)[where]
-    first_that_fits(run, cuts, f"linear {what}, {causal}, {where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}", q.device)
-
-
-def _strides(*tensors: Tensor | None) -> list[int]:
-    return [stride for x in tensors for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
+    launch(
+        linear_scan_kernel, lambda tiles: (heads * shape["segments"], -(-made.shape[3] // columns(tiles))),
+        (CAUSAL if causal else PARALLEL)[kind(q, v)],
+        *given, made, *strides(q, k, v, grad, out, made), **shape, sums=sums.shape[2], eps=eps,
+        WHAT=what, CAUSAL=causal, tiled=lambda tiles: {"BC": columns(tiles)},
+        **_shared(q, v, feature_map, input_scale),
+    )  # fmt: skip
 
 
-def _shape(q: Tensor, k: Tensor, causal: bool) -> dict[str, int]:
+def _shape(q: Tensor, k: Tensor, causal: bool) -> dict[str, Any]:
     """Lengths, and the segments of queries: causal ones are those of the keys at the same positions."""
     rows, count = segments(q.shape[0] * q.shape[1], k.shape[2] if causal else q.shape[2])
     shift = k.shape[2] - q.shape[2] if causal else 0
     return {"H": q.shape[1], "L": q.shape[2], "S": k.shape[2], "shift": shift, "rows": rows, "segments": count}
 
 
-def _shared(q: Tensor, v: Tensor, feature_map: str, input_scale: float, cut: Configuration) -> dict[str, Any]:
+def _shared(q: Tensor, v: Tensor, feature_map: str, input_scale: float) -> dict[str, Any]:
     """What all kernels are told."""
-    return {
-        "scale": input_scale,
-        "D": q.shape[3],
-        "E": v.shape[3],
-        "WIDE_D": power(q.shape[3]),
-        "WIDE_E": power(v.shape[3]),
-        "MAP": feature_map,
-        "NARROW": v.dtype == torch.bfloat16,
-        # float32 is what was asked for, not the tensor cores' 10 bits of it, which are all that a float16 has.
-        "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32",
-        **cut.options,
-    }
-
-
-def power(size: int) -> int:
-    """The width of a tile that holds so many columns."""
-    return 1 << (size - 1).bit_length()
+    products = {"NARROW": v.dtype == torch.bfloat16, "PRECISION": precision(v)}
+    return {"scale": input_scale, **sizes(q, v), "MAP": feature_map, **products}

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.gpu.language import Configuration, first_that_fits, jit, tl
+from approx_kernels.gpu.language import jit, tl
+from approx_kernels.gpu.launch import cut, launch, sizes
 from approx_kernels.ops.linear.reference import joined_sums, own_parts
-from approx_kernels.ops.linear.triton import power
 from approx_kernels.ops.linear.triton_heads import as_features, attend
 from approx_kernels.ops.linear.triton_tiles import features, read_rows, real
 from approx_kernels.runtime.autocast import without_autocast
@@ -21,8 +21,8 @@ from approx_kernels.runtime.custom_op import custom_op
 from approx_kernels.tokens.grouped import in_order, sharing
 from approx_kernels.tokens.ring import State
 
-STEP = (Configuration({}, 4, 1),)
-WIDE_STEP = (Configuration({}, 8, 1),)
+STEP = (cut(4, 1),)
+WIDE_STEP = (cut(8, 1),)
 
 
 def step_obstacle(q: Tensor, k: Tensor, state: State | None, window: int) -> str | None:
@@ -101,16 +101,12 @@ def linear_step(
         [B, H, 1, E] in the dtype of v.
     """
     out = _fake(q, k, v)
-    wide = power(q.shape[3]) * power(v.shape[3]) > 64 * 64
-
-    def run(cut: Configuration) -> None:
-        strides = [stride for x in (q, k, v, out) for stride in x.stride()[:2]]
-        linear_step_kernel[(k.shape[0] * k.shape[1],)](
-            q, k, v, key_mask, sums, out, *strides, k.shape[1], sharing(q, k), input_scale, eps,
-            D=q.shape[3], E=v.shape[3], WIDE_D=power(q.shape[3]), WIDE_E=power(v.shape[3]), MAP=feature_map, **cut.options,
-        )  # fmt: skip
-
-    first_that_fits(run, WIDE_STEP if wide else STEP, f"linear step, {q.dtype}, {q.shape[3]}, {v.shape[3]}", q.device)
+    told = sizes(q, v)
+    launch(
+        linear_step_kernel, (k.shape[0] * k.shape[1],), WIDE_STEP if told["WIDE_D"] * told["WIDE_E"] > 64 * 64 else STEP,
+        q, k, v, key_mask, sums, out, *(stride for x in (q, k, v, out) for stride in x.stride()[:2]), k.shape[1],
+        sharing(q, k), input_scale, eps, MAP=feature_map, **told,
+    )  # fmt: skip
     return out
 
 

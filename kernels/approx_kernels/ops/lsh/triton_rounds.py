@@ -8,44 +8,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.gpu.language import Configuration, first_that_fits
+from approx_kernels.gpu.launch import cut, kind, launch, precision, strides
 from approx_kernels.ops.lsh.triton_backward import lsh_keys_kernel, lsh_queries_kernel
 from approx_kernels.ops.lsh.triton_forward import lsh_forward_kernel
-from approx_kernels.ops.lsh.triton_tokens import beside, lsh_tokens, shared, strides
+from approx_kernels.ops.lsh.triton_tokens import lsh_tokens, shared
 from approx_kernels.runtime.custom_op import custom_op
+from approx_kernels.tokens.grouped import empty_rows
 
-
-def _cut(rows: int, columns: int, warps: int, stages: int) -> Configuration:
-    return Configuration({"BM": rows, "BN": columns}, warps, stages)
-
-
-# By what they are given, see `_kind`; all of them fit the smallest card.
+# By what they are given, see `kind`; all of them fit the smallest card.
 FORWARD = {
-    "narrow": (_cut(64, 64, 4, 2),),
-    "wide": (_cut(64, 32, 8, 2),),
+    "narrow": (cut(4, 2, BM=64, BN=64),),
+    "wide": (cut(8, 2, BM=64, BN=32),),
     # Under Triton 3.6 more columns spill.
-    "float32": (_cut(32, 16, 8, 2),),
-    "wide float32": (_cut(16, 16, 8, 2),),
+    "float32": (cut(8, 2, BM=32, BN=16),),
+    "float32 wide": (cut(8, 2, BM=16, BN=16),),
 }
 QUERIES = {
-    "narrow": (_cut(64, 64, 8, 2),),
-    "wide": (_cut(64, 32, 8, 2),),
-    "float32": (_cut(32, 16, 8, 2),),
-    "wide float32": (_cut(16, 16, 8, 2),),
+    "narrow": (cut(8, 2, BM=64, BN=64),),
+    "wide": (cut(8, 2, BM=64, BN=32),),
+    "float32": (cut(8, 2, BM=32, BN=16),),
+    "float32 wide": (cut(8, 2, BM=16, BN=16),),
 }
 KEYS = {
-    "narrow": (_cut(32, 64, 4, 2),),
-    "wide": (_cut(32, 64, 8, 2),),
-    "float32": (_cut(16, 32, 4, 2),),
-    "wide float32": (_cut(16, 16, 8, 2),),
+    "narrow": (cut(4, 2, BM=32, BN=64),),
+    "wide": (cut(8, 2, BM=32, BN=64),),
+    "float32": (cut(4, 2, BM=16, BN=32),),
+    "float32 wide": (cut(8, 2, BM=16, BN=16),),
 }
-
-
-def _kind(q: Tensor, v: Tensor) -> str:
-    wide = max(q.shape[3], v.shape[3]) > 64
-    if q.dtype == torch.float32:
-        return "wide float32" if wide else "float32"
-    return "wide" if wide else "narrow"
 
 
 def _times(tokens: Tensor, ranks: Tensor | None) -> int:
@@ -68,15 +57,14 @@ def _walk(
         "items": q.shape[0] * q.shape[1],
         "rounds": tokens.shape[0],
         "times": _times(tokens, ranks),
-        # float32 is what was asked for, not the tensor cores' 10 bits of it.
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": precision(q),
     }
 
 
 def _empty(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Any, plan: Any, ranks: Any, own: str, width: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return beside(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_rows(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _pairs(plan: Any, width: int) -> int:
@@ -138,17 +126,14 @@ def lsh_forward(
     """
     out, lse = _empty(q, k, v, key_mask, plan, ranks, own, width, scale)
     tokens, entries, queries, low, end, _ = plan
-    where, told = _kind(q, v), _walk(q, k, v, tokens, ranks, own, scale)
+    told = _walk(q, k, v, tokens, ranks, own, scale)
     running = _running(q, q.shape[2] if len(tokens) > 1 else 0, v.shape[3])
-
-    def run(cut: Configuration) -> None:
-        for number in range(len(tokens)):
-            lsh_forward_kernel[(-(-q.shape[2] // cut.tiles["BM"]) * told["items"],)](
-                q, k, v, key_mask, tokens, entries, queries, low, end, ranks, running, out, lse, *strides(q, k, v, out),
-                round=number, **told, **cut.options,
-            )  # fmt: skip
-
-    first_that_fits(run, FORWARD[where], f"lsh forward, {where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}", q.device)
+    for number in range(len(tokens)):
+        launch(
+            lsh_forward_kernel, lambda tiles: (-(-q.shape[2] // tiles["BM"]) * told["items"],), FORWARD[kind(q, v)],
+            q, k, v, key_mask, tokens, entries, queries, low, end, ranks, running, out, lse, *strides(q, k, v, out),
+            round=number, **told,
+        )  # fmt: skip
     return out, lse
 
 
@@ -157,7 +142,7 @@ def _empty_gradients(
     *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     of_keys, of_values = (_running(x, plan[0].shape[3], x.shape[3]) for x in (k, v))
-    return beside(q, q.shape[3]), torch.empty_like(lse), of_keys, of_values
+    return empty_rows(q, q.shape[3]), torch.empty_like(lse), of_keys, of_values
 
 
 @custom_op(_empty_gradients, flops=_flops_backward)
@@ -180,28 +165,24 @@ def lsh_backward(
     dq, delta, of_keys, of_values = _empty_gradients(grad, out, lse, q, k, v, key_mask, plan)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
     tokens, entries, queries, low, end, _ = plan
-    where, told = _kind(q, v), _walk(q, k, v, tokens, ranks, own, scale)
+    where, told = kind(q, v), _walk(q, k, v, tokens, ranks, own, scale)
     running = _running(q, q.shape[2] if len(tokens) > 1 else 0, q.shape[3])
-
-    def by_query(cut: Configuration) -> None:
-        for number in range(len(tokens)):
-            lsh_queries_kernel[(-(-q.shape[2] // cut.tiles["BM"]) * told["items"],)](
-                q, k, v, key_mask, tokens, entries, queries, low, end, ranks, out, grad, lse, delta, running, dq,
-                *strides(q, k, v, out, grad, dq), round=number, **told, **cut.options,
-            )  # fmt: skip
-
-    def by_rank(cut: Configuration) -> None:
-        first, past = _observers(queries, low, end, tokens.shape[3], cut.tiles["BN"])
-        for number in range(len(tokens)):
-            lsh_keys_kernel[(first.shape[3] * told["items"],)](
-                q, k, v, tokens, entries, queries, low, end, ranks, first, past, grad, lse, delta, of_keys, of_values,
-                *strides(q, k, v, grad), round=number, **told, **cut.options,
-            )  # fmt: skip
-
-    what = f"{where}, {q.dtype}, {q.shape[3]}, {v.shape[3]}"
     # The first of them says what the second needs to know of each query.
-    first_that_fits(by_query, QUERIES[where], f"lsh queries, {what}", q.device)
-    first_that_fits(by_rank, KEYS[where], f"lsh keys, {what}", q.device)
+    for number in range(len(tokens)):
+        launch(
+            lsh_queries_kernel, lambda tiles: (-(-q.shape[2] // tiles["BM"]) * told["items"],), QUERIES[where],
+            q, k, v, key_mask, tokens, entries, queries, low, end, ranks, out, grad, lse, delta, running, dq,
+            *strides(q, k, v, out, grad, dq), round=number, **told,
+        )  # fmt: skip
+    # Who sees something of a tile of ranks is found for tiles of one size.
+    (one,) = KEYS[where]
+    first, past = _observers(queries, low, end, tokens.shape[3], one.tiles["BN"])
+    for number in range(len(tokens)):
+        launch(
+            lsh_keys_kernel, (first.shape[3] * told["items"],), (one,),
+            q, k, v, tokens, entries, queries, low, end, ranks, first, past, grad, lse, delta, of_keys, of_values,
+            *strides(q, k, v, grad), round=number, **told,
+        )  # fmt: skip
     return dq, delta, of_keys, of_values
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.gpu.language import Configuration, first_that_fits, jit, tl
+from approx_kernels.gpu.language import jit, tl
+from approx_kernels.gpu.launch import cut, launch, sizes, strides
 from approx_kernels.ops.lsh.triton_pairs import (
     LENGTHS,
     gathered,
@@ -18,8 +19,9 @@ from approx_kernels.ops.lsh.triton_pairs import (
     scattered,
 )
 from approx_kernels.runtime.custom_op import custom_op
+from approx_kernels.tokens.grouped import empty_rows
 
-TOKENS = (Configuration({"BT": 32}, 4, 1),)
+TOKENS = (cut(4, 1, BT=32),)
 
 
 @jit(do_not_specialize=LENGTHS)
@@ -64,16 +66,6 @@ def lsh_tokens_kernel(
     scattered(dV + batch * dv_b + head * dv_h, token, token < S, dv_n, dv, E, WIDE_E)
 
 
-def beside(x: Tensor, size: int) -> Tensor:
-    """[B, H, n, size] with the heads of a token beside each other, as models want to join them."""
-    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], size).transpose(1, 2)
-
-
-def strides(*tensors: Tensor) -> list[int]:
-    """The first three of each."""
-    return [stride for x in tensors for stride in x.stride()[:3]]
-
-
 def shared(q: Tensor, k: Tensor, v: Tensor, own: str, scale: float) -> dict[str, Any]:
     """What all kernels are told."""
     return {
@@ -81,10 +73,7 @@ def shared(q: Tensor, k: Tensor, v: Tensor, own: str, scale: float) -> dict[str,
         "L": q.shape[2],
         "S": k.shape[2],
         "scale": scale,
-        "D": q.shape[3],
-        "E": v.shape[3],
-        "WIDE_D": 1 << (q.shape[3] - 1).bit_length(),
-        "WIDE_E": 1 << (v.shape[3] - 1).bit_length(),
+        **sizes(q, v),
         "ALWAYS": own == "always",
         "LAST": own == "last resort",
     }
@@ -93,7 +82,7 @@ def shared(q: Tensor, k: Tensor, v: Tensor, own: str, scale: float) -> dict[str,
 def _empty_tokens(
     grad: Any, lse: Any, delta: Any, of_keys: Any, of_values: Any, q: Any, k: Tensor, v: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    return beside(k, k.shape[3]), beside(v, v.shape[3])
+    return empty_rows(k, k.shape[3]), empty_rows(v, v.shape[3])
 
 
 @custom_op(_empty_tokens)
@@ -118,12 +107,9 @@ def lsh_tokens(
     key, entries = keys.sort(dim=-1, stable=True)
     edges = torch.arange(k.shape[2] + 1, dtype=torch.int32, device=k.device).expand(k.shape[0], -1).contiguous()
     begins = torch.searchsorted(key, edges, out_int32=True)
-
-    def run(cut: Configuration) -> None:
-        lsh_tokens_kernel[(-(-k.shape[2] // cut.tiles["BT"]) * k.shape[0] * k.shape[1],)](
-            q, k, v, key_mask, entries.int(), begins, grad, lse, delta, of_keys, of_values, dk, dv,
-            *strides(q, k, v, grad, dk, dv), times=times, **shared(q, k, v, own, scale), M=keys.shape[1], **cut.options,
-        )  # fmt: skip
-
-    first_that_fits(run, TOKENS, f"lsh tokens, {q.dtype}, {q.shape[3]}, {v.shape[3]}", q.device)
+    launch(
+        lsh_tokens_kernel, lambda tiles: (-(-k.shape[2] // tiles["BT"]) * k.shape[0] * k.shape[1],), TOKENS,
+        q, k, v, key_mask, entries.int(), begins, grad, lse, delta, of_keys, of_values, dk, dv,
+        *strides(q, k, v, grad, dk, dv), times=times, **shared(q, k, v, own, scale), M=keys.shape[1],
+    )  # fmt: skip
     return dk, dv

@@ -10,12 +10,7 @@ from torch import Tensor
 
 from approx_kernels.ops.performer.triton_launches import CHUNK, Launches, chunks_of, empty
 from approx_kernels.runtime.custom_op import custom_op
-
-
-def _beside(x: Tensor, values: Tensor) -> Tensor:
-    """As many numbers as values have for each row of x, heads of a token beside each other, as models want to join them."""
-    batch, heads, length = x.shape[:3]
-    return values.new_empty(batch, length, heads, values.shape[3]).transpose(1, 2)
+from approx_kernels.tokens.grouped import empty_gradients, empty_rows
 
 
 def _fake_forward(
@@ -25,7 +20,14 @@ def _fake_forward(
     chunks = chunks_of(q, k)[1] if softmax and causal else 0
     mu, inverse = empty(q, length if softmax else 0), empty(q, length)
     rises = q.new_empty(*q.shape[:2], chunks, dtype=torch.int64)
-    return _beside(q, v), mu, inverse, rises, empty(q, kept, v.shape[3] + 1), empty(q, 1, kept if softmax else 0)
+    return (
+        empty_rows(q, v.shape[3]),
+        mu,
+        inverse,
+        rises,
+        empty(q, kept, v.shape[3] + 1),
+        empty(q, 1, kept if softmax else 0),
+    )
 
 
 def _flops_forward(
@@ -101,7 +103,7 @@ def performer_forward(
 def _fake_backward(
     grad: Any, out: Any, mu: Any, inverse: Any, rises: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _beside(q, q), _beside(k, k), _beside(v, v)
+    return empty_gradients(q, k, v)
 
 
 @custom_op(_fake_backward, flops=_flops_backward)

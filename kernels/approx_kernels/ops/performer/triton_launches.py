@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from approx_kernels.gpu.language import Configuration, first_that_fits
-from approx_kernels.ops.linear.triton import power, segments
+from approx_kernels.gpu.launch import Configuration, cut, launch, power, precision, sizes, strides
+from approx_kernels.ops.linear.triton import segments
 from approx_kernels.ops.performer.causal import RISE
 from approx_kernels.ops.performer.reference import FLOOR
 from approx_kernels.ops.performer.sums import lowest
@@ -28,36 +28,28 @@ _TOGETHER = 64
 LOWEST = lowest(torch.float32)
 
 
-def _sums(rows: int, features: int, warps: int, stages: int) -> Configuration:
-    return Configuration({"BT": rows, "BM": features}, warps, stages)
-
-
-def _cut(rows: int, features: int, columns: int, warps: int, stages: int) -> Configuration:
-    return Configuration({"BT": rows, "BM": features, "BC": columns}, warps, stages)
-
-
-# By dtype, and where heads of more than 64 have their own, see `_first_that_fits`. None asks for more shared memory than
+# By dtype, and where heads of more than 64 have their own, see `_cuts`. None asks for more shared memory than
 # any card has.
 SUMS = {
-    "bfloat16": (_sums(64, 64, 8, 2),),
-    "float16": (_sums(64, 32, 8, 1),),
-    "float32": (_sums(32, 16, 8, 1),),
+    "bfloat16": (cut(8, 2, BT=64, BM=64),),
+    "float16": (cut(8, 1, BT=64, BM=32),),
+    "float32": (cut(8, 1, BT=32, BM=16),),
 }
-SHARES = (Configuration({"BT": 32}, 4, 1),)
-CARRY = (Configuration({"BM": 16}, 4, 2),)
+SHARES = (cut(4, 1, BT=32),)
+CARRY = (cut(4, 2, BM=16),)
 # Those of outputs and of each gradient, where the rows of a tile are those of a chunk, and where they are any.
 CAUSAL = {
-    "bfloat16": (_cut(64, 16, 64, 4, 1),),
-    "float16": (_cut(64, 16, 64, 4, 1),),
-    "float16, wide": (_cut(64, 32, 64, 4, 1),),
-    "float32": (_cut(32, 32, 32, 8, 1),),
+    "bfloat16": (cut(4, 1, BT=64, BM=16, BC=64),),
+    "float16": (cut(4, 1, BT=64, BM=16, BC=64),),
+    "float16, wide": (cut(4, 1, BT=64, BM=32, BC=64),),
+    "float32": (cut(8, 1, BT=32, BM=32, BC=32),),
 }
 PARALLEL = {
-    "bfloat16": (_cut(64, 32, 64, 4, 2),),
-    "bfloat16, wide": (_cut(64, 32, 128, 4, 2),),
-    "float16": (_cut(64, 32, 64, 4, 2),),
-    "float16, wide": (_cut(64, 32, 128, 4, 2),),
-    "float32": (_cut(32, 16, 32, 8, 1),),
+    "bfloat16": (cut(4, 2, BT=64, BM=32, BC=64),),
+    "bfloat16, wide": (cut(4, 2, BT=64, BM=32, BC=128),),
+    "float16": (cut(4, 2, BT=64, BM=32, BC=64),),
+    "float16, wide": (cut(4, 2, BT=64, BM=32, BC=128),),
+    "float32": (cut(8, 1, BT=32, BM=16, BC=32),),
 }
 
 
@@ -92,6 +84,10 @@ class Launches:
         self.narrow = q.dtype == torch.bfloat16
         self.shift = k.shape[2] - q.shape[2] if causal else 0
         self.skipped = self.shift // CHUNK[q.dtype]
+        self._constants = {
+            **sizes(q, v), "CAUSAL": causal, "MAP": kernel, "NARROW": self.narrow, "PRECISION": precision(q),
+            "LOWEST": LOWEST, "FLOOR": FLOOR, "RISE": RISE,
+        }  # fmt: skip
 
     def key_sums(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Sums over keys, and their tops."""
@@ -112,28 +108,21 @@ class Launches:
         """Write outputs and what the backward pass asks for."""
         sums, totals, tops = key_sums
         given = self.q, self.k, self.v, self.rows, self.key_mask, sums, totals, tops, out, *kept
-
-        def run(cut: Configuration) -> None:
-            count = self._tiles(self.q, cut, self.skipped)
-            performer_out_kernel[(self.heads * count, columns(out, cut))](
-                *given, *strides(self.q, self.k, self.v, out), **self._lengths(count, sums), **self._constants(cut)
-            )
-
-        self._first_that_fits(run, "out")
+        self._write(performer_out_kernel, self.q, self.skipped, given, sums, out)
 
     def shares(self, grad: Tensor, out: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of outputs over normalisers, c, in the dtype of factors; and c.out, both contiguous."""
         share = empty(self.q, self.q.shape[2])
         c = share.new_empty(grad.shape, dtype=torch.bfloat16 if self.narrow else torch.float32)
 
-        def run(cut: Configuration) -> None:
-            count = -(-grad.shape[2] // cut.tiles["BT"])
-            performer_shares_kernel[(self.heads * count,)](
-                grad, out, inverse, c, share, *strides(grad, out), grad.shape[1], grad.shape[2], count,
-                E=grad.shape[3], WIDE_E=power(grad.shape[3]), **cut.options,
-            )  # fmt: skip
+        def count(tiles: Mapping[str, int]) -> int:
+            return -(-grad.shape[2] // tiles["BT"])
 
-        first_that_fits(run, SHARES, f"performer shares, {grad.dtype}, {grad.shape[3]}", grad.device)
+        launch(
+            performer_shares_kernel, lambda tiles: (self.heads * count(tiles),), SHARES,
+            grad, out, inverse, c, share, *strides(grad, out), grad.shape[1], grad.shape[2], tiled=lambda tiles: {"segments": count(tiles)},
+            E=grad.shape[3], WIDE_E=power(grad.shape[3]),
+        )  # fmt: skip
         return c, share
 
     def query_gradients(
@@ -147,17 +136,7 @@ class Launches:
         """Write the gradients of queries, from what `shares` returned."""
         mu, _, rises = kept
         given = self.q, self.k, self.v, c, self.rows, self.key_mask, *key_sums, mu, rises, share, dq
-
-        def run(cut: Configuration) -> None:
-            count = self._tiles(self.q, cut, self.skipped)
-            performer_dq_kernel[(self.heads * count, columns(dq, cut))](
-                *given,
-                *strides(self.q, self.k, self.v, dq),
-                **self._lengths(count, key_sums[0]),
-                **self._constants(cut),
-            )
-
-        self._first_that_fits(run, "dq")
+        self._write(performer_dq_kernel, self.q, self.skipped, given, key_sums[0], dq)
 
     def key_gradients(
         self, query_sums: tuple[Tensor, Tensor], tops: Tensor | None, c: Tensor, kept: Sequence[Tensor], share: Tensor,
@@ -167,17 +146,9 @@ class Launches:
         mu, _, rises = kept
         sums, totals = query_sums
         given = self.q, self.k, self.v, c, self.rows, self.key_mask, sums, totals, tops, mu, rises, share
-
+        slots = 0 if tops is None else tops.shape[2]
         for what, made in (("dk", dk), ("dv", dv)):
-
-            def run(cut: Configuration, what: str = what, made: Tensor = made) -> None:
-                count = self._tiles(self.k, cut, 0)
-                performer_keys_kernel[(self.heads * count, columns(made, cut))](
-                    *given, made, *strides(self.q, self.k, self.v, made), **self._lengths(count, sums), WHAT=what,
-                    tops=0 if tops is None else tops.shape[2], **self._constants(cut),
-                )  # fmt: skip
-
-            self._first_that_fits(run, what)
+            self._write(performer_keys_kernel, self.k, 0, (*given, made), sums, made, WHAT=what, tops=slots)
 
     def sum_rows(
         self, x: Tensor, z: Tensor, mask: Tensor | None, mu: Tensor | None, share: Tensor | None, tops: Tensor | None,
@@ -185,27 +156,21 @@ class Launches:
     ) -> None:  # fmt: skip
         """Write sums over each segment of rows x, which are keys and then write their tops, or queries with a `share`."""
         rows, count = self._segments(x)
-
-        def run(cut: Configuration) -> None:
-            performer_sums_kernel[(self.heads * count, -(-self.features // cut.tiles["BM"]))](
-                x, z, self.rows, mask, mu, share, tops, sums, totals, *strides(x, z),
-                H=x.shape[1], L=x.shape[2], M=self.features, shift=shift, rows=rows, segments=count, slots=sums.shape[2],
-                tops=0 if tops is None else tops.shape[2], root=self.root, **self._constants(cut),
-            )  # fmt: skip
-
-        self._first_that_fits(run, "sums")
+        launch(
+            performer_sums_kernel, lambda tiles: (self.heads * count, -(-self.features // tiles["BM"])), self._cuts(SUMS),
+            x, z, self.rows, mask, mu, share, tops, sums, totals, *strides(x, z),
+            H=x.shape[1], L=x.shape[2], M=self.features, shift=shift, rows=rows, segments=count, slots=sums.shape[2],
+            tops=0 if tops is None else tops.shape[2], root=self.root, **self._constants,
+        )  # fmt: skip
 
     def _carry(self, sums: Tensor, totals: Tensor, tops: Tensor | None, first: Tensor | None, *, back: bool) -> None:
         if sums.shape[2] == 1:
             return
-
-        def run(cut: Configuration) -> None:
-            performer_carry_kernel[(self.heads, -(-self.features // cut.tiles["BM"]))](
-                sums, totals, tops, first, self.features, sums.shape[2],
-                E=self.v.shape[3], WIDE_E=power(self.v.shape[3]), CAUSAL=self.causal, BACK=back, LOWEST=LOWEST, **cut.options,
-            )  # fmt: skip
-
-        first_that_fits(run, CARRY, f"performer carry, {self.v.shape[3]}", sums.device)
+        launch(
+            performer_carry_kernel, lambda tiles: (self.heads, -(-self.features // tiles["BM"])), CARRY,
+            sums, totals, tops, first, self.features, sums.shape[2],
+            E=self.v.shape[3], WIDE_E=power(self.v.shape[3]), CAUSAL=self.causal, BACK=back, LOWEST=LOWEST,
+        )  # fmt: skip
 
     def _first_logs(self) -> Tensor:
         """Logarithms of the first real key, [B, H, M]: all that every query with a key is sure to have seen."""
@@ -231,32 +196,25 @@ class Launches:
         slots = count + (self.causal or count > 1)
         return empty(self.q, slots, self.features, self.v.shape[3]), empty(self.q, slots, self.features)
 
-    def _tiles(self, x: Tensor, cut: Configuration, skipped: int) -> int:
-        """Tiles of a head's queries or keys; causal ones are chunks, of which the first are skipped."""
-        return self._segments(x)[1] - skipped if self.causal else -(-x.shape[2] // cut.tiles["BT"])
+    def _write(
+        self, kernel: Any, x: Tensor, skipped: int, given: Sequence[Any], sums: Tensor, made: Tensor, **others: Any
+    ) -> None:
+        """Launch what writes `made` for tiles of the rows x; causal ones are chunks, of which the first are skipped."""
 
-    def _lengths(self, count: int, sums: Tensor) -> dict[str, Any]:
-        (_, heads, length, _), keys = self.q.shape, self.k.shape[2]
-        return {
-            "H": heads, "L": length, "S": keys, "M": self.features, "shift": self.shift, "skipped": self.skipped,
-            "segments": count, "slots": sums.shape[2], "root": self.root,
-        }  # fmt: skip
+        def count(tiles: Mapping[str, int]) -> int:
+            return self._segments(x)[1] - skipped if self.causal else -(-x.shape[2] // tiles["BT"])
 
-    def _constants(self, cut: Configuration) -> dict[str, Any]:
-        size, values = self.q.shape[3], self.v.shape[3]
-        return {
-            "D": size, "E": values, "WIDE_D": power(size), "WIDE_E": power(values), "CAUSAL": self.causal, "MAP": self.kernel,
-            "NARROW": self.narrow, "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
-            "LOWEST": LOWEST, "FLOOR": FLOOR, "RISE": RISE, **cut.options,
-        }  # fmt: skip
+        launch(
+            kernel, lambda tiles: (self.heads * count(tiles), -(-made.shape[3] // tiles["BC"])),
+            self._cuts(CAUSAL if self.causal else PARALLEL),
+            *given, *strides(self.q, self.k, self.v, made),
+            H=self.q.shape[1], L=self.q.shape[2], S=self.k.shape[2], M=self.features, shift=self.shift, skipped=self.skipped,
+            tiled=lambda tiles: {"segments": count(tiles)}, slots=sums.shape[2], root=self.root, **others, **self._constants,
+        )  # fmt: skip
 
-    def _first_that_fits(self, run: Callable[[Configuration], None], what: str) -> None:
-        size, values = self.q.shape[3], self.v.shape[3]
-        cuts = SUMS if what == "sums" else CAUSAL if self.causal else PARALLEL
-        dtype = str(self.q.dtype).removeprefix("torch.")
-        cut = cuts.get(f"{dtype}, wide", cuts[dtype]) if max(size, values) > 64 else cuts[dtype]
-        told = f"performer {what}, {dtype}, {size}, {values}, {self.kernel}, {self.causal}"
-        first_that_fits(run, cut, told, self.q.device)
+    def _cuts(self, table: Mapping[str, tuple[Configuration, ...]]) -> tuple[Configuration, ...]:
+        dtype, wide = str(self.q.dtype).removeprefix("torch."), max(self.q.shape[3], self.v.shape[3]) > 64
+        return table.get(f"{dtype}, wide", table[dtype]) if wide else table[dtype]
 
 
 def chunks_of(q: Tensor, k: Tensor) -> tuple[int, int]:
@@ -269,13 +227,3 @@ def chunks_of(q: Tensor, k: Tensor) -> tuple[int, int]:
 def empty(q: Tensor, *shape: int) -> Tensor:
     """Room for [B, H, ...] numbers of float32."""
     return q.new_empty(*q.shape[:2], *shape, dtype=torch.float32)
-
-
-def columns(made: Tensor, cut: Configuration) -> int:
-    """Programs that share a row of what is made."""
-    return -(-made.shape[3] // cut.tiles["BC"])
-
-
-def strides(*tensors: Tensor) -> list[int]:
-    """The first three of each."""
-    return [stride for x in tensors for stride in x.stride()[:3]]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.ops.lsh.triton_tokens import beside
 from approx_kernels.ops.topk.triton_launches import Launches
 from approx_kernels.runtime.custom_op import custom_op
+from approx_kernels.tokens.grouped import empty_gradients, empty_rows
 
 
 def topk_gathered(
@@ -30,7 +30,7 @@ def _pairs(q: Sequence[int], k: Sequence[int], causal: bool) -> int:
 
 def _empty(q: Tensor, k: Any, v: Tensor, key_mask: Any, kept: int, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse, top = q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(*q.shape[:3], kept, dtype=torch.int32)
-    return beside(q, v.shape[3]), lse, top
+    return empty_rows(q, v.shape[3]), lse, top
 
 
 def _flops(q: Any, k: Any, v: Any, key_mask: Any, kept: int, causal: bool, scale: float, out_shape: Any = None) -> int:
@@ -84,7 +84,7 @@ def topk_forward(
 def _empty_gradients(
     grad: Any, lse: Any, top: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return beside(q, q.shape[3]), beside(k, k.shape[3]), beside(v, v.shape[3])
+    return empty_gradients(q, k, v)
 
 
 @custom_op(_empty_gradients, flops=_flops_backward)

@@ -5,13 +5,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from approx_kernels.gpu import language
-from approx_kernels.gpu.language import Configuration, configuration, first_that_fits
+from approx_kernels.gpu import launch as launching
+from approx_kernels.gpu.launch import configuration, cut, first_that_fits, launch
 
 triton = pytest.importorskip("triton")
 
 CARD, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
-WIDE, NARROW = Configuration({"BM": 128}, 8, 3), Configuration({"BM": 64}, 4, 2)
+WIDE, NARROW = cut(8, 3, BM=128), cut(4, 2, BM=64)
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +25,8 @@ def guarded(monkeypatch):
         yield
         current.pop()
 
-    monkeypatch.setattr(language, "interpreted", lambda: False)
-    monkeypatch.setattr(language, "_fitting", {})
+    monkeypatch.setattr(launching, "interpreted", lambda: False)
+    monkeypatch.setattr(launching, "_fitting", {})
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A small card")
     return current
@@ -85,3 +85,44 @@ def test_whatever_is_launched_is_launched_on_the_device_of_its_tensors(guarded):
         with configuration(number):
             first_that_fits(launch, (WIDE, NARROW), "sums", OTHER)
     assert seen == [(128, OTHER), (64, OTHER), (128, OTHER), (64, OTHER)]
+
+
+class Kernel:
+    """What `jit` makes, of tiles of at most 64 rows of float32; and the launches that took place."""
+
+    def __init__(self):
+        self.launched = []
+        self.__name__ = "sums_kernel"
+
+    def fn(self, X, rows, E: int, BM: int): ...
+
+    def __getitem__(self, grid):
+        def run(x, **told):
+            self.launched.append((grid, told))
+            if x.dtype == torch.float32 and told["BM"] > 64:
+                raise triton.OutOfResources(200_000, 100_000, "shared memory")
+
+        return run
+
+
+def test_a_grid_and_constants_follow_the_tile_and_win_over_it():
+    kernel, x = Kernel(), torch.ones(100, 8, dtype=torch.float16)
+    launch(
+        kernel, lambda tiles: (-(-100 // tiles["BM"]), 2), (WIDE, NARROW), x, E=8,
+        tiled=lambda tiles: {"rows": 2 * tiles["BM"], "BM": 32},
+    )  # fmt: skip
+    assert kernel.launched == [((1, 2), {"E": 8, "BM": 32, "num_warps": 8, "num_stages": 3, "rows": 256})]
+
+
+def test_what_fits_is_known_by_dtype_and_constants_and_not_by_lengths():
+    kernel, x = Kernel(), torch.ones(100, 8)
+
+    def tried(x, **told):
+        kernel.launched.clear()
+        launch(kernel, (1,), (WIDE, NARROW), x, **told)
+        return [told["BM"] for _, told in kernel.launched]
+
+    assert tried(x, E=8, rows=1) == [128, 64]
+    assert tried(x, E=8, rows=2) == [64]
+    assert tried(x.half(), E=8, rows=1) == [128]
+    assert tried(x, E=16, rows=1) == [128, 64]

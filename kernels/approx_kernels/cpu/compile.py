@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,11 +56,27 @@ def library(name: str) -> ctypes.CDLL | str:
     return load(source(name))
 
 
-def compiled(name: str) -> ctypes.CDLL:
-    """The functions of a file of c/ for which `obstacle` found no reason against it."""
+def call(name: str, function: str, *arguments: Any) -> None:
+    """Call a function of a file of c/ for which `obstacle` found no reason against it.
+
+    Args:
+        name: The file, as for `library`.
+        function: Its name in C.
+        arguments: Structures, of which C gets the addresses; addresses; and whole numbers, 64 bits in C.
+
+    Raises:
+        MemoryError: if it got no memory.
+    """
     functions = library(name)
     assert not isinstance(functions, str), f"checked by the op: {functions}"
-    return functions
+    if getattr(functions, function)(*map(_passed, arguments)):
+        raise MemoryError("compiled code got no memory for its working sets. Shorten the inputs or the batch.")
+
+
+def _passed(argument: Any) -> Any:
+    if isinstance(argument, ctypes.Structure):
+        return ctypes.byref(argument)
+    return ctypes.c_int64(argument) if isinstance(argument, int) else argument
 
 
 @cache
@@ -119,12 +136,6 @@ def find_compiler() -> tuple[str | None, str]:
     found = next(filter(None, map(shutil.which, [asked] if asked else ["cc", "gcc", "clang"])), None)
     missing = f"$CC, {asked!r}, is not a program" if asked else "there is no C compiler"
     return found, f"{missing}. Install gcc, or set $CC to a compiler."
-
-
-def check(failed: int) -> None:
-    """Raise MemoryError if a function said that it got no memory."""
-    if failed:
-        raise MemoryError("compiled code got no memory for its working sets. Shorten the inputs or the batch.")
 
 
 def _flags() -> list[str]:

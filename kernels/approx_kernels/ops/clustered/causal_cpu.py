@@ -1,12 +1,11 @@
 """Causal clustered attention on a CPU, forward and backward in C: one head at a time, its past carried along."""
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from approx_kernels.cpu.compile import check, compiled
+from approx_kernels.cpu.compile import call
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.dropout import draw_seed, dropped
 from approx_kernels.cpu.structs import CausalClustered, CausalClusteredBackward, address, rows_of
@@ -14,7 +13,7 @@ from approx_kernels.ops.clustering.cpu import nearest_of_heads
 from approx_kernels.ops.clustering.cpu import obstacle as clustering_obstacle
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import empty_gradients, summed
+from approx_kernels.tokens.grouped import empty_gradients, empty_rows, summed
 
 
 def obstacle(q: Tensor) -> str | None:
@@ -58,13 +57,11 @@ def _empty(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, groups: Tensor, chunk: int, topk: int, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, heads, length, _ = q.shape
-    # As models want it next, tokens before heads.
-    out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
     # What the backward pass needs, and nothing else does.
     kept = (batch, heads) if rest[-1] else (0, heads)
     most = rows.new_empty(*kept, length)
     peak, mass = (rows.new_empty(*kept, (k.shape[2] - 1) // chunk, rows.shape[2]) for _ in range(2))
-    return out, most, peak, mass, groups.new_empty(*peak.shape, topk)
+    return empty_rows(q, v.shape[3]), most, peak, mass, groups.new_empty(*peak.shape, topk)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -81,11 +78,7 @@ def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return dq, summed(dk, groups), summed(dv, groups), *[None] * 8
 
 
-def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_gradients(q, k, v)
-
-
-@custom_op(_empty_gradients)
+@custom_op(lambda grad, q, k, v, *_: empty_gradients(q, k, v))
 def _attend_backward(
     grad: Tensor,
     q: Tensor,
@@ -107,11 +100,7 @@ def _attend_backward(
     made = empty_gradients(q, k, v)
     state = groups, most, peak, mass, top
     problem = _problem(q, k, v, rows, grad, *state, chunk, topk, scale, dropped(dropout, seed))
-    check(
-        compiled("clustered/causal_backward.c").backward(
-            ctypes.byref(CausalClusteredBackward(problem, *rows_of(grad, *made)))
-        )
-    )
+    call("clustered/causal_backward.c", "backward", CausalClusteredBackward(problem, *rows_of(grad, *made)))
     return made
 
 
@@ -132,7 +121,7 @@ def _attend(
     made = _empty(q, k, v, rows, groups, chunk, topk, learning)
     state = made[1:] if learning else [None] * 4
     problem = _problem(q, k, v, rows, made[0], groups, *state, chunk, topk, scale, dropped(dropout, seed))
-    check(compiled("clustered/causal_forward.c").forward(ctypes.byref(problem)))
+    call("clustered/causal_forward.c", "forward", problem)
     return made
 
 

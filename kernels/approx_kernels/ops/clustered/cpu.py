@@ -1,12 +1,11 @@
 """Clustered attention of a batch on a CPU, forward and backward in C: no padding is computed, no sample waits for another."""
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from approx_kernels.cpu.compile import check, compiled
+from approx_kernels.cpu.compile import call
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.dropout import draw_seed, dropped
 from approx_kernels.cpu.structs import Clustered, ClusteredBackward, address, rows_of
@@ -138,8 +137,7 @@ def _attend_backward(
     made = _empty_gradients(grad, q, k, v)
     state = (groups, query_tokens, key_tokens, queries, keys, clusters, rest, sums, mass, top)
     problem = _problem(q, k, v, grad, *state, most, kept, scale, dropped(dropout, seed))
-    functions = compiled("clustered/backward.c")
-    check(functions.backward(ctypes.byref(ClusteredBackward(problem, *rows_of(grad, *made)))))
+    call("clustered/backward.c", "backward", ClusteredBackward(problem, *rows_of(grad, *made)))
     return made
 
 
@@ -163,8 +161,7 @@ def _attend(
     state = (groups, query_tokens, key_tokens, queries, keys, clusters)
     made = _empty(q, k, v, *state, most, kept)
     problem = _problem(q, k, v, made[0], *state, *made[1:], most, kept, scale, dropped(dropout, seed))
-    functions = compiled("clustered/forward.c")
-    check(functions.forward(ctypes.byref(problem)))
+    call("clustered/forward.c", "forward", problem)
     return made
 
 

@@ -1,11 +1,9 @@
 """Clusters of all samples and heads at once on a CPU, in C."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from approx_kernels.cpu.compile import check, compiled
+from approx_kernels.cpu.compile import call
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.structs import address, rows_of
 from approx_kernels.ops.clustering.checks import check_clustering, check_draws
@@ -48,7 +46,6 @@ def cluster_samples(
     check_clustering(q, planes, draws, max(most, 1), iterations)
     check_draws(draws)
     q, planes, draws = q if q.stride(-1) == 1 else q.contiguous(), planes.float().contiguous(), draws.contiguous()
-    functions = compiled("clustering/hamming.c")
     groups = _empty(q, tokens, counts, clusters, planes, draws, iterations)
     batch, heads, length, size = q.shape
     places = (
@@ -59,7 +56,7 @@ def cluster_samples(
     )
     numbers = (q.dtype == torch.bfloat16, *q.shape, len(planes), iterations, STRIDE, torch.get_num_threads())
     written = address(groups, torch.int32, batch, heads, length)
-    check(functions.cluster(ctypes.byref(rows_of(q)[0]), *places, *map(ctypes.c_int64, numbers), written))
+    call("clustering/hamming.c", "cluster", *rows_of(q), *places, *numbers, written)
     return groups
 
 
@@ -74,10 +71,9 @@ def nearest_of_heads(q: Tensor, selectors: Tensor) -> Tensor:
     q = q if q.stride(-1) == 1 else q.contiguous()
     groups = _no_groups(q, selectors)
     selectors = selectors.detach().float().contiguous()
-    functions = compiled("clustering/selectors.c")
     numbers = (q.dtype == torch.bfloat16, *q.shape, selectors.shape[1], torch.get_num_threads())
     batch, heads, length, size = q.shape
     given = address(selectors, torch.float32, heads, selectors.shape[1], size + 1)
     written = address(groups, torch.int32, batch, heads, length)
-    check(functions.nearest(ctypes.byref(rows_of(q)[0]), given, *map(ctypes.c_int64, numbers), written))
+    call("clustering/selectors.c", "nearest", *rows_of(q), given, *numbers, written)
     return groups

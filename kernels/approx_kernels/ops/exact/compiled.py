@@ -1,12 +1,11 @@
 """Softmax attention on a CPU in C: causal, it computes no more than the half that is seen; few queries copy no keys."""
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from approx_kernels.cpu.compile import check, compiled
+from approx_kernels.cpu.compile import call
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.structs import FewQueries, address, rows_of
 from approx_kernels.ops.key_lists.cpu import FAR, MOST_ROWS, attend_lists, cut, obstacle
@@ -74,7 +73,5 @@ def _few(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool,
     mask = address(key_mask, torch.bool, q.shape[0], k.shape[2])
     sizes = *q.shape[:3], k.shape[2], q.shape[3], v.shape[3]
     how = q.dtype == torch.bfloat16, causal, torch.get_num_threads()
-    check(
-        compiled("exact/few.c").few_queries(ctypes.byref(FewQueries(*sizes, *how, *rows_of(q, k, v, out), mask, scale)))
-    )
+    call("exact/few.c", "few_queries", FewQueries(*sizes, *how, *rows_of(q, k, v, out), mask, scale))
     return out

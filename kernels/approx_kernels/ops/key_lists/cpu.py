@@ -1,19 +1,18 @@
 """Softmax attention of blocks of queries to lists of keys, in C: what windows, blocks and chosen tokens have in common."""
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from approx_kernels.cpu.compile import check, compiled
+from approx_kernels.cpu.compile import call
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.dropout import draw_seed, dropped
 from approx_kernels.cpu.structs import KeyLists, KeyListsBackward, address, rows_of
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import empty_gradients, summed
+from approx_kernels.tokens.grouped import empty_gradients, empty_rows, summed
 
 # Queries of a block at most: ROWS of tiles.h. Fewer hide fewer keys where each query sees a window of its own.
 MOST_ROWS, WINDOW_ROWS = 192, 96
@@ -122,9 +121,8 @@ def _empty(
     query_order: Any,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # As models want it next: tokens before heads. What several parts add to is float32.
-    dtype = q.dtype if _parts(query_order) == 1 else torch.float32
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=dtype).transpose(1, 2)
+    # What several parts add to is float32.
+    out = empty_rows(q, v.shape[3], dtype=q.dtype if _parts(query_order) == 1 else torch.float32)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return out, lse, torch.empty_like(lse) if rest[-1] else lse.new_empty(0)
 
@@ -198,7 +196,7 @@ def _attend_backward(
     dq, dk, dv, dspans = made
     rows = *rows_of(grad), *rows_of(dq), *rows_of(dk, dv)
     written = address(dspans, torch.float32, *q.shape[:2]), address(grad_totals, torch.float32, *q.shape[:3])
-    check(compiled("key_lists/backward.c").backward(ctypes.byref(KeyListsBackward(problem, *rows, *written))))
+    call("key_lists/backward.c", "backward", KeyListsBackward(problem, *rows, *written))
     return made
 
 
@@ -228,7 +226,7 @@ def _attend(
     lists = key_mask, own, starts, first, entries, query_order, key_order, stretches, places
     out, lse, totals = _empty(q, k, v, *lists, relative)
     problem = _problem(q, k, v, out, *lists, lse, totals, spans, before, scale, ramp, itself, dropped(dropout, seed))
-    check(compiled("key_lists/forward.c").forward(ctypes.byref(problem)))
+    call("key_lists/forward.c", "forward", problem)
     return out, lse, totals
 
 

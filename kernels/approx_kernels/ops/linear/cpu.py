@@ -1,18 +1,17 @@
 """Attention by features on a CPU, forward and backward in C: one pass over queries, keys and values, with sums in float32."""
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.cpu.compile import check, compiled
+from approx_kernels.cpu.compile import call
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.structs import Linear, LinearBackward, address, rows_of
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import beside, empty_gradients, in_order, sharing, summed, turns
+from approx_kernels.tokens.grouped import beside, empty_gradients, empty_rows, in_order, sharing, summed, turns
 
 # What takes single numbers; exponentials are of random rows only. In the order of features.h.
 FUSED = ("elu", "relu")
@@ -143,9 +142,9 @@ def _attend_on(
     if blind:
         few, norms = norms[:, :, :blind].contiguous(), norms[:, :, blind:].contiguous()
         parts = q[:, :, :blind], k[:, :, :0], v[:, :, :0], out[:, :, :blind], None
-        _run("linear/forward.c", _problem(*parts, rows, offsets, sums, tops, few, False, *how))
+        call("linear/forward.c", "forward", _problem(*parts, rows, offsets, sums, tops, few, False, *how))
     parts = q[:, :, blind:], k, v, out[:, :, blind:], mask
-    _run("linear/forward.c", _problem(*parts, rows, offsets, sums, tops, norms, not seen, *how))
+    call("linear/forward.c", "forward", _problem(*parts, rows, offsets, sums, tops, norms, not seen, *how))
     return out, torch.cat([few, norms], 2) if blind else norms
 
 
@@ -159,15 +158,7 @@ def _whole(given: Tensor | None) -> Tensor | None:
 
 
 def _empty(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    # As models want it next: tokens before heads.
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
-    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def _empty_gradients(
-    grad: Tensor, grad_norms: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_gradients(q, k, v)
+    return empty_rows(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -208,7 +199,7 @@ def _count_backward(
     return _products(q, k, v, rows, 2 * q[2] + 3 * k[2])
 
 
-@custom_op(_empty_gradients, flops=_count_backward)
+@custom_op(lambda grad, grad_norms, q, k, v, *_: empty_gradients(q, k, v), flops=_count_backward)
 def _attend_backward(
     grad: Tensor,
     grad_norms: Tensor | None,
@@ -225,10 +216,10 @@ def _attend_backward(
     floor: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    made = _empty_gradients(grad, grad_norms, q, k, v)
+    made = empty_gradients(q, k, v)
     how = causal, feature_map, input_scale, eps, floor
     problem = _problem(q, k, v, grad, key_mask, rows, offsets, None, None, grad_norms, *how)
-    _run("linear/backward.c", LinearBackward(problem, *rows_of(grad, *made)))
+    call("linear/backward.c", "backward", LinearBackward(problem, *rows_of(grad, *made)))
     return made
 
 
@@ -250,13 +241,8 @@ def _attend(
     features = q.shape[3] if rows is None else rows.shape[-2]
     sums = q.new_zeros(*q.shape[:2], features, v.shape[3] + 1, dtype=torch.float32)
     how = causal, feature_map, input_scale, eps, floor
-    _run("linear/forward.c", _problem(q, k, v, out, key_mask, rows, offsets, sums, None, norms, *how))
+    call("linear/forward.c", "forward", _problem(q, k, v, out, key_mask, rows, offsets, sums, None, norms, *how))
     return out, norms
-
-
-def _run(source: str, problem: Linear | LinearBackward) -> None:
-    functions = compiled(source)
-    check((functions.forward if source == "linear/forward.c" else functions.backward)(ctypes.byref(problem)))
 
 
 def _problem(

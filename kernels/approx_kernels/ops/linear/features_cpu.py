@@ -1,16 +1,15 @@
 """Features that are learned, or softmaxes, on a CPU: made in C in one pass over the rows; their gradients by PyTorch."""
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from approx_kernels.cpu.compile import check, compiled
+from approx_kernels.cpu.compile import call
 from approx_kernels.cpu.structs import LinearMap, address, rows_of
 from approx_kernels.ops.linear.features import FEATURE_MAPS
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import sharing, summed
+from approx_kernels.tokens.grouped import empty_rows, sharing, summed
 
 
 def map_features(x: Tensor, weight: Tensor | None, feature_map: str, scale: float) -> Tensor:
@@ -21,8 +20,7 @@ def map_features(x: Tensor, weight: Tensor | None, feature_map: str, scale: floa
 
 def _empty(x: Tensor, weight: Any, feature_map: str, scale: float) -> Tensor:
     features = x.shape[3] * (2 if feature_map == "hedgehog" else 1)
-    heads = x.shape[1] if weight is None else weight.shape[0]
-    return x.new_empty(x.shape[0], x.shape[2], heads, features).transpose(1, 2)
+    return empty_rows(x, features, heads=None if weight is None else weight.shape[0])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -64,9 +62,5 @@ def _map(x: Tensor, weight: Tensor | None, feature_map: str, scale: float) -> Te
     how = FEATURE_MAPS.index(feature_map), x.dtype == torch.bfloat16, torch.get_num_threads()
     size = x.shape[3]
     learned = address(weight, torch.float32, out.shape[1], size + (feature_map == "t2r"), size)
-    check(
-        compiled("linear/maps.c").map_rows(
-            ctypes.byref(LinearMap(*out.shape[:3], size, *how, *rows_of(out, x), learned, scale))
-        )
-    )
+    call("linear/maps.c", "map_rows", LinearMap(*out.shape[:3], size, *how, *rows_of(out, x), learned, scale))
     return out

@@ -1,15 +1,15 @@
 """Linear attention of one token that follows others, on a CPU: all of it in one call of C."""
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from approx_kernels.cpu.compile import check, compiled
+from approx_kernels.cpu.compile import call
 from approx_kernels.cpu.structs import LinearStep, address, rows_of
 from approx_kernels.ops.linear.features import FEATURE_MAPS
 from approx_kernels.runtime.custom_op import custom_op
+from approx_kernels.tokens.grouped import empty_rows
 
 
 def attend_newest(
@@ -39,8 +39,7 @@ def attend_newest(
 
 
 def _no_output(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    # As models want it next: tokens before heads.
-    return q.new_empty(q.shape[0], 1, q.shape[1], v.shape[3]).transpose(1, 2)
+    return empty_rows(q, v.shape[3])
 
 
 @custom_op(_no_output, mutates=("sums",))
@@ -74,5 +73,5 @@ def _step(
     how = FEATURE_MAPS.index(feature_map), k.shape[2] == max(window, 1), q.dtype == torch.bfloat16
     rows = rows_of(q, k, v, out)
     problem = LinearStep(*sizes, *how, torch.get_num_threads(), *rows, *places, scale, input_scale, eps)
-    check(compiled("linear/step.c").attend_newest(ctypes.byref(problem)))
+    call("linear/step.c", "attend_newest", problem)
     return out

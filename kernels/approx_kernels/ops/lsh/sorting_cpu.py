@@ -1,12 +1,10 @@
 """Hashes and orders of tokens on a CPU, in C: each step an operator, so that profilers see it."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.cpu.compile import check, compiled
+from approx_kernels.cpu.compile import call
 from approx_kernels.cpu.structs import Hashing, Ordering, Stretching, address, rows_of
 from approx_kernels.ops.key_lists.cpu import FAR, MOST_ROWS
 from approx_kernels.runtime.custom_op import custom_op
@@ -47,7 +45,7 @@ def sort_tokens(q: Tensor, k: Tensor, columns: Tensor, query_lift: Tensor, key_l
         ),
     )
     how = q.dtype == torch.bfloat16, torch.get_num_threads()
-    check(compiled("lsh/sorting.c").sort_tokens(ctypes.byref(Ordering(*sizes, *how, *rows_of(q, k), *places))))
+    call("lsh/sorting.c", "sort_tokens", Ordering(*sizes, *how, *rows_of(q, k), *places))
     return found
 
 
@@ -55,12 +53,8 @@ def sort_tokens(q: Tensor, k: Tensor, columns: Tensor, query_lift: Tensor, key_l
 def sort_codes(codes: Tensor, most: int) -> Tensor:
     """Tokens by codes [..., n], int32 from 0 to below `most`; equal ones in their order."""
     order, n = torch.empty_like(codes), codes.shape[-1]
-    sizes = (ctypes.c_int64(number) for number in (codes.numel() // n, n, most))
-    check(
-        compiled("lsh/sorting.c").sort_codes(
-            *sizes, *(address(each, torch.int32, *codes.shape) for each in (codes, order))
-        )
-    )
+    given, written = (address(each, torch.int32, *codes.shape) for each in (codes, order))
+    call("lsh/sorting.c", "sort_codes", codes.numel() // n, n, most, given, written)
     return order
 
 
@@ -97,7 +91,7 @@ def hash_tokens(
         address(codes, torch.int32, batch, heads, rounds, tokens),
     )
     how = x.dtype == torch.bfloat16, torch.get_num_threads()
-    check(compiled("lsh/sorting.c").hash_tokens(ctypes.byref(Hashing(*sizes, *how, *rows_of(x), *places))))
+    call("lsh/sorting.c", "hash_tokens", Hashing(*sizes, *how, *rows_of(x), *places))
     return codes
 
 
@@ -121,11 +115,7 @@ def nearest_buckets(q: Tensor, columns: Tensor, rounds: int, levels: int) -> Ten
     how = q.dtype == torch.bfloat16, torch.get_num_threads()
     planes = address(columns, torch.float64, size, columns.shape[1])
     written = address(codes, torch.int32, *codes.shape)
-    check(
-        compiled("lsh/sorting.c").hash_tokens(
-            ctypes.byref(Hashing(*sizes, *how, *rows_of(q), planes, None, None, None, written))
-        )
-    )
+    call("lsh/sorting.c", "hash_tokens", Hashing(*sizes, *how, *rows_of(q), planes, None, None, None, written))
     return codes
 
 
@@ -205,5 +195,5 @@ def find_stretches(
     )
     numbers = batch, heads, rounds, length, keys, cluster, highest, ranks, most, MOST_ROWS, FAR, shared and highest
     how = heads // groups, torch.get_num_threads()
-    check(compiled("lsh/stretches.c").stretches(ctypes.byref(Stretching(*numbers, *how, *addresses))))
+    call("lsh/stretches.c", "stretches", Stretching(*numbers, *how, *addresses))
     return made

@@ -1,18 +1,17 @@
 """Exact top-k attention on a CPU, forward and backward in C."""
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from approx_kernels.cpu.compile import check, compiled
+from approx_kernels.cpu.compile import call
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.dropout import draw_seed, dropped
 from approx_kernels.cpu.structs import TopK, TopKBackward, address, rows_of
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import empty_gradients, summed
+from approx_kernels.tokens.grouped import empty_gradients, empty_rows, summed
 
 
 def obstacle(q: Tensor) -> str | None:
@@ -39,13 +38,7 @@ def topk_rows(
 
 
 def _empty(q: Tensor, k: Tensor, v: Tensor, mask: Any, kept: int, *_: Any) -> tuple[Tensor, Tensor]:
-    # As models want it next: tokens before heads.
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
-    return out, q.new_empty(*q.shape[:3], kept, dtype=torch.int32)
-
-
-def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_gradients(q, k, v)
+    return empty_rows(q, v.shape[3]), q.new_empty(*q.shape[:3], kept, dtype=torch.int32)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -62,14 +55,14 @@ def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return dq, summed(dk, groups), summed(dv, groups), *[None] * 6
 
 
-@custom_op(_empty_gradients)
+@custom_op(lambda grad, q, k, v, *_: empty_gradients(q, k, v))
 def _attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, top: Tensor, scale: float, dropout: float, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    made = _empty_gradients(grad, q, k, v)
+    made = empty_gradients(q, k, v)
     problem = _problem(q, k, v, grad, None, top, False, scale, dropped(dropout, seed))
-    check(compiled("topk/backward.c").backward(ctypes.byref(TopKBackward(problem, *rows_of(grad, *made)))))
+    call("topk/backward.c", "backward", TopKBackward(problem, *rows_of(grad, *made)))
     return made
 
 
@@ -86,11 +79,8 @@ def _attend(
     seed: int,
 ) -> tuple[Tensor, Tensor]:
     out, top = _empty(q, k, v, key_mask, kept)
-    check(
-        compiled("topk/forward.c").forward(
-            ctypes.byref(_problem(q, k, v, out, key_mask, top, causal, scale, dropped(dropout, seed)))
-        )
-    )
+    problem = _problem(q, k, v, out, key_mask, top, causal, scale, dropped(dropout, seed))
+    call("topk/forward.c", "forward", problem)
     return out, top
 
 

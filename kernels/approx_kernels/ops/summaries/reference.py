@@ -67,14 +67,20 @@ def _pairs(
 
     What one column summarises must not change as the sequence grows: `whole` is the size that the block will have.
     """
+    column = torch.arange(size, device=q.device)
+    allowed = own_pairs(column[:, None], column, whole, summary, inside, causal, step)
+    return None if allowed is None else F.pad(allowed, (0, others), value=True)
+
+
+def own_pairs(
+    row: Tensor, column: Tensor, size: Tensor | int, summary: int, inside: Inside, causal: bool, step: int | None
+) -> Tensor | None:
+    """Which query sees which key of its own block, by their columns in blocks of that size; None is all."""
     if inside in ("all", "both") and step != 2:
         return None
-    column = torch.arange(size, device=q.device)
-    row = column[:, None]
     allowed = column == row
     if step != 2:
         allowed = allowed | (column >= row if inside == "future" else column <= row)
     if step != 1:
-        allowed = allowed | summary_columns(column, whole, summary, inside)
-    allowed = allowed & (column <= row) if causal else allowed
-    return F.pad(allowed, (0, others), value=True)
+        allowed = allowed | summary_columns(column, size, summary, inside)
+    return allowed & (column <= row) if causal else allowed

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from approx_kernels.ops.flash.listed import kept, listed_attention
-from approx_kernels.ops.summaries.reference import Inside, summary_columns
+from approx_kernels.ops.summaries.reference import Inside, own_pairs, summary_columns
 
 
 def summary_tiles(
@@ -36,15 +36,9 @@ def summary_tiles(
     def pairs(i: Tensor, j: Tensor) -> Tensor:
         token = torch.cat([torch.arange(keys, device=i.device), columns])[j]
         own = (i // stride == token // stride) & (j < keys)
-        if not (inside in ("all", "both") and step != 2):
-            row, column = i % stride, token % stride
-            size = stride if causal else (keys - token // stride * stride).clamp(max=stride)
-            seen = column == row
-            if step != 2:
-                seen = seen | (column >= row if inside == "future" else column <= row)
-            if step != 1:
-                seen = seen | summary_columns(column, size, summary, inside)
-            own = own & seen
+        size = stride if causal else (keys - token // stride * stride).clamp(max=stride)
+        seen = own_pairs(i % stride, token % stride, size, summary, inside, causal, step)
+        own = own if seen is None else own & seen
         far = (j >= keys) & ((token // stride < i // stride) if causal else (token // stride != i // stride))
         return (own | far) & (token <= i) if causal else own | far
 

@@ -28,7 +28,7 @@ int apply_split(int64_t count, int64_t m, int64_t n, int64_t depth, const float 
     end_halves(half), free((void *)by.pairs);
     return half;
 }
-float rounded(float x) { return halved(x); }
+float rounded(float x) { return halved((vf){0} + x)[0]; }
 int width(void) { return WIDTH; }
 """)
 

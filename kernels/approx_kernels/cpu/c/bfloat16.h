@@ -3,42 +3,33 @@
 
 #include "vectors.h"
 
-/* To the nearest number of bfloat16, ties to even, as tiles round. */
-INLINE float halved(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
-    memcpy(&x, &bits, 4);
-    return x;
+typedef uint16_t vh __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+
+INLINE vf whole(vh x) { return (vf)(__builtin_convertvector(x, vi) << 16); }
+
+/* To the nearest number of bfloat16, ties to even; a NaN stays one. */
+INLINE vh halves(vf x) {
+#if defined(__AVX512BF16__)
+    return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
+    vu bits = (vu)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    return __builtin_convertvector((vu)choose(x == x, (vf)rounded, (vf)((vi){0} + 0x7fc00000)) >> 16, vh);
+#endif
+}
+
+INLINE vf halved(vf x) { return whole(halves(x)); }
+
+/* What rounding takes of n numbers. */
+INLINE void rounding(int64_t n, const float *numbers, float *to) {
+    for (int64_t i = 0; i < n; i += WIDTH)
+        *(vf *)(to + i) = *(const vf *)(numbers + i) - halved(*(const vf *)(numbers + i));
 }
 
 /* Rows of a tile, and numbers of a row of the left one. */
 enum { SIDE = 16, DEPTH = 32 };
 
-/* Vectors of SIDE numbers with masks. */
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-#define HAVE_LANES 1
-INLINE __mmask16 first_lanes(int64_t n) { return n >= WIDTH ? 0xffff : n > 0 ? (1u << n) - 1 : 0; }
-#else
-#define HAVE_LANES 0
-#endif
-
-/* The same of SIDE numbers; a NaN stays one. */
-#if HAVE_LANES
-INLINE __m256i halved_lanes(__m512 x) {
-#if defined(__AVX512BF16__)
-    return (__m256i)_mm512_cvtneps_pbh(x);
-#else
-    __m512i bits = (__m512i)x, odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    bits = _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
-#endif
-}
-#endif
-
-/* And products of pairs of numbers of bfloat16. */
-#if HAVE_LANES && defined(__AVX512BF16__)
+/* Products of pairs of numbers of bfloat16, on vectors. */
+#if WIDTH == 16 && defined(__AVX512BF16__)
 #define HAVE_PAIRS 1
 #else
 #define HAVE_PAIRS 0

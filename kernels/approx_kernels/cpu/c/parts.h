@@ -1,7 +1,7 @@
 /* Numbers of float32 in C as tiles hold them: where those multiply bfloat16 (AMX), as sums of such numbers.
 
    Three parts of 8 bits are all 24 of a float32. Of the nine products of two numbers the three smallest are less than half of
-   the last bit; the other six, on tiles, take less time than one on the widest vectors. What is not finite makes NaN. */
+   the last bit; the other six, on tiles, take less time than one on the widest vectors. Products of infinities are NaN. */
 #pragma once
 
 #include "halves.h"
@@ -85,7 +85,7 @@ INLINE void write_square(float *to) {
     WRITE_TILE(2, to + SIDE * SPAN, SPAN);
     WRITE_TILE(3, to + SIDE * SPAN + SIDE, SPAN);
 }
-#elif HAVE_LANES
+#elif WIDTH == 16
 /* Tiles for as many numbers of float32 as one has of bfloat16. */
 enum { PARTS = 2 };
 
@@ -115,7 +115,7 @@ SHARED split split_rows(int wanted, int64_t count, int64_t depth, int64_t n, flo
         for (int64_t j = 0; j < n; j++) left[d * made.stride + j] = factor * rows[d * stride + j];
     for (int64_t p = 0; p < count; p++) {
         halve_pairs(depth, n, left, made.stride, (uint32_t *)memory + p * made.apart);
-        for (int64_t i = 0; i < depth * made.stride; i++) left[i] -= halved(left[i]);
+        rounding(depth * made.stride, left, left);
     }
     made.pairs = (uint32_t *)memory;
     return made;

@@ -6,7 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
+/* AVX-512 as all processors with it have it, but for the first. */
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include <immintrin.h>
 #define WIDTH 16
 #elif defined(__AVX__)
@@ -39,10 +40,13 @@ INLINE vf choose(vi which, vf yes, vf no) { return (vf)((which & (vi)yes) | (~wh
 /* Of a NaN and a number, the second. */
 #if WIDTH == 16
 INLINE vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf smaller(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE float lane_sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 INLINE float lane_most(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+INLINE __mmask16 first_lanes(int64_t n) { return n >= WIDTH ? 0xffff : n > 0 ? (1u << n) - 1 : 0; }
 #else
 INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
+INLINE vf smaller(vf a, vf b) { return choose(a < b, a, b); }
 INLINE float lane_sum(vf x) {
     float sum = 0.0f;
     for (int l = 0; l < WIDTH; l++) sum += x[l];
@@ -65,6 +69,12 @@ INLINE void add_row(int64_t n, float factor, const float *from, float *to) {
 
 INLINE void scale_row(int64_t n, float factor, float *row) {
     for (int64_t d = 0; d < n; d += WIDTH) *(vf *)(row + d) *= factor;
+}
+
+INLINE float row_sum(int64_t n, const float *row) {
+    vf sums = {0};
+    for (int64_t d = 0; d < n; d += WIDTH) sums += *(const vf *)(row + d);
+    return lane_sum(sums);
 }
 
 INLINE float dot(int64_t n, const float *a, const float *b) {
@@ -96,9 +106,10 @@ SHARED void transpose(int64_t rows, int64_t width, const float *from, int64_t st
     vf block[WIDTH];
     for (int64_t first = 0; first < padded(rows); first += WIDTH)
         for (int64_t d = 0; d < width; d += WIDTH) {
-            __mmask16 there = width - d < WIDTH ? (1u << (width - d)) - 1 : 0xffff;
-            for (int64_t i = 0; i < WIDTH; i++)
-                block[i] = (vf)_mm512_maskz_loadu_ps(first + i < rows ? there : 0, from + (first + i) * stride + d);
+            for (int64_t i = 0; i < WIDTH; i++) {
+                __mmask16 there = first + i < rows ? first_lanes(width - d) : 0;
+                block[i] = (vf)_mm512_maskz_loadu_ps(there, from + (first + i) * stride + d);
+            }
             transpose_block(block);
             for (int64_t e = 0; e < lesser(WIDTH, width - d); e++) *(vf *)(to + (d + e) * stride_to + first) = block[e];
         }
@@ -110,23 +121,26 @@ SHARED void transpose(int64_t rows, int64_t width, const float *from, int64_t st
                 to[d * stride_to + i] = i < rows ? from[i * stride + d] : 0.0f;
 }
 
-/* exp for x <= 80, within two roundings; beyond, any number. NaN stays NaN. */
-INLINE vf vexp(vf x) {
-    x = larger((vf){0} - 87.0f, x);
-    vf shifted = x * 1.44269504f + 12582912.0f;
-    vf n = shifted - 12582912.0f;
-    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return (vf)((vu)p + ((vu)shifted << 23));
+/* exp where x is at most half the logarithm of 2, or above that below 0. */
+INLINE vf exp_near_0(vf x) {
+    vf p = x * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * x + 8.3334519073e-3f;
+    p = p * x + 4.1665795894e-2f;
+    p = p * x + 1.6666665459e-1f;
+    p = p * x + 5.0000001201e-1f;
+    return p * x * x + x + 1.0f;
 }
 
-/* The exponential of what is 0 at most, but for what rounding made of it: a weight, 1 at most. NaN stays NaN. */
-INLINE vf vweight(vf x) { return vexp(-larger((vf){0}, -x)); }
+/* exp for x <= 80, within two roundings, 0 below -87; beyond, any number. NaN stays NaN. */
+INLINE vf vexp(vf x) {
+    vf shifted = x * 1.44269504f + 12582912.0f;
+    vf n = shifted - 12582912.0f;
+    vf p = exp_near_0(x - n * 0.693359375f + n * 2.12194440e-4f);
+    return choose(x < -87.0f, (vf){0}, (vf)((vu)p + ((vu)shifted << 23)));
+}
+
+/* A weight, 1 at most: the exponential of a number that only rounding lifts above 0. NaN stays NaN. */
+INLINE vf vweight(vf x) { return vexp(smaller((vf){0}, x)); }
 INLINE float weight_of(float x) { return x > 0.0f ? 1.0f : expf(x); }
 
 /* c[m][n] (+)= sum over p of a[m am + p ak] b[p][n], for a tile that stays in registers. */
@@ -199,84 +213,4 @@ SHARED void product(int64_t m, int64_t n, int64_t depth, const float *a, int64_t
             }
         add = 1, p += CHAIN;
     } while (p < depth);
-}
-
-/* A tensor [B, H, n, size] of floats or bfloat16, whose last dimension lies in one piece. */
-typedef struct {
-    void *data;
-    int64_t batch, head, row, shared;
-} tensor;
-SIZE_OF(rows, tensor)
-
-/* Where the rows of a head begin, of which `shared` heads in turn have the same. */
-INLINE int64_t head_of(tensor x, int64_t b, int64_t h) { return b * x.batch + h / x.shared * x.head; }
-
-/* The rows from one on. */
-INLINE tensor from_row(tensor x, int bf16, int64_t first) {
-    x.data = (char *)x.data + (bf16 ? 2 : 4) * first * x.row;
-    return x;
-}
-
-INLINE void read_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_t size, float *to) {
-    int64_t at = head_of(x, b, h) + i * x.row;
-    if (!bf16) {
-        memcpy(to, (float *)x.data + at, sizeof(float) * size);
-        return;
-    }
-    const uint16_t *from = (uint16_t *)x.data + at;
-    int64_t d = 0;
-#if WIDTH == 16
-    for (; d + WIDTH <= size; d += WIDTH)
-        *(vi *)(to + d) = (vi)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((void *)(from + d))), 16);
-#endif
-    for (; d < size; d++) {
-        uint32_t bits = (uint32_t)from[d] << 16;
-        memcpy(to + d, &bits, 4);
-    }
-}
-
-INLINE void write_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_t size, const float *from) {
-    int64_t at = head_of(x, b, h) + i * x.row;
-    if (!bf16) {
-        memcpy((float *)x.data + at, from, sizeof(float) * size);
-        return;
-    }
-    uint16_t *to = (uint16_t *)x.data + at;
-    int64_t d = 0;
-#if defined(__AVX512BF16__)
-    for (; d + WIDTH <= size; d += WIDTH)
-        _mm256_storeu_si256((void *)(to + d), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + d)));
-#endif
-    for (; d < size; d++) {
-        uint32_t bits;
-        memcpy(&bits, from + d, 4);
-        /* To the nearest, ties to even; a NaN stays one. */
-        uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        to[d] = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
-    }
-}
-
-INLINE int64_t token(const int32_t *tokens, int64_t i) { return tokens ? tokens[i] : i; }
-
-/* Rows of neighbouring tokens lie pages apart, where no processor looks ahead by itself. */
-#define AHEAD 8
-
-/* Some tokens of a head, the first n where none are named, padded with zeros to `wide`. */
-SHARED void read_rows(tensor x, int bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
-                      int64_t wide, float *to) {
-    int64_t bytes = bf16 ? 2 : 4, start = head_of(x, b, h);
-    for (int64_t i = 0; i < n; i++) {
-        if (i + AHEAD < n) {
-            const char *next = (char *)x.data + bytes * (start + token(tokens, i + AHEAD) * x.row);
-            for (int64_t d = 0; d < bytes * size; d += 64) __builtin_prefetch(next + d);
-        }
-        read_row(x, bf16, b, h, token(tokens, i), size, to + i * wide);
-        for (int64_t d = size; d < wide; d++) to[i * wide + d] = 0;
-    }
-}
-
-/* The reverse. */
-SHARED void write_rows(tensor x, int bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
-                       int64_t wide, const float *from) {
-    for (int64_t i = 0; i < n; i++) write_row(x, bf16, b, h, token(tokens, i), size, from + i * wide);
 }

@@ -38,7 +38,7 @@ static int through_members(const head *x, grads *g, int64_t item) {
         }
         for (int64_t from = x->first[c]; from < end; from += MEMBERS) {
             int64_t rows = end - from < MEMBERS ? end - from : MEMBERS;
-            read_rows(g->grad, x->all->bf16, x->b, x->h, x->order + from, rows, x->all->values, wide, grad);
+            read_rows(g->grad, x->all->bf16, x->b, x->h, x->order, from, rows, x->all->values, grad);
             for (r = 0; r < rows; r++)
                 for (i = 0; i < wide; i++) shared[i] += grad[r * wide + i];
             if (!x->kept) continue;
@@ -159,9 +159,9 @@ static int backward_head(const backward_problem *p, int64_t item) {
         }
     }
     if (!failed) {
-        write_rows(p->dq, all->bf16, x.b, x.h, x.order, x.n, all->size, x.size, g.dq);
-        write_rows(p->dk, all->bf16, x.b, x.h, x.keys_at, x.keys, all->size, x.size, g.dk);
-        write_rows(p->dv, all->bf16, x.b, x.h, x.keys_at, x.keys, all->values, x.values, g.dv);
+        write_rows(p->dq, all->bf16, x.b, x.h, x.order, 0, x.n, all->size, g.dq);
+        write_rows(p->dk, all->bf16, x.b, x.h, x.keys_at, 0, x.keys, all->size, g.dk);
+        write_rows(p->dv, all->bf16, x.b, x.h, x.keys_at, 0, x.keys, all->values, g.dv);
     }
     release(&x), free(g.dq);
     return failed;

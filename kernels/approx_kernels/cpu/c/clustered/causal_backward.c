@@ -34,8 +34,8 @@ typedef struct {
 /* Queries from token `first` on, scaled, and the gradients of their outputs. */
 static void read_queries(const head *x, int64_t first, int64_t deep) {
     const problem *p = &x->all->all;
-    read_strip(p, p->q, x->b, x->h, first, deep, p->size, p->scale, x->queries);
-    read_strip(p, x->all->grad, x->b, x->h, first, deep, p->values, 1.0f, x->given);
+    read_scaled(p->q, p->bf16, x->b, x->h, NULL, first, deep, p->size, p->scale, x->queries);
+    read_rows(x->all->grad, p->bf16, x->b, x->h, NULL, first, deep, p->values, x->given);
 }
 
 /* What is left at a boundary of a weight at the one before: at most all of it, for no sum of exponentials falls. */
@@ -129,7 +129,7 @@ static void through_past(const head *x, int64_t boundary, int64_t at, const floa
     *sum += share, *along += share * outer;
     listed_products(size, top, p->kept, query, x->keys, own);
     listed_products(values, top, p->kept, given, x->v, change);
-    *sum += exponentials(p->kept, x->most[at], own);
+    *sum += weigh_row(p->kept, x->most[at], own);
     for (int64_t j = 0; x->dropped && j < p->kept; j++) change[j] *= kept_key(&p->dropout, of, top[j]);
     for (int64_t j = 0; j < p->kept; j++) *along += own[j] * change[j];
     float mean = *along / *sum;
@@ -161,10 +161,11 @@ static void through_queries(const head *x, int64_t begin, int64_t first, int64_t
     drop_near(p, &of, begin, seen, deep, x->change);
     for (int64_t i = 0; i < wide; i++) most[i] = i < deep ? x->most[first + i - before] : 0.0f;
     for (int64_t i = 0; i < wide; i += WIDTH) {
-        vf weights = {0}, changes = {0};
+        /* Rounding of very large scores may leave no weight, and what is divided by the sum is to be 0 then. */
+        vf weights = (vf){0} + 1e-37f, changes = {0};
         for (int64_t c = 0; c < seen; c++) {
             vf *weight = (vf *)(x->near + c * STRIP + i);
-            *weight = weigh(*weight, *(vf *)(most + i));
+            *weight = vweight(*weight - *(vf *)(most + i));
             weights += *weight, changes += *weight * *(vf *)(x->change + c * STRIP + i);
         }
         *(vf *)(sum + i) = weights, *(vf *)(along + i) = changes;
@@ -272,9 +273,9 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     x.dropped = p->dropout.bound ? x.near + greater(pairs, BLOCK * lanes) : NULL;
     x.groups = p->groups + item * L, x.most = p->most + item * L, x.peak = p->peak + item * N * R;
     x.mass = p->mass + item * N * R, x.top = p->top + item * N * R * p->kept;
-    read_rows(p->k, p->bf16, b, h, NULL, S, D, size, x.keys);
-    read_rows(p->v, p->bf16, b, h, NULL, S, E, values, x.v);
-    read_rows(p->centroids, 0, b, h, NULL, R, D, size, x.rows);
+    read_rows(p->k, p->bf16, b, h, NULL, 0, S, D, x.keys);
+    read_rows(p->v, p->bf16, b, h, NULL, 0, S, E, x.v);
+    read_rows(p->centroids, 0, b, h, NULL, 0, R, D, x.rows);
     scale_row(R * size, p->scale, x.rows);
     transpose(R, D, x.rows, size, x.across, lanes);
     for (int64_t begin = 0; begin < S; begin += p->chunk) {
@@ -284,8 +285,8 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         if (end < S) absorb(&x, begin / p->chunk);
     }
     for (int64_t boundary = N; boundary-- > 0;) through_means(&x, boundary);
-    write_rows(g->dk, p->bf16, b, h, NULL, S, D, size, x.dk);
-    write_rows(g->dv, p->bf16, b, h, NULL, S, E, values, x.dv);
+    write_rows(g->dk, p->bf16, b, h, NULL, 0, S, D, x.dk);
+    write_rows(g->dv, p->bf16, b, h, NULL, 0, S, E, x.dv);
     free(memory), free(x.listed);
     return 0;
 }

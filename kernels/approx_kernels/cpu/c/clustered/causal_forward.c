@@ -4,38 +4,34 @@
 #include "largest.h"
 
 /* Keys that meet all centroids at once, and centroids for which keys are not worth turning. */
-enum { BLOCK = 64, FEW = 4 };
+enum { BLOCK = 128, FEW = 4 };
 
 /* Keys and values of one head, and of each centroid: itself, scaled, and what rounding takes; its largest keys with their
-   scores, and how many there are; of all other keys the largest score, and the sums relative to it of weights, of weighted
-   keys and of weighted values. */
+   scores; of all other keys the largest score, and the sums relative to it of weights, of weighted keys and of weighted
+   values. */
 typedef struct {
     const problem *all;
     int64_t item, size, values;
-    float *keys, *v, *rows, *residues, *scores, *standing, *lying, *best, *peak, *mass, *mean_key, *mean_value;
-    int32_t *top, *filled;
+    float *keys, *v, *rows, *residues, *scores, *standing, *lying, *held_scores, *peak, *mass, *mean_key, *mean_value;
+    int32_t *held;
+    candidates *lists;
     int half;
 } past;
 
 /* Let the scores of a centroid with `count` keys from `begin` on compete for its list. What stays outside remains in the
-   row; who loses a place that he took in an earlier block goes to `lost`, and their number is returned. */
+   row; keys that lose a place which they took in an earlier block go to `lost`, and their number is returned. */
 static int64_t compete(past *x, int64_t r, int64_t begin, int64_t count, float *row, int32_t *lost,
                        float *lost_scores) {
-    int64_t kept = x->all->kept, losers = 0;
-    float *best = x->best + r * kept;
-    int32_t *top = x->top + r * kept, *filled = x->filled + r;
-    for (int64_t c = 0; kept && c < count; c++) {
-        float score = row[c];
-        if (*filled == kept && !(score > best[0])) continue;
-        row[c] = -INFINITY;
-        if (*filled < kept) {
-            append(best, top, filled, kept, score, (int32_t)(begin + c));
-            continue;
-        }
-        if (top[0] >= begin) row[top[0] - begin] = best[0];
-        else lost[losers] = top[0], lost_scores[losers++] = best[0];
-        replace(best, top, kept, score, (int32_t)(begin + c));
-    }
+    candidates *list = x->lists + r;
+    int64_t held = list->count, losers = 0, at = 0;
+    int32_t keys[BLOCK];
+    for (int64_t c = 0; c < BLOCK; c++) keys[c] = (int32_t)(begin + c);
+    memcpy(x->held, list->keys, sizeof(int32_t) * held), memcpy(x->held_scores, list->scores, sizeof(float) * held);
+    take(list, count, row, keys), settle(list);
+    for (int64_t j = 0; j < held; j++)
+        if (at < list->count && list->keys[at] == x->held[j]) at++;
+        else lost[losers] = x->held[j], lost_scores[losers++] = x->held_scores[j];
+    for (; at < list->count; at++) row[list->keys[at] - begin] = -INFINITY;
     return losers;
 }
 
@@ -58,28 +54,14 @@ static void absorb(past *x, int64_t begin, int64_t count) {
         float *row = x->scores + r * BLOCK, *mean_key = x->mean_key + r * x->size,
               *mean_value = x->mean_value + r * x->values;
         int32_t lost[BLOCK];
-        float lost_scores[BLOCK], most = x->peak[r];
-        int64_t losers = compete(x, r, begin, count, row, lost, lost_scores);
-        for (int64_t c = count; c < wide; c++) row[c] = -INFINITY;
-        vf highest = (vf){0} + most, sum = {0};
-        for (int64_t c = 0; c < wide; c += WIDTH) highest = larger(*(vf *)(row + c), highest);
-        most = lane_most(highest);
-        for (int64_t j = 0; j < losers; j++) most = lost_scores[j] > most ? lost_scores[j] : most;
-        if (most > x->peak[r]) {
-            float fade = expf(x->peak[r] - most);
-            x->mass[r] *= fade, scale_row(x->size, fade, mean_key), scale_row(x->values, fade, mean_value);
-            x->peak[r] = most;
-        }
-        /* Nothing is outside the list yet: any finite number makes weights of 0. */
-        float origin = most == -INFINITY ? 0.0f : most;
-        for (int64_t c = 0; c < wide; c += WIDTH) {
-            vf *weight = (vf *)(row + c);
-            *weight = weigh(*weight, (vf){0} + origin), sum += *weight;
-        }
-        x->mass[r] += lane_sum(sum);
+        float lost_scores[BLOCK];
+        int64_t losers = p->kept ? compete(x, r, begin, count, row, lost, lost_scores) : 0;
+        float most = row_most(losers, lost_scores, row_most(count, row, x->peak[r]));
+        float fade = rescale(most, x->peak + r, x->mass + r);
+        if (fade != 1.0f) scale_row(x->size, fade, mean_key), scale_row(x->values, fade, mean_value);
+        x->mass[r] += weigh_row(count, most, row) + weigh_row(losers, most, lost_scores);
         for (int64_t j = 0; j < losers; j++) {
-            float weight = expf(lost_scores[j] - origin);
-            x->mass[r] += weight;
+            float weight = lost_scores[j];
             add_row(x->size, weight, x->keys + lost[j] * x->size, mean_key);
             if (p->dropout.bound) weight *= kept_key(&p->dropout, draw_of_centroid(p, x->item, r), lost[j]);
             add_row(x->values, weight, x->v + lost[j] * x->values, mean_value);
@@ -97,7 +79,8 @@ static void absorb(past *x, int64_t begin, int64_t count) {
 static void keep(const past *x, int64_t boundary) {
     const problem *p = x->all;
     int64_t R = p->rows, place = (x->item * boundaries(p) + boundary) * R;
-    if (p->kept) memcpy(p->top + place * p->kept, x->top, sizeof(int32_t) * R * p->kept);
+    for (int64_t r = 0; p->kept && r < R; r++)
+        memcpy(p->top + (place + r) * p->kept, x->lists[r].keys, sizeof(int32_t) * p->kept);
     memcpy(p->peak + place, x->peak, sizeof(float) * R), memcpy(p->mass + place, x->mass, sizeof(float) * R);
 }
 
@@ -105,14 +88,14 @@ static void keep(const past *x, int64_t boundary) {
    may raise; the sum of their exponentials is returned. `own` has room for K + 1 scores. */
 static float attend_past(const past *x, int64_t r, const float *query, draw of, float *most, float *own, float *out) {
     int64_t kept = x->all->kept;
-    const int32_t *top = x->top + r * kept;
+    const int32_t *top = x->lists[r].keys;
     const float *mean = x->mean_key + r * x->size;
     listed_products(x->size, top, kept, query, x->keys, own);
     /* The tangent of a convex function: the remaining mass of a query near the centroid, and never more than it. */
     float tangent = (dot(x->size, query, mean) - dot(x->size, x->rows + r * x->size, mean)) / x->mass[r];
     own[kept] = x->peak[r] + logf(x->mass[r]) + tangent;
-    for (int64_t j = 0; j <= kept; j++) *most = own[j] > *most ? own[j] : *most;
-    float sum = exponentials(kept + 1, *most, own), share = own[kept] / x->mass[r];
+    *most = row_most(kept + 1, own, *most);
+    float sum = weigh_row(kept + 1, *most, own), share = own[kept] / x->mass[r];
     if (x->all->dropout.bound) drop_row(&x->all->dropout, of, top, 0, kept, own);
     add_listed(x->values, top, kept, own, x->v, out);
     add_row(x->values, share, x->mean_value + r * x->values, out);
@@ -133,7 +116,7 @@ static void attend(const past *x, const strip *s, int64_t b, int64_t h, int64_t 
     float most[STRIP], sum[STRIP];
     draws of;
     draw_strip(p, x->item, at, deep, &of);
-    read_strip(p, p->q, b, h, at, deep, p->size, p->scale, s->queries);
+    read_scaled(p->q, p->bf16, b, h, NULL, at, deep, p->size, p->scale, s->queries);
     meet(x->half, seen, deep, p->size, x->keys + begin * x->size, s->queries, s->standing, s->near);
     hide_later(seen, deep, s->near);
     memset(s->out, 0, sizeof(float) * deep * x->values);
@@ -149,7 +132,7 @@ static void attend(const past *x, const strip *s, int64_t b, int64_t h, int64_t 
         vf total = *(vf *)(sum + i);
         for (int64_t c = 0; c < seen; c++) {
             vf *weight = (vf *)(s->near + c * STRIP + i);
-            *weight = weigh(*weight, *(vf *)(most + i)), total += *weight;
+            *weight = vweight(*weight - *(vf *)(most + i)), total += *weight;
         }
         *(vf *)(sum + i) = total;
     }
@@ -167,30 +150,28 @@ static int head(const problem *p, int64_t b, int64_t h) {
     past x = {.all = p, .item = b * p->heads + h, .size = size, .values = values};
     strip s = {0};
     int64_t chunk = lesser(p->chunk, S), standing = room(p->size, BLOCK);
-    float *lying, *memory = floats(S * (size + values) + R * (3 * size + values + BLOCK + K + 2) + 2 * standing +
+    float *lying, *memory = floats(S * (size + values) + R * (3 * size + values + BLOCK + 2) + 2 * standing +
                                    STRIP * (size + values + chunk) + room(BLOCK, greater(size, values)) +
-                                   room(chunk, values) + padded(K + 1));
-    /* Lists are read as whole vectors. */
-    x.top = calloc(R * (K + 1) + WIDTH, sizeof(int32_t));
-    if (!memory || !x.top) {
-        free(memory), free(x.top);
+                                   room(chunk, values) + padded(K + 1) + 2 * K);
+    x.lists = candidates_of(R, K, BLOCK);
+    if (!memory || !x.lists) {
+        free(memory), free(x.lists);
         return 1;
     }
-    x.filled = x.top + R * K;
     x.keys = memory, x.v = x.keys + S * size, x.rows = x.v + S * values, x.mean_key = x.rows + R * size;
     x.mean_value = x.mean_key + R * size, x.scores = x.mean_value + R * values, x.standing = x.scores + R * BLOCK;
     s.queries = x.standing + standing, s.out = s.queries + STRIP * size, s.standing = s.out + STRIP * values;
     s.near = s.standing + standing, s.own = s.near + STRIP * chunk, x.residues = s.own + padded(K + 1);
     x.lying = x.residues + R * size, lying = x.lying + room(BLOCK, greater(size, values));
-    x.best = lying + room(chunk, values), x.peak = x.best + R * K, x.mass = x.peak + R;
+    x.peak = lying + room(chunk, values), x.mass = x.peak + R, x.held_scores = x.mass + R;
+    x.held = (int32_t *)(x.held_scores + K);
     memset(x.mean_key, 0, sizeof(float) * R * (size + values));
-    read_rows(p->k, p->bf16, b, h, NULL, S, p->size, size, x.keys);
-    read_rows(p->v, p->bf16, b, h, NULL, S, p->values, values, x.v);
-    read_rows(p->centroids, 0, b, h, NULL, R, p->size, size, x.rows);
-    for (int64_t r = 0; r < R; r++)
-        x.peak[r] = -INFINITY, x.mass[r] = 0.0f, scale_row(size, p->scale, x.rows + r * size);
+    read_rows(p->k, p->bf16, b, h, NULL, 0, S, p->size, x.keys);
+    read_rows(p->v, p->bf16, b, h, NULL, 0, S, p->values, x.v);
+    read_scaled(p->centroids, 0, b, h, NULL, 0, R, p->size, p->scale, x.rows);
+    for (int64_t r = 0; r < R; r++) x.peak[r] = -INFINITY, x.mass[r] = 0.0f;
     x.half = begin_halves(p->bf16, p->length);
-    for (int64_t i = 0; x.half && i < R * size; i++) x.residues[i] = x.rows[i] - halved(x.rows[i]);
+    if (x.half) rounding(R * size, x.rows, x.residues);
     for (int64_t begin = 0; begin < S; begin += p->chunk) {
         int64_t end = lesser(begin + p->chunk, S);
         if (end > S - p->length)
@@ -200,7 +181,7 @@ static int head(const problem *p, int64_t b, int64_t h) {
         for (int64_t key = begin; end < S && key < end; key += BLOCK) absorb(&x, key, lesser(BLOCK, end - key));
         if (p->most && end < S) keep(&x, begin / p->chunk);
     }
-    end_halves(x.half), free(memory), free(x.top);
+    end_halves(x.half), free(memory), free(x.lists);
     return 0;
 }
 

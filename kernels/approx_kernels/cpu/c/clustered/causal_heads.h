@@ -2,6 +2,8 @@
 #pragma once
 
 #include "halves.h"
+#include "rows.h"
+#include "softmax.h"
 #include "dropout.h"
 
 /* Queries that stand side by side in the products with the keys of their chunk, and listed keys that pass together. */
@@ -49,20 +51,6 @@ static void drop_near(const problem *p, const draws *of, int64_t begin, int64_t 
     if (p->dropout.bound) drop_lanes(&p->dropout, of->before, of->between, padded(deep), begin, seen, weights, STRIP);
 }
 
-/* What a score weighs relative to another; -INFINITY stands for what must not count. */
-INLINE vf weigh(vf score, vf relative) { return choose(score == -INFINITY, (vf){0}, vexp(score - relative)); }
-
-/* `deep` rows from `first` on, scaled, as whole vectors. */
-static void read_strip(const problem *p, tensor from, int64_t b, int64_t h, int64_t first, int64_t deep, int64_t n,
-                       float scale, float *rows) {
-    int64_t wide = padded(n);
-    for (int64_t i = 0; i < deep; i++) {
-        float *row = rows + i * wide;
-        read_row(from, p->bf16, b, h, first + i, n, row);
-        for (int64_t d = 0; d < wide; d++) row[d] = d < n ? row[d] * scale : 0.0f;
-    }
-}
-
 /* Products [seen, STRIP] of the rows of a chunk with those of a strip, for which these stand in `standing`. */
 static void meet(int half, int64_t seen, int64_t deep, int64_t n, const float *chunk, const float *rows,
                  float *standing, float *to) {
@@ -107,13 +95,4 @@ static void add_listed(int64_t n, const int32_t *list, int64_t count, const floa
             *(vf *)(to + d) = sum;
         }
     }
-}
-
-/* Exponentials of `count` scores relative to another, in place and in whole vectors; their sum is returned. */
-static float exponentials(int64_t count, float relative, float *scores) {
-    float sum = 0.0f;
-    for (int64_t j = count; j < padded(count); j++) scores[j] = -INFINITY;
-    for (int64_t j = 0; j < count; j += WIDTH) *(vf *)(scores + j) = vweight(*(vf *)(scores + j) - relative);
-    for (int64_t j = 0; j < count; j++) sum += scores[j];
-    return sum;
 }

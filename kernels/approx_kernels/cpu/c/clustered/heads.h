@@ -2,6 +2,8 @@
 #pragma once
 
 #include "halves.h"
+#include "rows.h"
+#include "softmax.h"
 #include "dropout.h"
 
 /* Keys of a block; what belongs to it stays in a core's own cache. */
@@ -38,15 +40,12 @@ static void release(head *x) { end_halves(x->half), free(x->first), free(x->mean
 
 /* Queries from one place on, scaled. */
 static void read_queries(const head *x, int64_t from, int64_t rows, float *to) {
-    read_rows(x->all->q, x->all->bf16, x->b, x->h, x->order + from, rows, x->all->size, x->size, to);
-    scale_row(rows * x->size, x->all->scale, to);
+    read_scaled(x->all->q, x->all->bf16, x->b, x->h, x->order, from, rows, x->all->size, x->all->scale, to);
 }
 
 /* Real keys, or values, from one on. */
 static void read_block(const head *x, tensor from, int64_t begin, int64_t count, int64_t size, float *to) {
-    const problem *all = x->all;
-    if (x->keys_at) read_rows(from, all->bf16, x->b, x->h, x->keys_at + begin, count, size, padded(size), to);
-    else read_rows(from_row(from, all->bf16, begin), all->bf16, x->b, x->h, NULL, count, size, padded(size), to);
+    read_rows(from, x->all->bf16, x->b, x->h, x->keys_at, begin, count, size, to);
 }
 
 /* Keys and values of a list. */
@@ -56,8 +55,8 @@ static void read_list(const head *x, const int32_t *list, float *keys, float *va
         int64_t count = lesser(BLOCK, x->kept - j);
         int32_t at[BLOCK];
         for (int64_t i = 0; i < count; i++) at[i] = (int32_t)token(x->keys_at, list[j + i]);
-        read_rows(all->k, all->bf16, x->b, x->h, at, count, all->size, x->size, keys + j * x->size);
-        read_rows(all->v, all->bf16, x->b, x->h, at, count, all->values, x->values, values + j * x->values);
+        read_rows(all->k, all->bf16, x->b, x->h, at, 0, count, all->size, keys + j * x->size);
+        read_rows(all->v, all->bf16, x->b, x->h, at, 0, count, all->values, values + j * x->values);
     }
 }
 
@@ -101,23 +100,13 @@ static int gather(head *x, const problem *all, int64_t item) {
     }
     /* Which keys score highest is not left to rounding. */
     x->residues = x->half && x->kept ? x->means + means : NULL;
-    for (i = 0; x->residues && i < means; i++) x->residues[i] = x->means[i] - halved(x->means[i]);
+    if (x->residues) rounding(means, x->means, x->residues);
     return 1;
 }
 
 /* Softmax of scores [members, keys] in place, columns from `kept` on becoming 0. */
 static void softmax_rows(float *scores, int64_t rows, int64_t kept, int64_t width) {
-    for (int64_t r = 0; r < rows; r++) {
-        float *row = scores + r * width;
-        vf tops = (vf){0} - INFINITY, sums = {0};
-        for (int64_t j = kept; j < width; j++) row[j] = -INFINITY;
-        for (int64_t j = 0; j < width; j += WIDTH) tops = larger(*(vf *)(row + j), tops);
-        float most = lane_most(tops);
-        for (int64_t j = 0; j < width; j += WIDTH) *(vf *)(row + j) = vexp(*(vf *)(row + j) - most);
-        for (int64_t j = kept; j < width; j++) row[j] = 0;
-        for (int64_t j = 0; j < width; j += WIDTH) sums += *(vf *)(row + j);
-        scale_row(width, 1.0f / lane_sum(sums), row);
-    }
+    for (int64_t r = 0; r < rows; r++) softmax(kept, scores + r * width);
 }
 
 /* Drop weights of the members in rows from `from` on, [members, width], for the places of their cluster's list. */

@@ -1,6 +1,7 @@
 /* Sign hashes and their Hamming k-means in C: a head's words stay in a core's own cache. */
 
 #include "parts.h"
+#include "rows.h"
 
 /* Queries whose heights stay in a core's own cache, and bits of a word. */
 enum { ROWS = 64, BITS = 64 };
@@ -42,8 +43,7 @@ static void hash(tensor q, int64_t bf16, int64_t b, int64_t h, const int32_t *to
     float *heights = memory + ROWS * wide;
     for (int64_t first = 0; first < n; first += ROWS) {
         int64_t rows = lesser(ROWS, n - first);
-        if (tokens) read_rows(q, bf16, b, h, tokens + first, rows, size, wide, memory);
-        else read_rows(from_row(q, bf16, first), bf16, b, h, NULL, rows, size, wide, memory);
+        read_rows(q, bf16, b, h, tokens, first, rows, size, memory);
         for (int64_t i = 0; i < rows; i++) memcpy(heights + i * BITS, across + size * BITS, sizeof(float) * BITS);
         if (half) split_product(rows, padded(bits), size, memory, wide, parts, heights, BITS, 1);
         else product(rows, padded(bits), size, memory, wide, 1, across, BITS, heights, BITS, 1);

@@ -1,6 +1,7 @@
 /* The nearest of fitted centroids in C: heights of some queries at a time, of which only the largest is kept. */
 
-#include "vectors.h"
+#include "rows.h"
+#include "softmax.h"
 
 /* Queries whose heights stay in a core's own cache. */
 enum { ROWS = 48 };
@@ -22,16 +23,13 @@ int nearest(const tensor *q, const float *selectors, int64_t bf16, int64_t batch
         transpose(clusters, size, own, size + 1, standing, lanes);
         for (int64_t first = 0; first < length; first += ROWS) {
             int64_t rows = lesser(ROWS, length - first);
-            read_rows(from_row(*q, bf16, first), bf16, item / heads, item % heads, NULL, rows, size, wide, queries);
+            read_rows(*q, bf16, item / heads, item % heads, NULL, first, rows, size, queries);
             for (int64_t i = 0; i < rows; i++)
                 for (int64_t c = 0; c < lanes; c++)
                     heights[i * lanes + c] = c < clusters ? own[c * (size + 1) + size] : -INFINITY;
             product(rows, lanes, size, queries, wide, 1, standing, lanes, heights, lanes, 1);
             for (int64_t i = 0; i < rows; i++) {
-                const float *row = heights + i * lanes;
-                vf most = (vf){0} - INFINITY;
-                for (int64_t c = 0; c < lanes; c += WIDTH) most = larger(*(const vf *)(row + c), most);
-                float highest = lane_most(most);
+                float *row = heights + i * lanes, highest = row_most(clusters, row, -INFINITY);
                 int64_t found = 0;
                 while (found + 1 < clusters && row[found] != highest) found++;
                 groups[item * length + first + i] = (int32_t)found;

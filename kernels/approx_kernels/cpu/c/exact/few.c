@@ -1,10 +1,8 @@
 /* Softmax attention of a few queries in C, such as those of a decoding step: keys and values are read once, as they lie. */
 
-#include "vectors.h"
+#include "rows.h"
+#include "softmax.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 /* Keys that are weighed together; no sum is longer before it joins another. */
 enum { BLOCK = 64 };
 
@@ -16,78 +14,55 @@ typedef struct {
 } problem;
 SIZE_OF(few_queries, problem)
 
-typedef uint16_t vh __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
-
-/* WIDTH numbers from `at` on. */
-INLINE vf some(const int bf16, const void *row, int64_t at) {
-    if (!bf16) return *(const vf *)((const float *)row + at);
-    return (vf)(__builtin_convertvector(*(const vh *)((const uint16_t *)row + at), vi) << 16);
-}
-
 /* The products of a query with COUNT keys side by side, so that none waits for its own sum. */
-INLINE void meet(const int bf16, const int count, int64_t size, const float *query, const char *rows, int64_t stride,
-                 float *to) {
+INLINE void meet(const int bf16, const int count, int64_t size, const float *query, tensor k, int64_t at, float *to) {
     vf sums[4];
 #pragma GCC unroll 4
     for (int j = 0; j < count; j++) sums[j] = (vf){0};
     for (int64_t d = 0; d < size; d += WIDTH) {
         vf left = *(const vf *)(query + d);
 #pragma GCC unroll 4
-        for (int j = 0; j < count; j++) sums[j] += left * some(bf16, rows + j * stride, d);
+        for (int j = 0; j < count; j++) sums[j] += left * numbers(bf16, k.data, at + j * k.row + d);
     }
 #pragma GCC unroll 4
     for (int j = 0; j < count; j++) to[j] = lane_sum(sums[j]);
 }
 
 /* What the values of a block add to VECTORS vectors of an output, whose sums stay in registers meanwhile. */
-INLINE void gather(const int bf16, const int vectors, int64_t count, const float *weights, const char *rows,
-                   int64_t stride, int64_t at, float factor, float *out) {
+INLINE void gather(const int bf16, const int vectors, int64_t count, const float *weights, tensor v, int64_t at,
+                   float fade, float *out) {
     vf sums[8];
 #pragma GCC unroll 8
     for (int x = 0; x < vectors; x++) sums[x] = (vf){0};
-    for (int64_t j = 0; j < count; j++) {
+    for (int64_t j = 0; j < count; j++, at += v.row) {
         float weight = weights[j];
 #pragma GCC unroll 8
-        for (int x = 0; x < vectors; x++) sums[x] += weight * some(bf16, rows + j * stride, at + x * WIDTH);
+        for (int x = 0; x < vectors; x++) sums[x] += weight * numbers(bf16, v.data, at + x * WIDTH);
     }
 #pragma GCC unroll 8
     for (int x = 0; x < vectors; x++) {
-        vf *to = (vf *)(out + at + x * WIDTH);
-        *to = *to * factor + sums[x];
+        vf *to = (vf *)(out + x * WIDTH);
+        *to = *to * fade + sums[x];
     }
 }
 
-/* Keys [first, first + count) of which a query sees the first `seen`, joined to what it has made of earlier ones. */
+/* Keys [first, first + count), which a query sees, joined to what it has made of earlier ones. */
 INLINE void join(const problem *p, const int bf16, int64_t b, int64_t h, int64_t first, int64_t count,
                  const float *query, float *most, float *sum, float *out) {
     float scores[BLOCK];
-    int64_t bytes = bf16 ? 2 : 4;
-    const char *k = (char *)p->k.data + bytes * (head_of(p->k, b, h) + first * p->k.row);
-    const char *v = (char *)p->v.data + bytes * (head_of(p->v, b, h) + first * p->v.row);
-    int64_t key_stride = bytes * p->k.row, value_stride = bytes * p->v.row, j = 0;
-    for (; j + 4 <= count; j += 4) meet(bf16, 4, p->size, query, k + j * key_stride, key_stride, scores + j);
-    for (; j < count; j++) meet(bf16, 1, p->size, query, k + j * key_stride, key_stride, scores + j);
-    for (; j < BLOCK; j++) scores[j] = -INFINITY;
+    int64_t keys = head_of(p->k, b, h) + first * p->k.row, values = head_of(p->v, b, h) + first * p->v.row, j = 0;
+    for (; j + 4 <= count; j += 4) meet(bf16, 4, p->size, query, p->k, keys + j * p->k.row, scores + j);
+    for (; j < count; j++) meet(bf16, 1, p->size, query, p->k, keys + j * p->k.row, scores + j);
     if (p->mask)
         for (j = 0; j < count; j++)
             if (!p->mask[b * p->keys + first + j]) scores[j] = -INFINITY;
-    float peak = *most;
-    for (j = 0; j < count; j++) peak = scores[j] > peak || scores[j] != scores[j] ? scores[j] : peak;
-    if (peak == -INFINITY) return;
-    vf added = {0};
-    for (j = 0; j < BLOCK; j += WIDTH) {
-        vf score = *(vf *)(scores + j);
-        vf weight = choose(score == -INFINITY, (vf){0}, vexp(score - peak));
-        *(vf *)(scores + j) = weight;
-        added += weight;
-    }
-    float factor = *most == -INFINITY ? 0.0f : vexp((vf){0} + (*most - peak))[0];
-    *sum = *sum * factor + lane_sum(added);
-    *most = peak;
+    float fade = softmax_step(count, scores, most, sum);
+    /* What padding holds before the first real key is not looked at. */
+    if (*sum == 0.0f) return;
     int64_t at = 0;
     for (; at + 8 * WIDTH <= p->values; at += 8 * WIDTH)
-        gather(bf16, 8, count, scores, v, value_stride, at, factor, out);
-    for (; at < p->values; at += WIDTH) gather(bf16, 1, count, scores, v, value_stride, at, factor, out);
+        gather(bf16, 8, count, scores, p->v, values + at, fade, out + at);
+    for (; at < p->values; at += WIDTH) gather(bf16, 1, count, scores, p->v, values + at, fade, out + at);
 }
 
 /* The queries of `count` heads from h on, which read the same keys. */
@@ -95,9 +70,7 @@ INLINE void heads(const problem *p, const int bf16, int64_t b, int64_t h, int64_
                   float *most, float *sums) {
     int64_t L = p->length, n = count * L;
     for (int64_t i = 0; i < n; i++) {
-        float *query = queries + i * p->size;
-        read_row(p->q, bf16, b, h + i / L, i % L, p->size, query);
-        for (int64_t d = 0; d < p->size; d++) query[d] *= p->scale;
+        read_scaled(p->q, bf16, b, h + i / L, NULL, i % L, 1, p->size, p->scale, queries + i * p->size);
         memset(outs + i * p->values, 0, sizeof(float) * p->values);
         most[i] = -INFINITY, sums[i] = 0;
     }
@@ -109,7 +82,7 @@ INLINE void heads(const problem *p, const int bf16, int64_t b, int64_t h, int64_
                 join(p, bf16, b, h, first, count, queries + i * p->size, most + i, sums + i, outs + i * p->values);
         }
     for (int64_t i = 0; i < n; i++) {
-        scale_row(p->values, most[i] == -INFINITY ? 0.0f : 1.0f / sums[i], outs + i * p->values);
+        scale_row(p->values, share_of(sums[i]), outs + i * p->values);
         write_row(p->out, bf16, b, h + i / L, i % L, p->values, outs + i * p->values);
     }
 }

@@ -19,12 +19,12 @@ INLINE float weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t p
     for (int64_t c = begin; c < end; c += WIDTH) {
         vf above = *(vf *)(row + c) - lse, grad = *(vf *)(change + c) - share;
         /* One that distance lessens may be above 1 before that. */
-        vf weight = t->soft ? vexp(-larger((vf){0} - 80.0f, -above)) : vweight(above);
+        vf weight = t->soft ? vexp(smaller((vf){0} + 80.0f, above)) : vweight(above);
         if (t->partial) weight = choose(seen(t, c, position), weight, (vf){0});
         if (t->soft) {
             vf left = left_over(t, c, position);
             longer += choose(left <= 1.0f, weight * grad, (vf){0});
-            weight = -larger((vf){0} - 1.0f, -(weight * -larger(-left, (vf){0} - 1.0f)));
+            weight = smaller((vf){0} + 1.0f, weight * smaller(left, (vf){0} + 1.0f));
         }
         *(vf *)(row + c) = weight;
         *(vf *)(change + c) = grad * weight;
@@ -36,9 +36,10 @@ INLINE float weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t p
 static void itself(const problem *p, int64_t b, int64_t h, int64_t at, float lse, float share, float kept,
                    const float *query, const float *grad, float *key, float *value, float *dq, float *dk, float *dv) {
     float weight = weight_of(own_score(p, b, h, at, query, key) - lse), change = -share;
-    read_row(p->v, p->bf16, b, h, at, p->values, value);
-    for (int64_t e = 0; e < p->values; e++) change += kept * grad[e] * value[e], dv[e] += kept * weight * grad[e];
-    for (int64_t d = 0; d < p->size; d++) dq[d] += weight * change * key[d], dk[d] += weight * change * query[d];
+    read_rows(p->v, p->bf16, b, h, NULL, at, 1, p->values, value);
+    change += kept * dot(p->values, grad, value);
+    add_row(p->values, kept * weight, grad, dv);
+    add_row(p->size, weight * change, key, dq), add_row(p->size, weight * change, query, dk);
 }
 
 /* Of each query, which of the keys that its block sees has the largest score; -1 where it sees none. */
@@ -48,7 +49,7 @@ static void find_largest(const problem *p, int64_t b, int64_t h, const queries_o
     float top[ROWS];
     for (int64_t i = 0; i < w->rows; i++) top[i] = -INFINITY, which[i] = -1;
     for (keys_of_block t = keys_from(p, b, h, w, NULL); next_keys(p, b, w, &t); passed += t.count) {
-        gather(p, p->k, b, h, &t, p->size, keys);
+        read_rows(p->k, p->bf16, b, h, t.key, 0, t.count, p->size, keys);
         right asked = columns_right(half, t.count, p->size, keys, size, standing);
         for (int64_t strip = 0; strip < w->rows; strip += most) {
             int64_t deep = lesser(most, w->rows - strip), begin, end;
@@ -92,13 +93,12 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     int64_t last;
     for (blocks_of(p, b * p->heads + h, &w.block, &last); w.block < last; w.block++) {
         queries_from(p, b, h, &w);
-        read_queries(p->q, p->bf16, b, h, w.order, w.first, w.rows, D, p->scale, queries);
-        read_queries(g->grad, p->bf16, b, h, w.order, w.first, w.rows, E, 1.0f, given);
-        read_queries(p->out, p->bf16, b, h, w.order, w.first, w.rows, E, 1.0f, out);
+        read_scaled(p->q, p->bf16, b, h, w.order, w.first, w.rows, D, p->scale, queries);
+        read_scaled(g->grad, p->bf16, b, h, w.order, w.first, w.rows, E, 1.0f, given);
+        read_scaled(p->out, p->bf16, b, h, w.order, w.first, w.rows, E, 1.0f, out);
         memset(dq, 0, sizeof(float) * w.rows * size);
         for (int64_t i = 0; i < w.rows; i++) {
-            share[i] = 0.0f;
-            for (int64_t e = 0; e < E; e++) share[i] += given[i * width + e] * out[i * width + e];
+            share[i] = dot(width, given + i * width, out + i * width);
             /* By a normaliser that is relative to the largest weight, that key's score has the opposite of all gradients. */
             int64_t at = (b * p->heads + h) * p->length + token(w.order, w.first + i);
             if (g->dtotals) raised[i] = g->dtotals[at] * p->totals[at], share[i] -= raised[i];
@@ -111,7 +111,8 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         passed = 0;
         for (keys_of_block t = keys_from(p, b, h, &w, (int32_t *)(share + ROWS)); next_keys(p, b, &w, &t);
              passed += t.count) {
-            gather(p, p->k, b, h, &t, D, keys), gather(p, p->v, b, h, &t, E, values);
+            read_rows(p->k, p->bf16, b, h, t.key, 0, t.count, D, keys);
+            read_rows(p->v, p->bf16, b, h, t.key, 0, t.count, E, values);
             right asked = columns_right(half, t.count, D, keys, size, standing);
             right kept = columns_right(half, t.count, E, values, width, standing_values);
             right found = rows_right(half, t.count, D, keys, size, lying);
@@ -144,24 +145,21 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
                 multiply(count, width, deep, weights + begin, 1, KEYS, grads_right, 0, 0, dv + begin * width, width, 1);
             }
             for (int64_t c = 0; c < t.count; c++) {
-                float *to = sums + t.key[c] * size, *there = value_sums + t.key[c] * width;
-                for (int64_t d = 0; d < size; d += WIDTH) *(vf *)(to + d) += *(vf *)(dk + c * size + d);
-                for (int64_t e = 0; e < width; e += WIDTH) *(vf *)(there + e) += *(vf *)(dv + c * width + e);
+                add_row(size, 1.0f, dk + c * size, sums + t.key[c] * size);
+                add_row(width, 1.0f, dv + c * width, value_sums + t.key[c] * width);
             }
         }
         for (int64_t i = 0; i < w.rows; i++) {
-            for (int64_t d = 0; d < size; d += WIDTH) *(vf *)(dq + i * size + d) *= p->scale;
+            scale_row(size, p->scale, dq + i * size);
             /* Earlier parts of the softmax have left theirs; queries are needed no more. */
-            if (w.part) read_row(g->dq, 0, b, h, token(w.order, w.first + i), D, queries);
-            for (int64_t d = 0; w.part && d < D; d++) dq[i * size + d] += queries[d];
-            write_row(g->dq, narrow, b, h, token(w.order, w.first + i), D, dq + i * size);
+            if (w.part) read_rows(g->dq, 0, b, h, w.order, w.first + i, 1, D, queries);
+            if (w.part) add_row(size, 1.0f, queries, dq + i * size);
         }
+        write_rows(g->dq, narrow, b, h, w.order, w.first, w.rows, D, dq);
     }
     if (p->spans) g->dspans[b * p->heads + h] = longer / p->ramp;
-    for (int64_t j = 0; j < p->keys; j++) {
-        write_row(g->dk, p->bf16, b, h, j, D, sums + j * size);
-        write_row(g->dv, p->bf16, b, h, j, E, value_sums + j * width);
-    }
+    write_rows(g->dk, p->bf16, b, h, NULL, 0, p->keys, D, sums);
+    write_rows(g->dv, p->bf16, b, h, NULL, 0, p->keys, E, value_sums);
     end_halves(half), free(memory), free(sums);
     return 0;
 }

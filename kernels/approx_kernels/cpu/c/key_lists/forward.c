@@ -1,33 +1,23 @@
 /* Softmax attention to listed keys in C: a tile of scores at a time, under a running softmax. */
 
 #include "key_lists/tiles.h"
+#include "softmax.h"
 #include "key_lists/strips.h"
 
 /* Scores of a query in columns from begin to end become weights relative to the largest so far. */
 INLINE void weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t position, float *row, int64_t width,
                   float *out, float *top, float *sum) {
-    vf lowest = (vf){0} - INFINITY, tops = lowest, sums = {0};
-    for (int64_t c = begin; c < end; c += WIDTH) {
-        vf at = *(vf *)(row + c);
-        tops = larger(t->partial ? choose(seen(t, c, position), at, lowest) : at, tops);
+    for (int64_t c = begin; t->partial && c < end; c += WIDTH)
+        *(vf *)(row + c) = choose(seen(t, c, position), *(vf *)(row + c), (vf){0} - INFINITY);
+    float fade = rescale(row_most(end - begin, row + begin, *top), top, sum);
+    if (fade != 1.0f) scale_row(width, fade, out);
+    float added = weigh_row(end - begin, *top, row + begin);
+    if (t->soft) {
+        for (int64_t c = begin; c < end; c += WIDTH)
+            *(vf *)(row + c) *= smaller(left_over(t, c, position), (vf){0} + 1.0f);
+        added = row_sum(end - begin, row + begin);
     }
-    float most = lane_most(larger(tops, (vf){0} + *top));
-    /* Nothing seen yet: any finite number makes weights of 0 of what is hidden. */
-    float origin = most == -INFINITY ? 0.0f : most;
-    for (int64_t c = begin; c < end; c += WIDTH) {
-        vf weight = vexp(*(vf *)(row + c) - origin);
-        if (t->soft) weight *= -larger(-left_over(t, c, position), (vf){0} - 1.0f);
-        if (t->partial) weight = choose(seen(t, c, position), weight, (vf){0});
-        *(vf *)(row + c) = weight;
-        sums += weight;
-    }
-    if (most > *top) {
-        float kept = expf(*top - most);
-        *sum *= kept;
-        for (int64_t e = 0; e < width; e += WIDTH) *(vf *)(out + e) *= kept;
-        *top = most;
-    }
-    *sum += lane_sum(sums);
+    *sum += added;
 }
 
 static int attend(const problem *p, int64_t b, int64_t h) {
@@ -45,9 +35,9 @@ static int attend(const problem *p, int64_t b, int64_t h) {
     int64_t last;
     for (blocks_of(p, b * p->heads + h, &w.block, &last); w.block < last; w.block++) {
         queries_from(p, b, h, &w);
-        read_queries(p->q, p->bf16, b, h, w.order, w.first, w.rows, D, p->scale, queries);
+        read_scaled(p->q, p->bf16, b, h, w.order, w.first, w.rows, D, p->scale, queries);
         /* What earlier parts made is one weight of 1. */
-        if (w.part) read_queries(p->out, narrow, b, h, w.order, w.first, w.rows, E, 1.0f, out);
+        if (w.part) read_scaled(p->out, narrow, b, h, w.order, w.first, w.rows, E, 1.0f, out);
         else memset(out, 0, sizeof(float) * w.rows * width);
         for (int64_t i = 0; i < w.rows; i++) {
             top[i] = w.part ? lse[token(w.order, w.first + i)] : -INFINITY;
@@ -61,7 +51,8 @@ static int attend(const problem *p, int64_t b, int64_t h) {
         }
         keys_of_block t = keys_from(p, b, h, &w, (int32_t *)(sum + ROWS));
         while (next_keys(p, b, &w, &t)) {
-            gather(p, p->k, b, h, &t, D, keys), gather(p, p->v, b, h, &t, E, values);
+            read_rows(p->k, p->bf16, b, h, t.key, 0, t.count, D, keys);
+            read_rows(p->v, p->bf16, b, h, t.key, 0, t.count, E, values);
             right asked = columns_right(half, t.count, D, keys, size, standing);
             right given = rows_right(half, t.count, E, values, width, lying);
             for (int64_t strip = 0; strip < w.rows; strip += most) {
@@ -82,10 +73,9 @@ static int attend(const problem *p, int64_t b, int64_t h) {
             }
         }
         for (int64_t i = 0; i < w.rows; i++) {
-            float factor = sum[i] > 0.0f ? 1.0f / sum[i] : sum[i] == 0.0f ? 0.0f : sum[i];
-            for (int64_t e = 0; e < width; e += WIDTH) *(vf *)(out + i * width + e) *= factor;
-            write_row(p->out, narrow, b, h, token(w.order, w.first + i), E, out + i * width);
             int64_t query = token(w.order, w.first + i);
+            scale_row(width, share_of(sum[i]), out + i * width);
+            write_row(p->out, narrow, b, h, query, E, out + i * width);
             lse[query] = top[i] + logf(sum[i]);
             if (p->totals) p->totals[(b * p->heads + h) * p->length + query] = sum[i];
         }

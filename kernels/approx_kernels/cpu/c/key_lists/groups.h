@@ -3,7 +3,7 @@
 
 #include "key_lists/squares.h"
 
-#if HAVE_LANES
+#if WIDTH == 16
 /* Whether numbers are multiplied as float32. */
 INLINE int is_wide(const problem *p) { return !p->bf16 || !HAVE_PAIRS; }
 
@@ -41,10 +41,7 @@ INLINE void positions_of(const problem *p, const strip *t, int64_t first, int64_
 /* Rows of a tensor that are packed after these. */
 INLINE void expect(const problem *p, tensor x, const strip *t, const int32_t *tokens, int64_t first, int64_t end,
                    int64_t size) {
-    int64_t bytes = p->bf16 ? 2 : 4;
-    const char *from = (char *)x.data + bytes * head_of(x, t->b, t->h);
-    for (int64_t i = first; i < end; i++)
-        for (int64_t d = 0; d < bytes * size; d += 64) __builtin_prefetch(from + bytes * token(tokens, i) * x.row + d);
+    for (int64_t i = first; i < end; i++) prefetch_row(x, p->bf16, t->b, t->h, token(tokens, i), size);
 }
 
 /* SIDE numbers of a tensor as float32. */

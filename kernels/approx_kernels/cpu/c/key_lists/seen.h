@@ -3,7 +3,7 @@
 
 #include "key_lists/groups.h"
 
-#if HAVE_LANES
+#if WIDTH == 16
 /* Ranks of keys of an entry that somebody at these positions sees; distances between tokens tell nothing of ranks. */
 INLINE void range_of(const problem *p, const entry *e, int64_t early, int64_t late, int64_t *begin, int64_t *end) {
     *begin = p->own ? e->begin : greater(e->begin, early + e->low);

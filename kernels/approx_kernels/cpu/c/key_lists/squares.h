@@ -6,7 +6,7 @@
    places in memory are the same and vectors multiply what lies there: pairs of bfloat16, or half as many of float32. */
 #pragma once
 
-#if HAVE_LANES
+#if WIDTH == 16
 /* Groups that wait for their values together; numbers of a square of scores: a strip of queries and a group of keys have
    SPAN each. */
 enum { WAITING = HAVE_TILES ? 2 : 4, SQUARE = SPAN * SPAN };
@@ -57,13 +57,7 @@ INLINE __m512 power(__m512 x) {
 /* 2^x, within two roundings; 0 at minus infinity. */
 INLINE __m512 whole_power(__m512 x) {
     __m512 part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT), r = _mm512_mul_ps(part, _mm512_set1_ps(0.693147181f));
-    __m512 y = _mm512_fmadd_ps(r, _mm512_set1_ps(1.9875691500e-4f), _mm512_set1_ps(1.3981999507e-3f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(8.3334519073e-3f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(4.1665795894e-2f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.6666665459e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.0000001201e-1f));
-    y = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(y, r), r, r), _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, _mm512_sub_ps(x, part));
+    return _mm512_scalef_ps((__m512)exp_near_0((vf)r), _mm512_sub_ps(x, part));
 }
 
 BEGIN_STAND_INS

@@ -3,7 +3,7 @@
 
 #include "key_lists/seen.h"
 
-#if HAVE_LANES
+#if WIDTH == 16
 /* The largest score of each lane so far; of a NaN and a number, the number. */
 INLINE void highest(const float *scores, __m512 *left, __m512 *right) {
     for (int64_t j = 0; j < SPAN; j++, scores += SPAN) {
@@ -64,8 +64,7 @@ static void begin_lanes(const problem *p, const strips *s, const strip *t, const
             if (t->part) row[i] = query, score = p->lse[(t->b * p->heads + t->h) * p->length + query];
             else if (sees_itself(p, w, t->first - w->first + i)) {
                 /* The strip's other memory is not in use yet. */
-                read_row(p->q, p->bf16, t->b, t->h, query, p->size, s->again);
-                for (int64_t d = 0; d < p->size; d++) s->again[d] *= p->scale;
+                read_scaled(p->q, p->bf16, t->b, t->h, NULL, query, 1, p->size, p->scale, s->again);
                 row[i] = at, score = own_score(p, t->b, t->h, at, s->again, s->again + padded(p->size));
             }
             if (score == -INFINITY) continue;
@@ -104,7 +103,7 @@ static void write_lanes(const problem *p, const strips *s, const strip *t, const
             __mmask16 there = first_lanes(p->values - e);
             /* What parts add to is float32. */
             if (p->parts > 1 || !p->bf16) _mm512_mask_storeu_ps((float *)p->out.data + at, there, (__m512)block[i]);
-            else _mm256_mask_storeu_epi16((uint16_t *)p->out.data + at, there, halved_lanes((__m512)block[i]));
+            else _mm256_mask_storeu_epi16((uint16_t *)p->out.data + at, there, (__m256i)halves(block[i]));
         }
     }
     for (int64_t i = 0; i < rows; i++) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "parts.h"
+#include "rows.h"
 #include "dropout.h"
 
 /* Strips of rows are whole tiles of a product, and skip the columns that none of them sees. */
@@ -142,37 +143,13 @@ INLINE int sees_itself(const problem *p, const queries_of_block *w, int64_t i) {
 
 /* Its score, as high as if it were seen so often; the key is left in a row of whole vectors. */
 INLINE float own_score(const problem *p, int64_t b, int64_t h, int64_t at, const float *query, float *key) {
-    float score = logf(p->itself);
-    read_row(p->k, p->bf16, b, h, at, p->size, key);
-    for (int64_t d = 0; d < p->size; d++) score += query[d] * key[d];
-    return score;
+    read_rows(p->k, p->bf16, b, h, NULL, at, 1, p->size, key);
+    return logf(p->itself) + dot(p->size, query, key);
 }
 
 /* In each part of the softmax weights are dropped on their own. */
 INLINE draw draw_at(const problem *p, int64_t b, int64_t h, const queries_of_block *w, int64_t i) {
     return draw_of(&p->dropout, (w->part * p->batch + b) * p->heads + h, token(w->order, w->first + i));
-}
-
-static void gather(const problem *p, tensor x, int64_t b, int64_t h, const keys_of_block *t, int64_t size, float *to) {
-    int64_t stride = padded(size);
-    int64_t bytes = p->bf16 ? 2 : 4, start = head_of(x, b, h);
-    for (int64_t c = 0; c < t->count; c++) {
-        if (c + AHEAD < t->count) {
-            const char *next = (char *)x.data + bytes * (start + t->key[c + AHEAD] * x.row);
-            for (int64_t d = 0; d < bytes * size; d += 64) __builtin_prefetch(next + d);
-        }
-        read_row(x, p->bf16, b, h, t->key[c], size, to + c * stride);
-        for (int64_t d = size; d < stride; d++) to[c * stride + d] = 0.0f;
-    }
-}
-
-static void read_queries(tensor x, int bf16, int64_t b, int64_t h, const int32_t *order, int64_t first, int64_t rows,
-                         int64_t size, float scale, float *to) {
-    int64_t stride = padded(size);
-    for (int64_t i = 0; i < rows; i++, to += stride) {
-        read_row(x, bf16, b, h, token(order, first + i), size, to);
-        for (int64_t d = 0; d < stride; d++) to[d] = d < size ? to[d] * scale : 0.0f;
-    }
 }
 
 /* Columns of a tile that any query from position `early` to `late` sees, as whole vectors. */

@@ -5,6 +5,8 @@
 #pragma once
 
 #include "parts.h"
+#include "rows.h"
+#include "softmax.h"
 
 enum { TOKENS = 64, CHUNK = 32, STRIP = 16 };
 enum { ELU, RELU, EXP };
@@ -43,12 +45,6 @@ INLINE int real(const head *x, int64_t j) { return !x->all->mask || x->all->mask
 
 INLINE void multiply_row(int64_t n, const float *by, float *row) {
     for (int64_t d = 0; d < n; d += WIDTH) *(vf *)(row + d) *= *(const vf *)(by + d);
-}
-
-INLINE float row_sum(int64_t n, const float *row) {
-    vf sums = {0};
-    for (int64_t d = 0; d < n; d += WIDTH) sums += *(const vf *)(row + d);
-    return lane_sum(sums);
 }
 
 /* Numbers of a set of random rows, as `both_ways` lays them out. */
@@ -101,22 +97,16 @@ static float *begin(head *x, const problem *p, const float *across, int64_t b, i
     return memory;
 }
 
-static void read_scaled(const head *x, tensor from, int64_t first, int64_t rows, int64_t size, float factor,
-                        float *to) {
-    int64_t stride = padded(size), bf16 = x->all->bf16;
-    read_rows(from_row(from, bf16, first), bf16, x->b, x->h, NULL, rows, size, stride, to);
-    for (int64_t i = 0; factor != 1.0f && i < rows; i++) scale_row(stride, factor, to + i * stride);
-}
-
 static void read_values(const head *x, tensor from, int64_t first, int64_t rows, float *to) {
-    read_scaled(x, from, first, rows, x->all->values, 1.0f, to);
+    read_rows(from, x->all->bf16, x->b, x->h, NULL, first, rows, x->all->values, to);
 }
 
 /* Features of rows; of exponentials, products with the random rows. */
 static void map_rows(const head *x, tensor from, int64_t first, int64_t rows, float *inputs, float *to) {
     const problem *p = x->all;
     int parts = x->parts.pairs != NULL;
-    read_scaled(x, from, first, rows, p->size, parts ? 1.0f : p->input_scale, p->rows ? inputs : to);
+    read_scaled(from, p->bf16, x->b, x->h, NULL, first, rows, p->size, parts ? 1.0f : p->input_scale,
+                p->rows ? inputs : to);
     if (parts) {
         split_product(rows, x->size, p->size, inputs, x->wide, x->parts, to, x->size, 0);
         scale_row(rows * x->wide, p->input_scale, inputs);
@@ -139,16 +129,9 @@ static void read_queries(const head *x, int64_t first, int64_t rows, float *to) 
     map_rows(x, x->all->q, first, rows, x->asking, to);
     if (x->all->map != EXP) return;
     for (int64_t i = 0; i < rows; i++, to += x->size) {
-        vf tops = (vf){0} - INFINITY;
         for (int64_t d = 0; x->offsets && d < x->all->features; d++) to[d] += x->offsets[d];
-        for (int64_t d = x->all->features; d < x->size; d++) to[d] = LOWEST;
-        for (int64_t d = 0; d < x->size; d += WIDTH) {
-            *(vf *)(to + d) += *(vf *)(x->top + d);
-            tops = larger(*(vf *)(to + d), tops);
-        }
-        float most = lane_most(tops);
-        for (int64_t d = 0; d < x->size; d += WIDTH) *(vf *)(to + d) = vexp(*(vf *)(to + d) - most);
-        for (int64_t d = x->all->features; d < x->size; d++) to[d] = 0.0f;
+        add_row(x->size, 1.0f, x->top, to);
+        weigh_row(x->all->features, row_most(x->all->features, to, -INFINITY), to);
     }
 }
 

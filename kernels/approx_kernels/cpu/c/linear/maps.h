@@ -2,6 +2,8 @@
 #pragma once
 
 #include "halves.h"
+#include "rows.h"
+#include "softmax.h"
 
 enum { TOKENS = 64 };
 enum { ELU, RELU, SOFTMAX, T2R, HEDGEHOG };
@@ -15,21 +17,9 @@ typedef struct {
 SIZE_OF(linear_map, problem)
 
 /* The softmax of a row times `sign`, whole vectors, of which `n` numbers count. */
-static void softmax(int64_t n, float sign, const float *row, float *to) {
-    vf tops = (vf){0} - INFINITY, sums = {0};
-    int64_t wide = padded(n);
-    for (int64_t d = 0; d < wide; d += WIDTH) *(vf *)(to + d) = *(const vf *)(row + d) * sign;
-    for (int64_t d = n; d < wide; d++) to[d] = -INFINITY;
-    for (int64_t d = 0; d < wide; d += WIDTH) tops = larger(*(vf *)(to + d), tops);
-    float most = lane_most(tops);
-    for (int64_t d = 0; d < wide; d += WIDTH) {
-        vf at = vexp(*(vf *)(to + d) - most);
-        *(vf *)(to + d) = at;
-        if (d + WIDTH <= n) sums += at;
-    }
-    float sum = lane_sum(sums);
-    for (int64_t d = n / WIDTH * WIDTH; d < n; d++) sum += to[d];
-    scale_row(wide, 1.0f / sum, to);
+static void signed_softmax(int64_t n, float sign, const float *row, float *to) {
+    for (int64_t d = 0; d < n; d += WIDTH) *(vf *)(to + d) = *(const vf *)(row + d) * sign;
+    softmax(n, to);
 }
 
 static int map_head(const problem *p, int64_t b, int64_t h) {
@@ -44,18 +34,17 @@ static int map_head(const problem *p, int64_t b, int64_t h) {
     right by = rows_right(0, D, D, weight, size, held);
     for (int64_t first = 0; first < p->length; first += TOKENS) {
         int64_t n = lesser(TOKENS, p->length - first);
-        read_rows(from_row(p->x, p->bf16, first), p->bf16, b, h, NULL, n, D, size, inputs);
-        for (int64_t i = 0; i < n; i++) scale_row(size, p->scale, inputs + i * size);
+        read_scaled(p->x, p->bf16, b, h, NULL, first, n, D, p->scale, inputs);
         if (p->weight) multiply(n, size, D, inputs, size, 1, by, 0, 0, heights, size, 0);
         for (int64_t i = 0; i < n; i++) {
             const float *row = (p->weight ? heights : inputs) + i * size;
             if (p->map == T2R)
                 for (int64_t d = 0; d < size; d += WIDTH)
                     *(vf *)(features + d) = larger(*(const vf *)(row + d) + *(vf *)(weight + D * size + d), (vf){0});
-            else softmax(D, 1.0f, row, features);
+            else signed_softmax(D, 1.0f, row, features);
             write_row(p->out, p->bf16, b, h, first + i, D, features);
             if (p->map != HEDGEHOG) continue;
-            softmax(D, -1.0f, row, other);
+            signed_softmax(D, -1.0f, row, other);
             tensor beside = p->out;
             beside.data = (char *)beside.data + (p->bf16 ? 2 : 4) * D;
             write_row(beside, p->bf16, b, h, first + i, D, other);

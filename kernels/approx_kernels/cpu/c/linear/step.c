@@ -29,10 +29,10 @@ static void map_one(const step *p, const float *weight, int64_t h, const float *
         for (int64_t d = 0; d < D; d++) add_some(D, p->input_scale * row[d], weight + d * D, heights);
     }
     if (p->map == T2R) add_some(D, 1.0f, weight + D * D, heights);
-    if (p->map == SOFTMAX || p->map == HEDGEHOG) softmax(D, 1.0f, heights, to);
+    if (p->map == SOFTMAX || p->map == HEDGEHOG) signed_softmax(D, 1.0f, heights, to);
     if (p->map == HEDGEHOG) {
         float other[wide] __attribute__((aligned(64)));
-        softmax(D, -1.0f, heights, other);
+        signed_softmax(D, -1.0f, heights, other);
         memcpy(to + D, other, sizeof(float) * wide);
     }
     if (p->map == ELU || p->map == RELU || p->map == T2R)
@@ -46,27 +46,6 @@ static void map_one(const step *p, const float *weight, int64_t h, const float *
 
 INLINE int real(const step *p, int64_t b, int64_t j) { return !p->mask || p->mask[b * p->keys + j]; }
 
-/* Neighbouring numbers of a tensor, a vector of them. */
-INLINE vf numbers(const void *data, int bf16, int64_t at) {
-    if (!bf16) return *(const vf *)((const float *)data + at);
-    const uint16_t *from = (const uint16_t *)data + at;
-#if WIDTH == 16
-    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((void *)from)), 16);
-#else
-    vi bits;
-    for (int l = 0; l < WIDTH; l++) bits[l] = (int32_t)((uint32_t)from[l] << 16);
-    return (vf)bits;
-#endif
-}
-
-INLINE float number(const void *data, int bf16, int64_t at) {
-    if (!bf16) return ((const float *)data)[at];
-    uint32_t bits = (uint32_t)((const uint16_t *)data)[at] << 16;
-    float found;
-    memcpy(&found, &bits, 4);
-    return found;
-}
-
 /* Products of a query with keys, where those are real. */
 INLINE void meet_keys(const int bf16, const step *p, int64_t b, int64_t h, const float *query, float *scores) {
     int64_t at = head_of(p->k, b, h), D = p->size;
@@ -74,9 +53,9 @@ INLINE void meet_keys(const int bf16, const step *p, int64_t b, int64_t h, const
         if (!real(p, b, j)) continue;
         vf sums = {0};
         int64_t d = 0;
-        for (; d + WIDTH <= D; d += WIDTH) sums += *(const vf *)(query + d) * numbers(p->k.data, bf16, at + d);
+        for (; d + WIDTH <= D; d += WIDTH) sums += *(const vf *)(query + d) * numbers(bf16, p->k.data, at + d);
         float rest = 0.0f;
-        for (; d < D; d++) rest += query[d] * number(p->k.data, bf16, at + d);
+        for (; d < D; d++) rest += query[d] * number(bf16, p->k.data, at + d);
         scores[j] = p->scale * (lane_sum(sums) + rest);
     }
 }
@@ -91,7 +70,7 @@ INLINE void weigh_some(const int vectors, const int bf16, const step *p, int64_t
     for (int64_t j = first; j < lesser(first + SOME, p->keys); j++, at += p->v.row) {
         if (!real(p, b, j)) continue;
 #pragma GCC unroll 4
-        for (int x = 0; x < vectors; x++) sums[x] += weights[j] * numbers(p->v.data, bf16, at + x * WIDTH);
+        for (int x = 0; x < vectors; x++) sums[x] += weights[j] * numbers(bf16, p->v.data, at + x * WIDTH);
     }
 #pragma GCC unroll 4
     for (int x = 0; x < vectors; x++) *(vf *)(out + x * WIDTH) += sums[x];
@@ -107,7 +86,7 @@ INLINE void weigh_values(const int bf16, const step *p, int64_t b, int64_t h, co
         float sum = 0.0f;
         for (int64_t i = j; i < lesser(j + SOME, p->keys); i++, at += p->v.row) {
             if (!real(p, b, i)) continue;
-            for (int64_t d = e; d < E; d++) out[d] += weights[i] * number(p->v.data, bf16, at + d);
+            for (int64_t d = e; d < E; d++) out[d] += weights[i] * number(bf16, p->v.data, at + d);
             sum += weights[i];
         }
         out[E] += sum;
@@ -122,12 +101,12 @@ static int attend_one(const step *p, int64_t b, int64_t h, int last) {
     float *query = memory, *key = query + wide, *heights = key + wide, *asking = heights + wide;
     float *asked = asking + padded(F) + wide, *out = asked + padded(F) + wide, *value = out + width;
     float *weights = value + width, *sums = p->sums + (b * p->heads + h) / p->shared * F * (E + 1);
-    read_rows(p->q, p->bf16, b, h, NULL, 1, D, wide, query);
+    read_rows(p->q, p->bf16, b, h, NULL, 0, 1, D, query);
     map_one(p, p->query_map, h, query, heights, asking);
     memset(out, 0, sizeof(float) * width);
     int leaving = last && p->leaving && real(p, b, 0);
     if (leaving || !p->mix) {
-        read_rows(p->k, p->bf16, b, h, NULL, 1, D, wide, key);
+        read_rows(p->k, p->bf16, b, h, NULL, 0, 1, D, key);
         map_one(p, p->key_map, h, key, heights, asked);
         read_row(p->v, p->bf16, b, h, 0, E, value), value[E] = 1.0f;
     }
@@ -136,14 +115,11 @@ static int attend_one(const step *p, int64_t b, int64_t h, int last) {
         if (leaving) add_some(E + 1, asked[f], value, sums + f * (E + 1));
     }
     if (p->mix) {
-        vf tops = (vf){0} - INFINITY;
-        for (int64_t j = 0; j < padded(p->keys); j++) weights[j] = -INFINITY;
+        for (int64_t j = 0; j < p->keys; j++) weights[j] = -INFINITY;
         if (p->bf16) meet_keys(1, p, b, h, query, weights);
         else meet_keys(0, p, b, h, query, weights);
-        for (int64_t j = 0; j < p->keys; j += WIDTH) tops = larger(*(vf *)(weights + j), tops);
-        float most = lane_most(tops);
-        for (int64_t j = 0; j < p->keys; j += WIDTH)
-            *(vf *)(weights + j) = vexp(*(vf *)(weights + j) - most) * p->mix[h];
+        weigh_row(p->keys, row_most(p->keys, weights, -INFINITY), weights);
+        scale_row(p->keys, p->mix[h], weights);
     } else weights[0] = dot(padded(F), asking, asked);
     if (p->bf16) weigh_values(1, p, b, h, weights, out);
     else weigh_values(0, p, b, h, weights, out);

@@ -1,6 +1,6 @@
 /* Hashes and orders of tokens in C, as hashing.py and buckets.py specify them: in double here as there. */
 
-#include "vectors.h"
+#include "rows.h"
 
 /* Doubles in a vector, and tokens that are projected together. */
 enum { LANES = WIDTH / 2, TOGETHER = 8 };

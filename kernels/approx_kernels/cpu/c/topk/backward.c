@@ -10,27 +10,27 @@ SIZE_OF(topk_backward, backward_problem)
 
 static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     const problem *p = &g->all;
-    int64_t size = padded(p->size), values = padded(p->values), S = p->keys, K = p->kept;
-    float *memory = floats(2 * S * (size + values) + 2 * size + values + 3 * K);
+    int64_t size = padded(p->size), values = padded(p->values), S = p->keys, K = p->kept, wide = padded(K);
+    float *memory = floats(2 * S * (size + values) + 2 * size + values + 3 * wide);
     if (!memory) return 1;
     float *keys = memory, *rows = keys + S * size, *dk = rows + S * values, *dv = dk + S * size,
           *query = dv + S * values;
-    float *dq = query + size, *grad = dq + size, *weights = grad + values, *change = weights + K, *stays = change + K;
+    float *dq = query + size, *grad = dq + size, *weights = grad + values, *change = weights + wide,
+          *stays = change + wide;
     memset(dk, 0, sizeof(float) * S * (size + values));
-    read_rows(p->k, p->bf16, b, h, NULL, S, p->size, size, keys);
-    read_rows(p->v, p->bf16, b, h, NULL, S, p->values, values, rows);
+    read_rows(p->k, p->bf16, b, h, NULL, 0, S, p->size, keys);
+    read_rows(p->v, p->bf16, b, h, NULL, 0, S, p->values, rows);
     for (int64_t i = 0; i < p->length; i++) {
         const int32_t *top = p->top + ((b * p->heads + h) * p->length + i) * K;
         draw of = draw_of(&p->dropout, b * p->heads + h, i);
         int64_t count = 0;
         float share = 0;
         while (count < K && top[count] >= 0) count++;
-        read_query(p, b, h, i, size, query);
-        read_row(g->grad, p->bf16, b, h, i, p->values, grad);
-        for (int64_t e = p->values; e < values; e++) grad[e] = 0.0f;
+        read_scaled(p->q, p->bf16, b, h, NULL, i, 1, p->size, p->scale, query);
+        read_rows(g->grad, p->bf16, b, h, NULL, i, 1, p->values, grad);
         memset(dq, 0, sizeof(float) * size);
         for (int64_t j = 0; j < count; j++) weights[j] = dot(size, query, keys + top[j] * size);
-        softmax(weights, count);
+        softmax(count, weights);
         for (int64_t j = 0; j < count; j++) stays[j] = stay(p, of, top[j]);
         for (int64_t j = 0; j < count; j++)
             share += weights[j] * (change[j] = stays[j] * dot(values, grad, rows + top[j] * values));
@@ -42,10 +42,8 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         scale_row(size, p->scale, dq);
         write_row(g->dq, p->bf16, b, h, i, p->size, dq);
     }
-    for (int64_t j = 0; j < S; j++) {
-        write_row(g->dk, p->bf16, b, h, j, p->size, dk + j * size);
-        write_row(g->dv, p->bf16, b, h, j, p->values, dv + j * values);
-    }
+    write_rows(g->dk, p->bf16, b, h, NULL, 0, S, p->size, dk);
+    write_rows(g->dv, p->bf16, b, h, NULL, 0, S, p->values, dv);
     free(memory);
     return 0;
 }

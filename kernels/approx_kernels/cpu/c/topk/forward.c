@@ -1,29 +1,30 @@
 /* Exact top-k attention in C: scores are computed a tile at a time, and of each row only the largest are kept. */
 
 #include "topk/heads.h"
+#include "largest.h"
 
 static int head(const problem *p, int64_t b, int64_t h) {
-    int64_t size = padded(p->size), values = padded(p->values), S = p->keys, K = p->kept, before = S - p->length,
-            real = 0;
-    float *memory = floats(S * (size + values) + p->size * BLOCK + ROWS * (size + BLOCK + K) + values);
-    int32_t *tokens = malloc(sizeof(int32_t) * (S + ROWS + 1));
-    if (!memory || !tokens) {
-        free(memory), free(tokens);
+    int64_t size = padded(p->size), values = padded(p->values), S = p->keys, K = p->kept, before = S - p->length;
+    int64_t real = 0;
+    float *memory = floats(S * (size + values + 2) + p->size * BLOCK + ROWS * (size + BLOCK) + values);
+    candidates *lists = candidates_of(ROWS, K, BLOCK);
+    if (!memory || !lists) {
+        free(memory), free(lists);
         return 1;
     }
     float *keys = memory, *rows = keys + S * size, *standing = rows + S * values, *queries = standing + p->size * BLOCK;
-    float *scores = queries + ROWS * size, *best = scores + ROWS * BLOCK, *out = best + ROWS * K;
-    int32_t *filled = tokens + S;
-    for (int64_t j = 0; j < S; j++)
+    float *scores = queries + ROWS * size, *out = scores + ROWS * BLOCK;
+    int32_t *tokens = (int32_t *)(out + values), *places = tokens + S;
+    for (int64_t j = 0; j < S; j++) {
+        places[j] = (int32_t)j;
         if (!p->mask || p->mask[b * S + j]) tokens[real++] = (int32_t)j;
-    read_rows(p->k, p->bf16, b, h, tokens, real, p->size, size, keys);
-    read_rows(p->v, p->bf16, b, h, tokens, real, p->values, values, rows);
+    }
+    read_rows(p->k, p->bf16, b, h, tokens, 0, real, p->size, keys);
+    read_rows(p->v, p->bf16, b, h, tokens, 0, real, p->values, rows);
     for (int64_t first = 0, seen = 0; first < p->length; first += ROWS) {
         int64_t count = lesser(ROWS, p->length - first);
-        int32_t *top = p->top + ((b * p->heads + h) * p->length + first) * K;
-        float spoiled[ROWS] = {0};
-        memset(filled, 0, sizeof(int32_t) * ROWS);
-        for (int64_t i = 0; i < count; i++) read_query(p, b, h, first + i, size, queries + i * size);
+        for (int64_t i = 0; i < count; i++) lists[i].count = 0, lists[i].floor = -INFINITY;
+        read_scaled(p->q, p->bf16, b, h, NULL, first, count, p->size, p->scale, queries);
         /* Keys up to the last query; those of the first are where the last block ended. */
         int64_t alone = seen;
         while (seen < real && (!p->causal || tokens[seen] <= before + first + count - 1)) seen++;
@@ -37,31 +38,24 @@ static int head(const problem *p, int64_t b, int64_t h) {
             for (int64_t i = 0; i < count; i++) {
                 int64_t until = wide;
                 while (begin + until > alone && until && tokens[begin + until - 1] > before + first + i) until--;
-                for (int64_t c = 0; c < until; c++) {
-                    float score = scores[i * BLOCK + c], *mine = best + i * K;
-                    int32_t *whose = top + i * K;
-                    if (filled[i] == K && score <= mine[0]) continue;
-                    if (score != score) spoiled[i] = score;
-                    else if (filled[i] < K) append(mine, whose, filled + i, K, score, (int32_t)(begin + c));
-                    else replace(mine, whose, K, score, (int32_t)(begin + c));
-                }
+                offer(lists + i, until, scores + i * BLOCK, places + begin);
             }
         }
         for (int64_t i = 0; i < count; i++) {
+            int32_t *top = p->top + ((b * p->heads + h) * p->length + first + i) * K;
             draw of = draw_of(&p->dropout, b * p->heads + h, first + i);
-            softmax(best + i * K, filled[i]);
+            candidates *x = lists + i;
+            settle(x), softmax(x->count, x->scores);
             memset(out, 0, sizeof(float) * values);
-            for (int64_t j = 0; j < filled[i]; j++) {
-                float weight = best[i * K + j] + spoiled[i], *value = rows + top[i * K + j] * values;
-                top[i * K + j] = tokens[top[i * K + j]];
-                add_row(values, weight * stay(p, of, top[i * K + j]), value, out);
+            for (int64_t j = 0; j < x->count; j++) {
+                top[j] = tokens[x->keys[j]];
+                add_row(values, x->scores[j] * stay(p, of, top[j]), rows + x->keys[j] * values, out);
             }
-            for (int64_t e = 0; e < p->values && !filled[i]; e++) out[e] = spoiled[i];
-            for (int64_t j = filled[i]; j < K; j++) top[i * K + j] = -1;
+            for (int64_t j = x->count; j < K; j++) top[j] = -1;
             write_row(p->out, p->bf16, b, h, first + i, p->values, out);
         }
     }
-    free(memory), free(tokens);
+    free(memory), free(lists);
     return 0;
 }
 

@@ -28,6 +28,15 @@ INLINE draw draw_of(const dropout *d, int64_t item, int64_t query) {
     return (draw){(uint32_t)x, (uint32_t)(x >> 32)};
 }
 
+/* The draws of n queries from one on; nothing where nothing is dropped. */
+SHARED void draw_queries(const dropout *d, int64_t item, int64_t first, int64_t n, uint32_t *before,
+                         uint32_t *between) {
+    for (int64_t i = 0; d->bound && i < n; i++) {
+        draw of = draw_of(d, item, first + i);
+        before[i] = of.before, between[i] = of.between;
+    }
+}
+
 /* 0 for the weights of keys that are dropped, the factor for others. The highest bits of a product depend on all below. */
 INLINE vf kept(const dropout *d, vu before, vu between, vu key) {
     vu x = key + before;
@@ -37,7 +46,7 @@ INLINE vf kept(const dropout *d, vu before, vu between, vu key) {
 }
 
 INLINE float kept_key(const dropout *d, draw of, int64_t key) {
-    return kept(d, (vu){0} + of.before, (vu){0} + of.between, (vu){0} + (uint32_t)key)[0];
+    return d->bound ? kept(d, (vu){0} + of.before, (vu){0} + of.between, (vu){0} + (uint32_t)key)[0] : 1.0f;
 }
 
 /* Drop weights of a query in places from begin to end, whole vectors. */

@@ -75,3 +75,18 @@ SHARED void write_rows(tensor x, int bf16, int64_t b, int64_t h, const int32_t *
     for (int64_t i = first; i < first + n; i++, from += padded(size))
         write_row(x, bf16, b, h, token(tokens, i), size, from);
 }
+
+/* Whether something fails for any head `h` of any sample `b` of a problem, on its threads. */
+#define ANY_HEAD_FAILS(problem, attempt)                                                                             \
+    ({                                                                                                               \
+        int64_t heads = (problem)->heads, items = (problem)->batch * heads;                                          \
+        int failed = 0, threads = (int)(problem)->threads;                                                           \
+        _Pragma("omp parallel for schedule(dynamic) num_threads(threads) reduction(| : failed)") for (int64_t item = \
+                                                                                                          0;         \
+                                                                                                      item < items;  \
+                                                                                                      item++) {      \
+            int64_t b = item / heads, h = item % heads;                                                              \
+            failed |= (attempt);                                                                                     \
+        }                                                                                                            \
+        failed;                                                                                                      \
+    })

@@ -39,8 +39,7 @@ static int through_members(const head *x, grads *g, int64_t item) {
         for (int64_t from = x->first[c]; from < end; from += MEMBERS) {
             int64_t rows = end - from < MEMBERS ? end - from : MEMBERS;
             read_rows(g->grad, x->all->bf16, x->b, x->h, x->order, from, rows, x->all->values, grad);
-            for (r = 0; r < rows; r++)
-                for (i = 0; i < wide; i++) shared[i] += grad[r * wide + i];
+            for (r = 0; r < rows; r++) add_row(wide, 1.0f, grad + r * wide, shared);
             if (!x->kept) continue;
             read_queries(x, from, rows, queries);
             product(rows, width, x->all->size, queries, size, 1, across, width, weights, width, 0);
@@ -53,8 +52,7 @@ static int through_members(const head *x, grads *g, int64_t item) {
             product(rows, wide, x->kept, used, width, 1, values, wide, outputs, wide, 0);
             product(x->kept, wide, rows, used, 1, width, grad, wide, dvalues, wide, 1);
             for (r = 0; r < rows; r++) {
-                float along = 0;
-                for (i = 0; i < wide; i++) along += grad[r * wide + i] * outputs[r * wide + i];
+                float along = dot(wide, grad + r * wide, outputs + r * wide);
                 g->mass[c] += along;
                 for (i = 0; i < width; i++)
                     change[r * width + i] = mass * weights[r * width + i] * (change[r * width + i] - along);
@@ -63,8 +61,8 @@ static int through_members(const head *x, grads *g, int64_t item) {
             product(rows, size, x->kept, change, width, 1, keys, size, g->dq + from * size, size, 0);
         }
         for (r = 0; x->first[c] < end && r < x->kept; r++) {
-            for (i = 0; i < size; i++) g->dk[top[r] * size + i] += dkeys[r * size + i];
-            for (i = 0; i < wide; i++) g->dv[top[r] * wide + i] += mass * dvalues[r * wide + i];
+            add_row(size, 1.0f, dkeys + r * size, g->dk + top[r] * size);
+            add_row(wide, mass, dvalues + r * wide, g->dv + top[r] * wide);
         }
     }
     free(keys);
@@ -143,8 +141,9 @@ static int through_means(const head *x, grads *g, int64_t item) {
     return 1;
 }
 
-static int backward_head(const backward_problem *p, int64_t item) {
+static int backward_head(const backward_problem *p, int64_t b, int64_t h) {
     const problem *all = &p->all;
+    int64_t item = b * all->heads + h;
     head x;
     grads g = {0};
     int failed = 1;
@@ -168,9 +167,5 @@ static int backward_head(const backward_problem *p, int64_t item) {
 }
 
 int backward(const backward_problem *p) {
-    int failed = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(p->all.threads) reduction(| : failed)
-    for (int64_t item = 0; item < p->all.batch * p->all.heads; item++)
-        if (p->all.clusters[item / p->all.heads]) failed |= backward_head(p, item);
-    return failed;
+    return ANY_HEAD_FAILS(&p->all, p->all.clusters[b] && backward_head(p, b, h));
 }

@@ -62,7 +62,7 @@ static int64_t losers(const head *x, int64_t boundary, int64_t r) {
 
 /* Of a key that is dropped from the rest of a centroid, the value alone goes. */
 INLINE float kept_value(const head *x, int64_t r, int64_t key) {
-    return x->dropped ? kept_key(&x->all->all.dropout, (draw){x->before[r], x->between[r]}, key) : 1.0f;
+    return kept_key(&x->all->all.dropout, (draw){x->before[r], x->between[r]}, key);
 }
 
 static void drop_values(const head *x, int64_t first, int64_t count, float *weights) {
@@ -136,7 +136,7 @@ static void through_past(const head *x, int64_t boundary, int64_t at, const floa
     for (int64_t j = 0; j < p->kept; j++) {
         own[j] /= *sum, change[j] = own[j] * (change[j] - mean);
         add_row(size, change[j], query, x->dk + top[j] * size);
-        float stays = x->dropped ? kept_key(&p->dropout, of, top[j]) : 1.0f;
+        float stays = kept_key(&p->dropout, of, top[j]);
         add_row(values, stays * own[j], given, x->dv + top[j] * values);
     }
     add_listed(size, top, p->kept, change, x->keys, dq);
@@ -257,10 +257,7 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     x.listed = calloc(S + p->kept + 2 * lanes, sizeof(int32_t));
     if (!memory || !x.listed) return free(memory), free(x.listed), 1;
     x.lost = x.listed + S, x.before = (uint32_t *)x.lost + p->kept, x.between = x.before + lanes;
-    for (int64_t r = 0; p->dropout.bound && r < R; r++) {
-        draw of = draw_of_centroid(p, item, r);
-        x.before[r] = of.before, x.between[r] = of.between;
-    }
+    draw_queries(&p->dropout, p->batch * p->heads + item, 0, R, x.before, x.between);
     x.dk = memory, x.dv = x.dk + S * size, x.mean_key = x.dv + S * values, x.mean_value = x.mean_key + R * size;
     x.dkeys = x.mean_value + R * values, x.dvalues = x.dkeys + R * size, x.rises = x.dvalues + R * values;
     memset(memory, 0, sizeof(float) * ((S + 2 * R) * (size + values) + lanes));
@@ -291,10 +288,4 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     return 0;
 }
 
-int backward(const backward_problem *g) {
-    int failed = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(g->all.threads) reduction(| : failed)
-    for (int64_t item = 0; item < g->all.batch * g->all.heads; item++)
-        failed |= gradients(g, item / g->all.heads, item % g->all.heads);
-    return failed;
-}
+int backward(const backward_problem *g) { return ANY_HEAD_FAILS(&g->all, gradients(g, b, h)); }

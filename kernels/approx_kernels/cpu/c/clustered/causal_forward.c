@@ -63,7 +63,7 @@ static void absorb(past *x, int64_t begin, int64_t count) {
         for (int64_t j = 0; j < losers; j++) {
             float weight = lost_scores[j];
             add_row(x->size, weight, x->keys + lost[j] * x->size, mean_key);
-            if (p->dropout.bound) weight *= kept_key(&p->dropout, draw_of_centroid(p, x->item, r), lost[j]);
+            weight *= kept_key(&p->dropout, draw_of_centroid(p, x->item, r), lost[j]);
             add_row(x->values, weight, x->v + lost[j] * x->values, mean_value);
         }
     }
@@ -154,10 +154,7 @@ static int head(const problem *p, int64_t b, int64_t h) {
                                    STRIP * (size + values + chunk) + room(BLOCK, greater(size, values)) +
                                    room(chunk, values) + padded(K + 1) + 2 * K);
     x.lists = candidates_of(R, K, BLOCK);
-    if (!memory || !x.lists) {
-        free(memory), free(x.lists);
-        return 1;
-    }
+    if (!memory || !x.lists) return free(memory), free(x.lists), 1;
     x.keys = memory, x.v = x.keys + S * size, x.rows = x.v + S * values, x.mean_key = x.rows + R * size;
     x.mean_value = x.mean_key + R * size, x.scores = x.mean_value + R * values, x.standing = x.scores + R * BLOCK;
     s.queries = x.standing + standing, s.out = s.queries + STRIP * size, s.standing = s.out + STRIP * values;
@@ -185,9 +182,4 @@ static int head(const problem *p, int64_t b, int64_t h) {
     return 0;
 }
 
-int forward(const problem *p) {
-    int failed = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(| : failed)
-    for (int64_t item = 0; item < p->batch * p->heads; item++) failed |= head(p, item / p->heads, item % p->heads);
-    return failed;
-}
+int forward(const problem *p) { return ANY_HEAD_FAILS(p, head(p, b, h)); }

@@ -33,10 +33,7 @@ typedef struct {
 
 static void draw_strip(const problem *p, int64_t item, int64_t at, int64_t deep, draws *to) {
     memset(to, 0, sizeof(draws));
-    for (int64_t i = 0; p->dropout.bound && i < deep; i++) {
-        draw of = draw_of(&p->dropout, item, at + i);
-        to->before[i] = of.before, to->between[i] = of.between;
-    }
+    draw_queries(&p->dropout, item, at, deep, to->before, to->between);
 }
 
 INLINE draw drawn(const draws *of, int64_t i) { return (draw){of->before[i], of->between[i]}; }

@@ -51,17 +51,17 @@ static float take_share(const head *x, int64_t c, const int32_t *top, right keys
     float mass = weigh_row(x->kept, sums, scores);
     for (int64_t i = 0; i < x->kept; i++) {
         float share = scores[i];
-        if (x->all->dropout.bound) share *= kept_key(&x->all->dropout, (draw){x->before[c], x->between[c]}, top[i]);
+        share *= kept_key(&x->all->dropout, (draw){x->before[c], x->between[c]}, top[i]);
         for (int64_t e = 0; e < x->all->values; e++) rest[e] -= share * values[i * x->values + e];
     }
     return mass;
 }
 
-static int forward_head(const problem *all, int64_t item) {
+static int forward_head(const problem *all, int64_t b, int64_t h) {
     head x;
     pass w = {0};
     int failed = 1;
-    int64_t width, c, i, r;
+    int64_t item = b * all->heads + h, width, c, i, r;
     float *own = NULL, *queries = NULL;
     if (!gather(&x, all, item)) goto done;
     width = padded(x.kept);
@@ -121,10 +121,4 @@ done:
     return failed;
 }
 
-int forward(const problem *all) {
-    int failed = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(all->threads) reduction(| : failed)
-    for (int64_t item = 0; item < all->batch * all->heads; item++)
-        if (all->clusters[item / all->heads]) failed |= forward_head(all, item);
-    return failed;
-}
+int forward(const problem *all) { return ANY_HEAD_FAILS(all, all->clusters[b] && forward_head(all, b, h)); }

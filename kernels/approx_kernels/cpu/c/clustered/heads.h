@@ -78,10 +78,7 @@ static int gather(head *x, const problem *all, int64_t item) {
     if (!x->first || !x->means) return 0;
     x->order = x->first + x->clusters + 2;
     x->before = (uint32_t *)x->order + x->n, x->between = x->before + x->lanes;
-    for (c = 0; all->dropout.bound && c < x->clusters; c++) {
-        draw of = draw_of(&all->dropout, item, c);
-        x->before[c] = of.before, x->between[c] = of.between;
-    }
+    draw_queries(&all->dropout, item, 0, x->clusters, x->before, x->between);
     /* Counted two places on, so that after the sort first[c] is where c begins. */
     for (i = 0; i < x->n; i++) x->first[x->groups[i] + 2]++;
     for (c = 0; c < x->clusters; c++) x->first[c + 2] += x->first[c + 1];

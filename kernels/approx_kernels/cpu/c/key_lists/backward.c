@@ -73,10 +73,7 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     int64_t rooms = room(D, KEYS) + room(E, KEYS) + room(KEYS, D) + room(HALF_STRIP, D) + room(HALF_STRIP, E);
     float *memory = floats(2 * (ROWS + KEYS) * (size + width) + rooms + 2 * HALF_STRIP * KEYS + ROWS + p->parts * KEYS);
     float *sums = floats(p->keys * (size + width));
-    if (!memory || !sums) {
-        free(memory), free(sums);
-        return 1;
-    }
+    if (!memory || !sums) return free(memory), free(sums), 1;
     float *queries = memory, *given = queries + ROWS * size, *out = given + ROWS * width, *dq = out + ROWS * width;
     float *keys = dq + ROWS * size, *values = keys + KEYS * size, *dk = values + KEYS * width, *dv = dk + KEYS * size;
     float *standing = dv + KEYS * width, *standing_values = standing + room(D, KEYS);
@@ -103,7 +100,7 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
             int64_t at = (b * p->heads + h) * p->length + token(w.order, w.first + i);
             if (g->dtotals) raised[i] = g->dtotals[at] * p->totals[at], share[i] -= raised[i];
             if (!sees_itself(p, &w, i)) continue;
-            float kept = p->dropout.bound ? kept_key(&p->dropout, draw_at(p, b, h, &w, i), w.at[i]) : 1.0f;
+            float kept = kept_key(&p->dropout, draw_at(p, b, h, &w, i), w.at[i]);
             itself(p, b, h, w.at[i], lse[token(w.order, w.first + i)], share[i], kept, queries + i * size,
                    given + i * width, keys, values, dq + i * size, sums + w.at[i] * size, value_sums + w.at[i] * width);
         }
@@ -164,10 +161,4 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     return 0;
 }
 
-int backward(const backward_problem *g) {
-    int failed = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(g->all.threads) reduction(| : failed)
-    for (int64_t item = 0; item < g->all.batch * g->all.heads; item++)
-        failed |= gradients(g, item / g->all.heads, item % g->all.heads);
-    return failed;
-}
+int backward(const backward_problem *g) { return ANY_HEAD_FAILS(&g->all, gradients(g, b, h)); }

@@ -84,10 +84,4 @@ static int attend(const problem *p, int64_t b, int64_t h) {
     return 0;
 }
 
-int forward(const problem *p) {
-    int failed = 0;
-    if (worth_strips(p)) return attend_strips(p);
-#pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(| : failed)
-    for (int64_t item = 0; item < p->batch * p->heads; item++) failed |= attend(p, item / p->heads, item % p->heads);
-    return failed;
-}
+int forward(const problem *p) { return worth_strips(p) ? attend_strips(p) : ANY_HEAD_FAILS(p, attend(p, b, h)); }

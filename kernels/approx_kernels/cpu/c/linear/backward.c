@@ -45,10 +45,7 @@ static int gradients(const backward_problem *g, const float *across, int64_t b, 
        memory that is not written costs nothing. */
     float *tops = malloc(sizeof(float) * (exponential ? (p->causal ? L + 1 : 1) * size : 1));
     int64_t *starts = malloc(sizeof(int64_t) * (L + 1)), chunks = 0;
-    if (!memory || !tops || !starts) {
-        free(memory), free(tops), free(starts);
-        return 1;
-    }
+    if (!memory || !tops || !starts) return free(memory), free(tops), free(starts), 1;
     float *state = memory, *up = state + standing, *down = up + standing, *queries = down + lying;
     float *keys = queries + TOKENS * size, *change = keys + TOKENS * size, *totals = change + TOKENS * size;
     float *values = totals + TOKENS * size, *given = values + TOKENS * width, *out = given + TOKENS * width;
@@ -159,11 +156,7 @@ static int gradients(const backward_problem *g, const float *across, int64_t b, 
 
 int backward(const backward_problem *g) {
     float *across = both_ways(&g->all);
-    int failed = !across;
-    if (failed) return 1;
-#pragma omp parallel for schedule(dynamic) num_threads(g->all.threads) reduction(| : failed)
-    for (int64_t item = 0; item < g->all.batch * g->all.heads; item++)
-        failed |= gradients(g, across, item / g->all.heads, item % g->all.heads);
+    int failed = !across || ANY_HEAD_FAILS(&g->all, gradients(g, across, b, h));
     free(across);
     return failed;
 }

@@ -77,13 +77,10 @@ static int attend(const problem *p, const float *across, split parts, int64_t b,
 
 int forward(const problem *p) {
     float *across = both_ways(p);
-    int failed = !across;
-    if (failed) return 1;
+    if (!across) return 1;
     split parts = split_rows(p->bf16 && p->rows && p->sets == 1, 2, p->size, p->features, p->input_scale, across,
                              padded(p->features));
-#pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(| : failed)
-    for (int64_t item = 0; item < p->batch * p->heads; item++)
-        failed |= attend(p, across, parts, item / p->heads, item % p->heads);
+    int failed = ANY_HEAD_FAILS(p, attend(p, across, parts, b, h));
     free(across), free((void *)parts.pairs);
     return failed;
 }

@@ -54,9 +54,4 @@ static int map_head(const problem *p, int64_t b, int64_t h) {
     return 0;
 }
 
-int map_rows(const problem *p) {
-    int failed = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(| : failed)
-    for (int64_t item = 0; item < p->batch * p->heads; item++) failed |= map_head(p, item / p->heads, item % p->heads);
-    return failed;
-}
+int map_rows(const problem *p) { return ANY_HEAD_FAILS(p, map_head(p, b, h)); }

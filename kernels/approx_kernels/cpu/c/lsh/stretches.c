@@ -32,10 +32,7 @@ static int look_back(const stretching *p, int64_t item) {
     int32_t *seen = p->seen ? p->seen + place * L : NULL, *entry_of = p->places ? p->places + place * p->ranks : NULL;
     int32_t *real = malloc(sizeof(int32_t) * (S + 2 * L + p->ranks + 2));
     int32_t *bucket = malloc(sizeof(int32_t) * ((int64_t)2 << p->doublings));
-    if (!real || !bucket) {
-        free(real), free(bucket);
-        return 1;
-    }
+    if (!real || !bucket) return free(real), free(bucket), 1;
     int32_t *low = real + S, *end = low + L, *begins = end + L, *filled = bucket + ((int64_t)1 << p->doublings);
     for (int64_t s = 0; s < S; s++) {
         if (mask && !mask[s]) continue;

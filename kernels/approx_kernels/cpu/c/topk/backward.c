@@ -31,7 +31,7 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         memset(dq, 0, sizeof(float) * size);
         for (int64_t j = 0; j < count; j++) weights[j] = dot(size, query, keys + top[j] * size);
         softmax(count, weights);
-        for (int64_t j = 0; j < count; j++) stays[j] = stay(p, of, top[j]);
+        for (int64_t j = 0; j < count; j++) stays[j] = kept_key(&p->dropout, of, top[j]);
         for (int64_t j = 0; j < count; j++)
             share += weights[j] * (change[j] = stays[j] * dot(values, grad, rows + top[j] * values));
         for (int64_t j = 0; j < count; j++) {
@@ -48,10 +48,4 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     return 0;
 }
 
-int backward(const backward_problem *g) {
-    int failed = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(g->all.threads) reduction(| : failed)
-    for (int64_t item = 0; item < g->all.batch * g->all.heads; item++)
-        failed |= gradients(g, item / g->all.heads, item % g->all.heads);
-    return failed;
-}
+int backward(const backward_problem *g) { return ANY_HEAD_FAILS(&g->all, gradients(g, b, h)); }

@@ -8,10 +8,7 @@ static int head(const problem *p, int64_t b, int64_t h) {
     int64_t real = 0;
     float *memory = floats(S * (size + values + 2) + p->size * BLOCK + ROWS * (size + BLOCK) + values);
     candidates *lists = candidates_of(ROWS, K, BLOCK);
-    if (!memory || !lists) {
-        free(memory), free(lists);
-        return 1;
-    }
+    if (!memory || !lists) return free(memory), free(lists), 1;
     float *keys = memory, *rows = keys + S * size, *standing = rows + S * values, *queries = standing + p->size * BLOCK;
     float *scores = queries + ROWS * size, *out = scores + ROWS * BLOCK;
     int32_t *tokens = (int32_t *)(out + values), *places = tokens + S;
@@ -49,7 +46,7 @@ static int head(const problem *p, int64_t b, int64_t h) {
             memset(out, 0, sizeof(float) * values);
             for (int64_t j = 0; j < x->count; j++) {
                 top[j] = tokens[x->keys[j]];
-                add_row(values, x->scores[j] * stay(p, of, top[j]), rows + x->keys[j] * values, out);
+                add_row(values, x->scores[j] * kept_key(&p->dropout, of, top[j]), rows + x->keys[j] * values, out);
             }
             for (int64_t j = x->count; j < K; j++) top[j] = -1;
             write_row(p->out, p->bf16, b, h, first + i, p->values, out);
@@ -59,9 +56,4 @@ static int head(const problem *p, int64_t b, int64_t h) {
     return 0;
 }
 
-int forward(const problem *p) {
-    int failed = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(p->threads) reduction(| : failed)
-    for (int64_t item = 0; item < p->batch * p->heads; item++) failed |= head(p, item / p->heads, item % p->heads);
-    return failed;
-}
+int forward(const problem *p) { return ANY_HEAD_FAILS(p, head(p, b, h)); }

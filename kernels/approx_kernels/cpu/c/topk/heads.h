@@ -17,8 +17,3 @@ typedef struct {
     dropout dropout;
 } problem;
 SIZE_OF(topk, problem)
-
-/* What a query's weight of a key is multiplied by. */
-INLINE float stay(const problem *p, draw of, int64_t key) {
-    return p->dropout.bound ? kept_key(&p->dropout, of, key) : 1.0f;
-}

@@ -1,8 +1,10 @@
 """What Python users import from `approx`: the stages one by one, as the commands of the same names run them."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from approx.checkpoints import checkpoint, families
@@ -11,9 +13,11 @@ from approx.checkpoints.history import history
 from approx.conversion.surgery import convert, revert
 from approx.errors import ApproxError, Exit
 from approx.evaluation.options import BenchStage, EvaluateStage
+from approx.finetuning.options import FinetuneStage
 from approx.measuring.in_memory import in_memory
 from approx.measuring.measure import (
     Progress,
+    choose_device,
     make_record,
     measure_quality,
     measure_speed,
@@ -31,7 +35,19 @@ from approx.recipe import BASE, CEILING
 from approx.tasks import open_task
 from approx.validation import build
 
-__all__ = ["Plan", "bench", "convert", "evaluate", "fast_products", "inspect", "load", "plan", "report", "revert"]
+__all__ = [
+    "Plan",
+    "bench",
+    "convert",
+    "evaluate",
+    "fast_products",
+    "finetune",
+    "inspect",
+    "load",
+    "plan",
+    "report",
+    "revert",
+]
 
 # A ceiling below this is worth a warning.
 _HARDLY = 1.1
@@ -112,6 +128,85 @@ def plan(
         "costs": [{**vars(c), "ceiling": c.ceiling, "speedup": c.speedup} for c in costs],
         "warnings": _warnings(facts, costs),
     }
+
+
+def finetune(
+    model: str | Path | Any,
+    output: str | Path | None = None,
+    *,
+    processor: Any = None,
+    teacher: str | Any | None = None,
+    resume: bool = False,
+    force: bool = False,
+    revision: str | None = None,
+    offline: bool = False,
+    device: str = "auto",
+    progress: Progress = silent,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train a converted model until it is as good as before, or an exact one for comparison.
+
+    Args:
+        model: A folder, a model id of the hub, or `quickstart`, which is trained into `output`; or a loaded model, which is
+            trained in place and on its device.
+        output: The folder to make; for a loaded model the folder of its checkpoints, a temporary one without it.
+        processor: The tokenizer or processor of a loaded model.
+        teacher: The exact model for `distill`; the weights of the model itself, with exact attention, without it.
+        resume: Whether to go on with an unfinished training into `output`.
+        force: Whether an existing `output` is replaced, and an unfinished training into it is started over.
+        revision: Commit of the hub.
+        offline: Whether only local files and the hub's cache may be used.
+        device: `auto`, `cpu` or `cuda`.
+        progress: Called with what happens, steps done and steps in all.
+        options: As of `approx.finetuning.options.FinetuneStage`: recover, task, data, text, steps, time_budget, …
+
+    Returns:
+        The modes with their curves, and the held-out score with exact attention, before training and after it.
+
+    Raises:
+        ApproxError: if an option is unknown or out of range, a mode cannot be used, model and data do not fit together, the
+            budget is met already, or the loss is not finite.
+    """
+    from approx.finetuning.finetune import finetune as train
+    from approx.finetuning.folder import finetune_folder
+
+    stage = build(FinetuneStage, "finetune", **options)
+    if isinstance(model, str | Path):
+        if output is None:
+            raise ApproxError("The training of a checkpoint needs a folder to write. Name it with 'output'.")
+        return finetune_folder(
+            model, Path(output), stage, teacher=None if teacher is None else str(teacher), resume=resume, force=force,
+            revision=revision, offline=offline, device=choose_device(device), progress=progress,
+        )  # fmt: skip
+    # Only to refuse what is not a model with its processor.
+    in_memory(model, processor)
+    taught = (
+        open_all({"teacher": teacher}, "cpu", "auto", offline=offline)["teacher"].model
+        if isinstance(teacher, str)
+        else teacher
+    )
+    with TemporaryDirectory() if output is None else nullcontext(output) as folder:
+        done = train(model, processor, stage, folder=Path(folder), teacher=taught, resume=resume, progress=progress)
+    return done.to_data()
+
+
+def rehearse_finetuning(
+    model: str,
+    *,
+    teacher: str | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+    device: str = "auto",
+    **options: Any,
+) -> dict[str, Any]:
+    """What `finetune` would do to a folder: modes, trained parameters, steps, and time and memory from a step of each.
+
+    Args and errors: as for `finetune`; nothing is written.
+    """
+    from approx.finetuning.folder import rehearse
+
+    stage = build(FinetuneStage, "finetune", **options)
+    return rehearse(model, stage, teacher=teacher, revision=revision, offline=offline, device=choose_device(device))
 
 
 def evaluate(

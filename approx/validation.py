@@ -55,6 +55,7 @@ _NEEDED = {
     "float_type": "a number", "finite_number": "a finite number", "int_type": "a whole number",
     "list_type": "a list", "tuple_type": "a list", "string_type": "a text",
     "too_short": "a list of at least {min_length}", "too_long": "a list of at most {max_length}",
+    "greater_than": "a finite number above {gt}", "less_than": "a finite number below {lt}",
     "greater_than_equal": "a finite number of at least {ge}", "less_than_equal": "a finite number of at most {le}",
 }  # fmt: skip
 

@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "approx.tasks": "approx.errors",
     "approx.evaluation": "approx.errors approx.validation approx.version approx.tasks approx_kernels.runtime.cache_folder"
     " approx_kernels.runtime.atomic_file",
-    "approx.finetuning": "approx.errors approx.version approx.tasks",
+    "approx.finetuning": "approx.errors approx.validation approx.version approx.evaluation approx.tasks approx.conversion"
+    " approx.planning approx.checkpoints approx.seam approx_kernels",
     "approx.recipe": "approx.errors approx.validation approx.yaml_text approx.evaluation.options approx.planning.rule",
     "approx.grid": "approx.errors approx.validation approx.recipe approx.planning.rule",
     "approx.measuring": "approx.errors approx.version approx.recipe approx.evaluation approx.tasks approx.conversion approx.planning"
@@ -46,7 +47,7 @@ MAY_IMPORT = {
     "approx.doctor": "approx.errors approx.measuring approx.tasks approx_kernels",
     "approx.pipeline": "approx.errors approx.version approx.recipe approx.grid approx.search approx.publishing approx.measuring"
     " approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",
-    "approx.api": "approx.errors approx.validation approx.evaluation.options approx.recipe approx.publishing approx.measuring approx.conversion approx.planning approx.checkpoints approx.tasks",
+    "approx.api": "approx.errors approx.validation approx.evaluation.options approx.recipe approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
     "approx.cli": "approx approx_kernels.runtime.atomic_file",
     "approx": "approx",
 }

@@ -1,9 +1,9 @@
 """The history of a converted checkpoint, kept in its config: what was done to it, in order."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from approx.errors import ApproxError, Exit
 
@@ -34,31 +34,80 @@ class CalibrationText(BaseModel):
     sha256: str
 
 
-class Step(BaseModel):
+class _Step(BaseModel):
     """One thing that was done to a checkpoint.
 
     Attributes:
-        action: What was done.
         approx: Version that did it.
         base: What it was done to.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")  # a later version may say more
+
+    approx: str
+    base: Base
+
+
+class Conversion(_Step):
+    """The exchange of its attention.
+
+    Attributes:
+        action: What was done.
         plan: Rules, as plain data.
         max_length: Positions, in tokens, if the table was extended.
         calibration: What mechanisms were fitted to, if it was a file of the user's own.
         calibration_length: Tokens a row of that batch.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow")  # a later version may say more
-
-    action: Literal["convert"]
-    approx: str
-    base: Base
+    action: Literal["convert"] = "convert"
     plan: list[dict[str, Any]]
     max_length: int | None = None
     calibration: CalibrationText | None = None
     calibration_length: int
 
 
-def history(record: Mapping[str, Any]) -> list[Step]:
+class Training(_Step):
+    """Fine-tuning.
+
+    Attributes:
+        action: What was done.
+        recover: Its modes, in order.
+        task: Name of the task, or None for plain text.
+        data_sha256: Of the examples.
+        examples: How many were trained on.
+        held_out: How many chose the best step.
+        steps: Of all modes.
+        seconds: Of all modes.
+        seed: Of order and dropout.
+        teacher: What was distilled, if that was not the same weights with exact attention.
+        measure: Of the held-out examples: a metric, or `loss`.
+        exact: Its value for exact attention before training.
+        before: Its value before training.
+        after: Its value after training.
+        options: All that was asked for.
+    """
+
+    action: Literal["finetune"] = "finetune"
+    recover: list[str]
+    task: str | None
+    data_sha256: str
+    examples: int
+    held_out: int
+    steps: int
+    seconds: float
+    seed: int
+    teacher: Base | None = None
+    measure: str
+    exact: float | None
+    before: float
+    after: float
+    options: dict[str, Any]
+
+
+Step = Annotated[Conversion | Training, Field(discriminator="action")]
+
+
+def history(record: Mapping[str, Any]) -> list[Conversion | Training]:
     """What was done to a checkpoint, in order.
 
     Args:
@@ -79,3 +128,19 @@ def history(record: Mapping[str, Any]) -> list[Step]:
         raise ApproxError(
             f"The history in config.json is damaged: {place}: {first['msg']}. Convert the base again.", Exit.UNAVAILABLE
         ) from None
+
+
+def conversion(record: Mapping[str, Any]) -> Conversion | None:
+    """The conversion in a history; None for a stock checkpoint, and for one that was converted in memory.
+
+    Args and errors: as for `history`.
+    """
+    return next((step for step in reversed(history(record)) if isinstance(step, Conversion)), None)
+
+
+def trainings(record: Mapping[str, Any]) -> list[Training]:
+    """The trainings since the conversion.
+
+    Args and errors: as for `history`.
+    """
+    return [step for step in history(record) if isinstance(step, Training)]

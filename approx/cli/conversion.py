@@ -228,6 +228,9 @@ def _heads(site: dict[str, Any]) -> str:
 
 
 def _entry(entry: dict[str, Any]) -> str:
+    if entry["action"] == "finetune":
+        on = entry["task"] or "plain text"
+        return f"finetune from {entry['base']['name']}: {','.join(entry['recover'])} on {on}, {entry['steps']:,} steps (approx {entry['approx']})"
     rules = "; ".join(
         f"{rule['mechanism']} on layers {rule['layers']}{_of_heads(rule)} {settings_text(rule.get('settings') or {})}".strip()
         for rule in entry["plan"]

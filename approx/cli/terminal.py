@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 _PIPE_WIDTH = 200
+_SECONDS_BETWEEN_LINES = 15.0
 
 
 @dataclass
@@ -93,13 +94,16 @@ class Terminal:
             yield advance
 
     def _lines(self) -> Callable[[str, int, int], None]:
-        last, start = "", time.monotonic()
+        last, start, said = "", time.monotonic(), 0.0
 
         def say(stage: str, done: int, total: int) -> None:
-            nonlocal last
-            if stage != last and done < total:
-                self.note(f"[{time.monotonic() - start:6.1f} s] {stage}")
-            last = stage
+            nonlocal last, said
+            # Of a stage with figures behind its name, which change all the time, a line now and then will do.
+            again = "|" in stage and stage.partition("|")[0] == last.partition("|")[0]
+            if stage != last and done < total and not (again and time.monotonic() - said < _SECONDS_BETWEEN_LINES):
+                said = time.monotonic()
+                self.note(f"[{said - start:6.1f} s] {stage}")
+                last = stage
 
         return say
 

@@ -106,8 +106,8 @@ def causality(model: Any) -> Check:
     return _compared(name, model, max(errors), [trial.length for trial in tried])
 
 
-def weights(folder: Path, reference: dict[str, Tensor]) -> Check:
-    """Whether every tensor of the base stands in the written folder, bit for bit; an extended table begins with the old."""
+def weights(folder: Path, reference: dict[str, Tensor], whose: str = "base") -> Check:
+    """Whether every tensor of a model stands in the written folder, bit for bit; an extended table begins with the old."""
     written: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         written.update(load_file(path))
@@ -116,7 +116,7 @@ def weights(folder: Path, reference: dict[str, Tensor]) -> Check:
     wrong = [name for name, tensor in reference.items() if name not in written and tensor.data_ptr() not in stored]
     wrong += [name for name, tensor in shared.items() if not _begins_with(written[name], tensor.cpu())]
     detail = f"{len(shared)} tensors compared" if not wrong else f"missing or different: {', '.join(wrong[:3])}"
-    return Check("base weights are bit-equal", not wrong, detail)
+    return Check(f"{whose} weights are bit-equal", not wrong, detail)
 
 
 def _begins_with(tensor: Tensor, start: Tensor) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from approx.checkpoints import checkpoint
+from approx.checkpoints.history import trainings
 from approx.checkpoints.atomic_folder import refuse_existing, refuse_losing, refuse_unwritable
 from approx.conversion import calibration, checks, clean_process, export, layer_error, surgery
 from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch, calibration_length
@@ -108,8 +109,13 @@ def convert(
 def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
     """Write the base checkpoint of a converted folder: the same tensors, without the mechanisms.
 
+    Args:
+        name: The converted folder.
+        out: The folder to make.
+        force: Whether an existing `out` is replaced, and weights that were trained after the conversion are written too.
+
     Raises:
-        ApproxError: if `name` is not a converted checkpoint, or `out` exists.
+        ApproxError: if `name` is not a converted checkpoint or was trained, or `out` exists.
     """
     out = Path(out)
     refuse_existing(out, force=force)
@@ -118,6 +124,12 @@ def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
     refuse_losing(opened.source.folder, out)
     if not opened.source.converted:
         raise ApproxError(f"{name} is not a converted checkpoint, so there is nothing to revert.", Exit.REFUSED)
+    if (trained := trainings(opened.model.config.approx)) and not force:
+        raise ApproxError(
+            f"The weights of {name} were trained after its conversion ({', '.join(','.join(one.recover) for one in trained)}), so they "
+            "are not those of its base. Write them with exact attention all the same with --force, or take the base itself.",
+            Exit.REFUSED,
+        )
     was_extended = opened.model.config.approx["base"]["positions"] is not None
     surgery.revert(opened.model)
     limit = positions.limit(opened.model.config) if was_extended else None

@@ -15,7 +15,7 @@ from yaml import YAMLError
 from approx.checkpoints import families
 from approx.checkpoints.atomic_folder import atomic_folder
 from approx.checkpoints.checkpoint import Checkpoint, processor, processor_class
-from approx.checkpoints.history import Base, CalibrationText, Step, history
+from approx.checkpoints.history import Base, CalibrationText, Conversion, conversion, trainings
 from approx.checkpoints.receipt import RECEIPT, Check, Receipt
 from approx.conversion.calibration_inputs import CalibrationFile
 from approx.errors import ApproxError, Exit
@@ -158,22 +158,26 @@ def conversion_step(
     max_length: int | None,
     file: CalibrationFile | None,
     calibration_length: int,
-) -> Step:
+) -> Conversion:
     """What this conversion appends to the history of the checkpoint."""
-    source = checkpoint.source
-    return Step(
-        action="convert",
+    return Conversion(
         approx=__version__,
-        # The name of a local folder says nothing elsewhere and may say too much; its hash identifies it.
-        base=Base(
-            name=source.name if source.revision else source.folder.resolve().name,
-            revision=source.revision,
-            weights_sha256=checkpoint.weights_sha256,
-        ),
+        base=named_base(checkpoint),
         plan=plan,
         max_length=max_length,
         calibration=None if file is None else CalibrationText(name=file.name, sha256=file.sha256),
         calibration_length=calibration_length,
+    )
+
+
+def named_base(checkpoint: Checkpoint) -> Base:
+    """A checkpoint as histories name it."""
+    source = checkpoint.source
+    return Base(
+        # The name of a local folder says nothing elsewhere and may say too much; its hash identifies it.
+        name=source.name if source.revision else source.folder.resolve().name,
+        revision=source.revision,
+        weights_sha256=checkpoint.weights_sha256,
     )
 
 
@@ -187,7 +191,9 @@ def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt) -> None:
     """
     model = checkpoint.model
     record, stock = model.config.approx, families.stock_class(type(model))
-    base, auto = history(record)[-1].base, families.auto_class(stock)
+    made = conversion(record)
+    assert made is not None  # whoever writes a card has written the history
+    base, auto = made.base, families.auto_class(stock)
     parts = [part for site in sorted(record["sites"].values(), key=lambda s: s["layer"]) for part in described(site)]
     inherited = _inherited(checkpoint.source.folder / "README.md")
     data = ModelCardData(
@@ -209,6 +215,7 @@ def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt) -> None:
         masses=receipt.captured_mass or {},
         measured_on=receipt.measured_on,
         receipt=RECEIPT,
+        trainings=trainings(record),
         code=_RUNS[bool(record.get("bundle_kernels"))],
         auto=auto,
         reader=reader,

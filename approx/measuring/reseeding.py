@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from approx.checkpoints.checkpoint import Checkpoint
-from approx.checkpoints.history import history
+from approx.checkpoints.history import conversion
 from approx.conversion.calibration import calibrate, mechanisms
 from approx.conversion.calibration_inputs import calibration_batch
 from approx.errors import ApproxError, Exit
@@ -37,9 +37,9 @@ def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractC
     if not drawing:
         return None
     fitted = any(mechanism.needs_calibration for mechanism in drawing)
-    steps = history(model.config.approx)
-    if fitted and (not steps or steps[-1].calibration is not None):
-        text = steps[-1].calibration if steps else None
+    step = conversion(model.config.approx)
+    if fitted and (step is None or step.calibration is not None):
+        text = step.calibration if step else None
         raise ApproxError(
             f"The mechanisms of {subject.name} were fitted to {text.name if text else 'inputs'} when it was converted, and these "
             "are not kept with it, so they cannot be fitted with other seeds. Leave out --seeds, or convert without --calibrate.",
@@ -54,8 +54,8 @@ def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractC
             with torch.no_grad():
                 for mechanism, seed in zip(drawing, seeds, strict=True):
                     mechanism.redraw(seed + raised)
-            if fitted:
-                calibrate(model, calibration_batch(opened.source, model, steps[-1].calibration_length).inputs, drawing)
+            if fitted and step is not None:
+                calibrate(model, calibration_batch(opened.source, model, step.calibration_length).inputs, drawing)
             identity = None if subject.identity is None else fingerprint(subject.identity, "seed", raised)
             yield replace(subject, name=f"{subject.name}, seed + {raised}", identity=identity, reseeded=None)
         finally:

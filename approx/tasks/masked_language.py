@@ -36,6 +36,7 @@ class MaskedLanguageModelling(Text):
     head: ClassVar[Head] = MASKED_LANGUAGE_MODELLING
     metrics = ("masked_loss",)
     sliced_by: ClassVar[str] = "place in the window"
+    draws: ClassVar[bool] = True
 
     def __init__(self, window: int | None = None, hidden: float = 0.15, stretch: int = 2000) -> None:
         super().__init__(stretch)

@@ -80,6 +80,8 @@ class Task(ABC):
     """What the bounds of a slice count: the tokens of an example."""
     windowed: ClassVar[bool] = False
     """Whether an example that is longer than a model's positions is read in several windows."""
+    draws: ClassVar[bool] = False
+    """Whether part of an encoding is drawn from the id of its example, as hidden tokens are."""
     input_name: ClassVar[str] = "input_ids"
     """The main input of the models that it is for, by transformers' name."""
 

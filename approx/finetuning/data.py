@@ -1,0 +1,239 @@
+"""What a model is trained on: examples of a task, some of them held out, in an order that the seed alone decides."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from approx.errors import ApproxError, Exit
+from approx.finetuning.options import FinetuneStage
+from approx.planning import positions
+from approx.tasks import open_task
+from approx.tasks.task import Encoding, Example, Split, Task
+from approx.tasks.text import Text
+
+# Batches that are sorted by length together: inputs of a batch are about as long, and batches still differ.
+_SORTED_TOGETHER = 50
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Training and held-out examples as one model reads them.
+
+    Attributes:
+        task: Encodes them, and gives the targets.
+        split: What is trained on.
+        held_out: What chooses the best step.
+        rows: Example and window of each training input.
+        encodings: The training inputs, without padding.
+        labelled: Whether a batch carries the targets.
+        limit: Tokens of an input at most; None without a limit.
+        processor: The tokenizer or feature extractor.
+        config: Of the model.
+    """
+
+    task: Task
+    split: Split
+    held_out: Split
+    rows: list[tuple[int, int]]
+    encodings: list[Encoding]
+    labelled: bool
+    limit: int | None
+    processor: Any
+    config: Any
+
+    @property
+    def sha256(self) -> str:
+        """Of the examples and of which are held out."""
+        digest = hashlib.sha256()
+        for example in (*self.split.examples, *self.held_out.examples):
+            told = [example.id, str(example.label), {name: str(value) for name, value in example.inputs.items()}]
+            digest.update(json.dumps(told, sort_keys=True).encode())
+        digest.update(str(len(self.split.examples)).encode())
+        return digest.hexdigest()
+
+    def batch(self, rows: Sequence[int], passed: int) -> dict[str, Tensor]:
+        """Some inputs as tensors, [B, L], with their targets; in each pass other tokens of `mlm` are hidden."""
+        examples, encodings = [], []
+        for row in rows:
+            number, window = self.rows[row]
+            example, encoding = self.split.examples[number], self.encodings[row]
+            if passed and self.task.draws:
+                example = replace(example, id=f"{example.id}, pass {passed}")
+                encoding = self.task.encode(example, self.processor, self.limit)[window]
+            examples.append(example)
+            encodings.append(encoding)
+        made = self.task.collate(encodings, self.processor)
+        if self.labelled:
+            made |= self.task.targets(examples, encodings, self.processor, self.config)
+        return made
+
+    def tokens(self, row: int) -> int:
+        """Tokens of an input."""
+        return self.task.tokens(self.encodings[row])
+
+
+class Schedule(Dataset[tuple[int, int]]):
+    """The order in which inputs are taken: (row, pass) by place, the same however many processes share a step.
+
+    Args:
+        data: The inputs.
+        batch_size: Inputs of a step.
+        steps: How many there are.
+        seed: Of the order.
+    """
+
+    def __init__(self, data: TrainingData, batch_size: int, steps: int, seed: int) -> None:
+        self._lengths = np.array([data.tokens(row) for row in range(len(data.rows))])
+        self._batch, self._steps, self._seed = batch_size, steps, seed
+        self._pass, self._order = -1, np.empty(0, int)
+
+    def __len__(self) -> int:
+        return self._batch * self._steps
+
+    def __getitem__(self, place: int) -> tuple[int, int]:
+        passed, within = divmod(place, steps_of_pass(len(self._lengths), self._batch) * self._batch)
+        if passed != self._pass:
+            self._pass, self._order = passed, self._shuffled(passed)
+        return int(self._order[within]), passed
+
+    def _shuffled(self, passed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        random = np.random.default_rng([self._seed, passed])
+        rows, size = random.permutation(len(self._lengths)), self._batch
+        if len(rows) < size:
+            return np.resize(rows, size)
+        # The last rows wait for another pass, in which they will hardly be the last again.
+        rows = rows[: len(rows) // size * size]
+        chunk = size * _SORTED_TOGETHER
+        chunks = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]
+        ordered = np.concatenate([part[np.argsort(self._lengths[part], kind="stable")] for part in chunks])
+        batches = ordered.reshape(-1, size)
+        return batches[random.permutation(len(batches))].reshape(-1)
+
+
+def steps_of_pass(rows: int, batch_size: int) -> int:
+    """Steps in which each of so many inputs is seen about once."""
+    return max(rows // batch_size, 1)
+
+
+def read(options: FinetuneStage, model: Any, processor: Any, *, labelled: bool, language: str | None) -> TrainingData:
+    """Read the training examples that the options name.
+
+    Args:
+        options: Of the training.
+        model: The model that is trained.
+        processor: Its tokenizer or feature extractor.
+        labelled: Whether any mode needs targets.
+        language: `clm` or `mlm` where text is to be predicted; None where it is only read.
+
+    Raises:
+        ApproxError: if there is neither a task nor text, or both, the task does not fit the model, or fewer than two
+            examples are left.
+    """
+    if (options.task is None) == (options.text is None):
+        given = "neither was given" if options.task is None else "both were given"
+        raise ApproxError(f"Training needs examples: give either a task (--task) or text files (--text); {given}.")
+    limit = _limit(model, options.length)
+    if options.text is not None:
+        task, split = _texts(options.text, language or "clm", limit or 512)
+    else:
+        task = open_task(options.task or "", **options.settings)
+        _refuse_reported(task, options)
+        split = task.load(None if options.data is None else Path(options.data), options.split, options.limit)
+    if labelled:
+        task.check(model)
+    elif task.input_name != model.main_input_name:
+        raise ApproxError(
+            f"{task.name} makes {task.input_name}, but a {type(model).__name__} takes {model.main_input_name}. Train it on a "
+            "task for its kind of input.",
+            Exit.UNSUPPORTED,
+        )
+    trained, held_out = _held_out(task, split, options.validation, options.seed)
+    rows, encodings = [], []
+    for number, example in enumerate(trained):
+        for window, encoding in enumerate(task.encode(example, processor, limit)):
+            if task.tokens(encoding):
+                rows.append((number, window))
+                encodings.append(encoding)
+    if not rows:
+        raise ApproxError(f"{task.name}: no training example has any tokens.", Exit.UNAVAILABLE)
+    return TrainingData(
+        task, replace(split, examples=trained), replace(split, examples=held_out), rows, encodings, labelled, limit,
+        processor, model.config,
+    )  # fmt: skip
+
+
+def _limit(model: Any, length: int | None) -> int | None:
+    most = positions.limit(model.config)
+    if length is not None and most is not None and length > most:
+        raise ApproxError(
+            f"Inputs of {length} tokens were asked for, but the model takes {most} positions. Convert it with --max-length "
+            f"{length} first."
+        )
+    return length or most
+
+
+def _texts(files: Sequence[str], language: str, length: int) -> tuple[Task, Split]:
+    # About as many characters as fill a window of English.
+    stretch = 4 * length
+    task = (
+        open_task("mlm", window=length, stretch=stretch)
+        if language == "mlm"
+        else open_task("lm", window=length, stride=length - 1, stretch=stretch)
+    )
+    splits = [task.load(Path(file)) for file in files]
+    return task, Split("text", [example for split in splits for example in split.examples], subset=False)
+
+
+def _refuse_reported(task: Task, options: FinetuneStage) -> None:
+    """Refuse to train on a split that scores are reported on, unless the settings choose a part of it."""
+    if options.split == "train" or options.settings:
+        return
+    raise ApproxError(
+        f"{task.name} would be trained on its split '{options.split}', which scores are reported on. Train on 'train', or choose "
+        "examples by the task's settings (such as the articles of squad) and evaluate on others.",
+        Exit.REFUSED,
+    )
+
+
+def _held_out(task: Task, split: Split, count: int, seed: int) -> tuple[list[Example], list[Example]]:
+    """Cut the examples that choose the best step off: whole groups, at most a tenth of all; of a text its end."""
+    examples = split.examples
+    if len(examples) < 2:
+        raise ApproxError(
+            f"{task.name}: {len(examples)} training example. At least two are needed, one of them to choose the best step.",
+            Exit.UNAVAILABLE,
+        )
+    count = max(1, min(count, len(examples) // 10))
+    if isinstance(task, Text):
+        return examples[:-count], examples[-count:]
+    groups: dict[str, list[int]] = {}
+    for number, example in enumerate(examples):
+        groups.setdefault(example.group or f"{number}", []).append(number)
+    names = sorted(groups)
+    if len(names) < 2:
+        return examples[:-count], examples[-count:]
+    chosen: set[int] = set()
+    for place in np.random.default_rng(seed).permutation(len(names)):
+        chosen.update(groups[names[place]])
+        if len(chosen) >= count:
+            break
+    trained = [example for number, example in enumerate(examples) if number not in chosen]
+    held_out = [example for number, example in enumerate(examples) if number in chosen]
+    if not trained:
+        raise ApproxError(
+            f"{task.name}: its training examples form too few groups to hold one of them out.", Exit.UNAVAILABLE
+        )
+    return trained, held_out
+
+
+def tensors_to(device: torch.device, batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """A batch on a device, its floats (sounds) in the dtype of the model."""
+    return {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in batch.items()}

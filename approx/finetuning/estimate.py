@@ -1,0 +1,72 @@
+"""What a training will take, from one step of each mode that is run and not kept."""
+
+import time
+from typing import Any
+
+import torch
+
+from approx.evaluation.memory import peak_mb
+from approx.finetuning import data, parameters
+from approx.finetuning.finetune import Preparation
+from approx.finetuning.options import FinetuneStage
+from approx.finetuning.trainer import Phase
+
+# Weight, gradient and AdamW's two averages, in float32.
+_BYTES_OF_TRAINED = 16
+
+
+def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneStage) -> dict[str, Any]:
+    """Time and memory of a mode, from one forward and backward pass over the longest inputs; the model stays as it is.
+
+    Args:
+        model: The model.
+        phase: The mode.
+        prepared: With the examples.
+        options: With the size of adapters.
+
+    Returns:
+        `mode`, `steps`, `batch_size`, `learning_rate`, `trained` and `parameters` (how many numbers), `seconds` (at most the
+        time budget) and `memory_mb` (megabytes, 1e6 bytes).
+    """
+    rows = sorted(range(len(prepared.data.rows)), key=prepared.data.tokens)
+    count = phase.batch_size // phase.accumulate
+    # Time is that of usual inputs, memory that of the longest.
+    middle = max(len(rows) // 2 - count // 2, 0)
+    usual, longest = rows[middle : middle + count], rows[-count:]
+
+    def step(chosen: list[int]) -> None:
+        inputs = data.tensors_to(model.device, prepared.data.batch(chosen, 0), model.dtype)
+        phase.objective.loss(model, model, inputs).backward()
+        model.zero_grad(set_to_none=True)
+
+    named = dict(model.named_parameters())
+    trained = sum(named[name].numel() for name in phase.trained)
+    if phase.mode in prepared.adapted:
+        layers = parameters.attention_layers(
+            model, data.tensors_to(model.device, prepared.data.batch([0], 0), model.dtype)
+        )
+        shapes = [model.get_submodule(layer).weight.shape for kind in layers.values() for layer in kind]
+        trained += sum(options.lora.rank * sum(shape) for shape in shapes)
+    training = model.training
+    with parameters.training_only(model, phase.trained):
+        model.train()
+        try:
+            step(usual)
+            began = time.perf_counter()
+            step(usual)
+            each = time.perf_counter() - began
+            needed = peak_mb(lambda: step(longest), torch.device(model.device))
+        finally:
+            model.train(training)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in named.values())
+    seconds = each * phase.accumulate * phase.steps
+    return {
+        "mode": phase.mode,
+        "steps": phase.steps,
+        "batch_size": phase.batch_size,
+        "learning_rate": phase.own_learning_rate if phase.mode == "transfer" else phase.learning_rate,
+        "trained": trained,
+        "parameters": sum(parameter.numel() for parameter in named.values()),
+        "seconds": round(min(seconds, phase.seconds or seconds), 1),
+        "memory_mb": round(needed + (weights + _BYTES_OF_TRAINED * trained) / 1e6, 1),
+    }

@@ -1,0 +1,205 @@
+"""Train a checkpoint's folder: open it, train, check the result, and only then give the new folder its name."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from approx.checkpoints import checkpoint
+from approx.checkpoints.atomic_folder import refuse_existing, refuse_losing, refuse_unwritable
+from approx.checkpoints.checkpoint import Checkpoint
+from approx.checkpoints.history import Training, trainings
+from approx.checkpoints.receipt import Check, Receipt, read_receipt
+from approx.conversion import checks, clean_process, export, layer_error
+from approx.conversion.calibration_inputs import calibration_batch, calibration_length
+from approx.errors import ApproxError, Exit
+from approx.evaluation import distributed
+from approx.finetuning.estimate import estimate
+from approx.finetuning.finetune import Healing, finetune, prepare_training
+from approx.finetuning.options import FinetuneStage
+from approx.finetuning.trainer import Progress
+from approx.version import __version__
+
+# Examples that show whether two tokenizers are the same.
+_PROBES = 16
+
+
+def finetune_folder(
+    name: str | Path,
+    out: Path,
+    options: FinetuneStage,
+    *,
+    teacher: str | None = None,
+    resume: bool = False,
+    force: bool = False,
+    revision: str | None = None,
+    offline: bool = False,
+    device: str = "cpu",
+    progress: Progress = lambda what, done, total: None,
+) -> dict[str, Any]:
+    """Train a checkpoint into a new folder, checked before it gets its name.
+
+    While it trains, checkpoints are kept beside `out`, in a folder of that name with the suffix `.training`.
+
+    Args:
+        name: A folder, a model id of the hub, or `quickstart`; converted or not.
+        out: The folder to make.
+        options: What to do.
+        teacher: The exact model for `distill`; the checkpoint's own weights with exact attention without it.
+        resume: Whether to go on with an unfinished training into `out`.
+        force: Whether an existing `out` is replaced, and an unfinished training into it is started over.
+        revision: Commit of the hub.
+        offline: Whether only local files and the hub's cache may be used.
+        device: Where it trains.
+        progress: Called with what happens, steps done and steps in all.
+
+    Returns:
+        What training did, as plain data, with the checks of the folder.
+
+    Raises:
+        ApproxError: if the checkpoint, an option or the data are refused, the budget is met already, the loss is not finite, or
+            a check fails (exit code 6; the result is kept beside `out` with the suffix `.failed`).
+    """
+    out = Path(out)
+    refuse_existing(out, force=force)
+    refuse_unwritable(out)
+    working = out.with_name(f"{out.name}.training")
+    if force and not resume and distributed.leads():
+        shutil.rmtree(working, ignore_errors=True)
+    opened, taught = _opened(name, teacher, options, revision, offline, device)
+    refuse_losing(opened.source.folder, out)
+    reader = checkpoint.processor(opened.source)
+    if taught is not None:
+        _same_tokenizer(opened, taught, options)
+    try:
+        done = finetune(
+            opened.model, reader, options, folder=working, teacher=None if taught is None else taught.model,
+            resume=resume, progress=progress,
+        )  # fmt: skip
+    except ApproxError:
+        if working.is_dir() and not any(working.glob("*/checkpoint-*")) and not any(working.glob("*/finished.json")):
+            # Nothing in it is worth going on with.
+            shutil.rmtree(working, ignore_errors=True)
+        raise
+    results: list[Check] = []
+    if distributed.leads():
+        results = _written(opened, out, options, done, taught, force=force, progress=progress)
+        shutil.rmtree(working, ignore_errors=True)
+    return {"output": str(out), **done.to_data(), "checks": [vars(check) for check in results], "notes": opened.notes}
+
+
+def rehearse(
+    name: str | Path,
+    options: FinetuneStage,
+    *,
+    teacher: str | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """What `finetune_folder` would do: modes, trained parameters, steps; time and memory from a step of each; nothing is written.
+
+    Args and errors: as for `finetune_folder`.
+    """
+    opened, taught = _opened(name, teacher, options, revision, offline, device)
+    reader = checkpoint.processor(opened.source)
+    prepared = prepare_training(opened.model, reader, options, None if taught is None else taught.model)
+    return {
+        "name": opened.source.name,
+        "examples": len(prepared.data.split.examples),
+        "held_out": len(prepared.data.held_out.examples),
+        "measure": prepared.measure.name,
+        "phases": [estimate(opened.model, phase, prepared, options) for phase in prepared.phases],
+    }
+
+
+def _opened(
+    name: str | Path, teacher: str | None, options: FinetuneStage, revision: str | None, offline: bool, device: str
+) -> tuple[Checkpoint, Checkpoint | None]:
+    clean_process.begin()
+    opened = checkpoint.load(name, revision=revision, offline=offline, device=device)
+    record = opened.source.raw.get("approx") or {}
+    if teacher is None:
+        if "distill" in (options.recover or []) and trainings(record):
+            raise ApproxError(
+                f"The weights of {name} were trained since they were converted, so with exact attention they are not the base. "
+                "Name it with --teacher.",
+            )
+        return opened, None
+    if "distill" not in (options.recover or []):
+        raise ApproxError("--teacher has an effect only with the mode 'distill'. Add it to --recover, or leave it out.")
+    taught = checkpoint.load(teacher, offline=offline, device=device)
+    if taught.source.converted or taught.source.stock_class is not opened.source.stock_class:
+        raise ApproxError(
+            f"The teacher {teacher} is a {type(taught.model).__name__}; it has to be an exact "
+            f"{opened.source.stock_class.__name__}, such as the checkpoint that {name} was converted from.",
+            Exit.UNSUPPORTED,
+        )
+    return opened, taught
+
+
+def _same_tokenizer(opened: Checkpoint, taught: Checkpoint, options: FinetuneStage) -> None:
+    own, other = checkpoint.processor(opened.source), checkpoint.processor(taught.source)
+    vocabularies = [getattr(each, "get_vocab", dict)() for each in (own, other)]
+    if vocabularies[0] != vocabularies[1]:
+        raise ApproxError(
+            f"The tokenizer of {opened.source.name} and that of the teacher {taught.source.name} differ, so the two read "
+            "different tokens. Take the checkpoint that was converted as the teacher."
+        )
+
+
+def _written(
+    opened: Checkpoint,
+    out: Path,
+    options: FinetuneStage,
+    done: Healing,
+    taught: Checkpoint | None,
+    *,
+    force: bool,
+    progress: Progress,
+) -> list[Check]:
+    model = opened.model.to("cpu")
+    state = dict(model.state_dict())
+    receipt: Receipt | None = None
+    results: list[Check] = []
+    written = {"comparing the weights": lambda folder: checks.weights(folder, state, "trained")}
+
+    def say(what: str) -> None:
+        progress(what, 0, 1)
+
+    if opened.source.converted:
+        receipt = read_receipt(opened.source.folder)
+        say("checking padding and causality")
+        results = [checks.padding(model), checks.causality(model)]
+        _remember(opened, options, done, taught)
+        if receipt is not None:
+            batch = calibration_batch(opened.source, model, calibration_length(model), None)
+            receipt.lost(layer_error.layer_damage(model, batch.inputs), batch.told)
+        written["reloading in a fresh process"] = lambda folder: checks.fresh_process(folder, model)
+    return export.write_checked(
+        out, opened, written, what=f"The training of {opened.source.name}", earlier=results, receipt=receipt, force=force,
+        progress=say,
+    )  # fmt: skip
+
+
+def _remember(opened: Checkpoint, options: FinetuneStage, done: Healing, taught: Checkpoint | None) -> None:
+    step = Training(
+        approx=__version__,
+        base=export.named_base(opened),
+        recover=done.recover,
+        task=options.task,
+        data_sha256=done.data_sha256,
+        examples=done.examples,
+        held_out=done.held_out,
+        steps=done.steps,
+        seconds=sum(phase.seconds for phase in done.phases),
+        seed=options.seed,
+        teacher=None if taught is None else export.named_base(taught),
+        measure=done.measure,
+        exact=done.exact,
+        before=done.before,
+        after=done.after,
+        # Paths say nothing elsewhere and may say too much.
+        options={name: value for name, value in done.options.items() if name not in ("data", "text")},
+    )
+    record = opened.model.config.approx
+    record["history"] = [*record.get("history", []), step.model_dump()]

@@ -1,0 +1,264 @@
+"""What training makes small: the error of attention, the distance from a teacher, the loss of a task."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from approx.conversion.calibration import evaluating, mechanisms
+from approx.finetuning.options import Distillation
+from approx.seam.observe import Call, observe
+from approx_kernels.ops.fastest.api import fastest_attention
+
+# No input is as long.
+_ALWAYS_EXACT = 2**62
+_TARGETS = ("labels", "start_positions", "end_positions")
+
+
+class Objective(Protocol):
+    """One loss.
+
+    Attributes:
+        labelled: Whether its batches carry targets.
+    """
+
+    labelled: bool
+
+    def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """The loss of a batch, a scalar.
+
+        Args:
+            model: What is called: the model, or what wraps it for several processes.
+            inner: The transformers model inside.
+            inputs: A batch, on the model's device.
+        """
+        ...
+
+
+class Supervised:
+    """The loss that transformers' model computes from its targets: of a task, or of language modelling."""
+
+    labelled = True
+
+    def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """See `Objective`."""
+        return model(**inputs).loss
+
+
+class Transfer:
+    """Attention transfer: each mechanism against exact attention on the same queries, keys and values.
+
+    The model runs exact attention meanwhile, so that each layer learns by itself, from what the base would feed it; with
+    `joint` it runs its mechanisms, and a layer learns on what the layers before it make. Nothing but the mechanisms is
+    trained, so no second model is needed, and no activation of the model is kept for the backward pass.
+
+    Source: Zhang et al. 2024, LoLCATs, arXiv 2410.10254; departs from it in the loss, which is relative to the size of the
+    target.
+
+    Args:
+        joint: Whether the mechanisms feed the next layers.
+        match: `outputs` compares [B, H, L, E], `weights` the dense attention weights by their divergence.
+        projections: Names of the parameters of projections that are trained too; the targets are then those of the weights
+            that training began with, and the mechanisms feed the next layers.
+        model: The model, for these weights.
+    """
+
+    labelled = False
+
+    def __init__(self, model: Any, *, joint: bool, match: str, projections: Sequence[str] = ()) -> None:
+        self._joint, self._match = joint or bool(projections), match
+        parameters = dict(model.named_parameters())
+        self._first = {name: parameters[name].detach().clone() for name in projections}
+
+    def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """See `Objective`: the mean over layers, of the relative squared error or of the divergence in nats."""
+        terms: list[Tensor] = []
+        inputs = _without_targets(inputs)
+        with evaluating(inner):
+            targets = self._targets(inner, inputs) if self._first else {}
+
+            def compare(call: Call) -> None:
+                if call.mechanism is None:
+                    return
+                target = targets.get(call.path)
+                parts = call.members() if target is None else [call]
+                terms.extend(term for part in parts if (term := self._term(part, target)) is not None)
+
+            with nullcontext() if self._joint else exactly(inner), observe(inner, compare):
+                model(**inputs)
+        return torch.stack(terms).mean()
+
+    def _targets(self, inner: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Exact outputs with the weights that training began with, by path."""
+        outputs: dict[str, Tensor] = {}
+
+        def keep(call: Call) -> None:
+            outputs[call.path] = call.output
+
+        with torch.no_grad(), exactly(inner), observe(inner, keep):
+            functional_call(inner, {name: x.to(inner.device) for name, x in self._first.items()}, kwargs=inputs)
+        return outputs
+
+    def _term(self, call: Call, target: Tensor | None) -> Tensor | None:
+        mechanism = call.mechanism
+        assert mechanism is not None
+        if target is None and not any(parameter.requires_grad for parameter in mechanism.parameters()):
+            return None
+        real = _real(call)
+        if target is not None:
+            return relative_error(call.output, target, real)
+        q, k, v = (call.q, call.k, call.v) if self._joint else (call.q.detach(), call.k.detach(), call.v.detach())
+        tokens = {} if call.tokens is None else {"tokens": call.tokens}
+        if self._match == "weights":
+            return _divergence(mechanism.weights(q, k, call.mask, **tokens), _weights(call), real)
+        with torch.no_grad():
+            exact = fastest_attention(call.q, call.k, call.v, call.mask, causal=mechanism.causal, scale=mechanism.scale)
+        mine = call.output if self._joint else mechanism(q, k, v, call.mask, **tokens)
+        return relative_error(mine, exact, real)
+
+
+class Distill:
+    """Distance from a teacher: outputs under a temperature, hidden states and attention outputs of each layer, and labels.
+
+    Source: Hinton et al. 2015, arXiv 1503.02531, for the outputs; layers as in Jiao et al. 2020, TinyBERT, arXiv 1909.10351,
+    with errors relative to the size of the teacher's activations.
+
+    Args:
+        teacher: The exact model; it is frozen.
+        weights: Of the parts.
+    """
+
+    def __init__(self, teacher: Any, weights: Distillation) -> None:
+        self._teacher, self._weights = teacher.eval().requires_grad_(False), weights
+        self.labelled = weights.labels > 0
+
+    def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """See `Objective`."""
+        own, weights = _without_targets(inputs), self._weights
+        with torch.no_grad():
+            due, due_attention = self._run(self._teacher, self._teacher, own)
+        said, attention = self._run(model, inner, inputs if self.labelled else own)
+        mask = own.get("attention_mask")
+        terms = []
+        if weights.logits:
+            pairs = [(said[name], due[name]) for name in due if name.endswith("logits")]
+            terms += [
+                weights.logits * _distance(one, other, mask, weights.temperature) / len(pairs) for one, other in pairs
+            ]
+        if weights.hidden:
+            layers = list(zip(said.hidden_states[1:], due.hidden_states[1:], strict=True))
+            terms += [
+                weights.hidden * relative_error(one, other, _fitting(mask, one)) / len(layers) for one, other in layers
+            ]
+        if weights.attention:
+            terms += [
+                weights.attention * relative_error(attention[p], due_attention[p]) / len(attention) for p in attention
+            ]
+        if self.labelled:
+            terms.append(weights.labels * said.loss)
+        return torch.stack(terms).sum()
+
+    def _run(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+        attention: dict[str, Tensor] = {}
+
+        def keep(call: Call) -> None:
+            attention[call.path] = call.output
+
+        more = {"output_hidden_states": True} if self._weights.hidden else {}
+        with observe(inner, keep) if self._weights.attention else nullcontext():
+            return model(**inputs, **more), attention
+
+
+def teacher_of(model: Any, revert: Any) -> Any:
+    """The exact model of the same weights: a copy whose config is its own, since the dispatch of attention stands in it."""
+    teacher = copy.deepcopy(model)
+    revert(teacher)
+    return teacher
+
+
+@contextmanager
+def exactly(model: Any) -> Iterator[None]:
+    """Exact attention in every layer, as long as the context lasts."""
+    limits = {mechanism: mechanism.exact_below for mechanism in mechanisms(model)}
+    for mechanism in limits:
+        mechanism.exact_below = _ALWAYS_EXACT
+    try:
+        yield
+    finally:
+        for mechanism, limit in limits.items():
+            mechanism.exact_below = limit
+
+
+def relative_error(given: Tensor, due: Tensor, real: Tensor | None = None) -> Tensor:
+    """Squared error over the squared size of what is due, a scalar.
+
+    Args:
+        given: Any shape.
+        due: The same.
+        real: What counts, 1 or 0, in a shape that broadcasts; all without it.
+    """
+    apart, size = (given.float() - due.float()).square(), due.float().square()
+    if real is not None:
+        apart, size = apart * real, size * real
+    return apart.sum() / size.sum().clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _without_targets(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x for name, x in inputs.items() if name not in _TARGETS}
+
+
+def _real(call: Call) -> Tensor | None:
+    """Real queries, [B, 1, L, 1]."""
+    if call.mask is None or call.mask.dim() != 2 or call.mask.shape[1] != call.q.shape[2]:
+        return None
+    return call.mask[:, None, :, None].float()
+
+
+def _weights(call: Call) -> Tensor:
+    """Exact attention weights, [B, H, L, S]."""
+    mechanism = call.mechanism
+    assert mechanism is not None
+    with torch.no_grad():
+        k = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
+        scores = call.q.float() @ k.float().transpose(2, 3) * mechanism.scale
+        if mechanism.causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(
+                k.shape[2] - call.q.shape[2]
+            )
+            scores = scores.masked_fill(~seen, float("-inf"))
+        if call.mask is not None:
+            scores = scores.masked_fill(~call.mask[:, None, None], float("-inf"))
+        return scores.softmax(-1).nan_to_num(0.0)
+
+
+def _divergence(given: Tensor, due: Tensor, real: Tensor | None) -> Tensor:
+    """Divergence of weights [B, H, L, S] from those that are due, in nats: the mean over real queries."""
+    tiny = 1e-6
+    apart = (due * (due.clamp(min=tiny).log() - given.float().clamp(min=tiny).log())).sum(-1, keepdim=True)
+    if real is None:
+        return apart.mean()
+    return (apart * real).sum() / (real.sum() * apart.shape[1]).clamp(min=1)
+
+
+def _distance(given: Tensor, due: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
+    """Distance of outputs: divergence over the last dimension, squared error where that is a single number."""
+    if due.shape[-1] == 1:
+        return F.mse_loss(given.float(), due.float())
+    log_given, log_due = (F.log_softmax(x.float() / temperature, -1) for x in (given, due))
+    apart = (log_due.exp() * (log_due - log_given)).sum(-1) * temperature**2
+    # Outputs [B, L, V] have padding; outputs [B, C] or [B, L], such as where an answer begins, have none that counts.
+    if apart.dim() == 2 and mask is not None and mask.shape == apart.shape:
+        return (apart * mask).sum() / mask.sum().clamp(min=1)
+    return apart.mean()
+
+
+def _fitting(mask: Tensor | None, hidden: Tensor) -> Tensor | None:
+    """A mask that broadcasts over hidden states [B, L, D]; None where they have other places, as speech has."""
+    if mask is None or mask.shape != hidden.shape[:2]:
+        return None
+    return mask[:, :, None].float()

@@ -1,0 +1,416 @@
+"""One mode of training: transformers' Trainer with the losses, the validation and the order of examples of this room."""
+
+import json
+import math
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import SequentialSampler
+from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ProgressCallback
+
+from approx.errors import ApproxError, Exit
+from approx.finetuning.data import Schedule, TrainingData
+from approx.finetuning.objectives import Objective
+from approx_kernels.runtime.atomic_file import write_whole
+
+Progress = Callable[[str, int, int], None]
+_COMPLETE = "complete.json"
+# Of the steps, until the learning rate is at its highest.
+_WARM_UP = 0.06
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One mode with all that was decided about it.
+
+    Attributes:
+        mode: Its name.
+        objective: What it makes small.
+        trained: Names of the parameters that it trains.
+        steps: How many at most.
+        batch_size: Inputs of a step, over all processes.
+        accumulate: Forward passes of a step.
+        learning_rate: The highest.
+        own_learning_rate: The highest of the parameters of mechanisms.
+        seconds: How long at most; None without a limit.
+        evaluate_every: Steps between two validations.
+        patience: Validations without progress after which it ends.
+        penalty: Weight of what mechanisms want to be small.
+        recompute: Whether layers are computed again in the backward pass.
+        bfloat16: Whether the forward pass runs under autocast.
+        report_to: Where the Trainer reports to besides.
+        seed: Of the order and of dropout.
+    """
+
+    mode: str
+    objective: Objective
+    trained: list[str]
+    steps: int
+    batch_size: int
+    accumulate: int
+    learning_rate: float
+    own_learning_rate: float
+    seconds: float | None
+    evaluate_every: int
+    patience: int | None
+    penalty: float
+    recompute: bool
+    bfloat16: bool
+    report_to: str | None
+    seed: int
+
+
+@dataclass
+class Measure:
+    """What chooses the best step.
+
+    Attributes:
+        name: Of a metric, or `loss`.
+        lower_is_better: Whether smaller is better.
+        value: Computes it, on the held-out examples.
+        enough: With a value this good training ends; None without a budget.
+    """
+
+    name: str
+    lower_is_better: bool
+    value: Callable[[], float]
+    enough: float | None = None
+
+    def suffices(self, value: float) -> bool:
+        """Whether a value is within the budget."""
+        if self.enough is None:
+            return False
+        return value <= self.enough if self.lower_is_better else value >= self.enough
+
+
+@dataclass
+class Outcome:
+    """What one mode did.
+
+    Attributes:
+        mode: Its name.
+        steps: How many were made.
+        best_step: The one whose weights were kept.
+        parameters: How many numbers were trained.
+        tokens: Tokens that were read.
+        seconds: That it took, earlier attempts included.
+        measure: What chose the best step.
+        curve: Step, loss, learning rate and, where it was validated, the value of the measure.
+        ended: Why: `steps`, `time`, `patience` or `budget`.
+    """
+
+    mode: str
+    steps: int
+    best_step: int
+    parameters: int
+    tokens: int
+    seconds: float
+    measure: str
+    curve: list[dict[str, float]] = field(default_factory=list)
+    ended: str = "steps"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training was interrupted after a step whose state is kept."""
+
+
+def train(
+    model: Any, phase: Phase, data: TrainingData, measure: Measure, folder: Path, *, resume: bool, progress: Progress
+) -> Outcome:
+    """Train a model in place; at the end it has the weights of the best step.
+
+    Args:
+        model: The model, on any device; it goes where the Trainer trains.
+        phase: What to do.
+        data: The inputs.
+        measure: Chooses the best step.
+        folder: For checkpoints; those of this mode alone.
+        resume: Whether to go on from the last complete checkpoint in it, if there is one.
+        progress: Called with what happens, steps done and steps in all.
+
+    Raises:
+        ApproxError: if the loss is not finite, the processes cannot share a batch, or the disk does not take a checkpoint.
+        Interrupted: after Ctrl-C or SIGTERM; a checkpoint of the last step is in the folder.
+    """
+    trainer = _Trainer(model, phase, data, measure, folder, progress)
+    last = last_complete(folder) if resume else None
+    for stale in folder.glob("checkpoint-*") if trainer.args.should_save else ():
+        if last is None or not (stale / _COMPLETE).is_file():
+            shutil.rmtree(stale)
+    try:
+        with _signals(trainer.watch):
+            trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    except OSError as error:
+        kept = last_complete(folder)
+        state = f"; the state after step {_step(kept)} is kept" if kept else ""
+        raise ApproxError(
+            f"A checkpoint could not be written to {folder}: {error.strerror or error}{state}. Free space, then continue with "
+            "--resume.",
+            Exit.UNAVAILABLE,
+        ) from None
+    finally:
+        if phase.recompute:
+            model.gradient_checkpointing_disable()
+    if trainer.watch.stopped:
+        raise Interrupted
+    return trainer.outcome()
+
+
+def last_complete(folder: Path) -> Path | None:
+    """The checkpoint of the latest step that was written to its end."""
+    whole = [path for path in folder.glob("checkpoint-*") if (path / _COMPLETE).is_file()]
+    return max(whole, key=_step, default=None)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+class _Trainer(Trainer):
+    def __init__(
+        self, model: Any, phase: Phase, data: TrainingData, measure: Measure, folder: Path, progress: Progress
+    ) -> None:
+        self.phase, self.data, self.measure = phase, data, measure
+        self.watch = _Watch(self, progress)
+        chosen = set(phase.trained)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in chosen)
+        if phase.recompute:
+            # What observes attention needs the variant that runs a layer again as it was.
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        arguments = _arguments(model, phase, measure, folder)
+        schedule = Schedule(data, phase.batch_size, phase.steps, phase.seed)
+        super().__init__(
+            model=model, args=arguments, train_dataset=schedule, eval_dataset=schedule, data_collator=self._collated,
+            callbacks=[self.watch, *([EarlyStoppingCallback(phase.patience)] if phase.patience else [])],
+        )  # fmt: skip
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
+        # Losses are means over a batch, and every batch has as many inputs (transformers#47688).
+        self.model_accepts_loss_kwargs = False
+
+    def _collated(self, places: list[tuple[int, int]]) -> dict[str, Tensor]:
+        return self.data.batch([row for row, _ in places], places[0][1])
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        # The schedule is the order.
+        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inner = self.accelerator.unwrap_model(model)
+        loss = self.phase.objective.loss(model, inner, inputs)
+        if self.phase.penalty:
+            loss = loss + self.phase.penalty * inner.attention_penalty().to(loss.device)
+        if not torch.isfinite(loss):
+            kept = last_complete(Path(str(self.args.output_dir)))
+            state = "nothing was kept yet" if kept is None else f"the state after step {_step(kept)} is kept in {kept}"
+            raise ApproxError(
+                f"The loss of '{self.phase.mode}' is {float(loss)} at step {self.state.global_step + 1}; {state}. Lower "
+                "--learning-rate, or look for damaged examples.",
+                Exit.VERIFICATION,
+            )
+        self.watch.count(inputs)
+        return loss
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """AdamW; the parameters of mechanisms have a rate of their own, and only matrices of the base decay."""
+        groups: dict[tuple[float, float], list[Tensor]] = {}
+        for name, parameter in (self.model if model is None else model).named_parameters():
+            if parameter.requires_grad:
+                own = ".mechanism." in name
+                rate = self.phase.own_learning_rate if own else self.phase.learning_rate
+                groups.setdefault((rate, 0.0 if own or parameter.dim() < 2 else 0.01), []).append(parameter)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": part, "lr": rate, "weight_decay": decay} for (rate, decay), part in groups.items()]
+        )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Linear warm-up, then a cosine to 0 at the last step, or at the end of the time where that comes first."""
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, self._rate)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _rate(self, step: int) -> float:
+        done = max(step / self.phase.steps, self.watch.share_of_time())
+        warm = min(1.0, (step + 1) / max(1.0, _WARM_UP * self.phase.steps))
+        return warm * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The measure, in place of a loss over the evaluation dataset."""
+        value = self.measure.value()
+        self.log({f"eval_{self.measure.name}": value})
+        metrics = {f"eval_{self.measure.name}": value}
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            # Written last: what a killed run left of a checkpoint lacks it.
+            write_whole(folder / _COMPLETE, json.dumps(self.watch.kept()))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        if checkpoint is not None:
+            self.watch.take(json.loads((Path(checkpoint) / _COMPLETE).read_text(encoding="utf-8")))
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def outcome(self) -> Outcome:
+        history = self.state.log_history
+        curve: dict[int, dict[str, float]] = {}
+        for entry in history:
+            named = {"loss": "loss", "learning_rate": "learning_rate", f"eval_{self.measure.name}": "validation"}
+            kept = {ours: float(entry[theirs]) for theirs, ours in named.items() if theirs in entry}
+            if kept:
+                curve.setdefault(entry["step"], {"step": entry["step"]}).update(kept)
+        best = self.state.best_global_step or self.state.global_step
+        parameters = sum(p.numel() for name, p in self.model.named_parameters() if name in set(self.phase.trained))
+        return Outcome(
+            self.phase.mode, self.state.global_step, best, parameters, self.watch.tokens, round(self.watch.seconds(), 1),
+            self.measure.name, list(curve.values()), self.watch.ended,
+        )  # fmt: skip
+
+
+class _Watch(TrainerCallback):
+    """Watches the steps: time, tokens, random features, what is said meanwhile, and reasons to stop."""
+
+    def __init__(self, trainer: _Trainer, progress: Progress) -> None:
+        self._trainer, self._progress = trainer, progress
+        self._began, self._before, self.tokens = time.monotonic(), 0.0, 0
+        self.stopped, self.ended = False, "steps"
+        self._loss = self._validation = float("nan")
+
+    def seconds(self) -> float:
+        """That training took so far, earlier attempts included."""
+        return self._before + time.monotonic() - self._began
+
+    def share_of_time(self) -> float:
+        """Of the time budget; 0 without one."""
+        limit = self._trainer.phase.seconds
+        return 0.0 if limit is None else self.seconds() / limit
+
+    def count(self, inputs: dict[str, Tensor]) -> None:
+        """Count the tokens of a batch."""
+        main = next((x for name, x in inputs.items() if name.startswith("input_")), None)
+        mask = inputs.get("attention_mask")
+        counted = mask.sum().item() if mask is not None else 0 if main is None else main.shape[:2].numel()
+        self.tokens += int(counted) * self._trainer.args.world_size
+
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"seconds": self.seconds(), "tokens": self.tokens}
+
+    def take(self, kept: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._before, self.tokens, self._began = kept["seconds"], kept["tokens"], time.monotonic()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Remember the loss for the progress line."""
+        self._loss = (logs or {}).get("loss", self._loss)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Draw features again, say how far it is, and stop where there is a reason."""
+        inner = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        if hasattr(inner, "step_attention"):
+            inner.step_attention(state.global_step)
+        late = self.share_of_time() >= 1.0
+        if self._agreed(late or self.stopped):
+            control.should_training_stop = control.should_save = True
+            if late and not self.stopped:
+                self.ended = "time"
+                control.should_evaluate = True
+        self._say(state)
+        return control
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> Any:
+        """Stop where the budget is met."""
+        self._validation = float((metrics or {}).get(f"eval_{self._trainer.measure.name}", float("nan")))
+        if self._trainer.measure.suffices(self._validation):
+            self.ended = "budget"
+            control.should_training_stop = control.should_save = True
+        return control
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say why it ended."""
+        if self.ended == "steps" and state.global_step < state.max_steps:
+            self.ended = "patience"
+
+    def _agreed(self, stop: bool) -> bool:
+        """Whether any process wants to stop."""
+        if self._trainer.args.world_size == 1:
+            return stop
+        return bool(self._trainer.accelerator.reduce(torch.tensor(float(stop), device=self._trainer.args.device)) > 0)
+
+    def _say(self, state: Any) -> None:
+        phase = self._trainer.phase
+        rate = self._trainer._get_learning_rate()
+        share = max(state.global_step / phase.steps, self.share_of_time(), 1e-9)
+        left = self.seconds() * (1 - share) / share
+        figures = {"loss": f"{self._loss:.4g}", f"held-out {self._trainer.measure.name}": f"{self._validation:.4g}"}
+        told = [f"{name} {value}" for name, value in figures.items() if value != "nan"]
+        told += [f"rate {rate:.1e}", f"{self.tokens / self.seconds():,.0f} tokens/s", f"{_told(left)} left"]
+        self._progress(" | ".join([phase.mode, *told]), state.global_step, phase.steps)
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _arguments(model: Any, phase: Phase, measure: Measure, folder: Path) -> TrainingArguments:
+    cuda = model.device.type == "cuda"
+    made = TrainingArguments(
+        output_dir=str(folder), max_steps=phase.steps, gradient_accumulation_steps=phase.accumulate,
+        seed=phase.seed, data_seed=phase.seed, use_cpu=not cuda, bf16=phase.bfloat16, max_grad_norm=1.0,
+        logging_steps=max(1, phase.steps // 100), logging_nan_inf_filter=False, eval_strategy="steps",
+        eval_steps=phase.evaluate_every, save_strategy="steps", save_steps=phase.evaluate_every, save_total_limit=2,
+        load_best_model_at_end=True, metric_for_best_model=f"eval_{measure.name}",
+        greater_is_better=not measure.lower_is_better, disable_tqdm=True, log_level="error", log_level_replica="error",
+        report_to=phase.report_to or "none", remove_unused_columns=False, dataloader_pin_memory=cuda,
+        label_names=["labels", "start_positions", "end_positions"], ddp_find_unused_parameters=phase.mode != "transfer",
+    )  # fmt: skip
+    shares = made.world_size * phase.accumulate
+    if phase.batch_size % shares:
+        raise ApproxError(
+            f"A step has {phase.batch_size} inputs, which {made.world_size} processes with {phase.accumulate} forward passes each "
+            f"cannot share evenly. Give a --batch-size that is a multiple of {shares}."
+        )
+    made.per_device_train_batch_size = phase.batch_size // shares
+    return made
+
+
+@contextmanager
+def _signals(watch: _Watch) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end training after the step that runs; a second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if watch.stopped:
+            raise KeyboardInterrupt
+        watch.stopped = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            with suppress(TypeError):
+                signal.signal(number, handler)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from approx.checkpoints import checkpoint
-from approx.checkpoints.history import trainings
 from approx.checkpoints.atomic_folder import refuse_existing, refuse_losing, refuse_unwritable
+from approx.checkpoints.history import trainings
 from approx.conversion import calibration, checks, clean_process, export, layer_error, surgery
 from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch, calibration_length
 from approx.conversion.separator import of_checkpoint, with_separator

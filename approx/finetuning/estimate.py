@@ -7,9 +7,9 @@ import torch
 
 from approx.evaluation.memory import peak_mb
 from approx.finetuning import data, parameters
-from approx.finetuning.finetune import Preparation
 from approx.finetuning.options import FinetuneStage
-from approx.finetuning.trainer import Phase
+from approx.finetuning.phase import Phase
+from approx.finetuning.preparation import Preparation
 
 # Weight, gradient and AdamW's two averages, in float32.
 _BYTES_OF_TRAINED = 16

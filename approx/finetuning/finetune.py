@@ -1,42 +1,24 @@
 """Train a loaded model, mode after mode, and say what its score was before and after."""
 
 import json
-import math
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from approx.checkpoints import families
-from approx.conversion import surgery
-from approx.conversion.calibration import mechanisms
 from approx.errors import ApproxError, Exit
 from approx.evaluation import distributed
-from approx.evaluation.evaluate import Subject, predict, prepare
 from approx.finetuning import data, parameters
-from approx.finetuning.objectives import Distill, Objective, Supervised, Transfer, exactly
+from approx.finetuning.objectives import exactly
 from approx.finetuning.options import FinetuneStage, allowed_loss
-from approx.finetuning.trainer import Measure, Outcome, Phase, Progress, train
+from approx.finetuning.phase import Measure, Outcome, Phase, Progress
+from approx.finetuning.preparation import Preparation, measure_of, prepare_training
+from approx.finetuning.trainer import train
 from approx.tasks.metrics import METRICS
 from approx_kernels.runtime.atomic_file import write_whole
-
-# Inputs of a step, learning rate, and the share of a time budget, by mode.
-_DEFAULTS = {
-    "transfer": (16, 1e-2, 1.0),
-    "distill": (32, 1e-4, 3.0),
-    "task": (32, 5e-5, 3.0),
-    "clm": (16, 2e-4, 3.0),
-    "mlm": (16, 1e-4, 3.0),
-}
-# Adapters learn well at rates that would destroy whole matrices, and parameters of mechanisms do too.
-_ADAPTERS_FASTER = _OWN_FASTER = 10.0
-_FEWEST_STEPS, _MOST_STEPS, _VALIDATIONS = 200, 2000, 10
-# Spans are counted in tokens: the weight at which a span of a thousand tokens in each of a hundred heads costs a tenth of a nat.
-_SPAN_PENALTY = 1e-6
 
 
 @dataclass
@@ -75,57 +57,6 @@ class Healing:
     def to_data(self) -> dict[str, Any]:
         """As plain data."""
         return asdict(self)
-
-
-@dataclass
-class Preparation:
-    """Everything that is decided before the first step.
-
-    Attributes:
-        data: The examples.
-        phases: The modes, without `lora`.
-        adapted: Modes that train adapters.
-        measure: Of the held-out examples.
-    """
-
-    data: data.TrainingData
-    phases: list[Phase]
-    adapted: set[str]
-    measure: Measure
-
-
-def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher: Any = None) -> Preparation:
-    """Read the data and decide what each mode does; nothing is trained.
-
-    Args:
-        model: A transformers model, converted or not.
-        processor: Its tokenizer or feature extractor.
-        options: What was asked for.
-        teacher: The exact model for `distill`; without it a copy of the model with exact attention.
-
-    Raises:
-        ApproxError: if a mode cannot be used, or the data do not fit.
-    """
-    text = options.text is not None
-    causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    modes: list[str] = list(options.recover or parameters.default_modes(model, text=text, causal=causal))
-    parameters.check_modes(modes, model, text=text, projections=options.projections)
-    language = next((mode for mode in modes if mode in ("clm", "mlm")), None)
-    supervised = {"task", "clm", "mlm"} & set(modes) or ("distill" in modes and options.distill.labels > 0)
-    read = data.read(options, model, processor, labelled=bool(supervised), language=language)
-    sample = data.tensors_to(model.device, read.batch([0], 0), model.dtype)
-    measure = _measure(model, read, options, labelled=bool(supervised))
-    phases: list[Phase] = []
-    adapted: set[str] = set()
-    chosen = [mode for mode in modes if mode != "lora"]
-    shares = {mode: _DEFAULTS[mode][2] for mode in chosen}
-    for mode in chosen:
-        if "lora" in modes[: modes.index(mode)]:
-            adapted.add(mode)
-        phases.append(
-            _phase(model, mode, options, read, sample, teacher, shares[mode] / sum(shares.values()), mode in adapted)
-        )
-    return Preparation(read, phases, adapted, measure)
 
 
 def finetune(
@@ -206,7 +137,7 @@ def _carried_out(
         model.config.layerdrop = 0.0
     try:
         outcome = train(
-            model, phase, prepared.data, _measure_of(phase, prepared, model), place, resume=resume, progress=progress
+            model, phase, prepared.data, measure_of(phase, prepared, model), place, resume=resume, progress=progress
         )
     finally:
         if dropped:
@@ -217,117 +148,6 @@ def _carried_out(
         parameter.requires_grad_(before.get(name, True))
     _finish(place, model, outcome)
     return outcome
-
-
-def _phase(
-    model: Any, mode: str, options: FinetuneStage, read: data.TrainingData, sample: dict[str, Any], teacher: Any,
-    share: float, adapted: bool,
-) -> Phase:  # fmt: skip
-    batch_size, rate, _ = _DEFAULTS[mode]
-    batch_size = options.batch_size or batch_size
-    rate = options.learning_rate or rate * (_ADAPTERS_FASTER if adapted else 1.0)
-    own_rate = rate if mode == "transfer" or options.learning_rate else rate * _OWN_FASTER
-    one_pass = data.steps_of_pass(len(read.rows), batch_size)
-    if options.steps is not None:
-        steps = options.steps
-    elif options.epochs is not None:
-        steps = max(1, round(options.epochs * one_pass))
-    else:
-        # Enough to learn from few examples, and no more of many than a first try should take.
-        steps = min(max(one_pass, _FEWEST_STEPS), _MOST_STEPS)
-    objective: Objective
-    if mode == "transfer":
-        projections = _projections(model, sample) if options.projections else []
-        own = parameters.own_parameters(model)
-        objective = Transfer(model, joint=options.joint, match=options.match, projections=projections)
-        trained = [*own, *projections]
-        # Projections were trained for long; the parameters of mechanisms are new.
-        own_rate, rate = rate, rate / 100
-    else:
-        if mode == "distill":
-            objective = Distill(teacher or _teacher(model), options.distill)
-        else:
-            objective = Supervised()
-        trained = (
-            parameters.own_parameters(model) if adapted else parameters.chosen_parameters(model, options.train, sample)
-        )
-        if adapted and mode == "task" and model.base_model is not model:
-            trained += parameters.head_parameters(model)
-    spans = families.is_converted(model) and any(each.penalty() is not None for each in mechanisms(model))
-    penalty = options.penalty if options.penalty is not None else _SPAN_PENALTY if spans else 0.0
-    if penalty and not families.is_converted(model):
-        raise ApproxError("--penalty weighs the spans of a converted model, and this one is exact. Leave it out.")
-    return Phase(
-        mode=mode, objective=objective, trained=trained, steps=steps, batch_size=batch_size, accumulate=options.accumulate,
-        learning_rate=rate, own_learning_rate=own_rate,
-        seconds=None if options.seconds is None else options.seconds * share,
-        evaluate_every=options.evaluate_every or max(1, math.ceil(steps / _VALIDATIONS)), patience=options.patience,
-        penalty=penalty, recompute=options.recompute, bfloat16=options.bfloat16, report_to=options.report_to,
-        seed=options.seed,
-    )  # fmt: skip
-
-
-def _teacher(model: Any) -> Any:
-    from approx.finetuning.objectives import teacher_of
-
-    return teacher_of(model, surgery.revert)
-
-
-def _projections(model: Any, sample: dict[str, Any]) -> list[str]:
-    layers = tuple(f"{layer}." for layer in parameters.attention_layers(model, sample)["before"])
-    return [name for name, _ in model.named_parameters() if name.startswith(layers)]
-
-
-def _measure(model: Any, read: data.TrainingData, options: FinetuneStage, *, labelled: bool) -> Measure:
-    """The task's first metric on the held-out examples; without targets each mode has its loss."""
-    if not labelled:
-        return Measure("loss", True, lambda: float("nan"))
-    name = read.task.metrics[0]
-    subject = Subject("the model", model, read.processor)
-    prepared = prepare([subject], read.task, read.held_out, batch_size=None, max_length=read.limit, truncate=True)
-    labels = [example.label for example in read.held_out.examples]
-
-    def value() -> float:
-        said = predict(subject, read.task, prepared, device=model.device, halve=True)
-        return read.task.score(said, labels, [name])[name]
-
-    return Measure(name, METRICS[name].lower_is_better, value)
-
-
-def _measure_of(phase: Phase, prepared: Preparation, model: Any) -> Measure:
-    """What chooses the best step of a mode: its own loss where it fits something else than the task's targets."""
-    if prepared.measure.name != "loss" and phase.mode != "transfer":
-        return prepared.measure
-    return Measure("loss", True, _held_out_loss(phase, prepared.data, model))
-
-
-def _held_out_loss(phase: Phase, read: data.TrainingData, model: Any) -> Callable[[], float]:
-    held = replace(read, split=read.held_out, rows=[], encodings=[])
-    for number, example in enumerate(read.held_out.examples):
-        for window, encoding in enumerate(read.task.encode(example, read.processor, read.limit)):
-            if read.task.tokens(encoding):
-                held.rows.append((number, window))
-                held.encodings.append(encoding)
-
-    def value() -> float:
-        training = model.training
-        model.eval()
-        terms, counts = [], []
-        rank, world = distributed.place()
-        batches = [
-            list(range(start, min(start + phase.batch_size, len(held.rows))))
-            for start in range(0, len(held.rows), phase.batch_size)
-        ]
-        with torch.no_grad():
-            for rows in batches[rank::world]:
-                inputs = data.tensors_to(model.device, held.batch(rows, 0), model.dtype)
-                terms.append(float(phase.objective.loss(model, model, inputs)) * len(rows))
-                counts.append(len(rows))
-        model.train(training)
-        both = distributed.gather((sum(terms), sum(counts)))
-        return sum(part for part, _ in both) / max(sum(count for _, count in both), 1)
-
-    return value
 
 
 def _before(model: Any, measure: Measure) -> tuple[float | None, float]:

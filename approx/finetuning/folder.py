@@ -14,9 +14,10 @@ from approx.conversion.calibration_inputs import calibration_batch, calibration_
 from approx.errors import ApproxError, Exit
 from approx.evaluation import distributed
 from approx.finetuning.estimate import estimate
-from approx.finetuning.finetune import Healing, finetune, prepare_training
+from approx.finetuning.finetune import Healing, finetune
 from approx.finetuning.options import FinetuneStage
-from approx.finetuning.trainer import Progress
+from approx.finetuning.phase import Progress
+from approx.finetuning.preparation import prepare_training
 from approx.version import __version__
 
 # Examples that show whether two tokenizers are the same.

@@ -150,7 +150,7 @@ def add_adapters(model: Any, options: Lora, inputs: dict[str, Tensor], seed: int
         )
     config = LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank, and a float does
         lora_dropout=options.dropout,
         target_modules=targets,  # type: ignore[arg-type]  # peft takes a float
     )

@@ -3,124 +3,25 @@
 import json
 import math
 import shutil
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import SequentialSampler
-from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
 from approx.errors import ApproxError, Exit
 from approx.finetuning.data import Schedule, TrainingData
-from approx.finetuning.objectives import Objective
+from approx.finetuning.phase import Measure, Outcome, Phase, Progress
+from approx.finetuning.watch import Watch, signals
 from approx_kernels.runtime.atomic_file import write_whole
 
-Progress = Callable[[str, int, int], None]
 _COMPLETE = "complete.json"
 # Of the steps, until the learning rate is at its highest.
 _WARM_UP = 0.06
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One mode with all that was decided about it.
-
-    Attributes:
-        mode: Its name.
-        objective: What it makes small.
-        trained: Names of the parameters that it trains.
-        steps: How many at most.
-        batch_size: Inputs of a step, over all processes.
-        accumulate: Forward passes of a step.
-        learning_rate: The highest.
-        own_learning_rate: The highest of the parameters of mechanisms.
-        seconds: How long at most; None without a limit.
-        evaluate_every: Steps between two validations.
-        patience: Validations without progress after which it ends.
-        penalty: Weight of what mechanisms want to be small.
-        recompute: Whether layers are computed again in the backward pass.
-        bfloat16: Whether the forward pass runs under autocast.
-        report_to: Where the Trainer reports to besides.
-        seed: Of the order and of dropout.
-    """
-
-    mode: str
-    objective: Objective
-    trained: list[str]
-    steps: int
-    batch_size: int
-    accumulate: int
-    learning_rate: float
-    own_learning_rate: float
-    seconds: float | None
-    evaluate_every: int
-    patience: int | None
-    penalty: float
-    recompute: bool
-    bfloat16: bool
-    report_to: str | None
-    seed: int
-
-
-@dataclass
-class Measure:
-    """What chooses the best step.
-
-    Attributes:
-        name: Of a metric, or `loss`.
-        lower_is_better: Whether smaller is better.
-        value: Computes it, on the held-out examples.
-        enough: With a value this good training ends; None without a budget.
-    """
-
-    name: str
-    lower_is_better: bool
-    value: Callable[[], float]
-    enough: float | None = None
-
-    def suffices(self, value: float) -> bool:
-        """Whether a value is within the budget."""
-        if self.enough is None:
-            return False
-        return value <= self.enough if self.lower_is_better else value >= self.enough
-
-
-@dataclass
-class Outcome:
-    """What one mode did.
-
-    Attributes:
-        mode: Its name.
-        steps: How many were made.
-        best_step: The one whose weights were kept.
-        parameters: How many numbers were trained.
-        tokens: Tokens that were read.
-        seconds: That it took, earlier attempts included.
-        measure: What chose the best step.
-        curve: Step, loss, learning rate and, where it was validated, the value of the measure.
-        ended: Why: `steps`, `time`, `patience` or `budget`.
-    """
-
-    mode: str
-    steps: int
-    best_step: int
-    parameters: int
-    tokens: int
-    seconds: float
-    measure: str
-    curve: list[dict[str, float]] = field(default_factory=list)
-    ended: str = "steps"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -151,7 +52,7 @@ def train(
         if last is None or not (stale / _COMPLETE).is_file():
             shutil.rmtree(stale)
     try:
-        with _signals(trainer.watch):
+        with signals(trainer.watch):
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
     except OSError as error:
         kept = last_complete(folder)
@@ -184,7 +85,8 @@ class _Trainer(Trainer):
         self, model: Any, phase: Phase, data: TrainingData, measure: Measure, folder: Path, progress: Progress
     ) -> None:
         self.phase, self.data, self.measure = phase, data, measure
-        self.watch = _Watch(self, progress)
+        self.trained: Any = model
+        self.watch = Watch(self, progress)
         chosen = set(phase.trained)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in chosen)
@@ -192,7 +94,7 @@ class _Trainer(Trainer):
             # What observes attention needs the variant that runs a layer again as it was.
             model.gradient_checkpointing_enable({"use_reentrant": False})
         arguments = _arguments(model, phase, measure, folder)
-        schedule = Schedule(data, phase.batch_size, phase.steps, phase.seed)
+        self.schedule = schedule = Schedule(data, phase.batch_size, phase.steps, phase.seed)
         super().__init__(
             model=model, args=arguments, train_dataset=schedule, eval_dataset=schedule, data_collator=self._collated,
             callbacks=[self.watch, *([EarlyStoppingCallback(phase.patience)] if phase.patience else [])],
@@ -207,7 +109,7 @@ class _Trainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         # The schedule is the order.
-        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+        return SequentialSampler(self.schedule)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -230,7 +132,7 @@ class _Trainer(Trainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW; the parameters of mechanisms have a rate of their own, and only matrices of the base decay."""
         groups: dict[tuple[float, float], list[Tensor]] = {}
-        for name, parameter in (self.model if model is None else model).named_parameters():
+        for name, parameter in (self.trained if model is None else model).named_parameters():
             if parameter.requires_grad:
                 own = ".mechanism." in name
                 rate = self.phase.own_learning_rate if own else self.phase.learning_rate
@@ -279,98 +181,14 @@ class _Trainer(Trainer):
             named = {"loss": "loss", "learning_rate": "learning_rate", f"eval_{self.measure.name}": "validation"}
             kept = {ours: float(entry[theirs]) for theirs, ours in named.items() if theirs in entry}
             if kept:
-                curve.setdefault(entry["step"], {"step": entry["step"]}).update(kept)
+                step = int(entry["step"])
+                curve.setdefault(step, {"step": step}).update(kept)
         best = self.state.best_global_step or self.state.global_step
-        parameters = sum(p.numel() for name, p in self.model.named_parameters() if name in set(self.phase.trained))
+        parameters = sum(p.numel() for name, p in self.trained.named_parameters() if name in set(self.phase.trained))
         return Outcome(
             self.phase.mode, self.state.global_step, best, parameters, self.watch.tokens, round(self.watch.seconds(), 1),
             self.measure.name, list(curve.values()), self.watch.ended,
         )  # fmt: skip
-
-
-class _Watch(TrainerCallback):
-    """Watches the steps: time, tokens, random features, what is said meanwhile, and reasons to stop."""
-
-    def __init__(self, trainer: _Trainer, progress: Progress) -> None:
-        self._trainer, self._progress = trainer, progress
-        self._began, self._before, self.tokens = time.monotonic(), 0.0, 0
-        self.stopped, self.ended = False, "steps"
-        self._loss = self._validation = float("nan")
-
-    def seconds(self) -> float:
-        """That training took so far, earlier attempts included."""
-        return self._before + time.monotonic() - self._began
-
-    def share_of_time(self) -> float:
-        """Of the time budget; 0 without one."""
-        limit = self._trainer.phase.seconds
-        return 0.0 if limit is None else self.seconds() / limit
-
-    def count(self, inputs: dict[str, Tensor]) -> None:
-        """Count the tokens of a batch."""
-        main = next((x for name, x in inputs.items() if name.startswith("input_")), None)
-        mask = inputs.get("attention_mask")
-        counted = mask.sum().item() if mask is not None else 0 if main is None else main.shape[:2].numel()
-        self.tokens += int(counted) * self._trainer.args.world_size
-
-    def kept(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
-        return {"seconds": self.seconds(), "tokens": self.tokens}
-
-    def take(self, kept: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        self._before, self.tokens, self._began = kept["seconds"], kept["tokens"], time.monotonic()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Remember the loss for the progress line."""
-        self._loss = (logs or {}).get("loss", self._loss)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Draw features again, say how far it is, and stop where there is a reason."""
-        inner = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        if hasattr(inner, "step_attention"):
-            inner.step_attention(state.global_step)
-        late = self.share_of_time() >= 1.0
-        if self._agreed(late or self.stopped):
-            control.should_training_stop = control.should_save = True
-            if late and not self.stopped:
-                self.ended = "time"
-                control.should_evaluate = True
-        self._say(state)
-        return control
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> Any:
-        """Stop where the budget is met."""
-        self._validation = float((metrics or {}).get(f"eval_{self._trainer.measure.name}", float("nan")))
-        if self._trainer.measure.suffices(self._validation):
-            self.ended = "budget"
-            control.should_training_stop = control.should_save = True
-        return control
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say why it ended."""
-        if self.ended == "steps" and state.global_step < state.max_steps:
-            self.ended = "patience"
-
-    def _agreed(self, stop: bool) -> bool:
-        """Whether any process wants to stop."""
-        if self._trainer.args.world_size == 1:
-            return stop
-        return bool(self._trainer.accelerator.reduce(torch.tensor(float(stop), device=self._trainer.args.device)) > 0)
-
-    def _say(self, state: Any) -> None:
-        phase = self._trainer.phase
-        rate = self._trainer._get_learning_rate()
-        share = max(state.global_step / phase.steps, self.share_of_time(), 1e-9)
-        left = self.seconds() * (1 - share) / share
-        figures = {"loss": f"{self._loss:.4g}", f"held-out {self._trainer.measure.name}": f"{self._validation:.4g}"}
-        told = [f"{name} {value}" for name, value in figures.items() if value != "nan"]
-        told += [f"rate {rate:.1e}", f"{self.tokens / self.seconds():,.0f} tokens/s", f"{_told(left)} left"]
-        self._progress(" | ".join([phase.mode, *told]), state.global_step, phase.steps)
-
-
-def _told(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _arguments(model: Any, phase: Phase, measure: Measure, folder: Path) -> TrainingArguments:
@@ -393,24 +211,3 @@ def _arguments(model: Any, phase: Phase, measure: Measure, folder: Path) -> Trai
         )
     made.per_device_train_batch_size = phase.batch_size // shares
     return made
-
-
-@contextmanager
-def _signals(watch: _Watch) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end training after the step that runs; a second one ends it at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if watch.stopped:
-            raise KeyboardInterrupt
-        watch.stopped = True
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            with suppress(TypeError):
-                signal.signal(number, handler)

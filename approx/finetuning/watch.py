@@ -1,0 +1,121 @@
+"""What watches training: time, tokens, random features, what is said meanwhile, and reasons to stop."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from approx.finetuning.phase import Progress
+
+
+class Watch(TrainerCallback):
+    """Watches the steps: time, tokens, random features, what is said meanwhile, and reasons to stop."""
+
+    def __init__(self, trainer: Any, progress: Progress) -> None:
+        self._trainer, self._progress = trainer, progress
+        self._began, self._before, self.tokens = time.monotonic(), 0.0, 0
+        self.stopped, self.ended = False, "steps"
+        self._loss = self._validation = float("nan")
+
+    def seconds(self) -> float:
+        """That training took so far, earlier attempts included."""
+        return self._before + time.monotonic() - self._began
+
+    def share_of_time(self) -> float:
+        """Of the time budget; 0 without one."""
+        limit = self._trainer.phase.seconds
+        return 0.0 if limit is None else self.seconds() / limit
+
+    def count(self, inputs: dict[str, Tensor]) -> None:
+        """Count the tokens of a batch."""
+        main = next((x for name, x in inputs.items() if name.startswith("input_")), None)
+        mask = inputs.get("attention_mask")
+        counted = mask.sum().item() if mask is not None else 0 if main is None else main.shape[:2].numel()
+        self.tokens += int(counted) * self._trainer.args.world_size
+
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"seconds": self.seconds(), "tokens": self.tokens}
+
+    def take(self, kept: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._before, self.tokens, self._began = kept["seconds"], kept["tokens"], time.monotonic()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Remember the loss for the progress line."""
+        self._loss = (logs or {}).get("loss", self._loss)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Draw features again, say how far it is, and stop where there is a reason."""
+        inner = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        if hasattr(inner, "step_attention"):
+            inner.step_attention(state.global_step)
+        late = self.share_of_time() >= 1.0
+        if self._agreed(late or self.stopped):
+            control.should_training_stop = control.should_save = True
+            if late and not self.stopped:
+                self.ended = "time"
+                control.should_evaluate = True
+        self._say(state)
+        return control
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> Any:
+        """Stop where the budget is met."""
+        self._validation = float((metrics or {}).get(f"eval_{self._trainer.measure.name}", float("nan")))
+        if self._trainer.measure.suffices(self._validation):
+            self.ended = "budget"
+            control.should_training_stop = control.should_save = True
+        return control
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say why it ended."""
+        if self.ended == "steps" and state.global_step < state.max_steps:
+            self.ended = "patience"
+
+    def _agreed(self, stop: bool) -> bool:
+        """Whether any process wants to stop."""
+        if self._trainer.args.world_size == 1:
+            return stop
+        return bool(self._trainer.accelerator.reduce(torch.tensor(float(stop), device=self._trainer.args.device)) > 0)
+
+    def _say(self, state: Any) -> None:
+        phase = self._trainer.phase
+        rate = self._trainer._get_learning_rate()
+        share = max(state.global_step / phase.steps, self.share_of_time(), 1e-9)
+        left = self.seconds() * (1 - share) / share
+        figures = {"loss": f"{self._loss:.4g}", f"held-out {self._trainer.measure.name}": f"{self._validation:.4g}"}
+        told = [f"{name} {value}" for name, value in figures.items() if value != "nan"]
+        told += [f"rate {rate:.1e}", f"{self.tokens / self.seconds():,.0f} tokens/s", f"{_told(left)} left"]
+        self._progress(" | ".join([phase.mode, *told]), state.global_step, phase.steps)
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+@contextmanager
+def signals(watch: Watch) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end training after the step that runs; a second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if watch.stopped:
+            raise KeyboardInterrupt
+        watch.stopped = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            with suppress(TypeError):
+                signal.signal(number, handler)

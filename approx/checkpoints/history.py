@@ -82,7 +82,7 @@ class Training(_Step):
         teacher: What was distilled, if that was not the same weights with exact attention.
         measure: Of the held-out examples: a metric, or `loss`.
         exact: Its value for exact attention before training.
-        before: Its value before training.
+        before: Its value before training; None where the model has no score.
         after: Its value after training.
         options: All that was asked for.
     """
@@ -99,8 +99,8 @@ class Training(_Step):
     teacher: Base | None = None
     measure: str
     exact: float | None
-    before: float
-    after: float
+    before: float | None
+    after: float | None
     options: dict[str, Any]
 
 

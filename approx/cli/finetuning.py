@@ -253,7 +253,7 @@ def _told(done: dict[str, Any]) -> list[Any]:
                     [[name, f"{value:.4f}"] for name, value in scores if value is not None],
                 )
             ]
-            if done["measure"] != "loss"
+            if done["after"] is not None
             else []
         ),
     ]

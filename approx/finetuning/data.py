@@ -123,7 +123,7 @@ def steps_of_pass(rows: int, batch_size: int) -> int:
     return max(rows // batch_size, 1)
 
 
-def read(options: FinetuneStage, model: Any, processor: Any, *, labelled: bool, language: str | None) -> TrainingData:
+def read(options: FinetuneStage, model: Any, processor: Any, *, labelled: bool, language: str) -> TrainingData:
     """Read the training examples that the options name.
 
     Args:
@@ -131,7 +131,7 @@ def read(options: FinetuneStage, model: Any, processor: Any, *, labelled: bool, 
         model: The model that is trained.
         processor: Its tokenizer or feature extractor.
         labelled: Whether any mode needs targets.
-        language: `clm` or `mlm` where text is to be predicted; None where it is only read.
+        language: `clm` or `mlm`: how text is predicted.
 
     Raises:
         ApproxError: if there is neither a task nor text, or both, the task does not fit the model, or fewer than two
@@ -142,7 +142,7 @@ def read(options: FinetuneStage, model: Any, processor: Any, *, labelled: bool, 
         raise ApproxError(f"Training needs examples: give either a task (--task) or text files (--text); {given}.")
     limit = _limit(model, options.length)
     if options.text is not None:
-        task, split = _texts(options.text, language or "clm", limit or 512)
+        task, split = _texts(options.text, language, limit or 512)
     else:
         task = open_task(options.task or "", **options.settings)
         _refuse_reported(task, options)

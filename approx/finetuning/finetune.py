@@ -30,7 +30,7 @@ class Healing:
         phases: What each did.
         measure: Name of what was measured on the held-out examples: a metric, or `loss`.
         exact: Its value for the same weights with exact attention, before training; None for a model that is exact.
-        before: Its value before the first step.
+        before: Its value before the first step; None where the model has no score.
         after: Its value afterwards.
         held_out: How many examples that was.
         examples: How many were trained on.
@@ -42,8 +42,8 @@ class Healing:
     phases: list[Outcome]
     measure: str
     exact: float | None
-    before: float
-    after: float
+    before: float | None
+    after: float | None
     held_out: int
     examples: int
     data_sha256: str
@@ -89,17 +89,18 @@ def finetune(
     prepared = prepare_training(model, processor, options, teacher)
     begun = _claim(folder, model, prepared, options, resume=resume)
     progress("score before training", 0, 1)
-    exact, before = begun.get("exact"), begun.get("before")
-    if before is None:
-        exact, before = _before(model, prepared.measure)
+    again = "before" in begun
+    exact, before = (begun["exact"], begun["before"]) if again else _before(model, prepared.measure)
+    if not again:
         _keep(folder, {**begun, "exact": exact, "before": before})
     if options.budget is not None:
         prepared.measure.enough = _enough(prepared.measure, exact, before, options)
-        if prepared.measure.suffices(before) and not begun.get("before"):
+        if before is not None and prepared.measure.suffices(before) and not again:
             shutil.rmtree(folder, ignore_errors=True)
+            beside = "" if exact is None else f", {exact:.4f} with exact attention"
             raise ApproxError(
                 f"The budget {options.budget} is met before training: {prepared.measure.name} is {before:.4f} on "
-                f"{len(prepared.data.held_out.examples)} held-out examples, {exact:.4f} with exact attention. Nothing was trained.",
+                f"{len(prepared.data.held_out.examples)} held-out examples{beside}. Nothing was trained.",
                 Exit.REFUSED,
             )
     outcomes = []
@@ -114,9 +115,10 @@ def finetune(
             break
     progress("score after training", 0, 1)
     model.eval()
+    after = None if prepared.measure.value is None else prepared.measure.value()
     return Healing(
         [phase.mode for phase in prepared.phases] if not prepared.adapted else list(options.recover or []),
-        outcomes, prepared.measure.name, exact, before, prepared.measure.value(), len(prepared.data.held_out.examples),
+        outcomes, prepared.measure.name, exact, before, after, len(prepared.data.held_out.examples),
         len(prepared.data.split.examples), prepared.data.sha256, options.model_dump(mode="json", exclude_none=True),
     )  # fmt: skip
 
@@ -150,24 +152,25 @@ def _carried_out(
     return outcome
 
 
-def _before(model: Any, measure: Measure) -> tuple[float | None, float]:
+def _before(model: Any, measure: Measure) -> tuple[float | None, float | None]:
+    if measure.value is None:
+        return None, None
     before = measure.value()
-    if not families.is_converted(model) or measure.name == "loss":
+    if not families.is_converted(model):
         return None, before
     with exactly(model):
         return measure.value(), before
 
 
-def _enough(measure: Measure, exact: float | None, before: float, options: FinetuneStage) -> float:
+def _enough(measure: Measure, exact: float | None, before: float | None, options: FinetuneStage) -> float:
     points = allowed_loss(options.budget or "")
-    if measure.name == "loss":
+    if exact is None:
+        why = "this model has none on these examples" if before is None else "this model is exact already"
         raise ApproxError(
-            f"The budget {options.budget} is about a task's metric, and {', '.join(options.recover or [])} on text has none. "
-            "Leave it out, or train on a task."
+            f"The budget {options.budget} is a loss of score against exact attention, and {why}. Leave it out."
         )
     allowed = points / (100 if METRICS[measure.name].fraction else 1)
-    reference = before if exact is None else exact
-    return reference + allowed if measure.lower_is_better else reference - allowed
+    return exact + allowed if measure.lower_is_better else exact - allowed
 
 
 def _claim(folder: Path, model: Any, prepared: Preparation, options: FinetuneStage, *, resume: bool) -> dict[str, Any]:

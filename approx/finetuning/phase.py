@@ -57,13 +57,13 @@ class Measure:
     Attributes:
         name: Of a metric, or `loss`.
         lower_is_better: Whether smaller is better.
-        value: Computes it, on the held-out examples.
+        value: Computes it, on the held-out examples; None where a model has no score.
         enough: With a value this good training ends; None without a budget.
     """
 
     name: str
     lower_is_better: bool
-    value: Callable[[], float]
+    value: Callable[[], float] | None
     enough: float | None = None
 
     def suffices(self, value: float) -> bool:

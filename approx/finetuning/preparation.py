@@ -67,11 +67,12 @@ def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher
     causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     modes: list[str] = list(options.recover or parameters.default_modes(model, text=text, causal=causal))
     parameters.check_modes(modes, model, text=text, projections=options.projections)
-    language = next((mode for mode in modes if mode in ("clm", "mlm")), None)
+    masked = type(model).__name__.endswith("ForMaskedLM")
+    language = next((mode for mode in modes if mode in ("clm", "mlm")), "mlm" if masked else "clm")
     supervised = {"task", "clm", "mlm"} & set(modes) or ("distill" in modes and options.distill.labels > 0)
     read = data.read(options, model, processor, labelled=bool(supervised), language=language)
     sample = data.tensors_to(model.device, read.batch([0], 0), model.dtype)
-    measure = _measure(model, read, options, labelled=bool(supervised))
+    measure = _measure(model, read)
     phases: list[Phase] = []
     adapted: set[str] = set()
     chosen = [mode for mode in modes if mode != "lora"]
@@ -136,10 +137,12 @@ def _projections(model: Any, sample: dict[str, Any]) -> list[str]:
     return [name for name, _ in model.named_parameters() if name.startswith(layers)]
 
 
-def _measure(model: Any, read: data.TrainingData, options: FinetuneStage, *, labelled: bool) -> Measure:
-    """The task's first metric on the held-out examples; without targets each mode has its loss."""
-    if not labelled:
-        return Measure("loss", True, lambda: float("nan"))
+def _measure(model: Any, read: data.TrainingData) -> Measure:
+    """The task's first metric on the held-out examples; a model without a head for it has no score."""
+    try:
+        read.task.check(model)
+    except ApproxError:
+        return Measure("loss", True, None)
     name = read.task.metrics[0]
     subject = Subject("the model", model, read.processor)
     prepared = prepare([subject], read.task, read.held_out, batch_size=None, max_length=read.limit, truncate=True)
@@ -154,7 +157,7 @@ def _measure(model: Any, read: data.TrainingData, options: FinetuneStage, *, lab
 
 def measure_of(phase: Phase, prepared: Preparation, model: Any) -> Measure:
     """What chooses the best step of a mode: its own loss where it fits something else than the task's targets."""
-    if prepared.measure.name != "loss" and phase.mode != "transfer":
+    if prepared.measure.value is not None and phase.mode != "transfer":
         return prepared.measure
     return Measure("loss", True, _held_out_loss(phase, prepared.data, model))
 

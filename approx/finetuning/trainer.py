@@ -155,6 +155,7 @@ class _Trainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The measure, in place of a loss over the evaluation dataset."""
+        assert self.measure.value is not None  # each mode has a loss at least
         value = self.measure.value()
         self.log({f"eval_{self.measure.name}": value})
         metrics = {f"eval_{self.measure.name}": value}

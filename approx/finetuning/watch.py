@@ -57,13 +57,13 @@ class Watch(TrainerCallback):
         inner = self._trainer.accelerator.unwrap_model(self._trainer.model)
         if hasattr(inner, "step_attention"):
             inner.step_attention(state.global_step)
+        self._say(state)
         late = self.share_of_time() >= 1.0
         if self._agreed(late or self.stopped):
             control.should_training_stop = control.should_save = True
             if late and not self.stopped:
                 self.ended = "time"
                 control.should_evaluate = True
-        self._say(state)
         return control
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> Any:

@@ -1,0 +1,126 @@
+"""Training examples: held out by group, in an order that the seed alone decides."""
+
+import pytest
+import torch
+
+from approx.errors import ApproxError, Exit
+from approx.finetuning.data import Schedule, read, steps_of_pass
+from approx.finetuning.options import FinetuneStage
+from tiny_classifier import tiny_model, tiny_tokenizer
+from tiny_study import LABELS, SENTENCES
+
+SENTENCE_ROWS = [f"{SENTENCES[row % len(SENTENCES)]}\t{row % 2}" for row in range(40)]
+
+
+@pytest.fixture
+def sst2(tmp_path):
+    (tmp_path / "SST-2").mkdir()
+    for split in ("train", "dev"):
+        (tmp_path / "SST-2" / f"{split}.tsv").write_text("\n".join(["sentence\tlabel", *SENTENCE_ROWS]) + "\n")
+    return str(tmp_path / "SST-2")
+
+
+def data_of(options: FinetuneStage, model=None, *, labelled: bool = True, language="clm"):
+    return read(options, model or tiny_model(2, LABELS), tiny_tokenizer(), labelled=labelled, language=language)
+
+
+def test_a_tenth_is_held_out_at_most_and_never_trained_on(sst2):
+    made = data_of(FinetuneStage(task="glue/sst2", data=sst2))
+    trained, held_out = ({example.id for example in split.examples} for split in (made.split, made.held_out))
+    assert (len(trained), len(held_out)) == (36, 4)
+    assert not trained & held_out
+    assert len(data_of(FinetuneStage(task="glue/sst2", data=sst2, validation=2)).held_out.examples) == 2
+    again = data_of(FinetuneStage(task="glue/sst2", data=sst2))
+    assert again.sha256 == made.sha256
+    assert data_of(FinetuneStage(task="glue/sst2", data=sst2, seed=1)).sha256 != made.sha256
+
+
+def test_a_batch_has_its_targets_only_where_they_are_wanted(sst2):
+    options = FinetuneStage(task="glue/sst2", data=sst2)
+    batch = data_of(options).batch([0, 1, 2], 0)
+    assert set(batch) >= {"input_ids", "attention_mask", "labels"}
+    assert batch["labels"].shape == (3,)
+    assert "labels" not in data_of(options, labelled=False).batch([0], 0)
+
+
+def test_the_split_that_scores_are_reported_on_is_refused(sst2):
+    with pytest.raises(ApproxError, match="scores are reported on") as caught:
+        data_of(FinetuneStage(task="glue/sst2", data=sst2, split="dev"))
+    assert caught.value.exit_code == Exit.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "neither was given"),
+        ({"task": "glue/sst2", "text": ["a.txt"]}, "both were given"),
+        ({"task": "glue/sst2", "limit": 1}, "At least two"),
+        ({"task": "glue/sst2", "length": 64}, "takes 32 positions"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(sst2, options, message):
+    with pytest.raises(ApproxError, match=message):
+        data_of(FinetuneStage(**options, data=sst2))
+
+
+def test_every_pass_sees_every_input_once_in_another_order(sst2):
+    made = data_of(FinetuneStage(task="glue/sst2", data=sst2))
+    passes = steps_of_pass(36, 6)
+    order = Schedule(made, 6, 3 * passes, seed=0)
+    assert len(order) == 3 * passes * 6
+    taken = [order[place] for place in range(len(order))]
+    for passed in range(3):
+        rows = [row for row, of in taken if of == passed]
+        assert sorted(rows) == list(range(36))
+    assert [row for row, of in taken if of == 0] != [row for row, of in taken if of == 1]
+    # Any place can be asked for first, as a process does that goes on in the middle.
+    assert Schedule(made, 6, 3 * passes, seed=0)[70] == taken[70]
+    assert [Schedule(made, 6, passes, seed=1)[place] for place in range(36)] != taken[:36]
+
+
+def test_inputs_of_a_batch_are_about_as_long(sst2):
+    made = data_of(FinetuneStage(task="glue/sst2", data=sst2))
+    order = Schedule(made, 6, 6, seed=0)
+    spreads = []
+    for start in range(0, 36, 6):
+        lengths = [made.tokens(order[place][0]) for place in range(start, start + 6)]
+        spreads.append(max(lengths) - min(lengths))
+    assert sum(spreads) <= 6
+
+
+def test_fewer_inputs_than_a_batch_holds_are_taken_again(sst2):
+    made = data_of(FinetuneStage(task="glue/sst2", data=sst2, limit=4))
+    order = Schedule(made, 8, 2, seed=0)
+    assert {order[place][0] for place in range(8)} == {0, 1, 2}
+
+
+def test_text_is_predicted_and_hides_other_words_in_every_pass(tmp_path):
+    from zoo import tiny
+
+    file = tmp_path / "corpus.txt"
+    file.write_text("the film is not very good the film is bad dull fine long " * 60)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    model = tiny("BertForMaskedLM")
+    made = read(FinetuneStage(text=[str(file)], length=16), model, tokenizer, labelled=True, language="mlm")
+    first, second, again = made.batch([0], 0), made.batch([0], 1), made.batch([0], 1)
+    assert not torch.equal(first["labels"], second["labels"])
+    assert torch.equal(second["labels"], again["labels"])
+    hidden = second["labels"][0] != -100
+    assert (second["input_ids"][0][hidden] == tokenizer.mask_token_id).all()
+
+
+def test_the_end_of_a_text_is_held_out(tmp_path):
+    from zoo import tiny
+
+    file = tmp_path / "corpus.txt"
+    file.write_text("the film is not very good the film is bad dull fine long " * 60)
+    made = read(
+        FinetuneStage(text=[str(file)], length=16),
+        tiny("GPT2LMHeadModel"),
+        tiny_tokenizer(),
+        labelled=True,
+        language="clm",
+    )
+    last_trained = max(example.inputs["end"] for example in made.split.examples)
+    assert min(example.inputs["start"] for example in made.held_out.examples) >= last_trained

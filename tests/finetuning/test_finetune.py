@@ -1,0 +1,326 @@
+"""Training from beginning to end, in memory: it learns, keeps the best, stops when it should, and resumes to the bit."""
+
+import copy
+import json
+import math
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from approx.conversion import surgery
+from approx.errors import ApproxError, Exit
+from approx.finetuning.finetune import finetune
+from approx.finetuning.options import FinetuneStage
+from approx.finetuning.trainer import Interrupted, last_complete
+from approx.mechanisms import MECHANISMS
+from approx.planning.plan import Plan
+from tiny_classifier import tiny_model, tiny_tokenizer
+from tiny_study import LABELS
+
+# The first word decides, so that two layers can learn it in a few steps, whatever they see besides.
+ROWS = [f"{word} the film is\t{label}" for word, label in [("good", 1), ("bad", 0), ("fine", 1), ("dull", 0)] * 20]
+
+
+@pytest.fixture
+def sst2(tmp_path) -> str:
+    (tmp_path / "SST-2").mkdir()
+    (tmp_path / "SST-2" / "train.tsv").write_text("\n".join(["sentence\tlabel", *ROWS]) + "\n", encoding="utf-8")
+    return str(tmp_path / "SST-2")
+
+
+def model_of(mechanism: str | None = "linear", **settings: Any) -> Any:
+    torch.manual_seed(0)
+    model = tiny_model(2, LABELS)
+    if mechanism is not None:
+        settings = settings or ({"feature_map": "hedgehog", "window": 1} if mechanism == "linear" else {})
+        surgery.convert(model, Plan.of(mechanism, **settings))
+    return model
+
+
+def options_of(data: str, **more: Any) -> FinetuneStage:
+    usual = {"recover": ["task"], "steps": 20, "batch_size": 8, "learning_rate": 1e-2, "evaluate_every": 5}
+    return FinetuneStage(task="glue/sst2", data=data, **{**usual, **more})
+
+
+def trained(model: Any, folder: Path, options: FinetuneStage, **more: Any) -> Any:
+    return finetune(model, tiny_tokenizer(), options, folder=folder, **more)
+
+
+def same(one: Any, other: Any) -> bool:
+    states = one.state_dict(), other.state_dict()
+    return states[0].keys() == states[1].keys() and all(
+        torch.equal(states[0][name], states[1][name]) for name in states[0]
+    )
+
+
+def test_it_learns_a_task_and_says_what_it_did(sst2, tmp_path):
+    model, told = model_of(), []
+    done = trained(
+        model, tmp_path / "work", options_of(sst2, recover=["transfer", "task"], steps=40),
+        progress=lambda what, n, total: told.append((what, n, total)),
+    )  # fmt: skip
+    assert [phase.mode for phase in done.phases] == ["transfer", "task"]
+    assert done.measure == "accuracy"
+    assert done.after == 1.0
+    assert done.before < 1.0
+    transfer, task = done.phases
+    assert transfer.measure == "loss"
+    losses = [point["loss"] for point in task.curve if "loss" in point]
+    assert losses[-1] < 0.5 * losses[0]
+    validated = [point["step"] for point in task.curve if "validation" in point]
+    assert validated == list(range(5, 45, 5))
+    assert all(point["learning_rate"] >= 0 for point in task.curve if "learning_rate" in point)
+    assert transfer.parameters == sum(p.numel() for name, p in model.named_parameters() if ".mechanism." in name)
+    assert task.parameters == sum(p.numel() for p in model.parameters())
+    assert task.tokens == 40 * 8 * 6
+    assert (task.steps, task.ended) == (40, "steps")
+    assert any(what.startswith("task | loss") and "tokens/s" in what and "left" in what for what, _, _ in told)
+    assert all(p.requires_grad for p in model.parameters())
+    json.dumps(done.to_data(), allow_nan=False)
+
+
+def test_the_weights_of_the_best_step_are_kept(sst2, tmp_path, monkeypatch):
+    from approx.finetuning import preparation
+
+    values = iter([0.5, 0.9, 0.6, 0.6, 0.9])
+    monkeypatch.setattr(preparation, "predict", lambda *args, **more: [])
+    original = preparation._measure
+
+    def measured(*args: Any, **more: Any) -> Any:
+        made = original(*args, **more)
+        made.value = lambda: next(values, 0.9)
+        return made
+
+    monkeypatch.setattr(preparation, "_measure", measured)
+    states = {}
+    model = model_of(None)
+
+    def watch(what: str, n: int, total: int) -> None:
+        if what.startswith("task"):
+            states[n] = copy.deepcopy(model.state_dict())
+
+    done = trained(model, tmp_path / "work", options_of(sst2, steps=15), progress=watch)
+    assert done.phases[0].best_step == 5
+    assert all(torch.equal(x, states[5][name]) for name, x in model.state_dict().items())
+    assert any(not torch.equal(x, states[15][name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("mechanism", sorted(MECHANISMS))
+def test_the_loss_goes_down_with_every_mechanism(mechanism, sst2, tmp_path):
+    settings = {"performer": {"redraw_every": 3}, "linear": {"feature_map": "hedgehog"}}.get(mechanism, {})
+    try:
+        model = model_of(mechanism, **settings) if settings else model_of(mechanism)
+    except ApproxError as error:
+        assert error.exit_code == Exit.UNSUPPORTED  # noqa: PT017  # a mechanism without a bidirectional form
+        return
+    done = trained(model, tmp_path / "work", options_of(sst2, steps=40, evaluate_every=40))
+    losses = [point["loss"] for point in done.phases[0].curve if "loss" in point]
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+
+
+@pytest.mark.parametrize("recover", [["task"], ["transfer", "task"], ["lora", "task"], ["distill"]])
+def test_interrupted_after_any_step_and_resumed_the_weights_are_the_same_to_the_bit(recover, sst2, tmp_path):
+    if "lora" in recover:
+        pytest.importorskip("peft")
+    options = options_of(sst2, recover=recover, steps=9, evaluate_every=4, learning_rate=None)
+    whole = model_of()
+    # Dropout is part of it.
+    assert whole.config.hidden_dropout_prob > 0
+    kept = trained(whole, tmp_path / "whole", options)
+    model = model_of()
+
+    def stop(at: int) -> Any:
+        def progress(what: str, n: int, total: int) -> None:
+            if " | " in what and n == at:
+                signal.raise_signal(signal.SIGINT)
+
+        return progress
+
+    for number, at in enumerate((3, 4, 7)):
+        with pytest.raises(Interrupted):
+            trained(model, tmp_path / "work", options, resume=number > 0, progress=stop(at))
+        model = model_of()
+    done = trained(model, tmp_path / "work", options, resume=True)
+    assert same(model, whole)
+    assert done.after == kept.after
+    assert [phase.best_step for phase in done.phases] == [phase.best_step for phase in kept.phases]
+
+
+def test_an_incomplete_checkpoint_is_not_resumed_from(sst2, tmp_path):
+    options = options_of(sst2, steps=8, evaluate_every=4)
+    whole = model_of()
+    trained(whole, tmp_path / "whole", options)
+
+    def stop(what: str, n: int, total: int) -> None:
+        if " | " in what and n == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        trained(model_of(), tmp_path / "work", options, progress=stop)
+    last = last_complete(tmp_path / "work" / "0-task")
+    assert last is not None
+    assert last.name == "checkpoint-6"
+    # As a process leaves it that was killed while it wrote.
+    (last / "complete.json").unlink()
+    (last / "model.safetensors").write_bytes(b"half")
+    model = model_of()
+    trained(model, tmp_path / "work", options, resume=True)
+    assert same(model, whole)
+
+
+def test_a_training_goes_on_only_with_the_same_options_and_examples(sst2, tmp_path):
+    options, work = options_of(sst2, steps=6), tmp_path / "work"
+
+    def stop(what: str, n: int, total: int) -> None:
+        if " | " in what and n == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        trained(model_of(), work, options, progress=stop)
+    for other, model, word in [
+        (options_of(sst2, steps=6, batch_size=4), model_of(), "options"),
+        (options_of(sst2, steps=6), model_of("local"), "mechanisms"),
+    ]:
+        with pytest.raises(ApproxError, match=f"with other .*{word}") as caught:
+            trained(model, work, other, resume=True)
+        assert caught.value.exit_code == Exit.REFUSED
+    file = Path(sst2) / "train.tsv"
+    before = file.read_text()
+    file.write_text(before.replace("\t1", "\t0"))
+    with pytest.raises(ApproxError, match=r"with other .*examples"):
+        trained(model_of(), work, options, resume=True)
+    file.write_text(before)
+    with pytest.raises(ApproxError, match="--resume"):
+        trained(model_of(), work, options)
+    # More time is no other training.
+    trained(model_of(), work, options_of(sst2, steps=6, time_budget="2h"), resume=True)
+    with pytest.raises(ApproxError, match="nothing to resume"):
+        trained(model_of(), tmp_path / "other", options, resume=True)
+
+
+def test_a_time_budget_ends_training_and_its_learning_rate_falls_until_then(sst2, tmp_path):
+    began = time.monotonic()
+    done = trained(
+        model_of(), tmp_path / "work", options_of(sst2, steps=100_000, time_budget="3s", evaluate_every=50_000)
+    )
+    assert time.monotonic() - began < 30
+    phase = done.phases[0]
+    assert phase.ended == "time"
+    assert 0 < phase.steps < 100_000
+    assert "validation" in phase.curve[-1]
+
+
+def test_without_progress_it_ends_early(sst2, tmp_path):
+    done = trained(model_of(), tmp_path / "work", options_of(sst2, steps=200, learning_rate=1e-12, patience=2))
+    assert (done.phases[0].ended, done.phases[0].steps) == ("patience", 15)
+
+
+def test_a_budget_that_is_met_ends_training_or_refuses_it(sst2, tmp_path):
+    # The last word decides, which the first token sees in two steps alone once it is converted.
+    lines = ["sentence\tlabel", *(f"the film is {row.partition(' ')[0]}\t{row[-1]}" for row in ROWS)]
+    (Path(sst2) / "train.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    base = model_of(None)
+    assert trained(base, tmp_path / "base", options_of(sst2, steps=60)).after == 1.0
+    same_weights, other = copy.deepcopy(base), copy.deepcopy(base)
+    surgery.convert(other, Plan.of("local", left=2, right=2))
+    done = trained(other, tmp_path / "work", options_of(sst2, steps=500, budget="loss<=0"))
+    assert (done.exact, done.after) == (1.0, 1.0)
+    assert done.before is not None
+    assert done.before < 1.0
+    assert done.phases[0].ended == "budget"
+    assert done.phases[0].steps < 500
+    surgery.convert(same_weights, Plan.of("local", left=31, right=31))
+    with pytest.raises(ApproxError, match="met before training") as caught:
+        trained(same_weights, tmp_path / "met", options_of(sst2, budget="loss<=0.5"))
+    assert caught.value.exit_code == Exit.REFUSED
+    assert not (tmp_path / "met").exists()
+
+
+def test_a_loss_that_is_no_number_ends_it_in_one_line(sst2, tmp_path):
+    model = model_of()
+    with torch.no_grad():
+        model.classifier.weight.fill_(math.inf)
+    with pytest.raises(ApproxError, match=r"(loss of 'task' is nan|not finite)") as caught:
+        trained(model, tmp_path / "work", options_of(sst2))
+    assert caught.value.exit_code == Exit.VERIFICATION
+
+
+def test_accumulated_passes_are_one_step_of_all_their_inputs(sst2, tmp_path):
+    def curve(**more: Any) -> list[float]:
+        model = model_of()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        model.config.attention_probs_dropout_prob = 0.0
+        for layer in model.bert.encoder.layer:
+            layer.attention.self.dropout.p = 0.0
+        done = trained(model, tmp_path / f"work{more}", options_of(sst2, steps=6, **more))
+        return [point["loss"] for point in done.phases[0].curve if "loss" in point]
+
+    assert curve(accumulate=4) == pytest.approx(curve(), abs=1e-5)
+
+
+def test_a_batch_that_cannot_be_shared_evenly_is_refused(sst2, tmp_path):
+    with pytest.raises(ApproxError, match="multiple of 3"):
+        trained(model_of(), tmp_path / "work", options_of(sst2, accumulate=3))
+
+
+def test_random_features_are_drawn_again_while_it_trains(sst2, tmp_path):
+    model = model_of("performer", features=8, redraw_every=2)
+    before = [x.clone() for name, x in model.state_dict().items() if name.endswith("projection")]
+    trained(model, tmp_path / "work", options_of(sst2, steps=4, evaluate_every=4))
+    after = [x for name, x in model.state_dict().items() if name.endswith("projection")]
+    assert before
+    assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_spans_get_shorter_with_their_penalty(sst2, tmp_path):
+    def spans(penalty: float) -> float:
+        model = model_of("adaptive-span", max_span=16, ramp=4)
+        trained(model, tmp_path / f"work{penalty}", options_of(sst2, steps=25, penalty=penalty, evaluate_every=25))
+        layers = [layer.attention.self.mechanism for layer in model.bert.encoder.layer]
+        return float(sum(layer.spans.sum() for layer in layers))
+
+    free, light, heavy = spans(0.0), spans(1e-3), spans(1.0)
+    assert heavy < light
+    assert heavy < free
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputed_layers_give_the_same_weights(recompute, sst2, tmp_path):
+    model, other = model_of(), model_of()
+    trained(model, tmp_path / "one", options_of(sst2, steps=3, evaluate_every=3))
+    trained(other, tmp_path / "other", options_of(sst2, steps=3, evaluate_every=3, recompute=recompute))
+    for name, x in model.state_dict().items():
+        assert torch.allclose(x, other.state_dict()[name], atol=1e-5), name
+    assert not other.is_gradient_checkpointing
+
+
+def test_outside_the_main_thread_it_trains_without_its_signals(sst2, tmp_path):
+    kept: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: kept.append(trained(model_of(), tmp_path / "work", options_of(sst2, steps=2)))
+    )
+    thread.start()
+    thread.join()
+    assert kept[0].phases[0].steps == 2
+
+
+@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM"])
+def test_text_continues_pre_training(architecture, tmp_path):
+    from zoo import tiny
+
+    file = tmp_path / "corpus.txt"
+    file.write_text("the film is not very good the film is bad dull fine long " * 60, encoding="utf-8")
+    model, tokenizer = tiny(architecture), tiny_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    surgery.convert(model, Plan.of("local", left=4, **({} if "Bert" not in architecture else {"right": 4})))
+    options = FinetuneStage(text=[str(file)], length=16, steps=20, batch_size=8, learning_rate=5e-3, evaluate_every=20)
+    done = finetune(model, tokenizer, options, folder=tmp_path / "work")
+    assert done.recover == ["mlm" if "Bert" in architecture else "clm"]
+    assert done.after < 0.8 * done.before

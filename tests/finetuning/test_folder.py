@@ -1,0 +1,211 @@
+"""Training from folder to folder: the result loads anywhere, says what was done to it, and is complete or absent."""
+
+import errno
+import json
+import resource
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+import approx
+from approx.checkpoints import checkpoint
+from approx.checkpoints.history import history, trainings
+from approx.checkpoints.receipt import read_receipt
+from approx.conversion.convert import convert, revert
+from approx.errors import ApproxError, Exit
+from approx.finetuning.folder import finetune_folder, rehearse
+from approx.finetuning.options import FinetuneStage
+from approx.finetuning.trainer import Interrupted
+from approx.planning.plan import Plan
+from tiny_classifier import tiny_tokenizer
+from tiny_study import tiny_checkpoint
+
+ROWS = [f"{word} the film is\t{label}" for word, label in [("good", 1), ("bad", 0), ("fine", 1), ("dull", 0)] * 20]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finetuning")
+    tiny_checkpoint(folder / "base")
+    convert(folder / "base", folder / "converted", Plan.of("linear", feature_map="hedgehog", window=1))
+    (folder / "SST-2").mkdir()
+    (folder / "SST-2" / "train.tsv").write_text("\n".join(["sentence\tlabel", *ROWS]) + "\n", encoding="utf-8")
+    return folder
+
+
+def options_of(study: Path, **more: Any) -> FinetuneStage:
+    usual: dict[str, Any] = {"steps": 6, "batch_size": 8, "learning_rate": 1e-2, "evaluate_every": 3}
+    return FinetuneStage(task="glue/sst2", data=str(study / "SST-2"), **{**usual, **more})
+
+
+def test_a_healed_folder_is_one_like_any_other_and_says_what_was_done(study, tmp_path):
+    done = finetune_folder(
+        study / "converted", tmp_path / "healed", options_of(study, recover=["transfer", "distill", "task"])
+    )
+    assert [phase["mode"] for phase in done["phases"]] == ["transfer", "distill", "task"]
+    assert all(check["passed"] is not False for check in done["checks"])
+    assert {"trained weights are bit-equal", "reload without approx is bit-equal"} <= {
+        c["name"] for c in done["checks"]
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["healed"]
+    opened = checkpoint.load(tmp_path / "healed")
+    before = checkpoint.load(study / "converted")
+    steps = history(opened.model.config.approx)
+    assert [step.action for step in steps] == ["convert", "finetune"]
+    step = trainings(opened.model.config.approx)[0]
+    assert (step.recover, step.task, step.steps) == (["transfer", "distill", "task"], "glue/sst2", 18)
+    assert step.base.weights_sha256 == before.weights_sha256
+    assert step.after == done["after"]
+    assert str(tmp_path) not in (tmp_path / "healed" / "config.json").read_text()
+    assert str(study) not in (tmp_path / "healed" / "config.json").read_text()
+    states = opened.model.state_dict(), before.model.state_dict()
+    assert states[0].keys() == states[1].keys()
+    assert any(not torch.equal(states[0][name], states[1][name]) for name in states[0])
+    receipt = read_receipt(tmp_path / "healed")
+    assert receipt is not None
+    assert receipt.verified
+    assert receipt.errors != (read_receipt(study / "converted") or receipt).errors
+    card = (tmp_path / "healed" / "README.md").read_text()
+    assert "## Trained after the conversion" in card
+    assert "`transfer,distill,task` on glue/sst2: 18 steps" in card
+    assert "## Trained" not in (study / "converted" / "README.md").read_text()
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "healed")
+    assert type(model).__name__ == "ApproxBertForSequenceClassification"
+    # And once more: what was trained can be trained again.
+    again = finetune_folder(tmp_path / "healed", tmp_path / "again", options_of(study, recover=["task"]))
+    assert len(trainings(checkpoint.load(again["output"]).model.config.approx)) == 2
+
+
+def test_trained_weights_are_reverted_only_by_force(study, tmp_path):
+    finetune_folder(study / "converted", tmp_path / "healed", options_of(study, recover=["task"]))
+    with pytest.raises(ApproxError, match="trained after its conversion") as caught:
+        revert(tmp_path / "healed", tmp_path / "base")
+    assert caught.value.exit_code == Exit.REFUSED
+    assert not (tmp_path / "base").exists()
+    revert(tmp_path / "healed", tmp_path / "base", force=True)
+    assert not checkpoint.load(tmp_path / "base").source.converted
+
+
+def test_an_exact_checkpoint_is_trained_into_a_plain_folder(study, tmp_path):
+    done = finetune_folder(study / "base", tmp_path / "trained", options_of(study))
+    assert done["exact"] is None
+    assert done["recover"] == ["task"]
+    opened = checkpoint.load(tmp_path / "trained")
+    assert not opened.source.converted
+    assert "approx" not in json.loads((tmp_path / "trained" / "config.json").read_text())
+    checkpoint.processor(opened.source)
+
+
+def test_adapters_leave_no_trace(study, tmp_path):
+    pytest.importorskip("peft")
+    done = finetune_folder(study / "converted", tmp_path / "healed", options_of(study, recover=["lora", "task"]))
+    assert done["recover"] == ["lora", "task"]
+    phase = done["phases"][0]
+    assert phase["parameters"] < 0.5 * sum(p.numel() for p in checkpoint.load(study / "converted").model.parameters())
+    names = set(checkpoint.load(tmp_path / "healed").model.state_dict())
+    assert names == set(checkpoint.load(study / "converted").model.state_dict())
+
+
+def test_an_interrupted_training_is_kept_beside_and_resumed(study, tmp_path):
+    options = options_of(study, recover=["task"])
+
+    def stop(what: str, n: int, total: int) -> None:
+        if " | " in what and n == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        finetune_folder(study / "converted", tmp_path / "healed", options, progress=stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["healed.training"]
+    with pytest.raises(ApproxError, match="--resume"):
+        finetune_folder(study / "converted", tmp_path / "healed", options)
+    finetune_folder(study / "converted", tmp_path / "healed", options, resume=True)
+    finetune_folder(study / "converted", tmp_path / "whole", options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["healed", "whole"]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("healed", "whole")]
+    assert weights[0] == weights[1]
+
+
+def test_a_full_disk_ends_it_in_one_line_and_what_was_kept_goes_on(study, tmp_path):
+    options, limits = options_of(study, recover=["task"]), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def fill(what: str, n: int, total: int) -> None:
+        if " | " in what and n == 5:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+
+    try:
+        with pytest.raises(ApproxError, match="the state after step 3 is kept") as caught:
+            finetune_folder(study / "converted", tmp_path / "healed", options, progress=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+    assert errno.errorcode[errno.EFBIG]
+    finetune_folder(study / "converted", tmp_path / "healed", options, resume=True)
+    finetune_folder(study / "converted", tmp_path / "whole", options)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("healed", "whole")]
+    assert weights[0] == weights[1]
+
+
+def test_a_teacher_has_to_be_exact_of_the_same_kind_and_to_read_the_same_tokens(study, tmp_path):
+    distill = options_of(study, recover=["distill"])
+    shutil.copytree(study / "base", tmp_path / "other")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    for teacher, options, message in [
+        (study / "converted", distill, "has to be an exact"),
+        (tmp_path / "other", distill, "differ"),
+        (study / "base", options_of(study, recover=["task"]), "only with the mode 'distill'"),
+    ]:
+        with pytest.raises(ApproxError, match=message):
+            finetune_folder(study / "converted", tmp_path / "healed", options, teacher=str(teacher))
+    finetune_folder(study / "converted", tmp_path / "healed", distill, teacher=str(study / "base"))
+    step = trainings(checkpoint.load(tmp_path / "healed").model.config.approx)[0]
+    assert step.teacher is not None
+    assert step.teacher.name == "base"
+    # Its weights are not the base's any more.
+    with pytest.raises(ApproxError, match="Name it with --teacher"):
+        finetune_folder(tmp_path / "healed", tmp_path / "again", distill)
+
+
+def test_what_is_refused_leaves_nothing_behind(study, tmp_path):
+    for options, message in [
+        (options_of(study, split="dev"), "scores are reported on"),
+        (options_of(study, recover=["clm"]), "plain text"),
+        (options_of(study, recover=["lora", "task"], lora={"targets": ["qeury"]}), "no linear layers"),
+    ]:
+        with pytest.raises(ApproxError, match=message):
+            finetune_folder(study / "converted", tmp_path / "healed", options)
+        assert not any(tmp_path.iterdir())
+    (tmp_path / "healed").mkdir()
+    (tmp_path / "healed" / "config.json").write_text("{}")
+    with pytest.raises(ApproxError, match="exists already"):
+        finetune_folder(study / "converted", tmp_path / "healed", options_of(study))
+
+
+def test_a_rehearsal_measures_a_step_of_each_mode_and_changes_nothing(study):
+    before = (study / "converted" / "model.safetensors").read_bytes()
+    planned = rehearse(study / "converted", options_of(study, recover=["transfer", "lora", "task"], time_budget="1h"))
+    assert [phase["mode"] for phase in planned["phases"]] == ["transfer", "task"]
+    transfer, task = planned["phases"]
+    assert transfer["trained"] == 2052
+    assert 0 < task["trained"] < task["parameters"]
+    assert all(phase["seconds"] > 0 and phase["memory_mb"] > 0 for phase in planned["phases"])
+    assert (planned["examples"], planned["held_out"]) == (72, 8)
+    assert (study / "converted" / "model.safetensors").read_bytes() == before
+    assert sorted(path.name for path in study.iterdir()) == ["SST-2", "base", "converted"]
+
+
+def test_a_loaded_model_is_trained_in_place_without_any_folder(study):
+    model = AutoModelForSequenceClassification.from_pretrained(study / "converted")
+    options = options_of(study).model_dump(exclude_defaults=True)
+    done = approx.finetune(model, processor=tiny_tokenizer(), **options)
+    assert done["recover"] == ["transfer", "task"]
+    with pytest.raises(ApproxError, match="without the tokenizer"):
+        approx.finetune(model, **options)

@@ -1,0 +1,148 @@
+"""What training makes small, against what it is said to be."""
+
+import pytest
+import torch
+
+from approx.conversion import surgery
+from approx.finetuning.objectives import Distill, Supervised, Transfer, exactly, relative_error, teacher_of
+from approx.finetuning.options import Distillation
+from approx.finetuning.parameters import attention_layers, own_parameters, training_only
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan
+from zoo import tiny
+
+HEDGEHOG = {"feature_map": "hedgehog", "window": 2}
+
+
+def converted(architecture: str, mechanism: str = "linear", **settings):
+    model = tiny(architecture)
+    surgery.convert(model, Plan.of(mechanism, **settings))
+    return model
+
+
+def inputs_of(model, length: int = 24):
+    return example_inputs(model, length, batch=2, padded=6, device=model.device)
+
+
+@pytest.mark.parametrize("match", ["outputs", "weights"])
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize(
+    "architecture", ["BertForSequenceClassification", "GPT2LMHeadModel", "LlamaForCausalLM", "Wav2Vec2ForCTC"]
+)
+def test_transfer_lowers_the_error_of_every_layer_and_trains_nothing_else(architecture, joint, match):
+    model = converted(architecture, **HEDGEHOG)
+    own = own_parameters(model)
+    inputs = inputs_of(model)
+    objective = Transfer(model, joint=joint, match=match)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with training_only(model, own):
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        losses = []
+        for _ in range(12):
+            loss = objective.loss(model, model, inputs)
+            optimizer.zero_grad()
+            loss.backward()
+            assert all(p.grad is not None for name, p in model.named_parameters() if name in own)
+            optimizer.step()
+            losses.append(float(loss))
+    assert losses[-1] < 0.9 * losses[0]
+    changed = {name for name, x in model.state_dict().items() if not torch.equal(x, before[name])}
+    assert changed == set(own)
+
+
+def test_a_layer_that_computes_exact_attention_has_no_error():
+    model = converted("BertForSequenceClassification", feature_map="hedgehog", window=64)
+    for joint in (False, True):
+        loss = Transfer(model, joint=joint, match="outputs").loss(model, model, inputs_of(model))
+        assert float(loss) < 1e-10
+
+
+def test_layer_by_layer_each_layer_sees_what_the_base_would_feed_it():
+    """Spoiling the first layer's map changes its own error and no other's; jointly it changes the later ones too."""
+    model = converted("BertForSequenceClassification", **HEDGEHOG)
+    inputs, own = inputs_of(model), own_parameters(model)
+    first = [name for name in own if ".layer.0." in name]
+
+    def gradients(joint: bool) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        Transfer(model, joint=joint, match="outputs").loss(model, model, inputs).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if name in own and name not in first}
+
+    alone, together = gradients(False), gradients(True)
+    with torch.no_grad():
+        for name in first:
+            model.get_parameter(name).add_(torch.randn_like(model.get_parameter(name)))
+    alone_after, together_after = gradients(False), gradients(True)
+    assert all(torch.allclose(alone[name], alone_after[name]) for name in alone)
+    assert any(not torch.allclose(together[name], together_after[name]) for name in together)
+
+
+def test_projections_are_held_to_the_outputs_of_those_that_training_began_with():
+    """Were their targets to move with them, making every query small would be a perfect answer."""
+    model = converted("GPT2LMHeadModel", **HEDGEHOG)
+    inputs = inputs_of(model)
+    layers = attention_layers(model, inputs)
+    names = [f"{layer}.weight" for layer in layers["before"]]
+    objective = Transfer(model, joint=False, match="outputs", projections=names)
+    with torch.no_grad():
+        for name in names:
+            model.get_parameter(name).mul_(0)
+    loss = objective.loss(model, model, inputs)
+    assert float(loss) > 0.5
+    loss.backward()
+    assert all(model.get_parameter(name).grad is not None for name in names)
+
+
+def test_padding_counts_in_no_loss():
+    model = converted("BertForSequenceClassification", **HEDGEHOG)
+    teacher = teacher_of(model, surgery.revert)
+    inputs = inputs_of(model)
+    other = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    other["input_ids"][-1, -6:] = 5
+    for objective in (
+        Transfer(model, joint=False, match="outputs"),
+        Transfer(model, joint=True, match="weights"),
+        Distill(teacher, Distillation(logits=1.0, hidden=1.0, attention=0.0)),
+    ):
+        assert float(objective.loss(model, model, other)) == pytest.approx(
+            float(objective.loss(model, model, inputs)), rel=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["BertForSequenceClassification", "RobertaForQuestionAnswering", "GPT2LMHeadModel", "Wav2Vec2ForCTC"],
+)
+def test_a_student_that_is_its_teacher_has_no_distance_and_one_that_is_not_comes_nearer(architecture):
+    model = converted(architecture, "local", left=1, right=1)
+    teacher = teacher_of(model, surgery.revert)
+    assert teacher.config is not model.config
+    inputs = inputs_of(model)
+    objective = Distill(teacher, Distillation(logits=1.0, hidden=1.0, attention=1.0))
+    with exactly(model):
+        assert float(objective.loss(model, model, inputs)) < 1e-6
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(10):
+        loss = objective.loss(model, model, inputs)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[0] > 1e-5
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(p.grad is None for p in teacher.parameters())
+
+
+def test_labels_can_be_part_of_a_distillation():
+    model = converted("BertForSequenceClassification", "local", left=1, right=1)
+    inputs = {**inputs_of(model), "labels": torch.tensor([0, 1])}
+    teacher = teacher_of(model, surgery.revert)
+    alone = Distill(teacher, Distillation(logits=0.0, hidden=0.0, labels=2.0)).loss(model, model, inputs)
+    assert float(alone) == pytest.approx(2 * float(Supervised().loss(model, model, inputs)), rel=1e-6)
+
+
+def test_the_relative_error_leaves_out_what_does_not_count():
+    given, due = torch.tensor([[1.0, 2.0], [9.0, 9.0]]), torch.tensor([[1.0, 4.0], [0.0, 0.0]])
+    assert float(relative_error(given, due, torch.tensor([[1.0], [0.0]]))) == pytest.approx(4 / 17)
+    assert float(relative_error(given, due)) == pytest.approx((4 + 162) / 17)

@@ -1,0 +1,145 @@
+"""Which parameters are trained, adapters, and modes that a model cannot use."""
+
+import pytest
+import torch
+
+from approx.conversion import surgery
+from approx.errors import ApproxError
+from approx.finetuning.options import Lora
+from approx.finetuning.parameters import (
+    add_adapters,
+    attention_layers,
+    check_modes,
+    chosen_parameters,
+    default_modes,
+    merge_adapters,
+    own_parameters,
+)
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan
+from zoo import tiny
+
+BLOCKS = {
+    "BertForSequenceClassification": (
+        ["bert.encoder.layer.0.attention.self.query", "bert.encoder.layer.0.attention.self.key"],
+        ["bert.encoder.layer.0.attention.output.dense"],
+    ),
+    "GPT2LMHeadModel": (["transformer.h.0.attn.c_attn"], ["transformer.h.0.attn.c_proj"]),
+    "LlamaForCausalLM": (
+        ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"],
+        ["model.layers.0.self_attn.o_proj"],
+    ),
+    "Wav2Vec2ForCTC": (
+        ["wav2vec2.encoder.layers.0.attention.q_proj"],
+        ["wav2vec2.encoder.layers.0.attention.out_proj"],
+    ),
+}
+
+
+def sample(model):
+    return example_inputs(model, 16, batch=2, padded=0, device=model.device)
+
+
+@pytest.mark.parametrize("architecture", BLOCKS)
+def test_the_layers_of_an_attention_block_are_those_that_run_around_it(architecture):
+    model = tiny(architecture)
+    layers = attention_layers(model, sample(model))
+    before, after = BLOCKS[architecture]
+    assert set(before) <= set(layers["before"])
+    assert set(after) <= set(layers["after"])
+    assert len(layers["after"]) == 3
+    assert not any(
+        "mlp" in name or "intermediate" in name or "pre_classifier" in name for kind in layers.values() for name in kind
+    )
+
+
+def test_what_is_trained_is_what_was_chosen_and_always_the_mechanisms():
+    model = tiny("BertForSequenceClassification")
+    surgery.convert(model, Plan.of("linear", feature_map="hedgehog"))
+    own, inputs = set(own_parameters(model)), sample(model)
+    assert len(own) == 6
+    everything = {name for name, _ in model.named_parameters()}
+    assert set(chosen_parameters(model, "all", inputs)) == everything
+    head = set(chosen_parameters(model, "head", inputs))
+    assert head == own | {"classifier.weight", "classifier.bias"}
+    attention = set(chosen_parameters(model, "attention", inputs))
+    assert own < attention < everything
+    assert all(".attention." in name for name in attention)
+
+
+def test_the_feature_encoder_of_speech_stays_as_it_is():
+    model = tiny("Wav2Vec2ForCTC")
+    assert not any("feature_extractor" in name for name in chosen_parameters(model, "all", sample(model)))
+
+
+def test_a_model_without_a_head_has_none_to_train():
+    model = tiny("BertModel")
+    with pytest.raises(ApproxError, match="has none"):
+        chosen_parameters(model, "head", sample(model))
+
+
+@pytest.mark.parametrize("architecture", BLOCKS)
+def test_adapters_change_nothing_at_first_and_are_merged_without_a_trace(architecture):
+    pytest.importorskip("peft")
+    model = tiny(architecture)
+    surgery.convert(model, Plan.of("linear", feature_map="hedgehog"))
+    inputs, keys = sample(model), set(model.state_dict())
+    with torch.inference_mode():
+        first = model(**inputs)[0]
+    names = add_adapters(model, Lora(rank=2), inputs, seed=0)
+    assert names
+    with torch.inference_mode():
+        assert torch.equal(model(**inputs)[0], first)
+        for name in names:
+            model.get_parameter(name).add_(0.05)
+        trained = model(**inputs)[0]
+        merge_adapters(model)
+        merged = model(**inputs)[0]
+    assert not torch.allclose(first, trained, atol=1e-4)
+    assert torch.allclose(trained, merged, atol=1e-5)
+    assert set(model.state_dict()) == keys
+
+
+def test_adapters_go_where_they_are_asked_for():
+    pytest.importorskip("peft")
+    model = tiny("BertForSequenceClassification")
+    names = add_adapters(model, Lora(targets=["query"]), sample(model), seed=0)
+    assert len(names) == 6
+    assert all(".query." in name for name in names)
+    with pytest.raises(ApproxError, match=r"qeury.*It has:.*query"):
+        add_adapters(tiny("BertForSequenceClassification"), Lora(targets=["qeury"]), sample(model), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("modes", "mechanism", "text", "message"),
+    [
+        (["transfer"], "local", False, "local has none"),
+        (["task", "lora"], "linear", False, "'lora' comes last"),
+        (["task", "task"], "linear", False, "names a mode twice"),
+        (["clm"], "linear", False, "plain text"),
+        (["task"], "linear", True, "needs labels"),
+        (["transfer"], None, False, "is exact already"),
+        (["distill"], None, False, "is exact already"),
+    ],
+)
+def test_a_mode_that_cannot_be_used_is_refused_with_what_would_do(modes, mechanism, text, message):
+    model = tiny("BertForSequenceClassification")
+    if mechanism is not None:
+        surgery.convert(model, Plan.of(mechanism))
+    with pytest.raises(ApproxError, match=message):
+        check_modes(modes, model, text=text, projections=False)
+
+
+def test_projections_make_transfer_possible_without_parameters_of_a_mechanism():
+    model = tiny("BertForSequenceClassification")
+    surgery.convert(model, Plan.of("local"))
+    check_modes(["transfer"], model, text=False, projections=True)
+
+
+def test_without_a_word_mechanisms_are_fitted_first_where_they_can_be():
+    exact, local, learned = (tiny("BertForSequenceClassification") for _ in range(3))
+    surgery.convert(local, Plan.of("local"))
+    surgery.convert(learned, Plan.of("linear", feature_map="hedgehog"))
+    assert default_modes(exact, text=False, causal=False) == ["task"]
+    assert default_modes(local, text=True, causal=False) == ["mlm"]
+    assert default_modes(learned, text=True, causal=True) == ["transfer", "clm"]

@@ -7,13 +7,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from approx.checkpoints import checkpoint, families
+from approx.checkpoints import checkpoint
 from approx.checkpoints.checkpoint import load
-from approx.checkpoints.history import history
 from approx.conversion.surgery import convert, revert
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError
 from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.finetuning.options import FinetuneStage
+from approx.inspection import inspect, plan
 from approx.measuring.in_memory import in_memory
 from approx.measuring.measure import (
     Progress,
@@ -27,9 +27,7 @@ from approx.measuring.measure import (
     under_exact_attention,
 )
 from approx.measuring.products import fast_products
-from approx.planning import anatomy, cost
 from approx.planning.plan import Plan
-from approx.planning.resolve import described, site_record
 from approx.publishing.report import write_report as report
 from approx.recipe import BASE, CEILING
 from approx.tasks import open_task
@@ -48,86 +46,6 @@ __all__ = [
     "report",
     "revert",
 ]
-
-# A ceiling below this is worth a warning.
-_HARDLY = 1.1
-# What is said of a layer that keeps exact attention.
-_EXACT = {"heads": "all", "mechanism": None, "settings": {}, "exact_below": 0, "recompute": False}
-
-
-def inspect(name: str, *, revision: str | None = None, offline: bool = False) -> dict[str, Any]:
-    """What a checkpoint is, from its config alone.
-
-    Args:
-        name: A folder, a model id of the hub, or `quickstart`.
-        revision: Commit of the hub.
-        offline: Whether only local files and the hub's cache may be used.
-
-    Raises:
-        ApproxError: if it is not there or not supported.
-    """
-    source = checkpoint.locate(name, revision=revision, offline=offline)
-    facts = anatomy.anatomy(families.stock_config(source.config), source.stock_class)
-    converted = source.raw.get("approx") or {}
-    sites = converted.get("sites", {})
-    return {
-        "name": source.name,
-        "family": facts.family,
-        "architecture": facts.architecture,
-        "parameters": facts.parameters,
-        "positions": facts.positions,
-        "converted": source.converted,
-        "history": [step.model_dump() for step in history(converted)],
-        "cross_attention": facts.cross_attention,
-        "layers": [
-            {
-                "layer": site.layer,
-                "path": site.path,
-                "heads": site.heads,
-                "key_heads": site.key_heads,
-                "head_dim": site.head_dim,
-                "causal": site.causal,
-                **{key: part[key] for key in ("mechanism", "settings")},
-                "group": part["heads"],
-            }
-            for site in facts.sites
-            for part in (described(sites[site.path]) if site.path in sites else [_EXACT])
-        ],
-    }
-
-
-def plan(
-    name: str, chosen: Plan, lengths: list[int], *, revision: str | None = None, offline: bool = False
-) -> dict[str, Any]:
-    """What a plan would do to a checkpoint, and what it would cost and gain by the count of operations.
-
-    Args:
-        name: A folder, a model id of the hub, or `quickstart`.
-        chosen: The plan.
-        lengths: Positions to count at.
-        revision: Commit of the hub.
-        offline: Whether only local files and the hub's cache may be used.
-
-    Raises:
-        ApproxError: with every mistake of the plan.
-    """
-    source = checkpoint.locate(name, revision=revision, offline=offline)
-    if source.converted:
-        raise ApproxError(f"{name} is converted already. Plan for its base checkpoint.", Exit.REFUSED)
-    facts = anatomy.anatomy(source.config, source.stock_class)
-    assignment = chosen.resolve(facts)
-    costs = cost.predict(facts, assignment, lengths)
-    return {
-        "name": source.name,
-        "plan": chosen.to_data(),
-        "layers": [
-            {"layer": site.layer, "path": site.path, **{key: part[key] for key in _EXACT}}
-            for site in facts.sites
-            for part in (described(site_record(site, assignment[site])) if site in assignment else [_EXACT])
-        ],
-        "costs": [{**vars(c), "ceiling": c.ceiling, "speedup": c.speedup} for c in costs],
-        "warnings": _warnings(facts, costs),
-    }
 
 
 def finetune(
@@ -341,28 +259,3 @@ def _label(model: str | Any) -> str:
     """Name of a model in tables and records, where the path to it says nothing."""
     label = Path(model).resolve().name if isinstance(model, str) else type(model).__name__
     return label if label not in (BASE, CEILING) else f"{label} (converted)"
-
-
-def _warnings(facts: anatomy.Anatomy, costs: list[cost.Cost]) -> list[str]:
-    said = []
-    worse = [c.length for c in costs if c.flops_planned >= c.flops_exact]
-    if worse:
-        said.append(
-            f"At {_listed(worse)} tokens the plan needs as many operations as exact attention or more: nothing to gain."
-        )
-    said += [
-        f"At {c.length} tokens attention is {1 - 1 / c.ceiling:.0%} of all operations: no mechanism can gain more than "
-        f"{c.ceiling:.2f}×."
-        for c in costs
-        if c.ceiling < _HARDLY and c.length not in worse
-    ]
-    long = [c.length for c in costs if facts.positions is not None and c.length > facts.positions]
-    if long:
-        said.append(
-            f"The model takes {facts.positions} positions: for {_listed(long)} tokens convert with --max-length {max(long)}."
-        )
-    return said
-
-
-def _listed(numbers: list[int]) -> str:
-    return " and ".join(part for part in (", ".join(map(str, numbers[:-1])), str(numbers[-1])) if part)

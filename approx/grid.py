@@ -116,6 +116,10 @@ def _loose_ends(grid: Grid) -> Iterator[Mistake]:
     if grid.revision is not None and len(grid.checkpoint) > 1:
         said = "a revision belongs to one checkpoint, and several are given. Leave it out."
         yield Mistake(("revision",), f"grid.revision: {said}")
+    for number, heal in enumerate(grid.heal):
+        if heal.exact:
+            said = "a sweep compares with the base as it is. Leave it out, or train the base in a recipe."
+            yield Mistake(("heal", number), f"grid.heal: exact: {said}")
     for variant, rules in grid.variants.items():
         mistakes: list[Mistake] = []
         for point in _points(variant, rules, mistakes):

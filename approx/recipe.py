@@ -11,11 +11,15 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from approx import yaml_text
 from approx.errors import ApproxError, did_you_mean, shown
 from approx.evaluation.options import BenchStage, EvaluateStage
+from approx.finetuning.options import HealStage
 from approx.planning.rule import Rules
 from approx.validation import Mistake, Model, listed, salvage, told
 
 BASE, CEILING = "exact", "attention-free"
 """Names of the two lines that every report has: the base itself, and the base with its attention replaced by its values."""
+
+HEALED, TRAINED = ", healed", f"{BASE}, trained"
+"""What the name of a variant ends with once it was trained, and the name of the base that had the same training."""
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -31,6 +35,7 @@ class Study(Model):
         variants: Name -> rules.
         evaluate: Tasks, in order.
         bench: Grids of lengths and batch sizes, in order.
+        heal: Training of the variants after their conversion, one after the other.
         revision: Commit of the hub.
         notice: A sentence that the report shows above everything else.
         seed: Of everything random.
@@ -47,6 +52,9 @@ class Study(Model):
     bench: Annotated[
         list[BenchStage], BeforeValidator(listed, json_schema_input_type=list[BenchStage] | BenchStage)
     ] = Field(default_factory=list)
+    heal: Annotated[list[HealStage], BeforeValidator(listed, json_schema_input_type=list[HealStage] | HealStage)] = (
+        Field(default_factory=list)
+    )
     revision: str | None = None
     notice: str | None = None
     seed: Annotated[int, Field(ge=0)] = 0
@@ -104,7 +112,7 @@ class Study(Model):
         made._text = document.text
         made._mistakes = tuple(told(mistakes, str(path), document))
         parts = {part: part for part in [("checkpoint",), *(("variants", name) for name in made.variants)]}
-        for key in ("evaluate", "bench"):
+        for key in ("evaluate", "bench", "heal"):
             count = len(getattr(made, key))
             # Where a stage was left out, the others have other numbers than in the file.
             whole = len(listed(document.data.get(key))) == count
@@ -170,7 +178,7 @@ def _loose_ends(made: Study, data: dict[str, Any], what: str) -> Iterator[Mistak
     slugs: dict[str, str] = {}
     for name in made.variants:
         place, where = ("variants", name), f"{what}.variants"
-        if name in (BASE, CEILING):
+        if name in (BASE, CEILING) or name.endswith(HEALED):
             yield Mistake(place, f"{where}: '{name}' is the name of a line of every report. Choose another name.")
         elif slug(name) in slugs:
             yield Mistake(place, f"{where}: '{name}' and '{slugs[slug(name)]}' would share a folder. Rename one.")
@@ -179,6 +187,12 @@ def _loose_ends(made: Study, data: dict[str, Any], what: str) -> Iterator[Mistak
     # Of the file, not of what could be read of it: a mistake is told once.
     if not data.get("evaluate") and not data.get("bench"):
         yield Mistake((), f"{what}: nothing is measured. Add 'evaluate', 'bench' or both.")
+    for number, stage in enumerate(made.heal):
+        for name in stage.variants or []:
+            if name not in made.variants:
+                hint = did_you_mean(name, made.variants)
+                known = f"Known: {', '.join(made.variants)}."
+                yield Mistake(("heal", number), f"{what}.heal: there is no variant '{name}'.{hint} {known}")
     if any(stage.inputs == "real" for stage in made.bench) and not data.get("evaluate"):
         advice = "real inputs are texts of a task. Add 'evaluate', or set 'inputs: synthetic'."
         yield Mistake(("bench",), f"{what}.bench: {advice}")

@@ -35,7 +35,8 @@ MAY_IMPORT = {
     " approx_kernels.runtime.atomic_file",
     "approx.finetuning": "approx.errors approx.validation approx.version approx.evaluation approx.tasks approx.conversion"
     " approx.planning approx.checkpoints approx.seam approx_kernels",
-    "approx.recipe": "approx.errors approx.validation approx.yaml_text approx.evaluation.options approx.planning.rule",
+    "approx.recipe": "approx.errors approx.validation approx.yaml_text approx.evaluation.options approx.finetuning.options"
+    " approx.planning.rule",
     "approx.grid": "approx.errors approx.validation approx.recipe approx.planning.rule",
     "approx.measuring": "approx.errors approx.version approx.recipe approx.evaluation approx.tasks approx.conversion approx.planning"
     " approx.checkpoints approx.seam approx_kernels",
@@ -47,7 +48,8 @@ MAY_IMPORT = {
     "approx.doctor": "approx.errors approx.measuring approx.tasks approx_kernels",
     "approx.pipeline": "approx.errors approx.version approx.recipe approx.grid approx.search approx.publishing approx.measuring"
     " approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",
-    "approx.api": "approx.errors approx.validation approx.evaluation.options approx.recipe approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
+    "approx.inspection": "approx.errors approx.planning approx.checkpoints",
+    "approx.api": "approx.inspection approx.errors approx.validation approx.evaluation.options approx.recipe approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
     "approx.cli": "approx approx_kernels.runtime.atomic_file",
     "approx": "approx",
 }
@@ -59,7 +61,9 @@ WITHOUT_TORCH = (
     "approx.evaluation.record",
     "approx.evaluation.record_model",
     "approx.evaluation.record_speed",
+    "approx.evaluation.record_training",
     "approx.evaluation.statistics",
+    "approx.finetuning.options",
     "approx.recipe",
     "approx.grid",
     "approx.errors",

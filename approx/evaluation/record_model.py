@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from approx.evaluation.record_speed import Crossover, Interval, Speed
+from approx.evaluation.record_training import Trained
 from approx.validation import Written
 
 Scores = dict[str, float | None]
@@ -253,6 +254,7 @@ class RecordModel(Written):
         quality: Tasks.
         speed: Lengths and batch sizes.
         crossover: Where variants begin to be faster.
+        trainings: What was trained, in order.
         environment: Machine and versions, as `approx.evaluation.record.environment` returns them.
     """
 
@@ -267,4 +269,5 @@ class RecordModel(Written):
     quality: list[Quality]
     speed: list[Speed]
     crossover: list[Crossover]
+    trainings: list[Trained] = Field(default_factory=list)
     environment: dict[str, Any]

@@ -52,12 +52,7 @@ class TrainingData:
     @property
     def sha256(self) -> str:
         """Of the examples and of which are held out."""
-        digest = hashlib.sha256()
-        for example in (*self.split.examples, *self.held_out.examples):
-            told = [example.id, str(example.label), {name: str(value) for name, value in example.inputs.items()}]
-            digest.update(json.dumps(told, sort_keys=True).encode())
-        digest.update(str(len(self.split.examples)).encode())
-        return digest.hexdigest()
+        return hashlib.sha256(f"{_sha256(self.split.examples)} {_sha256(self.held_out.examples)}".encode()).hexdigest()
 
     def batch(self, rows: Sequence[int], passed: int) -> dict[str, Tensor]:
         """Some inputs as tensors, [B, L], with their targets; in each pass other tokens of `mlm` are hidden."""
@@ -232,6 +227,41 @@ def _held_out(task: Task, split: Split, count: int, seed: int) -> tuple[list[Exa
             f"{task.name}: its training examples form too few groups to hold one of them out.", Exit.UNAVAILABLE
         )
     return trained, held_out
+
+
+def digest_of(options: FinetuneStage) -> str:
+    """A hash of all examples that the options name, for keys of what was trained on them.
+
+    Raises:
+        ApproxError: if there are none.
+    """
+    if options.text is not None:
+        return hashlib.sha256(b"".join(Path(file).read_bytes() for file in options.text)).hexdigest()
+    task = open_task(options.task or "", **options.settings)
+    split = task.load(None if options.data is None else Path(options.data), options.split, options.limit)
+    return _sha256(split.examples)
+
+
+def overlap(options: FinetuneStage, evaluated: Sequence[Example]) -> int:
+    """How many of the examples of an evaluation are among those that the options train on."""
+    if options.task is None:
+        return 0
+    task = open_task(options.task, **options.settings)
+    split = task.load(None if options.data is None else Path(options.data), options.split, options.limit)
+    trained = {_told(example) for example in split.examples}
+    return sum(_told(example) in trained for example in evaluated)
+
+
+def _told(example: Example) -> str:
+    inputs = {name: str(value) for name, value in example.inputs.items()}
+    return json.dumps([str(example.label), inputs], sort_keys=True)
+
+
+def _sha256(examples: Sequence[Example]) -> str:
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(json.dumps([example.id, _told(example)]).encode())
+    return digest.hexdigest()
 
 
 def tensors_to(device: torch.device, batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -21,6 +21,10 @@ from approx.tasks.metrics import METRICS
 from approx_kernels.runtime.atomic_file import write_whole
 
 
+class BudgetMetError(ApproxError):
+    """The budget is met before training."""
+
+
 @dataclass
 class Healing:
     """What training did.
@@ -98,7 +102,7 @@ def finetune(
         if before is not None and prepared.measure.suffices(before) and not again:
             shutil.rmtree(folder, ignore_errors=True)
             beside = "" if exact is None else f", {exact:.4f} with exact attention"
-            raise ApproxError(
+            raise BudgetMetError(
                 f"The budget {options.budget} is met before training: {prepared.measure.name} is {before:.4f} on "
                 f"{len(prepared.data.held_out.examples)} held-out examples{beside}. Nothing was trained.",
                 Exit.REFUSED,

@@ -30,6 +30,7 @@ def finetune_folder(
     options: FinetuneStage,
     *,
     teacher: str | None = None,
+    working: Path | None = None,
     resume: bool = False,
     force: bool = False,
     revision: str | None = None,
@@ -39,13 +40,13 @@ def finetune_folder(
 ) -> dict[str, Any]:
     """Train a checkpoint into a new folder, checked before it gets its name.
 
-    While it trains, checkpoints are kept beside `out`, in a folder of that name with the suffix `.training`.
 
     Args:
         name: A folder, a model id of the hub, or `quickstart`; converted or not.
         out: The folder to make.
         options: What to do.
         teacher: The exact model for `distill`; the checkpoint's own weights with exact attention without it.
+        working: Folder of the checkpoints while it trains; beside `out`, with the suffix `.training`, without it.
         resume: Whether to go on with an unfinished training into `out`.
         force: Whether an existing `out` is replaced, and an unfinished training into it is started over.
         revision: Commit of the hub.
@@ -63,7 +64,7 @@ def finetune_folder(
     out = Path(out)
     refuse_existing(out, force=force)
     refuse_unwritable(out)
-    working = out.with_name(f"{out.name}.training")
+    working = working or out.with_name(f"{out.name}.training")
     if force and not resume and distributed.leads():
         shutil.rmtree(working, ignore_errors=True)
     opened, taught = _opened(name, teacher, options, revision, offline, device)

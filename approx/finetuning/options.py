@@ -153,3 +153,28 @@ class FinetuneStage(Model):
     def seconds(self) -> float | None:
         """The time budget."""
         return None if self.time_budget is None else seconds(self.time_budget)
+
+
+class HealStage(FinetuneStage):
+    """Training as a stage of a recipe: each variant is measured as it was converted and as it was healed.
+
+    Attributes:
+        variants: Names of those that are trained; all of them without it.
+        exact: Whether the base gets the same training (without `transfer` and `distill`) and is measured beside them.
+    """
+
+    variants: list[str] | None = None
+    exact: bool = False
+
+    @property
+    def training(self) -> FinetuneStage:
+        """What is done to one variant."""
+        return FinetuneStage(**{name: getattr(self, name) for name in FinetuneStage.model_fields})
+
+    @property
+    def of_the_base(self) -> FinetuneStage:
+        """What is done to the base: the modes that need no conversion; without one the default of an exact model."""
+        modes = [mode for mode in self.recover or [] if mode not in ("transfer", "distill")]
+        return self.training.model_copy(
+            update={"recover": modes if modes and modes[-1] != "lora" else None, "budget": None}
+        )

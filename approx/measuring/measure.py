@@ -192,6 +192,7 @@ def make_record(
     command: str,
     quality: list[dict[str, Any]] | None = None,
     speed: list[dict[str, Any]] | None = None,
+    trainings: list[dict[str, Any]] | None = None,
     notice: str | None = None,
     recipe: dict[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -219,6 +220,7 @@ def make_record(
         "quality": over_tasks(quality or []),
         "speed": speed or [],
         "crossover": crossover(speed or []),
+        "trainings": trainings or [],
         "environment": record.environment(
             threads=torch.get_num_threads(),
             gpu=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None,
@@ -236,7 +238,8 @@ def _variant(label: str, one: checkpoint.Checkpoint) -> dict[str, Any]:
             for site in sorted(sites.values(), key=lambda site: site["layer"])
             for part in described(site)
         ],
-        "verified": receipt is not None and receipt.verified,
+        # Of what was not converted there is nothing to verify.
+        "verified": not one.source.converted or (receipt is not None and receipt.verified),
         "receipt": None if receipt is None else receipt.model_dump(mode="json"),
     }
 

@@ -1,5 +1,6 @@
 """Find in seconds what would otherwise be found after minutes: mistakes of a recipe and of its data, before any work."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from approx.checkpoints import checkpoint
@@ -8,12 +9,18 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, prepare
 from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.evaluation.prediction_cache import fingerprint
+from approx.finetuning.data import overlap
+from approx.finetuning.options import FinetuneStage
 from approx.measuring.identity import examples_read
 from approx.measuring.measure import choose_device, task_of
 from approx.measuring.products import refuse
 from approx.planning.anatomy import Anatomy, anatomy
 from approx.planning.plan import Plan
 from approx.recipe import BASE, Recipe
+from approx.tasks import open_task
+
+# Public data sets repeat a few short texts in both of their splits.
+_REPEATED = 0.02
 
 
 def check(recipe: Recipe, *, offline: bool) -> dict[str, Plan]:
@@ -52,6 +59,8 @@ def check(recipe: Recipe, *, offline: bool) -> dict[str, Plan]:
         found.append(error)
     for number, stage in enumerate(recipe.evaluate):
         found += [one for error in _task_mistakes(stage) for one in _at(recipe.at("evaluate", number), error)]
+    for number, heal in enumerate(recipe.heal):
+        found += [one for error in _training_mistakes(heal) for one in _at(recipe.at("heal", number), error)]
     for number, stage in enumerate(recipe.bench):
         found += [one for error in _length_mistakes(stage, facts) for one in _at(recipe.at("bench", number), error)]
     if found:
@@ -78,6 +87,48 @@ def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> str:
         [subject], task, split, batch_size=stage.inputs_per_batch, max_length=stage.max_length, truncate=stage.truncate
     )
     return fingerprint(examples_read(task, split), prepared.encodings)
+
+
+def refuse_trained_on(heals: Sequence[FinetuneStage], stage: EvaluateStage) -> None:
+    """Refuse an evaluation of examples that a training sees.
+
+    Raises:
+        ApproxError: with how many they are.
+    """
+    if not heals:
+        return
+    split = task_of(stage).load(
+        None if stage.data is None else Path(stage.data), stage.split, stage.limit, streaming=stage.streaming
+    )
+    files = {Path(file).resolve() for heal in heals for file in heal.text or []}
+    if stage.data is not None and Path(stage.data).resolve() in files:
+        raise ApproxError(
+            f"{stage.data} is trained on by 'heal', so its score would say nothing. Evaluate on another file.",
+            Exit.REFUSED,
+        )
+    for heal in heals:
+        if (shared := overlap(heal, split.examples)) > _REPEATED * len(split.examples):
+            raise ApproxError(
+                f"{shared} of the {len(split.examples)} examples that {stage.task} is evaluated on are trained on by 'heal', so their "
+                "score would say nothing. Train on another split or on other settings of the task.",
+                Exit.REFUSED,
+            )
+
+
+def _training_mistakes(heal: FinetuneStage) -> list[ApproxError]:
+    found = []
+    if (heal.task is None) == (heal.text is None):
+        found.append(ApproxError("Heal: give either 'task' or 'text', whose examples are trained on."))
+    try:
+        if heal.task is not None:
+            open_task(heal.task, **heal.settings)
+    except ApproxError as error:
+        found.append(error)
+    for path in [*([heal.data] if heal.data else []), *(heal.text or [])]:
+        if not Path(path).exists():
+            text = f"Heal: {path} does not exist. Fix the path in the recipe."
+            found.append(ApproxError(text + _from_where(path), Exit.UNAVAILABLE))
+    return found
 
 
 def _at(place: str, error: ApproxError) -> list[ApproxError]:

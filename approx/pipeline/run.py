@@ -16,11 +16,11 @@ from approx.pipeline.preflight import check
 from approx.pipeline.stages import Conversions, Study
 from approx.pipeline.store import Stage, complete
 from approx.publishing.report import write_report
-from approx.recipe import BASE, Recipe, slug
+from approx.recipe import BASE, HEALED, TRAINED, Recipe, slug
 from approx_kernels.runtime.atomic_file import write_whole
 
 _CLAIM = "recipe.yaml"
-_OWN = (_CLAIM, "stages", "converted", "report", "record.json")
+_OWN = (_CLAIM, "stages", "converted", "healed", "training", "report", "record.json")
 
 
 def run(
@@ -64,15 +64,36 @@ def run(
     study.begin(machine, computed_by(base.model.device))
     _claim(recipe, out, force=force)
 
-    folders = {name: study.convert(plan, name, out / "converted" / slug(name)) for name, plan in plans.items()}
+    converted = {name: study.convert(plan, name, out / "converted" / slug(name)) for name, plan in plans.items()}
+    healed = _healed(study, recipe, converted, out)
+    folders = {**converted, **healed}
+    # What was healed takes the place of what it was in timings: only its weights differ.
+    timed = {name: folders.get(name + HEALED, one) for name, one in converted.items()}
+    timed = {name + HEALED * (name + HEALED in folders): one for name, one in timed.items()}
     parts = [
         *(study.evaluate(n, folders, out / f"outputs-{n}.parquet") for n in range(len(recipe.evaluate))),
-        *(study.bench(grid, folders) for grid in recipe.bench),
+        *(study.bench(grid, timed) for grid in recipe.bench),
     ]
     make = partial(_report, study, recipe, folders, parts)
     report = Stage("report", "report", make, (*folders.values(), *parts), kept=False)
     made = complete([*report.inputs, report], study.store, Here(), keep_going=False)
     return made[report.key]["result"]
+
+
+def _healed(study: Study, recipe: Recipe, converted: Conversions, out: Path) -> dict[str, Stage]:
+    """The trainings, by label; of several for one variant each goes on from the one before."""
+    stages: dict[str, Stage] = {}
+    for number, heal in enumerate(recipe.heal):
+        chosen = converted if heal.variants is None else {name: converted[name] for name in heal.variants}
+        for name, folder in chosen.items():
+            label = name + HEALED
+            place = out / "healed" / f"{slug(name)}-{number}"
+            stages[label] = study.heal(heal.training, label, stages.get(label, folder), place)
+        if heal.exact:
+            stages[TRAINED] = study.heal(
+                heal.of_the_base, TRAINED, stages.get(TRAINED), out / "healed" / f"exact-{number}"
+            )
+    return stages
 
 
 def _report(study: Study, recipe: Recipe, folders: Conversions, parts: list[Stage]) -> dict[str, Any]:
@@ -83,10 +104,16 @@ def _report(study: Study, recipe: Recipe, folders: Conversions, parts: list[Stag
         recipe={"text": recipe.text, "sha256": recipe.sha256},
         quality=[entry for result in results for entry in result["quality"]],
         speed=[row for result in results for row in result["speed"]],
+        trainings=[told for one in folders.values() if one.noun == "training" and (told := _told(study, one))],
     )
     record.save(study.out / "record.json", made)
     write_report([made], study.out / "report")
     return made
+
+
+def _told(study: Study, stage: Stage) -> dict[str, Any] | None:
+    outcome = study.store.read(stage)
+    return outcome and outcome["result"]
 
 
 def _refuse(recipe: Recipe, out: Path, *, resume: bool, force: bool) -> None:

@@ -1,6 +1,7 @@
 """The stages of runs and sweeps: a conversion, an evaluation, a timing; and what each depends on."""
 
 import hashlib
+import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,22 @@ from approx.checkpoints.checkpoint import Checkpoint
 from approx.conversion import convert
 from approx.conversion.separator import of_checkpoint, with_separator
 from approx.evaluation.options import BenchStage, EvaluateStage
+from approx.finetuning.data import digest_of
+from approx.finetuning.finetune import BudgetMetError
+from approx.finetuning.folder import finetune_folder
+from approx.finetuning.options import FinetuneStage
 from approx.grid import Grid
 from approx.measuring.identity import beside, identity
-from approx.measuring.measure import Progress, make_record, measure_quality, measure_speed, open_all, silent
-from approx.pipeline.preflight import rehearse
+from approx.measuring.measure import (
+    Progress,
+    choose_device,
+    make_record,
+    measure_quality,
+    measure_speed,
+    open_all,
+    silent,
+)
+from approx.pipeline.preflight import refuse_trained_on, rehearse
 from approx.pipeline.store import Stage, Store, stage_key
 from approx.planning.plan import Plan
 from approx.recipe import BASE, Recipe
@@ -50,6 +63,8 @@ class Study:
             ApproxError: if the base cannot be loaded, or a task does not fit it or its data.
         """
         base, asked = self.open()[BASE], self.asked
+        for task in asked.evaluate:
+            refuse_trained_on(asked.heal, task)
         self._data = [rehearse(base, task) for task in asked.evaluate]
         # Weights, config, dtype, versions and code are in the identity.
         self._about = (identity(base), beside(base.source.folder), asked.device, asked.dtype, asked.seed, *about)
@@ -87,6 +102,15 @@ class Study:
         make = partial(self._convert, plan, label, folder, file, place is not None)
         return Stage(f"convert {label}", key, make, product=folder, noun="conversion")
 
+    def heal(self, training: FinetuneStage, label: str, source: Stage | None, place: Path | None = None) -> Stage:
+        """The training of a converted folder, or of the base, into a folder named by its key or at a place of one's own."""
+        options = training.model_dump(mode="json", exclude={"report_to"})
+        key = stage_key("heal", *self._about, source and source.key, options, digest_of(training), place and place.name)
+        folder = place or self.out / "healed" / key[:16]
+        make = partial(self._heal, training, label, source, folder, self.out / "training" / key[:16], place is not None)
+        inputs = () if source is None else (source,)
+        return Stage(f"heal {label}", key, make, inputs, product=folder, noun="training")
+
     def evaluate(
         self, number: int, conversions: Conversions, place: Path | None = None, after: Sequence[Stage] = ()
     ) -> Stage:
@@ -120,6 +144,24 @@ class Study:
         if replace or not folder.is_dir():
             convert.convert(self.checkpoint, folder, plan, calibrate=calibrate, force=replace, **self._where)
         self._progress(f"convert to {label}", 1, 1)
+
+    def _heal(
+        self, training: FinetuneStage, label: str, source: Stage | None, folder: Path, working: Path, replace: bool
+    ) -> dict[str, Any] | None:
+        start = self.checkpoint if source is None else str(source.product)
+        where = self._where if source is None else {}
+        try:
+            done = finetune_folder(
+                start, folder, training, working=working, resume=(working / "training.json").is_file(), force=replace,
+                device=choose_device(self.asked.device), **where,
+                progress=lambda what, *more: self._progress(f"heal {label}: {what}", *more),
+            )  # fmt: skip
+        except BudgetMetError:
+            # It is as good as it is asked to be, so it is healed.
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(start, folder)
+            return None
+        return {"name": label, **{key: value for key, value in done.items() if key not in ("output", "options")}}
 
     def _evaluate(self, number: int, conversions: Conversions, outputs: Path) -> dict[str, Any]:
         opened, task, seed = self.open(conversions), self.asked.evaluate[number], self.asked.seed

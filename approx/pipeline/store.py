@@ -121,7 +121,8 @@ def complete(
     A stage that only others need is left out where none of them is computed.
 
     Args:
-        stages: In the order in which they are computed, where their inputs allow it; those of the same key are one.
+        stages: In the order in which they are computed, where their inputs allow it; those of the same key are one, and what
+            they need is computed whether it is listed or not.
         store: Where finished ones are kept.
         executor: Where they are computed.
         keep_going: Whether a stage that fails stops only those that need it; otherwise its error is raised.
@@ -130,7 +131,7 @@ def complete(
     Returns:
         Key -> outcome, of each that was computed.
     """
-    waiting = _unfinished({stage.key: stage for stage in stages}, store)
+    waiting = _unfinished(_with_inputs(stages), store)
     total, done = max(len(waiting), 1), 0
     computed: dict[str, Outcome] = {}
     failed: dict[str, Outcome] = {}
@@ -175,6 +176,16 @@ def _compute(store: Store, keep_going: bool, stage: Stage, threads: int | None) 
         if not keep_going:
             raise
         return store.keep_failure(stage, error)
+
+
+def _with_inputs(stages: Sequence[Stage]) -> dict[str, Stage]:
+    """The stages and all that they need, each behind its inputs, by key."""
+    every: dict[str, Stage] = {}
+    for stage in stages:
+        if stage.key not in every:
+            every |= _with_inputs([one for one in stage.inputs if one.key not in every])
+            every[stage.key] = stage
+    return every
 
 
 def _unfinished(stages: dict[str, Stage], store: Store) -> dict[str, Stage]:

@@ -108,9 +108,14 @@ def _cells(grid: Grid, plans: dict[str, Plan], study: Study) -> Iterator[Stage]:
         for number, seed in enumerate(grid.seeds if drawn else grid.seeds[:1]):
             label = f"{name} seed={seed}" if drawn and len(grid.seeds) > 1 else name
             folder = study.convert(seeded(plan, seed), label)
-            made = [folder, *(study.evaluate(task, {label: folder}, after=[base]) for task, base in enumerate(bases))]
+            made = [folder]
+            for heal in grid.heal:
+                if heal.variants is None or grid.points[name].variant in heal.variants:
+                    made.append(study.heal(heal.training, label, made[-1]))
+            measured = {label: made[-1]}
+            made += [study.evaluate(task, measured, after=[base]) for task, base in enumerate(bases)]
             # What is drawn changes what is said, not how long it takes.
-            made += [study.bench(lengths, {label: folder}) for lengths in grid.bench if number == 0]
+            made += [study.bench(lengths, measured) for lengths in grid.bench if number == 0]
             about |= {"plan": name, "seed": seed if drawn else None, "label": label}
             yield from (replace(stage, about={**about, "kind": stage.name.partition(" ")[0]}) for stage in made)
 
@@ -120,7 +125,7 @@ def _outcome(cell: Stage, store: Store) -> Outcome | None:
     outcome = store.read(cell)
     if outcome is None:
         return None
-    made = outcome["result"]
+    made = outcome["result"] if cell.about["kind"] in ("base", "evaluate", "bench") else None
     # Another plan may share the stage, or this one had another name when it was computed.
     for part in (*made["quality"], *made["speed"], made) if made else ():
         for variant in part["variants"]:

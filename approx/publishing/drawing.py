@@ -55,7 +55,8 @@ def draw(identity: str, description: str, paint: Callable[[Axes], None], inches:
         axes = figure.add_subplot()
         axes.patch.set_visible(False)
         paint(axes)
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8.5)
+        if axes.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside lower center", ncols=2, fontsize=8.5)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return _for_the_page(buffer.getvalue(), identity, description)

@@ -7,9 +7,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from approx.publishing import wording
+from approx.publishing.drawing import INK
 from approx.publishing.plots import colours, quality_figure, speed_figure
 from approx.publishing.summary import answers, speed_groups
 from approx.publishing.tables import damage_table, plan_lines, quality_table, speed_table
+from approx.publishing.training import training_figure, training_table
 
 _ENVIRONMENT_LABELS = {
     "approx": "approx",
@@ -70,6 +72,15 @@ def _section(record: dict[str, Any], identity: str) -> dict[str, Any]:
             for number, rows in enumerate(groups)
         ],
         "both": _both(record, groups, tasks, identity),
+        "trainings": [
+            training_table(trained)
+            | {
+                "figure": training_figure(
+                    trained, colours(record).get(trained["name"], INK), f"{identity}-training-{number}"
+                )
+            }
+            for number, trained in enumerate(record.get("trainings") or [])
+        ],
         "plans": [
             {
                 "name": variant["name"],

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import signal
 import threading
 import time
 from pathlib import Path
@@ -16,46 +15,10 @@ from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.finetuning.finetune import finetune
 from approx.finetuning.options import FinetuneStage
-from approx.finetuning.trainer import Interrupted, last_complete
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan
-from tiny_classifier import tiny_model, tiny_tokenizer
-from tiny_study import LABELS
-
-# The first word decides, so that two layers can learn it in a few steps, whatever they see besides.
-ROWS = [f"{word} the film is\t{label}" for word, label in [("good", 1), ("bad", 0), ("fine", 1), ("dull", 0)] * 20]
-
-
-@pytest.fixture
-def sst2(tmp_path) -> str:
-    (tmp_path / "SST-2").mkdir()
-    (tmp_path / "SST-2" / "train.tsv").write_text("\n".join(["sentence\tlabel", *ROWS]) + "\n", encoding="utf-8")
-    return str(tmp_path / "SST-2")
-
-
-def model_of(mechanism: str | None = "linear", **settings: Any) -> Any:
-    torch.manual_seed(0)
-    model = tiny_model(2, LABELS)
-    if mechanism is not None:
-        settings = settings or ({"feature_map": "hedgehog", "window": 1} if mechanism == "linear" else {})
-        surgery.convert(model, Plan.of(mechanism, **settings))
-    return model
-
-
-def options_of(data: str, **more: Any) -> FinetuneStage:
-    usual = {"recover": ["task"], "steps": 20, "batch_size": 8, "learning_rate": 1e-2, "evaluate_every": 5}
-    return FinetuneStage(task="glue/sst2", data=data, **{**usual, **more})
-
-
-def trained(model: Any, folder: Path, options: FinetuneStage, **more: Any) -> Any:
-    return finetune(model, tiny_tokenizer(), options, folder=folder, **more)
-
-
-def same(one: Any, other: Any) -> bool:
-    states = one.state_dict(), other.state_dict()
-    return states[0].keys() == states[1].keys() and all(
-        torch.equal(states[0][name], states[1][name]) for name in states[0]
-    )
+from tiny_classifier import tiny_tokenizer
+from tiny_training import ROWS, model_of, options_of, trained
 
 
 def test_it_learns_a_task_and_says_what_it_did(sst2, tmp_path):
@@ -121,86 +84,6 @@ def test_the_loss_goes_down_with_every_mechanism(mechanism, sst2, tmp_path):
     done = trained(model, tmp_path / "work", options_of(sst2, steps=40, evaluate_every=40))
     losses = [point["loss"] for point in done.phases[0].curve if "loss" in point]
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
-
-
-@pytest.mark.parametrize("recover", [["task"], ["transfer", "task"], ["lora", "task"], ["distill"]])
-def test_interrupted_after_any_step_and_resumed_the_weights_are_the_same_to_the_bit(recover, sst2, tmp_path):
-    if "lora" in recover:
-        pytest.importorskip("peft")
-    options = options_of(sst2, recover=recover, steps=9, evaluate_every=4, learning_rate=None)
-    whole = model_of()
-    # Dropout is part of it.
-    assert whole.config.hidden_dropout_prob > 0
-    kept = trained(whole, tmp_path / "whole", options)
-    model = model_of()
-
-    def stop(at: int) -> Any:
-        def progress(what: str, n: int, total: int) -> None:
-            if " | " in what and n == at:
-                signal.raise_signal(signal.SIGINT)
-
-        return progress
-
-    for number, at in enumerate((3, 4, 7)):
-        with pytest.raises(Interrupted):
-            trained(model, tmp_path / "work", options, resume=number > 0, progress=stop(at))
-        model = model_of()
-    done = trained(model, tmp_path / "work", options, resume=True)
-    assert same(model, whole)
-    assert done.after == kept.after
-    assert [phase.best_step for phase in done.phases] == [phase.best_step for phase in kept.phases]
-
-
-def test_an_incomplete_checkpoint_is_not_resumed_from(sst2, tmp_path):
-    options = options_of(sst2, steps=8, evaluate_every=4)
-    whole = model_of()
-    trained(whole, tmp_path / "whole", options)
-
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 6:
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(Interrupted):
-        trained(model_of(), tmp_path / "work", options, progress=stop)
-    last = last_complete(tmp_path / "work" / "0-task")
-    assert last is not None
-    assert last.name == "checkpoint-6"
-    # As a process leaves it that was killed while it wrote.
-    (last / "complete.json").unlink()
-    (last / "model.safetensors").write_bytes(b"half")
-    model = model_of()
-    trained(model, tmp_path / "work", options, resume=True)
-    assert same(model, whole)
-
-
-def test_a_training_goes_on_only_with_the_same_options_and_examples(sst2, tmp_path):
-    options, work = options_of(sst2, steps=6), tmp_path / "work"
-
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 2:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        trained(model_of(), work, options, progress=stop)
-    for other, model, word in [
-        (options_of(sst2, steps=6, batch_size=4), model_of(), "options"),
-        (options_of(sst2, steps=6), model_of("local"), "mechanisms"),
-    ]:
-        with pytest.raises(ApproxError, match=f"with other .*{word}") as caught:
-            trained(model, work, other, resume=True)
-        assert caught.value.exit_code == Exit.REFUSED
-    file = Path(sst2) / "train.tsv"
-    before = file.read_text()
-    file.write_text(before.replace("\t1", "\t0"))
-    with pytest.raises(ApproxError, match=r"with other .*examples"):
-        trained(model_of(), work, options, resume=True)
-    file.write_text(before)
-    with pytest.raises(ApproxError, match="--resume"):
-        trained(model_of(), work, options)
-    # More time is no other training.
-    trained(model_of(), work, options_of(sst2, steps=6, time_budget="2h"), resume=True)
-    with pytest.raises(ApproxError, match="nothing to resume"):
-        trained(model_of(), tmp_path / "other", options, resume=True)
 
 
 def test_a_time_budget_ends_training_and_its_learning_rate_falls_until_then(sst2, tmp_path):
@@ -319,8 +202,11 @@ def test_text_continues_pre_training(architecture, tmp_path):
     file.write_text("the film is not very good the film is bad dull fine long " * 60, encoding="utf-8")
     model, tokenizer = tiny(architecture), tiny_tokenizer()
     tokenizer.add_special_tokens({"mask_token": "[MASK]"})
-    surgery.convert(model, Plan.of("local", left=4, **({} if "Bert" not in architecture else {"right": 4})))
+    settings = {"left": 4, "right": 4} if "Bert" in architecture else {"left": 4}
+    surgery.convert(model, Plan.of("local", **settings))  # type: ignore[arg-type]  # settings are keywords of any kind
     options = FinetuneStage(text=[str(file)], length=16, steps=20, batch_size=8, learning_rate=5e-3, evaluate_every=20)
     done = finetune(model, tokenizer, options, folder=tmp_path / "work")
     assert done.recover == ["mlm" if "Bert" in architecture else "clm"]
+    assert done.before is not None
+    assert done.after is not None
     assert done.after < 0.8 * done.before

@@ -1,0 +1,97 @@
+"""Trainings in a report: what each mode did, the held-out scores before and after, and the curve."""
+
+from typing import Any
+
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from approx.publishing import wording
+from approx.publishing.drawing import draw
+
+_ENDED = {
+    "steps": "its steps", "time": "the time budget", "patience": "no progress", "budget": "the budget, which was met",
+}  # fmt: skip
+
+
+def training_table(trained: dict[str, Any]) -> dict[str, Any]:
+    """Lay out one training: a row a mode, and the scores of held-out training examples."""
+    scores = [
+        ("exact attention, before training", trained["exact"]),
+        ("before", trained["before"]),
+        ("after", trained["after"]),
+    ]
+    return {
+        "name": trained["name"],
+        "measure": trained["measure"],
+        "examples": wording.count(trained["examples"]),
+        "held_out": wording.count(trained["held_out"]),
+        "scores": [(name, wording.decimal(value, 4)) for name, value in scores if value is not None],
+        "rows": [
+            {
+                "mode": phase["mode"],
+                "steps": wording.count(phase["steps"]),
+                "best_step": wording.count(phase["best_step"]),
+                "parameters": wording.count(phase["parameters"]),
+                "tokens": wording.count(phase["tokens"]),
+                "time": _duration(phase["seconds"]),
+                "ended": _ENDED.get(phase["ended"], phase["ended"]),
+            }
+            for phase in trained["phases"]
+        ],
+    }
+
+
+def training_figure(trained: dict[str, Any], colour: str, identity: str) -> Markup:
+    """Draw the loss of each mode against its steps, and below it what chose the best step.
+
+    Args:
+        trained: An entry of "trainings".
+        colour: Of the variant.
+        identity: Unique in the page.
+    """
+    phases = trained["phases"]
+
+    def paint(axes: Axes) -> None:
+        axes.set_axis_off()
+        for number, phase in enumerate(phases):
+            width = 1 / len(phases)
+            loss = axes.inset_axes((number * width + 0.09, 0.56, width - 0.12, 0.36))
+            value = axes.inset_axes((number * width + 0.09, 0.08, width - 0.12, 0.36), sharex=loss)
+            for part, key, label in (
+                (loss, "loss", "training loss"),
+                (value, "validation", f"held-out {phase['measure']}"),
+            ):
+                part.patch.set_visible(False)
+                points = [(point["step"], point[key]) for point in phase["curve"] if point.get(key) is not None]
+                if points:
+                    steps, values = zip(*points, strict=True)
+                    part.plot(
+                        steps,
+                        values,
+                        color=colour,
+                        linewidth=1.4,
+                        marker="o" if key == "validation" else None,
+                        markersize=3,
+                    )
+                part.set_ylabel(label)
+                part.yaxis.set_major_locator(MaxNLocator(4))
+                part.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+                part.xaxis.set_major_formatter(FuncFormatter(lambda step, _: wording.count(int(step))))
+            value.axvline(phase["best_step"], color=colour, linewidth=0.8, linestyle=":")
+            loss.set_title(phase["mode"], fontsize=9)
+            loss.tick_params(labelbottom=False)
+            value.set_xlabel("steps")
+
+    modes = " and ".join(phase["mode"] for phase in phases)
+    title = f"Training of {trained['name']}: loss and held-out {phases[-1]['measure']} against steps, of {modes}."
+    return draw(
+        identity,
+        f"{title} A dotted line marks the step whose weights were kept.",
+        paint,
+        (3.6 * len(phases) + 1.2, 4.4),
+    )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

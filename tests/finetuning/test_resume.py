@@ -1,0 +1,99 @@
+"""Interrupted training goes on to the same weights, and only where it is the same training."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from approx.errors import ApproxError, Exit
+from approx.finetuning.trainer import Interrupted, last_complete
+from tiny_training import model_of, options_of, trained
+
+
+def same(one: Any, other: Any) -> bool:
+    states = one.state_dict(), other.state_dict()
+    return states[0].keys() == states[1].keys() and all(
+        torch.equal(states[0][name], states[1][name]) for name in states[0]
+    )
+
+
+@pytest.mark.parametrize("recover", [["task"], ["transfer", "task"], ["lora", "task"], ["distill"]])
+def test_interrupted_after_any_step_and_resumed_the_weights_are_the_same_to_the_bit(recover, sst2, tmp_path):
+    if "lora" in recover:
+        pytest.importorskip("peft")
+    options = options_of(sst2, recover=recover, steps=9, evaluate_every=4, learning_rate=None)
+    whole = model_of()
+    # Dropout is part of it.
+    assert whole.config.hidden_dropout_prob > 0
+    kept = trained(whole, tmp_path / "whole", options)
+    model = model_of()
+
+    def stop(at: int) -> Any:
+        def progress(what: str, n: int, total: int) -> None:
+            if " | " in what and n == at:
+                signal.raise_signal(signal.SIGINT)
+
+        return progress
+
+    for number, at in enumerate((3, 4, 7)):
+        with pytest.raises(Interrupted):
+            trained(model, tmp_path / "work", options, resume=number > 0, progress=stop(at))
+        model = model_of()
+    done = trained(model, tmp_path / "work", options, resume=True)
+    assert same(model, whole)
+    assert done.after == kept.after
+    assert [phase.best_step for phase in done.phases] == [phase.best_step for phase in kept.phases]
+
+
+def test_an_incomplete_checkpoint_is_not_resumed_from(sst2, tmp_path):
+    options = options_of(sst2, steps=8, evaluate_every=4)
+    whole = model_of()
+    trained(whole, tmp_path / "whole", options)
+
+    def stop(what: str, n: int, total: int) -> None:
+        if " | " in what and n == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        trained(model_of(), tmp_path / "work", options, progress=stop)
+    last = last_complete(tmp_path / "work" / "0-task")
+    assert last is not None
+    assert last.name == "checkpoint-6"
+    # As a process leaves it that was killed while it wrote.
+    (last / "complete.json").unlink()
+    (last / "model.safetensors").write_bytes(b"half")
+    model = model_of()
+    trained(model, tmp_path / "work", options, resume=True)
+    assert same(model, whole)
+
+
+def test_a_training_goes_on_only_with_the_same_options_and_examples(sst2, tmp_path):
+    options, work = options_of(sst2, steps=6), tmp_path / "work"
+
+    def stop(what: str, n: int, total: int) -> None:
+        if " | " in what and n == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        trained(model_of(), work, options, progress=stop)
+    for other, model, word in [
+        (options_of(sst2, steps=6, batch_size=4), model_of(), "options"),
+        (options_of(sst2, steps=6), model_of("local"), "mechanisms"),
+    ]:
+        with pytest.raises(ApproxError, match=f"with other .*{word}") as caught:
+            trained(model, work, other, resume=True)
+        assert caught.value.exit_code == Exit.REFUSED
+    file = Path(sst2) / "train.tsv"
+    before = file.read_text()
+    file.write_text(before.replace("\t1", "\t0"))
+    with pytest.raises(ApproxError, match=r"with other .*examples"):
+        trained(model_of(), work, options, resume=True)
+    file.write_text(before)
+    with pytest.raises(ApproxError, match="--resume"):
+        trained(model_of(), work, options)
+    # More time is no other training.
+    trained(model_of(), work, options_of(sst2, steps=6, time_budget="2h"), resume=True)
+    with pytest.raises(ApproxError, match="nothing to resume"):
+        trained(model_of(), tmp_path / "other", options, resume=True)

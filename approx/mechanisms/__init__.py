@@ -1,6 +1,6 @@
 """The attention mechanisms.
 
-Letters of the shapes, here and in `approx_kernels`: B batch, H heads, L queries, S keys, D head size,
+Letters in shapes, here and in `approx_kernels`: B batch, H heads, L queries, S keys, D head size,
 E value size, C clusters, K kept keys, M random features, G any number of heads, n sequence length where L = S.
 """
 

@@ -1,4 +1,4 @@
-"""Adaptive span: exact softmax attention within a soft window whose length every head learns."""
+"""Adaptive span: exact softmax attention within a soft window whose length each head learns."""
 
 from typing import Any, ClassVar
 
@@ -12,13 +12,13 @@ from approx_kernels.runtime.torch_internals import changes
 
 
 class AdaptiveSpanAttention(Mechanism):
-    """Softmax attention under a mask that falls off beyond the head's own span, in O(n (z + R) D) for each head.
+    """Softmax attention under a mask that falls off beyond each head's own span, in O(n (z + R) D) per head.
 
-    A weight at distance x is multiplied by m(x) = clip((R + z - x) / R, 0, 1) before the weights are made to sum to 1;
-    the distance counts to both sides unless causal, and padding that stands between two tokens too. Training learns z,
-    held as a fraction of the longest span so that learning rates of other parameters fit it: add `penalty`, times a weight, to the loss, or nothing makes a span short.
-    Training and inference compute the same, each head within its own window, heads of about the same span together;
-    heads whose span covers every distance of the input run exact attention, to the bit.
+    A weight at distance x is multiplied by m(x) = clip((R + z - x) / R, 0, 1) before the weights are normalised.
+    Distances count in both directions unless causal, and include padding between two tokens. Training learns z, stored
+    as a fraction of the longest span so that it suits the learning rate of other parameters; add `penalty`, times a
+    weight, to the loss, or spans have no reason to shrink. Training and inference compute the same: each head within
+    its own window, heads of similar span together. Heads whose span covers the whole input run exact attention, bit for bit.
 
     Source: Sukhbaatar, Grave, Bojanowski, Joulin, 2019, Adaptive Attention Span in Transformers, arXiv 1905.07799;
     departs from it in keeping the positions of the model instead of relative ones, in the bidirectional form, in windows
@@ -30,10 +30,10 @@ class AdaptiveSpanAttention(Mechanism):
         head_dim: Size of a head, D.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
-        max_span: Longest span, in tokens, 1 or more; longer inputs are seen through a window of it.
+        max_span: Longest span, in tokens, 1 or more; it is the window on longer inputs.
         ramp: R, the tokens over which the mask falls from 1 to 0, 1 or more.
-        start: Spans to begin with: `longest`, or `calibrated`, for each head the shortest with which it keeps the share
-            `keep` of its attention on a calibration batch.
+        start: Initial spans: `longest`, or `calibrated`, per head the shortest that keeps the share `keep` of its
+            attention on a calibration batch.
         keep: That share, 1 - ε, above 0 and at most 1.
 
     Raises:
@@ -43,7 +43,7 @@ class AdaptiveSpanAttention(Mechanism):
     supports_decode: ClassVar[bool] = True
     trainable: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
-    compiles: ClassVar[str] = "The spans, which are learned, decide the shapes."
+    compiles: ClassVar[str] = "Shapes depend on the learned spans."
     source: ClassVar[str] = "Sukhbaatar et al. 2019, Adaptive Attention Span in Transformers, arXiv 1905.07799"
     exact_when: ClassVar[str] = "The span of every head >= the length of the sequence - 1."
 
@@ -71,7 +71,7 @@ class AdaptiveSpanAttention(Mechanism):
     def spans(self) -> Tensor:
         """z, the span of each head in tokens, [H], from 0 to `max_span`, differentiable."""
         fraction = self.fraction.to(torch.promote_types(self.fraction.dtype, torch.float32))
-        # Those who cannot see the gradient of `_Within` see that of a plain clip.
+        # Transforms that do not support `_Within` get the gradient of a plain clip.
         within = fraction.clamp(0.0, 1.0) if without_functions() else _Within.apply(fraction)
         return self.max_span * within  # pyright: ignore[reportOperatorIssue]  # what forward returns
 
@@ -98,16 +98,16 @@ class AdaptiveSpanAttention(Mechanism):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the spans begin where a calibration batch puts them."""
+        """Whether a calibration batch sets the initial spans."""
         return self.start == "calibrated"
 
     @torch.no_grad()
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
-        """Set each head's span to the shortest whole number that keeps its attention, as the mean over the real queries.
+        """Set each head's span to the shortest whole number that keeps its attention, averaged over the real queries.
 
-        A head stays at the longest where this is over half of the longest distance in the batch: it would save little,
-        and longer inputs may show that it looks farther. Heads that rest on the first token or on a separator are such.
-        The batch should hold inputs of the length that is to be run.
+        A head keeps the longest span if it needs over half of the longest distance in the batch: a shorter one would save
+        little, and on longer inputs the head may look farther, as heads do that attend to the first token or a separator.
+        The batch should hold inputs as long as those the model will run on.
 
         Args: as for `forward`.
         """
@@ -115,7 +115,7 @@ class AdaptiveSpanAttention(Mechanism):
         within = mass.cumsum(1)
         # Mass under the mask of each span z: the mask is the mean of R steps, the last ones at z, …, z + R - 1.
         kept = nn.functional.pad(within[:, None], (0, self.ramp - 1), "replicate").unfold(2, self.ramp, 1).mean(3)[:, 0]
-        # All of the mass is all but what float32 weights round.
+        # Rounding in float32 can leave the whole mass just below 1.
         enough = kept >= self.keep - 1e-6
         shortest = enough.int().argmax(1)
         near = enough.any(1) & (2 * shortest < mass.shape[1]) & (shortest < self.max_span)
@@ -141,11 +141,11 @@ class AdaptiveSpanAttention(Mechanism):
         return 4 * pairs * self.head_dim
 
     def memory(self, length: int) -> int:
-        """The outputs of the heads before they are joined, and the mask of one block."""
+        """The outputs of the heads before joining, and the mask of one block."""
         return 4 * (self.heads * length * self.head_dim + 64 * sum(keys or 0 for keys in self._keys(length)))
 
     def _keys(self, length: int) -> list[int | None]:
-        """Keys that a block of 64 queries meets, for each head; None for heads that run exact attention."""
+        """Keys per block of 64 queries, for each head; None for heads that run exact attention."""
         sides = 1 if self.causal else 2
         windows = window_sizes(self._known(), self.ramp, length - 1)
         return [None if window is None else min(64 + sides * window, length) for window in windows]
@@ -153,8 +153,8 @@ class AdaptiveSpanAttention(Mechanism):
     def _known(self) -> list[float]:
         """The spans as Python numbers.
 
-        Reading them waits for an accelerator, so in evaluation they are read once for each value of the parameter. What
-        is written to `parameter.data` in place, which bypasses PyTorch's count of changes, is seen on a processor only.
+        Reading them synchronises with an accelerator, so evaluation reads them once per value of the parameter. In-place
+        writes to `parameter.data`, which bypass PyTorch's version counter, take effect on a CPU only.
         """
         held = self.fraction.detach()
         count = changes(held)
@@ -162,7 +162,7 @@ class AdaptiveSpanAttention(Mechanism):
             return self.spans.tolist()
         if self._read is not None:
             read, version, known = self._read
-            # Holding what was read keeps its address from serving anything else.
+            # Holding the tensor prevents reuse of its address.
             if (read.data_ptr(), read.dtype, version) == (held.data_ptr(), held.dtype, count):
                 return known
         self._read = held, count, self.spans.tolist()
@@ -172,14 +172,14 @@ class AdaptiveSpanAttention(Mechanism):
         return self.fraction.is_cpu
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy counts its changes again, so what was read of the original says nothing about it.
+        # A copy has its own version counter, so values cached for the original do not apply.
         return self.__dict__ | {"_read": None}
 
 
 class _Within(torch.autograd.Function):
-    """Clip to [0, 1], with the gradient of the identity wherever a step against it leads inwards.
+    """Clip to [0, 1], with the gradient of the identity wherever gradient descent leads inwards.
 
-    The gradient of a plain clip is 0 outside, where an optimizer's step may have left the parameter for ever.
+    The gradient of a plain clip is 0 outside, so a parameter that an optimizer step moved there could never return.
     """
 
     @staticmethod

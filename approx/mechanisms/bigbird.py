@@ -9,39 +9,38 @@ from approx_kernels.ops.blocks.api import bigbird_attention, draw_blocks
 
 
 class BigBirdAttention(Mechanism):
-    """Softmax attention to the blocks beside the own one, the first, the last and random ones, in O(n (5 + r) block D).
+    """Softmax attention to neighbouring blocks, the first, the last and random ones, in O(n (5 + r) block D).
 
-    The first and the last block see all. The random blocks are drawn once, from the seed, and are the same in
-    training and evaluation and for all heads of a layer: give layers seeds of their own for other ones. Blocks
-    count the real tokens of a sample; the last one may be partial.
+    The first and the last block see everything. The random blocks are drawn once, from the seed, and are the same in
+    training and evaluation and for all heads of a layer; different seeds give layers different blocks. Blocks count
+    the real tokens of a sample; the last one may be partial.
 
-    Hugging Face's BigBird draws random blocks in training only; in evaluation mode all r of them are the first block
-    once more, which so counts 1 + r times for all queries but those of the first and the last block. Settle on
-    `compatible` for weights that are to give what they give there. Two differences remain: there, inputs of at most
-    5 + 2r blocks are exact (say so with `exact_below`), and the last block is that of the longest sample, padding
-    included.
+    Hugging Face's BigBird draws random blocks in training only; in evaluation mode all r of them repeat the first
+    block, which counts 1 + r times for all queries outside the first and the last block. Set `compatible` to reproduce
+    the outputs of weights trained there. Two differences remain: there, inputs of at most 5 + 2r blocks are exact (set
+    `exact_below` for that), and the last block is that of the longest sample, padding included.
 
     Source: Zaheer et al., 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062; departs from it in
-    the same random blocks for all heads.
+    using the same random blocks for all heads.
 
     Args:
         heads: Number of heads, H.
         head_dim: Size of a head, D.
-        causal: Must be false: the last block is seen by all.
+        causal: Must be false: every query sees the last block.
         scale: Factor of the scores.
         block: Tokens of a block, 1 or more.
-        random: Random blocks of each block, r, 0 or more.
+        random: Random blocks per block, r, 0 or more.
         compatible: Whether to attend as Hugging Face's BigBird does in evaluation mode.
         seed: Seed of the random blocks, which are a buffer and saved with the checkpoint.
 
     Raises:
-        ApproxError: if `causal` is asked for or a setting is wrong.
+        ApproxError: if `causal` is true or a setting is wrong.
     """
 
     supports_causal: ClassVar[bool] = False
     supports_decode: ClassVar[bool] = False
     sparse: ClassVar[bool] = True
-    compiles: ClassVar[str] = "How many tokens are real decides the shapes."
+    compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     source: ClassVar[str] = "Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062"
     exact_when: ClassVar[str] = (
         "2 blocks hold the real tokens of the sample; without `compatible` also 3, or as many as there are random blocks."
@@ -69,7 +68,7 @@ class BigBirdAttention(Mechanism):
         self.register_buffer("draws", draw_blocks(self.random, self.seed))
 
     def redraw(self, seed: int) -> None:
-        """Draw other random blocks; nothing else ever does."""
+        """Draw new random blocks; nothing else redraws them."""
         self.seed = seed_number(seed)
         self.draws.copy_(draw_blocks(self.random, self.seed))
 
@@ -91,11 +90,11 @@ class BigBirdAttention(Mechanism):
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
-        """One block for all."""
+        """One block for the whole sequence."""
         return {"block": max(length, 1)}
 
     def approximates_from(self) -> int:
-        """One block more than the second block sees, or where `compatible` a block between the first and the last."""
+        """One block more than the second block sees; with `compatible` a block between the first and the last."""
         seen = 2 if self.compatible and self.random else 4 + self.random
         return seen * self.block + 1
 
@@ -106,6 +105,6 @@ class BigBirdAttention(Mechanism):
         return 4 * self.heads * (listed + ends) * self.head_dim
 
     def memory(self, length: int) -> int:
-        """The outputs of the blocks before they are joined, and the keys and values of one block."""
+        """The outputs of the blocks before joining, and the keys and values of one block."""
         keys = min((5 + self.random) * self.block, length)
         return 4 * self.heads * (length + 2 * keys) * self.head_dim

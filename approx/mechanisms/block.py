@@ -11,11 +11,11 @@ from approx_kernels.ops.blocks.api import block_attention
 class BlockAttention(Mechanism):
     """Softmax attention inside blocks and to neighbouring blocks, in O(n (2 neighbours + 1) size D).
 
-    Blocks count the real tokens of a sample. Without neighbours nothing passes from block to block; an alternating
-    shift lets it pass.
+    Blocks count the real tokens of a sample. Without neighbours no information passes between blocks, unless the
+    shift alternates.
 
     Source: Qiu et al., 2019, Blockwise Self-Attention for Long Document Understanding, arXiv 1911.02972; departs
-    from it in the same blocks for all heads.
+    from it in using the same blocks for all heads.
 
     Args:
         heads: Number of heads, H.
@@ -23,9 +23,9 @@ class BlockAttention(Mechanism):
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         size: Tokens of a block, 1 or more.
-        neighbours: Blocks seen to each side of the own one, 0 or more; to the left only when causal.
-        shift: Tokens by which the first block is shorter, from 0 to size - 1. A plan turns `alternate` into 0 in the
-            lowest layer, half a block in the next one, and so on; outside of a plan it is 0.
+        neighbours: Blocks seen on each side of a query's own, 0 or more; only on the left when causal.
+        shift: Tokens by which the first block is shorter, from 0 to size - 1. A plan resolves `alternate` to 0 in the
+            lowest layer, half a block in the next one, and so on; outside a plan it is 0.
 
     Raises:
         ApproxError: if a setting is wrong.
@@ -33,7 +33,7 @@ class BlockAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
-    compiles: ClassVar[str] = "How many tokens are real decides the shapes."
+    compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     source: ClassVar[str] = (
         "Qiu et al. 2019, Blockwise Self-Attention for Long Document Understanding, arXiv 1911.02972"
     )
@@ -75,18 +75,18 @@ class BlockAttention(Mechanism):
 
     @classmethod
     def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
-        """Half a block of shift in every other layer, if it alternates."""
+        """Shift every other layer by half a block, if the shift alternates."""
         if settings.get("shift", cls.defaults()["shift"]) != "alternate":
             return settings
         return settings | {"shift": settings.get("size", cls.defaults()["size"]) // 2 if rank % 2 else 0}
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
-        """One block for all."""
+        """One block for the whole sequence."""
         return {"size": max(length, 1), "shift": 0}
 
     def approximates_from(self) -> int:
-        """One token beyond the last block that the first one sees."""
+        """One token beyond the last block that the first block sees."""
         return self.size * (1 + self.neighbours) - (0 if isinstance(self.shift, str) else self.shift) + 1
 
     def flops(self, length: int) -> int:
@@ -94,7 +94,7 @@ class BlockAttention(Mechanism):
         return 4 * self.heads * length * self._keys(length) * self.head_dim
 
     def memory(self, length: int) -> int:
-        """The outputs of the blocks before they are joined, and the mask of one block."""
+        """The outputs of the blocks before joining, and the mask of one block."""
         mask = min(self.size, length) * self._keys(length) if self.causal else 0
         return 4 * self.heads * length * self.head_dim + mask
 

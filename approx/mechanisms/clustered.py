@@ -14,25 +14,24 @@ from approx_kernels.ops.clustered.api import (
 from approx_kernels.ops.clustering.api import draw_centroids, draw_planes, fit_centroids
 from approx_kernels.tokens.grouped import sharing
 
-# Assignments of a k-means that is done once and for all, at least.
+# Fewest k-means iterations for frozen centroids, which are fitted only once.
 FITTED = 10
 
 
 class ClusteredAttention(Mechanism):
     """Attend with the mean query of each of C clusters, in O(n C D).
 
-    Queries are hashed to sign bits and grouped by k-means in Hamming space; a cluster's members all receive
-    what its mean query attends to. Cheap, and blind to differences inside a cluster: never the first choice
-    for question answering. A sample with at most C tokens is exact.
+    Queries are hashed to sign bits and grouped by k-means in Hamming space; all members of a cluster receive the
+    output of its mean query. Cheap, but differences inside a cluster are lost: a poor choice for question answering.
+    A sample with at most C tokens is exact.
 
-    Frozen, the groups are those nearest to centroids that were fitted once, to a calibration batch, for each
-    head: there is no k-means, and it is faster. The causal form is frozen always, for clusters of the queries at
-    hand would know the future: exact attention inside chunks of real tokens, and what the nearest centroid
-    attends to before them, in O(n (chunk + C) D). It is exact for samples of at most one chunk.
+    When frozen, queries join the nearest of the centroids that each head fitted once, on a calibration batch; this
+    skips k-means and is faster. The causal form is always frozen, since clusters of the current queries would reveal
+    the future: exact attention inside chunks of real tokens, and the output of the nearest centroid for everything
+    before, in O(n (chunk + C) D). It is exact for samples of at most one chunk.
 
     Source: Vyas, Katharopoulos, Fleuret, 2020, Fast Transformers with Clustered Attention, arXiv 2007.04825;
-    departs from it in fixed hash planes, in the draws and ties of the clustering, and in all of the frozen and
-    causal forms.
+    departs from it in fixed hash planes, in the draws and ties of the clustering, and in the frozen and causal forms.
 
     Args:
         heads: Number of heads, H.
@@ -40,17 +39,16 @@ class ClusteredAttention(Mechanism):
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         clusters: Groups of queries, C; more is closer to exact. None takes 25 for samples of up to 512 real
-            tokens and 100 beyond, and 100 where frozen.
-        bits: Sign bits of a hash, 1 to 63; none are taken where frozen.
-        iterations: Assignments of the k-means, at most; it ends when nothing moves. Centroids that are fitted once take 10 at
-            least.
-        hash_bias: Whether the hash planes miss the origin; Hamming distance then follows the Euclidean distance
-            rather than the angle.
-        frozen: Whether the centroids are fitted once, by `calibrate`; until then they are random.
-        chunk: Real tokens of a chunk of the causal form; more is closer to exact. Between 64 and 512 the
-            time on a CPU hardly differs: what longer chunks cost they save on rows carried from one to the next.
-        seed: Seed of the hash planes and draws, or of the centroids before and while they are fitted; all are
-            buffers and saved with the checkpoint.
+            tokens and 100 beyond, and always 100 when frozen.
+        bits: Sign bits of a hash, 1 to 63; unused when frozen.
+        iterations: Most iterations of k-means, which stops when no assignment changes. Frozen centroids take at least 10.
+        hash_bias: Whether the hash planes are offset from the origin; Hamming distance then follows the Euclidean
+            distance rather than the angle.
+        frozen: Whether `calibrate` fits the centroids once; until then they are random.
+        chunk: Real tokens of a chunk of the causal form; more is closer to exact. Between 64 and 512 the time
+            on a CPU hardly changes: longer chunks cost more themselves but carry fewer rows from one to the next.
+        seed: Seed of the hash planes and draws, or of the centroids before and during fitting; all are buffers
+            and saved with the checkpoint.
 
     Raises:
         ApproxError: if a setting is wrong.
@@ -58,12 +56,14 @@ class ClusteredAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     gradient: ClassVar[str] = "through weights, not choices"
-    compiles: ClassVar[str] = "How many tokens are real decides the shapes, and the k-means ends when nothing moves."
+    compiles: ClassVar[str] = (
+        "Shapes depend on the number of real tokens, and k-means stops when no assignment changes."
+    )
     source: ClassVar[str] = "Vyas et al. 2020, Fast Transformers with Clustered Attention, arXiv 2007.04825"
     exact_when: ClassVar[str] = "clusters, or chunk where causal, >= the number of real tokens of the sample."
 
     topk: int | None = None
-    # Two of them are there: planes and draws for clusters of the queries at hand, the others for frozen ones.
+    # An instance has either the first two, for clusters of the current queries, or the last two, for frozen ones.
     planes: Tensor
     draws: Tensor
     centroids: Tensor
@@ -97,15 +97,15 @@ class ClusteredAttention(Mechanism):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the centroids are fitted once: where frozen, and where causal."""
+        """Whether the centroids are fitted once: when frozen or causal."""
         return self.frozen or self.causal
 
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
-        """Fit the centroids to the real queries of a batch, each head's to its own.
+        """Fit each head's centroids to its real queries in a batch.
 
         Args: as for `forward`.
         """
-        # Of keys that query heads share each has a copy: it is done once.
+        # Copying shared keys for each query head is cheap enough here, since it runs once.
         real = [x.transpose(1, 2).flatten(0, 1) for x in (q, k.repeat_interleave(sharing(q, k), 1))]
         if key_mask is not None:
             keys = key_mask.flatten()
@@ -113,13 +113,12 @@ class ClusteredAttention(Mechanism):
         if all(x.shape[0] for x in real):
             count = self.clusters or MOST_DEFAULT_CLUSTERS
             q, k = (x.transpose(0, 1) for x in real)
-            # Once, it may take its time.
             fitted = fit_centroids(q, k, clusters=count, iterations=max(self.iterations, FITTED), seed=self.seed)
             self.centroids.copy_(fitted[0])
             self.selectors.copy_(fitted[1])
 
     def redraw(self, seed: int) -> None:
-        """Draw other hash planes, or other centroids, which must then be fitted again; nothing else ever does."""
+        """Draw new hash planes, or new centroids, which must then be fitted again; nothing else redraws them."""
         self.seed = seed_number(seed)
         for name, drawn in self._draw().items():
             self.get_buffer(name).copy_(drawn)
@@ -146,18 +145,18 @@ class ClusteredAttention(Mechanism):
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
-        """One cluster for each query, and one chunk for all."""
+        """One cluster per query, and one chunk for the whole sequence."""
         return {"clusters": max(length, 1), "chunk": max(length, 1)}
 
     def approximates_from(self) -> int:
-        """One token more than clusters and keys of a query's own, or than a chunk; a single key that is shared stays exact."""
+        """One token more than the clusters, `topk` or a chunk hold; a single key with a shared weight stays exact."""
         if self.causal:
             chunk = max(self.chunk, (self.topk or 0) + 1)
             return chunk * (1 if chunk - (self.topk or 0) > 1 else 2) + 1
         return max(self._clusters(1), self.topk or 0) + 1
 
     def flops(self, length: int) -> int:
-        """Hashes, distances of all iterations, attention of the mean queries, own weights of each query."""
+        """Hashes, distances of all iterations, attention of the mean queries, and each query's own weights."""
         clusters, size, own = self._clusters(length), self.head_dim, min(self.topk or 0, length)
         if self.causal:
             # The sums over a centroid's keys hold a mean key beside the mean value.
@@ -170,7 +169,7 @@ class ClusteredAttention(Mechanism):
         return self.heads * length * (2 * (choosing * size + lloyd) + 4 * (clusters + own) * size)
 
     def memory(self, length: int) -> int:
-        """Scores, weights and remainder of the centroids, or the clustering, if all heads come at once."""
+        """Scores, weights and remainder of the centroids, or the clustering, with all heads at once."""
         clusters = self._clusters(length)
         if self.causal:
             return (
@@ -188,26 +187,25 @@ class ClusteredAttention(Mechanism):
 class ImprovedClusteredAttention(ClusteredAttention):
     """Attend with the mean query of each of C clusters, then correct its K largest weights, in O(n (C + K) D).
 
-    The K keys that the mean query weighs most are weighed again by each member of the cluster, within the mass
-    that the mean query gave to them; the other keys keep the shared weights. A sample with at most C tokens is
-    exact.
+    Each member of a cluster recomputes the weights of the K keys that the mean query weighs most, within the mass
+    that the mean query gave them; the other keys keep the shared weights. A sample with at most C tokens is exact.
 
-    Frozen, the groups are those nearest to centroids that were fitted once, to a calibration batch, for each
-    head: there is no k-means, and it is faster. The causal form is frozen always, for clusters of the queries at
-    hand would know the future: exact attention inside chunks of real tokens, and before them the K keys that
-    the nearest centroid weighs most, weighed by the query itself, and the centroid's weights on all others, in
-    O(n (chunk + C + K) D). All share one normaliser, for which the mass of those others is taken to first order
-    around the centroid. It is exact for samples of at most one chunk.
+    When frozen, queries join the nearest of the centroids that each head fitted once, on a calibration batch; this
+    skips k-means and is faster. The causal form is always frozen, since clusters of the current queries would reveal
+    the future: exact attention inside chunks of real tokens; before them, the query's own weights on the K keys that
+    its nearest centroid weighs most, and the centroid's weights on all others, in O(n (chunk + C + K) D). All share
+    one normaliser, in which the mass of those others is a first-order expansion around the centroid. It is exact for
+    samples of at most one chunk.
 
     On queries, keys and values of a trained encoder under a causal mask (MiniLM, n = 2048, chunk 64, K 32, error
-    relative to exact attention, mean of six layers) 100 centroids fitted to other text come to 0.12, random ones
-    to 0.36, groups of keys in place of queries to 0.26, and chunks alone to 0.73; centroids fitted to the
-    sequence's own earlier queries, which a cache does not hold, were no better. Chunks of 256 come to 0.10. Of queries that turn with their position (rotary embeddings) only
-    the slow turns survive in a centroid.
+    relative to exact attention, mean of six layers) 100 centroids fitted to other text give an error of 0.12, random
+    ones 0.36, groups of keys in place of queries 0.26, and chunks alone 0.73; centroids fitted to the sequence's own
+    earlier queries, which a cache does not hold, were no better. Chunks of 256 give 0.10. With rotary embeddings a
+    centroid retains only the low-frequency components of the queries.
 
     Source: Vyas, Katharopoulos, Fleuret, 2020, Fast Transformers with Clustered Attention, arXiv 2007.04825;
     departs from it in fixed hash planes, in the draws and ties of the clustering, in differentiating the mass,
-    and in all of the frozen and causal forms.
+    and in the frozen and causal forms.
 
     Args:
         heads: Number of heads, H.
@@ -215,18 +213,16 @@ class ImprovedClusteredAttention(ClusteredAttention):
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         clusters: Groups of queries, C; more is closer to exact. None takes 25 for samples of up to 512 real
-            tokens and 100 beyond, and 100 where frozen.
+            tokens and 100 beyond, and always 100 when frozen.
         topk: Keys that each query weighs itself, K; more is closer to exact.
-        bits: Sign bits of a hash, 1 to 63; none are taken where frozen.
-        iterations: Assignments of the k-means, at most; it ends when nothing moves. Centroids that are fitted once take 10 at
-            least.
-        hash_bias: Whether the hash planes miss the origin; Hamming distance then follows the Euclidean distance
-            rather than the angle.
-        frozen: Whether the centroids are fitted once, by `calibrate`; until then they are random.
-        chunk: Real tokens of a chunk of the causal form, at least `topk` + 1 of which are taken; more is closer
-            to exact.
-        seed: Seed of the hash planes and draws, or of the centroids before and while they are fitted; all are
-            buffers and saved with the checkpoint.
+        bits: Sign bits of a hash, 1 to 63; unused when frozen.
+        iterations: Most iterations of k-means, which stops when no assignment changes. Frozen centroids take at least 10.
+        hash_bias: Whether the hash planes are offset from the origin; Hamming distance then follows the Euclidean
+            distance rather than the angle.
+        frozen: Whether `calibrate` fits the centroids once; until then they are random.
+        chunk: Real tokens of a chunk of the causal form, raised to `topk` + 1 if smaller; more is closer to exact.
+        seed: Seed of the hash planes and draws, or of the centroids before and during fitting; all are buffers
+            and saved with the checkpoint.
 
     Raises:
         ApproxError: if a setting is wrong.

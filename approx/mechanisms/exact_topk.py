@@ -9,12 +9,12 @@ from approx_kernels.ops.topk.api import topk_attention
 
 
 class ExactTopkAttention(Mechanism):
-    """Softmax attention of each query over the K keys of its largest scores, in O(L S D).
+    """Softmax attention of each query over the K keys with its largest scores, in O(L S D).
 
-    All scores are computed: a reference for the quality that choosing keys can give, not a way to save anything.
+    All scores are computed: it is a reference for the quality of choosing keys, and saves nothing.
 
     Source: Gupta, Dar, Goodman, Ciprut, Berant, 2021, Memory-efficient Transformers via Top-k Attention,
-    arXiv 2106.06899; departs from it in nothing.
+    arXiv 2106.06899; no departures.
 
     Args:
         heads: Number of heads, H.

@@ -14,9 +14,9 @@ from approx_kernels.tokens.strides import CAUSAL_STRIDE, root_above
 class FixedAttention(Mechanism):
     """Softmax attention inside blocks of l tokens and to the last c columns of every block, in O(n (l + c n / l) D).
 
-    Step 1 is the own block, step 2 the summaries and the own key. With a stride that does not grow with the length
-    the cost is a fraction c / l of the exact one. Positions count the real tokens of a sample; its last, partial
-    block has a summary too unless the layer is causal, where the block may still grow.
+    Step 1 is the query's own block, step 2 the summaries and its own key. With a stride that does not grow with the
+    length the cost is a fraction c / l of exact attention. Positions count the real tokens of a sample; its last,
+    partial block has a summary too, except in a causal layer, where the block may still grow.
 
     Source: Child, Gray, Radford, Sutskever, 2019, Generating Long Sequences with Sparse Transformers,
     arXiv 1904.10509; departs from it in the bidirectional form.
@@ -26,22 +26,22 @@ class FixedAttention(Mechanism):
         head_dim: Size of a head, D.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
-        stride: Tokens of a block, l, 1 or more. None takes the root of the number of real tokens of each sample, rounded
-            up; in a causal layer it takes 32, because a stride that follows the length would change, while a sequence
-            grows, what its first tokens have seen already.
-        summary: Columns of a summary, c, from 1 to l; all of the block where l follows the length and is smaller.
+        stride: Tokens of a block, l, 1 or more. None takes the square root of each sample's number of real tokens,
+            rounded up; in a causal layer it takes 32, because a stride that depends on the length would change what
+            earlier tokens saw as the sequence grows.
+        summary: Columns of a summary, c, from 1 to l; the whole block where l depends on the length and is smaller.
         mode: `merged`, where every head sees the union of the steps; `heads`, where heads take the steps in turn; or
             `interleave`, where layers do.
-        step: 1 or 2, the only step that this layer uses; None uses all. A plan writes it out for `interleave`, step 1 in
-            the lowest layer; outside of a plan it is 1 then.
+        step: 1 or 2, the only step that this layer uses; None uses all. A plan sets it for `interleave`, step 1 in the
+            lowest layer; outside a plan it is then 1.
 
     Raises:
-        ApproxError: if a setting is wrong, or `step` meets `mode: heads`.
+        ApproxError: if a setting is wrong, or `step` is combined with `mode: heads`.
     """
 
     supports_decode: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
-    compiles: ClassVar[str] = "How many tokens are real decides the shapes."
+    compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     source: ClassVar[str] = "Child et al. 2019, Generating Long Sequences with Sparse Transformers, arXiv 1904.10509"
     exact_when: ClassVar[str] = "stride >= the number of real tokens of the sample, with both steps merged."
 
@@ -88,25 +88,24 @@ class FixedAttention(Mechanism):
 
     @classmethod
     def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
-        """Step 1 in the lowest layer, step 2 in the next one, and so on, if steps interleave."""
+        """With `mode: interleave`, step 1 in the lowest layer, step 2 in the next one, and so on."""
         return interleaved(settings, rank, 2)
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
-        """One block for all."""
+        """One block for the whole sequence."""
         return {"stride": max(length, 1), "summary": 1, "mode": "merged", "step": None}
 
     def approximates_from(self) -> int | None:
-        """The first token that stands in no summary and in another block, of the step that is exact the longest."""
+        """The first token in another block and in no summary, for the step that stays exact the longest."""
         return latest(self._unseen_from(step) for step in self._steps[: self.heads])
 
     def differs_from(self) -> int | None:
-        """The same of the step that differs first."""
+        """The same for the step that differs first."""
         return min(filter(None, map(self._unseen_from, self._steps[: self.heads])), default=None)
 
     def _unseen_from(self, step: int | None) -> int | None:
         if self.stride is None and not self.causal:
-            # Blocks of up to two tokens hold inputs of up to two.
             return 3 if step == 1 else max(self.summary**2 + 1, 2 if step == 2 else 3)
         stride = self.stride_over(1)
         if step == 1:
@@ -123,12 +122,12 @@ class FixedAttention(Mechanism):
         return 4 * self.heads * length * math.ceil(self._keys(length)) * self.head_dim
 
     def memory(self, length: int) -> int:
-        """The outputs of the blocks before they are joined, and the keys, values and mask of one block."""
+        """The outputs of the blocks before joining, and the keys, values and mask of one block."""
         keys = math.ceil(self._keys(length))
         return 4 * self.heads * (length + 2 * keys) * self.head_dim + min(self.stride_over(length), length) * keys
 
     def _keys(self, length: int) -> float:
-        """Keys that meet a query, as a mean over the steps that the heads use."""
+        """Keys per query, averaged over the steps that the heads use."""
         stride = self.stride_over(length)
         others = min(self.summary, stride) * (math.ceil(length / stride) - 1) / (2 if self.causal else 1)
         keys = {1: stride, 2: stride + others, None: stride + others}

@@ -1,4 +1,4 @@
-"""Exact softmax attention through our own kernels where there is a GPU for them."""
+"""Exact softmax attention through our own GPU kernels."""
 
 from typing import Any, ClassVar
 
@@ -11,10 +11,10 @@ from approx_kernels.ops.flash.api import flash_attention
 class FlashAttention(Mechanism):
     """Softmax attention tile by tile with an online softmax, in O(L S D) time and O(L) memory.
 
-    Padding costs nothing: keys and queries before the first and after the last real token are not computed. Where the kernels
-    cannot run (no CUDA, no Triton, dropout, another head size) it is PyTorch's fused attention.
+    Padding costs nothing: keys and queries before the first and after the last real token are skipped. Where the kernels
+    cannot run (no CUDA, no Triton, dropout, another head size) it falls back to PyTorch's fused attention.
 
-    Source: Dao, 2023, FlashAttention-2, arXiv 2307.08691; departs from it in a backward pass that repeats bit by bit.
+    Source: Dao, 2023, FlashAttention-2, arXiv 2307.08691; departs from it in a deterministic backward pass.
     """
 
     supports_decode: ClassVar[bool] = True
@@ -30,17 +30,17 @@ class FlashAttention(Mechanism):
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
-        """Nothing to set: it always is exact."""
+        """It is always exact."""
         return {}
 
     def approximates_from(self) -> None:
-        """None: it always is exact."""
+        """None: it is always exact."""
 
     def flops(self, length: int) -> int:
-        """Two products over the pairs that are allowed; tiles that the causal mask hides are skipped."""
+        """Two products over the allowed pairs; tiles that the causal mask hides are skipped."""
         pairs = length * (length + 1) // 2 if self.causal else length * length
         return 4 * self.heads * pairs * self.head_dim
 
     def memory(self, length: int) -> int:
-        """One log-sum-exp a query."""
+        """One log-sum-exp per query."""
         return 4 * self.heads * length

@@ -1,4 +1,4 @@
-"""Exact softmax attention with its weights in memory: the oracle."""
+"""Exact softmax attention that materialises its weights: the reference."""
 
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from approx_kernels.ops.exact.api import materialised_attention
 class FullAttention(Mechanism):
     """Plain softmax attention, step by step, in O(L S D) time and O(L S) memory.
 
-    Source: Vaswani et al., 2017, Attention Is All You Need, arXiv 1706.03762; departs from it in nothing.
+    Source: Vaswani et al., 2017, Attention Is All You Need, arXiv 1706.03762; no departures.
     """
 
     supports_decode: ClassVar[bool] = True
@@ -27,11 +27,11 @@ class FullAttention(Mechanism):
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
-        """Nothing to set: it always is exact."""
+        """It is always exact."""
         return {}
 
     def approximates_from(self) -> None:
-        """None: it always is exact."""
+        """None: it is always exact."""
 
     def flops(self, length: int) -> int:
         """Two dense products over all pairs, computed even where the causal mask hides them."""

@@ -12,11 +12,11 @@ from approx_kernels.tokens.strides import root_below
 
 
 class LtrAttention(Mechanism):
-    """Softmax attention to the past of the own block and to the last c columns of all blocks, in O(n (l + c n / l) D).
+    """Softmax attention to the past inside a query's block and to the last c columns of all blocks, in O(n (l + c n / l) D).
 
-    Step 1 is the own block up to the own position, step 2 the summaries and the own key: after step 1 and then
-    step 2, in the layer above, every token has reached every other. There is no causal form, since all tokens see
-    all summaries: that is `fixed`. Positions count the real tokens of a sample.
+    Step 1 is the query's own block up to itself, step 2 the summaries and its own key: after step 1 in one layer and
+    step 2 in the next, every token can reach every other. There is no causal form, since all tokens see all
+    summaries; use `fixed` for that. Positions count the real tokens of a sample.
 
     Source: Daras, Odena, Zhang, Dimakis, 2019, Your Local GAN, arXiv 1911.12287; departs from it in the summary of
     the last, partial block.
@@ -26,24 +26,24 @@ class LtrAttention(Mechanism):
         head_dim: Size of a head, D.
         causal: Must be false.
         scale: Factor of the scores.
-        stride: Tokens of a block, l, 1 or more; None takes the root of the number of real tokens of each sample,
+        stride: Tokens of a block, l, 1 or more; None takes the square root of each sample's number of real tokens,
             rounded down.
-        summary: Columns of a summary, c, from 1 to l; all of the block where l follows the length and is smaller.
-        both_directions: Whether the two steps of the mirrored pattern follow as steps 3 and 4, e.g. four groups of heads
-            for an encoder with `mode: heads`.
+        summary: Columns of a summary, c, from 1 to l; the whole block where l depends on the length and is smaller.
+        both_directions: Whether to add the two steps of the mirrored pattern as steps 3 and 4, e.g. as four groups of
+            heads of an encoder with `mode: heads`.
         mode: `merged`, where every head sees the union of the steps; `heads`, where heads take the steps in turn; or
             `interleave`, where layers do.
-        step: From 1, the only step that this layer uses; None uses all. A plan writes it out for `interleave`, step 1 in
-            the lowest layer, since the other way round little is reached; outside of a plan it is 1 then.
+        step: From 1, the only step that this layer uses; None uses all. A plan sets it for `interleave`, step 1 in the
+            lowest layer, since the reverse order reaches few tokens; outside a plan it is then 1.
 
     Raises:
-        ApproxError: if `causal` is asked for, a setting is wrong, or `step` meets `mode: heads`.
+        ApproxError: if `causal` is true, a setting is wrong, or `step` is combined with `mode: heads`.
     """
 
     supports_causal: ClassVar[bool] = False
     supports_decode: ClassVar[bool] = False
     sparse: ClassVar[bool] = True
-    compiles: ClassVar[str] = "How many tokens are real decides the shapes."
+    compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     source: ClassVar[str] = "Daras et al. 2019, Your Local GAN, arXiv 1911.12287"
     exact_when: ClassVar[str] = "summary = stride, with all steps merged."
 
@@ -74,7 +74,7 @@ class LtrAttention(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
     ) -> Tensor:
         """Attend; dropout acts on the attention weights. Padded queries receive 0."""
-        # To the kernel the past comes first.
+        # The kernel numbers the steps of the past first.
         turn = 2 if self.both_directions and self._inside == "future" else 0
         return summary_attention(
             q,
@@ -96,7 +96,7 @@ class LtrAttention(Mechanism):
 
     @classmethod
     def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
-        """Step 1 in the lowest layer, step 2 in the next one, and so on, if steps interleave."""
+        """With `mode: interleave`, step 1 in the lowest layer, step 2 in the next one, and so on."""
         return interleaved(settings, rank, 4 if settings.get("both_directions") else 2)
 
     @classmethod
@@ -105,11 +105,11 @@ class LtrAttention(Mechanism):
         return {"stride": max(length, 1), "summary": max(length, 1), "mode": "merged", "step": None}
 
     def approximates_from(self) -> int | None:
-        """The first token that stands in no summary and is not seen in its block, of the step that is exact the longest."""
+        """The first token in no summary and not seen in its block, for the step that stays exact the longest."""
         return latest(self._unseen_from(step) for step in self._steps[: self.heads])
 
     def differs_from(self) -> int | None:
-        """The same of the step that differs first."""
+        """The same for the step that differs first."""
         return min(filter(None, map(self._unseen_from, self._steps[: self.heads])), default=None)
 
     def _unseen_from(self, step: int | None) -> int | None:
@@ -129,13 +129,13 @@ class LtrAttention(Mechanism):
         return 4 * self.heads * length * math.ceil(self._keys(length)) * self.head_dim
 
     def memory(self, length: int) -> int:
-        """The outputs of the blocks before they are joined, and the keys, values and mask of one block."""
+        """The outputs of the blocks before joining, and the keys, values and mask of one block."""
         keys = math.ceil(self._keys(length))
         stride = min(self.stride_over(length), length)
         return 4 * self.heads * (length + 2 * keys) * self.head_dim + stride * keys
 
     def _keys(self, length: int) -> float:
-        """Keys that meet a query, as a mean over the steps that the heads use."""
+        """Keys per query, averaged over the steps that the heads use."""
         stride = self.stride_over(length)
         blocks = math.ceil(length / stride) - 1
         one, merged = (stride + min(self.summary * sides, stride) * blocks for sides in (1, 1 + self.both_directions))
@@ -144,9 +144,9 @@ class LtrAttention(Mechanism):
 
 
 class RtlAttention(LtrAttention):
-    """Softmax attention to the future of the own block and to the first c columns of all blocks: `ltr` mirrored.
+    """Softmax attention to the future inside a query's block and to the first c columns of all blocks: `ltr` mirrored.
 
-    Source: Daras, Odena, Zhang, Dimakis, 2019, Your Local GAN, arXiv 1911.12287; departs from it in nothing.
+    Source: Daras, Odena, Zhang, Dimakis, 2019, Your Local GAN, arXiv 1911.12287; no departures.
     """
 
     _inside: ClassVar[Literal["past", "future"]] = "future"

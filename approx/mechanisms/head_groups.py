@@ -11,11 +11,11 @@ from approx_kernels.tokens.grouped import as_index, heads_of
 
 
 class HeadGroups(Mechanism):
-    """Split the heads of a layer, let each group's mechanism attend, and join what comes out in the order of the heads.
+    """Split the heads of a layer into groups, each with its own mechanism, and join the outputs in the order of the heads.
 
-    It is what a plan makes of rules that name heads, and no mechanism of its own that a rule could name. A group whose
-    `exact_below` the input does not reach runs exact attention, decided for each call and each group by itself. What one
-    mechanism alone is asked for, such as calibration or a penalty, the groups are asked for: they are modules too.
+    A plan builds it from rules that name heads; a rule cannot name it. In each call, a group whose `exact_below`
+    exceeds the number of keys runs exact attention. Calibration, penalties and the like go to the groups' mechanisms,
+    which are modules too.
 
     Args:
         groups: Pairs of the numbers of some heads and the mechanism made for so many; each head of the layer is in
@@ -28,9 +28,8 @@ class HeadGroups(Mechanism):
         super().__init__(len(order), first.head_dim, causal=first.causal, scale=first.scale)
         self.groups = nn.ModuleList(mechanism for _, mechanism in groups)
         self._parts = [as_index(heads) for heads, _ in groups]
-        # Where each head of the layer lies once the groups are joined.
         self._back = None if order == sorted(order) else [order.index(head) for head in range(len(order))]
-        # Below all limits the whole layer is exact.
+        # Below every limit the whole layer is exact.
         self.exact_below = min(mechanism.exact_below for _, mechanism in groups)
 
     @property
@@ -40,7 +39,7 @@ class HeadGroups(Mechanism):
 
     @property
     def decode_state(self) -> str:
-        """Bounded if that of every group is; otherwise all groups read the cache that one of them needs."""
+        """Bounded if every group's is; otherwise all groups read the cache that one of them needs."""
         states = {mechanism.decode_state for _, mechanism in self.members()}
         return next(state for state in ("cache", "ring", "recurrent") if state in states)
 
@@ -56,7 +55,7 @@ class HeadGroups(Mechanism):
 
     def members(self) -> Iterator[tuple[slice | list[int], Mechanism]]:
         """The heads of each group, as an index, and its mechanism."""
-        yield from zip(self._parts, self.groups, strict=True)  # type: ignore[misc]  # a ModuleList says of its modules no more than that they are some
+        yield from zip(self._parts, self.groups, strict=True)  # type: ignore[misc]  # a ModuleList is typed as holding any modules
 
     def forward(
         self,
@@ -68,8 +67,8 @@ class HeadGroups(Mechanism):
         dropout: float = 0.0,
         **tokens: Tensor,
     ) -> Tensor:
-        """Attend; what dropout acts on is each mechanism's own."""
-        found = []
+        """Attend; each mechanism applies dropout in its own way."""
+        outputs = []
         for heads, mechanism in self.members():
             own = heads_of(q, k, heads)
             parts = q[:, heads], k[:, own], v[:, own]
@@ -78,30 +77,30 @@ class HeadGroups(Mechanism):
             else:
                 more = tokens if mechanism.reads_tokens else {}
                 out = mechanism(*parts, key_mask, dropout=dropout, **more)
-            found.append(out)
-        return self._joined(found)
+            outputs.append(out)
+        return self._joined(outputs)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, state: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Attend from the states of all groups, which are one: the name of each tensor begins with its group's number."""
-        found, after = [], {}
+        """Attend from one state that holds those of all groups: each tensor's name begins with its group's number."""
+        outputs, after = [], {}
         for number, (heads, mechanism) in enumerate(self.members()):
             own, group = f"{number}.", None
             if state is not None:
                 group = {name.removeprefix(own): x for name, x in state.items() if name.startswith(own)}
             of_keys = heads_of(q, k, heads)
             out, group = mechanism.decode(q[:, heads], k[:, of_keys], v[:, of_keys], key_mask, group)
-            found.append(out)
+            outputs.append(out)
             after |= {own + name: x for name, x in group.items()}
-        return self._joined(found), after
+        return self._joined(outputs), after
 
     def approximates_from(self) -> int | None:
-        """That of the group which is exact the longest."""
+        """The value of the group that stays exact the longest."""
         return latest(mechanism.approximates_from() for _, mechanism in self.members())
 
     def differs_from(self) -> int | None:
-        """That of the group which differs first."""
+        """The value of the group that differs first."""
         return min(filter(None, (mechanism.differs_from() for _, mechanism in self.members())), default=None)
 
     def flops(self, length: int) -> int:

@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from approx.mechanisms.mechanism import Mechanism, one_of, positive_number, true_or_false, whole_number
 from approx_kernels.ops.linear.api import FEATURE_MAPS, linear_attention, linear_decode
 
-# The logarithm of the odds of 0.1, where the softmax part of a window starts in LoLCATs.
+# The logit of 0.1, the initial factor of the softmax part of a window in LoLCATs.
 _FIRST_MIX = -2.1972246
 
 
 class LinearAttention(Mechanism):
     """Sum keys and values once and read the sums with each query, in O(n D E).
 
-    There is no softmax to approximate: without a window a pretrained model is nearly broken until it is fine-tuned.
-    With one, the nearest keys are weighed by a softmax and the others by features, under one normaliser.
+    It does not approximate the softmax: without a window a pretrained model is nearly broken until it is fine-tuned.
+    With one, a softmax weighs the nearest keys and features weigh the others, under one normaliser.
 
     Source: Katharopoulos, Vyas, Pappas, Fleuret, 2020, Transformers are RNNs, arXiv 2006.16236; `t2r` is that of
     Kasai et al., 2021, arXiv 2103.13076, `hedgehog` that of Zhang et al., 2024, arXiv 2402.04347, the window that of
@@ -27,14 +27,14 @@ class LinearAttention(Mechanism):
         head_dim: Size of a head, D.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores; used only with `scale_inputs` and inside the window.
-        feature_map: `elu`, which is elu(x) + 1; `relu`; `softmax`, over the numbers of a head; or one with matrices
-            to be learned, for queries and for keys of each head, which start as the identity: `t2r`, relu(x W + b),
-            and `hedgehog`, softmax(x W) beside softmax(-x W).
-        eps: Added to the normaliser, above 0; with a window its least value.
-        scale_inputs: Whether q and k are multiplied by the root of `scale` first; published without.
-        window: Nearest keys that are weighed by a softmax, w: with `causal` the last w up to the own, otherwise w to
-            either side and the own, counting padding between them. 0 for none. Brings a factor of the softmax part to be
-            learned for each head.
+        feature_map: `elu`, which is elu(x) + 1; `relu`; `softmax`, over the head dimension; or one with learned
+            matrices, one for queries and one for keys of each head, initialised to the identity: `t2r`, relu(x W + b),
+            and `hedgehog`, softmax(x W) concatenated with softmax(-x W).
+        eps: Added to the normaliser, above 0; with a window, the normaliser's lower bound.
+        scale_inputs: Whether q and k are multiplied by the root of `scale` first; the papers do not.
+        window: Nearest keys that a softmax weighs, w: with `causal` the last w including a query's own, otherwise w on
+            either side and its own, counting padding between them. 0 for none. Adds a learned factor of the softmax part
+            for each head.
 
     Raises:
         ApproxError: if a setting is wrong.
@@ -72,7 +72,7 @@ class LinearAttention(Mechanism):
         self.mix = nn.Parameter(torch.full((heads,), _FIRST_MIX, device="cpu")) if window else None
 
     def _first_map(self) -> nn.Parameter | None:
-        """The identity for each head; the bias of `t2r` is a last row."""
+        """The identity for each head; the bias of `t2r` is the last row."""
         if self.feature_map not in ("t2r", "hedgehog"):
             return None
         rows = self.head_dim + (self.feature_map == "t2r")
@@ -80,18 +80,18 @@ class LinearAttention(Mechanism):
 
     @property
     def warning(self) -> str | None:
-        """No pretrained model was made for a feature map."""
+        """Without a window the model needs fine-tuning."""
         if self.window:
             return None
         return (
-            f"linear with feature_map '{self.feature_map}' and no window replaces the softmax by one that the checkpoint was not "
+            f"linear with feature_map '{self.feature_map}' and no window replaces the softmax the checkpoint was "
             "trained with: the model is nearly broken until it is fine-tuned. A window keeps the nearest keys exact."
         )
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
     ) -> Tensor:
-        """Attend; dropout acts on whole keys in the numerator, since no weights of single pairs exist."""
+        """Attend; dropout drops whole keys in the numerator, since there are no weights of single pairs."""
         return linear_attention(q, k, v, key_mask, causal=self.causal, dropout=dropout, **self._ways())
 
     def decode(
@@ -113,15 +113,15 @@ class LinearAttention(Mechanism):
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
-        """A window as wide as the sequence, beside which no key is left to the features."""
+        """A window as wide as the sequence, which leaves no key to the features."""
         return {"window": max(length, 1)}
 
     def approximates_from(self) -> int:
-        """One key beyond the window; without one, two tokens, which features weigh."""
+        """One key beyond the window; without a window, two tokens."""
         return max(self.window + (1 if self.causal else 2), 2)
 
     def flops(self, length: int) -> int:
-        """Learned maps, sums and readings of them, and pairs: in causal chunks or around windows, rounded up to 64."""
+        """Learned maps, sums over keys and products with them, and pairs in causal chunks or windows, rounded up to 64."""
         features = self._features()
         learned = 4 * length * self.head_dim * self.head_dim if self.query_map is not None else 0
         sums = 4 * length * features * self.head_dim
@@ -132,7 +132,7 @@ class LinearAttention(Mechanism):
         return self.heads * (learned + sums + pairs)
 
     def memory(self, length: int) -> int:
-        """Features of queries and keys, the states (one, or one a block of 64), the pairs of a block at a window."""
+        """Features of queries and keys, the states (one, or one per block of 64), and a block's pairs in a window."""
         features = self._features()
         states = -(-length // 64) * (1 if self.causal else 2) if self.causal or self.window else 1
         pairs = 2 * 64 * self._stretch(length) if self.window else 0
@@ -142,5 +142,5 @@ class LinearAttention(Mechanism):
         return self.head_dim * (2 if self.feature_map == "hedgehog" else 1)
 
     def _stretch(self, length: int) -> int:
-        """Keys that a block of 64 queries is paired with."""
+        """Keys per block of 64 queries."""
         return min(128 + self.window * (1 if self.causal else 2), length)

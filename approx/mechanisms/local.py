@@ -13,8 +13,8 @@ from approx_kernels.tokens.ring import content, extended, newest
 class LocalAttention(Mechanism):
     """Softmax attention over the keys around each query, in O(n (left + right) D).
 
-    Distances are those of places in the input, by which models number their positions, and not of real tokens as in the
-    other patterns. The two differ only under masks with holes, where padding in between makes the window hold fewer keys.
+    Distances are measured in input positions, as models number them, and not in real tokens as in the other patterns.
+    The two differ only for masks with gaps, where padding inside the window takes the place of keys.
 
     Source: Beltagy, Peters, Cohan, 2020, Longformer, arXiv 2004.05150; departs from it in having no global
     tokens.
@@ -24,8 +24,8 @@ class LocalAttention(Mechanism):
         head_dim: Size of a head, D.
         causal: Whether a query sees only keys at or before its own position; `right` then has no effect.
         scale: Factor of the scores.
-        left: Keys seen before the own position, 0 or more.
-        right: Keys seen after the own position, 0 or more.
+        left: Keys seen before a query's own position, 0 or more.
+        right: Keys seen after a query's own position, 0 or more.
 
     Raises:
         ApproxError: if a setting is wrong.
@@ -66,7 +66,7 @@ class LocalAttention(Mechanism):
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
-        """A window as wide as the sequence, to both sides."""
+        """A window as wide as the sequence, on both sides."""
         return {"left": length, "right": length}
 
     def approximates_from(self) -> int:
@@ -74,11 +74,11 @@ class LocalAttention(Mechanism):
         return (self.left if self.causal else min(self.left, self.right)) + 2
 
     def flops(self, length: int) -> int:
-        """Two products over the pairs of each block of 64 queries and the keys it can reach."""
+        """Two products over the pairs of each block of 64 queries and the keys in its reach."""
         return 4 * self.heads * length * min(64 + self._reach(), length) * self.head_dim
 
     def memory(self, length: int) -> int:
-        """The outputs of the blocks before they are joined, and the mask of one block."""
+        """The outputs of the blocks before joining, and the mask of one block."""
         return 4 * self.heads * length * self.head_dim + 64 * min(64 + self._reach(), length)
 
     def _reach(self) -> int:

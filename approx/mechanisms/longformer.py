@@ -8,7 +8,7 @@ from approx.errors import ApproxError, Exit
 from approx.mechanisms.mechanism import Mechanism, whole_number
 from approx_kernels.ops.global_tokens.api import global_token_attention
 
-# Global tokens that stand elsewhere in each sample, and are found by its token ids.
+# Global tokens whose positions depend on the token ids of each sample.
 BY_CONTENT = ("separator", "question")
 
 
@@ -16,32 +16,32 @@ class LongformerAttention(Mechanism):
     """Softmax attention within a window and to and from g global tokens, in O(n (window + g) D).
 
     Global tokens are chosen by position, counted among the real tokens of a sample, or by content: all separators,
-    or the question, which ends with the first of them. A sample without a separator has no such token; one of a single
-    part is all question, and attends exactly. The first token is what a classifier reads.
+    or the question, which ends with the first separator. A sample without a separator has no such token; if its only
+    separator is at the end, all of it is the question and attends exactly. A classifier reads the first token.
 
-    Source: Beltagy, Peters, Cohan, 2020, Longformer, arXiv 2004.05150; departs from it in that global tokens use the
-    projections of all others. A Longformer made from a checkpoint by copying its projections, as the authors' are
-    before training, gives the same outputs.
+    Source: Beltagy, Peters, Cohan, 2020, Longformer, arXiv 2004.05150; departs from it in using the same projections
+    for global tokens as for all others. A Longformer initialised by copying a checkpoint's projections, as the
+    authors' is, gives the same outputs.
 
     Args:
         heads: Number of heads, H.
         head_dim: Size of a head, D.
         causal: Whether a query sees only keys at or before its own position, global ones included; must be false
-            where global tokens are chosen by content, of which decoding sees only the newest.
+            where global tokens are chosen by content, since decoding sees only the newest token ids.
         scale: Factor of the scores.
         window: w, 1 or more: a query sees the keys with |i - j| <= w / 2.
         global_tokens: `first`, a list of positions (a sample too short for one goes without it), `separator` or
             `question`.
-        separator: Id of the separator token, read where global tokens are chosen by content; conversion takes None
-            from the tokenizer or the config of the checkpoint.
+        separator: Id of the separator token, used where global tokens are chosen by content; for None, conversion takes
+            it from the checkpoint's tokenizer or config.
 
     Raises:
-        ApproxError: if a setting is wrong, or a causal layer is to choose by content.
+        ApproxError: if a setting is wrong, or a causal layer would choose by content.
     """
 
     supports_decode: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
-    compiles: ClassVar[str] = "How many tokens are real decides the shapes."
+    compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     source: ClassVar[str] = "Beltagy et al. 2020, Longformer, arXiv 2004.05150"
     exact_when: ClassVar[str] = "window / 2 >= the number of real tokens of the sample - 1."
 
@@ -63,8 +63,8 @@ class LongformerAttention(Mechanism):
         self.separator = None if separator is None else whole_number("separator", separator, 0)
         if causal and self.reads_tokens:
             raise ApproxError(
-                f"Setting 'global_tokens' is {global_tokens!r}, but this layer is causal: it decodes on top of a cache, which "
-                "keeps no token ids to find separators by. Use 'first' or a list of positions.",
+                f"Setting 'global_tokens' is {global_tokens!r}, but this layer is causal: it decodes with a cache, which "
+                "stores no token ids to locate separators. Use 'first' or a list of positions.",
                 Exit.UNSUPPORTED,
             )
 
@@ -103,11 +103,11 @@ class LongformerAttention(Mechanism):
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
-        """A window as wide as the sequence, to both sides."""
+        """A window as wide as the sequence, on both sides."""
         return {"window": max(2 * length, 1)}
 
     def approximates_from(self) -> int:
-        """One token beyond the window of the first token that is not global; those chosen by content may be none."""
+        """One token beyond the window of the first token that is not global; content may select no global tokens."""
         first, chosen = 0, set(self._positions)
         while first in chosen:
             first += 1
@@ -119,13 +119,13 @@ class LongformerAttention(Mechanism):
     def flops(self, length: int) -> int:
         """Two products over the pairs of each block of 64 queries with its window and the global tokens, both ways.
 
-        Global tokens chosen by content are left out: their number is that of the input.
+        Global tokens chosen by content are not counted, since their number depends on the input.
         """
         pairs = self._keys(length) + min(len(self._positions), length)
         return 4 * self.heads * length * pairs * self.head_dim
 
     def memory(self, length: int) -> int:
-        """The outputs of the blocks before they are joined, and the keys, values and mask of one block."""
+        """The outputs of the blocks before joining, and the keys, values and mask of one block."""
         keys = self._keys(length)
         return 4 * self.heads * (length + 2 * keys) * self.head_dim + 64 * keys
 
@@ -137,7 +137,7 @@ class LongformerAttention(Mechanism):
         """The tokens chosen by content, [B, S] bool."""
         if tokens is None or self.separator is None:
             missing = "the token ids, 'tokens'" if tokens is None else "the setting 'separator', the id of that token"
-            raise ApproxError(f"Setting 'global_tokens' is {self.global_tokens!r}, which needs {missing}: give it.")
+            raise ApproxError(f"Setting 'global_tokens' is {self.global_tokens!r}, which needs {missing}; pass it.")
         separators = tokens == self.separator
         if key_mask is not None:
             # Some tokenizers pad with the separator.
@@ -149,7 +149,7 @@ class LongformerAttention(Mechanism):
 
 
 def _positions(global_tokens: Any) -> list[int]:
-    """The positions of the global tokens, in order; none where they are chosen by content."""
+    """The positions of the global tokens, in order; empty if content chooses them."""
     if global_tokens == "first":
         return [0]
     if global_tokens in BY_CONTENT:

@@ -1,4 +1,4 @@
-"""What every attention mechanism is, and how its settings are checked."""
+"""The base class of all attention mechanisms, and the checks of their settings."""
 
 import inspect
 import math
@@ -16,57 +16,55 @@ from approx_kernels.dispatch.opaque import name_kind, told
 
 
 class Mechanism(nn.Module):
-    """The thing between the projections of an attention layer.
+    """Attention from queries, keys and values to outputs: what an attention layer does between its projections.
 
     A subclass names its settings as keyword arguments of its constructor (there is no second list), keeps
     each under its own name as an attribute, and holds all state as parameters or persistent buffers. The
-    letters of the shapes are explained in the package.
+    package explains the letters of the shapes.
 
     Args:
         heads: Number of heads, H.
         head_dim: Size of a head, D.
         causal: Whether a query sees only keys at or before its own position; with fewer queries than keys,
-            query i stands at position S - L + i, which is decoding on top of an ordinary cache.
+            query i is at position S - L + i, as when decoding with an ordinary cache.
         scale: Factor of the scores, as the model passes it.
 
     Raises:
-        ApproxError: if the mechanism lacks the form asked for, or a setting is wrong.
+        ApproxError: if the mechanism lacks the requested form, or a setting is wrong.
     """
 
     supports_causal: ClassVar[bool] = True
     supports_bidirectional: ClassVar[bool] = True
     supports_decode: ClassVar[bool]
-    # Whether any settings bring parameters; what one instance can learn is its `parameters()`.
+    # Whether some settings add parameters; those of an instance are its `parameters()`.
     trainable: ClassVar[bool] = False
-    # Whether a query leaves keys out, so that the weight that exact attention gives to the others, the captured mass,
-    # predicts the error.
+    # Whether queries skip keys; the captured mass, exact attention's weight on the keys they keep, then predicts the error.
     sparse: ClassVar[bool] = False
-    # What the causal form keeps while tokens are decoded one by one: a `cache` of all keys and values, which grows and is
-    # read by `forward`; a `ring` of the ones in reach; or a `recurrent` state. The latter two are bounded and read by `decode`.
+    # What the causal form keeps during decoding: a growing `cache` of all keys and values, which `forward` reads; a `ring` of
+    # those in reach; or a `recurrent` state. The last two are bounded and `decode` reads them.
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "cache"
-    # Whether `forward` takes, as the keyword `notes`, a dictionary that stays beside a cache: what it has worked out about
-    # its keys, tensors of first dimension B, which later calls need not work out again.
+    # Whether `forward` takes `notes`, a dictionary stored with the KV cache: results about its keys, tensors of first
+    # dimension B, that later calls reuse.
     takes_notes: ClassVar[bool] = False
-    # Which key masks are honoured; `any` means those of every form.
+    # Which key masks are supported; `any` means all of them.
     padding: ClassVar[str] = "any"
-    # `exact` where the gradient is that of all that was computed; `through weights, not choices` where it leaves out how keys
-    # or clusters were chosen.
+    # `exact` if everything is differentiated; `through weights, not choices` if the choice of keys or clusters is not.
     gradient: ClassVar[str] = "exact"
-    # Whether it is exact attention with any settings and on any input.
+    # Whether it is exact attention with any settings on any input.
     always_exact: ClassVar[bool] = False
-    # `whole` where a compiler such as `torch.compile` follows every step; otherwise why it cannot, and the compiler takes the
-    # mechanism as one operator. An export has the steps in any case.
+    # `whole` if `torch.compile` can trace every step; otherwise the reason why it cannot, and the mechanism is compiled as one
+    # operator. An export always traces the steps.
     compiles: ClassVar[str] = "whole"
-    # Whether it runs in C on a CPU, which is faster than what compilers make of it, so that they take one operator there.
+    # Whether it runs in C on a CPU; that is faster than compiled code, so it is compiled as one operator there.
     runs_c: ClassVar[bool] = False
-    # Values of settings that converted folders of earlier versions do not state, which then had no others.
+    # Values of settings that converted folders of earlier versions do not state.
     earlier: ClassVar[dict[str, Any]] = {}
     source: ClassVar[str]
     exact_when: ClassVar[str]
 
-    # The number of keys below which exact attention takes the place of this; a plan sets it.
+    # Exact attention runs below this number of keys; a plan sets it.
     exact_below: int = 0
-    # Whether training computes this again in the backward pass instead of keeping what it needs; a plan sets it.
+    # Whether training recomputes this in the backward pass instead of keeping its intermediates; a plan sets it.
     recompute: bool = False
 
     def __init__(self, heads: int, head_dim: int, *, causal: bool, scale: float) -> None:
@@ -85,20 +83,20 @@ class Mechanism(nn.Module):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The names of the settings with their defaults, read from the constructor."""
+        """The settings and their defaults, read from the constructor."""
         parameters = inspect.signature(cls.__init__).parameters.values()
         return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
 
     @classmethod
     def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
-        """The settings of one layer among those that a plan gives this mechanism; `rank` counts them from 0, upwards.
+        """The settings of one layer; `rank` counts, from 0 upwards, the layers that use this mechanism in a plan.
 
-        Settings that mean something only across layers, such as steps in turn, are written out here.
+        Settings with a meaning only across layers, such as alternating steps, are resolved here.
         """
         return settings
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward` with its hooks; where a plan says so, training keeps its inputs alone and runs it again."""
+        """`forward` with its hooks; with `recompute`, training keeps only the inputs and recomputes the rest."""
         q = args[0] if args else kwargs["q"]
         if is_one_operator(q, whole=self.compiles == "whole", runs_c=self.runs_c):
             return self._as_one_operator(*args, **kwargs)
@@ -129,7 +127,7 @@ class Mechanism(nn.Module):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings this mechanism was made with; the constructor takes them back."""
+        """The settings this mechanism was made with, as the constructor accepts them."""
         return {name: getattr(self, name) for name in self.defaults()}
 
     def forward(
@@ -141,64 +139,65 @@ class Mechanism(nn.Module):
             q: Queries, [B, H, L, D], float.
             k: Keys, [B, G, S, D], where H is a multiple of G: query head h reads key head h // (H / G).
             v: Values, [B, G, S, E].
-            key_mask: [B, S] bool, True at real keys; None when all are real. Where L <= S, query i is the token of key S - L + i and
-                as real. Outputs of padding have no meaning. It may hold NaN, but not for `exact`, `flash`, `sdpa` and on GPUs.
-            dropout: Probability with which an attention weight is dropped; 0 outside of training.
+            key_mask: [B, S] bool, True at real keys; None when all are real. Where L <= S, query i is the token of key S - L + i
+                and is padding if that key is. Outputs of padding have no meaning. Padding may hold NaN, except for `exact`,
+                `flash`, `sdpa` and on GPUs.
+            dropout: Probability of dropping an attention weight; 0 outside training.
 
         Returns:
-            [B, H, L, E] in the dtype of q; 0 for a query without any allowed key.
+            [B, H, L, E] in the dtype of q; 0 for a query with no allowed key.
 
         Raises:
-            ValueError: if the shapes or dtypes do not fit together.
+            ValueError: if shapes or dtypes do not match.
         """
         raise NotImplementedError
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, state: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Attend from tokens that follow those in a state; what `forward` gives for the last of all tokens.
+        """Attend from tokens that follow those in a state; the outputs equal those of `forward` for the last tokens.
 
-        Only where the mechanism is causal and its `decode_state` is not `cache`.
+        Only for causal mechanisms whose `decode_state` is not `cache`.
 
         Args:
             q: Queries of the last tokens, [B, H, L, D], float.
-            k: Keys that are not in the state yet, [B, G, S, D], L <= S; the last L belong to the queries.
+            k: Keys not yet in the state, [B, G, S, D], L <= S; the last L belong to the queries.
             v: Their values, [B, G, S, E].
-            key_mask: [B, S] bool, True where these are real; None when all are.
-            state: What the last call returned, its samples reordered, repeated or chosen at will along the first
-                dimension of every tensor; None before the first token.
+            key_mask: [B, S] bool, True at real keys; None when all are real.
+            state: The state returned by the last call, whose samples may have been reordered, repeated or selected
+                along the first dimension of every tensor; None before the first token.
 
         Returns:
-            [B, H, L, E] in the dtype of q, and the state with these tokens in it: tensors of first dimension B,
-            whose sizes have a bound that does not depend on the number of tokens.
+            [B, H, L, E] in the dtype of q, and the state with these tokens added: tensors of first dimension B
+            with sizes bounded independently of the number of tokens.
         """
         raise NotImplementedError
 
     @property
     def warning(self) -> str | None:
-        """A sentence that whoever converts with these settings must read, such as that fine-tuning has to follow."""
+        """A warning to show on conversion with these settings, such as that the model needs fine-tuning."""
         return None
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the state must be fitted to inputs, by `calibrate`, before it means anything."""
+        """Whether `calibrate` must fit the state before the mechanism is usable."""
         return False
 
     @property
     def takes_calibration(self) -> bool:
-        """Whether `calibrate` fits anything; what `needs_calibration` does, and other mechanisms may do without."""
+        """Whether `calibrate` fits anything, required (`needs_calibration`) or not."""
         return self.needs_calibration
 
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
-        """Fit the state to a calibration batch, given as to `forward`; conversion calls it once, without gradients."""
+        """Fit the state to a calibration batch, passed as to `forward`; conversion calls it once, without gradients."""
         raise NotImplementedError
 
     def penalty(self) -> Tensor | None:
-        """What training adds to its loss, times a weight that the trainer chooses, as a scalar; None for nothing."""
+        """A scalar that training adds to its loss, times a weight that the trainer sets; None for no penalty."""
         return None
 
     def after_step(self, step: int) -> None:
-        """What training calls once a step is done, counted from 1, for state that changes between steps."""
+        """Update state that changes between training steps; called after each step, counted from 1."""
 
     @property
     def reads_tokens(self) -> bool:
@@ -206,30 +205,30 @@ class Mechanism(nn.Module):
         return False
 
     def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, **tokens: Tensor) -> Tensor:
-        """Dense attention weights, [B, H, L, S], for plots: what the mechanism does to identity values."""
+        """Dense attention weights, [B, H, L, S], for plots: the outputs for identity values."""
         batch, heads, keys, _ = k.shape
         identity = torch.eye(keys, dtype=k.dtype, device=k.device)
         return self(q, k, identity.expand(batch, heads, keys, keys), key_mask, **tokens)
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any] | None:
-        """Settings with which it equals exact attention on up to `length` tokens: none if it always does, None if it cannot."""
+        """Settings that make it exact on up to `length` tokens: {} if it always is, None if it cannot be."""
         raise NotImplementedError
 
     def approximates_from(self) -> int | None:
-        """Fewest real tokens with which every head differs from exact attention, those aside that never do; None if none does."""
+        """Fewest real tokens at which every head that can differ from exact attention does; None if none can."""
         raise NotImplementedError
 
     def differs_from(self) -> int | None:
-        """Fewest real tokens with which any head differs from exact attention; None if none does."""
+        """Fewest real tokens at which any head differs from exact attention; None if none can."""
         return self.approximates_from()
 
     def flops(self, length: int) -> int:
-        """Multiply-adds, counted as 2, of one sequence of `length` tokens: all heads, forward."""
+        """FLOPs of the forward pass over one sequence of `length` tokens, all heads; a multiply-add counts as 2."""
         raise NotImplementedError
 
     def memory(self, length: int) -> int:
-        """Bytes of the largest temporaries for one sequence of `length` tokens in float32, forward."""
+        """Bytes of the largest temporaries of the forward pass over one sequence of `length` tokens in float32."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -238,7 +237,7 @@ class Mechanism(nn.Module):
 
 
 def latest(lengths: Iterable[int | None]) -> int | None:
-    """The largest of what `approximates_from` said; None if nothing approximates."""
+    """The largest of several `approximates_from`; None if nothing approximates."""
     return max((length for length in lengths if length is not None), default=None)
 
 
@@ -288,7 +287,7 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def checked(name: str, value: Any, inside: bool, allowed: str) -> Any:
-    """The value, if it is `inside` of what is `allowed`, in words."""
+    """The value, if `inside` holds; otherwise an error that states what is `allowed`."""
     if not inside:
         raise ApproxError(f"Setting '{name}' is {value!r}; allowed is {allowed}. Change it or leave it out.")
     return value

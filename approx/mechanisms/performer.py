@@ -26,24 +26,24 @@ from approx_kernels.ops.performer.api import (
 from approx_kernels.tokens.grouped import sharing
 from approx_kernels.tokens.shapes import check_shapes
 
-# The share of uniform attention where none is given and none was fitted yet: on real activations the best of 0.3, 0.5 and 0.7
-# for 64 to 1,024 plain features, and at each of these closer than the eps of the paper.
+# Share of uniform attention until one is given or fitted: on real activations the best of 0.3, 0.5 and 0.7 for 64 to 1,024
+# plain features, and always more accurate than the paper's eps.
 _UNFITTED = 0.5
-# The largest that is fitted: with nothing else, queries and keys would have no gradient.
+# Largest fitted share: at 1, queries and keys would receive no gradient.
 _MOST = 0.9
 
 
 class PerformerAttention(Mechanism):
     """Estimate softmax attention from M positive random features, in O(n M D).
 
-    The relative error falls as the root of M and grows with the norms of queries and keys: exponentially with plain features,
-    far slower with features that are fitted to what reaches the layer. `convert` fits them to its calibration batch; until
-    then features are plain. A share of uniform attention, fitted likewise, takes the place of the eps that the paper
-    adds to features: an estimate that fails is then no worse than no attention.
+    The relative error falls with the square root of M and grows with the norms of queries and keys: exponentially with
+    plain features, far more slowly with features fitted to the layer's inputs. `convert` fits them to its calibration
+    batch; until then features are plain. A fitted share of uniform attention replaces the eps that the paper adds to
+    features, so that a failed estimate is never worse than uniform attention.
 
     Source: Choromanski et al., 2021, Rethinking Attention with Performers, arXiv 2009.14794, Likhosherstov et al., 2022, Chefs'
-    Random Tables, arXiv 2205.15317, and 2023, FAVOR#, arXiv 2302.00787; departs from them in drawing only when told to, in a
-    stabiliser that cancels exactly and knows nothing of the future, in the share, and in moments around the mean.
+    Random Tables, arXiv 2205.15317, and 2023, FAVOR#, arXiv 2302.00787; departs from them in redrawing only on request, in a
+    causal stabiliser that cancels exactly, in the share, and in moments around the mean.
 
     Args:
         heads: Number of heads, H.
@@ -52,13 +52,13 @@ class PerformerAttention(Mechanism):
         scale: Factor of the scores; q and k are multiplied by its root.
         features: Random features, M; more is closer to exact.
         orthogonal: Whether the random rows are orthogonal in blocks of D, which lowers the error.
-        kernel: `softmax`, or `relu`, the generalised attention that approximates no softmax and has no estimator.
-        estimator: Features of the softmax kernel: `positive`, which fits nothing; or fitted to a calibration batch, `oprf`,
-            `sderf` or `aderf`, the sharpest, which costs a product of D times D for each query and key; see `fit_estimator`.
-        floor: Share of uniform attention in the outputs, from 0 to 1. None fits that of each head to the calibration batch,
-            up to 0.9; before it is 0.5, or 0 for the relu kernel.
+        kernel: `softmax`, or `relu`, the generalised attention that does not approximate the softmax and has no estimator.
+        estimator: Features of the softmax kernel: `positive`, which is not fitted; or fitted to a calibration batch, `oprf`,
+            `sderf` or `aderf`, the most accurate, which costs a D x D product per query and key; see `fit_estimator`.
+        floor: Share of uniform attention in the outputs, from 0 to 1. None fits each head's to the calibration batch, up
+            to 0.9; until then it is 0.5, or 0 for the relu kernel.
         seed: Seed of the random rows, which are a buffer and saved with the checkpoint.
-        redraw_every: Steps of training after which `after_step` draws other rows; 0 for never, as it is outside of training.
+        redraw_every: Training steps after which `after_step` draws new rows; 0 for never.
 
     Raises:
         ApproxError: if a setting is wrong.
@@ -66,9 +66,7 @@ class PerformerAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "recurrent"
-    compiles: ClassVar[str] = (
-        "On a CPU, how far keys rise above earlier ones decides what the causal form computes again."
-    )
+    compiles: ClassVar[str] = "On a CPU, how far keys exceed earlier ones decides what the causal form recomputes."
     source: ClassVar[str] = "Choromanski et al. 2021, Rethinking Attention with Performers, arXiv 2009.14794"
     exact_when: ClassVar[str] = "Never: with kernel = softmax and floor = 0 the error falls as 1 / root of features."
     earlier: ClassVar[dict[str, Any]] = {"estimator": "positive", "floor": 0.0}
@@ -108,7 +106,7 @@ class PerformerAttention(Mechanism):
 
     @property
     def takes_calibration(self) -> bool:
-        """Whether features or the share are fitted to a calibration batch; without one they are plain and constant."""
+        """Whether features or the share are fitted to a calibration batch; otherwise they are plain and constant."""
         return self._fits_features or self.floor is None
 
     @property
@@ -131,7 +129,7 @@ class PerformerAttention(Mechanism):
         exact = exact_attention(q, k, v, key_mask, causal=self.causal, scale=self.scale).double()
         estimate, uniform = (self._attend(q, k, v, key_mask, share).double() for share in (0.0, 1.0))
         if key_mask is not None and q.shape[2] == k.shape[2]:
-            # What padded queries get has no meaning.
+            # Outputs of padded queries are undefined.
             exact, estimate, uniform = (x * key_mask[:, None, :, None] for x in (exact, estimate, uniform))
         away, across = exact - estimate, uniform - estimate
         best = (away * across).sum((0, 2, 3)) / across.square().sum((0, 2, 3)).clamp(
@@ -140,12 +138,12 @@ class PerformerAttention(Mechanism):
         self.share.copy_(best.clamp(0, _MOST))
 
     def redraw(self, seed: int) -> None:
-        """Draw other random rows; nothing but this and `after_step` ever does."""
+        """Draw new random rows; only this and `after_step` redraw them."""
         self.seed = seed_number(seed)
         self.projection.copy_(self._draw(seed))
 
     def after_step(self, step: int) -> None:
-        """Draw other random rows if it is time; they depend on the seed and the step alone, so that all processes agree."""
+        """Draw new random rows when due; they depend only on the seed and the step, so that all processes agree."""
         if self.redraw_every and step % self.redraw_every == 0:
             self.projection.copy_(self._draw((self.seed + step // self.redraw_every) % 2**63))
 
@@ -155,8 +153,12 @@ class PerformerAttention(Mechanism):
 
     @property
     def warning(self) -> str | None:
-        """Attention of pretrained models is sharp in places, and `relu` is no softmax."""
-        why = "approximates no softmax" if self.kernel == "relu" else "is far from the softmax where attention is sharp"
+        """Pretrained attention is sharp in places, and `relu` does not approximate the softmax."""
+        why = (
+            "does not approximate the softmax"
+            if self.kernel == "relu"
+            else "is far from the softmax where attention is sharp"
+        )
         return (
             f"performer with kernel '{self.kernel}' {why}: the model loses most of its quality until it is fine-tuned."
         )
@@ -164,7 +166,7 @@ class PerformerAttention(Mechanism):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
     ) -> Tensor:
-        """Attend; dropout acts on whole keys in the numerator, since no weights of single pairs exist."""
+        """Attend; dropout drops whole keys in the numerator, since there are no weights of single pairs."""
         return self._attend(q, k, v, key_mask, self.floor, dropout)
 
     def decode(
@@ -185,14 +187,14 @@ class PerformerAttention(Mechanism):
     def _ways(
         self, q: Tensor, k: Tensor, v: Tensor, floor: float | None
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Queries and keys in the base of the features, values, and what the op is told; a `floor` of None is the fitted share."""
+        """Queries and keys in the basis of the features, values, and the op's arguments; a `floor` of None takes the fitted share."""
         share = self.share if floor is None else torch.full((self.heads,), floor, device=q.device) if floor else None
         ways = {"projection": self.projection, "share": share, "kernel": self.kernel, "scale": self.scale}
         if not self._fits_features:
             return q, k, v, ways
         fitted = Fitted(*(self.get_buffer(name) for name in Fitted._fields))
         ways["projection"], ways["offsets"] = fitted.rows(self.projection)
-        # Each head has a base of its own, in which it shares keys with no other.
+        # Each head has its own basis, so heads cannot share keys.
         v = v.repeat_interleave(sharing(q, v), 1)
         return *fitted.inputs(q, k, self.scale), v, ways
 
@@ -201,17 +203,17 @@ class PerformerAttention(Mechanism):
         """None: it equals softmax attention only on average."""
 
     def approximates_from(self) -> int:
-        """Two tokens, whose weights are estimates."""
+        """Two tokens, since their weights are estimates."""
         return 2
 
     def flops(self, length: int) -> int:
-        """Maps and features of queries and keys, sums and readings of them, and the pairs inside causal chunks of 64."""
+        """Maps and features of queries and keys, sums over keys and products with them, and pairs in causal chunks of 64."""
         pairs = min(length, 64) if self.causal else 0
         features = 4 * length * self.head_dim * (self.features + self._fits_features * self.head_dim)
         return self.heads * (features + 4 * length * (self.features * self.head_dim + pairs * self.features))
 
     def memory(self, length: int) -> int:
-        """Outputs before they are joined, and the features of a chunk and the state, if all heads come at once."""
+        """Outputs before joining, the features of a chunk and the state, with all heads at once."""
         chunk = 2 * min(length, 64) * self.features + self.features * self.head_dim
         mapped = 2 * length * self.head_dim if self._fits_features else 0
         return 4 * self.heads * (length * self.head_dim + mapped + chunk)

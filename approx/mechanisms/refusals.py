@@ -1,4 +1,4 @@
-"""All that is wrong with the settings of a mechanism, where its constructor stops at the first."""
+"""Every wrong setting of a mechanism; its constructor stops at the first."""
 
 import re
 from typing import Any
@@ -19,33 +19,33 @@ def refusals(
     causal: bool,
     scale: float,
 ) -> list[ApproxError]:
-    """Try the settings out; the constructor is the one judge of them.
+    """Check settings by calling the constructor with them.
 
     Args:
-        name: What the mechanism is called, for messages.
+        name: Name of the mechanism, for messages.
         kind: Its class.
-        settings: Settings that it has; what is left out has its default.
+        settings: Its settings; those left out take their defaults.
         heads: Number of heads, H.
         head_dim: Size of a head, D.
         causal: The form to try.
         scale: Factor of the scores.
 
     Returns:
-        One error for each wrong setting, none if a layer can be made.
+        One error per wrong setting; empty if the settings are valid.
     """
-    found, defaults = [], kind.defaults()
+    errors, defaults = [], kind.defaults()
     while True:
         try:
             kind(heads, head_dim, causal=causal, scale=scale, **kind.for_layer(settings, 0))
         except ApproxError as error:
-            found.append(error)
+            errors.append(error)
         except (ValueError, TypeError, OverflowError, RuntimeError, MemoryError) as error:
             text = f"'{name}' cannot be made with these settings: {str(error).splitlines()[0]}"
-            return [*found, ApproxError(text)]
+            return [*errors, ApproxError(text)]
         else:
-            return found
-        wrong = _SETTING.match(str(found[-1]))
+            return errors
+        wrong = _SETTING.match(str(errors[-1]))
         if wrong is None or settings.get(wrong[1], defaults.get(wrong[1])) == defaults.get(wrong[1]):
-            return found
-        # With this one at its default, the constructor comes to the next.
+            return errors
+        # With this one at its default, the constructor reaches the next.
         settings = {**settings, wrong[1]: defaults[wrong[1]]}

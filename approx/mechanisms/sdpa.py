@@ -12,7 +12,7 @@ class SdpaAttention(Mechanism):
     """Fused softmax attention, in O(L S D) time and O(L) memory.
 
     Source: Dao et al., 2022, FlashAttention, arXiv 2205.14135, as PyTorch's scaled_dot_product_attention;
-    departs from it in nothing.
+    no departures.
     """
 
     supports_decode: ClassVar[bool] = True
@@ -28,17 +28,17 @@ class SdpaAttention(Mechanism):
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
-        """Nothing to set: it always is exact."""
+        """It is always exact."""
         return {}
 
     def approximates_from(self) -> None:
-        """None: it always is exact."""
+        """None: it is always exact."""
 
     def flops(self, length: int) -> int:
-        """Two products over the pairs that are allowed; the kernels skip what the causal mask hides."""
+        """Two products over the allowed pairs; the kernels skip pairs that the causal mask hides."""
         pairs = length * (length + 1) // 2 if self.causal else length * length
         return 4 * self.heads * pairs * self.head_dim
 
     def memory(self, length: int) -> int:
-        """One log-sum-exp a query."""
+        """One log-sum-exp per query."""
         return 4 * self.heads * length

@@ -1,4 +1,4 @@
-"""Attention sinks: the first tokens and the last ones."""
+"""Attention sinks: the first tokens and the most recent ones."""
 
 from typing import Any, ClassVar, Literal
 
@@ -11,13 +11,13 @@ from approx_kernels.tokens.ring import content, extended, first_and_newest
 
 
 class SinksAttention(Mechanism):
-    """Softmax attention to the first s tokens and the last w, the own one among them, in O(n (s + w) D).
+    """Softmax attention to the first s tokens and the last w, including the query's own, in O(n (s + w) D).
 
-    A model that was trained with exact attention parks its spare weight on the first tokens, which a plain window
-    would take away. Positions count the real tokens of a sample, so left padding moves no sink.
+    A model trained with exact attention puts its surplus weight on the first tokens, which a plain window would drop.
+    Positions count the real tokens of a sample, so left padding does not move the sinks.
 
     Source: Xiao, Tian, Chen, Han, Lewis, 2023, Efficient Streaming Language Models with Attention Sinks,
-    arXiv 2309.17453; departs from it in keeping the positions that the model gave to the keys.
+    arXiv 2309.17453; departs from it in keeping the keys' original positions.
 
     Args:
         heads: Number of heads, H.
@@ -28,14 +28,14 @@ class SinksAttention(Mechanism):
         window: Last tokens that a query sees, w, 1 or more; the query's own is one of them.
 
     Raises:
-        ApproxError: if the bidirectional form is asked for or a setting is wrong.
+        ApproxError: if `causal` is false or a setting is wrong.
     """
 
     supports_bidirectional: ClassVar[bool] = False
     supports_decode: ClassVar[bool] = True
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "ring"
     sparse: ClassVar[bool] = True
-    compiles: ClassVar[str] = "How many tokens are real decides the shapes."
+    compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     source: ClassVar[str] = (
         "Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"
     )
@@ -71,7 +71,7 @@ class SinksAttention(Mechanism):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Attend from tokens that follow those in a state: the first s real keys and a ring of the last w - 1.
 
-        With what lies between them gone, distances are what they were, or the key is a sink.
+        Dropping the keys in between does not change the result: distances within the window stay the same.
         """
         ring = extended(state, k, v, key_mask)
         k, v, key_mask = content(ring)
@@ -95,7 +95,7 @@ class SinksAttention(Mechanism):
         return 4 * self.heads * length * self._keys(length) * self.head_dim
 
     def memory(self, length: int) -> int:
-        """The outputs of the blocks before they are joined, and the keys, values and mask of one block."""
+        """The outputs of the blocks before joining, and the keys, values and mask of one block."""
         keys = self._keys(length)
         return 4 * self.heads * (length + 2 * keys) * self.head_dim + 64 * keys
 

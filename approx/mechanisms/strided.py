@@ -14,8 +14,8 @@ from approx_kernels.tokens.strides import CAUSAL_STRIDE, root_above
 class StridedAttention(Mechanism):
     """Softmax attention to the keys nearer than l and to every l-th key, in O(n (l + n / l) D).
 
-    Step 1 is |i - j| < l, step 2 is (i - j) mod l = 0. Two layers, step 1 in the lower, let every token reach
-    every other; positions count the real tokens of a sample.
+    Step 1 is |i - j| < l, step 2 is (i - j) mod l = 0. With step 1 in one layer and step 2 in the next, every token
+    can reach every other. Positions count the real tokens of a sample.
 
     Source: Child, Gray, Radford, Sutskever, 2019, Generating Long Sequences with Sparse Transformers,
     arXiv 1904.10509; departs from it in the bidirectional form.
@@ -25,21 +25,21 @@ class StridedAttention(Mechanism):
         head_dim: Size of a head, D.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
-        stride: l, 1 or more. None takes the root of the number of real tokens of each sample, rounded up; in a
-            causal layer it takes 32, because a stride that follows the length would change, while a sequence grows,
-            what its first tokens have seen already.
+        stride: l, 1 or more. None takes the square root of each sample's number of real tokens, rounded up; in a causal
+            layer it takes 32, because a stride that depends on the length would change what earlier tokens saw as the
+            sequence grows.
         mode: `merged`, where every head sees the union of the steps; `heads`, where heads take the steps in turn; or
             `interleave`, where layers do.
-        step: 1 or 2, the only step that this layer uses; None uses all. A plan writes it out for `interleave`, step 1 in
-            the lowest layer; outside of a plan it is 1 then.
+        step: 1 or 2, the only step that this layer uses; None uses all. A plan sets it for `interleave`, step 1 in the
+            lowest layer; outside a plan it is then 1.
 
     Raises:
-        ApproxError: if a setting is wrong, or `step` meets `mode: heads`.
+        ApproxError: if a setting is wrong, or `step` is combined with `mode: heads`.
     """
 
     supports_decode: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
-    compiles: ClassVar[str] = "How many tokens are real decides the shapes."
+    compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     source: ClassVar[str] = "Child et al. 2019, Generating Long Sequences with Sparse Transformers, arXiv 1904.10509"
     exact_when: ClassVar[str] = "stride >= the number of real tokens of the sample, with both steps merged."
 
@@ -82,7 +82,7 @@ class StridedAttention(Mechanism):
 
     @classmethod
     def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
-        """Step 1 in the lowest layer, step 2 in the next one, and so on, if steps interleave."""
+        """With `mode: interleave`, step 1 in the lowest layer, step 2 in the next one, and so on."""
         return interleaved(settings, rank, 2)
 
     @classmethod
@@ -91,11 +91,11 @@ class StridedAttention(Mechanism):
         return {"stride": max(length, 1), "mode": "merged", "step": None}
 
     def approximates_from(self) -> int | None:
-        """The first distance that is neither within the window nor a stride, of the step that is exact the longest."""
+        """The first distance outside the window and not a multiple of l, for the step that stays exact the longest."""
         return latest(self._unseen_from(step) for step in self._steps[: self.heads])
 
     def differs_from(self) -> int | None:
-        """The same of the step that differs first."""
+        """The same for the step that differs first."""
         return min(filter(None, map(self._unseen_from, self._steps[: self.heads])), default=None)
 
     def _unseen_from(self, step: int | None) -> int | None:
@@ -107,15 +107,15 @@ class StridedAttention(Mechanism):
         return stride + 1 if step == 1 else None if stride == 1 else stride + 2
 
     def flops(self, length: int) -> int:
-        """Two products over the pairs that are computed: whole rows of l tokens around each query, and columns."""
+        """Two products over the computed pairs: whole rows of l tokens around each query, and columns."""
         return 4 * self.heads * length * math.ceil(self._keys(length)) * self.head_dim
 
     def memory(self, length: int) -> int:
-        """The outputs; with both steps merged also the scaled inputs and the two parts of the outputs, about 9 times that."""
+        """The outputs; about 9 times that with both steps merged, for the scaled inputs and two parts of the outputs."""
         return 4 * self.heads * length * self.head_dim * (9 if None in self._steps else 1)
 
     def _keys(self, length: int) -> float:
-        """Keys that meet a query, as a mean over the steps that the heads use."""
+        """Keys per query, averaged over the steps that the heads use."""
         stride = self.stride_over(length)
         near, far = (2 if self.causal else 3) * stride, math.ceil(length / stride)
         keys = {1: near, 2: far, None: near + far}

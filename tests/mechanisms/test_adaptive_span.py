@@ -39,10 +39,10 @@ def test_at_the_longest_span_it_is_exact_forward_and_backward(causal, keys, mask
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         out = mechanism(*inputs, mask)
         if mask is not None:
-            # What a padded query receives has no meaning.
+            # Outputs of padded queries are undefined.
             out = out * mask[:, None, :, None]
         results.append([out, *torch.autograd.grad(out, inputs, grad)])
-    # Where it runs in C, sums are in another order.
+    # C sums in another order.
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
 
 
@@ -73,7 +73,7 @@ def test_without_the_penalty_nothing_pulls_the_longest_span_and_with_it_spans_sh
 
 
 def test_a_head_that_needs_its_keys_keeps_them_against_the_penalty():
-    # Head 0 has its answer 30 tokens back, head 1 beside itself; both start in between.
+    # Head 0 finds its answer 30 tokens back, head 1 next to itself; both spans start in between.
     tokens = torch.eye(100)[None, None].expand(1, 2, -1, -1)
     target = torch.stack([tokens[0, 0].roll(shift, 0) for shift in (30, 1)])[:, 40:]
     q, k = torch.stack([tokens[0, 0].roll(shift, 0) for shift in (30, 1)])[None] * 3, tokens
@@ -125,7 +125,7 @@ def test_a_step_beyond_the_limits_comes_back():
 
 
 def planted(length, reach):
-    """Queries and keys of heads that look evenly at what is within `reach` tokens, at scale 1."""
+    """Queries and keys of heads that attend evenly to everything within `reach` tokens, at scale 1."""
     away = (torch.arange(length)[:, None] - torch.arange(length)).abs()
     scores = torch.stack([torch.where(away <= each, 0.0, -40.0) for each in reach])[None]
     return scores, torch.eye(length).expand_as(scores)
@@ -184,11 +184,11 @@ def test_spans_are_read_once_from_an_accelerator_and_anew_after_every_change(mon
     monkeypatch.setattr(AdaptiveSpanAttention, "spans", property(lambda self: reads.append(1) or spans(self)))
 
     def known(mechanism):
-        found, before = mechanism._known(), len(reads)
-        assert found == spans(mechanism).tolist()
-        assert mechanism._known() is found, "read twice"
+        values, before = mechanism._known(), len(reads)
+        assert values == spans(mechanism).tolist()
+        assert mechanism._known() is values, "read twice"
         assert len(reads) == before
-        return found
+        return values
 
     assert known(mechanism) == [100.0] * 3
     set_spans(mechanism, 10.0, 20.0, 30.0)

@@ -1,4 +1,4 @@
-"""BigBird as it attends elsewhere, with blocks that count more than once, and what is kept of its random blocks."""
+"""BigBird compared with Hugging Face's, with blocks that count several times, and the state of its random blocks."""
 
 import pytest
 import torch
@@ -13,16 +13,16 @@ from approx_kernels.ops.blocks.reference import _KEPT, _LISTS
 def test_compatible_counts_the_first_block_as_often_as_it_is_listed(length, random):
     q, k, v, grad = torch.randn(4, 2, 3, length, 8, dtype=torch.float64).unbind()
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    found = BigBirdAttention(3, 8, causal=False, scale=0.35, block=4, random=random, compatible=True)(*inputs)
+    actual = BigBirdAttention(3, 8, causal=False, scale=0.35, block=4, random=random, compatible=True)(*inputs)
     block = torch.arange(length) // 4
     last = (length - 1) // 4
     counts = ((block[:, None] - block).abs() <= 1) | (block == 0) | (block == last)
     counts = counts.double() + random * (block == 0)
     counts[(block == 0) | (block == last)] = 1
     expected = (0.35 * inputs[0] @ inputs[1].mT + counts.log()).softmax(-1) @ inputs[2]
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     for ours, theirs in zip(
-        torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
+        torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
 

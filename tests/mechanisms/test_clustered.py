@@ -1,4 +1,4 @@
-"""Clustered attention: what its members share, and what decides the number of clusters."""
+"""Clustered attention: what members of a cluster share, and the number of clusters."""
 
 import pytest
 import torch
@@ -16,9 +16,11 @@ def make(kind=ClusteredAttention, **settings):
 
 
 def groups_of(mechanism, q, clusters):
-    found = cluster_queries(q, mechanism.planes, mechanism.draws, clusters=clusters, iterations=mechanism.iterations)
-    assert found.shape == q.shape[:2]
-    return found
+    assignments = cluster_queries(
+        q, mechanism.planes, mechanism.draws, clusters=clusters, iterations=mechanism.iterations
+    )
+    assert assignments.shape == q.shape[:2]
+    return assignments
 
 
 def test_members_share_what_their_mean_query_attends_to():
@@ -37,14 +39,14 @@ def test_the_gradient_of_a_query_is_its_share_of_the_mean_querys():
     q, k, v, grad = torch.randn(4, 1, 2, 60, 8, dtype=torch.float64).unbind()
     mechanism = make(clusters=7)
     q.requires_grad_()
-    (found,) = torch.autograd.grad(mechanism(q, k, v), q, grad)
+    (dq,) = torch.autograd.grad(mechanism(q, k, v), q, grad)
     for head, groups in enumerate(groups_of(mechanism, q[0].detach(), 7)):
         for cluster in groups.unique():
             members = groups == cluster
             mean = q[0, head, members].detach().mean(0).requires_grad_()
             out = (0.35 * k[0, head] @ mean).softmax(0) @ v[0, head]
             (expected,) = torch.autograd.grad(out, mean, grad[0, head, members].sum(0))
-            torch.testing.assert_close(found[0, head, members], (expected / members.sum()).expand(members.sum(), -1))
+            torch.testing.assert_close(dq[0, head, members], (expected / members.sum()).expand(members.sum(), -1))
 
 
 @both

@@ -176,12 +176,12 @@ def test_gradients_of_what_is_learned_are_right(name, causal, kind):
     mechanism = make(name, causal, heads=2, size=3)
     inputs = [x.double() for x in draw(**shape)]
     names, learned = zip(*mechanism.named_parameters(), strict=True)
-    # Not where it starts: a clip may have its kink there.
+    # Away from the initial values, where a clip may have its kink.
     learned = [torch.nn.Parameter(x.detach().double() * 0.93) for x in learned]
 
     def attend(*learned):
         out = functional_call(mechanism, dict(zip(names, learned, strict=True)), (*inputs, mask))
-        # Padded queries are blanked, and a feature map may have its kink at 0.
+        # Blank padded queries; a feature map may have its kink at 0.
         return out if mask is None else real_rows(out, mask)
 
     assert torch.autograd.gradcheck(attend, learned)
@@ -193,7 +193,7 @@ def test_gradients_of_what_is_learned_are_right(name, causal, kind):
 @given(shape=shapes)
 @few
 def test_precision_is_that_of_the_dtype(name, causal, dtype, kind, shape):
-    # Values of one sign: where outputs cancel, their relative error says nothing of the mechanism.
+    # Values of one sign, since cancellation would inflate the relative error.
     q, k, v = (x.to(dtype) for x in draw(**shape))
     v = v.abs()
     mask = draw_mask(kind, **shape)

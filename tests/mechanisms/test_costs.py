@@ -1,4 +1,4 @@
-"""What a mechanism says it costs: pairs of tokens counted by hand, and the cost of exact attention where it is exact."""
+"""The costs of mechanisms, against pairs of tokens counted by hand and against exact attention."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from approx.mechanisms import MECHANISMS
 from approx.mechanisms.lsh import LshAttention
 
 HEADS, SIZE, LENGTH = 2, 8, 256
-# Mechanism, whether causal, settings, keys that each of 256 queries meets as a mean over heads; blocks are of 64 queries.
-# What is no pair counts as the share of one that it costs: multiplying two vectors of the head's size is half of it.
+# Mechanism, whether causal, settings, keys per query for 256 queries, averaged over heads; blocks hold 64 queries.
+# Other work counts as a fraction of a pair: multiplying two vectors of the head's size is half a pair.
 KEYS = [
     ("full", False, {}, 256),
     ("full", True, {}, 256),
@@ -72,7 +72,7 @@ KEYS = [
     ("adaptive-span", False, {}, 256),
 ]
 OUTPUTS = HEADS * LENGTH * SIZE
-# Mechanism, whether causal, settings, numbers of four bytes that lie in memory beside the inputs; a mask has bytes.
+# Mechanism, whether causal, settings, four-byte numbers in memory besides the inputs; masks use one byte each.
 NUMBERS = [
     ("full", False, {}, 2 * HEADS * 256 * 256),
     ("sdpa", True, {}, HEADS * 256),
@@ -119,7 +119,7 @@ def make(name, causal, settings):
 
 @pytest.mark.parametrize(("name", "causal", "settings", "keys"), KEYS)
 def test_attention_costs_two_products_for_each_pair_of_tokens(name, causal, settings, keys):
-    # A product of two vectors of the head's size is as many multiplications as additions; there are two, q k and w v.
+    # A product of two vectors has as many multiplications as additions, and there are two products, q k and w v.
     assert make(name, causal, settings).flops(LENGTH) == 4 * HEADS * SIZE * LENGTH * keys
 
 

@@ -1,4 +1,4 @@
-"""Decoding from a ring or a recurrent state gives what the whole pass gives, in bounded memory."""
+"""Decoding from a ring or a recurrent state equals the whole forward pass, in bounded memory."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ BOUNDED = [name for name in CAUSAL if KINDS[name].decode_state != "cache"]
 
 
 def decoded(mechanism, tensors, mask, cuts):
-    """Outputs of pieces that end at the cuts, one after another, and the state after each."""
+    """Outputs of consecutive pieces that end at the cuts, and the state after each."""
     (q, k, v), out, states, state = tensors, [], [], None
     for begin, end in zip((0, *cuts), cuts, strict=False):
         piece = slice(begin, end)
@@ -34,11 +34,11 @@ def test_pieces_give_what_the_whole_gives(name, kind, shape, cuts, one_by_one, g
     mask = None if kind == "none" else draw_mask(kind, **shape)
     ends = range(1, length + 1) if one_by_one else sorted({*(cut % length for cut in cuts), length} - {0})
     with torch.set_grad_enabled(grad):  # without, what a state holds is written over
-        found, _ = decoded(mechanism, (q, k, v), mask, tuple(ends))
+        decoded_outputs, _ = decoded(mechanism, (q, k, v), mask, tuple(ends))
     whole = mechanism(q, k, v, mask)
     if mask is not None:  # what padding receives has no meaning
-        found, whole = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (found, whole))
-    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+        decoded_outputs, whole = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (decoded_outputs, whole))
+    torch.testing.assert_close(decoded_outputs, whole, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", BOUNDED)
@@ -66,7 +66,7 @@ def test_the_state_does_not_grow(name, kind):
         _, states = decoded(mechanism, draw(**shape), mask, (30, *range(31, 91)))
     kept = [sum(x.untyped_storage().nbytes() for x in state.values()) for state in states]
     assert kept[-1] == kept[-50]
-    # After a long prompt too: nothing of it is kept alive by a view.
+    # A view must not keep a long prompt alive either.
     assert kept[0] <= kept[-1]
 
 
@@ -92,5 +92,5 @@ def test_a_state_is_as_precise_as_the_whole(name):
     shape = {"batch": 1, "heads": 2, "length": 70, "size": 8, "values": 8, "seed": 3}
     mechanism = make(name, True, heads=2, size=8)
     tensors = [x.bfloat16() for x in draw(**shape)]
-    found, _ = decoded(mechanism, tensors, None, tuple(range(1, 71)))
-    assert_close(name, found, mechanism(*tensors), mechanism(*(x.double() for x in tensors)))
+    decoded_outputs, _ = decoded(mechanism, tensors, None, tuple(range(1, 71)))
+    assert_close(name, decoded_outputs, mechanism(*tensors), mechanism(*(x.double() for x in tensors)))

@@ -1,4 +1,4 @@
-"""The oracle against the definition, pair by pair."""
+"""The reference against the definition, pair by pair."""
 
 import math
 
@@ -12,7 +12,7 @@ def test_it_is_the_definition():
     mask = torch.tensor([[True, False, True, True, True, False]])
     for causal in (False, True):
         out = MECHANISMS["full"](1, 4, causal=causal, scale=0.7)(q, k, v, mask)
-        # What a padded query receives has no meaning.
+        # Outputs of padded queries are undefined.
         for i in mask[0].nonzero()[:, 0].tolist():
             seen = [j for j in range(6) if mask[0, j] and (j <= i or not causal)]
             mass = {j: math.exp(0.7 * float(q[0, 0, i] @ k[0, 0, j])) for j in seen}

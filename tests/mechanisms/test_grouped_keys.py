@@ -1,4 +1,4 @@
-"""Keys that several query heads share: every mechanism gives what it gives for keys that are repeated, and repeats none."""
+"""Grouped-query attention: shared keys give the same as repeated keys, without repeating them."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from forms import CAUSAL, KINDS, MASKS, SELF_ONLY, draw, draw_mask, make, over_f
 
 HEADS = 4
 GROUPS = (1, 2, 4)
-# Long enough for every one of `SMALL` to approximate.
+# Long enough for all of `SMALL` to approximate.
 SHAPE = {"batch": 2, "heads": HEADS, "length": 37, "size": 16, "values": 16, "seed": 6}
 BOUNDED = [name for name in CAUSAL if KINDS[name].decode_state != "cache"]
-# In C sums run in one order for queries of one head and in another for one alone; in float32 the last digits differ.
+# C sums in another order for several query heads than for one; in float32 the last digits differ.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
 
 
@@ -30,7 +30,7 @@ def repeated(*shared) -> Any:
 
 
 def mechanism_of(name, causal) -> Any:
-    # Spans that differ from head to head, and maps that are not the identity.
+    # Different spans in different heads, and maps other than the identity.
     mechanism = make(name, causal, heads=HEADS, size=SHAPE["size"])
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -62,8 +62,8 @@ def test_shared_keys_are_as_good_as_repeated_ones(name, causal, groups, kind, im
     real = torch.ones(SHAPE["batch"], SHAPE["length"], dtype=torch.bool) if mask is None else mask
     torch.testing.assert_close(out.transpose(1, 2)[real], other.transpose(1, 2)[real], **CLOSE)
     torch.testing.assert_close(dq, dq_other, **CLOSE)
-    for found, each in zip((dk, dv), summands, strict=True):
-        torch.testing.assert_close(found, each.unflatten(1, (groups, -1)).sum(2), **CLOSE)
+    for grad, each in zip((dk, dv), summands, strict=True):
+        torch.testing.assert_close(grad, each.unflatten(1, (groups, -1)).sum(2), **CLOSE)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
@@ -74,17 +74,17 @@ def test_a_state_of_shared_keys_gives_what_the_whole_gives(name, groups, masked,
     mechanism = mechanism_of(name, True)
     q, k, v = grouped(groups)
     mask = draw_mask("left", **SHAPE) if masked else torch.ones(SHAPE["batch"], SHAPE["length"], dtype=torch.bool)
-    found: list[Any] = []
+    outputs: list[Any] = []
     state: Any = None
     with torch.no_grad(), implementation(impl):
         for begin, end in ((0, 11), (11, 12), (12, 19), *((at, at + 1) for at in range(19, SHAPE["length"]))):
             part = slice(begin, end)
             given = mask[:, part] if masked else None
             out, state = mechanism.decode(q[:, :, part], k[:, :, part], v[:, :, part], given, state)
-            found.append(out)
+            outputs.append(out)
         whole = mechanism(q, *repeated(k, v), mask if masked else None)
-    torch.testing.assert_close(torch.cat(found, 2).transpose(1, 2)[mask], whole.transpose(1, 2)[mask], **CLOSE)
-    # What each query head has learned of keys is its own; all else is kept once for those that share a key head.
+    torch.testing.assert_close(torch.cat(outputs, 2).transpose(1, 2)[mask], whole.transpose(1, 2)[mask], **CLOSE)
+    # Each query head has its own features of the keys; everything else is stored once per key head.
     learned = getattr(mechanism, "key_map", None) is not None
     heads = {part: x.shape[1] for part, x in state.items() if part in ("k", "v", "sums", "top", "values")}
     assert heads == {part: HEADS if part in ("sums", "top", "values") and learned else groups for part in heads}

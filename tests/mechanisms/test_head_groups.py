@@ -1,4 +1,4 @@
-"""Groups of heads: what a layer of several mechanisms says of itself, and that each head gets what its own one gives."""
+"""Groups of heads: the properties of a layer with several mechanisms, and that each head gets its own mechanism's output."""
 
 import pytest
 import torch
@@ -91,5 +91,5 @@ def test_dropout_reaches_every_group(below):
     q, k = torch.randn(2, 1, 3, LENGTH, SIZE).unbind()
     ones = torch.ones(1, 3, LENGTH, SIZE)
     assert torch.allclose(groups(q, k, ones), ones)
-    # Weights that no longer sum to 1 show in every head.
+    # Dropped weights no longer sum to 1 in any head.
     assert ((groups(q, k, ones, dropout=0.5) - ones).abs().amax((0, 2, 3)) > 0.1).all()

@@ -33,11 +33,11 @@ def test_it_is_its_formula_forward_and_backward(queries, keys, clusters, topk):
     heads = [dense_formula(q[0, h], k[0, h], v[0, h], groups[h], **settings) for h in range(2)]
     expected = torch.stack(heads)[None]
     torch.testing.assert_close(out, expected)
-    # The mass is differentiated: without its gradient this fails.
-    for found, wanted in zip(
+    # This fails without the gradient of the mass.
+    for actual, wanted in zip(
         torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
     ):
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(actual, wanted)
 
 
 def test_one_crowded_cluster_among_empty_ones():
@@ -65,7 +65,7 @@ def test_it_is_closer_to_exact_than_plain_and_more_keys_are_closer_still():
 
 
 def causal_formula(q, k, v, centroids, selectors, *, chunk, topk, scale):
-    """One query of one head after the other: its chunk, the K keys of its centroid, and what is left."""
+    """Query by query and head by head: the chunk, the K keys of the centroid, and the rest."""
     rows, before = [], k.shape[0] - q.shape[0]
     for position, query in enumerate(q, before):
         start = position // chunk * chunk
@@ -97,8 +97,8 @@ def test_the_causal_form_is_its_formula_forward_and_backward(kind, topk, queries
     heads = [causal_formula(*(x[0, h] for x in inputs), *(x[h] for x in fitted), topk=topk, **settings) for h in (0, 1)]
     expected = torch.stack(heads)[None]
     torch.testing.assert_close(out, expected)
-    found, wanted = (torch.autograd.grad(x, inputs, grad) for x in (out, expected))
-    torch.testing.assert_close(found, wanted)
+    grads, wanted = (torch.autograd.grad(x, inputs, grad) for x in (out, expected))
+    torch.testing.assert_close(grads, wanted)
 
 
 @pytest.mark.parametrize("kind", [ClusteredAttention, ImprovedClusteredAttention])

@@ -32,8 +32,8 @@ def test_the_exact_limit_is_exact_forward_and_backward(name, causal, length, mas
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         out = mechanism(*inputs, mask if masked else None) * real
         results.append([out, *torch.autograd.grad(out, inputs, grad)])
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "causal"), FORMS)
@@ -44,7 +44,7 @@ def test_the_exact_limit_is_exact_for_the_real_queries_of_fewer_than_there_are_k
     mask[0, : padding[0]] = mask[0, 300 - padding[1] :] = False
     exact = MECHANISMS["full"](3, 16, causal=causal, scale=0.25)
     limit = MECHANISMS[name](3, 16, causal=causal, scale=0.25, **MECHANISMS[name].exact_settings(300) or {})
-    # The queries are the last tokens. Those of padding at the right have no meaning, and patterns give them 0.
+    # The queries are the last tokens. Outputs of right padding are undefined; patterns return 0.
     real = mask[:, None, 100:, None]
     torch.testing.assert_close(limit(q, k, v, mask) * real, exact(q, k, v, mask) * real, atol=1e-5, rtol=1e-5)
 

@@ -13,7 +13,7 @@ def make(*, causal, **settings):
 
 
 def recurrent(q, k, v, eps=1e-6):
-    """One token after another with the state (S, z), as a decoder would."""
+    """Token by token with the state (S, z), as in decoding."""
     state, norm, out = torch.zeros(1, 2, 8, v.shape[-1]), torch.zeros(1, 2, 8), []
     for i in range(q.shape[2]):
         query, key = F.elu(q[:, :, i]) + 1, F.elu(k[:, :, i]) + 1

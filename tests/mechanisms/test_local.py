@@ -24,13 +24,13 @@ def test_it_equals_dense_attention_under_its_mask_forward_and_backward(queries, 
     mask = torch.rand(2, keys) < 0.7 if masked else None
     grad = torch.randn(2, 2, queries, 8)
     if mask is not None and queries <= keys:
-        # What a padded query receives has no meaning.
+        # Outputs of padded queries are undefined.
         grad = grad * mask[:, None, keys - queries :, None]
-    found = LocalAttention(2, 8, causal=False, scale=0.35, left=left, right=right)(q, k, v, mask)
+    actual = LocalAttention(2, 8, causal=False, scale=0.35, left=left, right=right)(q, k, v, mask)
     expected = dense(q, k, v, left=left, right=right, scale=0.35, mask=mask)
-    torch.testing.assert_close(found * (grad != 0), expected * (grad != 0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual * (grad != 0), expected * (grad != 0), atol=1e-5, rtol=1e-5)
     for ours, theirs in zip(
-        torch.autograd.grad(found, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True
+        torch.autograd.grad(actual, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Longformer's global tokens when they are chosen by content, and differ in number and place from sample to sample."""
+"""Longformer's global tokens chosen by content, which differ in number and place between samples."""
 
 import pytest
 import torch
@@ -23,11 +23,11 @@ def dense(q, k, v, marked):
 
 def marked_by(chosen, ids):
     """Which tokens of one sample are global, read token by token."""
-    found, before = [], True
+    is_global, before = [], True
     for token in ids.tolist():
-        found.append(token == SEPARATOR or (chosen == "question" and before))
+        is_global.append(token == SEPARATOR or (chosen == "question" and before))
         before &= token != SEPARATOR
-    marked = torch.tensor(found)
+    marked = torch.tensor(is_global)
     if chosen == "question":
         first = ids.tolist().index(SEPARATOR) if SEPARATOR in ids else -1
         marked[first + 1 :] = False
@@ -49,24 +49,24 @@ def test_it_equals_dense_attention_of_each_sample_forward_and_backward(chosen, k
         "arbitrary": torch.rand(4, length) < 0.7,
     }
     mask = masks[kind]
-    # What pads a batch may be the separator.
+    # Batches may be padded with the separator.
     ids = ids.where(mask, SEPARATOR)
-    found = make(chosen)(*inputs, None if kind == "none" else mask, tokens=ids)
-    expected = torch.zeros_like(found)
+    actual = make(chosen)(*inputs, None if kind == "none" else mask, tokens=ids)
+    expected = torch.zeros_like(actual)
     for sample, real in enumerate(mask):
         if real.any():
             alone = [x[sample : sample + 1, :, real] for x in inputs]
             expected[sample, :, real] = dense(*alone, marked=marked_by(chosen, ids[sample][real]))[0]
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     for ours, theirs in zip(
-        torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
+        torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("see_all", [True, False])
 def test_the_last_queries_of_a_causal_op_choose_among_all_keys(see_all):
-    # The op is more general than the mechanism, which has no causal form that chooses by content.
+    # The op also has a causal form that chooses by content; the mechanism does not.
     q, k, v = torch.randn(3, 2, 2, 90, 8, dtype=torch.float64).unbind()
     chosen = torch.rand(2, 90) < 0.1
     how = {"left": 3, "right": 0, "tokens": chosen, "see_all": see_all, "causal": True, "scale": 0.35}

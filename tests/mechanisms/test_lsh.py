@@ -1,4 +1,4 @@
-"""LSH attention: what more of it brings, what the future cannot change, and what the shared variant refuses."""
+"""LSH attention: more rounds reduce the error, the future has no effect, and the errors of the shared variant."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_hashing_finds_keys_that_chance_does_not(causal):
     k = torch.where(torch.rand(300, 1) < 0.5, k, q)
     mechanism = make(causal=causal, cluster=16)
     weights = FullAttention(2, SIZE, causal=causal, scale=SIZE**-0.5).weights(q, k)
-    # Hashes of other tokens bring as many pairs together, by chance.
+    # Hashing other tokens groups as many pairs, by chance.
     missed, missed_by_chance = (
         (weights * (mechanism.weights(*tokens) == 0)).sum(-1).mean()
         for tokens in ((q, k), torch.randn(2, 1, 2, 300, SIZE).unbind())

@@ -1,4 +1,4 @@
-"""Settings: what a constructor takes, what it refuses, what it remembers."""
+"""Settings: what constructors accept, reject and store."""
 
 import pytest
 import torch
@@ -134,12 +134,12 @@ WRONG = [
     ("adaptive-span", "keep", 1.01),
     ("adaptive-span", "keep", float("nan")),
 ]
-# Keys that a query meets among 16,384 tokens, and among 8,192: some patterns have more of them in longer sequences.
+# Keys per query among 16,384 and among 8,192 tokens: some patterns have more in longer sequences.
 MORE_KEYS = {"strided": 512 / 364, "fixed": 1144 / 632, "ltr": 255 / 181, "rtl": 255 / 181, "bigbird": 636 / 632}
 
 
 def make(name, heads=2, head_dim=8, **settings):
-    """The bidirectional form, or the causal one of a mechanism that has no other."""
+    """The bidirectional form, or the causal one if there is no other."""
     causal = not MECHANISMS[name].supports_bidirectional
     return MECHANISMS[name](heads, head_dim, causal=causal, scale=0.5, **settings)
 
@@ -188,7 +188,7 @@ def test_every_mechanism_says_what_it_is(name):
     mechanism = MECHANISMS[name]
     assert "arXiv" in mechanism.source
     assert mechanism.exact_when.endswith(".")
-    # Whether any settings bring parameters; test_linear says which.
+    # Whether some settings add parameters; test_linear checks which.
     assert mechanism.trainable or not list(make(name).parameters())
     assert mechanism.supports_causal or not mechanism.supports_decode
     assert mechanism.decode_state in ("cache", "ring", "recurrent")
@@ -202,9 +202,9 @@ def test_a_transform_over_samples_gives_what_a_batch_gives(name, causal):
     mechanism = small(name, causal, heads=2, size=8)
     q, k, v = torch.randn(3, 3, 1, 2, 13, 8).unbind()
     with torch.no_grad():
-        found = torch.func.vmap(mechanism)(q, k, v)
+        batched = torch.func.vmap(mechanism)(q, k, v)
         expected = mechanism(q[:, 0], k[:, 0], v[:, 0])
-    torch.testing.assert_close(found[:, 0], expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(batched[:, 0], expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", MECHANISMS)

@@ -1,4 +1,4 @@
-"""What an approximation is for: no tensor of all pairs, neither forward nor backward."""
+"""Approximations materialise no tensor of all pairs, neither forward nor backward."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from forms import FORMS, draw, draw_mask, make
 
 
 class Largest(TorchDispatchMode):
-    """Counts the numbers of the largest tensor that is made; what is expanded takes no memory."""
+    """Records the size of the largest tensor created; expanded tensors take no memory."""
 
     numbers = 0
 

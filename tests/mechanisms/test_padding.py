@@ -1,4 +1,4 @@
-"""Padding that holds NaN or infinity reaches no output and no gradient, in plain PyTorch and in C."""
+"""NaN or infinity in padding reaches no output and no gradient, in plain PyTorch and in C."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from approx_kernels.dispatch.implementation import implementation
 from forms import FORMS, SELF_ONLY, draw, draw_mask, make, over
 
-# PyTorch's SDPA multiplies padded values by 0, as its documentation allows; blanking them first costs up to half of its time.
+# PyTorch's SDPA multiplies padded values by 0, as documented; blanking them first would cost up to half of its time.
 FINITE_ONLY = ("exact", "flash", "sdpa")
 over_any_padding = over([(name, causal) for name, causal in FORMS if name not in FINITE_ONLY])
 
@@ -33,8 +33,8 @@ def check(name, causal, impl, bad, *, kind, length, keys=None, dtype=torch.float
     spoiled = [x.masked_fill(padded, bad) if x.shape[2] == mask.shape[1] else x for x in inputs]
     assert not all(x.isfinite().all() for x in spoiled), "nothing was spoiled"
     mechanism = make(name, causal, heads=2, size=16)
-    expected, found = (attended(mechanism, each, mask, impl) for each in (inputs, spoiled))
-    for here, there in zip(found, expected, strict=True):
+    expected, actual = (attended(mechanism, each, mask, impl) for each in (inputs, spoiled))
+    for here, there in zip(actual, expected, strict=True):
         torch.testing.assert_close(here, there)
 
 

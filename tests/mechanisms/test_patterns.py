@@ -1,4 +1,4 @@
-"""Every sparse pattern equals dense attention under its own mask, however its steps meet the model."""
+"""Every sparse pattern equals dense attention under its own mask, for every mode of its steps."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from approx.mechanisms.sinks import SinksAttention
 from approx.mechanisms.strided import StridedAttention
 from approx_kernels.ops.patterns.reference import pattern_mask
 
-# More than there are steps in any pattern.
+# More heads than any pattern has steps.
 HEADS = 5
 KINDS = {
     "block": BlockAttention,
@@ -71,7 +71,7 @@ def make(name, settings, causal):
 
 
 def allowed_pairs(name, mechanism, length):
-    """What each of the heads may see, [heads, n, n]."""
+    """The pairs that each head may see, [heads, n, n]."""
     settings = mechanism.settings
     steps = pattern_mask(name, length, mechanism.causal, settings)
     if settings.get("mode") == "heads":
@@ -91,10 +91,10 @@ def test_it_equals_dense_attention_under_its_mask_forward_and_backward(name, set
     q, k, v, grad = torch.randn(4, 2, HEADS, length, 8, dtype=torch.float64).unbind()
     inputs = [x.requires_grad_() for x in (q, k, v)]
     mechanism = make(name, settings, causal)
-    found, expected = mechanism(*inputs), dense(inputs, allowed_pairs(name, mechanism, length))
-    torch.testing.assert_close(found, expected)
+    actual, expected = mechanism(*inputs), dense(inputs, allowed_pairs(name, mechanism, length))
+    torch.testing.assert_close(actual, expected)
     for ours, theirs in zip(
-        torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
+        torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
 
@@ -128,7 +128,7 @@ def test_tokens_one_after_another_see_what_all_at_once_see(name, settings, causa
 
 @pytest.mark.parametrize("name", ["strided", "fixed", "ltr", "rtl"])
 def test_one_step_and_heads_in_turn_exclude_each_other(name):
-    with pytest.raises(ApproxError, match="'mode' is 'heads'; allowed is 'merged' or 'interleave' beside a step"):
+    with pytest.raises(ApproxError, match="'mode' is 'heads'; allowed is 'merged' or 'interleave' with a step"):
         make(name, {"mode": "heads", "step": 1}, False)
 
 

@@ -1,4 +1,4 @@
-"""Performer attention: how its error falls, what orthogonal rows are for, recurrent = chunked = parallel."""
+"""Performer attention: the decrease of its error, the effect of orthogonal rows, recurrent = chunked = parallel."""
 
 import numpy as np
 import pytest
@@ -17,13 +17,13 @@ FEATURES = [64, 128, 256, 512, 1024, 2048, 4096]
 
 
 def make(*, causal=False, **settings):
-    """Features and nothing else, if the settings do not say otherwise."""
+    """Features only, unless the settings say otherwise."""
     settings = {"estimator": "positive", "floor": 0.0} | settings
     return PerformerAttention(2, SIZE, causal=causal, scale=SIZE**-0.5, **settings)
 
 
 def drawn(norm, *, length=64):
-    """Queries and keys whose scaled squared norm is the one given, and values."""
+    """Queries and keys with the given scaled squared norm, and values."""
     q, k, v = torch.randn(3, 1, 2, length, SIZE).unbind()
     q, k = (F.normalize(x, dim=-1) * norm**0.5 * SIZE**0.25 for x in (q, k))
     return q, k, v
@@ -32,23 +32,23 @@ def drawn(norm, *, length=64):
 def errors(q, k, v, seeds, **settings):
     """Relative error for each number of features, root mean square over seeds."""
     exact = FullAttention(2, SIZE, causal=False, scale=SIZE**-0.5)(q, k, v)
-    found = [
+    relative = [
         [((make(features=features, seed=seed, **settings)(q, k, v) - exact).norm() / exact.norm()) for seed in seeds]
         for features in FEATURES
     ]
-    return torch.tensor(found).square().mean(1).sqrt()
+    return torch.tensor(relative).square().mean(1).sqrt()
 
 
 def slope(values):
     return np.polyfit(np.log(FEATURES), values.log().numpy(), 1)[0]
 
 
-# Real heads have scaled squared norms from about 1 upwards; the variance grows with their exponential, so that the
-# larger ones would need more features than anybody has to come to where the law begins.
+# Real heads have scaled squared norms from about 1 upwards; the variance grows exponentially with them, so that larger
+# ones would need impractically many features to reach the asymptotic regime.
 @pytest.mark.parametrize("norm", [0.5, 1.0, 1.4])
 def test_the_error_falls_as_the_root_of_the_number_of_features(norm):
-    found = errors(*drawn(norm), seeds=range(6))
-    assert slope(found) == pytest.approx(-0.5, abs=0.1), found
+    measured = errors(*drawn(norm), seeds=range(6))
+    assert slope(measured) == pytest.approx(-0.5, abs=0.1), measured
 
 
 @pytest.mark.parametrize("norm", [1.0, 4.0])
@@ -61,7 +61,7 @@ def test_orthogonal_rows_have_less_error(norm):
 
 
 def recurrent(q, k, v, rows):
-    """One token after another with the state (S, z), as a decoder would, in float64."""
+    """Token by token with the state (S, z), as in decoding, in float64."""
     q, k = (x.double() * SIZE**-0.25 for x in (q, k))
     state, norm, out = 0.0, 0.0, []
     for i in range(q.shape[2]):
@@ -111,7 +111,7 @@ def test_training_draws_anew_every_so_many_steps_and_two_processes_agree():
     assert changed == [3, 6]
     assert not torch.equal(kept, begun)
     assert first.settings == twin.settings == make(features=64, redraw_every=3, seed=2**63 - 1).settings
-    # Whoever goes on after step 5 draws at step 6 what would have been drawn.
+    # Resuming after step 5 draws at step 6 what an uninterrupted run would.
     resumed.after_step(6)
     assert torch.equal(resumed.projection, kept)
     still = make(features=64)
@@ -148,7 +148,7 @@ def test_dropout_takes_whole_keys_out_of_the_numerator_only(kernel, causal):
 
 
 def real_like(*, length=200, seed=0):
-    """Queries and keys as trained heads have them: far from the origin, along a few directions, and values."""
+    """Queries and keys like those of trained heads, far from the origin and along few directions, and values."""
     generator = torch.Generator().manual_seed(seed)
     stretch = torch.logspace(0.3, -1, SIZE)
     q, k, v = torch.randn(3, 1, 2, length, SIZE, generator=generator).unbind()
@@ -170,13 +170,13 @@ def test_what_is_fitted_to_one_text_errs_less_on_another(causal):
         "aderf": {"estimator": "aderf"},
         "default": {"estimator": "aderf", "floor": None},
     }.items():
-        found = []
+        errors_by_seed = []
         for seed in range(4):
             mechanism = make(causal=causal, features=64, seed=seed, **settings)
             if mechanism.takes_calibration:
                 mechanism.calibrate(*real_like())
-            found.append(error(mechanism, *text))
-        fitted[name] = sum(found) / len(found)
+            errors_by_seed.append(error(mechanism, *text))
+        fitted[name] = sum(errors_by_seed) / len(errors_by_seed)
     assert sorted(fitted.values(), reverse=True) == list(fitted.values()), fitted
 
 
@@ -193,7 +193,7 @@ def test_the_fitted_share_is_the_best_of_each_head_and_leaves_a_gradient():
         other.load_state_dict(mechanism.state_dict())
         other.share += torch.tensor(change)
         assert error(other, *text) > best
-    # Sharp attention that no 2 features tell anything of.
+    # Attention so sharp that 2 features cannot represent it.
     hopeless = make(features=2, floor=None)
     hopeless.calibrate(30 * text[0], 30 * text[1], text[2])
     assert 0.7 < hopeless.share.min() < hopeless.share.max() == pytest.approx(0.9)

@@ -1,4 +1,4 @@
-"""All that is wrong with the settings of a mechanism is told at once."""
+"""All wrong settings of a mechanism are reported at once."""
 
 import pytest
 
@@ -15,19 +15,19 @@ def refused(name, settings, *, causal=False, heads=2, head_dim=8, scale=0.5):
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_defaults_are_refused_only_in_a_form_that_is_missing(name, causal):
     kind = MECHANISMS[name]
-    found = refused(name, {}, causal=causal)
+    errors = refused(name, {}, causal=causal)
     if kind.supports_causal if causal else kind.supports_bidirectional:
-        assert found == []
+        assert errors == []
     else:
-        (error,) = found
+        (error,) = errors
         assert error.exit_code is Exit.UNSUPPORTED
         assert f"no {'causal' if causal else 'bidirectional'} form" in str(error)
 
 
 def test_every_wrong_setting_is_told_with_its_value():
     settings = {"rounds": 0, "variant": "x", "cluster": 8, "seed": -1, "buckets": 3}
-    found = [str(error) for error in refused("lsh", settings)]
-    assert [text.partition(";")[0] for text in found] == [
+    messages = [str(error) for error in refused("lsh", settings)]
+    assert [text.partition(";")[0] for text in messages] == [
         "Setting 'variant' is 'x'",
         "Setting 'rounds' is 0",
         "Setting 'buckets' is 3",
@@ -42,12 +42,12 @@ def test_settings_of_a_layer_are_tried_as_the_first_layer_gets_them():
 
 
 def test_what_the_layer_has_is_tried_too():
-    for place, found in (
+    for place, errors in (
         ("heads", refused("local", {}, heads=0)),
         ("head_dim", refused("local", {}, head_dim=0)),
         ("scale", refused("local", {}, scale=0.0)),
     ):
-        (error,) = found
+        (error,) = errors
         assert f"'{place}' is 0" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""Each mechanism knows from which length on it approximates: at that length it differs from exact attention, and not before."""
+"""Each mechanism knows the length from which it approximates: it differs from exact attention at that length but not below."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from approx.mechanisms.head_groups import HeadGroups
 from approx.mechanisms.local import LocalAttention
 
 HEADS, SIZE = 4, 16
-# Above what rounds in float32, and below what one key of a thousand changes under the first step of a ramp.
+# Above float32 rounding, and below the change of one key in a thousand under the first step of a ramp.
 ROUNDING = 1e-5
 SETTINGS = {
     "exact-topk": [{"topk": 5}],

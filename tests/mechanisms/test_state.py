@@ -1,4 +1,4 @@
-"""Whether a mechanism can attend with the tensors that it holds, and what is wrong with the first that it cannot use."""
+"""The check that a mechanism's tensors are usable, and its message about the first that is not."""
 
 import pytest
 import torch
@@ -38,7 +38,10 @@ def test_draws_are_usable_from_the_smallest_to_the_largest_that_there_are(value,
     told = unusable_state(mechanism)
     assert (told is None) is usable
     if told is not None:
-        assert told == f"draws holds {int(draws.min())} to {int(draws.max())}; draws are from 0 to 2^31 - 1"
+        assert (
+            told
+            == f"draws holds values from {int(draws.min())} to {int(draws.max())}; draws lie between 0 and 2^31 - 1"
+        )
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -51,4 +54,4 @@ def test_a_number_that_is_not_finite_is_not_usable(value):
 def test_a_tensor_that_the_settings_do_not_make_is_named():
     mechanism = drawn()
     mechanism.register_buffer("more", torch.zeros(2))
-    assert unusable_state(mechanism) == "more is no tensor of a mechanism with these settings"
+    assert unusable_state(mechanism) == "more does not belong to a mechanism with these settings"

@@ -1,1 +1,1 @@
-"""Planning: where attention lives in a model, and which layer gets which mechanism at what cost."""
+"""Planning: where a model's attention is, which layer gets which mechanism, and at what cost."""

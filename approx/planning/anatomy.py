@@ -1,4 +1,4 @@
-"""Where a model's attention lives: observed in a forward pass on the meta device, not looked up in a table of families."""
+"""Locate a model's attention by observing a forward pass on the meta device, instead of a table of families."""
 
 import copy
 import warnings
@@ -20,7 +20,7 @@ from approx.seam.masks import is_causal
 from approx.seam.transformers_internals import backbone_of, can_switch_attention, temporary_attention
 
 _PROBE_LENGTH = 48
-# What families pass to their attention besides q, k and v that does not change what attention computes.
+# Keywords that families pass to their attention but that do not change its result.
 _HARMLESS = {
     "cache_position", "encoder_hidden_states", "is_causal", "num_items_in_batch", "output_attentions",
     "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict",
@@ -36,11 +36,11 @@ class Site:
         layer: Running number of the self-attention layers, encoder before decoder.
         path: Path of the module inside the base model, e.g. `encoder.layer.0.attention.self`.
         heads: Query heads.
-        key_heads: Key and value heads; fewer than `heads` where they are shared.
+        key_heads: Key and value heads; fewer than `heads` if query heads share them.
         head_dim: Size of a head.
-        causal: Whether a query may only see its past.
+        causal: Whether a query sees only its past.
         scale: Factor of the scores.
-        fixed_length: Its positions whatever the input, as in images and 30 s of speech; None if the input tells them.
+        fixed_length: Number of positions if it is independent of the input, as for images and 30 s of speech; else None.
     """
 
     layer: int
@@ -55,17 +55,17 @@ class Site:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What there is to convert in a model, known from its config alone.
+    """The attention of a model, derived from its config alone.
 
     Attributes:
         family: `model_type` of the base checkpoint.
         architecture: Name of the model class.
         sites: Self-attention layers in order.
-        cross_attention: How many cross-attention modules there are; they always stay exact.
+        cross_attention: Number of cross-attention modules; they always stay exact.
         parameters: Number of parameters.
         positions: Longest input the position table allows; None if there is no limit.
-        flops_per_position: Floating-point operations outside self-attention for each position.
-        flops_per_pair: The same for each pair of positions: cross-attention between two parts that both grow with the length.
+        flops_per_position: Floating-point operations outside self-attention, per position.
+        flops_per_pair: The same per pair of positions: cross-attention between two parts that both grow with the length.
         flops_fixed: The same, independent of the length.
     """
 
@@ -80,13 +80,13 @@ class Anatomy:
     flops_fixed: float
 
     def flops_outside(self, length: int) -> float:
-        """Floating-point operations of one forward pass of `length` positions, self-attention left out."""
+        """Floating-point operations of one forward pass of `length` positions, without self-attention."""
         return self.flops_fixed + self.flops_per_position * length + self.flops_per_pair * length**2
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """All models of a class whose configs say the same; observed once."""
+    """A model class with a config; equal ones are observed once."""
 
     model_class: type
     said: str
@@ -97,7 +97,7 @@ _Call = tuple[nn.Module, Tensor, Tensor, float | None, dict[str, Any]]
 
 
 class _Observer:
-    """Stands in for attention: gives back the values, and takes down how each module calls it."""
+    """Replaces attention: returns the values, and records how each module calls it."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -122,19 +122,19 @@ class _Observer:
 
 
 def anatomy(config: Any, model_class: type) -> Anatomy:
-    """Observe where and how a model of this config and class attends, without any weight.
+    """Observe where and how a model of this config and class attends, without weights.
 
     Args:
         config: Config of a stock transformers model.
         model_class: The stock class.
 
     Raises:
-        ApproxError: if the family does not dispatch its attention, or passes something to it that no mechanism honours.
+        ApproxError: if the family does not dispatch its attention, or passes it something that no mechanism supports.
     """
     if not can_switch_attention(model_class):
         raise ApproxError(
             f"{model_class.__name__} (family '{config.model_type}') computes its attention inside its own modules instead of "
-            "dispatching it, so there is nothing to exchange it at. Families that dispatch, such as BERT, RoBERTa, "
+            "dispatching it, so it cannot be replaced. Families that dispatch, such as BERT, RoBERTa, "
             "DistilBERT, ELECTRA, GPT-2, Llama, Wav2Vec2, HuBERT, ViT and Whisper, can be converted.",
             Exit.UNSUPPORTED,
         )
@@ -151,14 +151,14 @@ def _observe(kind: _Kind) -> Anatomy:
                 warnings.simplefilter("ignore")
                 model = model_class(config).eval()
             model.set_attn_implementation(name)
-            # Grouped products of experts have no shapes on the meta device; batched ones do as many operations.
+            # Grouped expert products do not run on the meta device; batched ones need as many operations.
             model.set_experts_implementation("batched_mm")
             longest = min(_PROBE_LENGTH, positions.limit(config) or _PROBE_LENGTH)
             lengths, flops, calls = (longest // 2, longest), [], []
             for length in lengths:
                 inputs = example_inputs(model, length, device="meta")
                 if "input_ids" in inputs:
-                    # Without a mask some families look for padding in the ids, which have no content here.
+                    # Without a mask some families search the ids for padding, but meta tensors have no values.
                     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
                 observer.calls = []
                 with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -166,7 +166,7 @@ def _observe(kind: _Kind) -> Anatomy:
                 flops.append(counter.get_total_flops())
                 calls.append(observer.calls)
             if "decoder_input_ids" in inputs:
-                # Where both parts have as many tokens, cross-attention looks like self-attention.
+                # With equal lengths, cross-attention would look like self-attention.
                 observer.calls = []
                 with torch.no_grad():
                     model(**{**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, 1:]})
@@ -175,9 +175,9 @@ def _observe(kind: _Kind) -> Anatomy:
     except Exception as error:
         remedy = "If stock transformers runs this model, the family is not supported; otherwise fix its config.json."
         if any(sign in str(error) for sign in ("meta tensor", "register_meta")):
-            remedy = "Its forward pass reads numbers, where only shapes are known yet: the family is not supported."
+            remedy = "Its forward pass reads values, but planning knows only shapes: the family is not supported."
         raise ApproxError(
-            f"{model_class.__name__} (family '{config.model_type}') could not be run on example inputs to find its attention: "
+            f"{model_class.__name__} (family '{config.model_type}') could not be run on example inputs to locate its attention: "
             f"{type(error).__name__}: {error}. {remedy}",
             Exit.UNSUPPORTED,
         ) from error
@@ -207,10 +207,10 @@ def _observe(kind: _Kind) -> Anatomy:
 
 
 def attends_causally(family: str) -> bool:
-    """Whether any self-attention of a family is causal, seen on its default config.
+    """Whether any self-attention of a family is causal in its default config.
 
     Raises:
-        ApproxError: if the family is not known or cannot be converted.
+        ApproxError: if the family is unknown or cannot be converted.
     """
     if family not in CONFIG_MAPPING:
         hint = did_you_mean(family, CONFIG_MAPPING)
@@ -229,8 +229,8 @@ def _sites(model: Any, plain_masks: bool, pairs: list[list[_Call]]) -> tuple[Sit
     name = type(model).__name__
     if not plain_masks:
         raise ApproxError(
-            f"{name} restricts its attention with a mask of its own (a sliding window or chunks), which the mechanisms would "
-            "not honour. Models with plain causal or bidirectional attention can be converted.",
+            f"{name} restricts its attention with its own mask (a sliding window or chunks), which the mechanisms do not "
+            "support. Only models with plain causal or bidirectional attention can be converted.",
             Exit.UNSUPPORTED,
         )
     paths = {module: path for path, module in model.base_model.named_modules()}
@@ -239,14 +239,14 @@ def _sites(model: Any, plain_masks: bool, pairs: list[list[_Call]]) -> tuple[Sit
         extras = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None)
         if extras:
             raise ApproxError(
-                f"{name} passes {', '.join(extras)} to its attention, which the mechanisms would not honour. Models with "
+                f"{name} passes {', '.join(extras)} to its attention, which the mechanisms do not support. Only models with "
                 "plain softmax attention can be converted.",
                 Exit.UNSUPPORTED,
             )
         if any(site.path == paths[module] for site in sites):
             raise ApproxError(
-                f"{name} runs one attention module, {paths[module]}, in several layers, so no layer can be chosen by itself. "
-                "Models with an attention module for each layer can be converted.",
+                f"{name} runs one attention module, {paths[module]}, in several layers, so layers cannot be selected "
+                "separately. Only models with one attention module per layer can be converted.",
                 Exit.UNSUPPORTED,
             )
         sites.append(
@@ -262,5 +262,5 @@ def _sites(model: Any, plain_masks: bool, pairs: list[list[_Call]]) -> tuple[Sit
             )
         )
     if not sites:
-        raise ApproxError(f"{name} has no self-attention that could be exchanged.", Exit.UNSUPPORTED)
+        raise ApproxError(f"{name} has no self-attention that could be replaced.", Exit.UNSUPPORTED)
     return tuple(sites)

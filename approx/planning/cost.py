@@ -1,4 +1,4 @@
-"""Predicted cost of a plan, counted in floating-point operations; `bench` measures what the machine makes of it."""
+"""Predicted cost of a plan in floating-point operations; `bench` measures the real speed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from approx.planning.selection import parse_heads
 
 @dataclass(frozen=True)
 class Cost:
-    """What one forward pass of one sequence costs, before and after a plan.
+    """Cost of one forward pass of one sequence, before and after a plan.
 
     Attributes:
-        length: Positions of the sequence; layers of fixed length are counted at theirs.
+        length: Positions of the sequence; layers of fixed length count at their own.
         flops_outside: Floating-point operations outside self-attention.
         flops_exact: Operations of exact attention in all self-attention layers.
         flops_planned: The same under the plan.
@@ -33,12 +33,12 @@ class Cost:
 
     @property
     def ceiling(self) -> float:
-        """Best end-to-end speed-up that attention alone can give: attention at no cost at all."""
+        """Upper bound on the end-to-end speed-up: attention at no cost."""
         return (self.flops_outside + self.flops_exact) / self.flops_outside
 
     @property
     def speedup(self) -> float:
-        """Predicted end-to-end speed-up, if every operation took the same time."""
+        """Predicted end-to-end speed-up if every operation took the same time."""
         return (self.flops_outside + self.flops_exact) / (self.flops_outside + self.flops_planned)
 
 
@@ -47,7 +47,7 @@ def predict(anatomy: Anatomy, assignment: Mapping[Site, Sequence[Rule]], lengths
 
     Args:
         anatomy: The model.
-        assignment: What `Plan.resolve` gave.
+        assignment: The result of `Plan.resolve`.
         lengths: Positions of the sequences.
     """
     exact = {site: _build(Rule("sdpa"), site, site.heads) for site in anatomy.sites}
@@ -74,7 +74,7 @@ def predict(anatomy: Anatomy, assignment: Mapping[Site, Sequence[Rule]], lengths
 
 @dataclass(frozen=True)
 class _Part:
-    """Heads that share a mechanism, and what they run below and from a number of tokens."""
+    """Heads that share a mechanism, and the attention they run below and from `exact_below` tokens."""
 
     heads: list[int]
     exact_below: int

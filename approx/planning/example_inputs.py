@@ -1,4 +1,4 @@
-"""Example inputs for any model, by the kind of its main input: tokens, samples, spectrograms, pixels."""
+"""Example inputs for any model, by its main input: tokens, audio samples, spectrograms or pixels."""
 
 from inspect import signature
 from typing import Any
@@ -15,19 +15,19 @@ def example_inputs(
     """Random inputs that give about `length` positions in the model's attention.
 
     Args:
-        model: A transformers model; only its config and what its forward takes are read.
-        length: Positions of each row: tokens, or frames of speech. Images and spectrograms have the size the config says.
-        batch: Rows.
-        padded: Positions of padding at the right end of the last row; the result then has an `attention_mask`, and the
-            padding is what a tokenizer would write there.
-        seed: Of the random content.
-        device: Where the tensors live; "meta" for shapes alone.
+        model: A transformers model; only its config and the signature of its forward are read.
+        length: Positions of each row: tokens, or frames of speech. The config sets the size of images and spectrograms.
+        batch: Number of rows.
+        padded: Padded positions at the right end of the last row, filled as a tokenizer would; the result then has an
+            `attention_mask`.
+        seed: Seed of the random content.
+        device: Device of the tensors; "meta" for shapes only.
 
     Returns:
         Keyword arguments of the model's forward, without labels.
 
     Raises:
-        ApproxError: if the model takes an input of an unknown kind.
+        ApproxError: if the model takes an unknown kind of input.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     config, kind = model.config, model.main_input_name
@@ -41,12 +41,12 @@ def example_inputs(
         return torch.randint(low, config.vocab_size, (batch, size), generator=generator)
 
     def real(*shape: int) -> Tensor:
-        # The sizes come from a config that nobody has checked yet, so no memory is asked for where shapes will do.
+        # The sizes come from an unchecked config, so avoid allocating memory when shapes suffice.
         return torch.empty(shape, device=device) if shapes_alone else torch.randn(*shape, generator=generator)
 
     if kind == "input_ids":
         inputs, positions_per_step = {"input_ids": tokens(length)}, 1
-        # Some families make the decoder's tokens of the encoder's where there are none, others demand them.
+        # Some families derive missing decoder tokens from the encoder's, others require them.
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in signature(model.forward).parameters:
             inputs["decoder_input_ids"] = tokens(length)
     elif kind == "input_values":
@@ -61,8 +61,8 @@ def example_inputs(
         positions_per_step = 0
     else:
         raise ApproxError(
-            f"{type(model).__name__} takes '{kind}'; inputs of the kinds input_ids, input_values, input_features and "
-            "pixel_values are supported.",
+            f"{type(model).__name__} takes '{kind}'; supported inputs are input_ids, input_values, input_features and "
+            "pixel_values.",
             Exit.UNSUPPORTED,
         )
     if padded and positions_per_step:
@@ -74,7 +74,7 @@ def example_inputs(
 
 
 def samples(config: Any, length: int) -> int:
-    """Samples of sound that give exactly `length` positions in the attention of Wav2Vec2 and its kin."""
+    """Audio samples that give exactly `length` positions in the attention of Wav2Vec2 and similar models."""
     # The first frame's receptive field is longer than the stride between frames.
     receptive = 1
     for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):

@@ -1,4 +1,4 @@
-"""A plan: ordered rules that say which layers and heads get which mechanism; the last rule that matches wins."""
+"""A plan: ordered rules that assign mechanisms to layers and heads; the last matching rule wins."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from approx.yaml_text import Document
 
 @dataclass(frozen=True)
 class Plan:
-    """Ordered rules; for each head of each layer the last one that matches wins, and what none matches stays exact."""
+    """Ordered rules; for each head of each layer the last matching one wins, and unmatched heads stay exact."""
 
     rules: tuple[Rule, ...]
 
@@ -33,10 +33,10 @@ class Plan:
         recompute: bool = False,
         **settings: Any,
     ) -> "Plan":
-        """The plan of a single rule; what its parts mean says `Rule`.
+        """The plan of a single rule; `Rule` documents the arguments.
 
         Raises:
-            ApproxError: with every mistake of form.
+            ApproxError: listing every mistake in its form.
         """
         rule = {
             "mechanism": mechanism,
@@ -50,10 +50,10 @@ class Plan:
 
     @classmethod
     def parse(cls, data: Any, source: str = "plan") -> "Plan":
-        """Make a plan of plain data: a rule, a list of rules, or `{rules: [...]}`.
+        """Parse a plan from plain data: a rule, a list of rules, or `{rules: [...]}`.
 
         Raises:
-            ApproxError: with every mistake of form in `data`, each with the nearest known name.
+            ApproxError: listing every mistake in the form of `data`, each with the nearest known name.
         """
         return cls._made(data, source, None)
 
@@ -62,7 +62,7 @@ class Plan:
         """Read a plan from a YAML or JSON file.
 
         Raises:
-            ApproxError: if the file is missing, is not YAML, or holds mistakes; they are told with their lines.
+            ApproxError: if the file is missing, is not YAML, or has mistakes, which are listed with their lines.
         """
         document = yaml_text.read(Path(path), "plan")
         return cls._made(document.data, str(path), document)
@@ -72,7 +72,7 @@ class Plan:
         items = unwrapped(data)
         if not items or not isinstance(data, dict | list):
             raise ApproxError(
-                f"{source}: a plan is a list of rules with the keys {', '.join(KEYS)}, found {shown(data)}. "
+                f"{source}: a plan is a list of rules with the keys {', '.join(KEYS)}, not {shown(data)}. "
                 "Example: [{layers: all, mechanism: improved-clustered}]"
             )
         rules, mistakes = [], []
@@ -85,34 +85,34 @@ class Plan:
         return cls(tuple(rules))
 
     def to_data(self) -> list[dict[str, Any]]:
-        """The rules as plain data; `Plan.parse` makes the same plan of it."""
+        """The rules as plain data, for `Plan.parse`."""
         return [rule.to_dict() for rule in self.rules]
 
     def to_yaml(self) -> str:
-        """The plan as YAML text that `Plan.read` understands."""
+        """The plan as YAML text, for `Plan.read`."""
         return yaml.safe_dump({"rules": self.to_data()}, sort_keys=False)
 
     def to_json(self) -> str:
-        """The plan as JSON text that `Plan.read` understands."""
+        """The plan as JSON text, for `Plan.read`."""
         return json.dumps({"rules": self.to_data()}, indent=2)
 
     def resolve(self, anatomy: Anatomy) -> dict[Site, tuple[Rule, ...]]:
-        """Say which site gets what, after checking every rule against the model.
+        """Assign rules to sites, after checking every rule against the model.
 
         Returns:
-            Site -> the rules of its groups of heads, in the order of their lowest heads, a single rule where all heads are
-            alike; their settings are complete and made concrete for the layer. Heads that no rule names in a layer that
-            others name are a group with `sdpa`; sites that no rule names are left out.
+            Site -> the rules of its groups of heads, ordered by lowest head, or a single rule if all heads are alike;
+            settings are complete and resolved for the layer. In a layer with rules, heads without one form a group with
+            `sdpa`; sites without rules are left out.
 
         Raises:
-            ApproxError: with all mistakes at once: unknown names and settings, layers and heads that do not exist, a
-                mechanism without a causal form on a causal layer, settings out of range; or if nothing would be swapped.
+            ApproxError: listing all mistakes at once: unknown names and settings, layers and heads that do not exist, a
+                mechanism without a causal form on a causal layer, settings out of range; or if no layer is selected.
         """
         return resolve(self.rules, anatomy)
 
 
 def _place(data: Any, number: int) -> tuple[Any, ...]:
-    """Where a rule stands in a file."""
+    """The location of a rule in a file."""
     if isinstance(data, list):
         return (number,)
     return ("rules", number) if set(data) == {"rules"} else ()

@@ -1,4 +1,4 @@
-"""Position tables: how long an input may be, and how to extend a learned table without changing short inputs."""
+"""Position tables: the longest input, and extending a learned table without changing the outputs of short inputs."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from approx.errors import ApproxError, Exit
 
-# Learned tables only: Wav2Vec2 and HuBERT have convolutional positions, Llama rotary ones, ViT and Whisper a fixed grid.
+# Only learned tables: Wav2Vec2 and HuBERT have convolutional positions, Llama rotary ones, ViT and Whisper a fixed grid.
 _TABLES = {
     "bert": "embeddings.position_embeddings",
     "roberta": "embeddings.position_embeddings",
@@ -44,7 +44,7 @@ def extendable(config: Any, architecture: str, length: int) -> int:
     """Check that the positions of a model can be extended, from its config alone.
 
     Args:
-        config: Of the model.
+        config: Config of the model.
         architecture: Name of its class, for errors.
         length: Usable positions afterwards, in tokens.
 
@@ -52,18 +52,18 @@ def extendable(config: Any, architecture: str, length: int) -> int:
         Usable positions before.
 
     Raises:
-        ApproxError: if it has no learned position table, or one that is as long already.
+        ApproxError: if it has no learned position table, or one that is already this long.
     """
     before = limit(config)
     if before is None:
         raise ApproxError(
-            f"{architecture} has no position table, so any length can be given already. Leave out --max-length.",
+            f"{architecture} has no position table and accepts any length. Leave out --max-length.",
             Exit.UNSUPPORTED,
         )
     _table(config)
     if length <= before:
         raise ApproxError(
-            f"--max-length {length} was asked for, but {architecture} takes {before} positions already. "
+            f"--max-length is {length}, but {architecture} already takes {before} positions. "
             "Give a larger number, or leave it out."
         )
     return before
@@ -84,8 +84,8 @@ def _table(config: Any) -> str:
 def resize(model: Any, length: int) -> None:
     """Set the learned position table of `model` to `length` usable positions, in place.
 
-    A longer table repeats the old rows, so inputs that fit the old one give the same outputs to the last bit; a shorter
-    one keeps the first rows.
+    A longer table repeats the old rows, so inputs that fit the old one give bit-identical outputs; a shorter one keeps
+    the first rows.
 
     Args:
         model: A transformers model of the BERT, RoBERTa, XLM-R, ELECTRA, DistilBERT or GPT-2 family.
@@ -113,7 +113,7 @@ def resize(model: Any, length: int) -> None:
 
 
 def _resize_buffers(embeddings: nn.Module, rows: int) -> None:
-    """Both buffers are as long as the table and are gathered by position, so both must grow with it."""
+    """Resize the buffers that are indexed by position, which must be as long as the table."""
     device = next(embeddings.parameters()).device
     if getattr(embeddings, "position_ids", None) is not None:
         embeddings.register_buffer("position_ids", torch.arange(rows, device=device)[None], persistent=False)

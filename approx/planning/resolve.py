@@ -1,4 +1,4 @@
-"""Rules meet a model: which head of which layer gets what, and every mistake that only shows there."""
+"""Resolve the rules of a plan for a model, and report every mistake that depends on the model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,10 +15,10 @@ from approx.seam.layer_entry import parts
 
 
 def resolve(rules: Sequence[Rule], anatomy: Anatomy) -> dict[Site, tuple[Rule, ...]]:
-    """What `Plan.resolve` says: site -> the rules of its groups of heads."""
+    """See `Plan.resolve`: site -> the rules of its groups of heads."""
     mistakes: list[str] = []
     unsupported: list[str] = []
-    # The number of the rule that each head of each site gets; the later rule overwrites the earlier.
+    # The rule number of each head of each site; later rules overwrite earlier ones.
     chosen: dict[Site, list[int | None]] = {site: [None] * site.heads for site in anatomy.sites}
     named: list[dict[Site, list[int]]] = []
     for number, rule in enumerate(rules):
@@ -41,7 +41,7 @@ def resolve(rules: Sequence[Rule], anatomy: Anatomy) -> dict[Site, tuple[Rule, .
         complete[number], wrong = _complete(rule)
         mistakes += [f"In {where}: {text}" for text in wrong]
         if not wrong:
-            # A later rule may leave it fewer heads than it names.
+            # Later rules may take over some of its heads.
             sizes = {site: {len(heads), chosen[site].count(number)} - {0} for site, heads in named[number].items()}
             wrong_usage, wrong_support = _trial(rule, complete[number], sizes, anatomy)
             mistakes += [f"In {where}: {text}" for text in wrong_usage]
@@ -51,12 +51,12 @@ def resolve(rules: Sequence[Rule], anatomy: Anatomy) -> dict[Site, tuple[Rule, .
         raise ApproxError("\n".join(dict.fromkeys(mistakes + unsupported)), code)
     chosen = {site: numbers for site, numbers in chosen.items() if set(numbers) != {None}}
     if not chosen:
-        raise ApproxError("The plan chooses no layer, so nothing would be swapped. Use 'layers: all'.")
+        raise ApproxError("The plan selects no layer, so nothing would change. Use 'layers: all'.")
     return {site: _groups(site, chosen, rules, complete) for site in chosen}
 
 
 def site_record(site: Site, rules: Sequence[Rule]) -> dict[str, Any]:
-    """What config.json says of a converted layer: the facts that its mechanism is made of, all heads alike or in groups."""
+    """A converted layer's entry in config.json: the arguments of its mechanism, for all heads or per group."""
     facts = {key: getattr(site, key) for key in ("layer", "heads", "head_dim", "causal", "scale")}
     entries = [
         {key: getattr(rule, key) for key in ("mechanism", "settings", "exact_below", "recompute")} for rule in rules
@@ -68,7 +68,7 @@ def site_record(site: Site, rules: Sequence[Rule]) -> dict[str, Any]:
 
 
 def described(site: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What people are told of a converted layer as config.json has it: an entry for each group of its heads.
+    """A converted layer of config.json in readable form: one entry per group of its heads.
 
     Returns:
         Entries with layer, heads (`all`, or numbers and ranges), mechanism, settings, exact_below and recompute.
@@ -87,7 +87,7 @@ def described(site: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _groups(
     site: Site, chosen: dict[Site, list[int | None]], rules: Sequence[Rule], complete: list[dict[str, Any]]
 ) -> tuple[Rule, ...]:
-    found = []
+    groups = []
     for number in dict.fromkeys(chosen[site]):
         heads = [head for head, one in enumerate(chosen[site]) if one == number]
         if number is None:
@@ -97,8 +97,8 @@ def _groups(
             rank = [other for other, numbers in chosen.items() if number in numbers].index(site)
             settings = MECHANISMS[rule.mechanism].for_layer(complete[number], rank)
         text = "all" if len(heads) == site.heads else ranges(heads)
-        found.append(replace(rule, layers=str(site.layer), settings=settings, heads=text))
-    return tuple(found)
+        groups.append(replace(rule, layers=str(site.layer), settings=settings, heads=text))
+    return tuple(groups)
 
 
 def _name(number: int, rules: Sequence[Rule]) -> str:
@@ -106,13 +106,13 @@ def _name(number: int, rules: Sequence[Rule]) -> str:
 
 
 def _places(rule: Rule, anatomy: Anatomy) -> tuple[dict[Site, list[int]], list[str]]:
-    """Site -> heads that a rule names there, and what is wrong with its numbers."""
+    """Site -> heads that a rule names there, and the mistakes in its numbers."""
     mistakes, places = [], {}
     try:
         sites = [anatomy.sites[layer] for layer in parse_layers(rule.layers, len(anatomy.sites))]
     except ApproxError as error:
         mistakes, sites = [str(error)], []
-    # Layers that do not exist leave no site; wrong heads are told all the same.
+    # Check heads even if the layers do not exist.
     for count in sorted({site.heads for site in sites or anatomy.sites[:1]}):
         alike = [site for site in sites if site.heads == count]
         owner = f"layers {ranges(site.layer for site in alike)} have" if alike else "the model has"
@@ -136,7 +136,7 @@ def _complete(rule: Rule) -> tuple[dict[str, Any], list[str]]:
 def _trial(
     rule: Rule, settings: dict[str, Any], sizes: dict[Site, set[int]], anatomy: Anatomy
 ) -> tuple[list[str], list[str]]:
-    """Mistakes that only show when the mechanism meets the layers: its constructor is the one judge of settings."""
+    """Mistakes that depend on the layers, including those that the mechanism's constructor reports."""
     mechanism = MECHANISMS[rule.mechanism]
     usage, support = [], []
     for form in ("causal", "bidirectional"):
@@ -155,7 +155,7 @@ def _trial(
             f"'exact_below' cannot be used on causal layers ({ranges(causal)}): a growing cache would mix both kinds of "
             "attention. Leave it out."
         )
-    # Layers that do not exist leave no site; the settings are told wrong all the same.
+    # Check settings even if the layers do not exist.
     tried = sizes or {site: {site.heads} for site in anatomy.sites[:1]}
     for heads, head_dim, causal, scale in sorted(
         {(n, site.head_dim, _form(mechanism, site), site.scale) for site, counts in tried.items() for n in counts}
@@ -166,5 +166,5 @@ def _trial(
 
 
 def _form(mechanism: type[Mechanism], site: Site) -> bool:
-    """Whether to try the causal form: that of the layer, or the only one that the mechanism has."""
+    """Whether to try the causal form: the layer's form, or the only one that the mechanism has."""
     return mechanism.supports_causal and (site.causal or not mechanism.supports_bidirectional)

@@ -27,12 +27,12 @@ class Rule:
     """Give some layers, or some heads of them, a mechanism.
 
     Attributes:
-        mechanism: A name of the registry, e.g. `improved-clustered`.
+        mechanism: Name of a mechanism, e.g. `improved-clustered`.
         layers: `all`, or numbers and ranges such as `0-5,8`; -1 is the last layer.
-        settings: Settings of the mechanism; what is left out has its default.
-        exact_below: Inputs shorter than this many tokens keep exact attention, decided for each call.
+        settings: Settings of the mechanism; those left out take their defaults.
+        exact_below: Inputs shorter than this many tokens keep exact attention, decided at each call.
         heads: `all`, or numbers and ranges such as `0-3,8`; -1 is the last head.
-        recompute: Whether training computes the mechanism again in the backward pass instead of keeping what it computed.
+        recompute: Whether training recomputes the mechanism in the backward pass instead of keeping its intermediates.
     """
 
     mechanism: Annotated[str, Field(examples=["improved-clustered"])]
@@ -43,7 +43,7 @@ class Rule:
     recompute: Annotated[bool, Strict()] = False
 
     def to_dict(self) -> dict[str, Any]:
-        """The rule as plain data, without what is at its default; layers and mechanism are always said."""
+        """The rule as plain data, without defaults except for layers and mechanism."""
         data = {key: getattr(self, key) for key in KEYS}
         plain = Rule(self.mechanism)
         return {
@@ -53,22 +53,22 @@ class Rule:
         }
 
 
-# In the order in which a person writes them.
+# In the order in which people write them.
 KEYS = ("layers", "heads", "mechanism", "settings", "exact_below", "recompute")
 
 
 class RuleList(Model):
-    """A plan as its file has it.
+    """A plan as written in a file.
 
     Attributes:
-        rules: In order; the last one that matches wins.
+        rules: In order; the last matching one wins.
     """
 
     rules: list[Rule]
 
 
 def unwrapped(data: Any) -> Any:
-    """The rules of a plan: a rule, a list of rules and `{rules: [...]}` are the same plan."""
+    """The rules of a plan given as a rule, a list of rules or `{rules: [...]}`."""
     return listed(data["rules"] if isinstance(data, dict) and set(data) == {"rules"} else data)
 
 

@@ -1,4 +1,4 @@
-"""The seed of a plan: what its mechanisms draw at random."""
+"""The seed of a plan, for mechanisms that draw at random."""
 
 from dataclasses import replace
 
@@ -8,9 +8,9 @@ from approx.planning.rule import Rule
 
 
 def seeded(plan: Plan, seed: int) -> Plan:
-    """The plan with this seed wherever a mechanism takes one and the plan names none.
+    """The plan with this seed for every mechanism that takes one and has none in the plan.
 
-    A plan that draws nothing at random comes back as it is, whatever the seed.
+    A plan without randomness is returned unchanged.
     """
     return Plan(
         tuple(replace(rule, settings={**rule.settings, "seed": seed}) if _open(rule) else rule for rule in plan.rules)

@@ -11,7 +11,7 @@ def parse_layers(text: str, count: int) -> list[int]:
 
     Args:
         text: Numbers and inclusive ranges, separated by commas; negative numbers count from the last layer.
-        count: How many layers the model has.
+        count: Number of layers of the model.
 
     Raises:
         ApproxError: if the text is not of this form or names a layer that does not exist.
@@ -24,17 +24,17 @@ def parse_heads(text: str, count: int, owner: str) -> list[int]:
 
     Args:
         text: Numbers and inclusive ranges; negative numbers count from the last head.
-        count: How many heads there are.
-        owner: Who has them, as the message says it: `layers 0-5 have`.
+        count: Number of heads.
+        owner: Start of a clause in messages, such as `layers 0-5 have`.
 
     Raises:
-        ApproxError: also if a head is named twice: whoever splits heads wants each of them in one place.
+        ApproxError: also if a head is named twice.
     """
-    found = sorted(_numbers(text, count, "head", owner))
-    twice = sorted({head for head, after in pairwise(found) if head == after})
+    heads = sorted(_numbers(text, count, "head", owner))
+    twice = sorted({head for head, after in pairwise(heads) if head == after})
     if twice:
         raise ApproxError(f"Heads '{text}' name head {ranges(twice)} twice. Name each head once.")
-    return found
+    return heads
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -61,14 +61,14 @@ def _numbers(text: str, count: int, noun: str, owner: str) -> list[int]:
             high = int(last) if dash else low
         except ValueError:
             raise ApproxError(
-                f"{noun.capitalize()}s '{text}' were asked for, but '{part}' is no {noun} number or range. "
+                f"{noun.capitalize()}s are '{text}', but '{part}' is not a {noun} number or range. "
                 "Use 'all', or numbers and ranges such as '0-5,8' or '-1'."
             ) from None
         ends = [end + count if end < 0 else end for end in (low, high)]
         for asked, end in zip((low, high), ends, strict=True):
             if not 0 <= end < count:
                 raise ApproxError(
-                    f"{noun.capitalize()} {asked} asked for, but {owner} {noun}s 0-{count - 1}. "
+                    f"{noun.capitalize()} {asked} does not exist: {owner} {noun}s 0-{count - 1}. "
                     f"Use '{noun}s: all' or numbers up to {count - 1}."
                 )
         if ends[0] > ends[1]:

@@ -1,4 +1,4 @@
-"""The support matrix: what each mechanism can do, read from the mechanisms themselves."""
+"""The support matrix of the mechanisms, read from their classes."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from approx.planning.anatomy import attends_causally
 
 
 def support(family: str | None = None) -> list[dict[str, Any]]:
-    """One row a mechanism.
+    """One row per mechanism.
 
     Args:
-        family: Also say which of them fit this family (`bert`, `gpt2`, …).
+        family: Also report which of them fit this family (`bert`, `gpt2`, …).
 
     Raises:
-        ApproxError: if the family is not known or cannot be converted.
+        ApproxError: if the family is unknown or cannot be converted.
     """
     causal = None if family is None else attends_causally(family)
     return [

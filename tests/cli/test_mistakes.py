@@ -35,7 +35,7 @@ MISTAKES = [
     (("plan", "{base}", "-m", "local", "--set", "lft=3"), Exit.USAGE, "Did you mean 'left'?"),
     (("plan", "{base}", "-m", "local", "--set", "left=-3"), Exit.USAGE, "'left' is -3"),
     (("plan", "{base}", "-m", "local", "--layers", "14"), Exit.USAGE, "the model has layers 0-1"),
-    (("convert", "{base}", "-o", "out", "-m", "local", "--max-length", "8"), Exit.USAGE, "takes 32 positions already"),
+    (("convert", "{base}", "-o", "out", "-m", "local", "--max-length", "8"), Exit.USAGE, "already takes 32 positions"),
     # Families and tasks.
     (("mechanisms", "--family", "brt"), Exit.USAGE, "Did you mean 'bert'?"),
     (("mechanisms", "--family", "wavlm"), Exit.UNSUPPORTED, "can be converted"),

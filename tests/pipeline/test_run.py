@@ -190,7 +190,7 @@ def test_force_removes_what_a_run_made_and_nothing_else(study, tmp_path):
 
 MISTAKES = {
     "sed: 1\n": "unknown key 'sed'. Did you mean 'seed'?",
-    "  far: {mechanism: local, layers: 14}\n": "Variant 'far': In the plan: Layer 14 asked for, but the model has layers 0-1",
+    "  far: {mechanism: local, layers: 14}\n": "Variant 'far': In the plan: Layer 14 does not exist: the model has layers 0-1",
     "  odd: {mechanism: clusterd}\n": "Variant 'odd': Unknown mechanism 'clusterd' in the plan. Did you mean 'clustered'?",
     "  two: [{mechanism: local, settings: {lft: 1}}, 3]\n": "recipe.variants.two[1]: a mapping of keys and values is needed, found 3",
     "  - {task: glue/sst, data: nowhere}\n": "Unknown task 'glue/sst'. Did you mean 'glue/sst2'?",

@@ -43,50 +43,50 @@ def test_the_whole_forward_pass_is_accounted_for(architecture):
     model = tiny(architecture, attn_implementation="eager", experts_implementation="eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**example_inputs(model, 40))
-    found = facts(architecture)
-    (cost,) = predict(found, Plan.of("full").resolve(found), [40])
+    layout = facts(architecture)
+    (cost,) = predict(layout, Plan.of("full").resolve(layout), [40])
     assert cost.flops_outside + cost.flops_planned == pytest.approx(counter.get_total_flops(), rel=2e-3)
 
 
 def test_linear_attention_is_cheaper_where_inputs_are_long():
-    found = facts("BertModel")
-    short, long = predict(found, Plan.of("linear").resolve(found), [4, 4096])
+    layout = facts("BertModel")
+    short, long = predict(layout, Plan.of("linear").resolve(layout), [4, 4096])
     assert short.speedup < 1.01
     assert long.speedup > 5
-    assert long.memory_planned < predict(found, Plan.of("full").resolve(found), [4096])[0].memory_planned
+    assert long.memory_planned < predict(layout, Plan.of("full").resolve(layout), [4096])[0].memory_planned
     assert long.speedup < long.ceiling
 
 
 def test_a_plan_for_some_layers_costs_something_in_between():
-    found = facts("BertModel")
-    (one,) = predict(found, Plan.of("linear", layers="0").resolve(found), [4096])
-    (all_,) = predict(found, Plan.of("linear").resolve(found), [4096])
+    layout = facts("BertModel")
+    (one,) = predict(layout, Plan.of("linear", layers="0").resolve(layout), [4096])
+    (all_,) = predict(layout, Plan.of("linear").resolve(layout), [4096])
     assert 1 < one.speedup < all_.speedup
 
 
 def test_exact_below_is_counted_as_exact_attention():
-    found = facts("BertModel")
-    below, above = predict(found, Plan.of("linear", exact_below=1000).resolve(found), [999, 1000])
+    layout = facts("BertModel")
+    below, above = predict(layout, Plan.of("linear", exact_below=1000).resolve(layout), [999, 1000])
     assert below.speedup == 1.0
     assert above.speedup > 1.0
 
 
 def test_layers_of_fixed_length_cost_the_same_at_any_length():
-    found = facts("ViTForImageClassification")
-    short, long = predict(found, Plan.of("local", left=4, right=4).resolve(found), [10, 10_000])
+    layout = facts("ViTForImageClassification")
+    short, long = predict(layout, Plan.of("local", left=4, right=4).resolve(layout), [10, 10_000])
     assert short.flops_exact == long.flops_exact == 3 * 4 * 37 * 37 * 32
     assert short.ceiling == long.ceiling
 
 
 def test_shared_keys_count_for_each_query_head():
-    found = facts("LlamaForCausalLM")
-    assert {(site.heads, site.key_heads) for site in found.sites} == {(4, 2)}
-    (cost,) = predict(found, {}, [64])
+    layout = facts("LlamaForCausalLM")
+    assert {(site.heads, site.key_heads) for site in layout.sites} == {(4, 2)}
+    (cost,) = predict(layout, {}, [64])
     assert cost.flops_exact == 3 * 4 * 4 * (64 * 65 // 2) * 8
 
 
 def test_every_self_attention_is_a_layer_and_cross_attention_stays_outside():
-    found = facts("WhisperForConditionalGeneration")
-    assert len(found.sites) == 4
-    assert found.cross_attention == 2
-    assert [site.fixed_length for site in found.sites] == [24, 24, None, None]
+    layout = facts("WhisperForConditionalGeneration")
+    assert len(layout.sites) == 4
+    assert layout.cross_attention == 2
+    assert [site.fixed_length for site in layout.sites] == [24, 24, None, None]

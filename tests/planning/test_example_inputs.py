@@ -1,4 +1,4 @@
-"""Made-up inputs: of the size that was asked for, of tokens that there are, and padded as a tokenizer pads."""
+"""Example inputs: the requested size, valid tokens, and padding like a tokenizer's."""
 
 import pytest
 import torch

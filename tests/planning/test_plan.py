@@ -1,4 +1,4 @@
-"""Plans: what they say, what they refuse, and that every mistake is told at once with the nearest known name."""
+"""Plans: parsing and resolving, and reporting all mistakes at once with the nearest known name."""
 
 from pathlib import Path
 
@@ -48,13 +48,13 @@ def test_layers_are_numbers_and_ranges(text, layers):
         ("-13", "layers 0-11"),
         ("0-12", "Layer 12"),
         ("5-3", "3-5"),
-        ("", "no layer number"),
-        ("first", "no layer number"),
-        ("1,,2", "no layer number"),
-        ("0-", "no layer number"),
-        ("--1", "no layer number"),
-        ("1.5", "no layer number"),
-        ("9" * 5000, "no layer number"),
+        ("", "not a layer number"),
+        ("first", "not a layer number"),
+        ("1,,2", "not a layer number"),
+        ("0-", "not a layer number"),
+        ("--1", "not a layer number"),
+        ("1.5", "not a layer number"),
+        ("9" * 5000, "not a layer number"),
     ],
 )
 def test_layers_that_are_none_are_refused(text, word):
@@ -164,7 +164,7 @@ def test_all_mistakes_of_content_are_told_at_once(bert):
     assert caught.value.exit_code == Exit.USAGE
     text = str(caught.value)
     for words in (
-        "Layer 14 asked for, but the model has layers 0-11",
+        "Layer 14 does not exist: the model has layers 0-11",
         "Unknown mechanism 'cluster' in rule 1. Did you mean 'clustered'?",
         "'improved-clustered' has no setting 'cluster'. Did you mean 'clusters'? "
         "Settings of 'improved-clustered': clusters, topk, ",

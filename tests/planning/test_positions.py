@@ -1,4 +1,4 @@
-"""Longer position tables: short inputs give the same to the last bit, longer ones run, and all of it can be undone."""
+"""Longer position tables: short inputs give bit-identical outputs, longer ones run, and extension can be undone."""
 
 import json
 
@@ -40,12 +40,12 @@ def test_short_inputs_stay_the_same_to_the_last_bit_and_longer_ones_run(architec
     for inputs, expected in zip(short, before, strict=True):
         assert difference(outputs(model, inputs), expected) == 0.0
     long = example_inputs(model, length, batch=2, padded=5)
-    found = outputs(model, long)
-    assert all(bool(tensor.isfinite().all()) for tensor in found)
+    long_outputs = outputs(model, long)
+    assert all(bool(tensor.isfinite().all()) for tensor in long_outputs)
 
     model.save_pretrained(tmp_path)
     auto = type(model).from_pretrained(tmp_path)
-    assert difference(outputs(auto, long), found) == 0.0
+    assert difference(outputs(auto, long), long_outputs) == 0.0
     with pytest.raises((IndexError, RuntimeError)):
         outputs(model, example_inputs(model, length + 1))
 
@@ -114,7 +114,7 @@ def test_families_without_a_learned_table_say_so_and_stay_stock(architecture):
 
 @pytest.mark.parametrize("length", [1, 63, 64])
 def test_a_table_is_not_cut_silently(length):
-    with pytest.raises(ApproxError, match="64 positions already") as caught:
+    with pytest.raises(ApproxError, match="already takes 64 positions") as caught:
         surgery.convert(tiny("BertModel"), Plan.of("sdpa"), max_length=length)
     assert caught.value.exit_code == Exit.USAGE
 

@@ -1,1 +1,1 @@
-"""The meeting point with transformers, which travels with converted checkpoints: dispatch, cache, model class."""
+"""The interface to transformers, copied into converted checkpoints: dispatch, cache, model class."""

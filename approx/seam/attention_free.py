@@ -1,4 +1,4 @@
-"""A model without its attention: what no mechanism can beat."""
+"""A model without its attention: the upper bound on any mechanism's speed."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ _FREE = "approx_attention_free"
 def values_only(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention left out: each position gets its own value (an average one where keys and queries differ in number).
+    """No attention: each position gets its own value (the mean value if the numbers of keys and queries differ).
 
     Returns:
-        [B, L, H, E] and no weights.
+        [B, L, H, E], and None for the weights.
     """
     groups = query.shape[1] // value.shape[1]
     if groups > 1:
@@ -34,6 +34,6 @@ AttentionMaskInterface.register(_FREE, lambda *args, **kwargs: None)
 
 @contextlib.contextmanager
 def attention_free(model: Any) -> Iterator[None]:
-    """Run `model` with its attention replaced by its values: the ceiling of every speed-up that attention can give."""
+    """Run `model` with its attention replaced by its values: the upper bound on the speed-up from faster attention."""
     with under_implementation(model.config, _FREE):
         yield

@@ -1,9 +1,9 @@
-"""Decoding with what a mechanism keeps: cache layers of its state, or of its notes. Travels with converted checkpoints.
+"""Decoding from a mechanism's state or notes, as layers of the KV cache. Copied into converted checkpoints.
 
-Transformers makes the cache and hands it to the attention modules, whose forward adds keys and values to the layer of
-their number. Before that, a hook puts a `StateLayer` there for mechanisms that keep a ring or a recurrent state, in
-bounded memory, and a `NotedLayer` for those that take notes of the keys; all others, and stock layers beside them, go on
-with the layer they have.
+Transformers creates the cache and passes it to the attention modules, whose forward adds keys and values to their
+layer. Before that, a hook replaces the layer by a `StateLayer` for mechanisms with a ring or a recurrent state, in
+bounded memory, and by a `NotedLayer` for those that keep notes about the keys. All other mechanisms and unconverted
+layers use the ordinary layer.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from approx.seam.transformers_internals import attends_temporarily, cache_of, co
 
 
 class StateLayer(CacheLayerMixin):
-    """What a mechanism needs of the tokens seen, in place of their keys and values.
+    """A mechanism's state of the tokens seen, in place of their keys and values.
 
     Args:
-        keys: Keys of tokens that an ordinary layer has seen, [B, G, n, D]; None without any.
+        keys: Keys of tokens already in an ordinary layer, [B, G, n, D]; None if there are none.
         values: Their values, [B, G, n, E].
     """
 
@@ -35,37 +35,37 @@ class StateLayer(CacheLayerMixin):
         self.keys, self.values = keys, values
         self.seen = 0 if keys is None else keys.shape[-2]
         self.state: dict[str, Tensor] | None = None
-        # What `_trace` made of the last mask, [B]; None while none was given.
+        # `_trace` of the last mask, [B]; None until one is given.
         self.padding: Tensor | None = None
 
     def attend(self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Attend with the newest tokens and take them into the state.
+        """Attend with the newest tokens and add them to the state.
 
         Args: q, k, v as for `Mechanism.decode`, key_mask [B, tokens seen] or None.
 
         Raises:
-            ApproxError: if the mask does not fit the tokens seen, or says of earlier ones what it did not say then.
+            ApproxError: if the mask does not match the tokens seen, or has changed for earlier tokens.
         """
         earlier = self.seen - k.shape[2]
         if key_mask is not None or self.padding is not None:
             key_mask = k.new_ones(k.shape[0], self.seen, dtype=torch.bool) if key_mask is None else key_mask
             then, now = self.padding, _trace(key_mask[:, :earlier])
-            # Reading it synchronises a GPU, in padded batches; the state could not tell, and would be silently wrong.
+            # This synchronises a GPU in padded batches, but without the check results would be silently wrong.
             if key_mask.shape[1] != self.seen or bool((now != (0 if then is None else then)).any()):
                 raise ApproxError(
-                    f"After {earlier} tokens an attention mask of {key_mask.shape[1]} columns was given, or one that differs "
-                    "about earlier tokens; what a bounded cache keeps of them cannot be changed. Give the mask of all tokens "
-                    f"at every step, here {self.seen} columns, and change none."
+                    f"After {earlier} tokens the attention mask has {key_mask.shape[1]} columns, or differs from before for "
+                    "earlier tokens, which a bounded cache cannot change. Pass the mask of all tokens at every step, here "
+                    f"{self.seen} columns, and leave earlier columns unchanged."
                 )
             self.padding, key_mask = _trace(key_mask), key_mask[:, earlier:]
         out, self.state = mechanism.decode(q, k, v, key_mask, self.state)
         return out
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the mechanism starts its state."""
+        """Do nothing: the mechanism creates its state."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values that are not in the state yet: the ones given, after those of an ordinary layer."""
+        """Keys and values not yet in the state: those given, after those of an ordinary layer."""
         self.seen += key_states.shape[-2]
         if self.keys is not None and self.values is not None:
             key_states = torch.cat([self.keys, key_states], -2)
@@ -78,11 +78,11 @@ class StateLayer(CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns of the mask and their offset: those of an ordinary layer, which may stand beside this one."""
+        """Columns of the mask and their offset, as in an ordinary layer: one mask may serve both kinds."""
         return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: there is no limit."""
+        """-1, for no limit."""
         return -1
 
     def reset(self) -> None:
@@ -90,20 +90,20 @@ class StateLayer(CacheLayerMixin):
         self.__init__()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse.
+        """Not supported.
 
         Raises:
             ApproxError: always.
         """
         raise ApproxError(
-            "The last tokens were to be taken back from a cache, as assisted and prompt-lookup decoding do, but a converted "
-            "layer keeps a ring or a recurrent state, which cannot go back. Generate without assistance, or convert with "
-            "mechanisms whose decode state is an ordinary cache.",
+            "Assisted and prompt-lookup decoding remove the last tokens from the cache, but a converted layer keeps a ring "
+            "or a recurrent state, which cannot remove them. Generate without assistance, or convert with mechanisms whose "
+            "decode state is an ordinary cache.",
             Exit.UNSUPPORTED,
         )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take other samples, as beam search does."""
+        """Reorder the samples, as beam search does."""
         self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -123,10 +123,10 @@ class StateLayer(CacheLayerMixin):
 
 
 class NotedLayer(DynamicLayer):
-    """An ordinary layer, and what a mechanism has noted about its keys.
+    """An ordinary layer with a mechanism's notes about its keys.
 
     Args:
-        keys: Keys of tokens that another ordinary layer has seen, [B, G, n, D]; None without any.
+        keys: Keys of tokens already in another ordinary layer, [B, G, n, D]; None if there are none.
         values: Their values, [B, G, n, E].
     """
 
@@ -142,12 +142,12 @@ class NotedLayer(DynamicLayer):
         self.notes = {}
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; notes are taken again."""
+        """Forget the last tokens; the mechanism takes its notes again."""
         super().crop(tokens_to_remove)
         self.notes = {}
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Take other samples, as beam search does."""
+        """Reorder the samples, as beam search does."""
         super().reorder_cache(beam_idx)
         self.notes = {name: x.index_select(0, beam_idx.to(x.device)) for name, x in self.notes.items()}
 
@@ -163,27 +163,27 @@ class NotedLayer(DynamicLayer):
 
 
 def wants_weights(kwargs: dict[str, Any]) -> bool:
-    """Whether attention weights are asked for, by keyword or, where a family passes none, by a collector of outputs."""
+    """Whether attention weights are requested, by keyword or by an output collector."""
     return bool(kwargs.get("output_attentions")) or collects_attentions()
 
 
 def has_state(layer: Any) -> TypeGuard[StateLayer]:
-    """Whether a layer of a cache holds the state of a mechanism."""
+    """Whether a cache layer holds a mechanism's state."""
     return isinstance(layer, StateLayer)
 
 
 def has_notes(layer: Any) -> TypeGuard[NotedLayer]:
-    """Whether a layer of a cache holds what a mechanism has noted about its keys."""
+    """Whether a cache layer holds a mechanism's notes."""
     return isinstance(layer, NotedLayer)
 
 
 def takes_notes(mechanism: Any) -> bool:
-    """Whether a mechanism notes anything about keys."""
+    """Whether a mechanism keeps notes about keys."""
     return mechanism.takes_notes
 
 
 def keeps_state(mechanism: Any) -> bool:
-    """Whether a mechanism decodes from a state or from notes, and not from an ordinary cache alone."""
+    """Whether a mechanism decodes from a state or from notes, rather than from an ordinary cache alone."""
     return mechanism.causal and (mechanism.decode_state != "cache" or takes_notes(mechanism))
 
 
@@ -199,9 +199,9 @@ def drop_states(module: Any) -> None:
 
 
 def take_layer(module: nn.Module) -> CacheLayerMixin | None:
-    """The layer that this call of an attention module decodes from; None if it has an ordinary one, or no cache.
+    """The cache layer that this call of an attention module decodes from; None for an ordinary one or no cache.
 
-    It hangs on the attention module, for a mechanism may be wrapped by others, and only from the hook to here.
+    The hook stores it on the attention module, since the mechanism may be wrapped; it stays there only until this call.
     """
     layer: Any = getattr(module, "state_layer", None)
     if layer is not None:
@@ -210,20 +210,20 @@ def take_layer(module: nn.Module) -> CacheLayerMixin | None:
 
 
 def _find_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # One may be left of a call that was interrupted.
+    # An interrupted call may have left one.
     take_layer(module)
     cache = cache_of(kwargs)
-    # Other caches were asked for by name, or have their keys read by others, as Whisper's generation does.
+    # Other caches were requested explicitly, or other code reads their keys, as Whisper's generation does.
     if type(cache) is not DynamicCache:
         return
-    # What `Cache.update` does where layers are made as they come.
+    # As `Cache.update` does when it creates layers lazily.
     while len(cache.layers) <= module.layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[module.layer_idx]
     known = (layer.keys, layer.values) if type(layer) is DynamicLayer and layer.get_seq_length() else ()
     if type(layer) is DynamicLayer and takes_notes(module.mechanism):
         layer = NotedLayer(*known)
-    # These need the mechanism's forward over all keys, and get it as long as nothing was decoded from a state.
+    # Observers and hooks need the mechanism's forward over all keys, which is possible until a state was used.
     watched = attends_temporarily(module.config) or any(
         each._forward_hooks or each._forward_pre_hooks for each in module.mechanism.modules()
     )
@@ -234,6 +234,6 @@ def _find_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 def _trace(key_mask: Tensor) -> Tensor:
-    """A number for each sample that tells where its mask, [B, n], has padding; 0 if nowhere."""
+    """A fingerprint of the padding in each sample's mask, [B, n]; 0 without padding."""
     columns = torch.arange(1, key_mask.shape[1] + 1, device=key_mask.device)
     return (~key_mask * columns.square()).sum(1)

@@ -1,8 +1,8 @@
-"""The one meeting point with transformers: attention dispatcher, mask function, and what hangs mechanisms on modules.
+"""The only interface to transformers' attention: dispatcher, mask function, and attaching mechanisms to modules.
 
 Families that call `attention_interface(module, q, k, v, mask, …)` after their projections need no code of their own:
-each converted attention module carries a child named `mechanism`; the dispatcher calls it, and modules without one run
-exact attention. This file travels with converted checkpoints, so it knows nothing of plans or of the tool.
+each converted attention module has a child named `mechanism`, which the dispatcher calls; modules without one run exact
+attention. This file is copied into converted checkpoints, so it does not depend on plans or on the tool.
 """
 
 import inspect
@@ -39,7 +39,7 @@ from approx_kernels.tokens.grouped import beside, sharing
 
 IMPLEMENTATION = "approx_v1"
 FORMAT = 1
-# Keyword under which token ids travel from the model's forward to its attention, for mechanisms that read them.
+# Keyword that passes token ids from the model's forward to its attention, for mechanisms that read them.
 TOKENS = "approx_tokens"
 
 
@@ -47,7 +47,7 @@ def _exact(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout: float
 ) -> Tensor:
     if exact_is_one_operator(query, scale, dropout):
-        # The scale may be a symbol, which no text can hold; the usual one is known.
+        # The scale may be symbolic, which text cannot hold; one operator implies the default scale.
         text = _exactly(query.shape[1], query.shape[3], causal, query.shape[3] ** -0.5)
         return attend_opaquely(None, text, query, key, value, mask, 0.0, None)
     return fastest_attention(query, key, value, mask, causal=causal, scale=scale, dropout=dropout)
@@ -79,30 +79,30 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention function of the seam: the module's mechanism where it has one, exact attention elsewhere.
+    """Attention function of the seam: the module's mechanism if it has one, otherwise exact attention.
 
     Args:
         module: The attention module of the model.
         query: [B, H, L, D].
         key: [B, G, S, D] with G key heads, each shared by H / G query heads.
         value: [B, G, S, E].
-        attention_mask: What `key_mask` returned.
+        attention_mask: The result of `key_mask`.
         dropout: Dropout probability of the attention weights; 0 outside training.
         scaling: Factor of the scores, as the model passes it.
-        kwargs: What the family passes besides; only the wish for attention weights is read.
+        kwargs: Further keywords of the family; only the request for attention weights is read.
 
     Returns:
-        Output [B, L, H, E], and attention weights [B, H, L, S] if they were asked for.
+        Output [B, L, H, E], and attention weights [B, H, L, S] if requested.
 
     Raises:
-        ApproxError: if a layer that is not exact by its mechanism meets a mask that is not a plain key mask.
+        ApproxError: if a layer with an approximating mechanism gets a mask that is not a plain key mask.
     """
     mechanism = getattr(module, "mechanism", None)
     causal = is_causal(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     weighs, slots = wants_weights(kwargs), key.shape[-2]
     layer = take_layer(module)
-    # In a graph, which nobody may leave to read a mask, SDPA takes the row of a static cache as it is.
+    # A graph cannot read a mask, so there SDPA takes the mask row of a static cache unchanged.
     followed = is_dynamo_compiling() or capturing()
     if not (followed and (mechanism is None or _always_exact(mechanism))):
         key, value, attention_mask = in_use(query, key, value, attention_mask, causal)
@@ -125,26 +125,26 @@ def attention(
 
     if scale != mechanism.scale:
         raise ApproxError(
-            f"The model scales its scores by {scale}, the converted layer was made for {mechanism.scale}. Convert it again.",
+            f"The model scales its scores by {scale}, but the converted layer was built for {mechanism.scale}. Convert it again.",
             Exit.VERIFICATION,
         )
     tokens = {}
     if mechanism.reads_tokens:
         if kwargs.get(TOKENS) is None:
             raise ApproxError(
-                "A converted layer chooses its global tokens by content, but this forward was given embeddings and no token "
-                "ids to find them by. Pass 'input_ids', or convert with global tokens chosen by position."
+                "A converted layer chooses its global tokens by content, but this forward got embeddings without token ids. "
+                "Pass 'input_ids', or convert with global tokens chosen by position."
             )
         tokens["tokens"] = kwargs[TOKENS]
     if has_state(layer) and (weighs or dropout):
         raise ApproxError(
-            "Attention weights, or dropout, were asked for in the middle of a generation whose cache keeps no single keys of a "
-            "converted layer. Ask for them from its first token on, or pass use_cache=False.",
+            "Attention weights or dropout were requested in the middle of a generation, but the cache of a converted layer does "
+            "not store single keys. Request them from the first token on, or pass use_cache=False.",
             Exit.UNSUPPORTED,
         )
     if has_state(layer):
         return layer.attend(mechanism, query, key, value, attention_mask).transpose(1, 2), None
-    # An observer may need the mechanism as one operator, which has no notes.
+    # An observer may need the mechanism as one operator, which does not take notes.
     notes = {"notes": layer.notes} if has_notes(layer) and not unreadable(query) else {}
     out = mechanism(query, key, value, attention_mask, dropout=dropout, **tokens, **notes).transpose(1, 2)
     if not weighs:
@@ -153,15 +153,15 @@ def attention(
 
 
 def attends_exactly(mechanism: Any, keys: int, mask: Tensor | None) -> bool:
-    """Whether exact attention takes the place of a layer's mechanism in a call.
+    """Whether exact attention replaces a layer's mechanism in a call.
 
     Args:
         mechanism: The layer's mechanism.
-        keys: Number of keys that are in use.
-        mask: What `in_use` returned.
+        keys: Number of keys in use.
+        mask: The result of `in_use`.
 
     Raises:
-        ApproxError: if the mechanism would have to attend with a mask that is not a plain key mask.
+        ApproxError: if the mechanism would get a mask that is not a plain key mask.
     """
     if keys < mechanism.exact_below:
         return True
@@ -170,15 +170,15 @@ def attends_exactly(mechanism: Any, keys: int, mask: Tensor | None) -> bool:
     if _always_exact(mechanism):
         return True
     raise ApproxError(
-        "A 4-D attention mask (packed sequences, several tokens at once on a compiled static cache, or a mask of your own) reached "
-        "a converted layer; it takes a [batch, tokens] mask. Unpack the sequences, compile single steps alone or use a dynamic "
+        "A 4-D attention mask (packed sequences, several tokens at once with a compiled static cache, or a custom mask) reached "
+        "a converted layer, which takes a [batch, tokens] mask. Unpack the sequences, compile single steps alone or use a dynamic "
         "cache, or keep exact attention in this model.",
         Exit.UNSUPPORTED,
     )
 
 
 def _always_exact(mechanism: nn.Module) -> bool:
-    # Mechanisms take no grid of queries and keys, but SDPA does what these would do.
+    # Mechanisms do not take 4-D masks, but SDPA computes the same as the exact ones.
     return all(each.always_exact for each in getattr(mechanism, "groups", [mechanism]))
 
 
@@ -188,24 +188,24 @@ AttentionMaskInterface.register(IMPLEMENTATION, key_mask)
 
 @contextmanager
 def fastest_exact(model: Any) -> Iterator[None]:
-    """Run a model that is not converted with exact attention in the way that is the fastest on this machine."""
+    """Run an unconverted model with the fastest exact attention on this machine."""
     with under_implementation(model.config, IMPLEMENTATION):
         yield
 
 
 def attach(model: Any, sites: Mapping[str, Mapping[str, Any]]) -> None:
-    """Hang a mechanism on each named attention module of `model` and switch its dispatch to the seam.
+    """Attach a mechanism to each named attention module of `model` and switch its dispatch to the seam.
 
     Args:
         model: A transformers model.
-        sites: Path of the attention module inside the base model -> what `build` makes its mechanism of.
+        sites: Path of the attention module inside the base model -> the arguments of `build`.
 
     Raises:
-        ApproxError: if nothing would be swapped, a mechanism is unknown, or the switch did not take.
+        ApproxError: if there are no sites, a mechanism is unknown, or the switch has no effect.
     """
     if not sites:
-        raise ApproxError("No attention layer was chosen, so nothing would be swapped. Choose at least one layer.")
-    # What is refused is refused before anything is hung on the model.
+        raise ApproxError("No attention layer was selected, so nothing would change. Select at least one layer.")
+    # Everything is built first, so that an error leaves the model unchanged.
     built = {path: build(site) for path, site in sites.items()}
     for reader in {_reader(path, model) for path, mechanism in built.items() if mechanism.reads_tokens}:
         reader.token_hook = reader.register_forward_pre_hook(_with_tokens, with_kwargs=True)
@@ -218,7 +218,7 @@ def attach(model: Any, sites: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def detach(model: Any, paths: Iterable[str]) -> None:
-    """Take from the named attention modules of `model` what `attach` hung on them; its dispatch stays as it is."""
+    """Undo `attach` on the named attention modules of `model`, except for the switch of its dispatch."""
     for path in paths:
         module = model.base_model.get_submodule(path)
         del module.mechanism
@@ -229,26 +229,26 @@ def detach(model: Any, paths: Iterable[str]) -> None:
 
 
 def _reader(path: str, model: Any) -> Any:
-    """The module around `path` that is given the token ids."""
+    """The innermost module around `path` whose forward takes the token ids."""
     while path:
         path = path.rpartition(".")[0]
         module = model.base_model.get_submodule(path)
         if next(iter(inspect.signature(module.forward).parameters), None) == "input_ids":
             return module
     raise ApproxError(
-        f"{type(model).__name__} reads no token ids, so no global tokens can be chosen by content. Choose them by position.",
+        f"{type(model).__name__} reads no token ids, so global tokens cannot be chosen by content. Choose them by position.",
         Exit.UNSUPPORTED,
     )
 
 
 def _with_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # They travel with the call, and nothing keeps them: a layer that is recomputed in the backward gets its own again.
+    # Passing them with the call, not storing them, gives a layer recomputed in the backward pass its own ids.
     ids = kwargs.get("input_ids", args[0] if args else None)
     return None if ids is None else (args, {**kwargs, TOKENS: ids})
 
 
 def switch(model: Any, implementation: str) -> None:
-    """Switch the attention dispatch of `model`, and make sure that the switch took.
+    """Switch the attention dispatch of `model`, and check that the switch had an effect.
 
     Raises:
         ApproxError: if the model's family does not dispatch its attention.
@@ -257,6 +257,6 @@ def switch(model: Any, implementation: str) -> None:
     set_implementation(implementation)
     if implementation_of(model.config) != implementation:
         raise ApproxError(
-            f"{type(model).__name__} computes its attention itself instead of dispatching it, so it cannot be exchanged.",
+            f"{type(model).__name__} computes its attention itself instead of dispatching it, so it cannot be replaced.",
             Exit.UNSUPPORTED,
         )

@@ -1,4 +1,4 @@
-"""Whether a slim converted folder runs the code of the installed package, or its own. Travels with converted checkpoints."""
+"""Chooses whether a slim converted folder runs the installed package or its own code. Copied into converted checkpoints."""
 
 import logging
 import re
@@ -10,23 +10,23 @@ _PLAIN = "This converted model runs its plain PyTorch code, which is slower than
 
 
 def installed_model(layout: int, version: str) -> Any:
-    """The base class of converted models in the package `approx-attention`, with its C and Triton; the log says what runs.
+    """The base class of converted models in the installed package `approx-attention`; logs which code runs.
 
     Args:
-        layout: Format of the config that the folder was written with.
+        layout: Format of the folder's config.
         version: Version of the package that wrote the folder; older ones may lack its mechanisms, and the next major version
             may compute them differently.
 
     Returns:
-        `ApproxModel`, or None where there is no compatible package and the folder's own code has to run.
+        `ApproxModel`, or None if no compatible package is installed and the folder's own code has to run.
     """
     try:
-        # By name, because transformers would take a plain import for a package that the folder needs.
+        # By name, because transformers treats plain imports as requirements of the folder.
         installed = import_module("approx.version").__version__
         model = import_module("approx.seam.model").ApproxModel
         understood = import_module("approx.seam.dispatch").FORMAT
     except Exception as error:
-        # A package that does not suit the installed transformers must not keep the folder from loading.
+        # A package that is incompatible with the installed transformers must not prevent loading.
         why = "" if isinstance(error, ModuleNotFoundError) else f", which could not be imported ({error})"
         _LOG.warning("%s%s. To get the speed: pip install approx-attention", _PLAIN, why)
         return None

@@ -1,6 +1,6 @@
-"""The manifest of a converted folder: the sha256 of its files, written last, so that half a folder is never taken for one.
+"""The manifest of a converted folder: the sha256 of its files, written last, so that incomplete folders are detected.
 
-It travels with converted checkpoints: whoever saves such a model again, saves its manifest too.
+Copied into converted checkpoints: saving such a model writes its manifest too.
 """
 
 import hashlib
@@ -12,22 +12,22 @@ from pathlib import Path
 from approx.errors import ApproxError, Exit
 
 MANIFEST = "approx_manifest.json"
-# What makes the model; a tokenizer may be saved beside it later and is not part of it.
+# The model's own files; a tokenizer may be saved in the folder later and is not part of it.
 _MODEL_FILES = ("config.json", "*.safetensors", "model.safetensors.index.json", "*.py")
 
 
 def seal(folder: Path) -> None:
-    """Write the manifest over every file of a folder, and flush everything to the disk."""
+    """Write the manifest of every file of a folder, and flush everything to disk."""
     _write(folder, (path for path in folder.rglob("*") if path.is_file()))
 
 
 def seal_model(folder: Path) -> None:
-    """Write the manifest over weights, config and code alone."""
+    """Write the manifest of weights, config and code only."""
     _write(folder, (path for pattern in _MODEL_FILES for path in folder.glob(pattern)))
 
 
 def check_seal(folder: Path) -> None:
-    """Check that a converted folder is whole.
+    """Check that a converted folder is complete and undamaged.
 
     Raises:
         ApproxError: if the manifest is missing or a file differs from it.
@@ -41,7 +41,7 @@ def check_seal(folder: Path) -> None:
     try:
         hashes = json.loads(manifest.read_text(encoding="utf-8"))["files"]
         wrong = [
-            name for name, found in hashes.items() if not (folder / name).is_file() or sha256(folder / name) != found
+            name for name, digest in hashes.items() if not (folder / name).is_file() or sha256(folder / name) != digest
         ]
     except (ValueError, KeyError, TypeError, AttributeError):
         wrong = [MANIFEST]
@@ -60,7 +60,7 @@ def sha256(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Make sure that a file, or the list of files of a folder, is on the disk."""
+    """Flush a file, or a folder's directory entry, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Masks as the seam hands them to mechanisms: which keys are real, and of a cache with free slots which are in use.
+"""Masks that the seam passes to mechanisms: which keys are real, and which slots of a static cache are in use.
 
-A static cache has a fixed number of slots, most of them for tokens to come. Mechanisms let the last query stand at the last
-key, so the free slots are cut off before they see anything. This file travels with converted checkpoints.
+A static cache has a fixed number of slots, most of them free for later tokens. Mechanisms align the last query with the
+last key, so free slots are cut off first. This file is copied into converted checkpoints.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from approx.errors import ApproxError
 from approx_kernels.runtime.observed import unreadable
 from approx_kernels.runtime.torch_internals import changes
 
-# What was read of the mask of a decoding step, which all layers share: slots in use, and whether all of these are real.
+# Read once per decoding step from the mask that all layers share: slots in use, and whether all of these are real.
 _READ = WeakTensorKeyDictionary()
 
 
@@ -30,12 +30,12 @@ def key_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Mask function of the seam: the keys that are real tokens, never an L×S grid for plain masks.
+    """Mask function of the seam: which keys are real tokens, never an L×S grid for plain masks.
 
     Returns:
-        [B, S] bool, True = real token; None when every key is real. Of a static cache with free slots the columns of those in
-        use, or for a single query SDPA's row [B, 1, 1, slots], whose shape no step changes; see `in_use`. The 4-D mask of SDPA
-        for anything that is neither plainly causal nor plainly bidirectional.
+        [B, S] bool, True = real token; None when every key is real. For a static cache with free slots, the columns in use,
+        or for a single query SDPA's row [B, 1, 1, slots], whose shape is the same at every step; see `in_use`. SDPA's 4-D
+        mask for anything that is neither plainly causal nor plainly bidirectional.
 
     Raises:
         ApproxError: if the mask has fewer columns than there are tokens.
@@ -43,13 +43,13 @@ def key_mask(
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     seen = kv_length
     if plain and mask_function is causal_mask_function:
-        # A compiler would have to read how many slots are in use; a static cache has it as a tensor.
+        # Compiled code cannot read how many slots are in use: in a static cache it is a tensor.
         followed = isinstance(q_offset, Tensor) and is_dynamo_compiling()
         seen = -1 if followed else int(q_offset) + q_length - int(kv_offset)
     if plain and attention_mask is not None and attention_mask.shape[1] < seen:
         raise ApproxError(
-            f"An attention mask of {attention_mask.shape[1]} columns was given for {seen} tokens, those in the cache among them. "
-            f"Give the mask of all tokens at every step, here {seen} columns."
+            f"The attention mask has {attention_mask.shape[1]} columns for {seen} tokens, including those in the cache. "
+            f"Pass the mask of all tokens at every step, here {seen} columns."
         )
     if not plain or seen > kv_length or (seen < kv_length and (q_length == 1 or seen < 0)):
         return sdpa_mask(
@@ -71,7 +71,7 @@ def key_mask(
     if attention_mask is None:
         return None
     real = attention_mask[:, -kv_length:].bool()
-    # Reading the mask synchronises a GPU once per forward, which no graph can hold; it buys the unmasked path in every layer.
+    # Reading the mask synchronises a GPU once per forward, impossible inside a CUDA graph; every layer then runs unmasked.
     captured = real.is_cuda and torch.cuda.is_current_stream_capturing()
     if not unreadable(real) and not captured and bool(real.all()):
         return None
@@ -79,7 +79,7 @@ def key_mask(
 
 
 def is_causal(module: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an attention module is causal: by the keyword that the family passes, or else by the module."""
+    """Whether a call of an attention module is causal, by the family's keyword or else by the module."""
     passed = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", False) if passed is None else passed)
 
@@ -87,15 +87,15 @@ def is_causal(module: Any, kwargs: dict[str, Any]) -> bool:
 def in_use(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values without the free slots of a static cache, views of it, and the mask of what is left, [B, S] or None.
+    """Views of the keys and values without the free slots of a static cache, and their mask, [B, S] or None.
 
-    Other masks, with other keys, are given back as they are.
+    Other masks are returned unchanged, with their keys.
 
     Args:
         query: [B, H, L, D].
         key: [B, G, S, D].
         value: [B, G, S, E].
-        mask: What `key_mask` returned, or what the model was given in its place.
+        mask: The result of `key_mask`, or a mask passed to the model in its place.
         causal: Whether a query sees only keys at or before its own position.
     """
     row = mask is not None and mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype == torch.bool
@@ -111,21 +111,21 @@ def in_use(
 
 
 def _read(mask: Tensor) -> tuple[int, bool]:
-    """Columns up to the last that is real in any sample, and whether all of them are in all. Waits for a GPU once a step."""
+    """Columns up to the last that is real in any sample, and whether all of them are real. Synchronises a GPU once a step."""
     version = changes(mask)
     known = None if unreadable(mask) else _READ.get(mask)
     if known is not None and version is not None and known[0] == version:
         return known[1]
     rows = mask.flatten(1)
     last = int((rows.any(0) * torch.arange(1, rows.shape[1] + 1, device=mask.device)).max())
-    found = (last, bool(rows[:, :last].all()))
+    extent = (last, bool(rows[:, :last].all()))
     if not unreadable(mask):
-        _READ[mask] = version, found
-    return found
+        _READ[mask] = version, extent
+    return extent
 
 
 def dense_mask(mask: Tensor | None, causal: bool, queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """Mask for SDPA, or None where SDPA needs none. SDPA's own `is_causal` aligns top-left, so L != S is spelled out."""
+    """Mask for SDPA, or None if it needs none. SDPA's own `is_causal` aligns top-left, so L != S needs a mask."""
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None, :]
         if causal and queries > 1:

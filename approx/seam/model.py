@@ -1,4 +1,4 @@
-"""The class of converted models; it travels with converted checkpoints."""
+"""The class of converted models; copied into converted checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,19 @@ from approx_kernels.runtime.observed import unreadable
 
 
 class ApproxModel:
-    """What every converted model adds to its stock class: mechanisms from the config, loud failure where they are lost."""
+    """Mixin of every converted model: builds the mechanisms from the config, and fails loudly if they are missing."""
 
     config: Any
     modules: Any
     state_dict: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        # Some heads make their backbone with AutoModel.from_config, which must give the stock one.
+        # Some heads build their backbone with AutoModel.from_config, which must return the stock one.
         converted = type(config)
         stock = next(kind for kind in converted.__mro__ if kind.__module__.startswith("transformers."))
         config.__class__ = stock
-        # In places transformers asks the object for its family by name: Whisper's generation, pipelines. Saving asks its
-        # class, which keeps a name of its own, so that nobody loads it as exact attention.
+        # Whisper's generation and pipelines read the family from the config object. Saving reads it from the class, which
+        # keeps its own name, so that a converted model is never loaded with exact attention.
         config.model_type = stock.model_type
         try:
             super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # the stock class follows in the MRO
@@ -38,23 +38,23 @@ class ApproxModel:
             config.__class__ = converted
         if not config.approx or config.approx.get("format") != FORMAT:
             raise ApproxError(
-                f"{type(self).__name__} needs a config whose field 'approx' has format {FORMAT}, found: {config.approx}. "
+                f"{type(self).__name__} needs a config whose field 'approx' has format {FORMAT}, not: {config.approx}. "
                 "Load a folder that `approx convert` wrote, or convert the base checkpoint again.",
                 Exit.UNAVAILABLE,
             )
         attach(self, config.approx["sites"])
-        # Random features and learned maps lose their meaning in 16 bits; the mechanisms cast their output instead. Each tensor
-        # is named, for transformers would turn integers among them into float32 as well.
+        # Random features and learned maps need more than 16 bits; mechanisms cast their output instead. Each tensor is named,
+        # because transformers would otherwise convert integers to float32 too.
         own = {name for name, t in self.state_dict().items() if ".mechanism." in name and t.is_floating_point()}
         keep_in_float32(self, own)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does, and refuse a checkpoint whose mechanisms could not attend with what it holds.
+        """Load as transformers does, and check that the mechanisms' tensors are usable.
 
         Raises:
-            ApproxError: if tensors of a mechanism are missing, which transformers would fill with uninitialised memory, or
-                are not such as its settings make: of another shape or dtype, not finite, or places that there cannot be.
+            ApproxError: if tensors of a mechanism are missing, which transformers would leave uninitialised, or do not
+                match its settings: wrong shape or dtype, NaN or infinity, or integers out of range.
         """
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
@@ -70,13 +70,13 @@ class ApproxModel:
                 raise ApproxError(
                     f"The checkpoint is damaged: {name}.{why}. Convert the base checkpoint again.", Exit.UNAVAILABLE
                 )
-        # What was found in this folder is not how the base's files were laid out; reverted, the family's own layout counts.
+        # A reverted model is saved in its family's layout, not in that of this folder's files.
         forget_file_layout(model)
         return (model, info) if wants_info else model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The call of the stock class."""
-        # Compiled in place, the graph begins further in.
+        # `model.compile()` starts the graph inside this call, so it must be prepared for here.
         if (unreadable() or is_compiled_in_place(self)) and self._causal():
             kwargs = _with_mask(args, kwargs)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
@@ -86,11 +86,11 @@ class ApproxModel:
         return any(module.causal for module in self.modules() if isinstance(module, Mechanism))
 
     def approximates(self, positions: int, widest: int) -> bool:
-        """Whether any layer computes anything but exact attention on an input, as far as its length tells.
+        """Whether any layer is not exact on an input of this length.
 
         Args:
-            positions: Of the input as attention sees it, without padding.
-            widest: Positions of the longest input in the same batch, which `exact_below` is compared with.
+            positions: Positions of the input in attention, without padding.
+            widest: Positions of the longest input in the batch, to compare with `exact_below`.
         """
         return any(
             widest >= mechanism.exact_below and start is not None and positions >= start
@@ -100,15 +100,15 @@ class ApproxModel:
         )
 
     def attention_penalty(self) -> Tensor:
-        """What the mechanisms want to be small, such as their spans, added up to a scalar; 0 if they want nothing.
+        """The sum of the mechanisms' penalties, such as their spans, as a scalar; 0 if there are none.
 
-        Training adds it to its loss, times a weight of its own.
+        Training adds it to its loss, times a weight.
         """
         wanted = (module.penalty() for module in self.modules() if isinstance(module, Mechanism))
         return sum((each for each in wanted if each is not None), torch.zeros(()))
 
     def step_attention(self, step: int) -> None:
-        """Tell the mechanisms that a step of training is done, counted from 1: some then draw their random state again."""
+        """Tell the mechanisms that a training step, counted from 1, is done: some redraw their random state."""
         for module in self.modules():
             if isinstance(module, Mechanism):
                 module.after_step(step)
@@ -117,12 +117,11 @@ class ApproxModel:
         """Save as transformers does, in the layout that converted classes load, with the code and the manifest.
 
         Raises:
-            ApproxError: if asked to push in the same breath: only a complete folder is pushed.
+            ApproxError: if `push_to_hub` is set: only a complete folder is pushed.
         """
         if kwargs.pop("push_to_hub", False):
             raise ApproxError(
-                "push_to_hub=True was asked for, which would upload this folder before it is complete. Save it, then call "
-                "push_to_hub on the model."
+                "push_to_hub=True would upload this folder before it is complete. Save it, then call push_to_hub on the model."
             )
         kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, is_main_process, **kwargs)  # type: ignore[misc]  # the stock class follows in the MRO
@@ -131,20 +130,20 @@ class ApproxModel:
             seal_model(Path(save_directory))
 
     def _write_code(self, folder: Path) -> None:
-        """Transformers has copied the code of remote classes already."""
+        """Nothing to do: transformers already copied the code of remote classes."""
 
     def _set_implementation_unguarded(self, implementation: str) -> None:
         super().set_attn_implementation(implementation)  # type: ignore[misc]  # the stock class follows in the MRO
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        """Refuse any other attention: it would silently turn the conversion off.
+        """Allow only the seam's attention: any other would silently undo the conversion.
 
         Raises:
-            ApproxError: unless the implementation asked for is the seam's own.
+            ApproxError: for any other implementation.
         """
         if attn_implementation != IMPLEMENTATION:
             raise ApproxError(
-                f"Attention implementation '{attn_implementation}' was asked for, but this model is converted: the switch "
+                f"Attention implementation '{attn_implementation}' was requested, but this model is converted: the switch "
                 "would silently remove its mechanisms. Use `approx revert` to get the base checkpoint back.",
                 Exit.REFUSED,
             )
@@ -152,9 +151,9 @@ class ApproxModel:
 
 
 def _with_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs` with a mask that calls every token real, where nothing was said of masks, positions or a cache.
+    """`kwargs` with a mask of all real tokens, unless a mask, positions or a cache is given.
 
-    A compiler cannot look whether positions are those of packed sequences, so transformers then takes them for it.
+    Compiled code cannot check positions for packed sequences, so without a mask transformers assumes packing.
     """
     ids = kwargs.get("input_ids", args[0] if args else None)
     said = [kwargs.get("attention_mask"), kwargs.get("position_ids"), cache_of(kwargs)]

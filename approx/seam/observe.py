@@ -1,6 +1,6 @@
-"""Observe the attention calls of a model, converted or not: what goes in and what comes out, differentiable.
+"""Observe the inputs and outputs of the attention calls of a model, converted or not; all are differentiable.
 
-Calibration, layer errors, checks of single layers and training on attention outputs are all loops over these calls.
+Calibration, layer errors, checks of single layers and training on attention outputs loop over these calls.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,15 +25,15 @@ class Call:
 
     Attributes:
         path: Path of the module inside the base model.
-        layer: Number of the self-attention layer; None where `observe` knows none, as for cross-attention.
-        mechanism: What the layer was converted to; None if it was not converted.
-        exact: Whether exact attention runs, either in place of the mechanism or because there is none.
+        layer: Number of the self-attention layer; None if it has none, as in cross-attention.
+        mechanism: The layer's mechanism; None if it was not converted.
+        exact: Whether exact attention runs, in place of the mechanism or without one.
         q: Queries, [B, H, L, D].
         k: Keys, [B, G, S, D].
         v: Values, [B, G, S, E].
         mask: [B, S] bool, True at real keys; None when all are real. Exact calls may have a 4-D mask instead.
         tokens: Token ids, [B, S], if the mechanism reads them.
-        output: [B, H, L, E]; set when the layer has attended.
+        output: [B, H, L, E]; set after the layer has attended.
     """
 
     path: str
@@ -48,7 +48,7 @@ class Call:
     output: Tensor = field(init=False)
 
     def members(self) -> list["Call"]:
-        """One call for each group of heads, with its mechanism and its part of the tensors; the call itself without groups."""
+        """One call per group of heads, with its mechanism and its part of the tensors; the call itself without groups."""
         if not isinstance(self.mechanism, HeadGroups):
             return [self]
         return [self._part(heads, mechanism) for heads, mechanism in self.mechanism.members()]
@@ -79,19 +79,19 @@ def observe(
 ) -> Iterator[list[Call]]:
     """Observe every attention call that a model makes inside the context, in order.
 
-    Layers without a mechanism, and stock models, run exact attention meanwhile. Nothing is detached: gradients flow from a
-    loss on observed tensors. Where observations of one model are nested, the inner one sees the calls. Decoding keeps the
-    keys of all layers, unless it goes on from a bounded state, which has no earlier keys to show.
+    Layers without a mechanism, and stock models, run exact attention meanwhile. Nothing is detached, so gradients flow from
+    a loss on observed tensors. If observations of a model are nested, the inner one sees the calls. Decoding keeps the keys
+    of all layers, unless it continues from a bounded state, which has no earlier keys.
 
     Args:
         model: A transformers model; call it, or its base model, as usual.
-        on_call: Receives each call when its layer has attended.
-        before: Receives each call when its layer is about to attend, without the output.
-        layers: Path of an attention module inside the base model -> number of its layer. By default the converted layers
-            have the numbers that the config gives them, and others have none.
+        on_call: Receives each call after its layer has attended.
+        before: Receives each call before its layer attends, without the output.
+        layers: Path of an attention module inside the base model -> number of its layer. By default converted layers have
+            the numbers in the config, and others have none.
 
     Yields:
-        The calls, which keep their tensors alive; they are collected only if neither function is given.
+        The calls, which keep their tensors alive; collected only if neither function is given.
 
     Raises:
         ApproxError: if the model does not dispatch its attention.
@@ -134,14 +134,14 @@ def observe(
             on_call(call)
         return out, weights
 
-    with temporary_attention(observed, key_mask) as name, _as_they_were(model):
+    with temporary_attention(observed, key_mask) as name, _restored_configs(model):
         switch(model, name)
         yield calls
 
 
 @contextmanager
-def _as_they_were(model: Any) -> Iterator[None]:
-    """Afterwards all configs of a model name the attention implementation that they name now."""
+def _restored_configs(model: Any) -> Iterator[None]:
+    """Restore the attention implementation in all configs of a model on exit."""
     waiting = [
         module.config for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)
     ]

@@ -1,7 +1,7 @@
-"""The private names of transformers that are used here, all of them, each with what stands in where a version lacks it.
+"""All private names of transformers in use, each with a fallback for versions that lack it.
 
-It travels with converted checkpoints, so nothing private is imported before it is needed: a name that is changed costs a
-feature and never the checkpoint.
+Copied into converted checkpoints, so private names are imported only when needed: a renamed one disables a feature,
+but the checkpoint still loads.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ _TEMPORARY = "approx_temporary_"
 
 
 def collects_attentions() -> bool:
-    """Whether attention weights are asked for by a collector of outputs, which some families use; False where none is known."""
+    """Whether an output collector, which some families use, requests attention weights; False if there is none."""
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:
@@ -25,15 +25,15 @@ def collects_attentions() -> bool:
 
 def cache_of(kwargs: dict[str, Any]) -> Any:
     """The cache in the keywords of a call: `cache` from transformers 5.24 on, `past_key_values` before; None without one."""
-    found = kwargs.get("cache")
-    return kwargs.get("past_key_values") if found is None else found
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache
 
 
 @contextmanager
 def under_implementation(config: Any, name: str | None) -> Iterator[None]:
-    """Let all models of a config dispatch their attention to the implementation of this name, whatever they allow."""
+    """Let all models of a config dispatch their attention to the named implementation, even if they do not allow it."""
     private = "_attn_implementation_internal"
-    # The property of the same name would refuse what it cannot check.
+    # The public property rejects names that it does not know.
     place = private if hasattr(config, private) else "_attn_implementation"
     before = getattr(config, place)
     setattr(config, place, name)
@@ -45,9 +45,9 @@ def under_implementation(config: Any, name: str | None) -> Iterator[None]:
 
 @contextmanager
 def temporary_attention(attention: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[str]:
-    """Register an attention function and its mask function; yield the name that they have, which nothing else has.
+    """Register an attention function and its mask function under a unique name, and yield that name.
 
-    Versions that give no access to what is registered keep the name.
+    Versions without access to the registry keep the entry.
     """
     name = _TEMPORARY + uuid4().hex
     registries = transformers.AttentionInterface, transformers.AttentionMaskInterface
@@ -61,7 +61,7 @@ def temporary_attention(attention: Callable[..., Any], mask: Callable[..., Any])
 
 
 def attends_temporarily(config: Any) -> bool:
-    """Whether models of a config dispatch to what `temporary_attention` registered."""
+    """Whether models of a config dispatch to a function from `temporary_attention`."""
     return (implementation_of(config) or "").startswith(_TEMPORARY)
 
 
@@ -71,18 +71,18 @@ def implementation_of(config: Any) -> str | None:
 
 
 def can_switch_attention(model_class: type) -> bool:
-    """Whether a model class dispatches its attention; True where nobody can tell before it is tried."""
+    """Whether a model class dispatches its attention; True if that is not known in advance."""
     tell = getattr(model_class, "_can_set_attn_implementation", None)
     return tell is None or tell()
 
 
 def keep_in_float32(model: Any, names: set[str]) -> None:
-    """Let tensors stay float32 when a checkpoint is loaded in 16 bits; older versions load them as all others."""
+    """Keep tensors in float32 when a checkpoint is loaded in 16 bits; older versions load them like all others."""
     model._keep_in_fp32_modules_strict = names
 
 
 def forget_file_layout(model: Any) -> None:
-    """Let a model be saved in its family's own layout, not in that of the files it was loaded from."""
+    """Make a model save in its family's layout, not in that of the files it was loaded from."""
     vars(model).pop("_weight_conversions", None)
 
 
@@ -92,7 +92,7 @@ def is_compiled_in_place(model: Any) -> bool:
 
 
 def backbone_of(config_class: type) -> Any:
-    """The class that `AutoModel` makes of a stock config class; None where it makes none."""
+    """The class that `AutoModel` builds from a stock config class; None if there is none."""
     mapping = getattr(transformers.AutoModel, "_model_mapping", None)
     if mapping is not None:
         return mapping.get(config_class, None)
@@ -104,26 +104,26 @@ def auto_classes(family: str) -> dict[str, str]:
     """Auto class -> stock class of a family, e.g. `AutoModelForMaskedLM` -> `BertForMaskedLM`."""
     from transformers.models.auto import modeling_auto
 
-    found = {}
+    classes = {}
     for auto, kind in vars(modeling_auto).items():
         if not (auto.startswith("AutoModel") and isinstance(kind, type)):
             continue
         names = getattr(getattr(kind, "_model_mapping", None), "_model_mapping", None)
         name = _documented_name(auto, family) if names is None else names.get(family)
         if isinstance(name, str):
-            found[auto] = name
-    return found
+            classes[auto] = name
+    return classes
 
 
 def register_model(auto: str, config_class: type, model_class: type) -> None:
-    """Let an auto class make a model class of a config class."""
+    """Register a model class for a config class with an auto class."""
     from transformers.models.auto import modeling_auto
 
     getattr(modeling_auto, auto).register(config_class, model_class, exist_ok=True)
 
 
 def _documented_name(auto: str, family: str) -> str | None:
-    """By the rule of names: `AutoModelForMaskedLM` of BERT is `BertForMaskedLM`; None where there is no such class."""
+    """The class name by convention, e.g. `BertForMaskedLM` for BERT's `AutoModelForMaskedLM`; None if there is no such class."""
     config = transformers.CONFIG_MAPPING[family].__name__
     name = auto.replace("AutoModel", config.removesuffix("Config"), 1)
     name = f"{name}Model" if auto == "AutoModel" else name

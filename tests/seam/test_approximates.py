@@ -45,18 +45,18 @@ def differing(model, plan, lengths):
 def test_rows_that_it_names_differ_from_the_base_and_no_others(family, name):
     # Attention that is hardly even, so that leaving a key out shows.
     model = tiny(family, initializer_range=0.5)
-    found = differing(model, PLANS[name], LENGTHS)
-    assert [model.approximates(length, max(LENGTHS)) for length in LENGTHS] == found
-    assert any(found) == (name != "never")
+    differs = differing(model, PLANS[name], LENGTHS)
+    assert [model.approximates(length, max(LENGTHS)) for length in LENGTHS] == differs
+    assert any(differs) == (name != "never")
 
 
 def test_exact_below_is_decided_by_the_longest_row_of_a_batch():
     plan = Plan.of("local", left=3, right=3, exact_below=10)
     for lengths in ((10, 7, 5, 4), (9, 7, 5, 4)):
         model = tiny("BertModel", initializer_range=0.5)
-        found = differing(model, plan, lengths)
-        assert [model.approximates(length, max(lengths)) for length in lengths] == found
-        assert any(found) == (max(lengths) == 10)
+        differs = differing(model, plan, lengths)
+        assert [model.approximates(length, max(lengths)) for length in lengths] == differs
+        assert any(differs) == (max(lengths) == 10)
 
 
 def test_trained_spans_count_as_they_stand():

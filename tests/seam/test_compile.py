@@ -86,14 +86,14 @@ OPERATORS = [
 def test_one_operator_has_the_gradient_of_what_it_stands_for(name, causal):
     mechanism = make(name, causal, heads=4, size=8)
     mask = draw_mask("right", **SHAPE)
-    found = []
+    runs = []
     for one in (mechanism, compiled(mechanism, "aot_eager")):
         leaves = [x.detach().requires_grad_() for x in draw(**SHAPE)]
         # What a padded query receives has no meaning.
         out = one(*leaves, mask) * mask[:, None, :, None]
         learned = [*leaves, *mechanism.parameters()]
-        found.append([out, *torch.autograd.grad(out.square().sum(), learned)])
-    for one, other in zip(*found, strict=True):
+        runs.append([out, *torch.autograd.grad(out.square().sum(), learned)])
+    for one, other in zip(*runs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -104,8 +104,8 @@ def test_mixed_dtypes_under_autocast_compile_too(name):
     q, k, v = draw(**SHAPE)
     with torch.autocast("cpu", torch.bfloat16):
         expected = mechanism(q, k, v.bfloat16())
-        found = compiled(mechanism, "aot_eager")(q, k, v.bfloat16())
-    torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=2e-2)
+        actual = compiled(mechanism, "aot_eager")(q, k, v.bfloat16())
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=2e-2)
 
 
 def test_the_backward_pass_drops_what_the_forward_pass_dropped():
@@ -153,10 +153,10 @@ def test_a_converted_model_is_exported_saved_and_loaded(family, name, tmp_path):
     expected = outputs(model, inputs, **UNCACHED[family])
     torch.export.save(torch.export.export(model, (), {**inputs, **UNCACHED[family]}), tmp_path / "model.pt2")
     program = torch.export.load(tmp_path / "model.pt2")
-    found = outputs(program.module(), inputs, **UNCACHED[family])
+    actual = outputs(program.module(), inputs, **UNCACHED[family])
     real = inputs["attention_mask"].bool()
     # What a padded token becomes has no meaning.
-    assert difference([found[0][real], *found[1:]], [expected[0][real], *expected[1:]]) < 1e-6
+    assert difference([actual[0][real], *actual[1:]], [expected[0][real], *expected[1:]]) < 1e-6
     called = [str(node.target) for node in program.graph.nodes]
     assert any("attend" in each for each in called) == (name not in WHOLE), "what is exported has its steps"
 

@@ -36,11 +36,11 @@ def test_each_group_of_heads_attends_by_itself(causal):
     q, k, v = draw()
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[1, 9:] = False
-    found, weights = groups(q, k, v, mask), groups.weights(q, k, mask)
+    joined, weights = groups(q, k, v, mask), groups.weights(q, k, mask)
     each = {"local": ([0, 2], {"left": 2, "right": 1}), "sdpa": ([1], {}), "linear": ([3], {})}
     for name, (heads, settings) in each.items():
         alone = MECHANISMS[name](len(heads), 8, causal=causal, scale=groups.scale, **settings)
-        torch.testing.assert_close(found[:, heads], alone(q[:, heads], k[:, heads], v[:, heads], mask))
+        torch.testing.assert_close(joined[:, heads], alone(q[:, heads], k[:, heads], v[:, heads], mask))
         torch.testing.assert_close(weights[:, heads], alone.weights(q[:, heads], k[:, heads], mask))
 
 
@@ -57,7 +57,7 @@ def test_heads_come_out_where_they_went_in(order):
 def test_groups_that_are_not_all_heads_once_each_are_refused(heads):
     site = {"heads": 4, "head_dim": 8, "causal": False, "scale": 0.3}
     site["groups"] = [{"heads": some, "mechanism": "sdpa", "settings": {}} for some in heads]
-    with pytest.raises(ApproxError, match="each of 0-3 belongs to one of them"):
+    with pytest.raises(ApproxError, match="must name each of 0-3 once"):
         build(site)
 
 
@@ -110,9 +110,9 @@ def test_a_compiled_layer_of_groups_gives_the_same():
 
 
 def test_the_cost_of_groups_is_that_of_their_heads():
-    found = anatomy(tiny("BertModel").config, transformers.BertModel)
+    layout = anatomy(tiny("BertModel").config, transformers.BertModel)
     half, none, whole = (
-        predict(found, Plan.of("linear", heads=heads, exact_below=below).resolve(found), [1000])[0]
+        predict(layout, Plan.of("linear", heads=heads, exact_below=below).resolve(layout), [1000])[0]
         for heads, below in (("0,2", 0), ("0,2", 2000), ("all", 0))
     )
     assert half.flops_planned == (whole.flops_planned + half.flops_exact) / 2
@@ -166,8 +166,8 @@ def test_recomputing_saves_memory_and_changes_no_gradient(name, dropout):
     mechanism = KINDS[name](4, 8, causal=False, scale=0.3, **SMALL.get(name, {}))
     plain, expected = saved_bytes_and_gradients(mechanism, dropout)
     mechanism.recompute = True
-    saved, found = saved_bytes_and_gradients(mechanism, dropout)
-    for one, other in zip(found, expected, strict=True):
+    saved, gradients = saved_bytes_and_gradients(mechanism, dropout)
+    for one, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     # q, k and v alone.
     assert saved == 3 * 2 * 4 * 64 * 8 * 4 < plain

@@ -40,13 +40,13 @@ def batch(length, *shorter):
     return ids * mask + (1 - mask), mask
 
 
-def assert_close(found, expected):
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+def assert_close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-def assert_same_gradients(theirs, ours, expected, found, mask):
+def assert_same_gradients(theirs, ours, expected, actual, mask):
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)) * mask[..., None]
-    for out in (expected, found):
+    for out in (expected, actual):
         (out * direction).sum().backward()
     grads = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     largest = max(float(grad.abs().max()) for grad in grads.values())
@@ -88,10 +88,10 @@ def test_roberta_becomes_a_longformer(window, length, chosen):
         seeing[:, [0] if chosen == "first" else chosen] = 1
     seeing *= mask
     expected = theirs(ids, attention_mask=mask, global_attention_mask=seeing).last_hidden_state
-    found = ours(ids, attention_mask=mask).last_hidden_state
+    actual = ours(ids, attention_mask=mask).last_hidden_state
     real = mask.bool()
-    assert_close(found[real], expected[real])
-    assert_same_gradients(theirs, ours, expected, found, mask)
+    assert_close(actual[real], expected[real])
+    assert_same_gradients(theirs, ours, expected, actual, mask)
 
 
 def bigbird(blocks):
@@ -115,9 +115,9 @@ def test_bert_becomes_a_bigbird_in_evaluation_mode(block, length):
     ids, mask = batch(length, length - 1, length - 2)
     expected = theirs(ids, attention_mask=mask).last_hidden_state
     assert theirs.attention_type == "block_sparse"
-    found = ours(ids, attention_mask=mask).last_hidden_state
-    assert_close(found[mask.bool()], expected[mask.bool()])
-    assert_same_gradients(theirs, ours, expected, found, mask)
+    actual = ours(ids, attention_mask=mask).last_hidden_state
+    assert_close(actual[mask.bool()], expected[mask.bool()])
+    assert_same_gradients(theirs, ours, expected, actual, mask)
 
 
 def test_bert_becomes_a_bigbird_in_training_that_drew_the_same_random_blocks(monkeypatch):
@@ -133,9 +133,9 @@ def test_bert_becomes_a_bigbird_in_training_that_drew_the_same_random_blocks(mon
     monkeypatch.setattr(BigBirdBlockSparseAttention, "_bigbird_block_rand_mask_with_head", same_for_all_heads)
     ids, mask = batch(88, 87)
     expected = theirs.train()(ids, attention_mask=mask).last_hidden_state
-    found = ours.train()(ids, attention_mask=mask).last_hidden_state
-    assert_close(found[mask.bool()], expected[mask.bool()])
-    assert_same_gradients(theirs, ours, expected, found, mask)
+    actual = ours.train()(ids, attention_mask=mask).last_hidden_state
+    assert_close(actual[mask.bool()], expected[mask.bool()])
+    assert_same_gradients(theirs, ours, expected, actual, mask)
 
 
 def test_what_is_exact_there_because_it_is_short_is_exact_here_and_leaves_no_trace():

@@ -36,8 +36,8 @@ def test_nothing_but_attention_is_changed(architecture, dtype, grad, monkeypatch
     surgery.convert(model, Plan.of("sdpa"))
     # Nothing of the machine could be a reason to compute another layer differently.
     monkeypatch.setattr(findings, "machine", pytest.fail)
-    for found, expected in zip(logits(), before, strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(logits(), before, strict=True):
+        assert torch.equal(actual, expected)
     kept = {name: type(module) for name, module in model.named_modules() if name and ".mechanism" not in name}
     assert kept == {name: kind for name, kind in layers.items() if name}
     assert not any("forward" in vars(module) for module in model.modules())
@@ -66,16 +66,16 @@ from approx.planning.plan import Plan
 torch.set_num_threads(2)
 torch.manual_seed(0)
 sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-found = []
+digests = []
 for dtype in (torch.float32, torch.bfloat16):
     model = transformers.BertModel(transformers.BertConfig(vocab_size=50, max_position_embeddings=600, **sizes)).eval()
     surgery.convert(model, Plan.of("exact"))
     model.to(dtype)
     with torch.inference_mode():
         out = model(torch.arange(520)[None] % 50).last_hidden_state
-    found.append(hashlib.sha256(out.float().numpy().tobytes()).hexdigest())
+    digests.append(hashlib.sha256(out.float().numpy().tobytes()).hexdigest())
 probes = [name for name in sys.modules if name.startswith("approx_kernels") and "probe" in name]
-print(json.dumps({"bits": found, "threads": torch.get_num_threads(), "probes": probes}))
+print(json.dumps({"bits": digests, "threads": torch.get_num_threads(), "probes": probes}))
 """
 
 

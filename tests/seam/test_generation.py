@@ -54,8 +54,8 @@ def test_layers_may_differ(first):
     model = decoder("GPT2LMHeadModel", rule(first, "0"), rule("linear", "2"))
     inputs = prompts(model)
     cache = DynamicCache()
-    found = generated(model, inputs, past_key_values=cache, num_beams=3)
-    assert_same(found, generated(model, inputs, use_cache=False, num_beams=3))
+    cached = generated(model, inputs, past_key_values=cache, num_beams=3)
+    assert_same(cached, generated(model, inputs, use_cache=False, num_beams=3))
     assert [isinstance(layer, StateLayer) for layer in cache.layers] == [first != "full", False, True]
 
 
@@ -64,8 +64,8 @@ def test_groups_of_heads_decode_from_all_their_states(other):
     groups = [Rule("local", heads="0,2", settings=SMALL["local"]), Rule(other, heads="1,3")]
     model = decoder("LlamaForCausalLM", *groups)
     inputs, cache = prompts(model), DynamicCache()
-    found = generated(model, inputs, past_key_values=cache, num_beams=3)
-    assert_same(found, generated(model, inputs, use_cache=False, num_beams=3))
+    cached = generated(model, inputs, past_key_values=cache, num_beams=3)
+    assert_same(cached, generated(model, inputs, use_cache=False, num_beams=3))
     assert isinstance(cache.layers[0], StateLayer) == (other == "linear")
 
 
@@ -75,13 +75,13 @@ def test_a_prompt_read_in_chunks_gives_the_same_logits(mechanism):
     inputs = prompts(model)
     whole = generated(model, inputs, use_cache=False)
     assert_same(generated(model, inputs, prefill_chunk_size=4), whole)
-    tokens, cache, found = example_inputs(model, 21, batch=2)["input_ids"], None, []
+    tokens, cache, logits = example_inputs(model, 21, batch=2)["input_ids"], None, []
     with torch.no_grad():
         for piece in tokens.split([9, 1, 7, 1, 3], dim=1):
             out = model(piece, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            found.append(out.logits)
-        torch.testing.assert_close(torch.cat(found, 1), model(tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+            logits.append(out.logits)
+        torch.testing.assert_close(torch.cat(logits, 1), model(tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("mechanism", BOUNDED)
@@ -97,9 +97,9 @@ def test_rows_of_a_cache_move_as_beams_do(mechanism):
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([0, 3, 5]))
         rows = torch.tensor([1, 0, 2])
-        found = model(tokens[rows, 10:], attention_mask=mask[rows], past_key_values=cache).logits
+        logits = model(tokens[rows, 10:], attention_mask=mask[rows], past_key_values=cache).logits
         whole = model(tokens[rows], attention_mask=mask[rows], use_cache=False).logits[:, 10:]
-        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
         cache.reset()
         assert cache.get_seq_length() == 0
         fresh = model(tokens, attention_mask=mask, past_key_values=cache).logits[mask.bool()]
@@ -136,14 +136,14 @@ def test_holes_in_the_mask_are_padding_while_decoding_too(mechanism, kind):
         mask[1, 4:9] = mask[2, 1:9] = 0
     else:
         mask = (torch.rand(tokens.shape, generator=torch.Generator().manual_seed(0)) < 0.6).long()
-    cache, found = DynamicCache(), []
+    cache, logits = DynamicCache(), []
     with torch.no_grad():
         for begin, end in ((0, 9), *((i, i + 1) for i in range(9, 20)), (20, 24)):
             piece = tokens[:, begin:end]
-            found.append(model(piece, attention_mask=mask[:, :end], past_key_values=cache).logits)
+            logits.append(model(piece, attention_mask=mask[:, :end], past_key_values=cache).logits)
         whole = model(tokens, attention_mask=mask, use_cache=False).logits
     real = mask.bool()
-    torch.testing.assert_close(torch.cat(found, 1)[real], whole[real], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.cat(logits, 1)[real], whole[real], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("mechanism", ["local", "linear"])
@@ -163,8 +163,8 @@ def test_whatever_needs_single_keys_gets_an_ordinary_layer():
     model = decoder("GPT2LMHeadModel", rule("linear"))
     inputs = {"input_ids": example_inputs(model, 9, batch=1)["input_ids"]}
     with torch.no_grad():
-        found = model.generate(**inputs, max_new_tokens=3, output_attentions=True, return_dict_in_generate=True)
-        assert found.attentions[-1][0].shape[-1] == 11
+        output = model.generate(**inputs, max_new_tokens=3, output_attentions=True, return_dict_in_generate=True)
+        assert output.attentions[-1][0].shape[-1] == 11
         cache = DynamicCache()
         model(**inputs, past_key_values=cache)
         with pytest.raises(ApproxError, match="in the middle of a generation"):

@@ -67,9 +67,9 @@ def numbers(net: Net, ids: Tensor, mask: Tensor) -> Tensor:
         return net(ids, mask)
 
 
-def agree(found: Tensor, expected: Tensor, mask: Tensor) -> None:
+def agree(actual: Tensor, expected: Tensor, mask: Tensor) -> None:
     """What padded queries receive has no meaning."""
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
 
 
 @over_all
@@ -87,8 +87,8 @@ def test_vmap_gives_what_a_batch_gives(family, name):
     net = converted(family, name)
     ids, mask = draw(0, 7)
     with torch.no_grad():
-        found = torch.func.vmap(lambda one, real: net(one[None], real[None])[0])(ids, mask)
-    agree(found, numbers(net, ids, mask), mask)
+        mapped = torch.func.vmap(lambda one, real: net(one[None], real[None])[0])(ids, mask)
+    agree(mapped, numbers(net, ids, mask), mask)
 
 
 @over_all
@@ -100,8 +100,8 @@ def test_gradients_of_each_sample_are_those_of_autograd(family, name):
     def loss(x: Tensor, real: Tensor) -> Tensor:
         return net.of_embeddings(x[None], real[None])[0].square().mul(real[:, None]).sum()
 
-    found = torch.func.vmap(torch.func.grad(loss))(x, mask)
-    for one, real, slope in zip(x, mask, found, strict=True):
+    slopes = torch.func.vmap(torch.func.grad(loss))(x, mask)
+    for one, real, slope in zip(x, mask, slopes, strict=True):
         one = one.clone().requires_grad_()
         (expected,) = torch.autograd.grad(loss(one, real), one)
         torch.testing.assert_close(slope, expected, rtol=1e-3, atol=1e-4)
@@ -118,11 +118,11 @@ def test_forward_mode_gives_the_derivative_that_reverse_mode_gives(family, name,
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)) * mask[..., None]
     (slope,) = torch.autograd.grad(out, x, grad)
     if way == "torch.func":
-        found, change, *_ = torch.func.jvp(lambda x: net.of_embeddings(x, mask), (x.detach(),), (tangent,))
+        actual, change, *_ = torch.func.jvp(lambda x: net.of_embeddings(x, mask), (x.detach(),), (tangent,))
     else:
         with forward_ad.dual_level():
-            found, change = forward_ad.unpack_dual(net.of_embeddings(forward_ad.make_dual(x.detach(), tangent), mask))
-    agree(found, out.detach(), mask)
+            actual, change = forward_ad.unpack_dual(net.of_embeddings(forward_ad.make_dual(x.detach(), tangent), mask))
+    agree(actual, out.detach(), mask)
     assert change is not None
     size = float((grad.norm() * change.norm()).detach())
     torch.testing.assert_close((grad * change).sum(), (slope * tangent).sum(), rtol=0, atol=1e-5 * size)

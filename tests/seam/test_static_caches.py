@@ -31,9 +31,9 @@ def test_a_prompt_read_in_chunks_into_a_static_cache(mechanism):
     mask[1, :5] = 0
     with torch.no_grad():
         pieces = zip(tokens.split([9, 1, 7, 1, 3], dim=1), (9, 10, 17, 18, 21), strict=True)
-        found = [model(piece, attention_mask=mask[:, :end], past_key_values=cache).logits for piece, end in pieces]
+        logits = [model(piece, attention_mask=mask[:, :end], past_key_values=cache).logits for piece, end in pieces]
         whole = model(tokens, attention_mask=mask, use_cache=False).logits
-        torch.testing.assert_close(torch.cat(found, 1)[mask.bool()], whole[mask.bool()], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.cat(logits, 1)[mask.bool()], whole[mask.bool()], rtol=1e-4, atol=1e-4)
         with pytest.raises(ApproxError, match="of all tokens at every step, here 22 columns"):
             model(tokens[:, :1], attention_mask=mask, past_key_values=cache)
 
@@ -58,13 +58,13 @@ def test_compiled_decoding_over_a_static_cache_changes_no_token(mechanism):
 @pytest.mark.parametrize("mechanism", ["exact", "local"])
 def test_attention_weights_have_a_column_for_each_slot(mechanism):
     model = decoder("LlamaForCausalLM", rule(mechanism))
-    inputs, found = prompts(model), []
+    inputs, attentions = prompts(model), []
     for ways in ({}, {"cache_implementation": "static"}):
         out = model.generate(
             **inputs, max_new_tokens=3, min_new_tokens=3, output_attentions=True, return_dict_in_generate=True, **ways
         )
-        found.append(out.attentions)
-    for dynamic, static in zip(*found, strict=True):
+        attentions.append(out.attentions)
+    for dynamic, static in zip(*attentions, strict=True):
         columns = dynamic[0].shape[-1]
         torch.testing.assert_close(static[0][..., :columns], dynamic[0])
         # Nine tokens of the prompt, and two new ones that are read again.

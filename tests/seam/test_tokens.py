@@ -121,7 +121,7 @@ def test_a_folder_has_the_separator_of_its_tokenizer_and_works_in_a_pipeline(tmp
     scores = []
     for folder in ("base", "out"):
         classify = pipeline("text-classification", model=str(tmp_path / folder), trust_remote_code=True, top_k=None)
-        scores.append([found["score"] for found in classify(pair)])
+        scores.append([prediction["score"] for prediction in classify(pair)])
     assert scores[0] != scores[1]
     live = BertForSequenceClassification.from_pretrained(tmp_path / "base")
     surgery.convert(live, Plan.of("longformer", window=2, global_tokens="question", separator=WORDS.index("[SEP]")))

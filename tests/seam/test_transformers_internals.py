@@ -29,16 +29,16 @@ PRIVATE = {
 
 
 def test_no_other_file_uses_a_private_name_of_transformers():
-    found = []
+    places = []
     for file in Path(approx.__file__).parent.rglob("*.py"):
         if file.name == "transformers_internals.py":
             continue
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.ImportFrom):
-                found += [f"{file.name}:{node.lineno}" for alias in node.names if alias.name in PRIVATE]
+                places += [f"{file.name}:{node.lineno}" for alias in node.names if alias.name in PRIVATE]
             if isinstance(node, ast.Attribute) and node.attr in PRIVATE:
-                found.append(f"{file.name}:{node.lineno}")
-    assert found == []
+                places.append(f"{file.name}:{node.lineno}")
+    assert places == []
 
 
 def test_nothing_private_is_imported_with_the_file():
@@ -94,7 +94,7 @@ def test_auto_classes_are_found_by_their_names_without_the_private_mappings(fami
     for kind in vars(modeling_auto).values():
         if isinstance(kind, type) and "_model_mapping" in vars(kind):
             monkeypatch.setattr(kind, "_model_mapping", None)
-    found = transformers_internals.auto_classes(family)
-    assert {auto: name for auto, name in found.items() if auto in expected}.items() <= expected.items()
-    assert found["AutoModel"] == expected["AutoModel"]
+    classes = transformers_internals.auto_classes(family)
+    assert {auto: name for auto, name in classes.items() if auto in expected}.items() <= expected.items()
+    assert classes["AutoModel"] == expected["AutoModel"]
     assert transformers_internals.backbone_of(transformers.CONFIG_MAPPING[family]) is backbone

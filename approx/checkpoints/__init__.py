@@ -1,1 +1,1 @@
-"""Checkpoints: open and check anything, local or on a hub, and write folders that are complete or absent."""
+"""Checkpoints: open and check them, local or on the hub, and write folders that are complete or absent."""

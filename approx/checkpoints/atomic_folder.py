@@ -1,4 +1,4 @@
-"""Folders that are either whole or not there: written beside their place, sealed with a manifest, renamed last."""
+"""Atomic writing of folders: write a temporary one, seal it with a manifest, rename it last."""
 
 import contextlib
 import glob
@@ -16,17 +16,16 @@ from approx.seam.manifest import flush, seal
 
 @contextlib.contextmanager
 def atomic_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """Give a temporary folder to write into; on success it is sealed and takes the place of `out`.
+    """Yield a temporary folder to write into; on success it is sealed and replaces `out`.
 
-    Whatever goes wrong, `out` is untouched and the temporary folder is removed. What killed runs left is tidied up at the
-    start.
+    On any error `out` is unchanged and the temporary folder is removed. Leftovers of killed runs are removed at the start.
 
     Args:
-        out: The folder to make.
-        force: Whether an existing `out` may be replaced; it goes only after the new one is complete.
+        out: The folder to create.
+        force: Whether an existing `out` may be replaced; it is removed only after the new one is complete.
 
     Raises:
-        ApproxError: if `out` may not be replaced, or the disk does not take the files.
+        ApproxError: if `out` may not be replaced, or writing fails.
     """
     out = Path(out).resolve()
     temporary, old = (out.with_name(f"{out.name}.{what}-{os.getpid()}") for what in ("tmp", "old"))
@@ -37,7 +36,7 @@ def atomic_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
         temporary.mkdir()
     except OSError as error:
         raise _unwritable(out, error) from None
-    # Somebody else may be faster, before the work or during it, or a killed run's original was just put back in its place.
+    # Another process may have created `out` meanwhile, or tidying up may have restored a killed run's original.
     try:
         refuse_existing(out, force=force)
         yield temporary
@@ -49,7 +48,7 @@ def atomic_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
             raise
         reason = getattr(error, "strerror", None) or str(error)
         raise ApproxError(
-            f"Writing {out} failed: {reason}. Nothing was left half-written; free some space or choose another folder.",
+            f"Writing {out} failed: {reason}. No partial files remain; free some space or choose another folder.",
             Exit.UNAVAILABLE,
         ) from error
     finally:
@@ -60,7 +59,7 @@ def refuse_existing(out: Path, *, force: bool) -> None:
     """Check that `out` may be written, before the long work starts.
 
     Raises:
-        ApproxError: if it exists and `force` is not given, or it is something else than the folder of a checkpoint.
+        ApproxError: if it exists and `force` is not set, or it is not the folder of a checkpoint.
     """
     out = Path(out)
     try:
@@ -70,12 +69,11 @@ def refuse_existing(out: Path, *, force: bool) -> None:
         raise _unwritable(out, error) from None
     if Path.cwd().is_relative_to(out.resolve()):
         raise ApproxError(
-            f"{out} is the current folder or one around it, which cannot be replaced while you are in it. Choose another output "
-            "folder.",
+            f"{out} is the current folder or contains it, so it cannot be replaced. Choose another output folder.",
             Exit.REFUSED,
         )
     if is_file:
-        raise ApproxError(f"{out} is a file, a folder is to be written there. Choose another output.", Exit.REFUSED)
+        raise ApproxError(f"{out} is a file, but the output is a folder. Choose another output.", Exit.REFUSED)
     if names and not force:
         raise ApproxError(
             f"{out} exists already. Choose another output folder, or replace it with --force.", Exit.REFUSED
@@ -89,7 +87,7 @@ def refuse_existing(out: Path, *, force: bool) -> None:
 
 
 def refuse_unwritable(out: Path) -> None:
-    """Check that a folder can be made beside `out`, before the long work starts; nothing is left of the attempt.
+    """Check that a folder can be created beside `out`, before the long work starts; the check leaves nothing behind.
 
     Raises:
         ApproxError: if it cannot.
@@ -98,7 +96,7 @@ def refuse_unwritable(out: Path) -> None:
     while not place.exists():
         place = place.parent
     try:
-        # Rights say little to root and on a file system that is read-only or full.
+        # Permissions do not tell for root, or on a file system that is read-only or full.
         os.rmdir(tempfile.mkdtemp(prefix=".approx-", dir=place))
     except OSError as error:
         raise _unwritable(out, error) from None
@@ -109,14 +107,14 @@ def _unwritable(out: Path, error: OSError) -> ApproxError:
 
 
 def refuse_losing(source: Path, out: Path) -> None:
-    """Check that the folder that is read is not replaced by what is made of it.
+    """Check that writing `out` does not delete the folder it is made from.
 
     Raises:
-        ApproxError: if `source` is `out`, or lies in it.
+        ApproxError: if `source` is `out` or inside it.
     """
     if source.resolve().is_relative_to(out.resolve()):
         raise ApproxError(
-            f"{out} holds the checkpoint {source} that is read, which would be deleted. Choose another output folder.",
+            f"{out} contains the input checkpoint {source}, which would be deleted. Choose another output folder.",
             Exit.REFUSED,
         )
 
@@ -137,7 +135,7 @@ def _replace(temporary: Path, out: Path, old: Path) -> None:
 
 
 def _tidy_up(out: Path) -> None:
-    """Remove what killed runs left; an original that one of them had set aside and not replaced goes back."""
+    """Remove leftovers of killed runs; restore an original that was moved aside but not replaced."""
     for path in sorted(out.parent.glob(f"{glob.escape(out.name)}.*-*")):
         what, _, pid = path.name[len(out.name) + 1 :].partition("-")
         if what not in ("tmp", "old") or not pid.isdigit() or _alive(int(pid)):
@@ -149,7 +147,7 @@ def _tidy_up(out: Path) -> None:
 
 
 def _alive(pid: int) -> bool:
-    # Numbers return: a container's first process always has the same one.
+    # Process ids repeat: a container's first process always has the same one.
     if pid == os.getpid():
         return False
     try:

@@ -1,6 +1,6 @@
-"""The code that travels with a converted checkpoint: slim, in plain PyTorch, or our own sources with C and Triton.
+"""The code written into a converted checkpoint: slim, in plain PyTorch, or our own sources with C and Triton.
 
-Both kinds are files beside the weights with relative imports only: transformers copies no folders.
+Both kinds are files beside the weights with relative imports only, since transformers does not copy folders.
 """
 
 import ast
@@ -35,7 +35,7 @@ def model_class_name(model_class: type) -> str:
 
 
 def auto_map(config_class: type, model_class: type) -> dict[str, str]:
-    """The `auto_map` of a converted config: auto class -> file and class of the code that travels."""
+    """The `auto_map` of a converted config: auto class -> file and class of the folder's code."""
     family = config_class.model_type  # type: ignore[attr-defined]  # every config class has it
     table = {"AutoConfig": f"configuration_approx_{_file(family)}.{config_class_name(config_class)}"}
     for auto, stock in auto_classes(family).items():
@@ -51,11 +51,11 @@ def write_code(
     """Write the code that makes a converted checkpoint loadable without this tool.
 
     Args:
-        folder: Where config.json will stand.
+        folder: Folder of config.json.
         config_class: Stock config class of the family.
         model_class: Stock class of the converted model.
-        mechanisms: Names of the mechanisms that the checkpoint uses; only their code travels.
-        kernels: Whether the C and Triton of the mechanisms travel too, in many files.
+        mechanisms: Names of the mechanisms that the checkpoint uses; only their code is written.
+        kernels: Whether to write the mechanisms' C and Triton too, in many files.
 
     Returns:
         The files written.
@@ -74,7 +74,7 @@ def write_code(
 
 
 def _with_kernels(mechanisms: frozenset[str]) -> dict[str, str]:
-    """The sources of every module that the mechanisms import."""
+    """The sources of all modules that the mechanisms import."""
     sources = {_flat(_REGISTRY): _registry(sorted(mechanisms))}
     waiting = [MODEL[0], *(MECHANISMS[name].__module__ for name in mechanisms)]
     seen = {_REGISTRY}
@@ -102,12 +102,12 @@ def _flat(module: str) -> str:
 
 
 def _flatten(module: str) -> tuple[str, list[str]]:
-    """Source of a module with its own imports made relative and flat, and the modules it needs."""
+    """Source of a module with imports of our modules made relative and flat, and the modules it needs."""
     text = source(module)
     lines, needed = text.splitlines(), []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import) and any(alias.name.split(".")[0] in OURS for alias in node.names):
-            raise RuntimeError(f"{module}, line {node.lineno}: write 'from … import …', so that the code can travel")
+            raise RuntimeError(f"{module}, line {node.lineno}: write 'from … import …', so that the code can be copied")
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS:
             needed.append(node.module)
             lines[node.lineno - 1] = lines[node.lineno - 1].replace(
@@ -124,7 +124,7 @@ def _registry(mechanisms: list[str]) -> str:
 
 
 def _inlined(sources: dict[str, str]) -> str:
-    """A module with the C in it, for transformers copies no files but those of Python."""
+    """A Python module that holds the C sources, since transformers copies only Python files."""
     texts = "".join(f'    "{name}": r"""\n{text}""",\n' for name, text in sources.items())
     return (
         f"{NOTE}\n_SOURCES = {{\n{texts}}}\n\n\ndef source(name: str) -> str:\n"
@@ -141,7 +141,7 @@ from transformers import {name}
 
 
 class {config_class_name(config_class)}({name}):
-    """{name} of a checkpoint whose attention was exchanged; the field `approx` says where and how."""
+    """{name} of a checkpoint whose attention was replaced; the field `approx` says where and how."""
 
     model_type = "approx_{config_class.model_type}"
     approx: dict | None = None
@@ -153,11 +153,11 @@ def _modeling(config_class: type, model_class: type, *, slim: bool) -> str:
     stock = sorted({*auto_classes(family).values(), model_class.__name__})
     classes = "".join(
         f"\n\nclass Approx{name}(ApproxModel, {name}):\n"
-        f'    """{name} with exchanged attention."""\n\n    config_class = {config_class_name(config_class)}\n'
+        f'    """{name} with replaced attention."""\n\n    config_class = {config_class_name(config_class)}\n'
         for name in stock
     )
     imports = "".join(f"    {name},\n" for name in stock)
-    # A slim folder takes the package's base class where it is installed, and with it C and Triton.
+    # A slim folder uses the installed package's base class if there is one, and with it C and Triton.
     base, choice = (INSTALLED, _CHOICE) if slim else (MODEL, "")
     file = room(base[0]) if slim else _flat(base[0])
     return (

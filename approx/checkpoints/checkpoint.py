@@ -1,4 +1,4 @@
-"""Open any checkpoint, stock or converted, from a folder or the hub, and refuse what would load wrongly in silence."""
+"""Open a stock or converted checkpoint from a folder or the hub; reject those that would silently load wrongly."""
 
 import hashlib
 import pickle
@@ -20,17 +20,17 @@ EMBEDDED = "quickstart"
 
 @dataclass
 class Source:
-    """Where a checkpoint lies and what its config says; no weight has been read.
+    """A checkpoint's location and config; its weights are not read.
 
     Attributes:
         name: As the user gave it.
         folder: The local folder.
-        revision: Commit of the hub, or None for a local folder.
+        revision: Commit on the hub, or None for a local folder.
         raw: The raw config.
         config: The transformers config.
-        stock_class: The stock model class it is of.
+        stock_class: The stock class of the model.
         converted: Whether it is a converted checkpoint.
-        reader: The processor of a model that is in memory only; None where it lies in the folder.
+        reader: The processor of a model that exists only in memory; None if it is in the folder.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Checkpoint:
     Attributes:
         source: Where it came from.
         model: The model, in evaluation mode.
-        weights_sha256: Of its weight files, in order.
-        notes: What the user should know, e.g. a head that is newly initialised.
+        weights_sha256: Hash of its weight files, in order.
+        notes: Messages for the user, e.g. about a newly initialised task head.
     """
 
     source: Source
@@ -67,12 +67,12 @@ def locate(
 
     Args:
         name: A folder, a model id of the hub, or `quickstart`, the model that comes with this package.
-        revision: Branch, tag or commit of the hub.
-        offline: Whether only local files and the hub's cache may be used.
+        revision: Branch, tag or commit on the hub.
+        offline: Whether to use only local files and the hub's cache.
         allow_pickle: Whether pickled weights are downloaded too.
 
     Raises:
-        ApproxError: if it is not there, or its family is not supported.
+        ApproxError: if it does not exist, or its family is not supported.
     """
     folder, commit = _folder(str(name), revision, offline, allow_pickle)
     raw = integrity.read_config(folder)
@@ -80,7 +80,7 @@ def locate(
     family = raw["model_type"].removeprefix("approx_")
     if family not in CONFIG_MAPPING:
         raise ApproxError(
-            f"The model type '{raw['model_type']}' of {name} is not known to transformers {transformers.__version__}. "
+            f"transformers {transformers.__version__} does not know the model type '{raw['model_type']}' of {name}. "
             f"Supported families: {', '.join(families.FAMILIES)}.",
             Exit.UNSUPPORTED,
         )
@@ -107,15 +107,15 @@ def load(
     dtype: str = "auto",
     device: str = "cpu",
 ) -> Checkpoint:
-    """Load a checkpoint, stock or converted, after checking its files, its keys and its numbers.
+    """Load a checkpoint, stock or converted, and check its files, its keys and its numbers.
 
     Args:
         name: A folder, a model id of the hub, or `quickstart`.
-        revision: Branch, tag or commit of the hub.
-        offline: Whether only local files and the hub's cache may be used.
+        revision: Branch, tag or commit on the hub.
+        offline: Whether to use only local files and the hub's cache.
         allow_pickle: Whether pickled weights are accepted.
-        dtype: `auto` (what the config says), or a torch dtype's name.
-        device: Where the model goes.
+        dtype: `auto` for the config's, or the name of a torch dtype.
+        device: Device of the model.
 
     Raises:
         ApproxError: if anything is missing, damaged or unsupported.
@@ -131,13 +131,13 @@ def load(
             dtype=dtype,
             output_loading_info=True,
             use_safetensors=files[0].suffix == ".safetensors",
-            ignore_mismatched_sizes=True,  # they are refused below, by name
+            ignore_mismatched_sizes=True,  # `_check_keys` reports them by name
         )
     except ApproxError:
         raise
     except pickle.UnpicklingError as error:
         raise ApproxError(
-            f"{files[0]} is a pickle that asks for more than tensors, or is damaged; it was not loaded. Get the checkpoint as "
+            f"{files[0]} was not loaded: it is a pickle that is damaged or holds more than tensors. Get the checkpoint as "
             "safetensors.",
             Exit.UNAVAILABLE,
         ) from error
@@ -159,9 +159,9 @@ def processor(source: Source) -> Any:
     if source.reader is not None:
         return source.reader
     try:
-        found = _from_folder(processor_class(source.stock_class), source)
-        tokenizer = getattr(found, "tokenizer", found)
-        # Where its files are missing, transformers makes one that knows no word, and scores would be those of noise.
+        reader = _from_folder(processor_class(source.stock_class), source)
+        tokenizer = getattr(reader, "tokenizer", reader)
+        # Without its files, transformers builds one with an empty vocabulary, and every score would be noise.
         if (
             isinstance(tokenizer, PreTrainedTokenizerBase)
             and not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens
@@ -172,11 +172,11 @@ def processor(source: Source) -> Any:
             f"{source.folder} has no usable tokenizer or feature extractor: {_short(error)}. Copy its files beside the weights.",
             Exit.UNAVAILABLE,
         ) from error
-    return found
+    return reader
 
 
 def processor_class(model_class: type) -> str:
-    """Name of the auto class that reads what models of a class take."""
+    """Name of the auto class of the processor for models of a class."""
     return {"input_ids": "AutoTokenizer", "pixel_values": "AutoImageProcessor"}.get(
         model_class.main_input_name,  # type: ignore[attr-defined]  # every PreTrainedModel has it
         "AutoProcessor",
@@ -191,7 +191,7 @@ def _from_folder(kind: str, source: Source) -> Any:
     except ImportError:
         if kind != "AutoProcessor":
             raise
-        # A language model beside a speech model asks for packages that decode with it; the processor itself needs none.
+        # A speech model with a language model requires packages for decoding; the processor itself does not.
         return transformers.Wav2Vec2Processor.from_pretrained(source.folder)
 
 
@@ -242,12 +242,12 @@ def _stock_class(name: str, raw: dict[str, Any], config: Any, converted: bool) -
 
 
 def _check_keys(source: Source, model: Any, info: dict[str, Any]) -> list[str]:
-    """transformers fills missing tensors with random numbers and goes on; only a new task head may be missing."""
-    mismatched = [f"{key} is {tuple(found)}, not {tuple(due)}" for key, found, due in sorted(info["mismatched_keys"])]
+    """Check keys and shapes: transformers silently initialises missing tensors, which is right only for a new task head."""
+    mismatched = [f"{key} is {tuple(shape)}, not {tuple(due)}" for key, shape, due in sorted(info["mismatched_keys"])]
     if mismatched:
         more = f" and {len(mismatched) - 3} more" if len(mismatched) > 3 else ""
         raise ApproxError(
-            f"{source.folder}: its weights do not have the shapes of its config: {', '.join(mismatched[:3])}{more}. Download "
+            f"{source.folder}: the shapes of the weights do not match the config: {', '.join(mismatched[:3])}{more}. Download "
             "both again.",
             Exit.UNAVAILABLE,
         )
@@ -258,17 +258,17 @@ def _check_keys(source: Source, model: Any, info: dict[str, Any]) -> list[str]:
         more = f" and {len(backbone) - 3} more" if len(backbone) > 3 else ""
         raise ApproxError(
             f"{source.folder} lacks tensors of its {source.stock_class.__name__}: {', '.join(backbone[:3])}{more}. Its weights "
-            "are of another family than its config, or incomplete; transformers would have filled in random numbers.",
+            "are incomplete or of another family than its config; transformers would have initialised these at random.",
             Exit.UNAVAILABLE,
         )
     notes = []
     if missing:
         notes.append(
-            f"{', '.join(missing[:4])} not in the checkpoint: newly initialised; train this head before you trust its output."
+            f"{', '.join(missing[:4])} not in the checkpoint: newly initialised; train this task head before using its output."
         )
     surplus = sorted(key for key in info["unexpected_keys"] if key.startswith(prefix) and "pooler" not in key)
     if surplus:
-        notes.append(f"{len(surplus)} tensors have no place in this model and were left out, e.g. {surplus[0]}.")
+        notes.append(f"{len(surplus)} tensors do not belong to this model and were ignored, e.g. {surplus[0]}.")
     return notes
 
 

@@ -19,10 +19,10 @@ FAMILIES = (
 
 
 class _LocalModel(ApproxModel):
-    """Converted models of this process: transformers copies the code of remote classes only, so these bring their own."""
+    """Converted models of this process: transformers copies only the code of remote classes, so these write their own."""
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
-        """Save as transformers does, with the code that travels beside the weights."""
+        """Save as transformers does, with the model's code beside the weights."""
         self.config.auto_map = bundle.auto_map(stock_class(type(self.config)), stock_class(type(self)))
         super().save_pretrained(save_directory, is_main_process, **kwargs)
 
@@ -37,7 +37,7 @@ def config_class(stock: type) -> type:
     """Converted counterpart of a stock config class."""
     body = {
         "__module__": __name__,
-        "__doc__": f"{stock.__name__} of a converted checkpoint; the field `approx` says what was exchanged.",
+        "__doc__": f"{stock.__name__} of a converted checkpoint; the field `approx` says what was replaced.",
         "__annotations__": {"approx": dict | None},
         "model_type": f"approx_{stock.model_type}",  # type: ignore[attr-defined]  # every config class has it
         "approx": None,
@@ -50,7 +50,7 @@ def model_class(stock: type) -> type:
     """Converted counterpart of a stock model class."""
     body = {
         "__module__": __name__,
-        "__doc__": f"{stock.__name__} with exchanged attention.",
+        "__doc__": f"{stock.__name__} with replaced attention.",
         "config_class": config_class(stock.config_class),  # type: ignore[attr-defined]  # every model class has it
     }
     return _published(bundle.model_class_name(stock), (_LocalModel, stock), body)
@@ -64,47 +64,47 @@ def _published(name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type
 
 
 def stock_class(converted: type) -> type:
-    """Stock class behind a converted config or model class; a stock class is given back as it is."""
+    """Stock class of a converted config or model class; a stock class is returned unchanged."""
     return next(kind for kind in converted.__mro__ if kind.__module__.startswith("transformers."))
 
 
 def auto_class(stock: type) -> str:
-    """Name of the auto class that makes a stock model class; `AutoModel` where none is registered for it."""
+    """Name of the auto class of a stock model class; `AutoModel` if none is registered for it."""
     family = stock.config_class.model_type  # type: ignore[attr-defined]  # every model class has it
     return next((auto for auto, name in auto_classes(family).items() if name == stock.__name__), "AutoModel")
 
 
 def stock_config(config: Any) -> Any:
-    """A copy of a config as the stock class of its family would hold it."""
+    """A copy of a config as an instance of its family's stock class."""
     config = copy.deepcopy(config)
     make_stock(config)
     return config
 
 
 def make_stock(config: Any) -> None:
-    """Turn a converted config into one of its stock class, in place, without what conversion wrote into it."""
+    """Turn a converted config into one of its stock class, in place, without the fields that conversion added."""
     change_class(config, stock_class(type(config)))
     for name in ("approx", "auto_map"):
         vars(config).pop(name, None)
 
 
 def change_class(config: Any, kind: type) -> None:
-    """Make a config one of another class, in place: all submodules of a model share the object.
+    """Change the class of a config in place, since all submodules of a model share the object.
 
-    Its own `model_type` stays the stock one, which transformers asks for in places; saving asks the class.
+    Its own `model_type` stays the stock one, which parts of transformers read; saving reads the class.
     """
     config.__class__ = kind
     config.model_type = stock_class(kind).model_type  # type: ignore[attr-defined]  # every config class has it
 
 
 def is_converted(model_or_config: Any) -> bool:
-    """Whether a model or config is a converted one, of this process or of code that travelled."""
+    """Whether a model or config is converted, by this process or by a folder's own code."""
     config = getattr(model_or_config, "config", model_or_config)
     return getattr(type(config), "model_type", "").startswith("approx_")
 
 
 def register() -> None:
-    """Teach transformers' auto classes the converted families, so that their folders load without a trust flag."""
+    """Register the converted families with transformers' auto classes, so that their folders load without a trust flag."""
     for family in FAMILIES:
         stock_config = transformers.CONFIG_MAPPING[family]
         register_family(stock_config)
@@ -119,5 +119,5 @@ def register_family(stock_config: type) -> None:
         register_model(auto, converted, model_class(getattr(transformers, stock)))
 
 
-# Importing this module registers: it is what `import approx` arranges for, and what unpickling a converted model imports.
+# Importing this module registers the families: `import approx` arranges for it, and unpickling a converted model imports it.
 register()

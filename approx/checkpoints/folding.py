@@ -1,6 +1,6 @@
-"""One source file as it reads where neither C nor Triton is: what chooses among implementations is decided and removed.
+"""Reduce a source file to plain PyTorch: resolve every choice of implementation and remove the unused code.
 
-Only whole statements and operands are taken out; every line that stays is the line of the source, with its comments.
+Only whole statements and operands are removed; the remaining lines are those of the source, with their comments.
 """
 
 import ast
@@ -12,18 +12,18 @@ from typing import TypeGuard
 from approx_kernels.dispatch.implementation import IN_PYTORCH
 
 _UNKNOWN = object()
-# The parameter `impl`, the argument, and what docstrings say of it.
+# The parameter `impl`, the argument, and its mentions in docstrings.
 _IMPL = (
     re.compile(r",\s*impl: str(?: = \"auto\")?(?=[,\s)])"),
     re.compile(r",\s*impl=(?:\w+|\"\w+\")(?=[,\s)])"),
     re.compile(r"\n {8}impl: .*(?:\n {9,}\S.*)*"),
-    re.compile(r",?\s+or\s+(?:`impl`|the\s+implementation(?:\s+asked\s+for)?)\s+cannot\s+run"),
+    re.compile(r",?\s+or\s+(?:`impl`|the\s+(?:requested\s+)?implementation)\s+cannot\s+run"),
 )
 
 
 @dataclass(frozen=True)
 class _Edit:
-    """Bytes `start` to `end` of the source become `text`."""
+    """Replace the bytes from `start` to `end` of the source by `text`."""
 
     start: int
     end: int
@@ -31,14 +31,14 @@ class _Edit:
 
 
 def folded(text: str, false: Collection[str]) -> str:
-    """The source with each `choose` decided for PyTorch, without the branches, values and parameters that this leaves unused.
+    """The source with each `choose` resolved to PyTorch, without the branches, values and parameters this makes unused.
 
     Args:
-        text: Of a module.
-        false: Functions that give False to whoever calls them.
+        text: Source of a module.
+        false: Functions that always return False.
 
     Raises:
-        RuntimeError: if what is left is not Python.
+        RuntimeError: if the result is not valid Python.
     """
     for pattern in _IMPL:
         text = pattern.sub("", text)
@@ -46,14 +46,14 @@ def folded(text: str, false: Collection[str]) -> str:
         try:
             edits = _Source(text, false).edits()
         except SyntaxError as error:
-            raise RuntimeError(f"The plain form of a source file is not Python: {error}\n{text}") from error
+            raise RuntimeError(f"The plain form of a source file is not valid Python: {error}\n{text}") from error
         if not edits:
             return text
         text = _applied(text, edits)
 
 
 def _applied(text: str, edits: list[_Edit]) -> str:
-    """The text after the outermost of some edits; those inside them come in the next round."""
+    """The text after the outermost edits; edits inside them are left to the next round."""
     data, parts, at = text.encode(), [], 0
     for edit in sorted(edits, key=lambda edit: (edit.start, -edit.end)):
         if edit.start >= at:
@@ -63,7 +63,7 @@ def _applied(text: str, edits: list[_Edit]) -> str:
 
 
 class _Source:
-    """The text of a module, its tree, and where nodes lie in it."""
+    """The text of a module, its syntax tree, and the positions of nodes."""
 
     def __init__(self, text: str, false: Collection[str]) -> None:
         self.false = false
@@ -75,7 +75,7 @@ class _Source:
         self.data = text.encode()
 
     def edits(self) -> list[_Edit]:
-        """All that can be decided or removed as the text stands."""
+        """Everything that can be resolved or removed in the current text."""
         return [edit for node in ast.iter_child_nodes(self.tree) for edit in self._within(node, {})]
 
     def _within(self, node: ast.AST, known: Mapping[str, str]) -> Iterator[_Edit]:
@@ -99,11 +99,11 @@ class _Source:
             yield from self._within(child, known)
 
     def _opens(self, node: ast.AST) -> TypeGuard[ast.If]:
-        """Whether a statement is an `if`; an `elif` becomes one once what stands before it is decided."""
+        """Whether a statement is an `if`; an `elif` becomes one once the conditions before it are resolved."""
         return isinstance(node, ast.If) and not self.lines[node.lineno - 1].lstrip().startswith(b"elif")
 
     def _unused(self, function: ast.FunctionDef) -> Iterator[_Edit]:
-        """Values and inner functions that nothing reads any more; the sources themselves have none."""
+        """Values and inner functions that nothing reads any more; the original sources have none."""
         read = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         for statement in _own_statements(function):
             if isinstance(statement, ast.FunctionDef):
@@ -124,7 +124,7 @@ class _Source:
                 return
 
     def _branch(self, node: ast.If, value: bool) -> _Edit:
-        """The branch that is taken in place of the whole statement."""
+        """Replace the whole statement by the branch that is taken."""
         first, last = self._first_line(node, comments=False), node.end_lineno or 0
         taken = node.body if value else node.orelse
         if not taken:
@@ -139,13 +139,13 @@ class _Source:
 
     def _without(self, statements: list[ast.stmt]) -> _Edit:
         first, last = self._first_line(statements[0]), statements[-1].end_lineno or 0
-        # A blank line parted it from what stood before, and another parts what follows.
+        # With a blank line on both sides, keep only one.
         if first and not self.lines[first - 1].strip() and last < len(self.lines) and not self.lines[last].strip():
             first -= 1
         return _Edit(self.starts[first], self.starts[last])
 
     def _first_line(self, node: ast.stmt, *, comments: bool = True) -> int:
-        """Index of the line where a statement begins, with its decorators and the comments above it."""
+        """Index of the first line of a statement, including its decorators and the comments above it."""
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))]) - 1
         while comments and first and self.lines[first - 1].lstrip().startswith(b"#"):
             first -= 1
@@ -160,7 +160,7 @@ class _Source:
         return self.data[start:end]
 
     def _value(self, node: ast.expr, known: Mapping[str, str]) -> object:
-        """What an expression about the implementation is; `_UNKNOWN` for all others."""
+        """The value of an expression about the implementation; `_UNKNOWN` for all others."""
         if isinstance(node, ast.Name):
             return known.get(node.id, _UNKNOWN)
         if _called(node) in self.false:
@@ -183,7 +183,7 @@ class _Source:
 
 
 def _own_statements(function: ast.FunctionDef) -> Iterator[ast.stmt]:
-    """The statements of a function at any depth, those of inner functions left out."""
+    """The statements of a function at any depth, excluding inner functions."""
     waiting: list[ast.AST] = list(function.body)
     while waiting:
         node = waiting.pop()
@@ -198,13 +198,13 @@ def _called(node: ast.AST) -> str | None:
 
 
 def _decided(function: ast.FunctionDef) -> dict[str, str]:
-    """What `choose` gives where it is called: the first of `IN_PYTORCH` that the op has."""
+    """The results of calls of `choose`: the first implementation in `IN_PYTORCH` that the op has."""
     assigned = {
         statement.targets[0].id: statement.value
         for statement in _own_statements(function)
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
     }
-    found = {}
+    choices = {}
     for name, value in assigned.items():
         if isinstance(value, ast.Call) and _called(value) == "choose":
             parts: list[ast.AST] = [value.args[2]]
@@ -212,8 +212,8 @@ def _decided(function: ast.FunctionDef) -> dict[str, str]:
                 assigned[node.id] for node in ast.walk(parts[0]) if isinstance(node, ast.Name) and node.id in assigned
             ]
             ways = {way for part in parts for node in ast.walk(part) for way in _ways(node)}
-            found[name] = next(way for way in IN_PYTORCH if way in ways)
-    return found
+            choices[name] = next(way for way in IN_PYTORCH if way in ways)
+    return choices
 
 
 def _ways(node: ast.AST) -> list[str]:

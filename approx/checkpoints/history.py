@@ -1,4 +1,4 @@
-"""The history of a converted checkpoint, kept in its config: what was done to it, in order."""
+"""The history of a converted checkpoint, stored in its config: the steps applied to it, in order."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -12,9 +12,9 @@ class Base(BaseModel):
     """The checkpoint that a step started from.
 
     Attributes:
-        name: A model id of the hub, or the name of a folder without the path to it.
-        revision: Commit of the hub; None for a folder.
-        weights_sha256: Of its weights.
+        name: A model id of the hub, or the name of a folder without its path.
+        revision: Commit on the hub; None for a folder.
+        weights_sha256: Hash of its weights.
     """
 
     name: str
@@ -23,11 +23,11 @@ class Base(BaseModel):
 
 
 class CalibrationText(BaseModel):
-    """A file of the user's own that mechanisms were fitted to.
+    """A text file of the user's that mechanisms were calibrated on.
 
     Attributes:
-        name: Of the file.
-        sha256: Of its bytes.
+        name: Name of the file.
+        sha256: Hash of its bytes.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Conversion(_Step):
     Attributes:
         action: What was done.
         plan: Rules, as plain data.
-        max_length: Positions, in tokens, if the table was extended.
-        calibration: What mechanisms were fitted to, if it was a file of the user's own.
-        calibration_length: Tokens a row of that batch.
+        max_length: Number of positions, in tokens, if the table was extended.
+        calibration: The calibration text, if it was a file of the user's.
+        calibration_length: Tokens per row of the calibration batch.
     """
 
     action: Literal["convert"] = "convert"
@@ -114,7 +114,7 @@ def history(record: Mapping[str, Any]) -> list[Conversion | Training]:
         record: The field `approx` of its config; empty for a stock checkpoint.
 
     Raises:
-        ApproxError: if the history is damaged, or of an earlier version.
+        ApproxError: if the history is damaged, or was written by an earlier version.
     """
     if "recipe" in record and "history" not in record:
         raise ApproxError(

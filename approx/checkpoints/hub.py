@@ -1,4 +1,4 @@
-"""Checkpoints of the hub: found quickly, or said quickly why not."""
+"""Download checkpoints from the hub, or report quickly why that fails."""
 
 from pathlib import Path
 
@@ -7,24 +7,24 @@ from huggingface_hub import HfApi, errors, snapshot_download
 from approx.errors import ApproxError, Exit
 
 _PATTERNS = ["*.json", "*.txt", "*.model", "*.safetensors", "*.py", "*.md", "*.jinja"]
-# A network that swallows packets answers nothing at all; the client by itself would wait for minutes.
+# Some networks drop packets silently, and the client would wait for minutes by default.
 _SECONDS = 10
 
 
 def download(name: str, *, revision: str | None, offline: bool, allow_pickle: bool) -> tuple[Path, str]:
-    """Bring a model of the hub into the local cache.
+    """Download a model from the hub into the local cache.
 
     Args:
         name: Model id.
-        revision: Branch, tag or commit; None is the main branch.
-        offline: Whether only the cache may be used.
-        allow_pickle: Whether pickled weights are wanted too.
+        revision: Branch, tag or commit; None for the main branch.
+        offline: Whether to use only the cache.
+        allow_pickle: Whether to download pickled weights too.
 
     Returns:
         The local folder, and the commit.
 
     Raises:
-        ApproxError: if it is not there, may not be read, or the hub does not answer.
+        ApproxError: if it does not exist, access is denied, or the hub does not answer.
     """
     asked, reachable = revision, True
     try:
@@ -38,7 +38,7 @@ def download(name: str, *, revision: str | None, offline: bool, allow_pickle: bo
         )
     except errors.RepositoryNotFoundError:
         raise ApproxError(
-            f"'{name}' was not found, or you have no access: it is no local folder, and the hub does not show it. "
+            f"'{name}' was not found, or you have no access: it is not a local folder, and the hub does not list it. "
             "Check the name; for a private model run `hf auth login` or set HF_TOKEN.",
             Exit.UNAVAILABLE,
         ) from None
@@ -53,26 +53,26 @@ def download(name: str, *, revision: str | None, offline: bool, allow_pickle: bo
     except errors.LocalEntryNotFoundError:
         why = "(--offline)" if offline else "either, and the hub cannot be reached"
         raise ApproxError(
-            f"'{name}' is no local folder, and it is not in the hub's local cache {why}. Give the path of a folder, or "
+            f"'{name}' is not a local folder, and it is not in the hub's local cache {why}. Give the path of a folder, or "
             "connect to the network.",
             Exit.UNAVAILABLE,
         ) from None
     except Exception as error:
         # Which HTTP library raises here depends on the version of the client.
         raise ApproxError(
-            f"'{name}' could not be downloaded: {type(error).__name__}: {' '.join(str(error).split())[:200]} Try again; what is "
-            "complete stays in the cache.",
+            f"'{name}' could not be downloaded: {type(error).__name__}: {' '.join(str(error).split())[:200]} Try again; finished "
+            "downloads stay in the cache.",
             Exit.UNAVAILABLE,
         ) from error
     return folder, folder.name
 
 
 def _commit(name: str, revision: str | None) -> tuple[str | None, bool]:
-    """The commit behind a revision, and whether the hub answered; without it the cache may still know."""
+    """The commit of a revision, and whether the hub answered; if not, the cache may still have it."""
     try:
         return HfApi().model_info(name, revision=revision, timeout=_SECONDS).sha, True
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
         raise
     except Exception:
-        # Refused, timed out, turned off, or a server at fault; the cache decides, and its error names the network.
+        # Any network or server error: fall back to the cache, whose error mentions the network.
         return revision, False

@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are what they should be, looked at before any model is built from them."""
+"""Check the files of a checkpoint before a model is built from them."""
 
 import json
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from approx.errors import ApproxError, Exit
 _LFS = b"version https://git-lfs"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# Models are built from these numbers before any weight is read, so a wrong digit would keep the machine busy for hours.
+# Models are built from these numbers before any weight is read; a corrupt one would keep the machine busy for hours.
 _MOST = {"layer": 5_000, "labels": 1_000_000}
 
 
@@ -21,8 +21,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The raw `config.json` of a checkpoint.
 
     Raises:
-        ApproxError: if it is missing, is not JSON, is a git-lfs pointer, counts beyond reason, or asks for relative
-            positions.
+        ApproxError: if it is missing, not JSON, a git-lfs pointer, has absurdly large counts, or uses relative positions.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -50,27 +49,28 @@ def read_config(folder: Path) -> dict[str, Any]:
     ]
     if beyond:
         raise ApproxError(
-            f"{path} says {', '.join(beyond)}, which no model has. It is damaged; download it again.", Exit.UNAVAILABLE
+            f"{path} says {', '.join(beyond)}, which is implausible. It is damaged; download it again.",
+            Exit.UNAVAILABLE,
         )
     relative = config.get("position_embedding_type", "absolute")
     if relative not in ("absolute", None, "rotary"):
         raise ApproxError(
-            f"{path} asks for position_embedding_type '{relative}', which transformers 5 ignores and no mechanism honours. "
-            "Checkpoints with absolute positions can be converted.",
+            f"{path} sets position_embedding_type '{relative}', which transformers 5 ignores and no mechanism supports. "
+            "Only checkpoints with absolute positions can be converted.",
             Exit.UNSUPPORTED,
         )
     return config
 
 
 def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
-    """The weight files of a checkpoint, after a look at each that finds pointers, truncation and lying headers.
+    """The weight files of a checkpoint, checked for LFS pointers, truncation and wrong headers.
 
     Args:
-        folder: Of the checkpoint.
-        allow_pickle: Whether a checkpoint that only has pickled weights is accepted.
+        folder: Folder of the checkpoint.
+        allow_pickle: Whether a checkpoint with only pickled weights is accepted.
 
     Raises:
-        ApproxError: naming the file, what is wrong with it and what to do.
+        ApproxError: naming the file, the problem and what to do.
     """
     if (folder / _INDEX).is_file():
         _refuse_lfs(folder / _INDEX)
@@ -87,13 +87,13 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
         return _pickles(folder, allow_pickle)
     for path in files:
         if not path.is_file():
-            raise ApproxError(f"{path} is missing although {_INDEX} names it. Download it again.", Exit.UNAVAILABLE)
+            raise ApproxError(f"{path} is missing, but {_INDEX} names it. Download it again.", Exit.UNAVAILABLE)
         _check_safetensors(path)
     return files
 
 
 def refuse_non_finite(named_tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> None:
-    """Check every number of a checkpoint: logits can stay finite around a NaN that no example has touched yet.
+    """Check every number of a checkpoint: logits can be finite until an example reaches a NaN.
 
     Raises:
         ApproxError: naming the first tensors that hold NaN or infinity.
@@ -125,7 +125,7 @@ def _check_safetensors(path: Path) -> None:
                 raise ApproxError(f"{path} holds no tensors. Download it again.", Exit.UNAVAILABLE)
     except (SafetensorError, OSError) as error:
         raise ApproxError(
-            f"{path} ({path.stat().st_size:,} bytes) is damaged or cut short: {error}. Download it again.",
+            f"{path} ({path.stat().st_size:,} bytes) is damaged or truncated: {error}. Download it again.",
             Exit.UNAVAILABLE,
         ) from None
 
@@ -134,12 +134,12 @@ def _pickles(folder: Path, allow_pickle: bool) -> list[Path]:
     pickles = sorted(folder.glob("pytorch_model*.bin"))
     if not pickles:
         raise ApproxError(
-            f"{folder} holds no weights: {_SINGLE} and {_INDEX} were looked for. Give a folder that holds them.",
+            f"{folder} holds no weights: neither {_SINGLE} nor {_INDEX} exists. Give a folder with weights.",
             Exit.UNAVAILABLE,
         )
     if not allow_pickle:
         raise ApproxError(
-            f"{folder} has pickled weights only ({pickles[0].name}), and a pickle can run code. If you trust its author, "
+            f"{folder} has only pickled weights ({pickles[0].name}), and a pickle can run code. If you trust its author, "
             "pass --allow-pickle; the converted checkpoint is saved as safetensors.",
             Exit.REFUSED,
         )

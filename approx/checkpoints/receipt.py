@@ -1,4 +1,4 @@
-"""The receipt of a converted folder: what the conversion changed, what each layer loses, which checks it passed."""
+"""The receipt of a converted folder: the changes, the error of each layer, and the checks it passed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ RECEIPT = "approx_receipt.json"
 
 
 class Loss(Protocol):
-    """What one layer loses, as `approx.conversion.layer_error` measures it."""
+    """The error of one layer, as `approx.conversion.layer_error` measures it."""
 
     @property
     def error(self) -> float:
@@ -27,7 +27,7 @@ class Loss(Protocol):
 
     @property
     def tokens(self) -> int:
-        """How many it attended over."""
+        """Number of tokens it attended over."""
         ...
 
 
@@ -36,10 +36,10 @@ class Check:
     """One check of a conversion.
 
     Attributes:
-        name: What was checked.
-        passed: Whether it held; None if it does not apply to this model.
-        detail: The figure, or why it does not apply.
-        lengths: Positions of the inputs that were run, padding left out; none where nothing was run.
+        name: Name of the check.
+        passed: Whether it passed; None if it does not apply to this model.
+        detail: The measured value, or why the check does not apply.
+        lengths: Positions of the inputs that were run, without padding; empty if nothing was run.
     """
 
     name: str
@@ -49,14 +49,14 @@ class Check:
 
 
 class Swapped(BaseModel):
-    """A converted layer, or a group of its heads where they differ.
+    """A converted layer, or a group of its heads if they differ.
 
     Attributes:
-        path: Of the attention module.
+        path: Path of the attention module.
         layer: Its number.
         heads: `all`, or numbers and ranges.
-        mechanism: Name of the registry.
-        settings: Of the mechanism, complete.
+        mechanism: Name of the mechanism.
+        settings: All settings of the mechanism.
         exact_below: Inputs shorter than this many tokens keep exact attention.
         recompute: Whether training recomputes the mechanism in the backward pass.
     """
@@ -71,23 +71,23 @@ class Swapped(BaseModel):
 
 
 class Receipt(BaseModel):
-    """What surgery did to a model.
+    """The changes that a conversion made to a model.
 
     Attributes:
-        swapped: One entry a converted layer, or a group of its heads where they differ.
+        swapped: One entry per converted layer, or per group of its heads if they differ.
         left: Layers that stay exact.
         cross_attention: Cross-attention modules, which always stay exact.
         added: Names of the tensors that the mechanisms added to the state dict.
-        positions: Usable positions before and after, or None if they were not changed.
-        warnings: What the mechanisms have to say about their settings, such as that fine-tuning has to follow.
-        errors: Relative error of each swapped layer's output on a calibration batch, once it was measured.
-        captured_mass: Exact attention weight on the keys that a layer still sees, for each layer that leaves keys out.
-        measured_at: Tokens that each swapped layer attended over when these figures were measured.
-        measured_on: The same in words, with what these tokens were: "512 tokens a row, built-in English text".
-        checks: What was checked before the folder got its name.
+        positions: Usable positions before and after, or None if unchanged.
+        warnings: Warnings of the mechanisms about their settings, such as that the model needs fine-tuning.
+        errors: Relative error of each converted layer's output on a calibration batch, once measured.
+        captured_mass: Exact attention weight on the keys that a layer still sees, for each layer that skips keys.
+        measured_at: Tokens that each converted layer attended over in these measurements.
+        measured_on: The same in words, with the text used: "512 tokens a row, built-in English text".
+        checks: Checks that ran before the folder was published.
     """
 
-    model_config = ConfigDict(extra="allow")  # a later version may say more
+    model_config = ConfigDict(extra="allow")  # later versions may add fields
 
     swapped: list[Swapped]
     left: list[int]
@@ -102,7 +102,7 @@ class Receipt(BaseModel):
     checks: list[Check] = []
 
     def lost(self, losses: Mapping[int, Loss], told: str) -> None:
-        """Write down what the layers lose, once it was measured, on how many tokens and on what."""
+        """Record the measured errors of the layers, the number of tokens and the text used."""
         self.measured_at = {layer: one.tokens for layer, one in losses.items()}
         lengths = " and ".join(f"{tokens:,}" for tokens in sorted(set(self.measured_at.values())))
         self.measured_on = f"{lengths} tokens a row, {told}"
@@ -118,7 +118,7 @@ class Receipt(BaseModel):
 
 
 def read_receipt(folder: Path) -> Receipt | None:
-    """The receipt of a converted folder; None where there is none.
+    """The receipt of a converted folder; None if there is none.
 
     Raises:
         ApproxError: if it is damaged.

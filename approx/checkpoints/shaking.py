@@ -1,4 +1,4 @@
-"""Of the modules of this project what some names need, definition by definition, as the text that stands in the source."""
+"""Tree shaking: the definitions that some names need from the modules of this project, as source text."""
 
 import ast
 import functools
@@ -12,14 +12,14 @@ from pathlib import Path
 from approx.checkpoints.folding import folded
 
 OURS = ("approx", "approx_kernels")
-# Where nothing is compiled, the fastest exact attention is PyTorch's.
+# Without compiled code, the fastest exact attention is PyTorch's.
 _FASTEST = {"approx_kernels.ops.fastest.api": "approx_kernels.ops.exact.api", "fastest_attention": "exact_attention"}
-# Methods and facts of a class that plan, fit or count a mechanism. They stay where what a checkpoint needs reads them.
+# Class members that plan, fit or count a mechanism; kept only if code that a checkpoint needs reads them.
 _PLANNING = re.compile(
     "__init_subclass__|flops|memory|exact_settings|for_layer|warning|calibrate|needs_calibration|takes_calibration|redraw"
     "|approximates|approximates_from|differs_from|sparse|supports_decode|trainable|takes_notes|padding|gradient|compiles|runs_c"
 )
-# PyTorch's counter of operations is told ours by statements of a module.
+# Statements that register our operators with PyTorch's FLOP counter contain this.
 _COUNTS = "flop_registry"
 
 Symbol = tuple[str, str]
@@ -27,7 +27,7 @@ Symbol = tuple[str, str]
 
 @dataclass(frozen=True)
 class _Import:
-    """A name that a module takes from elsewhere: `module` and `name`, "" where it is the module itself."""
+    """An imported name: `module` and `name`, which is "" for the module itself."""
 
     module: str
     name: str
@@ -36,13 +36,13 @@ class _Import:
 
 @dataclass
 class _Item:
-    """A definition at the top of a module, in pieces of text; the methods of a class are pieces with names."""
+    """A top-level definition in pieces of text; the methods of a class are named pieces."""
 
     pieces: list[tuple[str, str]]
     kept: set[str] = field(default_factory=lambda: {""})
 
     def text(self) -> str:
-        """The source, with the methods that are kept so far."""
+        """The source, with the methods kept so far."""
         return "".join(piece for name, piece in self.pieces if name in self.kept).rstrip("\n")
 
 
@@ -53,9 +53,9 @@ class Module:
     Attributes:
         name: Its dotted name.
         purpose: Its docstring, or its first paragraph.
-        items: Its definitions by name, in their order; statements that define nothing have a number for a name.
-        imports: What it takes from elsewhere, by the name it is bound to.
-        future: Whether its annotations are not evaluated.
+        items: Its definitions by name, in order; statements that define nothing are named by a number.
+        imports: Its imports, by the name they are bound to.
+        future: Whether it postpones the evaluation of annotations.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Module:
 
 
 def source(module: str) -> str:
-    """The text of a module of ours.
+    """The source of one of our modules.
 
     Raises:
         RuntimeError: if it has no file.
@@ -78,7 +78,7 @@ def source(module: str) -> str:
 
 
 def docstring(module: str) -> str:
-    """The docstring of a module or package of ours."""
+    """The docstring of one of our modules or packages."""
     return ast.get_docstring(ast.parse(source(module))) or ""
 
 
@@ -91,16 +91,16 @@ def _plain(module: str, false: frozenset[str]) -> str:
 
 
 class Shaken:
-    """What is reached from some names.
+    """Everything reachable from some names.
 
     Args:
         start: Modules and names in them.
-        given: Texts of modules that stand in for those of the package.
-        false: Functions that give False, whoever calls them.
+        given: Sources that replace those of modules of the package.
+        false: Functions that always return False.
         unused: Methods that nothing calls.
 
     Raises:
-        RuntimeError: if what is reached cannot be told by names.
+        RuntimeError: if a name is not defined where it is imported from.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Shaken:
                 del self.reached[symbol]
 
     def needs(self, module: str, name: str) -> Iterator[_Import]:
-        """Where the names come from that a definition reads and its own module does not define."""
+        """The imports of the names that a definition reads but its own module does not define."""
         for each in sorted(self.reached[module, name]):
             if each in self.modules[module].items:
                 continue
@@ -142,7 +142,7 @@ class Shaken:
         following += [
             (each.module, each.name) for each in self.needs(module, name) if each.module.split(".")[0] in OURS
         ]
-        # What a module does when it is imported, such as to register, belongs to all that it defines.
+        # Statements that run on import, such as registrations, belong to every definition of the module.
         return following + [(module, each) for each in own.items if each.isdigit()]
 
     def _open(self, module: str) -> None:
@@ -161,12 +161,12 @@ class Shaken:
         return module, name
 
     def _grows(self, module: str, name: str) -> bool:
-        """Keep the private and the planning members that what is reached asks for; whether there are more than before."""
+        """Keep the private and planning members that reached code uses; return whether any were added."""
         item = self.modules[module].items[name]
         if len(item.pieces) == 1:
             return False
-        said = "".join(self.modules[each].items[symbol].text() for each, symbol in self.reached)
-        asked = {*re.findall(r"(?:\.|\")(_\w+)", said), *re.findall(r"\b(?:self|mechanism|each)\.(\w+)", said)}
+        reached = "".join(self.modules[each].items[symbol].text() for each, symbol in self.reached)
+        asked = {*re.findall(r"(?:\.|\")(_\w+)", reached), *re.findall(r"\b(?:self|mechanism|each)\.(\w+)", reached)}
         asked -= self._unused
         before = len(item.kept)
         item.kept |= {method for method, _ in item.pieces if method in asked}
@@ -176,12 +176,12 @@ class Shaken:
 def _names(text: str) -> set[str]:
     """Names that a definition reads and does not bind itself."""
     top = symtable.symtable(text, "", "exec")
-    waiting, found = list(top.get_children()), {each.get_name() for each in top.get_symbols() if each.is_referenced()}
+    waiting, read = list(top.get_children()), {each.get_name() for each in top.get_symbols() if each.is_referenced()}
     while waiting:
         table = waiting.pop()
         waiting += table.get_children()
-        found |= {each.get_name() for each in table.get_symbols() if each.is_global() and each.is_referenced()}
-    return found
+        read |= {each.get_name() for each in table.get_symbols() if each.is_global() and each.is_referenced()}
+    return read
 
 
 def _read(name: str, text: str) -> Module:
@@ -216,7 +216,7 @@ def _defined(node: ast.stmt) -> list[str]:
 
 
 def _pieces(node: ast.stmt, lines: list[str]) -> list[tuple[str, str]]:
-    """The text of a statement with the comments above it; of a class its methods and the facts for planning are apart."""
+    """The text of a statement with the comments above it; methods and planning members of a class are separate pieces."""
     at, last = _first_line(node, lines), node.end_lineno or 0
     pieces = []
     for member in node.body if isinstance(node, ast.ClassDef) else ():
@@ -225,7 +225,7 @@ def _pieces(node: ast.stmt, lines: list[str]) -> list[tuple[str, str]]:
         if method or _PLANNING.fullmatch(name):
             first, end = _first_line(member, lines), member.end_lineno or 0
             before, text = "".join(lines[at:first]), "".join(lines[first:end])
-            # Methods are parted by a blank line from each other and from what stands above, but for the head of the class.
+            # A blank line precedes each method, except directly below the head of the class.
             gap = "\n" if method and (pieces or len(before.splitlines()) > 1) else ""
             pieces += [("", before.rstrip() + "\n" if method else before), (name, gap + text)]
             at = end
@@ -234,7 +234,7 @@ def _pieces(node: ast.stmt, lines: list[str]) -> list[tuple[str, str]]:
 
 
 def _waits(member: str) -> bool:
-    """Whether a member of a class is kept only where something asks for it."""
+    """Whether a class member is kept only if something uses it."""
     dunder = member.startswith("__") and member.endswith("__")
     return bool(_PLANNING.fullmatch(member)) or (member.startswith("_") and not dunder)
 

@@ -1,4 +1,4 @@
-"""The code of a slim converted folder: the mechanisms used in plain PyTorch, in a few files that can be read."""
+"""The code of a slim converted folder: the mechanisms used, in plain PyTorch, in a few readable files."""
 
 import functools
 import sys
@@ -15,14 +15,14 @@ MODEL = ("approx.seam.model", "ApproxModel")
 INSTALLED = ("approx.seam.installed", "installed_model")
 _REGISTRY = "approx.mechanisms"
 _WIDTH = 120
-# Functions that give False where nothing is compiled: attention need not be one operator, and notes are those of C.
+# Functions that return False without compiled code: attention is never one operator, and only C takes notes.
 _NEVER = frozenset({"is_one_operator", "exact_is_one_operator", "takes_notes", "has_notes"})
-# And where every mechanism decodes from an ordinary cache.
+# Those that also return False if every mechanism decodes from an ordinary cache.
 _WITHOUT_STATE = frozenset({"has_state", "keeps_state"})
 
 
 def room(module: str) -> str:
-    """Name of the file that a module's code stands in."""
+    """Name of the file that holds a module's code."""
     parts = module.split(".")
     if module == INSTALLED[0]:
         return "approx_installed"
@@ -33,13 +33,13 @@ def room(module: str) -> str:
 
 @functools.cache
 def slim_sources(mechanisms: frozenset[str]) -> Mapping[str, str]:
-    """The texts of the files that some mechanisms need, by their names without `.py`.
+    """The texts of the files that some mechanisms need, by file name without `.py`.
 
     Args:
         mechanisms: Names of the mechanisms that the checkpoint uses.
 
     Raises:
-        RuntimeError: if two modules of one file define the same name, or files need each other.
+        RuntimeError: if two modules of one file define the same name, or imports are circular.
     """
     used = sorted(mechanisms)
     states = any(MECHANISMS[name].decode_state != "cache" for name in used)
@@ -69,7 +69,7 @@ def _registry(mechanisms: list[str]) -> str:
 
 
 def _file(shaken: Shaken, name: str, modules: set[str], needed: set[str]) -> str:
-    """One file; the names of the others that it imports from are added to `needed`."""
+    """The text of one file; adds the names of the files that it imports from to `needed`."""
     imports, beside = set(), {module: set() for module in modules}
     homes: dict[str, str] = {}
     for module, symbol in shaken.reached:
@@ -77,13 +77,13 @@ def _file(shaken: Shaken, name: str, modules: set[str], needed: set[str]) -> str
             continue
         if not symbol.isdigit() and homes.setdefault(symbol, module) != module:
             raise RuntimeError(
-                f"{homes[symbol]} and {module} both define {symbol}, and share a file. Rename one of them."
+                f"{homes[symbol]} and {module} share a file, and both define {symbol}. Rename one of them."
             )
         for taken in shaken.needs(module, symbol):
             ours = taken.module.split(".")[0] in OURS
             if ours and taken.bound != taken.name:
                 raise RuntimeError(
-                    f"{module} takes {taken.module}.{taken.name} as {taken.bound}. Rename it at its source."
+                    f"{module} imports {taken.module}.{taken.name} as {taken.bound}. Rename it at its source."
                 )
             if ours and room(taken.module) == name:
                 beside[module].add(taken.module)
@@ -103,13 +103,13 @@ def _file(shaken: Shaken, name: str, modules: set[str], needed: set[str]) -> str
         *(["from __future__ import annotations", ""] if future else []),
         *_import_lines(imports),
     ]
-    # One blank line below the imports, or two where a definition follows at once.
+    # One blank line below the imports, or two before a definition.
     gap = "\n" if parts[0].startswith(("def ", "class ", "@")) else ""
     return "\n".join(head).rstrip("\n") + f"\n{gap}\n" + "\n\n\n".join(parts) + "\n"
 
 
 def _purpose(shaken: Shaken, modules: set[str]) -> str:
-    """What a file is for: the docstring of its only module, or of the package that its modules are in."""
+    """The docstring of a file: that of its only module, or of the package of its modules."""
     last = max(modules)
     text = shaken.modules[last].purpose if len(modules) == 1 else docstring(last.rpartition(".")[0])
     return f"{text}\n" if "\n" in text else text
@@ -119,13 +119,11 @@ def _ordered(graph: dict[str, set[str]]) -> list[str]:
     try:
         return list(TopologicalSorter({name: sorted(graph[name]) for name in sorted(graph)}).static_order())
     except CycleError as error:
-        raise RuntimeError(
-            f"These need each other, so neither can be read first: {', '.join(error.args[1])}."
-        ) from error
+        raise RuntimeError(f"Circular imports: {', '.join(error.args[1])}.") from error
 
 
 def _definitions(shaken: Shaken, module: Module, several: bool) -> Iterator[str]:
-    """The definitions of a module, constants that follow each other together; below its docstring where a file has several modules."""
+    """The definitions of a module, consecutive constants together; with its docstring if a file has several modules."""
     texts: list[str] = []
     done: set[int] = set()
     for symbol, item in module.items.items():
@@ -138,7 +136,7 @@ def _definitions(shaken: Shaken, module: Module, several: bool) -> Iterator[str]
             texts[-1] += f"\n{text}"
         else:
             texts.append(f"{'=' if plain else ' '}{text}")
-    # Of one or two definitions their own docstrings say as much.
+    # One or two definitions are described well enough by their own docstrings.
     told = several and len(texts) > 2
     purpose = "".join(f"# {line}\n" for line in module.purpose.splitlines()) if told else ""
     for number, text in enumerate(texts):
@@ -147,7 +145,7 @@ def _definitions(shaken: Shaken, module: Module, several: bool) -> Iterator[str]
 
 
 def _import_lines(imports: set[tuple[str, str, str]]) -> Iterator[str]:
-    """Import statements as ruff sorts them: of Python, of others, of this folder."""
+    """Import statements in ruff's order: standard library, third party, this folder."""
     sections: dict[int, set[tuple[str, str, str]]] = {}
     for each in imports:
         top = each[0].split(".")[0]

@@ -1,7 +1,7 @@
-"""Run as a process of its own: load converted folders where neither approx, nor its kernels, nor triton can be imported.
+"""Run as a separate process: load converted folders without approx, its kernels or triton.
 
-Usage: python -P reload_without_approx.py FOLDER, with one folder for each model under FOLDER, and `<name>.inputs` beside it.
-What was found is written to FOLDER/found.safetensors and FOLDER/found.json.
+Usage: python -P reload_without_approx.py FOLDER, with one folder per model under FOLDER, and `<name>.inputs` beside it.
+The results are written to FOLDER/results.safetensors and FOLDER/results.json.
 """
 
 import json
@@ -63,8 +63,8 @@ def main(folder: Path) -> None:
             facts[name]["untrusted"] = "loaded"
         except Exception as error:
             facts[name]["untrusted"] = f"{type(error).__name__}: {error}"
-    save_file(tensors, folder / "found.safetensors")
-    (folder / "found.json").write_text(json.dumps(facts))
+    save_file(tensors, folder / "results.safetensors")
+    (folder / "results.json").write_text(json.dumps(facts))
 
 
 main(Path(sys.argv[1]))

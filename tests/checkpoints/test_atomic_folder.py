@@ -1,4 +1,4 @@
-"""Folders are whole or not there, whatever goes wrong and whenever."""
+"""Folders are complete or absent, whatever fails and whenever."""
 
 import json
 import os
@@ -95,7 +95,7 @@ def test_the_current_folder_is_not_pulled_from_under_the_user(tmp_path, monkeypa
 
 
 class Failing:
-    """Stands for a function of the system that fails at its k-th call, as a full or broken disk makes it."""
+    """Replaces a system function by one that fails at its k-th call, as with a full or broken disk."""
 
     def __init__(self, function, at):
         self.function, self.left, self.calls = function, at, 0

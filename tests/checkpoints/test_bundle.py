@@ -1,4 +1,4 @@
-"""A converted folder is an ordinary checkpoint: anybody loads it to the last bit, and nobody as exact attention."""
+"""A converted folder is an ordinary checkpoint: it loads bit for bit, and never with exact attention."""
 
 import json
 import os
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def mixed(architecture, **how):
-    """A converted model that uses every mechanism its layers allow, one a layer."""
+    """A converted model that uses every mechanism its layers allow, one per layer."""
     model = tiny(architecture)
     names = ("GPT2", "Llama", "Whisper")
     causal = architecture.startswith(names)
@@ -58,18 +58,18 @@ def test_every_family_reloads_to_the_last_bit_where_approx_cannot_be_imported(ke
         expected[architecture] = (model, inputs)
     child = run("-P", Path(__file__).parent / "reload_without_approx.py", tmp_path, HF_MODULES_CACHE=tmp_path / "cache")
     assert child.returncode == 0, child.stderr[-2000:]
-    found, facts = load_file(tmp_path / "found.safetensors"), json.loads((tmp_path / "found.json").read_text())
+    reloaded, facts = load_file(tmp_path / "results.safetensors"), json.loads((tmp_path / "results.json").read_text())
     for architecture, (model, inputs) in expected.items():
         # A slim folder has nothing else; with kernels the same C runs there.
         with torch.no_grad(), implementation("auto" if kernels else "plain"):
             here = model(**inputs)[0]
-        assert torch.equal(found[f"{architecture}/reloaded"], here), architecture
-        assert torch.equal(found[f"{architecture}/saved again"], here), architecture
+        assert torch.equal(reloaded[f"{architecture}/reloaded"], here), architecture
+        assert torch.equal(reloaded[f"{architecture}/saved again"], here), architecture
         assert code(tmp_path / "again" / architecture) == code(tmp_path / architecture)
         if model.can_generate():
             with implementation("auto" if kernels else "plain"):
                 tokens = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, pad_token_id=0)
-            assert torch.equal(found[f"{architecture}/generated"], tokens), architecture
+            assert torch.equal(reloaded[f"{architecture}/generated"], tokens), architecture
         fact = facts[architecture]
         assert fact["class"] == f"Approx{architecture}"
         assert fact["backbone"].startswith("Approx")

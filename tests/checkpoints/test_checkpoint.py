@@ -1,4 +1,4 @@
-"""Names that lead nowhere, and files changed at random: an error of ours comes out, at once, and never another one."""
+"""Names that do not exist, and files changed at random, raise our own error at once."""
 
 import json
 import shutil

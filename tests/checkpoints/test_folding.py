@@ -1,4 +1,4 @@
-"""What chooses among implementations is decided, and what that leaves unused goes; everything else stays as it is written."""
+"""Folding resolves choices of implementation and removes unused code; everything else stays unchanged."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The hub as this tool meets it: a small server of its own that answers, refuses, fails or says nothing."""
+"""Downloads from a small local hub server that answers, denies access, fails or does not respond."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint is said in one line, with file, cause and remedy, and nothing is left behind."""
+"""Every fault of a checkpoint gives a one-line error with file, cause and remedy, and no output."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def bad(good, tmp_path):
 
 
 def refused(folder, code, *words, **options):
-    """Converting is refused with this code and these words, and leaves nothing behind."""
+    """Conversion fails with this code and these words, and leaves nothing behind."""
     out = folder.parent / "out"
     before = {path: path.stat().st_size for path in folder.parent.rglob("*")}
     with pytest.raises(ApproxError) as caught:
@@ -104,7 +104,7 @@ def test_a_config_that_is_none(bad, text):
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 10**6}, {"num_hidden_layers": 10**30}, {"num_labels": 10**9}])
 def test_a_config_that_would_keep_the_machine_busy_for_hours(bad, change):
     edit_config(bad, **change)
-    refused(bad, Exit.UNAVAILABLE, str(bad / "config.json"), *change, "no model has")
+    refused(bad, Exit.UNAVAILABLE, str(bad / "config.json"), *change, "is implausible")
 
 
 @pytest.mark.parametrize("value", ["remove", None, 3, ["bert"]])
@@ -164,7 +164,7 @@ def test_a_shard_that_is_missing(bad):
 
 def test_half_the_layers_missing(bad):
     edit_weights(bad, lambda tensors: {name: t for name, t in tensors.items() if ".layer.2." not in name})
-    refused(bad, Exit.UNAVAILABLE, str(bad), "bert.encoder.layer.2", "random numbers")
+    refused(bad, Exit.UNAVAILABLE, str(bad), "bert.encoder.layer.2", "at random")
 
 
 def test_more_layers_than_the_config_has_place_for_are_told(bad):

@@ -1,4 +1,4 @@
-"""Receipts and histories come back as they were written, and damaged ones are refused."""
+"""Receipts and histories round-trip, and damaged ones are rejected."""
 
 import json
 

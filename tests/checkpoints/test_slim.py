@@ -1,4 +1,4 @@
-"""A slim folder is a few files of readable PyTorch, and computes what the package computes."""
+"""A slim folder is a few files of readable PyTorch that compute the same as the package."""
 
 import ast
 import os
@@ -36,7 +36,7 @@ def write(folder, architecture, *mechanisms):
 
 
 def everything(architecture):
-    """A model that has every mechanism in every form its layers allow, one a layer."""
+    """A model with every mechanism in every form its layers allow, one per layer."""
     causal = architecture.startswith(("GPT2", "Llama"))
     able = [name for name, kind in KINDS.items() if (kind.supports_causal if causal else kind.supports_bidirectional)]
     # These cannot go on from a cache, and decoders are generated from.
@@ -89,7 +89,7 @@ def test_every_mechanism_works_where_approx_cannot_be_imported(tmp_path):
     assert child.returncode == 0, child.stderr[-2000:]
     # The copy of a folder has the same code, so it is not told again.
     assert child.stderr.count("pip install approx-attention") == len(HEADS)
-    found = load_file(tmp_path / "found.safetensors")
+    reloaded = load_file(tmp_path / "results.safetensors")
     for architecture, (model, inputs) in expected.items():
         with implementation("plain"):
             model(**inputs)[0].square().sum().backward()
@@ -98,10 +98,10 @@ def test_every_mechanism_works_where_approx_cannot_be_imported(tmp_path):
                 out = model(**inputs)[0]
             if model.can_generate():
                 tokens = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, pad_token_id=0)
-                assert torch.equal(found[f"{architecture}/generated"], tokens), architecture
-        assert torch.equal(found[f"{architecture}/reloaded"], out), architecture
+                assert torch.equal(reloaded[f"{architecture}/generated"], tokens), architecture
+        assert torch.equal(reloaded[f"{architecture}/reloaded"], out), architecture
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert any(torch.equal(found[f"{architecture}/gradient"], gradient) for gradient in gradients.values())
+        assert any(torch.equal(reloaded[f"{architecture}/gradient"], gradient) for gradient in gradients.values())
         assert code(tmp_path / "again" / architecture) == code(tmp_path / architecture)
 
 

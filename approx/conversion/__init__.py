@@ -1,1 +1,1 @@
-"""Conversion: carry a plan out on a model, check the result, and write it."""
+"""Conversion: apply a plan to a model, check the result, and write it."""

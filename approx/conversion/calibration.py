@@ -1,4 +1,4 @@
-"""One forward pass over a calibration batch, in which mechanisms are fitted to what reaches them and their damage is seen."""
+"""Calibrate mechanisms on their inputs during one forward pass over a calibration batch."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from approx.seam.observe import Call, observe
 
 
 def mechanisms(model: Any) -> list[Mechanism]:
-    """The mechanisms of a converted model in the order of its layers, those of groups of heads each by itself."""
+    """The mechanisms of a converted model in layer order, including those of groups of heads."""
     return [
         mechanism
         for path in model.config.approx["sites"]
@@ -23,12 +23,12 @@ def mechanisms(model: Any) -> list[Mechanism]:
 
 
 def calibrate(model: Any, inputs: dict[str, Tensor] | None, only: Collection[Mechanism] | None = None) -> None:
-    """Fit each mechanism that takes a batch, just before it runs, so that it sees what the fitted layers below it give.
+    """Fit each mechanism that takes calibration, just before it runs, so that it sees the outputs of fitted layers.
 
     Args:
         model: A converted model.
-        inputs: A calibration batch; None will do if no mechanism needs one.
-        only: Leave all but these as they are.
+        inputs: A calibration batch; may be None if no mechanism needs one.
+        only: Fit only these mechanisms.
 
     Raises:
         ApproxError: if a mechanism needs a batch and there is none, or the batch does not reach it.
@@ -42,8 +42,8 @@ def calibrate(model: Any, inputs: dict[str, Tensor] | None, only: Collection[Mec
         if not names:
             return
         raise ApproxError(
-            f"{names} must be fitted to inputs, and none were given. Pass a batch of the model's inputs as 'calibration', or "
-            "choose settings that need none."
+            f"{names} must be fitted to inputs, but none were given. Pass a batch of the model's inputs as 'calibration', or "
+            "choose settings that do not need one."
         )
 
     def fit(call: Call) -> None:
@@ -56,13 +56,13 @@ def calibrate(model: Any, inputs: dict[str, Tensor] | None, only: Collection[Mec
         model(**inputs)
     if waiting:
         raise ApproxError(
-            f"The calibration batch did not reach {len(waiting)} layers. Pass inputs that use all of the model."
+            f"The calibration batch did not reach {len(waiting)} layers. Pass inputs that use the whole model."
         )
 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """The model in evaluation mode, and afterwards in the one it was in."""
+    """Set evaluation mode inside the context, and restore the mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -73,7 +73,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 @contextmanager
 def all_open(model: Any) -> Iterator[None]:
-    """No layer exact because an input is short: what is fitted, or checked, serves the longer inputs to come."""
+    """Ignore `exact_below` inside the context, to fit or check mechanisms on shorter inputs than they will run on."""
     limits = {mechanism: mechanism.exact_below for mechanism in mechanisms(model)}
     for mechanism in limits:
         mechanism.exact_below = 0

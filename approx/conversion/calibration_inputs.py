@@ -1,4 +1,4 @@
-"""The inputs that mechanisms are fitted to and damage is measured on: a file of somebody's own, or what is always there."""
+"""Calibration inputs, for fitting mechanisms and measuring layer errors: the user's file, or built-in ones."""
 
 import hashlib
 import io
@@ -17,20 +17,20 @@ from approx.errors import ApproxError, Exit
 from approx.planning import positions
 from approx.planning.example_inputs import example_inputs, samples
 
-# Enough for most mechanisms to approximate, and quick.
+# Long enough for most mechanisms to approximate, and fast.
 _USUAL_TOKENS, _USUAL_FRAMES = 1024, 512
-# What a batch may cost in memory, where every layer's weights are looked at whole.
+# Limits memory, since the dense attention weights of every layer are computed.
 _MOST_TOKENS = 2048
-# Among so many tokens of English at least a quarter are different.
+# Of this many tokens of English at least a quarter are distinct.
 _FIRST_WORDS = 256
 
 
 class CalibrationBatch(NamedTuple):
-    """Inputs that mechanisms are fitted to and damage is measured on.
+    """Inputs for fitting mechanisms and measuring layer errors.
 
     Attributes:
         inputs: Keyword arguments of the model's forward.
-        told: What they are: the name of a file, or what took its place.
+        told: Description of the inputs: the name of a file, or of its substitute.
     """
 
     inputs: dict[str, Tensor]
@@ -39,11 +39,11 @@ class CalibrationBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibrationFile:
-    """A text, or for models of speech a recording, of somebody's own.
+    """A text of the user's, or a recording for speech models.
 
     Attributes:
-        name: Of the file; the path to it says nothing elsewhere and may say too much.
-        sha256: Of its bytes.
+        name: File name without its path, which may be private.
+        sha256: Hash of its bytes.
         data: Its bytes.
     """
 
@@ -56,32 +56,32 @@ class CalibrationFile:
         """Read a file.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
             kind: The main input of the model: `input_ids` for text, `input_values` for sound.
 
         Raises:
-            ApproxError: if it cannot be read, holds nothing, or is not what the model takes.
+            ApproxError: if it cannot be read, is empty, or the model does not take such input.
         """
         try:
             data = path.read_bytes()
         except OSError as error:
             raise ApproxError(f"{path} cannot be read: {error.strerror}. {_wanted(kind)}", Exit.UNAVAILABLE) from None
-        found = cls(path.name, hashlib.sha256(data).hexdigest(), data)
+        file = cls(path.name, hashlib.sha256(data).hexdigest(), data)
         if kind == "input_values":
-            found.sound()
+            file.sound()
         elif kind == "input_ids":
-            found.text()
+            file.text()
         else:
             raise ApproxError(
-                f"A model that takes {kind} cannot be calibrated on {path}. Leave out --calibrate: it then sees random numbers."
+                f"A model that takes {kind} cannot be calibrated on {path}. Leave out --calibrate to use random numbers."
             )
-        return found
+        return file
 
     def text(self) -> str:
-        """What it holds, as text.
+        """The content as text.
 
         Raises:
-            ApproxError: if it is no UTF-8 text, or empty.
+            ApproxError: if it is not UTF-8 text, or empty.
         """
         try:
             text = self.data.decode("utf-8")
@@ -93,7 +93,7 @@ class CalibrationFile:
         return text
 
     def sound(self) -> tuple[Any, int]:
-        """What it holds, as samples of one channel, [n] between -1 and 1, and their number a second.
+        """The content as samples of one channel, [n] between -1 and 1, and the sampling rate.
 
         Raises:
             ApproxError: if it is not a recording, or has several channels.
@@ -104,7 +104,7 @@ class CalibrationFile:
             sound, rate = soundfile.read(io.BytesIO(self.data), dtype="float32")
         except soundfile.SoundFileError as error:
             raise ApproxError(
-                f"{self.name} is not a recording that can be read ({error}). {_wanted('input_values')}",
+                f"{self.name} is not a readable recording ({error}). {_wanted('input_values')}",
                 Exit.UNAVAILABLE,
             ) from None
         if sound.ndim != 1 or not len(sound):
@@ -115,16 +115,16 @@ class CalibrationFile:
 
 def _wanted(kind: str) -> str:
     return {
-        "input_ids": "Give a plain text file with some paragraphs of what the model reads.",
-        "input_values": "Give a WAV or FLAC file of one channel with some seconds of what the model hears.",
+        "input_ids": "Give a plain text file with a few paragraphs like those the model reads.",
+        "input_values": "Give a single-channel WAV or FLAC file with a few seconds of speech like the model's inputs.",
     }.get(kind, "Leave out --calibrate.")
 
 
 def calibration_length(model: Any) -> int:
-    """Tokens of a calibration row: as long as its layers must see to approximate, if the positions and memory allow.
+    """Tokens per calibration row: enough for all layers to approximate, if positions and memory allow.
 
-    1,024 tokens, or 512 frames of speech; twice the length at which all layers approximate where that is more; never more
-    than 2,048 or than the positions of the model.
+    1,024 tokens, or 512 frames of speech, or twice the length from which all layers approximate if that is more; at most
+    2,048 and at most the model's positions.
 
     Args:
         model: A converted model, fitted or not.
@@ -145,13 +145,13 @@ def calibration_batch(
     Args:
         source: The checkpoint, for its tokenizer or feature extractor.
         model: The model, stock or converted.
-        length: Tokens of a row, at most; see `calibration_length`.
-        file: As many rows as fit from the start of its text, or the start of its sound, resampled if its rate is not the
-            model's. Without it a row of English, or of random tokens where the tokenizer does not know English or is missing;
-            for speech and images random numbers.
+        length: Most tokens per row; see `calibration_length`.
+        file: Provides as many rows as fit from the start of its text, or the start of its sound, resampled to the model's
+            rate. Without it the batch is one row of English, or of random tokens if the tokenizer is missing or not for
+            English; for speech and images it is random numbers.
 
     Raises:
-        ApproxError: if there is a file and the model cannot read it.
+        ApproxError: if the model cannot read the file.
     """
     kind = model.main_input_name
     if kind == "input_values" and file is not None:
@@ -167,7 +167,7 @@ def calibration_batch(
             raise
         return random
     most = max(1, _MOST_TOKENS // length)
-    # A token has some letters, hardly ever twenty, and a book need not be tokenised for its first pages.
+    # Tokens rarely exceed twenty letters; tokenising a whole book for its first pages would be slow.
     written = file.text()[: 20 * length * most] if file is not None else TEXT
     rows = _rows(tokenizer, written, length)
     repeated = file is None and bool(rows) and len(rows[0]) < length
@@ -178,11 +178,11 @@ def calibration_batch(
     known = bool(tokens) and max(tokens) < model.config.vocab_size
     if file is not None and not known:
         raise ApproxError(
-            f"The tokenizer beside {type(model).__name__} does not fit it: it gives {max(tokens, default='no tokens')}, and "
+            f"The tokenizer does not match {type(model).__name__}: it gives {max(tokens, default='no tokens')}, but "
             f"the vocabulary has {model.config.vocab_size} entries. Use the tokenizer that the model was trained with.",
             Exit.UNAVAILABLE,
         )
-    # A vocabulary of another language reads our text as unknown tokens, which says nothing.
+    # With a vocabulary of another language, the built-in text would be all unknown tokens.
     if not known or (file is None and len(tokens) < min(length, _FIRST_WORDS) // 4):
         return random
     told = file.name if file is not None else f"built-in English text{', repeated' if repeated else ''}"

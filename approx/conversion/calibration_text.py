@@ -1,4 +1,4 @@
-"""Some pages of plain English, written for this project, for those who convert a model and have no text at hand."""
+"""A few pages of English, written for this project, as the default calibration text."""
 
 TEXT = (
     "The harbour was quiet when the first boats came back. A clerk wrote down what each of them had caught, the weight, "

@@ -1,4 +1,4 @@
-"""The checks that a conversion must pass before its folder gets its name."""
+"""The checks that a conversion must pass before its folder is published."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,18 +25,18 @@ from approx.planning.plan import Plan
 from approx.seam.transformers_internals import auto_classes
 from approx_kernels.dispatch.implementation import implementation, untold
 
-# Images and spectrograms have a length of their own, which the exact limit must cover too.
+# Images and spectrograms have fixed lengths, which the exact limit must cover too.
 _LONGEST = 4096
-# Largest difference allowed, relative to the largest output: rounding through a whole model, not an approximation.
+# Largest difference allowed, relative to the largest output: rounding through a whole model, but no approximation.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def exact_limit(model: Any, plan: Plan) -> Check:
-    """Whether the layers of the plan, set to the limit where their mechanism is exact, leave the stock model as it is.
+    """Whether the plan with exact settings of its mechanisms gives the outputs of the stock model.
 
     Args:
-        model: The stock model; it is converted and reverted again.
-        plan: The plan to be carried out afterwards.
+        model: The stock model; it is converted and reverted.
+        plan: The plan of the conversion.
     """
     name = "exact limit equals the base"
     rules, inexact = [], []
@@ -51,10 +51,10 @@ def exact_limit(model: Any, plan: Plan) -> Check:
     length = min(regime.SHORT, positions.limit(model.config) or regime.SHORT)
     inputs = _examples(model, Trial(length, length // 4))
     before = _run(model, inputs)
-    # At the limit nothing depends on what mechanisms are fitted to.
+    # At the exact limit, calibration has no effect.
     surgery.exchange(model, Plan(tuple(rules)))
     try:
-        # Its settings are others than the plan's, and so is what is slow about them.
+        # Warnings about slow settings would concern the exact settings, not the plan's.
         with untold():
             after = _run(model, inputs)
     finally:
@@ -65,10 +65,10 @@ def exact_limit(model: Any, plan: Plan) -> Check:
 
 
 def padding(model: Any) -> Check:
-    """Whether padding a batch changes nothing for the rows that were padded.
+    """Whether padding a batch leaves the outputs of padded rows unchanged.
 
-    The whole model is compared on a short input. On one that its mechanisms approximate each layer is, given the same
-    inputs, for there rounding may tip what they choose.
+    On a short input the whole model is compared. On an input that its mechanisms approximate, each layer is compared
+    with the same inputs, since rounding may change which keys or clusters later layers choose.
     """
     name = "padding cannot matter"
     tried = regime.trials(model)
@@ -81,14 +81,14 @@ def padding(model: Any) -> Check:
         single = _run(model, alone)
         error = difference(_run(model, padded)[-1:, : single.shape[1]], single)
         if error > _tolerance(model) and _pads_without_mask(model):
-            found = "this model normalises over the padding itself and is meant to be used without a mask"
-            return Check(name, None, found)
+            why = "this model normalises over the padding itself and is meant to be used without a mask"
+            return Check(name, None, why)
         errors = [error, *(layerwise.padding(model, trial) for trial in tried)]
     return _compared(name, model, max(errors), [trial.real for trial in tried])
 
 
 def causality(model: Any) -> Check:
-    """Whether changing the last tokens leaves every earlier output as it was, of a causal model and of each causal layer."""
+    """Whether changing the last tokens leaves all earlier outputs of a causal model, and of each causal layer, unchanged."""
     name = "no leak from the future"
     sites = model.config.approx["sites"].values()
     tried, errors = regime.trials(model), []
@@ -124,21 +124,21 @@ def _begins_with(tensor: Tensor, start: Tensor) -> bool:
 
 
 def fresh_process(folder: Path, model: Any) -> Check:
-    """Whether a new process without approx, approx_kernels and triton loads the folder and gives the same bits.
+    """Whether a new process without approx, approx_kernels and triton loads the folder and gives bit-equal outputs.
 
-    A slim folder runs plain PyTorch there, so it is compared with that.
+    A slim folder runs plain PyTorch there, so it is compared with plain PyTorch here.
     """
     name = "reload without approx is bit-equal"
     stock = stock_class(type(model))
     auto = next((a for a, head in auto_classes(stock.config_class.model_type).items() if head == stock.__name__), None)  # type: ignore[attr-defined]  # every model class has it
-    # Some heads tell padding by a token that not every config has, and take one row only without it.
+    # Some task heads identify padding by a token that not every config has; without it they take only one row.
     rows = 2 if getattr(model.config, "pad_token_id", None) is not None else 1
     model.to("cpu")
     tried = regime.trials(model)
-    # Some mechanisms decode in another way than they attend to a whole input; only the first call has a cache, if any.
+    # Some mechanisms decode differently from a whole forward pass; only the first call may have a cache.
     uncached = {"use_cache": False} if "use_cache" in signature(model.base_model.forward).parameters else {}
     inputs = [{key: tensor[:rows] for key, tensor in _examples(model, tried[0]).items()}]
-    # Of long inputs one row is enough, the padded one, and the head of a language model would make them large.
+    # Long inputs need only the padded row, and no language model head, whose outputs would be large.
     longer = tried[1:] or (tried if uncached else [])
     inputs += [{key: tensor[-1:] for key, tensor in _examples(model, trial).items()} for trial in longer]
     slim = not model.config.approx.get("bundle_kernels", False)
@@ -157,8 +157,8 @@ def fresh_process(folder: Path, model: Any) -> Check:
 
 
 def _compared(name: str, model: Any, error: float, lengths: list[int]) -> Check:
-    found = f"relative difference {error:.1e}{_at(model, lengths)}"
-    return Check(name, error <= _tolerance(model), found, lengths)
+    detail = f"relative difference {error:.1e}{_at(model, lengths)}"
+    return Check(name, error <= _tolerance(model), detail, lengths)
 
 
 def _at(model: Any, lengths: list[int]) -> str:
@@ -166,18 +166,18 @@ def _at(model: Any, lengths: list[int]) -> str:
 
 
 def _examples(model: Any, trial: Trial) -> dict[str, Tensor]:
-    """Two rows, the second padded where the family takes padding."""
+    """Two rows, the second padded if the family takes padding."""
     return example_inputs(model, trial.length, batch=2, padded=trial.padded, device=model.device)
 
 
 def _run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Last hidden states, [B, L, hidden]: heads that pool or rescale would hide what happens at single positions."""
+    """Last hidden states, [B, L, hidden]: task heads that pool or rescale would hide changes at single positions."""
     with evaluating(model), torch.inference_mode():
         return model.base_model(**inputs)[0]
 
 
 def _real(hidden: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The positions of both rows that are not padding, where outputs have no meaning; speech has fewer than samples."""
+    """Both rows without padded positions, where outputs are undefined; speech has fewer positions than samples."""
     mask = inputs.get("attention_mask")
     kept = hidden.shape[1] if mask is None else int(hidden.shape[1] * mask[-1].float().mean())
     return hidden[0], hidden[1, :kept]

@@ -1,8 +1,8 @@
 """A process without approx, approx_kernels and triton, in which a written folder has to work.
 
-Importing PyTorch and transformers takes most of such a check. So one process begins with that while the folder is still
-being made, and each folder is loaded in a fork of it, which has seen no other. Where a process cannot be forked after these
-imports, each folder gets one of its own.
+Importing PyTorch and transformers takes most of the time of such a check. One process therefore imports them while the
+folder is still being written, and loads each folder in a separate fork. Where processes cannot be forked after these
+imports, each folder gets its own process.
 """
 
 import atexit
@@ -19,24 +19,24 @@ from torch import Tensor, get_num_threads
 
 from approx_kernels.runtime.cache_folder import cache_folder
 
-# Libraries of macOS do not survive a fork, and Windows has none.
+# macOS libraries do not survive a fork, and Windows has no fork.
 _FORKS = sys.platform == "linux"
-# The check is one of the CPU, and what has looked for GPUs cannot be forked.
+# The check runs on the CPU, and a process that has initialised CUDA cannot be forked.
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class ReloadError(Exception):
-    """The folder did not load or gave nothing, for the reason that stands here."""
+    """The folder did not load or gave no outputs; the message is the reason."""
 
 
 class Reloader:
-    """The process; it begins to import at once."""
+    """The process that reloads folders; it starts importing at once."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
         self._home = tempfile.TemporaryDirectory(prefix="approx-fresh-")
         self._said = Path(self._home.name, "said")
-        # What is appended to starts again once it is truncated.
+        # In append mode, writes restart at the beginning after the file is truncated.
         with self._said.open("a") as said:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _SERVER, *(["forks"] if _FORKS else [])],
@@ -51,18 +51,18 @@ class Reloader:
 
     @property
     def usable(self) -> bool:
-        """Whether it still runs, and is this process's, not that of one it was forked from."""
+        """Whether it still runs and belongs to this process, not to a parent that was forked."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def first_outputs(self, folder: Path, auto: str, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
-        """See the function of this name."""
+        """See the module's function of the same name."""
         assert self._process.stdin
         assert self._process.stdout
         with tempfile.TemporaryDirectory(dir=self._home.name) as scratch:
             for number, each in enumerate(inputs):
                 save_file({key: x.contiguous() for key, x in each.items()}, f"{scratch}/{number}.safetensors")
             asked = {"folder": str(folder.resolve()), "auto": auto, "scratch": scratch, "calls": len(inputs)}
-            # What was compiled and found for this process holds there too; another way to attend would round otherwise.
+            # Share the compiled code and probe results: another implementation would round differently.
             asked |= {"threads": get_num_threads(), "cache": str(cache_folder().absolute())}
             try:
                 print(json.dumps(asked), file=self._process.stdin, flush=True)
@@ -72,11 +72,11 @@ class Reloader:
             if status != "0":
                 said = self._said.read_text("utf-8", "replace").strip().splitlines()
                 raise ReloadError(said[-1] if said else "it died")
-            found = load_file(f"{scratch}/outputs.safetensors")
-            return [found[str(number)] for number in range(len(inputs))]
+            outputs = load_file(f"{scratch}/outputs.safetensors")
+            return [outputs[str(number)] for number in range(len(inputs))]
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process."""
         atexit.unregister(self.close)
         if self._owner == os.getpid():
             self._process.kill()
@@ -89,32 +89,32 @@ _lock = Lock()
 
 
 def begin() -> None:
-    """Let the process import what it needs, while there is other work to be done."""
+    """Start the process, so that it imports while other work is done."""
     with _lock:
         _usable()
 
 
 def first_outputs(folder: Path, auto: str, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
-    """Load a folder in a fresh process and run it there, its mechanisms at any length, whatever their `exact_below` says.
+    """Load a folder in a fresh process and run it there, ignoring its `exact_below`.
 
     Args:
-        folder: Of the checkpoint.
+        folder: Folder of the checkpoint.
         auto: The auto class of transformers that loads it.
-        inputs: What the model is called with, one call after another; after the first its base model is called, without a cache.
+        inputs: Inputs of each call; the first calls the model, the others its base model, without a cache.
 
     Returns:
         The first output of each call.
 
     Raises:
-        ReloadError: if there is none.
+        ReloadError: if loading or running fails.
     """
     with _lock:
-        found = _usable()
+        reloader = _usable()
         try:
-            return found.first_outputs(folder, auto, inputs)
+            return reloader.first_outputs(folder, auto, inputs)
         finally:
             if not _FORKS:
-                found.close()
+                reloader.close()
 
 
 def _usable() -> Reloader:
@@ -124,21 +124,21 @@ def _usable() -> Reloader:
     return _current
 
 
-# It is text: whatever this process has imported must not help it.
+# Source text, so that it does not depend on imports of this process.
 _SERVER = """
 import inspect, json, os, shutil, sys, traceback
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("approx", "approx_kernels", "triton"):
-            raise ModuleNotFoundError(f"{name} is kept out of this check", name=name)
+            raise ModuleNotFoundError(f"{name} is blocked in this check", name=name)
 sys.meta_path.insert(0, Absent())
 asked, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-# transformers may ask whether to trust code; here nobody answers, and nothing but an answer passes for one.
+# transformers may prompt for trusting code, or print; neither must read from or write to the pipes.
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 os.dup2(2, 1)
 import torch, transformers
 from safetensors.torch import load_file, save_file
-# The file of one family brings what those of all import.
+# The modules of all families import mostly the same; importing one family now saves time later.
 from transformers import BertModel
 
 def reload(folder, auto, scratch, calls, threads, cache):
@@ -148,14 +148,14 @@ def reload(folder, auto, scratch, calls, threads, cache):
     for module in model.modules():
         if hasattr(module, "exact_below"):
             module.exact_below = 0
-    found = {}
+    outputs = {}
     with torch.inference_mode():
         for number in range(calls):
             part, inputs = model.base_model if number else model, load_file(f"{scratch}/{number}.safetensors")
             if number and "use_cache" in inspect.signature(part.forward).parameters:
                 inputs["use_cache"] = False
-            found[str(number)] = part(**inputs)[0].contiguous()
-    save_file(found, f"{scratch}/outputs.safetensors")
+            outputs[str(number)] = part(**inputs)[0].contiguous()
+    save_file(outputs, f"{scratch}/outputs.safetensors")
 
 def status(**wanted):
     try:

@@ -1,4 +1,4 @@
-"""Make a folder: open a checkpoint, operate on it, check the result, and only then give the folder its name."""
+"""Convert a checkpoint into a folder: load it, convert the model, check the result, and only then publish the folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,28 +30,28 @@ def convert(
     bundle_kernels: bool = False,
     progress: Callable[[str], None] = lambda step: None,
 ) -> dict[str, Any]:
-    """Convert a checkpoint into a new folder, verified before it gets its name.
+    """Convert a checkpoint into a new folder, verified before it is published.
 
     Args:
         name: A folder, a model id of the hub, or `quickstart`.
-        out: The folder to make.
-        plan: Which layer gets what.
-        max_length: Usable positions afterwards, in tokens, if the position table is to be extended.
-        calibrate: A text, or for speech a recording, that mechanisms are fitted to and the damage of each layer is measured
-            on; without it what `calibration_batch` chooses.
+        out: The folder to create.
+        plan: The mechanism of each layer.
+        max_length: Usable positions afterwards, in tokens, to extend the position table.
+        calibrate: A text, or for speech a recording, to fit mechanisms and measure the error of each layer; by default
+            `calibration_batch` chooses.
         force: Whether an existing `out` is replaced, once the new folder is complete.
-        revision: Commit of the hub.
-        offline: Whether only local files and the hub's cache may be used.
+        revision: Commit on the hub.
+        offline: Whether to use only local files and the hub's cache.
         allow_pickle: Whether pickled weights are accepted.
-        bundle_kernels: Whether the folder carries the C and Triton of its mechanisms, and not plain PyTorch alone.
+        bundle_kernels: Whether the folder includes the C and Triton of its mechanisms instead of plain PyTorch.
         progress: Called with the name of each step.
 
     Returns:
-        The receipt as plain data: what was swapped, left and added, the error of each layer, the checks.
+        The receipt as plain data: the layers converted and left, the tensors added, the error of each layer, the checks.
 
     Raises:
-        ApproxError: if the checkpoint, the plan or that file is refused, or a check fails (exit code 6; the result is kept beside
-            `out` with the suffix `.failed`).
+        ApproxError: if the checkpoint, the plan or the calibration file is unusable, or a check fails (exit code 6; the result
+            is kept beside `out` with the suffix `.failed`).
     """
     out = Path(out)
     refuse_existing(out, force=force)
@@ -76,7 +76,7 @@ def convert(
     progress("checking the exact limit")
     results = [checks.exact_limit(model, plan)]
     reference = dict(model.state_dict())
-    progress("exchanging attention")
+    progress("replacing attention")
     receipt = surgery.exchange(model, plan, max_length=max_length, bundle_kernels=bundle_kernels)
     length = calibration_length(model)
     batch = calibration_batch(source, model, length, file)

@@ -1,4 +1,4 @@
-"""Write a converted checkpoint: an ordinary folder that stock transformers loads, with its code, card and receipt."""
+"""Write a converted checkpoint: an ordinary folder that stock transformers loads, with code, model card and receipt."""
 
 import json
 import shutil
@@ -23,19 +23,19 @@ from approx.planning.resolve import described
 from approx.seam.manifest import MANIFEST
 from approx.version import __version__
 
-# Everything else beside the weights (tokenizer, feature extractor, generation settings) goes along as it is.
+# All other files beside the weights (tokenizer, feature extractor, generation settings) are copied unchanged.
 _NOT_COPIED = {"config.json", "README.md", "model.safetensors.index.json", MANIFEST, RECEIPT, ".gitattributes"}
-# What in the settings of a feature extractor names its class.
+# Settings of a feature extractor that name its class.
 _CLASSES = {"feature_extractor_type", "image_processor_type"}
-# What the code of a slim folder is, and that of one with kernels.
+# Description of the code of a slim folder, and of one with kernels.
 _RUNS = {
     False: "That code is plain PyTorch; with `pip install approx-attention` its faster C and Triton run in its place.",
-    True: "That code brings its C and Triton, which are compiled where there is a compiler or a GPU.",
+    True: "That code includes C and Triton kernels, which are compiled if there is a compiler or a GPU.",
 }
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
-# What the card of a base says and the card of the converted model repeats.
+# Fields of the base's model card that the converted model inherits.
 _INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-# Where the base's card names no pipeline; importing transformers' own table would import every pipeline.
+# Used if the base's card names no pipeline; importing transformers' own table would import every pipeline.
 _PIPELINES = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForCTC": "automatic-speech-recognition",
@@ -59,16 +59,16 @@ def write_checked(
     force: bool = False,
     progress: Callable[[str], None] = lambda step: None,
 ) -> list[Check]:
-    """Write a checkpoint into a new folder, which gets its name only if every check passes.
+    """Write a checkpoint into a new folder, which is published only if every check passes.
 
     Args:
-        out: The folder to make.
-        checkpoint: With its model as it is to be saved.
-        checks: The name of a step -> a check of the folder that was written, in their order.
-        what: The work that the checks are of, for the error: "The conversion of bert".
-        earlier: Results of checks that ran before anything was written; they count as well.
-        receipt: Of a conversion; the folder then gets it and a model card.
-        max_length: Input length in tokens that the tokenizer is to announce, if the positions were changed.
+        out: The folder to create.
+        checkpoint: The checkpoint, with its model in the state to save.
+        checks: Name of a step -> a check of the written folder, in order.
+        what: Description of the work for the error, such as "The conversion of bert".
+        earlier: Results of checks that ran before writing; they count as well.
+        receipt: Receipt of a conversion; the folder then gets it and a model card.
+        max_length: The tokenizer's maximum length in tokens, if the positions changed.
         force: Whether an existing `out` is replaced, once the new folder is complete.
         progress: Called with the name of each step.
 
@@ -97,7 +97,7 @@ def write_checked(
             details = "; ".join(f"{check.name}: {check.detail}" for check in failed)
             raise ApproxError(
                 f"{what} did not pass its checks ({details}). Nothing was written to {out}; the result is kept as {kept} "
-                "to look into.",
+                "for inspection.",
                 Exit.VERIFICATION,
             )
     return results
@@ -107,13 +107,13 @@ def write(folder: Path, checkpoint: Checkpoint, max_length: int | None = None) -
     """Write model, processor files and code of a checkpoint into an empty folder.
 
     Args:
-        folder: Where to; usually the temporary one of `atomic_folder`.
-        checkpoint: With its model as it is to be saved, converted or reverted.
-        max_length: Input length in tokens that the tokenizer is to announce, if the positions were changed.
+        folder: The target; usually the temporary one of `atomic_folder`.
+        checkpoint: The checkpoint, with its model in the state to save, converted or reverted.
+        max_length: The tokenizer's maximum length in tokens, if the positions changed.
     """
     copy_companions(checkpoint.source.folder, folder)
     if not checkpoint.source.converted:
-        # A checkpoint without a processor is one without a processor.
+        # A checkpoint may have no processor.
         with suppress(ApproxError):
             _name_classes(folder, processor(checkpoint.source))
     checkpoint.model.save_pretrained(folder)
@@ -123,7 +123,7 @@ def write(folder: Path, checkpoint: Checkpoint, max_length: int | None = None) -
 
 
 def _name_classes(folder: Path, processor: Any) -> None:
-    """Let the settings of a processor name their classes: the type of the config, which may have told them, is another now."""
+    """Name the classes in the settings of a processor, since a converted config's model type does not imply them."""
     whole = {"processor_class": type(processor).__name__} if isinstance(processor, ProcessorMixin) else {}
     for part in ("tokenizer", "feature_extractor", "image_processor") if whole else (None,):
         read = getattr(processor, part, None) if part else processor
@@ -182,12 +182,12 @@ def named_base(checkpoint: Checkpoint) -> Base:
 
 
 def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt) -> None:
-    """Write the model card: what was exchanged, from which base, what each layer loses, and how to load it.
+    """Write the model card: the replaced layers, the base, the error of each layer, and how to load the model.
 
     Args:
-        folder: Where the converted model was written.
-        checkpoint: With its model converted. License, language and pipeline are those of its own card.
-        receipt: Of the conversion, with the error of each layer.
+        folder: Folder of the converted model.
+        checkpoint: The checkpoint, with its model converted; its card provides license, language and pipeline.
+        receipt: Receipt of the conversion, with the error of each layer.
     """
     model = checkpoint.model
     record, stock = model.config.approx, families.stock_class(type(model))
@@ -198,7 +198,7 @@ def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt) -> None:
     inherited = _inherited(checkpoint.source.folder / "README.md")
     data = ModelCardData(
         **{"pipeline_tag": _PIPELINES.get(auto), **inherited},
-        # The name of a local folder would be taken for a model of the hub.
+        # The hub would take the name of a local folder for a model id.
         base_model=base.name if base.revision else None,
         base_model_relation="finetune" if base.revision else None,
         library_name="transformers",
@@ -225,7 +225,7 @@ def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt) -> None:
 
 
 def _inherited(card: Path) -> dict[str, Any]:
-    """What a base's card says that holds for a model made from it; nothing where there is no card, or a damaged one."""
+    """Fields of the base's model card that also hold for the converted model; empty without a readable card."""
     try:
         said = metadata_load(card) or {}
     except (OSError, ValueError, YAMLError):

@@ -1,4 +1,4 @@
-"""What each converted layer loses by itself, seen on a calibration batch: its output's error, and the attention it kept."""
+"""The error of each converted layer by itself on a calibration batch, and the attention mass it captures."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,15 +14,15 @@ from approx.seam.observe import Call, observe
 
 
 class Damage(NamedTuple):
-    """What one layer loses.
+    """The error of one layer.
 
     Attributes:
-        error: ‖o − o_exact‖ / ‖o_exact‖ of the layer's attention output over the real tokens of the batch, o_exact being
-            that of exact attention on the same q, k and v.
-        captured_mass: Exact attention weight on the keys that the layer still sees, from 0 to 1, as the mean over the real
-            queries and the heads that leave keys out; None where no head does. A query of mass m whose weights on these
-            keys are the exact ones but for a factor has an error of at most 2 (1 − m) max ‖v‖.
-        tokens: How many the layer attended over.
+        error: ‖o − o_exact‖ / ‖o_exact‖ of the layer's attention output over the real tokens of the batch; o_exact is the
+            output of exact attention on the same q, k and v.
+        captured_mass: Exact attention weight on the keys that the layer still sees, from 0 to 1, averaged over the real
+            queries and the heads that skip keys; None if no head does. A query with mass m whose weights on these keys are
+            proportional to the exact ones has an error of at most 2 (1 − m) max ‖v‖.
+        tokens: Number of tokens the layer attended over.
     """
 
     error: float
@@ -35,10 +35,10 @@ def layer_damage(model: Any, inputs: dict[str, Tensor]) -> dict[int, Damage]:
 
     Args:
         model: A converted model.
-        inputs: A calibration batch. Where it is shorter than `exact_below`, attention is exact and nothing is lost.
+        inputs: A calibration batch. Layers whose `exact_below` exceeds its length are exact.
 
     Returns:
-        Layer -> its damage.
+        Layer -> its error.
     """
     damage = {}
     for path, site in model.config.approx["sites"].items():
@@ -66,26 +66,26 @@ def layer_damage(model: Any, inputs: dict[str, Tensor]) -> dict[int, Damage]:
 
 
 def unseen(model: Any, measured_at: Mapping[int, int]) -> list[str]:
-    """Say which layers are still exact at the length that their damage was measured at, a sentence for each length.
+    """Warnings about layers that are still exact at the length of the measurement, one sentence per length.
 
     Args:
         model: The converted model.
         measured_at: Layer -> tokens.
     """
-    limit, found = positions.limit(model.config), {}
+    limit, exact = positions.limit(model.config), {}
     for path, site in model.config.approx["sites"].items():
         mechanism = model.base_model.get_submodule(path).mechanism
         start, tokens = mechanism.differs_from(), measured_at[site["layer"]]
         if start is not None and tokens < (start := max(start, mechanism.exact_below)):
-            found.setdefault((start, tokens), []).append(str(site["layer"]))
+            exact.setdefault((start, tokens), []).append(str(site["layer"]))
     return [
         f"With these settings layers {', '.join(layers)} are exact on fewer than {start:,} tokens, "
         + (
             f"and the model takes no more than {limit:,}: they never approximate."
             if limit is not None and limit < start
-            else f"but damage was measured on {tokens:,}: it does not show. Longer inputs, with --calibrate, may show it."
+            else f"but errors were measured on {tokens:,}, so they are 0. Pass longer inputs with --calibrate to measure them."
         )
-        for (start, tokens), layers in found.items()
+        for (start, tokens), layers in exact.items()
     ]
 
 
@@ -97,7 +97,7 @@ def _error(out: Tensor, target: Tensor, key_mask: Tensor | None) -> float:
 
 
 def _captured(call: Call, mechanism: Mechanism) -> Tensor:
-    """Exact weight on the keys that a mechanism sees, of each head: the mean over the real queries, [H]."""
+    """Exact attention weight on the keys that each head of a mechanism sees, averaged over the real queries, [H]."""
     if call.exact:
         return torch.ones(mechanism.heads, device=call.q.device)
     q, k, key_mask = call.q.float(), call.k.float(), call.mask

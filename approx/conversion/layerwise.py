@@ -1,7 +1,7 @@
-"""What padding and the future do to each converted layer, given the inputs that it has in the model.
+"""The effect of padding and of future tokens on each converted layer, with the layer's inputs in the model.
 
-A whole model hands small differences on: rounding may tip which keys or clusters a layer chooses, and every layer after it
-shows that. With the same queries, keys and values twice, a difference is the mechanism's own, or that of the mask it got.
+In a whole model, rounding may change which keys or clusters a layer chooses, and all later layers change with it. With
+identical queries, keys and values, any difference comes from the mechanism itself or from its mask.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,17 @@ from approx.planning.example_inputs import example_inputs
 from approx.seam.observe import Call, observe
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest number expected; infinite where anything is not finite."""
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest expected value; infinite if any value is not finite."""
     largest = expected.float().abs().max().clamp_min(1e-6)
-    error = float((found.float() - expected.float()).abs().max() / largest)
+    error = float((actual.float() - expected.float()).abs().max() / largest)
     return error if error < torch.inf else torch.inf
 
 
 def padding(model: Any, trial: Trial) -> float:
-    """Largest relative difference between the outputs of padded rows and those of their real tokens by themselves.
+    """Largest relative difference between the outputs of padded rows and those of their real tokens alone.
 
-    One row is padded at the right, and where layers are causal, which never look there, another one at the left.
+    One row is padded on the right; with causal layers, which never see that padding, another one on the left.
 
     Args:
         model: A converted model whose inputs have an `attention_mask`.
@@ -47,7 +47,7 @@ def padding(model: Any, trial: Trial) -> float:
 
     def compare(mechanism: Mechanism, call: Call) -> float:
         given = inputs.get(own if mechanism.causal else "attention_mask")
-        # Samples of speech become fewer frames, and the model alone knows which of them are padding.
+        # Speech has fewer frames than samples, and only the model knows which frames are padding.
         real = given.bool() if given is not None and given.shape == call.k.shape[::2] else call.mask
         if real is None:
             return 0.0
@@ -67,18 +67,18 @@ def padding(model: Any, trial: Trial) -> float:
 
 
 def causality(model: Any, trial: Trial, inputs: dict[str, Tensor]) -> float:
-    """Largest relative difference that other last tokens make to earlier outputs of causal layers.
+    """Largest relative change of earlier outputs of causal layers when the last tokens change.
 
     Args:
         model: A converted model.
-        trial: Size of its inputs, of whose tokens as many count as the last ones as would be padding.
-        inputs: Without padding.
+        trial: Size of the inputs; the tokens that would be padding count as the last ones.
+        inputs: Inputs without padding.
     """
 
     def compare(mechanism: Mechanism, call: Call) -> float:
         if not mechanism.causal:
             return 0.0
-        # Of two neighbours one lies within a block, where a leak may end.
+        # A leak may end at the border of a block; of two adjacent cuts at least one is inside a block.
         first = call.k.shape[2] - trial.padded
         errors = []
         for cut in (first - 1, first):

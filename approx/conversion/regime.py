@@ -1,4 +1,4 @@
-"""The lengths that a conversion is checked at: a short one, and one at which its mechanisms approximate."""
+"""The input lengths at which a conversion is checked: a short one, and one at which its mechanisms approximate."""
 
 from typing import Any, NamedTuple
 
@@ -9,9 +9,9 @@ from approx.planning.anatomy import anatomy
 from approx.planning.selection import ranges
 
 SHORT = 40
-# A check is a few forward passes on a CPU, whatever the settings and the model allow.
+# Limits the time of a check, which is a few forward passes on a CPU.
 _LONGEST = 4096
-# Tokens beyond the shortest length: among fewer, a block that begins there would hold but one.
+# Tokens beyond the shortest approximated length, so that a block starting there holds more than one token.
 _MARGIN = 8
 
 
@@ -20,7 +20,7 @@ class Trial(NamedTuple):
 
     Attributes:
         length: Positions of a row: tokens, or frames of speech.
-        padded: How many of them are padding, in rows that are padded.
+        padded: Number of padded positions in padded rows.
     """
 
     length: int
@@ -28,7 +28,7 @@ class Trial(NamedTuple):
 
     @property
     def real(self) -> int:
-        """Positions that are no padding in rows that are padded."""
+        """Number of real positions in padded rows."""
         return self.length - self.padded
 
 
@@ -39,10 +39,10 @@ class _Layer(NamedTuple):
 
 
 def trials(model: Any) -> list[Trial]:
-    """A short input, and one on which every layer of a converted model approximates, padded rows too.
+    """A short input, and one on which every layer of a converted model approximates, even in padded rows.
 
-    One will do where the short one is long enough, or all inputs have one size. The longer has as many positions as the
-    model takes, or 4,096, where it should have more.
+    Only one if the short one is long enough, or all inputs have the same size. The longer one has at most the model's
+    positions, and at most 4,096.
     """
     layers = _layers(model)
     free = [layer for layer in layers if layer.fixed is None]
@@ -56,12 +56,12 @@ def trials(model: Any) -> list[Trial]:
         return [short]
     padded = max(_MARGIN, real // 8)
     length = min(real + padded, most)
-    # Where positions are few, rather little padding than a row that is exact for it.
+    # With few positions, reduce the padding so that the real tokens are still approximated.
     return [short, Trial(length, min(padded, max(length - start, 1)))]
 
 
 def unseen(model: Any, tokens: int) -> str:
-    """What to say of layers that do not approximate inputs of so many tokens, the longest tried; empty if all do."""
+    """A note about layers that are exact on inputs of this many tokens, the longest tried; empty if there are none."""
     exact = [layer for layer in _layers(model) if layer.start is not None and layer.start > (layer.fixed or tokens)]
     if not exact:
         return ""
@@ -69,9 +69,7 @@ def unseen(model: Any, tokens: int) -> str:
     limit = positions.limit(model.config)
     if all(layer.fixed or (limit is not None and limit <= _LONGEST) for layer in exact):
         return f"; exact at every length this model takes: layers {numbers}"
-    return (
-        f"; not seen where they approximate, from {latest(layer.start for layer in exact)} tokens on: layers {numbers}"
-    )
+    return f"; not checked where they approximate, from {latest(layer.start for layer in exact)} tokens on: layers {numbers}"
 
 
 def _layers(model: Any) -> list[_Layer]:

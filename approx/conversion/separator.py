@@ -1,4 +1,4 @@
-"""The id of the separator token, which mechanisms find tokens by: who leaves it out of a plan has it looked up."""
+"""Look up the id of the separator token for mechanisms that need it, if the plan does not name it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,14 +11,14 @@ from approx.planning.plan import Plan
 
 
 def with_separator(plan: Plan, find: Callable[[], int | None]) -> Plan:
-    """The plan with the setting `separator` filled in where a rule needs it and leaves it out.
+    """The plan with the setting `separator` filled in for rules that need it and leave it out.
 
     Args:
-        plan: The plan as it was given.
-        find: Looks the id up; asked only if a rule needs it.
+        plan: The original plan.
+        find: Looks up the id; called only if a rule needs it.
 
     Raises:
-        ApproxError: if a rule needs it and `find` knows none.
+        ApproxError: if a rule needs it and `find` returns None.
     """
     lacking = [rule for rule in plan.rules if _lacks(rule.settings)]
     if not lacking:
@@ -26,8 +26,8 @@ def with_separator(plan: Plan, find: Callable[[], int | None]) -> Plan:
     separator = find()
     if separator is None:
         raise ApproxError(
-            f"Global tokens chosen by '{lacking[0].settings['global_tokens']}' are found by a separator token, and neither a "
-            "tokenizer nor the config of this model names one. Give its id as the setting 'separator'."
+            f"global_tokens '{lacking[0].settings['global_tokens']}' needs a separator token, but neither the tokenizer nor "
+            "the config of this model names one. Give its id as the setting 'separator'."
         )
     rules = (
         replace(rule, settings={**rule.settings, "separator": separator}) if _lacks(rule.settings) else rule
@@ -45,7 +45,7 @@ def of_checkpoint(source: checkpoint.Source) -> int | None:
 
 
 def named_by(holder: Any) -> int | None:
-    """The separator that a tokenizer or a config names: its separator or else its end token; None if it names none."""
+    """The separator token of a tokenizer or a config, or else its end token; None if it names neither."""
     ids = (getattr(holder, name, None) for name in ("sep_token_id", "eos_token_id"))
     return next((number for number in ids if type(number) is int), None)
 

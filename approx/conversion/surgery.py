@@ -1,4 +1,4 @@
-"""Surgery: carry a plan out on a loaded model, and undo it."""
+"""Surgery: apply a plan to a loaded model, and undo it."""
 
 import copy
 from typing import Any
@@ -27,26 +27,25 @@ def convert(
     calibration: dict[str, Tensor] | None = None,
     bundle_kernels: bool = False,
 ) -> Receipt:
-    """Exchange the attention of a loaded model, in place.
+    """Replace the attention of a loaded model, in place.
 
-    The model keeps its tensors, gets a config of its own and becomes an instance of the converted class of its family, so `save_pretrained`
-    writes a folder that loads converted.
+    The model keeps its tensors, gets its own config and becomes an instance of the converted class of its family, so
+    `save_pretrained` writes a folder that loads converted.
 
     Args:
         model: A stock transformers model.
-        plan: Which layer gets what.
-        max_length: Usable positions afterwards, in tokens, if the table is to be extended.
-        calibration: Inputs of the model's forward that mechanisms are fitted to, if any of the plan must be; a few hundred
-            tokens of what the model is used for.
-        bundle_kernels: Whether the folders that the model is saved to carry the C and Triton of its mechanisms, and not
-            plain PyTorch alone.
+        plan: The mechanism of each layer.
+        max_length: Usable positions afterwards, in tokens, to extend the position table.
+        calibration: Inputs of the model's forward for mechanisms that need calibration; a few hundred typical tokens.
+        bundle_kernels: Whether folders saved from the model include the C and Triton of its mechanisms instead of plain
+            PyTorch.
 
     Returns:
         The receipt.
 
     Raises:
-        ApproxError: if the model is converted already, cannot be converted, the plan does not fit it, or inputs to fit a
-            mechanism to are missing. The model is then as it was.
+        ApproxError: if the model is already converted or cannot be converted, the plan does not fit it, or a mechanism
+            needs calibration inputs. The model is then unchanged.
     """
     receipt = exchange(model, plan, max_length=max_length, bundle_kernels=bundle_kernels)
     try:
@@ -58,14 +57,14 @@ def convert(
 
 
 def exchange(model: Any, plan: Plan, *, max_length: int | None = None, bundle_kernels: bool = False) -> Receipt:
-    """`convert` without fitting any mechanism, which then holds whatever it was made with.
+    """`convert` without calibration: mechanisms keep their initial state.
 
     Args and errors: as for `convert`.
     """
     if not (isinstance(model, PreTrainedModel) and isinstance(plan, Plan)):
         raise ApproxError(
             f"A conversion takes a loaded transformers model and an approx.Plan; {type(model).__name__} and {type(plan).__name__} "
-            "were given. Load a model with from_pretrained, and without a wrapper around it; make a plan with approx.Plan.of."
+            "were given. Load a model with from_pretrained, without a wrapper; create a plan with approx.Plan.of."
         )
     if families.is_converted(model):
         raise ApproxError(
@@ -84,7 +83,7 @@ def exchange(model: Any, plan: Plan, *, max_length: int | None = None, bundle_ke
         positions.resize(model, max_length)
     stock_implementation = implementation_of(model.config)
     attach(model, sites)
-    # All submodules share the config object, so it changes its class in place and none of them holds a stale one.
+    # All submodules share the config object, so its class changes in place.
     families.change_class(model.config, families.config_class(type(model.config)))
     model.config.approx = {
         "format": FORMAT,
@@ -109,7 +108,7 @@ def exchange(model: Any, plan: Plan, *, max_length: int | None = None, bundle_ke
 
 
 def revert(model: Any) -> None:
-    """Undo `convert` on a model, in place: the mechanisms go, the base's class, config and positions come back.
+    """Undo `convert` on a model, in place: remove the mechanisms and restore the base's class, config and positions.
 
     Raises:
         ApproxError: if the model is not converted.
@@ -126,8 +125,8 @@ def revert(model: Any) -> None:
 
 
 def _own_configs(model: Any) -> None:
-    """Give a model copies of its configs: whoever passed them may make other models of them, which stay as they are."""
-    # With one memo for all, modules that shared a config, or held a part of one, share its copy.
+    """Give a model copies of its configs, since other models may share the originals."""
+    # One memo for all keeps configs, and parts of them, shared between modules.
     memo: dict[int, Any] = {}
     for module in model.modules():
         for name, value in list(vars(module).items()):

@@ -1,4 +1,4 @@
-"""Calibration: what is fitted to inputs when converting, and what each layer loses on them."""
+"""Calibration: fitting mechanisms to inputs during conversion, and measuring the error of each layer on them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What mechanisms are fitted to: the start of somebody's own text or recording, as the model reads or hears it."""
+"""Calibration inputs: the start of the user's text or recording, as the model takes it."""
 
 import io
 
@@ -19,7 +19,7 @@ from zoo import tiny
 
 @pytest.fixture
 def heard(tmp_path):
-    """A speech checkpoint as it is located, and its model."""
+    """The source of a speech checkpoint, and its model."""
     folder = tmp_path / "speech"
     model = recogniser()
     model.save_pretrained(folder)
@@ -56,7 +56,9 @@ def test_a_recording_of_another_rate_is_resampled(heard, tmp_path):
 def test_what_a_model_cannot_hear_is_refused(heard, tmp_path):
     source, model = heard
     (tmp_path / "words.txt").write_text("no sound at all", encoding="utf-8")
-    with pytest.raises(ApproxError, match=r"words\.txt is not a recording .* Give a WAV or FLAC file of one channel"):
+    with pytest.raises(
+        ApproxError, match=r"words\.txt is not a readable recording .* Give a single-channel WAV or FLAC file"
+    ):
         CalibrationFile.read(tmp_path / "words.txt", "input_values")
     with pytest.raises(ApproxError, match="2 channels"):
         recording(tmp_path / "two.wav", np.stack([sound(0.5)] * 2, axis=1))

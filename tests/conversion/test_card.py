@@ -1,4 +1,4 @@
-"""The card of a converted folder: what it says of its base, and whose license it repeats."""
+"""The model card of a converted folder: its base and the inherited license."""
 
 import pytest
 from huggingface_hub import ModelCard

@@ -1,4 +1,4 @@
-"""What the checks of a conversion, the seam and the damage must notice, each seen on its own."""
+"""Faults that the checks of a conversion, the seam and the layer errors must detect, one at a time."""
 
 import json
 
@@ -31,10 +31,10 @@ def test_what_is_not_finite_is_no_small_difference():
     expected = torch.ones(2, 3)
     assert layerwise.difference(expected * 1.5, expected) == 0.5
     for strange in (torch.nan, torch.inf, -torch.inf):
-        found = expected.clone()
-        found[1, 2] = strange
-        assert layerwise.difference(found, expected) == torch.inf
-        assert max(0.0, layerwise.difference(found, expected)) == torch.inf
+        actual = expected.clone()
+        actual[1, 2] = strange
+        assert layerwise.difference(actual, expected) == torch.inf
+        assert max(0.0, layerwise.difference(actual, expected)) == torch.inf
 
 
 def test_a_tensor_that_the_folder_lacks_is_missed(tmp_path):
@@ -57,7 +57,7 @@ def test_a_tensor_that_is_stored_under_another_name_is_not_missed(tmp_path):
 
 
 def test_a_folder_that_computes_something_else_is_not_given_its_name(tmp_path, monkeypatch):
-    """The config is written with another window, which only the last check of all can tell."""
+    """Write the config with another window, which only the last check can detect."""
     honest = export.write
 
     def write(folder, *arguments):

@@ -1,4 +1,4 @@
-"""Folders are reloaded where nothing of this process, and nothing of other folders, can help them."""
+"""Folders reload in a process that shares nothing with this one or with other folders."""
 
 import signal
 
@@ -14,7 +14,7 @@ from zoo import tiny
 
 @pytest.fixture
 def converted(tmp_path):
-    """A folder, its inputs and the output it must have."""
+    """A folder, its inputs and its expected output."""
     model = tiny("BertModel")
     surgery.convert(model, Plan.of("local", left=3))
     model.save_pretrained(tmp_path / "folder")
@@ -28,7 +28,7 @@ def test_each_folder_is_loaded_by_itself_and_a_broken_one_costs_no_other(convert
     code = next(folder.glob("modeling_*.py"))
     written = code.read_text("utf-8")
     code.write_text(f"import approx\n{written}", encoding="utf-8")
-    with pytest.raises(clean_process.ReloadError, match="approx is kept out of this check"):
+    with pytest.raises(clean_process.ReloadError, match="approx is blocked in this check"):
         clean_process.first_outputs(folder, "AutoModel", [inputs])
     code.write_text(f"print(0)\n{written}", encoding="utf-8")
     assert torch.equal(clean_process.first_outputs(folder, "AutoModel", [inputs])[0], out)

@@ -1,4 +1,4 @@
-"""A converted model has configs of its own: those it was made of stay whoever's they are."""
+"""A converted model has its own configs: the original ones do not change."""
 
 from typing import Any
 

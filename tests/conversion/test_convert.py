@@ -1,4 +1,4 @@
-"""From a folder to a folder: what convert writes, what it checks first, and what revert gives back."""
+"""From folder to folder: what convert writes, what it checks first, and what revert restores."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def converted(base):
-    """Folder and receipt of a conversion with all its checks, the fresh process included."""
+    """Folder and receipt of a conversion with all checks, including the reload in a fresh process."""
     steps = []
     receipt = convert.convert(base, base.parent / "converted", PLAN, max_length=100, progress=steps.append)
     return base.parent / "converted", receipt, steps
@@ -133,7 +133,7 @@ def test_an_existing_folder_is_refused_before_any_work(converted, base):
 
 @pytest.mark.parametrize(
     ("place", "length", "words"),
-    [("file/out", None, "cannot be written"), ("out", 32, "takes 32 positions already"), ("out", 0, "larger number")],
+    [("file/out", None, "cannot be written"), ("out", 32, "already takes 32 positions"), ("out", 0, "larger number")],
 )
 def test_what_cannot_be_written_or_extended_is_told_before_the_weights_are_read(place, length, words, base, tmp_path):
     (tmp_path / "file").write_text("")

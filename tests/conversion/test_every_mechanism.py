@@ -1,4 +1,4 @@
-"""Every mechanism, with all its further settings, on the kinds of model that a new user tries first."""
+"""Every mechanism, with all its settings, on the kinds of model that new users try first."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A leak that a mechanism has only where it approximates is found, and the folder is not written."""
+"""A conversion detects leaks that a mechanism has only where it approximates, and writes no folder."""
 
 import json
 
@@ -46,13 +46,13 @@ every = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Folder of a small model with positions enough, for each form."""
-    found = {}
+    """Folder of a small model with enough positions, for each form."""
+    folders = {}
     for causal, (architecture, changes) in ARCHITECTURES.items():
-        found[causal] = tmp_path_factory.mktemp("bases") / architecture
+        folders[causal] = tmp_path_factory.mktemp("bases") / architecture
         size = changes or {"max_position_embeddings": 200}
-        tiny(architecture, **size).save_pretrained(found[causal])
-    return found
+        tiny(architecture, **size).save_pretrained(folders[causal])
+    return folders
 
 
 def drops_the_mask(honest, mechanism, q, k, v, mask, more):
@@ -83,7 +83,7 @@ LEAKS = {
 
 
 def plant(monkeypatch, name, *leaks):
-    """Let a mechanism leak where it approximates, in this process; the code that travels is that of its file."""
+    """Make a mechanism leak where it approximates, in this process only; the folder's code is that of its file."""
     kind = MECHANISMS[name]
 
     def leaking(inner, leak):
@@ -102,7 +102,7 @@ def plant(monkeypatch, name, *leaks):
 
 
 def refused(base, out, plan):
-    """Names of the checks that a conversion fails, by the receipt that is kept."""
+    """Names of the checks that a conversion fails, from the receipt it keeps."""
     with pytest.raises(ApproxError) as caught:
         convert.convert(base, out, plan)
     assert caught.value.exit_code == Exit.VERIFICATION == 6
@@ -116,23 +116,23 @@ def test_every_leak_of_every_mechanism_is_refused(name, causal, bases, tmp_path,
     # None of them hides another: what the second adds is of real tokens, and the third is the same in every call.
     leaks = [drops_the_mask, *([sees_the_next_token] if causal else []), differs_from_its_file]
     plant(monkeypatch, name, *leaks)
-    found = refused(bases[causal], tmp_path / "out", Plan((Rule(name, "1", BEYOND_40[name]),)))
-    assert found == {LEAKS[leak] for leak in leaks}
+    failed = refused(bases[causal], tmp_path / "out", Plan((Rule(name, "1", BEYOND_40[name]),)))
+    assert failed == {LEAKS[leak] for leak in leaks}
 
 
 @pytest.mark.parametrize("leak", LEAKS, ids=lambda leak: leak.__name__)
 @pytest.mark.parametrize("name", ["local", "block"])
 def test_a_leak_fails_the_check_that_is_made_for_it(name, leak, bases, tmp_path, monkeypatch):
     plant(monkeypatch, name, leak)
-    found = refused(bases[True], tmp_path / "out", Plan((Rule(name, "all", BEYOND_40[name]),)))
+    failed = refused(bases[True], tmp_path / "out", Plan((Rule(name, "all", BEYOND_40[name]),)))
     # The file of the mechanism is honest, so what is reloaded differs from what leaks here in any case.
-    assert found == {LEAKS[leak], LEAKS[differs_from_its_file]}
+    assert failed == {LEAKS[leak], LEAKS[differs_from_its_file]}
 
 
 def test_default_settings_are_checked_where_they_approximate(bases, tmp_path, monkeypatch):
     plant(monkeypatch, "block", drops_the_mask, sees_the_next_token)
-    found = refused(bases[True], tmp_path / "out", Plan.of("block"))
-    assert found >= {"padding cannot matter", "no leak from the future"}
+    failed = refused(bases[True], tmp_path / "out", Plan.of("block"))
+    assert failed >= {"padding cannot matter", "no leak from the future"}
 
 
 def test_exact_below_hides_nothing(bases, tmp_path, monkeypatch):
@@ -165,20 +165,20 @@ def test_the_receipt_says_at_which_lengths_each_check_ran(bases, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("left", "found"),
+    ("left", "words"),
     [
         (61, "at 30 and 63 positions"),
         (62, "exact at every length this model takes: layers 0-2"),
         (5000, "exact at every length this model takes: layers 0-2"),
     ],
 )
-def test_what_is_exact_at_every_length_of_a_model_is_said(left, found):
+def test_what_is_exact_at_every_length_of_a_model_is_said(left, words):
     model = tiny("GPT2LMHeadModel")
     surgery.convert(model, Plan.of("local", left=left))
     for check in (checks.padding(model), checks.causality(model)):
         assert check.passed
         assert check.lengths[-1] in (63, 64)
-    assert found in checks.padding(model).detail
+    assert words in checks.padding(model).detail
 
 
 def test_images_have_one_length_and_speech_any():
@@ -191,4 +191,4 @@ def test_images_have_one_length_and_speech_any():
     assert checks.padding(speech).passed
     surgery.revert(speech)
     surgery.convert(speech, Plan.of("local", left=5000, right=5000))
-    assert regime.unseen(speech, 4096) == "; not seen where they approximate, from 5002 tokens on: layers 0-2"
+    assert regime.unseen(speech, 4096) == "; not checked where they approximate, from 5002 tokens on: layers 0-2"

@@ -1,4 +1,4 @@
-"""What cannot be converted is refused with its reason, and what a converted model cannot do is refused when it is asked."""
+"""Models that cannot be converted, and uses that a converted model does not support, give an error with the reason."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _SMALL: dict[str, Any] = {
 
 
 def refused(code, *words):
-    """The context of an ApproxError with this exit code whose message has all these words."""
+    """Expect an ApproxError with this exit code whose message contains all these words."""
     return pytest.raises(ApproxError, check=lambda e: e.exit_code == code and all(word in str(e) for word in words))
 
 
@@ -39,7 +39,7 @@ def refused(code, *words):
         (
             "JetMoeModel",
             {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4},
-            ["jetmoe", "reads numbers"],
+            ["jetmoe", "reads values"],
         ),
         ("BertModel", {"hidden_size": 30}, ["bert", "config.json"]),
     ],

@@ -1,4 +1,4 @@
-"""Surgery on every family: what is exact stays equal, what was there stays there, and what was done can be undone."""
+"""Surgery on every family: exact layers give equal outputs, other tensors stay, and the conversion can be undone."""
 
 import copy
 import pickle
@@ -23,16 +23,16 @@ TOKEN_FAMILIES = [name for name in FAMILIES if not name.startswith(("Wav2Vec2", 
 
 
 def real_outputs(model, inputs):
-    """Outputs with the positions of padding set to 0: what a mechanism gives there has no meaning."""
+    """Outputs with padded positions set to 0, since outputs of padding are undefined."""
     mask = inputs.get("attention_mask")
-    found = outputs(model, inputs)
+    tensors = outputs(model, inputs)
     if mask is None:
-        return found
+        return tensors
     if "input_values" in inputs:
-        return [tensor if tensor.dim() < 3 else tensor * frames_mask(model, mask, tensor) for tensor in found]
+        return [tensor if tensor.dim() < 3 else tensor * frames_mask(model, mask, tensor) for tensor in tensors]
     return [
         tensor * mask.view(*mask.shape, *[1] * (tensor.dim() - 2)) if tensor.shape[:2] == mask.shape else tensor
-        for tensor in found
+        for tensor in tensors
     ]
 
 
@@ -136,12 +136,12 @@ def test_attention_weights_are_given_for_all_layers(architecture):
     layers = len(anatomy(model.config, type(model)).sites)
     surgery.convert(model, Plan.of("local", layers=f"0,{layers - 1}", left=64, right=64))
     with torch.no_grad():
-        found = model(**inputs, output_attentions=True)
+        actual = model(**inputs, output_attentions=True)
     for name in ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions"):
         if not expected.get(name):
             continue
-        assert len(found[name]) == len(expected[name]) > 0
-        assert difference(list(found[name]), list(expected[name])) < 1e-5
+        assert len(actual[name]) == len(expected[name]) > 0
+        assert difference(list(actual[name]), list(expected[name])) < 1e-5
 
 
 def gradients(model, inputs):
@@ -149,8 +149,8 @@ def gradients(model, inputs):
     torch.manual_seed(0)
     np.random.seed(0)
     model.zero_grad()
-    found = [tensor for tensor in model(**inputs).to_tuple() if isinstance(tensor, torch.Tensor)]
-    torch.stack([tensor.square().sum() for tensor in found]).sum().backward()
+    tensors = [tensor for tensor in model(**inputs).to_tuple() if isinstance(tensor, torch.Tensor)]
+    torch.stack([tensor.square().sum() for tensor in tensors]).sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -141,5 +141,5 @@ def test_samples_want_no_more_clusters_than_were_drawn():
 )
 def test_the_sums_of_a_cache_fit_the_queries(sums):
     newest = Q[:, :, :1], K[:, :, :1], V[:, :, :1]
-    with torch.no_grad(), pytest.raises(ValueError, match=r"C was given|sums are of 3 heads"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"C got|sums are of 3 heads"):
         linear_decode(*newest, None, {"sums": torch.zeros(sums)}, impl="cpu")

@@ -70,7 +70,7 @@ def test_a_warning_tells_once_why_the_plain_one_runs(caplog):
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         choose("counted", "auto", {"cpu": "a counter follows.", "reference": None})
     choose("tiled", "auto", {"cpu": "too old. Convert it, or ask for 'auto'.", "tiles": None, "reference": None})
-    told = "{} runs in plain PyTorch, which is slower, for 'cpu' cannot run: {}."
+    told = "{} runs in plain PyTorch, which is slower, because 'cpu' cannot run: {}."
     assert caplog.messages == [told.format("plain", "it has no dropout"), told.format("tiled", "too old. Convert it")]
 
 

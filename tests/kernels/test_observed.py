@@ -130,7 +130,7 @@ def test_c_that_was_asked_for_refuses_observers_it_would_mislead(name):
             local(q, k, v, impl="cpu")
             return x
 
-    with pytest.raises(ValueError, match=r"observes the operations, and sees those of PyTorch alone\. Ask for 'auto'"):
+    with pytest.raises(ValueError, match=r"observes the operations, and only sees those of PyTorch\. Ask for 'auto'"):
         OBSERVERS[name][1](Asking())
 
 

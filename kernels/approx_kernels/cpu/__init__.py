@@ -1,1 +1,1 @@
-"""C for CPUs: compiled where there is a compiler, and the structures that it reads."""
+"""C for CPUs: compiling it, and the structures that it reads."""

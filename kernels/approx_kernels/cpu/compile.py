@@ -1,4 +1,4 @@
-"""C where there is a compiler for it: compiled once per machine, kept, and called without any build system."""
+"""Compile C once per machine, cache it, and call it without a build system."""
 
 import ctypes
 import hashlib
@@ -31,7 +31,7 @@ except ImportError:  # Windows
 
 _LOG = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")
-# The longest file takes seven seconds, on a busy machine thirty; a compiler that takes far longer hangs.
+# The longest file takes seven seconds, or thirty on a busy machine; a compiler that takes far longer hangs.
 _SECONDS = 180
 _SWITCH = "APPROX_COMPILE_C"
 _TRIAL = "int approx_trial(void) { return 0; }"
@@ -39,7 +39,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def obstacle(name: str, *tensors: Tensor) -> str | None:
-    """Why functions of a file of c/ cannot run on tensors, with the remedy; None where they can."""
+    """Why functions of a file of c/ cannot run on tensors, with the remedy; None if they can."""
     if why := needs_pytorch(*tensors):
         return why
     for x in tensors:
@@ -47,12 +47,12 @@ def obstacle(name: str, *tensors: Tensor) -> str | None:
             return f"a tensor is on the {x.device.type}; this runs on CPU tensors. Move it, or ask for 'auto'."
         if x.dtype not in DTYPES:
             return f"a tensor is {x.dtype}; allowed are float32 and bfloat16. Convert it, or ask for 'auto'."
-    found = library(name)
-    return found if isinstance(found, str) else None
+    loaded = library(name)
+    return loaded if isinstance(loaded, str) else None
 
 
 def library(name: str) -> ctypes.CDLL | str:
-    """The functions of a file of c/, e.g. `topk/forward.c`, or why there are none."""
+    """The functions of a file of c/, e.g. `topk/forward.c`, or why they cannot be loaded."""
     return load(source(name))
 
 
@@ -81,27 +81,27 @@ def _passed(argument: Any) -> Any:
 
 @cache
 def load(text: str) -> ctypes.CDLL | str:
-    """The functions of a C source, or why there are none.
+    """The functions of a C source, or why they cannot be loaded.
 
-    The first process on a machine compiles it, which takes a few seconds and is logged; later ones read the result from
+    The first process on a machine compiles it, which takes a few seconds and is logged; later ones load the result from
     $APPROX_CACHE, or `approx` in the user's cache folder, if nobody else can write there and it is undamaged. Nothing is
-    compiled or read where $APPROX_COMPILE_C is 0. $APPROX_C_FLAGS adds flags for the compiler.
+    compiled or loaded if $APPROX_COMPILE_C is 0. $APPROX_C_FLAGS adds flags for the compiler.
     """
     compiler, why = find_compiler()
     if compiler is None:
         return why if os.environ.get(_SWITCH) == "0" else _missing(why)
-    # A compiler that hangs is waited for once, and one that fails is told of once: by a source of one line.
+    # Try a one-line source first, so that a compiler that hangs or fails costs time and a warning only once.
     if text != _TRIAL and (why := compiler_obstacle()):
         return why
     try:
         folder = private_folder("compiled")
         key = _key(compiler, text)
-        found = _kept(folder, key)
-        if found is None:
+        library_file = _kept(folder, key)
+        if library_file is None:
             with _locked(folder / f"{key}.lock"):
                 # Another process may have compiled it meanwhile.
-                found = _kept(folder, key) or _compile(compiler, text, folder, key)
-        loaded = ctypes.CDLL(str(found))
+                library_file = _kept(folder, key) or _compile(compiler, text, folder, key)
+        loaded = ctypes.CDLL(str(library_file))
         check_sizes(loaded)
         return loaded
     except subprocess.TimeoutExpired:
@@ -112,30 +112,30 @@ def load(text: str) -> ctypes.CDLL | str:
         return _missing(f"{compiler} failed: {first}. Set $CC to another compiler.")
     except OSError as error:
         return _missing(
-            f"what {compiler} made could not be kept or read: {error}. Set $APPROX_CACHE to a folder for it."
+            f"the output of {compiler} could not be stored or loaded: {error}. Set $APPROX_CACHE to a folder for it."
         )
 
 
 def compiler_obstacle() -> str | None:
-    """Why no C can be compiled and loaded here, with the remedy; None where it can. Found out once a process."""
-    found = load(_TRIAL)
-    return found if isinstance(found, str) else None
+    """Why C cannot be compiled and loaded here, with the remedy; None if it can. Determined once per process."""
+    loaded = load(_TRIAL)
+    return loaded if isinstance(loaded, str) else None
 
 
 def find_compiler() -> tuple[str | None, str]:
-    """$CC, or else what is called cc, gcc or clang; None where there is no such program or $APPROX_COMPILE_C forbids it.
+    """$CC, or else cc, gcc or clang; None if there is no such program or $APPROX_COMPILE_C forbids it.
 
     Returns:
-        Its path, and why there is none, with the remedy.
+        Its path, and the reason if there is none, with the remedy.
     """
     wish, asked = os.environ.get(_SWITCH, "1"), os.environ.get("CC")
     if wish == "0":
         return None, f"${_SWITCH} is 0, so no C is compiled. Unset it, or ask for 'auto'."
     if wish != "1":
         return None, f"${_SWITCH} is {wish!r}; expected 1, or 0 for no C at all. Set it to one of them, or unset it."
-    found = next(filter(None, map(shutil.which, [asked] if asked else ["cc", "gcc", "clang"])), None)
+    compiler = next(filter(None, map(shutil.which, [asked] if asked else ["cc", "gcc", "clang"])), None)
     missing = f"$CC, {asked!r}, is not a program" if asked else "there is no C compiler"
-    return found, f"{missing}. Install gcc, or set $CC to a compiler."
+    return compiler, f"{missing}. Install gcc, or set $CC to a compiler."
 
 
 def _flags() -> list[str]:
@@ -143,7 +143,7 @@ def _flags() -> list[str]:
 
 
 def _key(compiler: str, text: str) -> str:
-    # A folder may be shared by machines whose processors differ, and a compiler may be updated under the same name.
+    # Machines with different processors may share a folder, and a compiler may be updated under the same name.
     machine = [platform.machine(), platform.processor(), _processor(), torch.backends.cpu.get_cpu_capability()]
     parts = [text, compiler, _version(compiler), *_flags(), *machine]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
@@ -158,11 +158,11 @@ def _version(compiler: str) -> str:
 
 
 def _kept(folder: Path, key: str) -> Path | None:
-    """The library of that key, if it is whole; its name ends with the hash of its contents."""
+    """The library of that key, if undamaged; its name ends with the hash of its contents."""
     for path in sorted(folder.glob(f"{key}-*.so")):
         if is_private(path) and path.name == _name(key, path):
             return path
-        # A library that was cut short, as by a full disk, must not be loaded, and need not be found again.
+        # A library truncated by a full disk, for example, must not be loaded.
         path.unlink()
     return None
 
@@ -173,7 +173,7 @@ def _name(key: str, made: Path) -> str:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Let one process at a time compile a source; where nothing can be locked, each does so for itself."""
+    """Let only one process at a time compile a source; without file locks, each compiles its own."""
     with file.open("w") as held:
         if fcntl is not None:
             with suppress(OSError):
@@ -192,7 +192,7 @@ def _compile(compiler: str, text: str, folder: Path, key: str) -> Path:
         file.write_text(text, encoding="utf-8")
         command = [compiler, *_flags(), str(file), "-o", str(made), "-lm"]
         run = {"capture_output": True, "encoding": "utf-8", "errors": "replace", "timeout": _SECONDS}
-        # Not every compiler has OpenMP; without it there is one thread, and the results are the same.
+        # Not every compiler has OpenMP; without it the code runs in one thread, with the same results.
         if subprocess.run([*command, "-fopenmp"], check=False, **run).returncode:
             subprocess.run(command, check=True, **run)
         made.chmod(0o700)
@@ -203,7 +203,7 @@ def _compile(compiler: str, text: str, folder: Path, key: str) -> Path:
 
 
 def _missing(why: str) -> str:
-    _LOG.warning("Slower code runs in place of compiled code, for %s", why)
+    _LOG.warning("Slower code replaces compiled code: %s", why)
     return why
 
 

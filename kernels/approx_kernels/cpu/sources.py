@@ -1,4 +1,4 @@
-"""The C sources of the kernels: the files of c/, each put together with what it includes into one text for the compiler."""
+"""The C sources of the kernels: each file of c/ with its includes expanded into one text for the compiler."""
 
 import re
 from functools import cache
@@ -9,20 +9,20 @@ _INCLUDE = re.compile(r'#include "([\w./]+)"')
 
 
 def names() -> list[str]:
-    """The files that are compiled by themselves, e.g. `topk/forward.c`."""
+    """The files that are compiled separately, e.g. `topk/forward.c`."""
     return sorted(path.relative_to(_FOLDER).as_posix() for path in _FOLDER.rglob("*.c"))
 
 
 @cache
 def source(name: str) -> str:
-    """The text of one file of c/ and of those that it includes."""
+    """The text of one file of c/ with its includes."""
     return expanded(f'#include "{name}"')
 
 
 def expanded(text: str) -> str:
-    """A text with each file of c/ that it includes in its place, once.
+    """A text with each included file of c/ inserted once.
 
-    `#include "..."` is relative to c/. `#line` lets the compiler name the files in its messages.
+    `#include "..."` is relative to c/. `#line` lets compiler messages name the files.
     """
     taken: set[str] = set()
 

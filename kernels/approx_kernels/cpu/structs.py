@@ -1,6 +1,6 @@
-"""The structures that C reads, one table for all of them: each is laid out as the C type whose name it has there.
+"""The structures that C reads, in one table: each has the layout of the C type named in the table.
 
-Every library tells how large its own are (`SIZE_OF` of c/vectors.h), and loading one compares them with these.
+Every library exports the sizes of its structures (`SIZE_OF` of c/vectors.h); loading it compares them with these.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ _INTEGER, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 class Rows(ctypes.Structure):
-    """Where a tensor [B, G, N, D] begins, its first three strides, and how many query heads share one of its heads."""
+    """The address of a tensor [B, G, N, D], its first three strides, and the number of query heads per head of it."""
 
     _fields_ = (
         ("data", _POINTER),
@@ -22,7 +22,7 @@ class Rows(ctypes.Structure):
 
 
 class Dropout(ctypes.Structure):
-    """Which weights are dropped, and what the others are multiplied by; see c/dropout.h."""
+    """Which weights are dropped, and the factor of the others; see c/dropout.h."""
 
     _fields_ = (("seed", ctypes.c_uint64), ("bound", ctypes.c_int32), ("factor", _FLOAT))
 
@@ -183,7 +183,7 @@ class Stretching(ctypes.Structure):
     )
 
 
-# By the name under which C tells the size of each.
+# By the names under which C exports their sizes.
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "rows": Rows,
     "dropout": Dropout,
@@ -207,10 +207,10 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
 
 
 def check_sizes(loaded: ctypes.CDLL) -> None:
-    """Compare the structures that a library reads with those of the table.
+    """Compare the sizes of a library's structures with those of the table.
 
     Raises:
-        OSError: naming the first that is not as large there as here; what was compiled is not of these sources then.
+        OSError: naming the first that differs, if the library was compiled from other sources.
     """
     for name, struct in STRUCTS.items():
         if (tell := getattr(loaded, f"size_of_{name}", None)) is None:
@@ -224,10 +224,10 @@ def check_sizes(loaded: ctypes.CDLL) -> None:
 
 
 def rows_of(first: Tensor, *others: Tensor) -> list[Rows]:
-    """The rows of CPU tensors [B, H, N, D]; of others with G heads, each H / G heads share one.
+    """The rows of CPU tensors [B, H, N, D]; in tensors with G heads, H / G query heads share each.
 
     Raises:
-        ValueError: naming a tensor that C cannot read so.
+        ValueError: naming a tensor that C cannot read.
     """
     batch, heads = first.shape[:2]
     for x in (first, *others):
@@ -235,23 +235,23 @@ def rows_of(first: Tensor, *others: Tensor) -> list[Rows]:
         beside = fits and (x.stride(3) == 1 or x.shape[3] == 1)
         if not beside or x.dtype != first.dtype or x.device.type != "cpu":
             raise ValueError(
-                f"C was given rows of {x.dtype} on {x.device} of shape {list(x.shape)} and strides {list(x.stride())}; it "
-                f"reads [{batch}, a divisor of {heads}, rows, numbers] of {first.dtype} on the CPU, numbers side by side."
+                f"C got rows of {x.dtype} on {x.device} of shape {list(x.shape)} and strides {list(x.stride())}; it reads "
+                f"[{batch}, a divisor of {heads}, rows, numbers] of {first.dtype} on the CPU, with contiguous numbers."
             )
     return [Rows(x.data_ptr(), *x.stride()[:3], heads // x.shape[1]) for x in (first, *others)]
 
 
 def address(x: Tensor | None, dtype: torch.dtype, *shape: int) -> ctypes.c_void_p:
-    """Where the numbers of a contiguous CPU tensor lie; NULL for None.
+    """The address of a contiguous CPU tensor; NULL for None.
 
     Raises:
-        ValueError: if it has another dtype or shape than C reads there.
+        ValueError: if its dtype or shape is not the one that C reads.
     """
     if x is None:
         return _POINTER(None)
     if x.dtype != dtype or x.shape != shape or x.device.type != "cpu" or not x.is_contiguous():
         raise ValueError(
-            f"C was given {x.dtype} on {x.device} of shape {list(x.shape)} and strides {list(x.stride())}; it reads "
-            f"{dtype} on the CPU of shape {list(shape)}, in one piece."
+            f"C got {x.dtype} on {x.device} of shape {list(x.shape)} and strides {list(x.stride())}; it reads "
+            f"contiguous {dtype} on the CPU of shape {list(shape)}."
         )
     return _POINTER(x.data_ptr())

@@ -1,1 +1,1 @@
-"""Which implementation of an op runs here, and what was found out about this machine."""
+"""Choice of an op's implementation, and findings about this machine."""

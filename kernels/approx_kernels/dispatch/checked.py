@@ -1,7 +1,7 @@
-"""Whether the Triton kernels of an op have passed their check here: on this kind of GPU, from these sources, in these versions.
+"""Whether the Triton kernels of an op have passed their check, on this kind of GPU with these sources and versions.
 
-No call runs a check. `python bench/gpu.py` compares every op with its reference on the GPU and keeps what it finds beside the
-findings of `approx doctor --probe`; until an op has passed in a dtype, `auto` takes PyTorch for it there.
+Calls never run a check. `python bench/gpu.py` compares every op with its reference on the GPU and stores the results with
+the findings of `approx doctor --probe`; until an op has passed in a dtype, `auto` uses PyTorch for it.
 """
 
 import functools
@@ -20,7 +20,7 @@ from approx_kernels.dispatch.findings import found, keep
 from approx_kernels.gpu.language import triton
 from approx_kernels.runtime.torch_internals import constant_result
 
-# Every op that has kernels, and its folder.
+# Every op with kernels, and its folder.
 OPS: Mapping[str, str] = MappingProxyType(
     {
         "adaptive_span_attention": "adaptive_span",
@@ -43,7 +43,7 @@ OPS: Mapping[str, str] = MappingProxyType(
         "topk_attention": "topk",
     }
 )
-# How the findings that are checks begin.
+# Prefix of the findings that are checks.
 ABOUT = "kernels of "
 AGAIN = "`python bench/gpu.py -o FOLDER`, in a checkout of approx, checks them"
 
@@ -52,7 +52,7 @@ _trusting: list[bool] = []
 
 
 class Check(NamedTuple):
-    """What the check of an op found: the dtypes in which it passed, and what was wrong in others."""
+    """Result of the check of an op: the dtypes in which it passed, and the errors in others."""
 
     passed: Sequence[str]
     wrong: Mapping[str, str]
@@ -60,7 +60,7 @@ class Check(NamedTuple):
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Let `auto` take kernels that have not passed their check. For those who check and time them."""
+    """Let `auto` use kernels that have not passed their check, to check and time them."""
     _trusting.append(True)
     try:
         yield
@@ -69,15 +69,15 @@ def unchecked() -> Iterator[None]:
 
 
 def doubt(op: str, x: Tensor) -> str | None:
-    """Why `auto` leaves out the kernels of an op for tensors like this one, with the remedy; None where it may take them.
+    """Why `auto` does not use the kernels of an op for tensors like this one, with the remedy; None if it may.
 
-    Only on CUDA tensors is there any doubt: elsewhere nothing but an explicit choice runs kernels.
+    Always None except for CUDA tensors: elsewhere kernels run only on explicit request.
     """
     if _trusting or not x.is_cuda:
         return None
     device, why = str(x.device), _doubt(op, str(x.device), str(x.dtype))
     if why is None and torch.is_autocast_enabled(x.device.type):
-        # Some ops compute in that dtype, others in their own.
+        # Some ops compute in the autocast dtype, others in their own.
         why = _doubt(op, device, str(torch.get_autocast_dtype(x.device.type)))
     return why
 
@@ -96,7 +96,7 @@ def _doubt(op: str, device: str, dtype: str) -> str | None:
 
 
 def check_of(op: str, device: str) -> Check | None:
-    """What was found of the kernels of an op on a device, `cuda` or `cuda:1`; None before a check of what is there now."""
+    """The check of an op's kernels on a device, `cuda` or `cuda:1`; None if the current sources were not checked."""
     kept = found(device).get(ABOUT + op)
     if kept is None or kept.get("of") != identity(op):
         return None
@@ -104,7 +104,7 @@ def check_of(op: str, device: str) -> Check | None:
 
 
 def keep_check(op: str, device: str, check: Check) -> None:
-    """Keep what a check found, for this process and for those that begin later.
+    """Store the result of a check, for this process and later ones.
 
     Raises:
         OSError: if it cannot be written.
@@ -114,10 +114,10 @@ def keep_check(op: str, device: str, check: Check) -> None:
 
 @functools.cache
 def identity(op: str) -> str:
-    """What a check of an op is about: a digest of its sources, and the versions that run them.
+    """The subject of an op's check: a digest of its sources, and the versions of torch and triton.
 
-    The sources are all that the op imports from this package, but those of C. Comments and empty lines do not count, nor does
-    whether the files lie in their folders or side by side, as in a converted checkpoint.
+    The sources are all modules that the op imports from this package, except C. Comments, empty lines and the layout of the
+    files, in folders or flat as in a converted checkpoint, do not matter.
     """
     here = Path(__file__)
     files = _in_folders(here.parents[1]) if here.stem == "checked" else {x.stem: x for x in here.parent.glob("*.py")}
@@ -129,7 +129,7 @@ def _version() -> str | None:
 
 
 def _in_folders(root: Path) -> dict[str, Path]:
-    """The files of the package by the names that they have side by side."""
+    """The files of the package by their names in the flat layout."""
     flat = {}
     for path in root.rglob("*.py"):
         inner = path.relative_to(root).with_suffix("").parts
@@ -138,7 +138,7 @@ def _in_folders(root: Path) -> dict[str, Path]:
 
 
 def _digest(files: Mapping[str, Path], first: str) -> str:
-    """A number that changes with a module and all that it imports from `files`."""
+    """A hash of a module and everything it imports from `files`."""
     waiting, read = [first], dict[str, str]()
     while waiting:
         name = waiting.pop()

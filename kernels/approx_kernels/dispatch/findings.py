@@ -1,4 +1,4 @@
-"""What `approx doctor --probe` and `bench/gpu.py` found out about this machine: kept on disk, and read by every process that begins later."""
+"""Findings of `approx doctor --probe` and `bench/gpu.py` about this machine, stored on disk for later processes."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from approx_kernels.cpu.compile import compiler_obstacle
 from approx_kernels.runtime.atomic_file import write_whole
 from approx_kernels.runtime.cache_folder import cache_folder
 
-# Another number after a change that makes what was found before mean something else.
+# Increase it when a change alters the meaning of stored findings.
 FORMAT = 7
 
 Finding = dict[str, Any]
@@ -24,12 +24,12 @@ _lock = RLock()
 
 
 def file() -> Path:
-    """Where findings are kept: in $APPROX_CACHE, or in `approx` in the user's cache folder."""
+    """The file of the findings, in $APPROX_CACHE or in `approx` in the user's cache folder."""
     return cache_folder() / f"machine-{FORMAT}.json"
 
 
 def machine(device: str) -> str:
-    """What a finding depends on besides what was measured: hardware, threads, the build of torch, and whether C compiles.
+    """The conditions a finding depends on: hardware, threads, the build of torch, and whether C compiles.
 
     Args:
         device: `cpu`, `cuda` for the current one, or `cuda:1`.
@@ -39,13 +39,13 @@ def machine(device: str) -> str:
         at = torch.cuda.current_device() if asked.index is None else asked.index
         return f"{torch.cuda.get_device_name(at)}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
     level = torch.backends.cpu.get_cpu_capability()
-    # C that is gone cannot be taken, and C that is new has not been timed.
+    # Findings with C do not apply without it, and vice versa.
     compiled = "no C" if compiler_obstacle() else "C"
     return f"{_processor()}, {level}, {torch.get_num_threads()} threads, torch {torch.__version__}, {compiled}"
 
 
 def found(device: str) -> dict[str, Finding]:
-    """Everything that was found on this machine: what was asked -> the finding. Read once a process, and never measured."""
+    """All findings about this machine, by subject. Read once per process, and never measured here."""
     here = machine(device)
     with _lock:
         if here not in _known:
@@ -54,12 +54,12 @@ def found(device: str) -> dict[str, Finding]:
 
 
 def keep(device: str, asked: str, finding: Finding) -> None:
-    """Keep a finding about this machine, for this process and for those that begin later.
+    """Store a finding about this machine, for this process and later ones.
 
     Args:
         device: `cpu`, `cuda` or `cuda:1`.
-        asked: What it is about, in words that tell it from everything else.
-        finding: What was found: plain data.
+        asked: Its subject, as a unique text.
+        finding: The finding, as plain data.
 
     Raises:
         OSError: if it cannot be written.
@@ -74,13 +74,13 @@ def keep(device: str, asked: str, finding: Finding) -> None:
 
 
 def forget(but: str | None = None) -> None:
-    """Forget everything that was found, in memory and on disk.
+    """Forget all findings, in memory and on disk.
 
     Args:
-        but: What stays: all that is about something that begins so.
+        but: Keep the findings whose subject starts with this text.
 
     Raises:
-        OSError: if the file is there and cannot be removed or replaced.
+        OSError: if the file exists and cannot be removed or replaced.
     """
     with _lock:
         _known.clear()
@@ -100,7 +100,7 @@ def _beginning(words: str, kept: dict[str, dict[str, Finding]]) -> dict[str, dic
 
 
 def _read() -> dict[str, dict[str, Finding]]:
-    # A damaged file is as good as none; the next probe replaces it.
+    # Ignore a damaged file; the next probe replaces it.
     try:
         kept = json.loads(file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -113,7 +113,7 @@ def _read() -> dict[str, dict[str, Finding]]:
 
 @functools.cache
 def instructions() -> str:
-    """The widest instructions of this processor, as PyTorch names them, and what it multiplies bfloat16 with."""
+    """The widest instruction set of this processor, as PyTorch names it, and its bfloat16 extension."""
     flags = _processor_facts().get("flags", "").split()
     halves = {"amx_bf16": " and AMX", "avx512_bf16": " and BF16"}
     return torch.backends.cpu.get_cpu_capability() + next((name for flag, name in halves.items() if flag in flags), "")
@@ -121,7 +121,7 @@ def instructions() -> str:
 
 @functools.cache
 def generation() -> dict[str, str]:
-    """Numbers of this processor's family and model, where it has them: virtual machines of several share one name."""
+    """This processor's family and model numbers, if known: virtual machines may share a name across models."""
     facts = _processor_facts()
     return {name: facts[key] for name, key in (("family", "cpu family"), ("model", "model")) if key in facts}
 

@@ -1,7 +1,7 @@
-"""Which implementation of an op runs: the plain one that specifies it, one for CPUs, or one in Triton.
+"""Choice of an op's implementation: the plain one that specifies it, one for CPUs, or one in Triton.
 
-On CUDA `auto` takes kernels in Triton only where their check against the reference has passed; see `checked.py`. Who asks for
-`triton` gets it without one.
+On CUDA `auto` uses Triton kernels only if their check against the reference has passed; see `checked.py`. An explicit
+`triton` runs them without a check.
 """
 
 import logging
@@ -14,12 +14,12 @@ from torch.compiler import is_compiling
 from approx_kernels.dispatch.checked import doubt
 from approx_kernels.runtime.observed import needs_pytorch
 
-# Some ops have further ones, which their errors and docstrings name.
+# Some ops have more, which their errors and docstrings name.
 IMPLEMENTATIONS = ("auto", "plain", "reference", "cpu", "triton")
-# What `plain` stands for, the first of these that an op has: PyTorch's own operations, without C or Triton of ours. It is the
-# code of a slim converted folder.
+# `plain` is the first of these that an op has: only PyTorch's own operations, without our C or Triton, as in a slim
+# converted folder.
 IN_PYTORCH = ("fused", "tiles", "reference")
-# Those in plain PyTorch: as an op is specified, and of long inputs a part at a time.
+# Those in plain PyTorch: the specification of an op, and its tiled form for long inputs.
 PLAIN = ("reference", "tiles")
 
 _LOG = logging.getLogger(__name__)
@@ -29,21 +29,22 @@ _told: set[tuple[str, str]] = set()
 
 
 def choose(op: str, impl: str, obstacles: Mapping[str, str | None], x: Tensor | None = None) -> str:
-    """Say which implementation of an op runs, and keep it for `chosen`; the log warns once why it is not a faster one.
+    """Choose the implementation of an op, and record it for `chosen`; log once why a faster one cannot run.
 
     Args:
-        op: The name of the public function that is the op.
-        impl: One of `IMPLEMENTATIONS` or of the op's own; `auto` takes what `implementation` asks for, otherwise the first that can run.
-        obstacles: The implementations that the op has, the best for these inputs first, each with the reason why it cannot
-            run on them, which also says what to do; None where it can.
-        x: One of the inputs, for an op with kernels: where they have not passed their check on its device and in its dtype,
+        op: Name of the op's public function.
+        impl: One of `IMPLEMENTATIONS` or of the op's own; `auto` takes the one set by `implementation`, or else the first
+            that can run.
+        obstacles: The op's implementations, the best for these inputs first, each with the reason why it cannot run on them
+            and what to do; None if it can.
+        x: One of the inputs, for an op with kernels: if they have not passed their check on its device and in its dtype,
             `auto` takes the next implementation that can run.
 
     Returns:
         A key of `obstacles`.
 
     Raises:
-        ValueError: if the one asked for is unknown, does not exist for this op, or cannot run. There is no falling back.
+        ValueError: if the requested one is unknown, does not exist for this op, or cannot run; there is no fallback.
     """
     asked = _wanted[-1] if impl == "auto" else impl
     if asked not in IMPLEMENTATIONS and asked not in obstacles:
@@ -57,37 +58,37 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None], x: Tensor | 
         if x is not None and obstacles.get("triton", "") is None:
             unchecked = doubt(op, x)
         able = [name for name, why in obstacles.items() if why is None and not (unchecked and name == "triton")]
-        found = able[0] if able else None
-        if found is None:
+        choice = able[0] if able else None
+        if choice is None:
             why = " ".join(filter(None, [*obstacles.values(), unchecked]))
             raise ValueError(f"No implementation of {op} can run: {why}")
     else:
-        found = asked
+        choice = asked
         if asked not in obstacles:
             raise ValueError(f"{op} has no implementation {asked!r}; it has {', '.join(obstacles)}. Or ask for 'auto'.")
         if obstacles[asked] is not None:
             raise ValueError(f"The implementation {asked!r} of {op} cannot run: {obstacles[asked]}")
     if is_compiling():
-        return found
-    _chosen[op] = found
+        return choice
+    _chosen[op] = choice
     best, why = next(iter(obstacles.items()))
-    # What an observer sees is not what will run without it.
+    # Without the observer, another implementation will run.
     if asked != "auto" or _LOG.disabled or needs_pytorch() is not None:
-        return found
+        return choice
     if unchecked is not None and (op, unchecked) not in _told:
         _told.add((op, unchecked))
         _LOG.warning("%s runs in PyTorch, not in its Triton kernels: %s", op, unchecked)
-    if found in PLAIN and why is not None and (op, why) not in _told:
+    if choice in PLAIN and why is not None and (op, why) not in _told:
         _told.add((op, why))
-        # An obstacle is told to who asked for that one, too; here 'auto' was asked for.
+        # Obstacles recommend 'auto', which is already in use here.
         reason = why.removesuffix(" Ask for 'auto'.").replace(", or ask for 'auto'", "")
-        _LOG.warning("%s runs in plain PyTorch, which is slower, for %r cannot run: %s", op, best, reason)
-    return found
+        _LOG.warning("%s runs in plain PyTorch, which is slower, because %r cannot run: %s", op, best, reason)
+    return choice
 
 
 @contextmanager
 def untold() -> Iterator[None]:
-    """Let `choose` log nothing, where what runs is not what will run later."""
+    """Silence the warnings of `choose`, for calls that differ from those of later use."""
     _LOG.disabled, before = True, _LOG.disabled
     try:
         yield
@@ -96,12 +97,12 @@ def untold() -> Iterator[None]:
 
 
 def chosen() -> dict[str, str]:
-    """The implementation that each op ran last in this process, by the op's name; of the fastest exact attention the way."""
+    """The last implementation of each op in this process, by the op's name; for the fastest exact attention, its way."""
     return dict(_chosen)
 
 
 def chosen_in(call: Callable[[], object]) -> dict[str, str]:
-    """What `chosen` says of the ops that run in a call, and of no others."""
+    """`chosen`, for only the ops that run in a call."""
     before = chosen()
     forget()
     try:
@@ -112,22 +113,22 @@ def chosen_in(call: Callable[[], object]) -> dict[str, str]:
 
 
 def took(op: str, way: str) -> None:
-    """Keep for `chosen` what an implementation, which chooses among ways of its own, took."""
+    """Record for `chosen` which of its own ways an implementation took."""
     if not is_compiling():
         _chosen[op] = way
 
 
 def forget() -> None:
-    """Let `chosen` tell only of what runs from now on."""
+    """Reset `chosen`."""
     _chosen.clear()
 
 
 @contextmanager
 def implementation(name: str) -> Iterator[None]:
-    """Ask for one implementation wherever an op is called with `auto`; the innermost wish counts.
+    """Set the implementation of all ops called with `auto`; the innermost context wins.
 
     Raises:
-        ValueError: if there is none of that name.
+        ValueError: if the name is unknown.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {name!r}; expected one of {', '.join(IMPLEMENTATIONS)}.")

@@ -1,4 +1,4 @@
-"""Attention as one operator: for observers who cannot follow shapes and branches that depend on the numbers."""
+"""Attention as one operator, for observers that cannot handle shapes and branches that depend on values."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def is_one_operator(q: Tensor, *, whole: bool, runs_c: bool) -> bool:
 
     Args:
         q: Queries, [B, H, L, D].
-        whole: Whether every step can be followed.
-        runs_c: Whether it runs in C on a CPU, which is faster than what a compiler makes of the steps; an export has these.
+        whole: Whether every step can be traced.
+        runs_c: Whether it runs in C on a CPU, which is faster than the compiled steps; an export traces the steps.
     """
     who = observed(q)
     if who is None or who is Observer.TRANSFORM:
@@ -29,9 +29,10 @@ def is_one_operator(q: Tensor, *, whole: bool, runs_c: bool) -> bool:
 
 
 def exact_is_one_operator(q: Tensor, scale: float, dropout: float) -> bool:
-    """Whether exact attention of these queries must be one operator: in a graph nothing else looks up the fastest way.
+    """Whether exact attention of these queries must be one operator: in a graph, only that looks up the fastest way.
 
-    Its gradient computes it again, dropout leaves but one way, and its text holds no scale but the usual one.
+    Not with gradients, which would recompute it, nor with dropout, which has only one way, nor with an unusual scale,
+    since the operator's text holds only the usual one.
     """
     compiling = is_dynamo_compiling() and not is_exporting() and q.device.type == "cpu"
     wanted = compiling and not dropout and not (torch.is_grad_enabled() and q.requires_grad)
@@ -53,14 +54,14 @@ def attend_opaquely(
     dropout: float,
     tokens: Tensor | None,
 ) -> Tensor:
-    """What `module(q, k, v, key_mask, dropout=…, tokens=…)` gives, by an operator that a compiler takes as a whole.
+    """`module(q, k, v, key_mask, dropout=…, tokens=…)` as one operator that compilers do not trace into.
 
-    The backward pass computes it again and takes its gradient, with the same random draws.
+    The backward pass recomputes the outputs with the same random draws and differentiates them.
 
     Args:
-        module: Any module of that form; its state is what the operator is given, so that it may change and be learned.
-            None for one that has no state, in evaluation mode.
-        text: What `told` says of it.
+        module: A module with that signature; its state is an input of the operator, so it can change and be learned. None
+            for a module without state, in evaluation mode.
+        text: The module's description from `told`.
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
@@ -75,7 +76,7 @@ def attend_opaquely(
         [] if module is None else [*dict(module.named_parameters()).values(), *dict(module.named_buffers()).values()]
     )
     training = module is not None and module.training
-    # Autocast, which may leave them in several dtypes, is over when the operator runs.
+    # Autocast may leave mixed dtypes, and is not active inside the operator.
     k, v = k.to(q.dtype), v.to(q.dtype)
     if observed(q) is Observer.TRANSFORM:
         return _Transformed.apply(text, training, dropout, q, k, v, key_mask, tokens, *state)[0]  # pyright: ignore[reportOptionalSubscript]  # what forward returns
@@ -83,7 +84,7 @@ def attend_opaquely(
 
 
 class _Transformed(torch.autograd.Function):
-    """`attend` for the transforms of torch.func, which do not take the gradient of a registered operator."""
+    """`attend` for the transforms of torch.func, which do not support gradients of registered operators."""
 
     @staticmethod
     def forward(text: str, training: bool, dropout: float, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]  # named arguments there
@@ -108,17 +109,17 @@ class _Transformed(torch.autograd.Function):
     def vmap(info: Any, dims: tuple[Any, ...], text: str, training: bool, dropout: float, *tensors: Any) -> Any:
         if dropout and info.randomness != "different":
             raise RuntimeError(
-                f"Attention with dropout {dropout} runs under vmap with randomness={info.randomness!r}; allowed is "
-                "'different'. Ask for it, or call eval() on the model."
+                f"Attention with dropout {dropout} runs under vmap with randomness={info.randomness!r}; only 'different' is "
+                "supported. Set it, or call eval() on the model."
             )
         how = text, training, dropout
         size, given = info.batch_size, list(zip(tensors, dims[3:], strict=True))
-        # Samples do not depend on each other, so further ones go where there are some; but they share one state.
+        # Samples are independent, so the mapped dimension joins the batch, provided that all share one state.
         if all(dim is None for _, dim in given[5:]):
             out, seed = _Transformed.apply(*how, *(_folded(*each, size) for each in given[:5]), *tensors[5:])  # pyright: ignore[reportGeneralTypeIssues]  # what forward returns
             return (out.unflatten(0, (size, -1)), seed), (0, None)
-        found = [_Transformed.apply(*how, *(_one(*each, number) for each in given)) for number in range(size)]
-        return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0, 0)  # pyright: ignore[reportArgumentType]  # what forward returns
+        results = [_Transformed.apply(*how, *(_one(*each, number) for each in given)) for number in range(size)]
+        return tuple(torch.stack(each) for each in zip(*results, strict=True)), (0, 0)  # pyright: ignore[reportArgumentType]  # what forward returns
 
 
 class _Gradients(torch.autograd.Function):
@@ -131,7 +132,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is kept: there is no second derivative."""
+        """Save nothing: there is no second derivative."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -141,17 +142,17 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], text: str, training: bool, dropout: float, *tensors: Any) -> Any:
-        # The gradient of the state is that of each sample alone.
+        # Each sample has its own gradient of the state.
         given = list(zip(tensors, dims[3:], strict=True))
-        found = [
+        results = [
             _Gradients.apply(text, training, dropout, *(_one(*each, number) for each in given))
             for number in range(info.batch_size)
         ]
-        return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0,) * len(found[0])  # pyright: ignore[reportArgumentType]  # what forward returns
+        return tuple(torch.stack(each) for each in zip(*results, strict=True)), (0,) * len(results[0])  # pyright: ignore[reportArgumentType]  # what forward returns
 
 
 def _folded(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """A tensor whose mapped dimension became a part of its first."""
+    """A tensor with its mapped dimension merged into the first."""
     if x is None:
         return None
     return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Attention as one operator, which makes the mechanism again from a text and runs it; `one_operator` says who needs that."""
+"""Attention as one operator that rebuilds the mechanism from a text and runs it; `one_operator` decides when."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _kinds: dict[str, type[nn.Module]] = {}
 
 
 def name_kind(kind: type[nn.Module]) -> None:
-    """Let modules of this class be made again from what `told` says of them."""
+    """Register a module class, so that `attend` can rebuild its modules from the text of `told`."""
     _kinds[_name(kind)] = kind
 
 
 def told(kind: type[nn.Module], arguments: dict[str, Any]) -> str:
-    """A module's class and the arguments of its constructor, as a text that an operator can take."""
+    """A module's class and constructor arguments as text, for an operator's arguments."""
     return json.dumps([_name(kind), arguments])
 
 
@@ -41,9 +41,9 @@ def _grad(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     seed, q, k, v, *rest = ctx.saved_tensors
     tokens = rest.pop() if ctx.given[1] else None
     key_mask = rest.pop() if ctx.given[0] else None
-    found = attend_backward(grad, seed, q, k, v, key_mask, tokens, rest, ctx.text, ctx.training, ctx.dropout)
-    learned = [gradient if x.is_floating_point() else None for gradient, x in zip(found[3:], rest, strict=True)]
-    return *found[:3], None, None, learned, None, None, None
+    slopes = attend_backward(grad, seed, q, k, v, key_mask, tokens, rest, ctx.text, ctx.training, ctx.dropout)
+    learned = [slope if x.is_floating_point() else None for slope, x in zip(slopes[3:], rest, strict=True)]
+    return *slopes[:3], None, None, learned, None, None, None
 
 
 def _operations(q: Any, k: Any, v: Any, key_mask: Any, tokens: Any, state: Any, text: str, *_: Any, **__: Any) -> int:
@@ -62,12 +62,12 @@ def attend(
     training: bool,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend, and say which draws of dropout were used: a number, [], int64 on the CPU."""
+    """Attend, and return the seed of the dropout: a scalar, int64 on the CPU."""
     seed = torch.randint(2**31, (), device="cpu") if dropout else torch.zeros((), dtype=torch.int64, device="cpu")
-    # Autograd is left out, so counters, which watch the inputs of modules, need not wait for gradients.
+    # Autograd is off here; counters watch the gradients of modules' inputs, which would never arrive.
     q, k, v = q.detach(), k.detach(), v.detach()
     out = _run(q, k, v, key_mask, tokens, state, text, training, dropout, seed)
-    # An operator's result has the strides that were promised, and is no part of what it was given.
+    # An operator's result must have the declared strides and must not alias its inputs.
     return out.clone(memory_format=torch.contiguous_format), seed
 
 
@@ -86,7 +86,7 @@ def _slopes(
 
 
 def _operations_backward(grad: Any, seed: Any, *given: Any, **more: Any) -> int:
-    # Once more forward, and for each product two.
+    # The forward pass again, and two products for each one in it.
     return 3 * _operations(*given, **more)
 
 
@@ -104,7 +104,7 @@ def attend_backward(
     training: bool,
     dropout: float,
 ) -> list[Tensor]:
-    """The gradients of q, k, v and the state; of what has none, zeros."""
+    """The gradients of q, k, v and the state; zeros for those without one."""
     # Parameters come first in the state; buffers are not learned.
     learnable = 3 + len(dict(_made(text).named_parameters()))
     inputs = [
@@ -113,14 +113,14 @@ def attend_backward(
     ]
 
     def gradients() -> Sequence[Tensor | None]:
-        # Counters cannot wait for the gradients that are asked for here.
+        # Views, since counters that watch the inputs of modules would interfere with these gradients.
         watched = [x.view_as(x) for x in inputs[:3]]
         out = _run(watched[0], watched[1], watched[2], key_mask, tokens, inputs[3:], text, training, dropout, seed)
         learned = [x for x in inputs if x.requires_grad]
         return torch.autograd.grad(out, learned, grad, allow_unused=True)
 
-    found = iter(with_autograd(gradients))
-    slopes = [next(found) if x.requires_grad else None for x in inputs]
+    computed = iter(with_autograd(gradients))
+    slopes = [next(computed) if x.requires_grad else None for x in inputs]
     return [
         torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         if slope is None

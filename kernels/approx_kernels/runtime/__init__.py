@@ -1,1 +1,1 @@
-"""Operators of PyTorch, who observes them, and where things are kept."""
+"""PyTorch operators, their observers, and files on disk."""

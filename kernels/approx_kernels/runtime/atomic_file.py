@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written beside their place, flushed to the disk, renamed last."""
+"""Atomic writing of files: write a temporary one, flush it to disk, rename it last."""
 
 import contextlib
 import glob
@@ -8,24 +8,24 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-# Nobody writes one file for so long.
+# No write takes this long, so older temporary files are leftovers.
 _STALE_SECONDS = 24 * 60 * 60
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Give a path to write to; on success that file takes the place of `path` in one step.
+    """Yield a temporary path to write to; on success that file replaces `path` atomically.
 
-    Whatever goes wrong, `path` is untouched and nothing is left beside it; what killed processes left is removed.
+    On any error `path` is unchanged and the temporary file is removed. Leftovers of killed processes are removed too.
 
     Args:
-        path: The file; its folder is made.
+        path: The file; its folder is created.
 
     Raises:
         OSError: if the file cannot be written.
     """
-    # In the same folder, since a rename is atomic only within one file system; of a name that no other process has, on
-    # whatever machine, since several may write the same file.
+    # In the same folder, since a rename is atomic only within one file system; with a unique name, since processes on
+    # several machines may write the same file.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,13 +35,13 @@ def atomic_file(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        # The parent may be no folder at all; the error about that is the one to show.
+        # The parent may not be a folder; do not hide the error about that.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, whole or not at all; a text in UTF-8, with its line ends as they are.
+    """Write a file atomically; text in UTF-8, with unchanged line endings.
 
     Raises:
         OSError: if the file cannot be written.

@@ -1,4 +1,4 @@
-"""PyTorch's autocast, off for a while."""
+"""Temporarily disable PyTorch's autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -7,7 +7,7 @@ import torch
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """A context in which every operation computes in the dtype of its arguments."""
-    # To enter and leave PyTorch's takes several microseconds, also where there is nothing to turn off.
-    # Of a device that never has it, such as that of meta tensors, it must not be asked.
+    # Entering and leaving PyTorch's context takes several microseconds even if autocast is off.
+    # `is_autocast_enabled` fails for the meta device.
     on = device != "meta" and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else nullcontext()

@@ -1,4 +1,4 @@
-"""Where results are kept between processes, and whether code may be loaded from there."""
+"""The cache folder shared between processes, and whether code may be loaded from it."""
 
 import os
 import stat
@@ -7,25 +7,25 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """$APPROX_CACHE, or `approx` in $XDG_CACHE_HOME or ~/.cache; for a user without a home, a folder among temporary files."""
+    """$APPROX_CACHE, or `approx` in $XDG_CACHE_HOME or ~/.cache; a temporary folder for users without a home."""
     if chosen := os.environ.get("APPROX_CACHE"):
         return Path(chosen)
     if caches := os.environ.get("XDG_CACHE_HOME"):
         return Path(caches) / "approx"
     try:
         return Path.home() / ".cache" / "approx"
-    except RuntimeError:  # neither $HOME nor an entry in the list of users, as in many containers
+    except RuntimeError:  # neither $HOME nor an entry in the user database, as in many containers
         return Path(tempfile.gettempdir()) / f"approx-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
 
 
 def private_folder(name: str) -> Path:
-    """A folder in the cache folder that this user alone can write to, made if it is missing.
+    """A folder in the cache folder that only this user can write to, created if missing.
 
     Returns:
         Its path without symbolic links.
 
     Raises:
-        OSError: if it cannot be made, or if other users could put files into it; the message says how to fix it.
+        OSError: if it cannot be created, or other users could put files into it; the message says how to fix it.
     """
     folder = cache_folder() / name
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -34,7 +34,7 @@ def private_folder(name: str) -> Path:
         raise PermissionError(f"{folder} {why}, so code in it cannot be trusted. Remove it")
     for parent in folder.parents:
         mode = parent.stat().st_mode
-        # Where the sticky bit is set, as on /tmp, only the owner of a folder can replace it.
+        # With the sticky bit, as on /tmp, only the owner of a folder can replace it.
         if os.name == "posix" and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise PermissionError(
                 f"{parent} can be written by all users, so code in {folder} cannot be trusted. Run chmod o-w on it"
@@ -43,15 +43,15 @@ def private_folder(name: str) -> Path:
 
 
 def is_private(file: Path) -> bool:
-    """Whether a file is a regular one, no link, that this user owns and nobody else can write to."""
-    found = file.lstat()
-    return stat.S_ISREG(found.st_mode) and _open_to_others(found) is None
+    """Whether a file is a regular file, not a link, that this user owns and nobody else can write to."""
+    status = file.lstat()
+    return stat.S_ISREG(status.st_mode) and _open_to_others(status) is None
 
 
-def _open_to_others(found: os.stat_result) -> str | None:
-    # Windows has other means, and no numbers for owners.
+def _open_to_others(status: os.stat_result) -> str | None:
+    # Windows has no user ids or permission bits.
     if os.name != "posix":
         return None
-    if found.st_uid != os.getuid():
-        return f"belongs to user {found.st_uid}, not to {os.getuid()}"
-    return "can be written by other users" if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None
+    if status.st_uid != os.getuid():
+        return f"belongs to user {status.st_uid}, not to {os.getuid()}"
+    return "can be written by other users" if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None

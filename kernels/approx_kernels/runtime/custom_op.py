@@ -1,4 +1,4 @@
-"""Kernels as operators of PyTorch: what compilers, CUDA graphs and counters of operations can see."""
+"""Register kernels as PyTorch operators, so that compilers, CUDA graphs and FLOP counters can see them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from approx_kernels.runtime.observed import Observer, observed
 
 
 class Operator:
-    """A function with a registered operator, which is called instead where autograd or an observer needs to see one."""
+    """A function with a registered custom operator, which is called instead when autograd or an observer needs it."""
 
     def __init__(self, function: Callable[..., Any], operator: Any) -> None:
         functools.update_wrapper(self, function)
         self.function, self.operator = function, operator
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns.
+        """Call the function or its operator.
 
         Raises:
-            NotImplementedError: under forward-mode differentiation, where the operator would lose the tangents.
+            NotImplementedError: under forward-mode differentiation, since the operator would lose the tangents.
         """
         tensors = list(_tensors(args))
         who = observed(*tensors)
@@ -33,7 +33,7 @@ class Operator:
             raise NotImplementedError(
                 f"{self.function.__name__} has no forward-mode derivative. Ask for impl='reference', or take reverse mode."
             )
-        # The way through the operator takes the time of a small kernel.
+        # Dispatching the operator takes as long as a small kernel.
         learning = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
         return (self.function if who is None and not learning else self.operator)(*args)
 
@@ -46,26 +46,26 @@ def custom_op(
     save: Callable[..., None] | None = None,
     mutates: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Operator]:
-    """Make a function that launches kernels an operator of PyTorch, which `torch.compile` takes as a whole.
+    """Register a function that launches kernels as a PyTorch operator, which `torch.compile` treats as opaque.
 
-    The operator is called `<module>::<function>`, dots of the module written as `_`. A converted folder carries the module
-    under a name of its own, so the package and any number of folders each have their own operator in one process;
-    a module that is read again replaces its own.
+    The operator is called `<module>::<function>`, with `_` for the dots of the module. A converted folder has the module
+    under its own name, so the package and any number of folders have separate operators in one process; reloading a
+    module replaces its own.
 
     Args:
         fake: From the same arguments to empty outputs of the right shapes, dtypes and strides; also used for fake tensors.
-        flops: From the shapes of the tensors, and the other arguments as they are, to multiply-adds counted as 2;
-            it also gets the keyword `out_shape`. For `torch.utils.flop_counter`. None where nothing is multiplied, and
-            where no counter looks: C on a CPU refuses to run under one, which sees plain PyTorch instead. What ran in C
-            before there was a counter has a backward pass that is not counted.
+        flops: Formula for `torch.utils.flop_counter`: from the shapes of the tensors, the other arguments unchanged and
+            the keyword `out_shape` to FLOPs, a multiply-add counting as 2. None if nothing is multiplied, or for C on a
+            CPU, which does not run under a counter: that sees plain PyTorch instead. Backward passes of C calls that ran
+            before the counter started are not counted.
         backward: As in `torch.library.register_autograd`: from the context and the gradients of all outputs to those of
-            all arguments. It calls another such operator. None where there is no gradient.
-        save: Keeps in the context what `backward` needs, from the keywords `inputs` and `output`.
+            all arguments. It calls another such operator. None if there is no gradient.
+        save: Stores in the context what `backward` needs, from the keywords `inputs` and `output`.
         mutates: Arguments that the function writes to.
 
     Returns:
-        What makes the operator of the function, whose arguments and results must be annotated. No result may be a view of
-        an argument.
+        A decorator for the function, whose arguments and results must be annotated. No result may be a view of an
+        argument.
     """
 
     def registered(function: Callable[..., Any]) -> Operator:
@@ -93,10 +93,10 @@ def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def capturing() -> bool:
-    """Whether launches go into a CUDA graph; what they read must stay, and nobody may wait for the device."""
-    # Without CUDA PyTorch has no answer.
+    """Whether a CUDA graph is being captured; its inputs must stay alive, and synchronising is not allowed."""
+    # Builds without CUDA raise an error here.
     return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
-def _spelled(found: re.Match[str]) -> str:
-    return f"_{ord(found[0]):x}_"
+def _spelled(character: re.Match[str]) -> str:
+    return f"_{ord(character[0]):x}_"

@@ -1,6 +1,6 @@
-"""Who else sees the operations of a call: compilers, tracers, counters and derivatives, to which a bare call of C is invisible.
+"""Detect observers of PyTorch operations: compilers, tracers, counters and derivatives, which cannot see direct calls of C.
 
-PyTorch has no public way to ask most of this; a question that a version of it does not answer counts as an observer.
+PyTorch has no public API for most of this; if a version cannot answer a question, that counts as an observer.
 """
 
 from enum import Enum
@@ -22,7 +22,7 @@ from approx_kernels.runtime.torch_internals import (
 
 
 class Observer(Enum):
-    """Who sees the operations, in words for messages."""
+    """Kinds of observers, with descriptions for messages."""
 
     COMPILER = "torch.compile or torch.export"
     TRACE = "torch.jit.trace"
@@ -31,28 +31,28 @@ class Observer(Enum):
     NUMBERLESS = "fake or meta tensors, or make_fx"
     SUBCLASS = "a subclass of torch.Tensor"
     DISPATCH_MODE = "a dispatch mode, such as a counter of operations"
-    UNKNOWN = "an observer that this version of PyTorch does not let us ask for"
+    UNKNOWN = "an observer that this version of PyTorch cannot report"
     FUNCTION_MODE = "a function mode, such as `with torch.device(...)`"
     PROFILER = "a profiler"
 
 
-# What runs is run again for other numbers, or the numbers cannot be read: no branch and no shape may depend on them.
+# Values cannot be read, or the recorded operations will run on others: no branch and no shape may depend on values.
 _UNREADABLE = (Observer.COMPILER, Observer.TRACE, Observer.TRANSFORM, Observer.NUMBERLESS)
-# These see a registered operator and let it run; all others need PyTorch's own operations, or a rule that they know.
+# These accept any registered operator; all others need PyTorch's own operations or a registered rule.
 _ONLY_WATCHING = (Observer.FUNCTION_MODE, Observer.PROFILER)
 
 
 def observed(*tensors: Tensor | None) -> Observer | None:
-    """Who sees the operations on these tensors, the most demanding first; None if nobody does.
+    """The most demanding observer of operations on these tensors; None if there is none.
 
-    What is observed goes to a registered operator or to plain PyTorch, never to a bare call of C. Gradients of the usual
-    kind, which are recorded on the tensors themselves, are not asked for.
+    Observed calls go to a registered operator or to plain PyTorch, never directly to C. Ordinary reverse-mode autograd
+    does not count as an observer.
     """
     if is_compiling():
         return Observer.COMPILER
     if is_tracing():
         return Observer.TRACE
-    # Both exist inside `torch.func.jvp`, and the level alone inside `forward_ad.dual_level`.
+    # `torch.func.jvp` also counts as a transform, so check this first; `forward_ad.dual_level` does not.
     if is_forward_mode():
         return Observer.TANGENTS
     if is_transformed():
@@ -73,20 +73,20 @@ def observed(*tensors: Tensor | None) -> Observer | None:
 
 
 def unreadable(*tensors: Tensor | None) -> bool:
-    """Whether no branch and no shape may depend on numbers: they cannot be read, or what runs will run for others too."""
+    """Whether no branch and no shape may depend on values: they cannot be read, or the operations will run on others."""
     return observed(*tensors) in _UNREADABLE
 
 
 def needs_pytorch(*tensors: Tensor | None) -> str | None:
-    """Why C cannot run although it computes the right numbers, with the remedy; None where it can."""
+    """Why C cannot run although its results would be correct, with the remedy; None if it can."""
     who = observed(*tensors)
     if who is None or who in _ONLY_WATCHING:
         return None
-    return f"{who.value} observes the operations, and sees those of PyTorch alone. Ask for 'auto'."
+    return f"{who.value} observes the operations, and only sees those of PyTorch. Ask for 'auto'."
 
 
 def transformed(*tensors: Tensor | None) -> str | None:
-    """Why an operator of ours cannot run, with the remedy; None where it can."""
+    """Why one of our operators cannot run, with the remedy; None if it can."""
     who = observed(*tensors)
     if who not in (Observer.TANGENTS, Observer.TRANSFORM, Observer.SUBCLASS, Observer.UNKNOWN):
         return None
@@ -94,7 +94,7 @@ def transformed(*tensors: Tensor | None) -> str | None:
 
 
 def without_functions() -> bool:
-    """Whether an `autograd.Function` of ours would fail, or stay a call of Python in what is traced."""
+    """Whether one of our `autograd.Function`s would fail, or remain a Python call in a trace."""
     return observed() in (Observer.TRACE, Observer.TANGENTS, Observer.TRANSFORM)
 
 
@@ -102,7 +102,7 @@ def _of_transforms() -> Observer:
     names = transform_names()
     if names is None:
         return Observer.UNKNOWN
-    # What else there is sees PyTorch's operations as a mode does.
+    # All other transforms see PyTorch's operations like a dispatch mode.
     return Observer.TRANSFORM if {"Vmap", "Grad"} & set(names) else Observer.DISPATCH_MODE
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's fused attention, in the form that whoever differentiates it needs."""
+"""PyTorch's fused attention, with support for forward-mode differentiation."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from approx_kernels.runtime.observed import Observer, observed
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`, whose arguments it takes.
+    """`torch.nn.functional.scaled_dot_product_attention` with the same arguments.
 
-    Under forward-mode differentiation it is that of the plain steps, as PyTorch's kernels have no such derivative.
+    Under forward-mode differentiation it uses the math backend, since the fused kernels have no such derivative.
     """
     if observed() is not Observer.TANGENTS:
         return F.scaled_dot_product_attention(q, k, v, **settings)

@@ -1,6 +1,6 @@
-"""The private names of PyTorch that are used here, all of them, each with what stands in where a version lacks it.
+"""All private names of PyTorch in use, each with a fallback for versions that lack it.
 
-`None` from a question means that this version does not answer it; whoever asks then takes the safe side.
+`None` means that this version cannot answer; callers then take the safe side.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def _private(path: str) -> Any:
-    found: Any = torch
+    value: Any = torch
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+        value = getattr(value, name, None)
+    return value
 
 
 _dispatch_modes = _private("_C._len_torch_dispatch_stack")
@@ -38,13 +38,13 @@ _int_mm = _private("_int_mm")
 
 
 def answers_all() -> bool:
-    """Whether this version answers every question about who observes operations."""
+    """Whether this version answers every question about observers."""
     asked = _tracing, _transform_level, _transforms, _dispatch_modes, _mode, _mode_keys, _function_modes, _profiling
     return None not in asked
 
 
 def is_tracing() -> bool:
-    """Whether `torch.jit.trace` records; False where nobody can tell."""
+    """Whether `torch.jit.trace` is recording; False if unknown."""
     return _tracing is not None and _tracing()
 
 
@@ -54,50 +54,50 @@ def is_forward_mode() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func is at work; False where nobody can tell."""
+    """Whether a transform of torch.func is active; False if unknown."""
     return _transform_level is not None and _transform_level() is not None
 
 
 def transform_names() -> Sequence[str] | None:
-    """Which transforms of torch.func are at work, such as `Vmap`."""
+    """The active transforms of torch.func, such as `Vmap`."""
     return None if _transforms is None else [each.key().name for each in _transforms() or ()]
 
 
 def has_dispatch_modes() -> bool:
-    """Whether a dispatch mode is open; False where nobody can tell."""
+    """Whether a dispatch mode is active; False if unknown."""
     return _dispatch_modes is not None and _dispatch_modes() > 0
 
 
 def has_mode_without_numbers() -> bool:
-    """Whether a dispatch mode makes tensors fake, or records operations for others; False where nobody can tell."""
+    """Whether a dispatch mode uses fake or proxy tensors; False if unknown."""
     if _mode is None or _mode_keys is None:
         return False
     return any(_mode(getattr(_mode_keys, name, None)) is not None for name in ("FAKE", "PROXY"))
 
 
 def has_function_modes() -> bool:
-    """Whether a function mode is open; False where nobody can tell."""
+    """Whether a function mode is active; False if unknown."""
     return _function_modes is not None and _function_modes() > 0
 
 
 def is_profiled() -> bool:
-    """Whether a profiler watches; False where nobody can tell."""
+    """Whether a profiler is active; False if unknown."""
     return _profiling is not None and _profiling()
 
 
 def changes(x: Tensor) -> int | None:
-    """How often a tensor was changed in place; None where nobody counts, as in inference mode."""
+    """The version counter of a tensor's in-place changes; None if there is none, as in inference mode."""
     return None if x.is_inference() else getattr(x, "_version", None)
 
 
 def with_autograd(call: Callable[[], T]) -> T:
-    """Call something with gradients recorded, also inside an operator, where autograd is left out."""
+    """Call a function with autograd enabled, even inside an operator, where its dispatch keys are excluded."""
     if None in (_excluded, _included, _guard, _keys):
-        # What is left out is left out of one thread.
+        # Dispatch keys are excluded per thread.
         with ThreadPoolExecutor(1) as another:
             return another.submit(torch.enable_grad()(call)).result()
     left_out = _excluded()
-    # One key stands for autograd on every device but those that have a key of their own.
+    # One key covers autograd on all devices except those with their own key.
     for key in (_keys.AutogradFunctionality, _keys.AutogradOther):
         left_out = left_out.remove(key)
     with _guard(_included(), left_out), torch.enable_grad():
@@ -112,12 +112,12 @@ def int8_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def constant_result(function: Callable[..., T]) -> Callable[..., T]:
-    """Let a compiler call a function once, while it traces: `torch.compiler.assume_constant_result`, which imports it."""
-    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010  # pyright takes a plain assignment for a mistake
+    """`torch.compiler.assume_constant_result` without importing the compiler: it calls the function once, when tracing."""
+    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010  # pyright reports a plain assignment as an error
     return function
 
 
-# PyTorch counts no operations of it.
+# PyTorch has no FLOP formula for it.
 if _int_mm is not None and (packet := torch.ops.aten._int_mm) not in flop_counter.flop_registry:
 
     @flop_counter.register_flop_formula(packet)

@@ -1,1 +1,1 @@
-"""Shapes, padding, shared heads and stretches of tokens: what every op does before and after its own arithmetic."""
+"""Shapes, padding, shared heads and stretches of tokens: pre- and postprocessing common to all ops."""

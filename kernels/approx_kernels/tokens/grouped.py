@@ -1,4 +1,4 @@
-"""Grouped keys: heads of keys and values that several query heads share, read where they lie and never repeated.
+"""Grouped keys: heads of keys and values that several query heads share, read in place and never repeated.
 
 With H query heads and G key heads, H a multiple of G, query head h reads key head h // (H / G), as in grouped-query
 attention (Ainslie et al., 2023, GQA, arXiv 2305.13245).
@@ -12,35 +12,35 @@ from torch import Tensor
 
 
 def sharing(q: Tensor, k: Tensor) -> int:
-    """How many query heads share each key head, H / G; q is [B, H, L, D], k [B, G, S, D]."""
-    # To jit.trace a size is a tensor, and the number of heads a constant.
+    """Number of query heads per key head, H / G; q is [B, H, L, D], k [B, G, S, D]."""
+    # Under jit.trace sizes are tensors; the number of heads must be a constant.
     heads, groups = (int(x.shape[1]) if isinstance(x.shape[1], Tensor) else x.shape[1] for x in (q, k))
     return heads // groups
 
 
 def turns(q: Tensor, k: Tensor) -> list[slice]:
-    """The query heads of each of H / G turns: one for each key head, so that q[:, turn] and all of k have as many heads.
+    """The query heads of each of H / G turns, one per key head, so that q[:, turn] has as many heads as k.
 
-    Both are views, where repeating k would copy it for every query head.
+    Both are views, whereas repeating k would copy it for every query head.
     """
     count = sharing(q, k)
     return [slice(first, None, count) for first in range(count)]
 
 
 def in_order(parts: Sequence[Tensor]) -> Tensor:
-    """What the turns gave, each [B, G, ...], with the query heads in their order, [B, H, ...]."""
+    """The results of the turns, each [B, G, ...], with the query heads in order, [B, H, ...]."""
     return parts[0] if len(parts) == 1 else torch.stack(tuple(parts), 2).flatten(1, 2)
 
 
 def in_turns(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *own: Tensor | None) -> Tensor:
-    """`attend(q, k, v, *own)`, which knows as many query heads as key heads, where the first may be more.
+    """Apply `attend(q, k, v, *own)`, which needs as many query heads as key heads, to more query heads.
 
     Args:
-        attend: From q [B, G, L, D], k [B, G, S, D], v [B, G, S, E] and what is `own` to [B, G, L, E].
+        attend: From q [B, G, L, D], k [B, G, S, D], v [B, G, S, E] and parts of `own` to [B, G, L, E].
         q: Queries, [B, H, L, D].
         k: Keys, [B, G, S, D].
         v: Values, [B, G, S, E].
-        own: What each query head has of its own, [H, ...], or None.
+        own: Tensors with a row per query head, [H, ...], or None.
 
     Returns:
         [B, H, L, E].
@@ -49,7 +49,7 @@ def in_turns(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *ow
 
 
 def beside(x: Tensor, k: Tensor) -> Tensor:
-    """Few rows of each query head, [B, H, n, D], as rows of its key head, [B, G, (H / G) n, D]."""
+    """Rows of the query heads, [B, H, n, D], as rows of their key heads, [B, G, (H / G) n, D]."""
     return x.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
 
 
@@ -65,24 +65,24 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def summed(x: Tensor, heads: int) -> Tensor:
-    """Gradients of each query head, [B, H, S, D], added up for those of each key head, [B, G, S, D]."""
+    """Gradients of query heads, [B, H, S, D], summed into those of key heads, [B, G, S, D]."""
     return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
 
 
 def heads_of(q: Tensor, k: Tensor, own: slice | Sequence[int]) -> Any:
-    """Which key heads some query heads read, as an index such that these share them as evenly as all do.
+    """Index of the key heads that some query heads read, such that these share them evenly.
 
-    Where they cannot, as 3 of 4 heads that share 2, a key head stands in it more than once, and indexing copies it.
+    Where that is impossible, as for 3 of 4 heads that share 2, the index repeats a key head, and indexing copies it.
     """
     count = sharing(q, k)
     needed = [head // count for head in range(q.shape[1])[own]] if isinstance(own, slice) else [h // count for h in own]
-    found = list(dict.fromkeys(needed))
-    evenly = [head for head in found for _ in range(len(needed) // len(found))]
-    return as_index(found if evenly == needed else needed)
+    distinct = list(dict.fromkeys(needed))
+    evenly = [head for head in distinct for _ in range(len(needed) // len(distinct))]
+    return as_index(distinct if evenly == needed else needed)
 
 
 def as_index(heads: Sequence[int]) -> Any:
-    """Heads at even steps as a slice, which copies nothing; others as a list."""
+    """Evenly spaced heads as a slice, which copies nothing; others as a list."""
     step = heads[1] - heads[0] if len(heads) > 1 else 1
     stepwise = step > 0 and list(heads) == list(range(heads[0], heads[-1] + 1, step))
     return slice(heads[0], heads[-1] + 1, step) if stepwise else list(heads)

@@ -1,11 +1,11 @@
-"""Padding that may hold anything: 0 times NaN or infinity is NaN, so padded tokens are blanked before they meet a product."""
+"""Blank padding before products: it may hold NaN or infinity, and 0 times these is NaN."""
 
 import torch
 from torch import Tensor
 
 
 def blank_padding(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Set the keys and values of padding to 0 and, where L == S, the queries at the same places.
+    """Set the keys and values of padding to 0 and, if L == S, the queries at the same positions.
 
     Args:
         q: Queries, [B, H, L, D], float.
@@ -24,12 +24,12 @@ def blank_padding(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> t
 
 
 def blank_for_gradients(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """`blank_padding` where a gradient is wanted: C skips padded keys in its forward pass, but derives them too."""
+    """`blank_padding` if gradients are needed: C skips padded keys in its forward pass, but not in its backward pass."""
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return blank_padding(q, k, v, key_mask) if wanted else (q, k, v)
 
 
 def attend_to_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The outputs of queries without any key: zeros [B, H, L, E], which have gradients of 0 in q, k and v."""
+    """The outputs of queries without keys: zeros [B, H, L, E], with gradients of 0 in q, k and v."""
     nothing = q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
     return nothing.expand(*q.shape[:3], v.shape[3])

@@ -1,9 +1,8 @@
-"""The ring: keys and values that queries to come can still reach, for decoding in bounded memory.
+"""The ring: the keys and values that later queries can still reach, for decoding in bounded memory.
 
-It lies in buffers with room behind it, into which keys that follow are written. Those that nobody reaches any more stay
-behind, and only where the room has ended the others are copied to new buffers. Where it begins and ends is kept as the
-shape of an empty tensor, `span`: no GPU has to be waited for to read it, and it stays what it is when the samples of a
-state are reordered, repeated or chosen along the first dimension of all its tensors.
+New keys are written to free room at the end of its buffers. Keys out of reach stay behind, and only when the room is used
+up are the others copied to new buffers. The shape of an empty tensor, `span`, stores the beginning and the end: reading it
+does not synchronise a GPU, and it survives reordering, repeating or selecting samples along the first dimension.
 """
 
 import torch
@@ -18,13 +17,13 @@ LEAST_ROOM = 64
 
 
 def extended(ring: State | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> State:
-    """A ring with keys that follow; where its buffers have room it is overwritten, unless gradients might need it.
+    """Append keys to a ring, in place if its buffers have room and gradients do not need them.
 
     Args:
-        ring: What `newest` or `first_and_newest` returned, other tensors beside it; None before the first token.
-        k: Keys that follow, [B, G, n, D].
+        ring: The result of `newest` or `first_and_newest`, possibly with other tensors; None before the first token.
+        k: New keys, [B, G, n, D].
         v: Their values, [B, G, n, E].
-        key_mask: [B, n] bool, True at real ones; None when all are.
+        key_mask: [B, n] bool, True at real keys; None when all are real.
     """
     newer = {"k": k, "v": v} if key_mask is None else {"k": k, "v": v, "real": key_mask[:, None, :, None]}
     if ring is None:
@@ -50,31 +49,31 @@ def content(ring: State) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def newest(ring: State, count: int) -> State:
-    """The ring of the last `count` keys, padding among them."""
+    """The ring of the last `count` keys, including padding."""
     return _without_between(ring, 0, count)
 
 
 def first_and_newest(ring: State, first: int, count: int) -> State:
-    """The ring of the `first` real keys of each sample and its last `count` real ones, in their order."""
+    """The ring of the `first` real keys of each sample and its last `count` real ones, in order."""
     k, v, key_mask = content(ring)
     if key_mask is None or k.shape[2] <= first + count:
         return _without_between(ring, first, count)
     rank = key_mask.cumsum(1)
     reached = key_mask & ((rank <= first) | (rank > rank[:, -1:] - count))
-    # Samples keep different numbers of keys: what is short is filled with others, which count as padding.
+    # Samples keep different numbers of keys; shorter ones are filled up with others, which count as padding.
     kept = (~reached).to(torch.uint8).argsort(dim=1, stable=True)[:, : first + count]
     k, v = (x.gather(2, kept[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
     return _without_between({"k": k, "v": v, "real": reached.gather(1, kept)[:, None, :, None]}, first, count)
 
 
 def _without_between(ring: State, first: int, count: int) -> State:
-    """A ring without what lies between its `first` keys and its last `count`, in buffers of a size for what is left."""
+    """A ring without the keys between its `first` and its last `count`, in buffers of matching size."""
     begin, end = _span(ring)
     gap = max(end - begin - first - count, 0)
     parts = {name: ring[name] for name in PARTS if name in ring}
     if "span" in ring:
         for x in parts.values() if gap and first else ():
-            # The first step over what stays behind.
+            # Move the first keys next to the last ones.
             x[:, :, begin + gap : begin + gap + first] = x[:, :, begin : begin + first].clone()
         begin += gap
     else:
@@ -84,7 +83,7 @@ def _without_between(ring: State, first: int, count: int) -> State:
             name: torch.cat([x[:, :, :first], x[:, :, first + gap :], blanks[name]], 2) for name, x in parts.items()
         }
         end -= gap
-    # Once padding has been left behind all that follows is spared a mask; a GPU would have to be waited for.
+    # Once no padding is left, later steps need no mask; on a GPU this check would synchronise.
     told = "real" in parts and parts["real"].device.type == "cpu" and not unreadable(parts["real"])
     if told and bool(parts["real"][:, :, begin:end].all()):
         del parts["real"]
@@ -101,6 +100,6 @@ def _spanning(parts: State, begin: int, end: int) -> State:
 
 
 def _takes(buffer: Tensor, newer: Tensor, end: int) -> bool:
-    """Whether a buffer can be written to as far as `end`."""
+    """Whether a buffer can be written to up to `end`."""
     kept = torch.is_grad_enabled() or (buffer.is_inference() and not torch.is_inference_mode_enabled())
     return not kept and end <= buffer.shape[2] and buffer.dtype == newer.dtype

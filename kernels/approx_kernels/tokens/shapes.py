@@ -1,11 +1,11 @@
-"""The shapes that every op agrees on."""
+"""Checks of the shapes common to all ops."""
 
 import torch
 from torch import Tensor
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    """Refuse tensors that do not fit together.
+    """Check that tensors match.
 
     Args:
         q: Queries, [B, H, L, D].
@@ -14,7 +14,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> No
         key_mask: [B, S] bool, True at real keys, or None.
 
     Raises:
-        ValueError: naming the tensor, and the shape, dtype or device that was found and that was expected.
+        ValueError: naming the tensor, and its actual and expected shape, dtype or device.
     """
     if q.ndim != 4:
         raise ValueError(f"q has shape {list(q.shape)}; expected [batch, heads, queries, head size].")
@@ -22,10 +22,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> No
     if k.ndim != 4 or k.shape[0] != batch or k.shape[3] != size:
         raise ValueError(f"k has shape {list(k.shape)}; expected [{batch}, heads, keys, {size}] to fit q.")
     if not k.shape[1] or heads % k.shape[1]:
-        raise ValueError(
-            f"k has {k.shape[1]} heads for the {heads} of q; expected as many, or a number that divides them, each for as "
-            "many query heads."
-        )
+        raise ValueError(f"k has {k.shape[1]} heads for the {heads} of q; expected a number that divides them.")
     if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
         raise ValueError(
             f"v has shape {list(v.shape)}; expected [{batch}, {k.shape[1]}, {k.shape[2]}, value size] to fit k."
@@ -35,7 +32,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> No
             f"q, k, v have shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}: one is empty; "
             "expected at least one sample, query and key."
         )
-    # Under autocast rotary embeddings leave q and k in float32 beside values of 16 bits.
+    # Under autocast, rotary embeddings leave q and k in float32 but v in 16 bits.
     one_dtype = q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)
     if not (one_dtype and q.is_floating_point()):
         raise ValueError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one floating dtype.")
@@ -53,19 +50,19 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> No
 
 
 def check_part(name: str, part: Tensor, q: Tensor, *shape: int | str, dtype: torch.dtype | None = None) -> None:
-    """Refuse what an op takes beside q, k and v, such as random rows, where it does not fit them.
+    """Check a further tensor of an op, such as random rows, against q.
 
     Args:
-        name: What the op calls it.
+        name: Its name in the op.
         part: The tensor.
         q: Queries, on whose device it must be.
-        shape: Its sizes; a word stands for any size from 1 on.
+        shape: Its sizes; a word stands for any size of at least 1.
         dtype: Its dtype; None for any floating one.
 
     Raises:
-        ValueError: naming the tensor, and the shape, dtype or device that was found and that was expected.
+        ValueError: naming the tensor, and its actual and expected shape, dtype or device.
     """
-    sizes = [size if isinstance(size, int) else max(found, 1) for size, found in zip(shape, part.shape, strict=False)]
+    sizes = [size if isinstance(size, int) else max(actual, 1) for size, actual in zip(shape, part.shape, strict=False)]
     if list(part.shape) != sizes or len(sizes) != len(shape):
         expected = ", ".join(map(str, shape))
         raise ValueError(f"{name} has shape {list(part.shape)}; expected [{expected}] to fit q.")
@@ -76,10 +73,10 @@ def check_part(name: str, part: Tensor, q: Tensor, *shape: int | str, dtype: tor
 
 
 def check_least(name: str, number: int | None, least: int) -> None:
-    """Refuse a whole number below what is allowed.
+    """Check that a whole number is at least `least`.
 
     Raises:
-        ValueError: naming it, what was found and what is allowed.
+        ValueError: naming it, its value and the limit.
     """
     if number is not None and number < least:
         raise ValueError(f"{name} is {number}; expected {least} or more.")

@@ -1,4 +1,4 @@
-"""Real tokens, heads and stretches: what every sparse pattern does before and after its own arithmetic."""
+"""Real tokens, heads and stretches: pre- and postprocessing common to all sparse patterns."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,11 +16,11 @@ from approx_kernels.tokens.padding import attend_to_nothing
 def without_padding(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> Tensor:
-    """Attend among the real tokens of each sample, as if there were no others.
+    """Attend among the real tokens of each sample only.
 
-    Query i is the token of key S - L + i. Where that key is padding, or where there is none (L > S), the query
-    gives 0; so `attend` meets real tokens only, queries last and at most as many as keys. Without a mask the
-    whole batch meets it at once.
+    Query i is the token of key S - L + i. If that key is padding, or does not exist (L > S), its output is 0. So
+    `attend` gets only real tokens, with the queries last and at most as many as keys. Without a mask it gets the
+    whole batch at once.
 
     Args:
         attend: From q [B, H, L, D], k [B, H, S, D], v [B, H, S, E] with L <= S to [B, H, L, E].
@@ -53,7 +53,7 @@ def without_padding(
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens of a sample: a view where they stand together, as they do under right and left padding."""
+    """Tokens of a sample; a view if they are contiguous, as with right or left padding."""
     first, count = int(index[0]), index.numel()
     return x[:, :, first : first + count] if int(index[-1]) == first + count - 1 else x.index_select(2, index)
 
@@ -65,7 +65,7 @@ def by_step(
     v: Tensor,
     steps: Sequence[int | None],
 ) -> Tensor:
-    """Let head h attend in step `steps[h mod p]` of a pattern of p steps; None is the union of them all."""
+    """Let head h attend in step `steps[h mod p]` of a pattern of p steps; None stands for their union."""
     heads, period = q.shape[1], len(steps)
     if period == 1:
         return attend(q, k, v, steps[0])
@@ -77,9 +77,9 @@ def by_step(
 
 
 def stretches(x: Tensor, bounds: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
-    """Views of x [B, H, n, D] from begin to end each, which may overlap.
+    """Views of x [B, H, n, D], one per pair of bounds; they may overlap.
 
-    Autograd would fill a whole x with zeros for the gradient of each; here all are added into one.
+    Autograd would allocate a zero-filled x for the gradient of each view; here all are added into one.
     """
     if without_functions():
         return tuple(x[:, :, begin:end] for begin, end in bounds)

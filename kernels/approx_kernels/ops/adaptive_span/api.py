@@ -1,4 +1,4 @@
-"""Attention within a soft window whose length each head has for itself."""
+"""Attention within a soft window whose length each head learns."""
 
 from collections.abc import Callable, Sequence
 
@@ -33,13 +33,13 @@ def adaptive_span_attention(
 ) -> Tensor:
     """Softmax attention whose weights fall off with the distance x as m(x) = clip((R + z - x) / R, 0, 1), then sum to 1.
 
-    Query i stands at position S - L + i; x is the distance of the positions. Nothing is computed beyond z + R, where m
-    is 0: heads of about the same span share one window, in O(L (z + R) D) for each, and heads whose span covers
-    every distance run exact attention. A query without any allowed key gives 0. Differentiable in q, k, v and z.
+    Query i is at position S - L + i; x is the distance of positions. Nothing is computed beyond z + R, where m is 0:
+    heads of similar span share one window, in O(L (z + R) D) per head, and heads whose span covers every distance run
+    exact attention. A query with no allowed key gives 0. Differentiable in q, k, v and z.
 
     Source: Sukhbaatar, Grave, Bojanowski, Joulin, 2019, Adaptive Attention Span in Transformers, arXiv 1905.07799;
-    departs from it in windows for each group of heads instead of one as long as the longest span, in keeping positions as
-    the model has them, and in the bidirectional form, which looks equally far to both sides.
+    departs from it in windows per group of heads instead of one as long as the longest span, in keeping the model's
+    positions, and in the bidirectional form, which reaches equally far on both sides.
 
     Args:
         q: Queries, [B, H, L, D], float.
@@ -47,19 +47,19 @@ def adaptive_span_attention(
         v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         spans: z, [H], float, 0 or more, in tokens.
-        known: Gives `spans` as Python numbers, if they may have been read before; it is asked only where windows follow from
-            them, since reading them waits for an accelerator.
+        known: Returns `spans` as Python numbers, possibly cached; it is called only when the windows depend on them, since
+            reading them synchronises with an accelerator.
         ramp: R, in tokens, 1 or more.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
-        dropout: Probability with which an attention weight is dropped.
+        dropout: Probability of dropping an attention weight.
         impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
+        ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     check_part("spans", spans, q, q.shape[1])
@@ -67,7 +67,7 @@ def adaptive_span_attention(
     ways = {"cpu": obstacle(q), "reference": None}
     run = choose("adaptive_span_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
     if run == "triton":
-        # Each head of the kernel ends where its own span does, so nobody has to read the spans first.
+        # Each head of the kernel stops at its own span, so the spans need not be read first.
         right = 0 if causal else None
         return flash(q, k, v, key_mask, scale=scale, right=right, spans=spans, ramp=ramp, impl="triton")[0]
     numbers = spans.tolist() if known is None else known()

@@ -1,4 +1,4 @@
-"""Adaptive span on a CPU, by lists of keys: a window for each head alone, whose weights fall off inside the C."""
+"""Adaptive span on a CPU, by lists of keys: one window per head, with the soft mask computed in C."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from approx_kernels.ops.key_lists.cpu import FAR, MOST_ROWS, WINDOW_ROWS, attend
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.tokens.padding import blank_for_gradients
 
-# Queries up to which reading keys where they lie is faster.
+# Up to this many queries, reading keys in place is faster.
 _FEW = 8
 
 
@@ -27,7 +27,7 @@ def spans_in_c(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """What `grouped_heads` gives, by one call for all heads: C sees by itself where spans end."""
+    """The same as `grouped_heads` in one call for all heads: C skips keys beyond each span."""
     length, keys = q.shape[2], k.shape[2]
     q, k, v = blank_for_gradients(q, k, v, key_mask)
     windows = window_sizes(known, ramp, (keys if causal else max(length, keys)) - 1)
@@ -50,7 +50,7 @@ def _span_lists(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """Attend within the span of each head, and the ramp behind it, or without spans to everything; differentiable in them too."""
+    """Attend within the span and ramp of each head, or to everything without spans; differentiable in the spans too."""
     length, keys = q.shape[2], k.shape[2]
     if spans is None and length <= _FEW and not dropout and few_obstacle(q, k, v) is None:
         return compiled_few(q, k, v, key_mask, causal=causal, scale=scale)

@@ -1,4 +1,4 @@
-"""How much of exact attention lies how far away."""
+"""The distribution of exact attention over distances."""
 
 import torch
 from torch import Tensor
@@ -14,18 +14,18 @@ def mass_by_distance(q: Tensor, k: Tensor, key_mask: Tensor | None = None, *, ca
     """Mean weight that the queries of each head give to all keys at distance x, in O(L S D) and blocks of queries.
 
     Args:
-        q: Queries, [B, H, L, D], float; query i stands at position S - L + i.
+        q: Queries, [B, H, L, D], float; query i is at position S - L + i.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
-        key_mask: [B, S] bool, True at real keys; None when all are real. When L == S it also says which queries
-            are real and counted.
+        key_mask: [B, S] bool, True at real keys; None when all are real. When L == S it also marks the real queries,
+            which alone are counted.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
 
     Returns:
-        [H, x], float64, x from 0 to the longest distance. Each row sums to 1, or to 0 where there is no real query.
+        [H, x], float64, x from 0 to the longest distance. Each row sums to 1, or to 0 without real queries.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together.
+        ValueError: if shapes or dtypes do not match.
     """
     check_shapes(q, k, k, key_mask)
     length, keys = q.shape[2], k.shape[2]

@@ -1,4 +1,4 @@
-"""Heads grouped by their spans; each group attends one block of queries after another within its own window."""
+"""Heads grouped by span; each group attends block by block of queries within its own window."""
 
 import math
 from collections import defaultdict
@@ -14,12 +14,12 @@ from approx_kernels.runtime.sdpa import sdpa
 from approx_kernels.tokens.padding import blank_padding
 from approx_kernels.tokens.stretches import stretches
 
-# Queries of a block, and what windows are rounded up to: smaller ones make more groups and calls than they save.
+# Queries per block, and granularity of windows: smaller ones cost more in groups and calls than they save.
 _BLOCK = 64
 
 
 def window_sizes(known: Sequence[float], ramp: int, longest: int) -> list[int | None]:
-    """Keys that each head reaches to one side, rounded up so that heads fall into few groups; None without any limit.
+    """Keys in reach of each head on one side, rounded up so that heads form few groups; None if unlimited.
 
     Args:
         known: The spans, in tokens.
@@ -44,7 +44,7 @@ def grouped_heads(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """Exact attention for heads that span everything, a window for each group of the others."""
+    """Exact attention for heads that span everything, a window per group of the others."""
     length, keys = q.shape[2], k.shape[2]
     q, k, v = blank_padding(q, k, v, key_mask)
     windows = window_sizes(known, ramp, (keys if causal else max(length, keys)) - 1)
@@ -91,7 +91,7 @@ def _windowed(
     q, before = q[:, :, blind:], before + blind
     starts = range(before, keys, _BLOCK)
     bounds = [(max(start - window, 0), min(start + _BLOCK + after, keys)) for start in starts]
-    # Every block sees the same distances, so one table serves them all.
+    # Every block has the same distances, so one table serves all.
     table = _log_mask(spans, window, after, ramp, q[:, :, :_BLOCK])
     may_miss = before < 0 or key_mask is not None
     out = []
@@ -105,7 +105,7 @@ def _windowed(
         allowed = bias > -math.inf
         if key_mask is not None:
             allowed = allowed & key_mask[:, None, None, begin:end]
-        # Kernels disagree on a row without any allowed key, so it sees everything and is then set to 0.
+        # Kernels disagree on rows without an allowed key, so these see everything and are set to 0 afterwards.
         missed = ~allowed.any(-1, keepdim=True)
         bias = bias.masked_fill(~allowed, -math.inf).masked_fill(missed, 0.0)
         out.append(_fused(queries, stretch, values, bias, scale, dropout).masked_fill(missed, 0.0))
@@ -118,13 +118,13 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, dropout:
 
 
 def _log_mask(spans: Tensor, window: int, after: int, ramp: int, q: Tensor) -> Tensor:
-    """log m between a block of queries and the keys from `window` before it to `after` behind it, [H, block, keys]."""
+    """log m between a block of queries and the keys from `window` before it to `after` after it, [H, block, keys]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     query = torch.arange(q.shape[2], device=q.device)
     away = torch.arange(-window, q.shape[2] + after, device=q.device) - query[:, None]
     mask = ((ramp + spans.to(wide)[:, None, None] - away.abs()) / ramp).clamp(max=1.0)
     seen = mask > 0 if after else (mask > 0) & (away <= 0)
-    # The smallest number keeps the gradient of what is not seen 0; at 0 itself it would be 0 times infinity.
+    # The clamp keeps the gradient of unseen keys 0; with log 0 it would be 0 times infinity.
     log = mask.clamp(min=torch.finfo(wide).tiny).log().masked_fill(~seen, -math.inf)
-    # The processor's kernels take a mask of float32 beside 16 bits, others one of the queries' own dtype only.
+    # CPU kernels take a float32 mask with 16-bit inputs, others only one in the queries' dtype.
     return log if q.is_cpu else log.to(q.dtype)

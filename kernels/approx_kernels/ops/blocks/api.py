@@ -39,29 +39,29 @@ def block_attention(
     """Softmax attention inside blocks and to neighbouring blocks, in O(L (2 neighbours + 1) size D).
 
     The token at position p of a sample is in block (p + shift) // size; positions count real tokens, and query i
-    is the token of key S - L + i. A query that is padding or stands before all keys gives 0.
+    is the token of key S - L + i. A query that is padding or precedes all keys gives 0.
 
     Source: Qiu et al., 2019, Blockwise Self-Attention for Long Document Understanding, arXiv 1911.02972; departs
-    from it in the same blocks for all heads.
+    from it in using the same blocks for all heads.
 
     Args:
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
-        key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
+        key_mask: [B, S] bool, True at real keys and their queries; None when all are real.
         size: Tokens of a block.
-        neighbours: Blocks seen to each side of the own one.
+        neighbours: Blocks seen on each side of the own one.
         shift: Tokens by which the first block is shorter.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
-        dropout: Probability with which an attention weight is dropped.
+        dropout: Probability of dropping an attention weight.
         impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
+        ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     ways = {"cpu": obstacle(q), "reference": None}
@@ -95,32 +95,32 @@ def bigbird_attention(
     """Softmax attention of each block to its neighbours, the first, the last and random blocks, in O(L (5 + r) block D).
 
     The first and the last block see all and are seen by all; every pair counts once. Positions count real tokens,
-    and query i is the token of key S - L + i. A query that is padding or stands before all keys gives 0.
+    and query i is the token of key S - L + i. A query that is padding or precedes all keys gives 0.
 
-    With `compatible` every random block is the first block once more, for all queries but those of the first and the
-    last block: softmax(s + log C) where C is 1 + r on the first block, as Hugging Face's BigBird attends in evaluation
+    With `compatible` every random block repeats the first block, for all queries outside the first and the last block:
+    softmax(s + log C), where C is 1 + r on the first block, as Hugging Face's BigBird attends in evaluation mode.
     mode.
 
     Source: Zaheer et al., 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062; departs from it in
-    the same random blocks for all heads.
+    using the same random blocks for all heads.
 
     Args:
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
-        key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
+        key_mask: [B, S] bool, True at real keys and their queries; None when all are real.
         block: Tokens of a block.
-        draws: What `draw_blocks` returned; its second size is the number of random blocks, r.
+        draws: The result of `draw_blocks`; its second size is the number of random blocks, r.
         compatible: Whether to attend as Hugging Face's BigBird does in evaluation mode.
         scale: Factor of the scores.
-        dropout: Probability with which an attention weight is dropped.
+        dropout: Probability of dropping an attention weight.
         impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
+        ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     if draws.ndim != 2 or draws.dtype != torch.int64:

@@ -19,7 +19,7 @@ def neighbour_lists(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """What `neighbour_blocks` computes."""
+    """The same as `neighbour_blocks`."""
     keys, before = k.shape[2], k.shape[2] - q.shape[2]
 
     def edge(block: int) -> int:
@@ -38,7 +38,7 @@ def neighbour_lists(
 def block_lists(
     q: Tensor, k: Tensor, v: Tensor, *, size: int, lists: Sequence[Sequence[int]], scale: float, dropout: float
 ) -> Tensor:
-    """What `listed_blocks` computes."""
+    """The same as `listed_blocks`."""
     keys, before = k.shape[2], k.shape[2] - q.shape[2]
     starts, entries = [], []
     for block in range(before // size, len(lists)):

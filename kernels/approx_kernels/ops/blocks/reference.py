@@ -11,9 +11,9 @@ from approx_kernels.runtime.sdpa import sdpa
 from approx_kernels.runtime.torch_internals import changes
 from approx_kernels.tokens.stretches import stretches
 
-# Query blocks with draws of their own; beyond, the draws of the first ones serve again.
+# Query blocks with their own draws; later blocks reuse them.
 _DRAWN_BLOCKS = 1024
-# Lists by the draws that they were made of, for at most so many numbers of blocks each.
+# Cached lists by draws, for a limited number of block counts each.
 _LISTS = WeakTensorKeyDictionary()
 _KEPT = 64
 
@@ -52,7 +52,7 @@ def neighbour_blocks(
 def listed_blocks(
     q: Tensor, k: Tensor, v: Tensor, *, size: int, lists: Sequence[Sequence[int]], scale: float, dropout: float
 ) -> Tensor:
-    """Fused attention of each block to the blocks of keys on its list, side by side; an empty list is all keys."""
+    """Fused attention of each block to the listed blocks of keys, concatenated; an empty list means all keys."""
     first = (k.shape[2] - q.shape[2]) // size
     head = min(size - (k.shape[2] - q.shape[2]) % size, q.shape[2])
     rows = q[:, :, :head], *(q[:, :, head:].split(size, 2) if head < q.shape[2] else ())
@@ -71,18 +71,18 @@ def draw_blocks(random: int, seed: int) -> Tensor:
 
 
 def bigbird_lists(blocks: int, draws: Tensor, compatible: bool) -> Sequence[Sequence[int]]:
-    """Ascending blocks of keys of each block of queries; empty for those that see all: the first and the last.
+    """Ascending blocks of keys for each block of queries; empty for those that see all: the first and the last.
 
-    They are kept for the next call, which is likely to ask for the same ones.
+    Lists are cached, since the next call probably needs the same ones.
 
     Args:
         blocks: Number of blocks.
-        draws: What `draw_blocks` returned.
-        compatible: Whether all random blocks are the first block, which is listed as many times more.
+        draws: The result of `draw_blocks`.
+        compatible: Whether all random blocks repeat the first block, which is then listed that many more times.
     """
     count = changes(draws)
     if count is None:
-        # Nobody could tell whether it was changed since.
+        # Without a version counter a cached list might be stale.
         return _lists(blocks, draws, compatible)
     known = _LISTS.get(draws)
     if known is None:
@@ -98,12 +98,12 @@ def bigbird_lists(blocks: int, draws: Tensor, compatible: bool) -> Sequence[Sequ
 def _lists(blocks: int, draws: Tensor, compatible: bool) -> list[list[int]]:
     rows = torch.arange(1, max(blocks - 1, 1), device="cpu")
     seen = torch.stack([0 * rows, rows - 1, rows, rows + 1, 0 * rows + blocks - 1], 1)
-    # What stands in a list twice, or finds no block that does not, goes beyond the end of all blocks.
+    # Duplicates, and draws for which no unseen block is left, get a number beyond all blocks.
     beyond = 2**40
     seen = seen.masked_fill(F.pad(seen.diff() == 0, (1, 0)), beyond).sort(1).values
     for numbers in () if compatible else draws.cpu()[rows % len(draws)].unbind(1):
         left = blocks - (seen < beyond).sum(1)
-        # One of the blocks that are not seen yet, by its number among them: it moves past those seen before it.
+        # The draw's index among the unseen blocks; it moves past the seen blocks before it.
         other = numbers % left.clamp(min=1)
         other = other + (seen - torch.arange(seen.shape[1], device="cpu") <= other[:, None]).sum(1)
         seen = torch.cat([seen, other.masked_fill(left == 0, beyond)[:, None]], 1).sort(1).values

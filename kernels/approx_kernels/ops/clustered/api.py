@@ -1,4 +1,4 @@
-"""Clustered attention: queries that are alike share one row of attention weights."""
+"""Clustered attention: similar queries share one row of attention weights."""
 
 from functools import partial
 
@@ -42,12 +42,12 @@ def clustered_attention(
 ) -> Tensor:
     """Attend with the mean query of each cluster, in O(n C D); with `topk`, correct its largest weights too.
 
-    Plain: every member of a cluster receives what the cluster's mean query attends to. Improved (`topk`): the
-    K keys that the mean query weighs most are weighed again by each member, within the mass that the mean query
-    gave to them, in O(n K D) more. Gradients pass through the means and the masses, not through the choices.
+    Plain: every member of a cluster receives the output of the cluster's mean query. Improved (`topk`): each member
+    recomputes the weights of the K keys that the mean query weighs most, within the mass that the mean query gave
+    them, in O(n K D) more. Gradients pass through the means and the masses, not through the choices.
 
-    Each sample is computed without its padding, so nothing depends on padding or neighbours. A sample with at
-    most C real queries is exact: each query is its own cluster. Padded queries and samples without a key give 0.
+    Each sample is computed without its padding, so nothing depends on padding or on other samples. A sample with at
+    most C real queries is exact: each query is its own cluster. Padded queries and samples without keys give 0.
 
     Source: Vyas, Katharopoulos, Fleuret, 2020, Fast Transformers with Clustered Attention, arXiv 2007.04825;
     departs from it in the clustering (see `cluster_queries`) and in differentiating the mass.
@@ -57,21 +57,21 @@ def clustered_attention(
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys, and when L == S at real queries; None when all are real.
-        planes: Hash planes, [bits, D + 1], the biases last; queries are then clustered by their hashes.
+        planes: Hash planes, [bits, D + 1], the biases last, to cluster queries by their hashes.
         draws: Random numbers for the clustering, int64, at least C; needed with `planes`.
-        selectors: Selectors of frozen centroids, [H, C, D + 1], instead of planes; there is then no k-means.
+        selectors: Selectors of frozen centroids, [H, C, D + 1], instead of planes; k-means is then skipped.
         clusters: Number of clusters, C; None takes `default_clusters` of the real queries of each sample.
-        iterations: Assignments of the clustering.
+        iterations: Iterations of the clustering.
         topk: Keys each member weighs itself, K, at most all; None for plain clustered attention.
         scale: Factor of the scores.
-        dropout: Probability with which a weight is dropped: one of a cluster's, or one a member weighed itself.
+        dropout: Probability of dropping a weight, of a cluster or a member's own.
         impl: `reference`, `cpu` in C on float32 and bfloat16, or `triton` (see `approx_kernels.dispatch.implementation`).
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, not just one way to cluster is given, or `impl` cannot run.
+        ValueError: if shapes or dtypes do not match, not exactly one way to cluster is given, or `impl` cannot run.
     """
     check_shapes(q, k, v, key_mask)
     if (planes is None or draws is None) == (selectors is None):
@@ -117,15 +117,15 @@ def causal_clustered_attention(
     """Attend exactly inside chunks and through fixed centroids to the keys before, in O(n (chunk + C + K) D).
 
     The real tokens of a sample are cut into chunks. A query weighs the keys of its own chunk itself, up to its
-    own. Of the keys before the chunk it weighs those K itself that the nearest centroid weighs most; the others
-    it shares with all queries of the centroid: their mean key and mean value under the centroid's weights, and
-    their mass, which the mean key corrects to first order for the query's distance from the centroid. All of it
-    has one normaliser, joined by log-sum-exp. `topk` of None shares all keys before the chunk.
+    own. Of the keys before the chunk it weighs itself the K that its nearest centroid weighs most; the others it
+    shares with all queries of the centroid: their mean key and mean value under the centroid's weights, and their
+    mass, which the mean key corrects to first order for the query's distance from the centroid. All parts share
+    one normaliser, joined by log-sum-exp. `topk` of None shares all keys before the chunk.
 
-    The centroids are constants, so a query uses nothing but itself and the keys up to its own: nothing sees the
-    future, and new queries on top of a cache get what the whole sequence gives them, up to rounding (which may,
-    seldom, swap two keys that a centroid weighs alike). From chunk to chunk the centroids' rows are carried
-    on, not computed again. Query i stands at position S - L + i. Padded queries, and those without a key, give 0.
+    The centroids are constants, so a query depends only on itself and the keys up to its own: nothing sees the
+    future, and decoding with a cache gives the same as the whole sequence, up to rounding (which may rarely swap
+    two keys that a centroid weighs alike). The centroids' rows are carried from chunk to chunk instead of being
+    recomputed. Query i is at position S - L + i. Padded queries, and those without a key, give 0.
 
     Source: built on Vyas, Katharopoulos, Fleuret, 2020, Fast Transformers with Clustered Attention, arXiv
     2007.04825, which has no strictly causal form; departs from it in all of the above.
@@ -136,18 +136,18 @@ def causal_clustered_attention(
         v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         centroids: Fixed centroids of queries, [H, C, D].
-        selectors: What says which centroid is nearest, [H, C, D + 1] (see `fit_centroids`).
-        chunk: Real tokens of a chunk; at least `topk` + 1 are taken.
+        selectors: Selectors of the nearest centroid, [H, C, D + 1] (see `fit_centroids`).
+        chunk: Real tokens of a chunk, raised to `topk` + 1 if smaller.
         topk: Keys before the chunk that each query weighs itself, K; None for plain clustered attention.
         scale: Factor of the scores.
-        dropout: Probability with which a weight is dropped: one of a query's own, or one that is shared.
+        dropout: Probability of dropping a weight, a query's own or a shared one.
         impl: `reference`, `cpu` in C on float32 and bfloat16, or `triton` (see `approx_kernels.dispatch.implementation`).
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or `impl` cannot run.
+        ValueError: if shapes or dtypes do not match, or `impl` cannot run.
     """
     check_shapes(q, k, v, key_mask)
     check_part("centroids", centroids, q, q.shape[1], "clusters", q.shape[3])

@@ -1,4 +1,4 @@
-"""Causal clustered attention of heads without padding: exact near each query, by fixed centroids far from it."""
+"""Causal clustered attention of heads without padding: exact nearby, through fixed centroids further back."""
 
 import torch
 from torch import Tensor
@@ -30,10 +30,10 @@ def causal_samples(
     groups = nearest_centroids(q, selectors)
     rows = centroids.expand(batch, -1, -1, -1)
     if length < rows.shape[2]:
-        # The few queries of a decoding step each bring the row of their centroid, and no other is computed.
+        # The few queries of a decoding step each take their centroid's row, so no other row is computed.
         rows = rows.gather(2, groups[..., None].expand(-1, -1, -1, size))
         groups = torch.arange(length, device=q.device).expand_as(groups)
-    # One key at least is left to the sums, so that they are never empty.
+    # At least one key is left to the sums, so that they are never empty.
     chunk = max(chunk, topk + 1)
     together = max(1, CACHED // (rows.shape[2] * k.shape[2])) if q.device.type == "cpu" else batch * heads
     blocks = zip(*(x.flatten(0, 1).split(together) for x in (q, k, v, rows, groups)), strict=True)
@@ -55,7 +55,7 @@ def _block(
 ) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     out_dtype = q.dtype
-    # Contiguous once, or each gather of single keys would copy all of them.
+    # Contiguous, or each gather of single keys would copy all of them.
     q, k, v, rows = q.to(wide) * scale, k.to(wide).contiguous(), v.to(wide).contiguous(), rows.to(wide) * scale
     before = k.shape[1] - q.shape[1]
     near, near_sums = _own_chunk(q, k, v, before, chunk, dropout)
@@ -65,7 +65,7 @@ def _block(
     top_keys, rest_sums, mean_key, mean_value = past_rows(
         rows, k, v, begin=begin, end=end, chunk=chunk, topk=topk, dropout=dropout
     )
-    # Queries of the first chunk have no past. Each other has the row of its cluster at the start of its chunk.
+    # Queries of the first chunk have no past; all others use the row of their cluster at the start of their chunk.
     far = max(chunk - before, 0)
     q, groups = q[:, far:], groups[:, far:]
     boundary = torch.arange(before + far, k.shape[1], device=q.device) // chunk - begin // chunk
@@ -75,7 +75,7 @@ def _block(
         x.flatten(0, 2).index_select(0, index).view(*place.shape, -1) for x in (rest_sums, mean_key, mean_value)
     )
     row = rows.flatten(0, 1).index_select(0, flat_index(groups, rows.shape[1])).view_as(q)
-    # The tangent of a convex function: the remaining mass of a query near the centroid, and never more than it.
+    # Tangent of a convex function: the remaining mass of a query near the centroid, never overestimated.
     rest_sums = rest_sums.squeeze(-1) + ((q - row) * mean_key).sum(-1)
     parts, sums = [near[:, far:], mean_value], [near_sums[:, far:], rest_sums]
     if topk:

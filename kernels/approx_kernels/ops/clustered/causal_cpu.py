@@ -1,4 +1,4 @@
-"""Causal clustered attention on a CPU, forward and backward in C: one head at a time, its past carried along."""
+"""Causal clustered attention on a CPU, forward and backward in C: head by head, carrying the past along."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from approx_kernels.tokens.grouped import empty_gradients, empty_rows, summed
 
 
 def obstacle(q: Tensor) -> str | None:
-    """Why causal clustered attention cannot run in C, with the remedy; None where it can."""
+    """Why causal clustered attention cannot run in C, with the remedy; None if it can."""
     return (
         clustering_obstacle(q)
         or c_obstacle("clustered/causal_forward.c", q)
@@ -37,17 +37,17 @@ def causal_samples_in_c(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """As `causal_samples`."""
+    """The same as `causal_samples`."""
     batch, _, length, size = q.shape
     with without_autocast("cpu"):
         rows = centroids.detach().float().expand(batch, -1, -1, -1)
         groups = nearest_of_heads(q.detach(), selectors)
         if length < rows.shape[2]:
-            # The few queries of a decoding step each bring the row of their centroid, and no other is computed.
+            # The few queries of a decoding step each take their centroid's row, so no other row is computed.
             rows = rows.gather(2, groups[..., None].long().expand(-1, -1, -1, size))
             groups = torch.arange(length, dtype=torch.int32).expand_as(groups)
         q, k, v, rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype), rows))
-        # One key at least is left to the sums, so that they are never empty.
+        # At least one key is left to the sums, so that they are never empty.
         settings = max(chunk, topk + 1), topk, scale, dropout, draw_seed(dropout)
         learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         return _attend(q, k, v, rows, groups.contiguous(), *settings, learning)[0]
@@ -71,7 +71,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    # Read once: where activations are checkpointed, a second look is refused.
+    # Read once: with activation recomputation a second read fails.
     saved = ctx.saved_tensors
     dq, dk, dv = _attend_backward(grad, *saved, *ctx.settings)
     groups = saved[1].shape[1]

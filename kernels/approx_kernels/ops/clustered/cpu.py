@@ -1,4 +1,4 @@
-"""Clustered attention of a batch on a CPU, forward and backward in C: no padding is computed, no sample waits for another."""
+"""Clustered attention of a batch on a CPU, forward and backward in C: padding is skipped, and samples run in parallel."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from approx_kernels.tokens.grouped import empty_gradients, summed
 
 
 def obstacle(q: Tensor) -> str | None:
-    """Why clustered attention cannot run in C, with the remedy; None where it can."""
+    """Why clustered attention cannot run in C, with the remedy; None if it can."""
     reasons = (clustering_obstacle(q), c_obstacle("clustered/forward.c", q), c_obstacle("clustered/backward.c", q))
     return next(filter(None, reasons), None)
 
@@ -38,7 +38,7 @@ def clustered_batch(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """Attend; a sample of at most C real queries has each of them for a cluster."""
+    """Attend; in a sample of at most C real queries each of them is its own cluster."""
     batch, _, length, _ = q.shape
     k, v = k.to(q.dtype), v.to(q.dtype)
     query_tokens = key_tokens = None
@@ -82,7 +82,7 @@ def _empty(
     *numbers: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, heads, length, _ = q.shape
-    # As models want it next, tokens before heads; what is not real is not written.
+    # Tokens before heads, as models expect; padding is not written.
     make = q.new_empty if key_tokens is None else q.new_zeros
     out = make(batch, length, heads, v.shape[3]).transpose(1, 2)
     rest = q.new_empty(batch, heads, most, v.shape[3], dtype=torch.float32)
@@ -98,7 +98,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    # Read once: where activations are checkpointed, a second look is refused.
+    # Read once: with activation recomputation a second read fails.
     saved = ctx.saved_tensors
     dq, dk, dv = _attend_backward(grad, *saved, *ctx.rest)
     groups = saved[1].shape[1]
@@ -106,7 +106,7 @@ def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 
 
 def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    # What is not real is not written.
+    # Padding is not written.
     dq, dk, dv = (x.zero_() for x in empty_gradients(q, k, v))
     return dq, dk, dv
 

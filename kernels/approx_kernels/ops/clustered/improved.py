@@ -14,7 +14,7 @@ _IMPROVED_TILE = 16
 def improved_heads(
     q: Tensor, k: Tensor, v: Tensor, groups: Tensor, *, clusters: int, topk: int, scale: float, dropout: float
 ) -> Tensor:
-    """Attend with the mean queries, and let each query weigh again the keys that its cluster weighs most.
+    """Attend with the mean queries, and let each query recompute the weights of the keys that its cluster weighs most.
 
     Args: q [G, n, D], k [G, S, D], v [G, S, E], groups [G, n] the cluster of each query. Returns [G, n, E].
     """

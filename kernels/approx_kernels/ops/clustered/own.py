@@ -1,4 +1,4 @@
-"""Keys that each query weighs itself, shared by the queries of one cluster in tiles."""
+"""Keys that each query weighs itself, gathered in tiles for the queries of one cluster."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from approx_kernels.ops.clustering.means import flat_index
 from approx_kernels.runtime.observed import without_functions
 
-# Numbers in a working set: 1 MiB of float32, about what a core's own cache holds.
+# Numbers in a working set: 1 MiB of float32, about the size of a core's own cache.
 CACHED = 2**18
 
 
@@ -60,7 +60,7 @@ def _tiles(groups: Tensor, members: Tensor, tile: int) -> tuple[Tensor, Tensor]:
 
 
 def _at_once(q: Tensor, k: Tensor, v: Tensor, index: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What `_OwnWeights` gives, in n K (D + E) memory."""
+    """The same as `_OwnWeights`, in n K (D + E) memory."""
     keys, values = _gather(k, index), _gather(v, index)
     scores = q @ keys.transpose(1, 2)
     weights = scores.softmax(-1)
@@ -68,7 +68,7 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, index: Tensor, keep: Tensor | None
 
 
 class _OwnWeights(torch.autograd.Function):
-    """Gathers keys and values a cache's worth at a time, in the backward once more: kept, they would be n K (D + E)."""
+    """Gathers keys and values a cache's worth at a time, again in the backward pass: stored, they would take n K (D + E)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ class _OwnWeights(torch.autograd.Function):
             keys, values = _gather(k, index[block]), _gather(v, index[block])
             scores = q[block] @ keys.transpose(1, 2)
             weights = scores.softmax(-1)
-            # Twice a maximum is much cheaper than a sum of exponentials.
+            # Two maxima are much cheaper than a sum of exponentials.
             sums[block] = scores.amax(-1) - weights.amax(-1).log()
             torch.bmm(weights if keep is None else weights * keep[block], values, out=out[block])
         ctx.save_for_backward(q, k, v, index, keep)
@@ -101,7 +101,7 @@ class _OwnWeights(torch.autograd.Function):
 
 
 def _blocks(index: Tensor, k: Tensor, v: Tensor) -> list[slice]:
-    """Slices of tiles: all at once on an accelerator, and on a CPU as many as its cache holds keys and values of."""
+    """Slices of tiles: all at once on an accelerator; on a CPU, as many as its cache holds keys and values for."""
     tiles, kept = index.shape
     together = max(1, CACHED // (kept * (k.shape[1] + v.shape[1]))) if k.device.type == "cpu" else tiles
     return [slice(first, first + together) for first in range(0, tiles, together)]

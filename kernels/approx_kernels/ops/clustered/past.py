@@ -1,4 +1,4 @@
-"""What fixed centroids attend to in a growing past: their largest keys, and the sums over all others."""
+"""The attention of fixed centroids to a growing past: their largest keys, and the sums over all others."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ def past_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows of attention over the keys before each of N boundaries, in O(S R D) for all of them together.
 
-    Boundary i stands at `begin + i chunk`, and the last one at `end`. From one to the next the K
-    largest keys compete with those of the chunk; who loses goes into running sums, and never comes back.
+    Boundary i is at `begin + i chunk`, the last one at `end`. From one boundary to the next the K largest keys compete
+    with those of the chunk; the losers are added to running sums, and never return.
 
     Args: rows [G, R, D], scaled queries; k [G, S, D]; v [G, S, E]; `begin` is above K.
 
@@ -31,7 +31,7 @@ def past_rows(
 
     begun = sums(first.masked_fill(~others[0], float("-inf")) - peaks[:, 0], k[:, :begin], v[:, :begin])
     added = sums(scores.masked_fill(~others[1], float("-inf")) - peaks[:, 1:], keys, values)
-    # Few: a row's K keys change as the logarithm of the past.
+    # There are few: a row's K keys change with the logarithm of the past.
     g, i, r, slot = lost.nonzero(as_tuple=True)
     key = top_keys[g, i, r, slot] + g * k.shape[1]
     old_keys, old_values = (x.flatten(0, 1).index_select(0, key) for x in (k, v))
@@ -52,7 +52,7 @@ def _compete(first: Tensor, scores: Tensor, topk: int) -> tuple[Tensor, tuple[Te
     Args: first [G, R, begin], scores [G, N - 1, R, chunk].
 
     Returns the keys [G, N, R, K]; which of `first` and of `scores` are not among them at the next boundary; the
-    peaks, [G, N, R, 1]; and which of the keys have lost their place at the boundary after, [G, N - 1, R, K].
+    peaks, [G, N, R, 1]; and which of the keys lose their place at the next boundary, [G, N - 1, R, K].
     """
     heads, chunks, count, chunk = scores.shape
     begin = first.shape[2]
@@ -69,8 +69,8 @@ def _compete(first: Tensor, scores: Tensor, topk: int) -> tuple[Tensor, tuple[Te
         keys = torch.cat([keys, place.expand(heads, count, -1)], -1).gather(-1, chosen)
         peak = torch.maximum(peak, left.amax(-1, keepdim=True))
         was_top, was_new = (left > float("-inf")).split([topk, chunk], -1)
-        for found, each in zip((top_keys, peaks, others, lost), (keys, peak, was_new, was_top), strict=True):
-            found.append(each)
+        for series, each in zip((top_keys, peaks, others, lost), (keys, peak, was_new, was_top), strict=True):
+            series.append(each)
     if not chunks:
         others, lost = [at_first.new_zeros(heads, count, chunk)], [at_first.new_zeros(heads, count, topk)]
     others, lost = torch.stack(others, 1)[:, :chunks], torch.stack(lost, 1)[:, :chunks]

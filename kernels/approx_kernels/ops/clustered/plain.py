@@ -9,7 +9,7 @@ from approx_kernels.ops.exact.api import exact_attention
 def plain_heads(
     q: Tensor, k: Tensor, v: Tensor, groups: Tensor, *, clusters: int, scale: float, dropout: float
 ) -> Tensor:
-    """Attend with the mean query of each cluster and hand the result to its members.
+    """Attend with the mean query of each cluster and copy the result to its members.
 
     Args: q [G, n, D], k [G, S, D], v [G, S, E], groups [G, n] the cluster of each query. Returns [G, n, E].
     """

@@ -1,4 +1,4 @@
-"""Clustered and improved clustered attention of samples of equal length at a time, each without its padding."""
+"""Clustered and improved clustered attention without padding, for samples of equal length at a time."""
 
 import torch
 from torch import Tensor
@@ -10,13 +10,13 @@ from approx_kernels.ops.exact.api import exact_attention
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.tokens.padding import attend_to_nothing
 
-# Up to so many queries there are so many clusters by default.
+# Limit of real queries for fewer default clusters, and their number.
 SHORT = (512, 25)
 MOST_DEFAULT_CLUSTERS = 100
 
 
 def default_clusters(queries: int) -> int:
-    """Clusters for a sample of so many real queries: 25 up to 512, 100 beyond."""
+    """Clusters for a sample with this many real queries: 25 up to 512, 100 beyond."""
     return SHORT[1] if queries <= SHORT[0] else MOST_DEFAULT_CLUSTERS
 
 
@@ -36,7 +36,7 @@ def clustered_samples(
     dropout: float,
     impl: str,
 ) -> Tensor:
-    """Take the real queries and keys of each sample, attend among them, put the outputs back."""
+    """Gather the real queries and keys of each sample, attend among them, and scatter the outputs."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         queries = q.shape[2]
@@ -72,18 +72,18 @@ def clustered_samples(
                 some = attend(inner, _at(k, samples, real), _at(v, samples, real))
             else:
                 some = attend_to_nothing(q[samples], k[samples], v[samples])
-            for sample, tokens, found in zip(samples, real, some, strict=True):
+            for sample, tokens, sample_out in zip(samples, real, some, strict=True):
                 place = length and padded_queries
-                out[sample] = out[sample].index_copy(1, tokens, found) if place else found
+                out[sample] = out[sample].index_copy(1, tokens, sample_out) if place else sample_out
         return torch.stack(out)
 
 
 def _at(x: Tensor, samples: list[int], tokens: list[Tensor]) -> Tensor:
-    """The tokens [m] of each of some samples of x [B, H, n, D], [b, H, m, D]; a view of a sample by itself."""
+    """The tokens [m] of some samples of x [B, H, n, D], [b, H, m, D]; a view for a single sample."""
 
     def chosen(x: Tensor, index: Tensor) -> Tensor:
         first, count = int(index[0]), index.numel()
         return x[:, first : first + count] if int(index[-1]) == first + count - 1 else x.index_select(1, index)
 
-    found = [chosen(x[sample], index) for sample, index in zip(samples, tokens, strict=True)]
-    return torch.stack(found) if len(found) > 1 else found[0][None]
+    parts = [chosen(x[sample], index) for sample, index in zip(samples, tokens, strict=True)]
+    return torch.stack(parts) if len(parts) > 1 else parts[0][None]

@@ -21,19 +21,19 @@ def cluster_queries(
 ) -> Tensor:
     """Put each query of a head into one of C clusters, in O(n C bits) an iteration.
 
-    A query becomes sign bits, bit_b = [q.a_b > bias_b]; k-means in Hamming space follows, with the majority
-    bit as centroid. Ties go to the lowest cluster, and a tied majority keeps the bit it had. First centroids
-    are drawn evenly along the sequence; an empty cluster draws again. Nothing is differentiated.
+    Queries are hashed to sign bits, bit_b = [q.a_b > bias_b], and clustered by k-means in Hamming space, with the
+    majority bits as centroid. Ties go to the lowest cluster, and a tied majority keeps the previous bit. Initial
+    centroids are drawn evenly along the sequence; an empty cluster draws again. Nothing is differentiated.
 
     Source: Vyas, Katharopoulos, Fleuret, 2020, Fast Transformers with Clustered Attention, arXiv 2007.04825;
-    departs from it in the even draw, in the second draw of empty clusters and in ties.
+    departs from it in the even draw, in redrawing empty clusters and in ties.
 
     Args:
         q: Real queries of one sample, [G, n, D], float, n > C; G is any number of heads.
         planes: Normals of the hash planes with their biases in the last column, [bits, D + 1].
-        draws: Non-negative random int64 numbers, at least C of them: what a "random" query is.
+        draws: Non-negative random int64 numbers, at least C of them, which select "random" queries.
         clusters: Number of clusters, C.
-        iterations: Assignments; between two of them the centroids move, and once none does the rest is left out.
+        iterations: Most assignments; centroids move between them, and iteration stops once none moves.
         impl: `reference`, `cpu` in C or `triton`, with the same clusters (see `approx_kernels.dispatch.implementation`).
 
     Returns:

@@ -1,28 +1,28 @@
-"""What a clustering takes beside the queries, checked before anything reads it."""
+"""Checks of the arguments of a clustering."""
 
 import torch
 from torch import Tensor
 
 from approx_kernels.tokens.shapes import check_least, check_part
 
-# Bits of the words that hashes are kept in.
+# Bits of the words that store hashes.
 MOST_BITS = 64
-# Below it draws and what iterations add to them stay within an int64.
+# Below this, draws and their increments over iterations fit into an int64.
 DRAWS_END = 2**62
 
 
 def check_clustering(q: Tensor, planes: Tensor, draws: Tensor, clusters: int, iterations: int) -> None:
-    """Refuse planes and draws that do not fit the queries and the number of clusters.
+    """Check that planes and draws match the queries and the number of clusters.
 
     Args:
         q: Queries, [..., n, D].
         planes: Hash planes, [bits, D + 1].
-        draws: Random int64 numbers, at least C. Their range is checked where they are read: see `check_draws`.
+        draws: Random int64 numbers, at least C. `check_draws` checks their range.
         clusters: C.
-        iterations: Assignments.
+        iterations: Number of assignments.
 
     Raises:
-        ValueError: naming what was found and what is expected.
+        ValueError: naming the actual and the expected value.
     """
     check_part("planes", planes, q, "bits", q.shape[-1] + 1)
     if len(planes) > MOST_BITS:
@@ -35,7 +35,7 @@ def check_clustering(q: Tensor, planes: Tensor, draws: Tensor, clusters: int, it
 
 
 def check_draws(draws: Tensor) -> None:
-    """Refuse draws that are no places in a sequence, however they are divided; reads them.
+    """Check that draws are in a valid range; this reads them.
 
     Raises:
         ValueError: naming the smallest and the largest of them.

@@ -13,7 +13,7 @@ from approx_kernels.tokens.shapes import check_part
 
 
 def obstacle(*tensors: Tensor) -> str | None:
-    """Why the clusters of these tensors cannot be found in C, with the remedy; None where they can."""
+    """Why these tensors cannot be clustered in C, with the remedy; None if they can."""
     return c_obstacle("clustering/hamming.c", *tensors) or c_obstacle("clustering/selectors.c", *tensors)
 
 
@@ -27,20 +27,20 @@ def _empty(
 def cluster_samples(
     q: Tensor, tokens: Tensor | None, counts: Tensor, clusters: Tensor, planes: Tensor, draws: Tensor, iterations: int
 ) -> Tensor:
-    """Cluster the real queries of each sample as `cluster_queries` does; a sample of no more queries than C keeps each apart.
+    """Cluster the real queries of each sample like `cluster_queries`; with at most C queries, each is its own cluster.
 
     Args:
         q: Queries, [B, H, L, D], float32 or bfloat16.
-        tokens: Places of the real queries of each sample, in their order, before all others, [B, L] int32; None where all
+        tokens: Positions of the real queries of each sample, in order and before all others, [B, L] int32; None when all
             are real.
         counts: Number of real queries, [B] int64.
-        clusters: Number of clusters of each sample, [B] int64; 0 leaves the sample out.
+        clusters: Number of clusters of each sample, [B] int64; 0 skips the sample.
         planes: As for `cluster_queries`.
         draws: As for `cluster_queries`.
         iterations: As for `cluster_queries`.
 
     Returns:
-        Cluster of each real query, in their order, [B, H, L] int32; what stands behind them has no meaning.
+        Cluster of each real query, in order, [B, H, L] int32; entries after them are undefined.
     """
     most = int(clusters.max())
     check_clustering(q, planes, draws, max(most, 1), iterations)
@@ -66,7 +66,7 @@ def _no_groups(q: Tensor, selectors: Tensor) -> Tensor:
 
 @custom_op(_no_groups)
 def nearest_of_heads(q: Tensor, selectors: Tensor) -> Tensor:
-    """As `nearest_centroids`: q [B, H, L, D], selectors [H, C, D + 1] -> [B, H, L] int32."""
+    """Like `nearest_centroids`: q [B, H, L, D], selectors [H, C, D + 1] -> [B, H, L] int32."""
     check_part("selectors", selectors, q, q.shape[1], "clusters", q.shape[3] + 1)
     q = q if q.stride(-1) == 1 else q.contiguous()
     groups = _no_groups(q, selectors)

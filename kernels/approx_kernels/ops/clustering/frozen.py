@@ -1,4 +1,4 @@
-"""Centroids that are fitted once: k-means of calibration queries, measured by what they score differently."""
+"""Centroids fitted once: k-means of calibration queries, under a metric from the keys' scores."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from approx_kernels.ops.clustering.means import mean_queries
 
 
 def draw_centroids(heads: int, size: int, *, clusters: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Centroids and selectors before anything was fitted: N(0, 1) from the seed and their Euclidean selectors.
+    """Centroids and selectors before fitting: N(0, 1) from the seed, and their Euclidean selectors.
 
     Returns:
         As `fit_centroids`.
@@ -21,18 +21,18 @@ def draw_centroids(heads: int, size: int, *, clusters: int, seed: int) -> tuple[
 
 @torch.no_grad()
 def fit_centroids(q: Tensor, k: Tensor, *, clusters: int, iterations: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Lloyd's algorithm on float queries, in O(n C D) an iteration.
+    """Lloyd's algorithm on float queries, in O(n C D) per iteration.
 
-    The distance of two queries is the variance, over the keys, of the difference of their scores: what the
-    softmax sees of them. A query is nearest to the centroid mu whose q.(Cov mu) - mu.(Cov mu) / 2 is largest,
-    an affine function of q, so that choosing costs one product.
+    The distance of two queries is the variance, over the keys, of the difference of their scores, which is all that
+    the softmax sees. A query is nearest to the centroid mu with the largest q.(Cov mu) - mu.(Cov mu) / 2, an affine
+    function of q, so choosing takes one product.
 
     Args:
         q: Calibration queries, [G, n, D], float; fewer than C leave some centroids unused.
         k: Calibration keys, [G, m, D].
         clusters: Number of centroids, C.
-        iterations: Assignments of the k-means.
-        seed: Seed of the queries it begins with.
+        iterations: Iterations of k-means.
+        seed: Seed of the initial queries.
 
     Returns:
         Centroids [G, C, D] and their selectors [G, C, D + 1], the constants last, float32.
@@ -41,9 +41,9 @@ def fit_centroids(q: Tensor, k: Tensor, *, clusters: int, iterations: int, seed:
     n, size = q.shape[1:]
     centred = k - k.mean(1, keepdim=True)
     metric = centred.transpose(1, 2) @ centred / k.shape[1]
-    # Its size means nothing and might be too much for 16 bits.
+    # The overall scale has no effect, but might overflow 16 bits.
     metric = metric / metric.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-20)[:, None, None]
-    # Keys that vary in few directions, or not at all, still leave every two queries apart.
+    # Regularised, so that queries stay distinct even if keys vary in few directions or none.
     metric = metric + 1e-3 * torch.eye(size, device=q.device)
     generator = torch.Generator("cpu").manual_seed(seed)
     start = torch.randperm(n, generator=generator, device="cpu").to(q.device)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def mean_queries(q: Tensor, groups: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """Mean query and number of members of each cluster, [G, C, D] in float32 at least and [G, C] int64."""
+    """Mean query and number of members of each cluster, [G, C, D] in at least float32 and [G, C] int64."""
     heads, n, size = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     rows = flat_index(groups, clusters)
@@ -17,6 +17,6 @@ def mean_queries(q: Tensor, groups: Tensor, clusters: int) -> tuple[Tensor, Tens
 
 
 def flat_index(index: Tensor, rows: int) -> Tensor:
-    """The index [G, ...] into rows of each head as one into the rows of all heads, flat."""
+    """Convert an index [G, ...] into each head's rows to a flat index into the rows of all heads."""
     head = torch.arange(index.shape[0], device=index.device).view(-1, *[1] * (index.ndim - 1))
     return (index + head * rows).flatten()

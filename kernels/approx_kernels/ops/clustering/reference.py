@@ -7,18 +7,18 @@ from torch.nn import functional as F
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.torch_internals import int8_product
 
-# A prime, so that the draws of an empty cluster in successive iterations walk through the queries.
+# A prime, so that repeated draws of an empty cluster visit all queries.
 STRIDE = 2_147_483_647
-# Rows of 64 float32 bits that fit into half a MiB, the working set of one block of heads on a CPU.
+# Rows of 64 float32 bits in half a MiB, the working set of one block of heads on a CPU.
 _CACHED_ROWS = 4096
 
 
 def draw_planes(size: int, *, bits: int, bias: bool, clusters: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Everything random about a clustering, drawn once from the seed.
+    """All random state of a clustering, drawn once from the seed.
 
     Returns:
         Hash planes with their biases in the last column, N(0, 1) or 0 without `bias`, [bits, size + 1], and
-        the numbers that choose queries, [clusters], int64: integers stay what they are in a 16-bit model.
+        the numbers that choose queries, [clusters], int64: integers survive conversion to a 16-bit dtype.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     planes = torch.randn(bits, size + 1, generator=generator, device="cpu", dtype=torch.float32)
@@ -28,7 +28,7 @@ def draw_planes(size: int, *, bits: int, bias: bool, clusters: int, seed: int) -
 
 @torch.no_grad()
 def cluster_heads(q: Tensor, planes: Tensor, draws: Tensor, clusters: int, iterations: int) -> Tensor:
-    """Hash the queries and cluster the hashes, as many heads at a time as a CPU's cache holds."""
+    """Hash the queries and cluster the hashes, as many heads at a time as fit into a CPU's cache."""
     heads = max(1, _CACHED_ROWS // q.shape[1]) if q.device.type == "cpu" else q.shape[0]
     with without_autocast(q.device.type):
         blocks = [hamming_kmeans(hash_bits(b, planes), draws, clusters, iterations) for b in q.split(heads)]
@@ -36,10 +36,10 @@ def cluster_heads(q: Tensor, planes: Tensor, draws: Tensor, clusters: int, itera
 
 
 def hash_heights(q: Tensor, planes: Tensor) -> Tensor:
-    """How far q lies above each plane, and in a last column 1, [G, n, bits + 1], float32 at least."""
+    """Signed distances of q above each plane, and a last column of 1, [G, n, bits + 1], in at least float32."""
     wide = torch.promote_types(q.dtype, torch.float32)
     normals, bias = planes[:, :-1].to(wide), planes[:, -1].to(wide)
-    # The plane of the last column has no normal and a bias below every product.
+    # The last column's plane has no normal and a bias below every product.
     return F.linear(q.to(wide), F.pad(normals, (0, 0, 0, 1)), F.pad(-bias, (0, 1), value=1.0))
 
 
@@ -58,7 +58,7 @@ def hamming_kmeans(bits: Tensor, draws: Tensor, clusters: int, iterations: int) 
     rows = bits.reshape(groups * n, width)
     group = torch.arange(groups, device=bits.device)[:, None]
     draws = draws[:clusters]
-    # One query of each of C equal stretches: distinct, and a function of the real queries alone.
+    # One query from each of C equal stretches: distinct, and dependent only on the real queries.
     start = torch.arange(clusters + 1, device=bits.device) * n // clusters
     centroids = bits[:, start[:-1] + draws % start.diff()]
     assignment = _nearest(products, centroids)
@@ -66,10 +66,10 @@ def hamming_kmeans(bits: Tensor, draws: Tensor, clusters: int, iterations: int) 
         target = (assignment + group * clusters).view(-1, 1).expand(-1, width)
         # scatter_add_ over an expanded index is several times faster than index_add_ on some CPUs.
         sums = rows.new_zeros(groups * clusters, width).scatter_add_(0, target, rows).view_as(centroids)
-        # Sums are integers, so adding the old bit once to the doubled sum decides exactly the ties.
+        # Sums are integers, so adding the old bit to the doubled sum affects only ties.
         empty = sums[..., -1:] == 0
         moved = sums.mul_(2).add_(centroids).sign_()
-        # Real queries settle well before the last iteration; from here on every one would repeat this one.
+        # Real queries converge long before the last iteration; further ones would repeat this one.
         if torch.equal(moved, centroids) and not empty.any():
             break
         centroids = torch.where(empty, bits[:, (draws + iteration * STRIDE) % n], moved)
@@ -80,8 +80,8 @@ def hamming_kmeans(bits: Tensor, draws: Tensor, clusters: int, iterations: int) 
 def _nearest(products: Tensor, centroids: Tensor) -> Tensor:
     """Index of the centroid that shares most bits with each row, the lowest among equals, [G, n].
 
-    The products become C (bits.c) + (C - 1 - index), where the ones of the last column bring the index in:
-    a maximum, much faster than an arg-maximum, then holds both. All numbers are integers below 2^24.
+    The products become C (bits.c) + (C - 1 - index), where the last column of ones adds the index, so that a
+    maximum, much faster than an arg-maximum, yields both. All numbers are integers below 2^24.
     """
     clusters = centroids.shape[1]
     keyed = centroids * clusters
@@ -95,7 +95,7 @@ def _nearest(products: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _int8_is_exact_and_fast(bits: Tensor, clusters: int) -> bool:
-    """Whether products of int8 may stand in for those of float32: with AVX2 alone they are several times slower.
+    """Whether int8 products can replace float32 ones: with AVX2 alone they are several times slower.
 
     Without VNNI, oneDNN adds pairs of (bit + 128) * centroid in 16 bits: at most 2 * 129 * 127 = 32766 < 2^15.
     """

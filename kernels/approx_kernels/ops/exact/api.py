@@ -1,4 +1,4 @@
-"""Exact softmax attention: materialised (the oracle), or through PyTorch's fused kernels."""
+"""Exact softmax attention: materialised (the reference), or through PyTorch's fused kernels."""
 
 from torch import Tensor
 
@@ -25,10 +25,10 @@ def exact_attention(
 ) -> Tensor:
     """Softmax attention, `o_i = sum_j softmax_j(scale q_i.k_j) v_j`, in O(L S D).
 
-    With `causal`, query i stands at position S - L + i and sees the keys up to there. A query without any
+    With `causal`, query i is at position S - L + i and sees the keys up to there. A query with no
     allowed key gives 0.
 
-    Source: Vaswani et al., 2017, Attention Is All You Need, arXiv 1706.03762; departs from it in nothing.
+    Source: Vaswani et al., 2017, Attention Is All You Need, arXiv 1706.03762; no departures.
 
     Args:
         q: Queries, [B, H, L, D], float.
@@ -37,15 +37,15 @@ def exact_attention(
         key_mask: [B, S] bool, True at real keys; None when all are real.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
-        dropout: Probability with which an attention weight is dropped.
-        impl: `auto` is PyTorch's SDPA as it is; `reference` materialises the weights in float32 at least; `cpu` multiplies
+        dropout: Probability of dropping an attention weight.
+        impl: `auto` is plain SDPA of PyTorch; `reference` materialises the weights in at least float32; `cpu` multiplies
             matrices a chunk of queries at a time.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
+        ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     run = choose("exact_attention", impl, {"fused": None, "cpu": chunks_obstacle(q, dropout), "reference": None})
@@ -69,7 +69,7 @@ def materialised_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """`exact_attention` with its weights in memory, whichever implementation is asked for.
+    """`exact_attention` with materialised weights, unless another implementation is set.
 
     Args, result and errors: as for `exact_attention`.
     """

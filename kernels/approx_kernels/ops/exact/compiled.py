@@ -1,4 +1,4 @@
-"""Softmax attention on a CPU in C: causal, it computes no more than the half that is seen; few queries copy no keys."""
+"""Softmax attention on a CPU in C: causal, it computes only the visible half; few queries read keys without copies."""
 
 from typing import Any
 
@@ -13,18 +13,18 @@ from approx_kernels.runtime.custom_op import custom_op
 
 __all__ = ["compiled_attention", "compiled_few", "few_obstacle", "obstacle"]
 
-# Numbers of a row that its C takes at a time, on the widest processors.
+# Numbers of a row that C handles at a time on the widest processors.
 _VECTOR = 16
 
 
 def compiled_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """Softmax attention among tokens that are all real, under a running softmax; see `attend_lists`.
+    """Softmax attention among real tokens only, with an online softmax; see `attend_lists`.
 
     Args:
         q: Queries, [B, H, L, D], float32 or bfloat16.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
-        causal: Whether query i, which stands at position S - L + i, sees only keys up to there.
+        causal: Whether query i, at position S - L + i, sees only keys up to there.
         scale: Factor of the scores.
 
     Returns:
@@ -37,7 +37,7 @@ def compiled_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: 
 
 
 def few_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why `compiled_few` cannot run, with the remedy; None where it can."""
+    """Why `compiled_few` cannot run, with the remedy; None if it can."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return "it has no gradient. Decode under torch.no_grad(), or ask for 'auto'."
     if q.shape[3] % _VECTOR or v.shape[3] % _VECTOR:
@@ -46,14 +46,14 @@ def few_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def compiled_few(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
-    """Softmax attention of a few queries, which read keys and values once, where and as they lie; without a gradient.
+    """Softmax attention of a few queries, reading keys and values once and in place; without a gradient.
 
     Args:
         q: Queries, [B, H, L, D], float32 or bfloat16.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are.
-        causal: Whether query i, which stands at position S - L + i, sees only keys up to there.
+        causal: Whether query i, at position S - L + i, sees only keys up to there.
         scale: Factor of the scores.
 
     Returns:

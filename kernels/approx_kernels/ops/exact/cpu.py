@@ -1,7 +1,7 @@
 """Softmax attention on a CPU in plain matrix products, a chunk of queries of one head at a time.
 
-What is in use at a time stays in the second-level cache, and the products run at the speed of the library's own, which in
-16 bits is up to four times that of PyTorch's fused attention.
+The working set stays in the second-level cache, and the products run at the speed of the BLAS library, which in
+16 bits is up to four times as fast as PyTorch's fused attention.
 """
 
 from typing import Any
@@ -16,15 +16,15 @@ from approx_kernels.tokens.grouped import beside, empty_gradients, sharing, summ
 
 
 def chunked_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, chunk: int) -> Tensor:
-    """Softmax attention among tokens that are all real, in O(L S D) time and O(L + chunk S) memory, also backward.
+    """Softmax attention among real tokens only, in O(L S D) time and O(L + chunk S) memory, also backward.
 
-    Products and weights are rounded to the dtype of q, sums within them are as wide as the library's.
+    Products and weights are rounded to the dtype of q; sums within them have the library's precision.
 
     Args:
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
-        causal: Whether query i, which stands at position S - L + i, sees only keys up to there; then L <= S.
+        causal: Whether query i, at position S - L + i, sees only keys up to there; then L <= S.
         scale: Factor of the scores.
         chunk: Queries at a time.
 
@@ -38,7 +38,7 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: f
 def batched_attention(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float
 ) -> Tensor:
-    """Softmax attention with all of its weights in memory, in the dtype of q: for the few queries of a decoding step.
+    """Softmax attention with materialised weights in the dtype of q, for the few queries of a decoding step.
 
     Args: as for `exact_attention`.
     """
@@ -84,7 +84,7 @@ class _Chunked(torch.autograd.Function):
         for b, h in _heads(q):
             queries, keys, values = q[b, h] * scale, k[b, h // each].contiguous(), v[b, h // each].contiguous()
             given = grad[b, h].contiguous()
-            # Sums over chunks are kept wider than the products that they are of.
+            # Sums over chunks are kept wider than the products.
             key_sum, value_sum = (torch.zeros(x.shape, dtype=wide) for x in (keys, values))
             shared = (given.to(wide) * out[b, h].to(wide)).sum(-1, keepdim=True)
             for rows, seen in _chunks(q.shape[2], k.shape[2], causal, chunk):
@@ -100,7 +100,7 @@ class _Chunked(torch.autograd.Function):
 
 
 class _Buffer:
-    """Memory that every chunk uses again, so that the pages of its temporaries are touched once."""
+    """Memory reused by every chunk, so that the pages of its temporaries are touched only once."""
 
     def __init__(self, like: Tensor, numbers: int) -> None:
         self._memory = like.new_empty(numbers)
@@ -114,24 +114,24 @@ def _heads(x: Tensor) -> list[tuple[int, int]]:
 
 
 def _chunks(length: int, keys: int, causal: bool, chunk: int) -> list[tuple[slice, int]]:
-    """The rows of each chunk, and how many keys its last query sees."""
+    """The rows of each chunk, and the number of keys its last query sees."""
     ends = [(begin, min(begin + chunk, length)) for begin in range(0, length, chunk)]
     return [(slice(begin, end), keys - length + end if causal else keys) for begin, end in ends]
 
 
 def _weights(queries: Tensor, keys: Tensor, causal: bool, scores: _Buffer, weights: _Buffer) -> Tensor:
-    """Attention weights of a chunk, [rows, keys that its last query sees]; the queries carry the scale already."""
+    """Attention weights of a chunk, [rows, keys seen by its last query]; the queries are already scaled."""
     rows, seen = queries.shape[0], keys.shape[1]
     score = torch.mm(queries, keys, out=scores.of(rows, seen))
     if causal:
-        # Only among the last keys do the queries of a chunk differ in what they see.
+        # Queries of a chunk differ only in which of the last keys they see.
         future = torch.ones(rows, rows, dtype=torch.bool).triu(1)
         score[:, seen - rows :].masked_fill_(future, float("-inf"))
     return torch.softmax(score, -1, out=weights.of(rows, seen))
 
 
 def chunks_obstacle(q: Tensor, dropout: float) -> str | None:
-    """Why products in chunks cannot run, with the remedy; None where they can."""
+    """Why products in chunks cannot run, with the remedy; None if they can."""
     if q.device.type != "cpu":
         return f"the tensors are on the {q.device.type}. Move them to the cpu, or ask for 'auto'."
     if q.dtype == torch.float16:

@@ -15,7 +15,7 @@ from approx_kernels.ops.exact.reference import allowed_pairs
 from approx_kernels.runtime.sdpa import sdpa
 from approx_kernels.tokens.grouped import sharing
 
-# PyTorch counts the operations of its fused kernels on GPUs alone.
+# PyTorch counts the FLOPs of its fused kernels only on GPUs.
 _ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -23,7 +23,7 @@ _BACKWARD_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float, dropout: float
 ) -> Tensor:
-    """SDPA with the smallest mask that says what is allowed, so that its fastest kernels stay open."""
+    """SDPA with the smallest possible mask, so that its fastest kernels can run."""
     length, keys, grouped = q.shape[2], k.shape[2], sharing(q, k) > 1
 
     def attend(**how: Any) -> Tensor:
@@ -34,7 +34,7 @@ def fused_attention(
     allowed = allowed_pairs(length, key_mask, keys=keys, causal=causal, device=q.device)
     if allowed is None:
         return attend()
-    # Kernels disagree on a row without any allowed key, so it sees everything and is then set to 0.
+    # Kernels disagree on rows without an allowed key, so these see everything and are set to 0 afterwards.
     reached = allowed.any(-1, keepdim=True)
     allowed = allowed | ~reached
     out = attend(attn_mask=allowed)

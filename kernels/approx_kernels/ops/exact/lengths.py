@@ -1,4 +1,4 @@
-"""Padding by lengths: each sample attends among its own tokens, and no mask is needed."""
+"""Attention of padded batches without a mask: each sample attends among its own tokens."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def by_lengths(attend: Attend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool) -> Tensor:
-    """Attend among real tokens; samples whose real tokens stand at the same places share a call.
+    """Attend among real tokens; samples with real tokens at the same positions share a call.
 
-    The work of a sample falls with the square of its share of real tokens. Queries are the last tokens of the keys where
-    L == S or `causal`; those that are padding are left out, and give 0.
+    The work of a sample falls with the square of its share of real tokens. Queries are the last tokens of the keys if
+    L == S or `causal`; padded ones are skipped and give 0.
 
     Args:
         attend: From q [b, H, l, D], k [b, H, s, D], v [b, H, s, E] to [b, H, l, E], with l <= s where queries are tokens.
@@ -66,7 +66,7 @@ def _of(x: Tensor, samples: list[int]) -> Tensor:
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens of samples: a view where they stand together, as they do under right and left padding."""
+    """Tokens of samples; a view if they are contiguous, as with right or left padding."""
     first, count = int(index[0]), index.numel()
     together = int(index[-1]) - first == count - 1
     return x[:, :, first : first + count] if together else x.index_select(2, index.to(x.device))

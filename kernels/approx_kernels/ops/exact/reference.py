@@ -1,4 +1,4 @@
-"""The oracle: softmax attention with all of its weights in memory."""
+"""The reference: softmax attention with materialised weights."""
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from approx_kernels.tokens.padding import blank_padding
 def allowed_pairs(
     length: int, key_mask: Tensor | None, *, keys: int, causal: bool, device: torch.device
 ) -> Tensor | None:
-    """Which query may see which key, broadcastable to [B, H, L, S]; None when every query sees every key."""
+    """Which query may see which key, broadcastable to [B, H, L, S]; None if every query sees every key."""
     allowed = None if key_mask is None else key_mask[:, None, None, :]
-    # The last query sees every key, so a single one (a decoding step) needs no causal mask.
+    # The last query sees every key, so a single query (a decoding step) needs no causal mask.
     if causal and length > 1:
-        # Bottom-right: PyTorch's own `is_causal` aligns top-left, which is wrong on top of a cache.
+        # Bottom-right: PyTorch's own `is_causal` aligns top-left, which is wrong with a cache.
         past = torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
         allowed = past if allowed is None else allowed & past
     return allowed
@@ -34,7 +34,7 @@ def dense_attention(
         if allowed is None:
             weights = scores.softmax(-1)
         else:
-            # A row without any allowed key is all -inf, and its softmax NaN: the second fill makes it 0,
+            # A row without an allowed key is all -inf, and its softmax NaN: the second fill makes it 0,
             # and the finite fill value keeps its gradient 0 too.
             lowest = torch.finfo(wide).min
             weights = scores.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0.0)

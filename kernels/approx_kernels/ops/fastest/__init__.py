@@ -1,1 +1,1 @@
-"""The fastest exact attention of a machine, chosen among several ways."""
+"""The fastest exact attention on a machine, chosen among several implementations."""

@@ -1,4 +1,4 @@
-"""Exact attention in the fastest way there is: what `approx doctor --probe` found, or documented defaults."""
+"""Exact attention by the fastest implementation, from `approx doctor --probe` or documented defaults."""
 
 import torch
 from torch import Tensor
@@ -27,12 +27,12 @@ def fastest_attention(
 ) -> Tensor:
     """`exact_attention` in a way that is fast for inputs of this kind (device, dtype, length, few, causal, padded, training).
 
-    Nothing is measured. Where `approx doctor --probe` ran on this machine, the way is the fastest that it found; elsewhere it
-    is compiled C for long inputs on CPUs with AVX-512, as the table `DEFAULTS` in `choice.py` says, and PyTorch's SDPA
-    otherwise, also where a probe found flash kernels the fastest that have not passed their check on this GPU. With dropout,
-    where the operations are observed (compilers, counters, derivatives) and below 128 keys it is always PyTorch's SDPA.
+    Calls measure nothing. If `approx doctor --probe` ran on this machine, the fastest way it measured is used; otherwise
+    compiled C for long inputs on CPUs with AVX-512, as in the table `DEFAULTS` in `choice.py`, and PyTorch's SDPA for
+    all others, also if the probe favoured flash kernels that have not passed their check on this GPU. With dropout,
+    with observed operations (compilers, counters, derivatives) and below 128 keys it is always PyTorch's SDPA.
 
-    Args: as for `exact_attention`, whose implementations may be asked for by `impl`.
+    Args: as for `exact_attention`, whose implementations `impl` may select.
 
     Returns:
         [B, H, L, E] in the dtype of q, or in that of autocast.
@@ -43,7 +43,7 @@ def fastest_attention(
     check_shapes(q, k, v, key_mask)
     ways = {"fastest": None, "fused": None, "cpu": chunks_obstacle(q, dropout), "reference": None}
     run = choose("fastest_attention", impl, ways)
-    # The ways call C and read lengths from the mask, for which nobody may wait while launches are captured.
+    # The ways call C and read lengths from the mask, which would synchronise; a capture does not allow that.
     if run == "fastest" and (dropout or needs_pytorch(q, k, v) or (key_mask is not None and capturing())):
         run = "auto"
         took("fastest_attention", DEFAULT)
@@ -58,7 +58,7 @@ def fastest_attention(
         return exact_attention(q, k, v, key_mask, causal=causal, scale=scale)
     name, way = chosen(case)
     if name == OWN and doubt("flash_attention", q):
-        # What a probe timed may have been other kernels than those of today.
+        # The probe may have timed other kernels than today's.
         name, way = DEFAULT, exact_attention
     took("fastest_attention", name)
     return way(q, k, v, key_mask, causal=causal, scale=scale)

@@ -1,6 +1,6 @@
-"""Which way computes exact attention: what `approx doctor --probe` found on this machine, or else fixed defaults.
+"""Choice of a way to compute exact attention: the result of `approx doctor --probe`, or else fixed defaults.
 
-A call never measures anything, so two processes on one machine take the same way and compute the same bits.
+Calls measure nothing, so processes on one machine take the same way and compute the same bits.
 """
 
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from torch import Tensor
 from approx_kernels.dispatch.findings import found, instructions
 from approx_kernels.ops.fastest.ways import COMPILED, DEFAULT, Way, ways
 
-# Each speaks for the inputs up to the next, the last for all longer ones. Shorter ones than the first take so little time
-# that in whole models nothing is gained any more, in bfloat16 a little lost.
+# Each covers inputs up to the next, the last all longer ones. Shorter inputs take so little time that whole models
+# gain nothing, and lose a little in bfloat16.
 LENGTHS = (128, 512, 2048)
 FEW = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Default(NamedTuple):
-    """A kind of input that compiled C attends to where nothing was measured.
+    """A kind of input for which compiled C is the default.
 
     Args:
         few: Whether there are at most `FEW` queries.
-        dtype: Of queries, keys and values.
-        least: Keys at least.
-        processors: With which `instructions`.
+        dtype: Dtype of queries, keys and values.
+        least: Smallest number of keys.
+        processors: Values of `instructions` of the processors.
     """
 
     few: bool
@@ -37,19 +37,19 @@ class Default(NamedTuple):
 
 _AVX512, _BF16, _AMX = "AVX512", "AVX512 and BF16", "AVX512 and AMX"
 DEFAULTS = (
-    # On both kinds of processors that were recorded 1.1 to 1.7 times as fast as SDPA, causal 1.3 to 2; with a mask more, for
-    # padding is not computed. At 128 keys it is slower unless it is causal.
+    # On both recorded kinds of processors 1.1 to 1.7 times as fast as SDPA, causal 1.3 to 2; more with a mask, since
+    # padding is skipped. At 128 keys it is slower unless causal.
     Default(False, torch.float32, 512, (_AVX512, _BF16, _AMX)),
-    # 1.3 to 2.2 times on AMX, whose record begins at 512 keys, and 1.9 to 5 times on AVX512-BF16, 1.4 to 2.6 at 128 keys.
+    # 1.3 to 2.2 times on AMX, recorded from 512 keys on, and 1.9 to 5 times on AVX512-BF16, 1.4 to 2.6 at 128 keys.
     Default(False, torch.bfloat16, 512, (_AMX,)),
     Default(False, torch.bfloat16, 128, (_BF16,)),
     # 3 to 5 times on AVX512-BF16; on AMX, and in float32 on either, the records show no clear gain for a few queries.
     Default(True, torch.bfloat16, 128, (_BF16,)),
 )
-"""Where compiled C is the default on a CPU, if C compiles there; everything else is PyTorch's SDPA.
+"""Cases in which compiled C is the default on a CPU, if C compiles there; all others use PyTorch's SDPA.
 
-Figures are of attention by itself, from the records of `bench/cpu.py` and, at 128 keys and for a few queries, from
-`approx doctor --probe`. On processors without AVX-512 C gained nothing clear; it has no float16.
+Figures are for attention alone, from the records of `bench/cpu.py` and, at 128 keys and for a few queries, from
+`approx doctor --probe`. On processors without AVX-512 C showed no clear gain; it has no float16.
 """
 
 
@@ -59,12 +59,12 @@ class Case:
 
     Args:
         device: `cpu` or `cuda`.
-        dtype: Of queries, keys and values.
-        length: Keys, one of `LENGTHS`; the nearest that is no larger.
+        dtype: Dtype of queries, keys and values.
+        length: Number of keys, rounded down to one of `LENGTHS`.
         few: Whether there are at most `FEW` queries.
         causal: Whether a query sees only its past.
         padded: Whether there is a mask.
-        training: Whether gradients are wanted.
+        training: Whether gradients are needed.
     """
 
     device: str
@@ -86,7 +86,7 @@ class Case:
 
 
 def case_of(q: Tensor, k: Tensor, key_mask: Tensor | None, *, causal: bool) -> Case | None:
-    """The kind that an input is of; None where PyTorch's SDPA is taken without a question."""
+    """The kind of an input; None if PyTorch's SDPA is always used for it."""
     keys = k.shape[2]
     if keys < LENGTHS[0] or q.device.type not in ("cpu", "cuda") or q.dtype not in DTYPES:
         return None
@@ -97,18 +97,18 @@ def case_of(q: Tensor, k: Tensor, key_mask: Tensor | None, *, causal: bool) -> C
 
 
 def chosen(case: Case) -> tuple[str, Way]:
-    """The name of the way for a case, and the way: as it was found, or else by default."""
+    """The name of the way for a case, and the way: from the probe, or else the default."""
     known = ways(case.device, padded=case.padded, few=case.few)
     name = found(case.device).get(str(case), {}).get("way")
     if name not in known:
-        # Nothing was measured, or by a version that knew other ways.
+        # Not measured, or by a version with other ways.
         name = default(case)
-    # C that does not compile leaves SDPA.
+    # If C does not compile, SDPA remains.
     return (name, known[name]) if name in known else (DEFAULT, known[DEFAULT])
 
 
 def default(case: Case) -> str:
-    """The name of the way that is taken where nothing was measured; see `DEFAULTS`."""
+    """The name of the way for cases that were not measured; see `DEFAULTS`."""
     compiled = case.device == "cpu" and any(
         (one.few, one.dtype) == (case.few, case.dtype) and one.least <= case.length and instructions() in one.processors
         for one in DEFAULTS

@@ -1,4 +1,4 @@
-"""Measures which way to compute exact attention is the fastest on this machine; only `approx doctor --probe` asks."""
+"""Measure the fastest way to compute exact attention on this machine; used only by `approx doctor --probe`."""
 
 import contextlib
 import os
@@ -15,30 +15,30 @@ from approx_kernels.ops.exact.reference import dense_attention
 from approx_kernels.ops.fastest.choice import Case
 from approx_kernels.ops.fastest.ways import DEFAULT, Way, ways
 
-# Of the heads that are made up.
+# Head size of the generated inputs.
 SIZE = 64
-# Keys at which errors are measured, and ways that are hopeless found out; as many as there are where those are fewer.
+# Keys for measuring errors and detecting hopeless ways; fewer if the case has fewer.
 SHORT = 256
-# Another way takes the default's place only when clearly faster: noise must not choose.
+# Another way replaces the default only if clearly faster, so that noise does not decide.
 GAIN = 1.1
-# What is this many times slower than the default costs no more time.
+# A way this many times slower than the default is not timed further.
 HOPELESS = 3.0
 ROUNDS = 12
-# So many at least, before anything is called hopeless too: whatever else runs may hold up one or two.
+# Rounds before a way is called hopeless: other processes may delay one or two.
 LEAST_ROUNDS = 3
 SECONDS = 0.5
-# Running programs per core from which on they are in each other's way; this one may use all cores itself.
+# Running programs per core above which they disturb each other; this one may use all cores itself.
 CROWDED = 1.5
-# The relative error up to which a result is called exact in its dtype; in 16 bits that is the distance of two numbers.
+# Largest relative error that counts as exact in a dtype; in 16 bits the distance between two numbers.
 LABEL = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
 def measure(case: Case) -> Finding:
-    """Try every way on made-up inputs of a case.
+    """Try every way on random inputs of a case.
 
     Returns:
-        `way`, the name of the fastest; `milliseconds` and `errors` (relative to float64) by name; `refused`, why the others
-        are out of the question.
+        `way`, the name of the fastest; `milliseconds` and `errors` (relative to float64) by name; `refused`, why the
+        others are not eligible.
 
     Raises:
         RuntimeError: if the default itself cannot run; MemoryError likewise.
@@ -63,7 +63,7 @@ def measure(case: Case) -> Finding:
                 refused[name] = f"error {errors[name]:.1e} is above {LABEL[case.dtype]:.1e}"
         calls = {name: call for name, call in calls.items() if name not in refused}
         times = _race(calls, case.device)
-        # Short inputs tell a GPU's launches, not its work.
+        # Short inputs measure a GPU's launches rather than its work.
         hopeless = HOPELESS if case.device == "cpu" or length == case.length else float("inf")
         for name in [name for name in times if times[name] > hopeless * times[DEFAULT]]:
             refused[name] = f"{times[name] / times[DEFAULT]:.1f} times the default's time at {length} keys"
@@ -86,18 +86,18 @@ def measure(case: Case) -> Finding:
 
 
 def crowded() -> bool:
-    """Whether other programs use so much of the cores that nothing measured now should be believed for long."""
-    # Systems without this figure are taken to be quiet.
+    """Whether other programs use so many cores that measurements would be unreliable."""
+    # Systems without a load average count as idle.
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return load > CROWDED * (os.cpu_count() or 1)
 
 
 @contextlib.contextmanager
 def clock() -> Iterator[Callable[[], float]]:
-    """A clock, in seconds, for work on the CPU within the context.
+    """A clock, in seconds, for CPU work within the context.
 
-    It is the wall's. Where other programs would disturb that, this process keeps to one thread within the context, and the
-    clock is that thread's own time.
+    It is wall time. If other programs would disturb that, this process uses a single thread within the context, and the
+    clock is that thread's CPU time.
     """
     threads = torch.get_num_threads()
     if threads > 1 and crowded():
@@ -110,10 +110,10 @@ def clock() -> Iterator[Callable[[], float]]:
 
 
 def _inputs(case: Case, length: int, oracle: bool = True) -> tuple[Any, Tensor | None, Tensor | None]:
-    """Random q, k, v as a model lays them out, their mask, and what exact attention is in float64."""
+    """Random q, k, v laid out as in a model, their mask, and exact attention in float64."""
     generator = torch.Generator().manual_seed(0)
-    # Half of what is padded is padding in half of the samples.
-    # As many heads as most models have: what a call costs whatever its size is not to choose.
+    # Half of the samples are padded by half.
+    # As many heads as most models have, so that fixed costs per call do not decide.
     batch, heads = 4 if case.device == "cuda" else 1 + case.padded, 12
     rows = 1 if case.few else length
     q, k, v = (
@@ -146,15 +146,15 @@ def _error(out: Tensor, exact: Tensor | None, real: Tensor | None) -> float:
     assert exact is not None
     difference = out.detach().double() - exact
     if real is not None and out.shape[2] == real.shape[1]:
-        # What padded queries receive has no meaning.
+        # Outputs of padded queries are undefined.
         difference, exact = (x.transpose(1, 2)[real] for x in (difference, exact))
     return float(difference.norm() / exact.norm())
 
 
 def _race(calls: dict[str, Callable[[], Tensor]], device: str) -> dict[str, float]:
-    """Milliseconds of each call: the least on a CPU, which others disturb, the median on a GPU.
+    """Milliseconds of each call: the minimum on a CPU, which others disturb, the median on a GPU.
 
-    Calls that are hopeless after a few rounds leave the race; the others go on until there is enough of them.
+    Hopeless calls drop out after a few rounds; the others continue until there are enough measurements.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     best = statistics.median if device == "cuda" else min

@@ -1,4 +1,4 @@
-"""Padding by lengths on CUDA: the real tokens of all samples in one row, through PyTorch's variable-length attention."""
+"""Attention of padded batches on CUDA through PyTorch's variable-length attention, with all real tokens in one row."""
 
 import inspect
 from typing import Any
@@ -15,7 +15,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 def obstacle(q: Tensor) -> str | None:
-    """Why this cannot run on [B, H, L, D] queries; None where it can."""
+    """Why this cannot run on [B, H, L, D] queries; None if it can."""
     if varlen_attn is None:
         return "this torch has no torch.nn.attention.varlen; 2.10 and later have it."
     if q.device.type != "cuda":
@@ -26,7 +26,7 @@ def obstacle(q: Tensor) -> str | None:
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """Softmax attention among the real tokens of each sample, all of them in one launch.
+    """Softmax attention among the real tokens of each sample, for all samples in one launch.
 
     Args:
         q: Queries, [B, H, L, D], float16 or bfloat16.
@@ -37,8 +37,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, *, causa
         scale: Factor of the scores.
 
     Returns:
-        [B, H, L, E] in the dtype of q; 0 at queries that are padding (queries are tokens of the keys where L == S or
-        `causal`) and at those of samples without any real key.
+        [B, H, L, E] in the dtype of q; 0 for padded queries (queries are tokens of the keys if L == S or `causal`) and
+        for samples without real keys.
     """
     batch, heads, length, _ = q.shape
     keys = k.shape[2]
@@ -46,13 +46,13 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, *, causa
         asking = key_mask[:, keys - length :] if length <= keys else _padded(key_mask, length - keys)
     else:
         asking = key_mask.any(1, keepdim=True).expand(batch, length)
-    # Rows of [B L, H, D]; the sizes of what they select are read from the device once.
+    # Rows of [B L, H, D]; this synchronises with the device once to read the selected sizes.
     rows, columns = asking.reshape(-1).nonzero().squeeze(1), key_mask.reshape(-1).nonzero().squeeze(1)
     out = q.new_zeros(batch * length, heads, v.shape[3])
     if rows.numel():
         packed = _rows(q, rows), _rows(k, columns), _rows(v, columns)
-        found = _attend(packed, _starts(asking), _starts(key_mask), length, keys, causal=causal, scale=scale)
-        out = out.index_copy(0, rows, found)
+        packed_out = _attend(packed, _starts(asking), _starts(key_mask), length, keys, causal=causal, scale=scale)
+        out = out.index_copy(0, rows, packed_out)
     return out.view(batch, length, heads, -1).transpose(1, 2)
 
 
@@ -66,7 +66,7 @@ def _attend(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """Call it by the names that its version has: 2.10 knows `is_causal` and no scale, 2.11 and later a window."""
+    """Call it with the argument names of its version: 2.10 has `is_causal` and no scale, 2.11 and later a window."""
     q, k, v = packed
     known = inspect.signature(varlen_attn).parameters
     more: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def _attend(
         if "enable_gqa" in known:
             more["enable_gqa"] = True
         else:
-            # Older versions know no shared heads.
+            # Older versions do not support shared heads.
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if causal:
         more |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
@@ -91,7 +91,7 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _starts(real: Tensor) -> Tensor:
-    """Where each sample begins in the row, and where the last one ends, [B + 1]."""
+    """Offsets of the samples in the row, with the end of the last one, [B + 1]."""
     ends = real.sum(1).cumsum(0)
     return torch.cat([ends.new_zeros(1), ends]).int()
 

@@ -30,31 +30,31 @@ CHUNKS = (256, 512)
 
 
 def ways(device: str, *, padded: bool, few: bool) -> dict[str, Way]:
-    """The ways that may be the fastest on a kind of device, the default first.
+    """The candidates for the fastest way on a kind of device, the default first.
 
     Args:
         device: `cpu` or `cuda`.
-        padded: Whether there is a mask; then there are ways without any, by lengths.
+        padded: Whether there is a mask; this adds ways by lengths, without one.
         few: Whether there are only a few queries, as in decoding.
     """
     plain: dict[str, Way] = {DEFAULT: _default}
     if few:
-        # Nothing to gain from lengths or chunks where the weights are a few rows.
+        # Lengths or chunks cannot help if the weights are only a few rows.
         return plain if device == "cuda" else plain | {"batched products": batched_attention, **_compiled(_few_in_c)}
     if device == "cuda":
         plain |= {f"{name} SDPA": partial(_preferring, back_end=name) for name in BACK_ENDS}
-        found = plain | {f"{name} by lengths": partial(_by_lengths, way=way) for name, way in plain.items() if padded}
+        named = plain | {f"{name} by lengths": partial(_by_lengths, way=way) for name, way in plain.items() if padded}
         own: dict[str, Way] = {} if triton is None else {OWN: _own_flash}
-        return found | own | ({"varlen": _packed} if padded else {})
-    found = dict(plain)
+        return named | own | ({"varlen": _packed} if padded else {})
+    named = dict(plain)
     if padded:
-        found[f"{DEFAULT} by lengths"] = partial(_by_lengths, way=_default)
-    found |= {f"chunks of {chunk}": partial(_in_chunks, chunk=chunk) for chunk in CHUNKS}
-    return found | _compiled(_in_c)
+        named[f"{DEFAULT} by lengths"] = partial(_by_lengths, way=_default)
+    named |= {f"chunks of {chunk}": partial(_in_chunks, chunk=chunk) for chunk in CHUNKS}
+    return named | _compiled(_in_c)
 
 
 def _compiled(way: Way) -> dict[str, Way]:
-    # Where C was there when it was found the fastest and is no longer, another way takes its place.
+    # If C was available during the probe but no longer is, another way replaces it.
     return {} if c_obstacle() else {COMPILED: way}
 
 
@@ -65,7 +65,7 @@ def _default(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal
 def _preferring(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float, back_end: str
 ) -> Tensor:
-    # The others stay behind it: a shape that it does not take must not fail for the choice of another.
+    # The others remain as fallbacks: a shape that the chosen one does not support must not fail.
     order = [BACK_ENDS[back_end], *(each for name, each in BACK_ENDS.items() if name != back_end)]
     with sdpa_kernel(order, set_priority=True):
         return _default(q, k, v, key_mask, causal=causal, scale=scale)
@@ -106,16 +106,16 @@ def _few_in_c(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causa
         return compiled_few(q, k, v, key_mask, causal=causal, scale=scale)
     if c_obstacle(q) is not None:
         raise RuntimeError(why)
-    # What was found or is the default speaks for all head sizes, with gradients or without.
+    # The probed or default way applies to all head sizes, with and without gradients.
     return _default(q, k, v, key_mask, causal=causal, scale=scale)
 
 
 def _own_flash(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
-    # Here, because what is imported above is also a part of the flash kernels' own fall-back.
+    # A local import, since the flash kernels' fallback imports modules above.
     from approx_kernels.ops.flash.api import flash, flash_obstacle
 
     if not {q.shape[3], v.shape[3]} <= set(HEAD_SIZES):
-        # What was found speaks for all head sizes.
+        # The probed way applies to all head sizes.
         return _default(q, k, v, key_mask, causal=causal, scale=scale)
     why = flash_obstacle(q, v, 0.0)
     if why is not None:
@@ -125,7 +125,7 @@ def _own_flash(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, caus
     except RuntimeError:
         raise
     except Exception as error:
-        # A card that is too small, or a compiler that does not work, speaks against this way alone.
+        # A GPU that is too small or a broken compiler rules out only this way.
         raise RuntimeError(str(error)) from error
 
 

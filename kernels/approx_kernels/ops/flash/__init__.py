@@ -1,1 +1,1 @@
-"""Flash attention in Triton, with the patterns that it carries."""
+"""Flash attention in Triton, and the patterns it supports."""

@@ -29,29 +29,29 @@ def flash_attention(
     dropout: float = 0.0,
     impl: str = "auto",
 ) -> Tensor:
-    """Softmax attention by the flash kernels where they run, otherwise through PyTorch's fused kernels, in O(L S D).
+    """Softmax attention by the flash kernels if they can run, otherwise through PyTorch's fused kernels, in O(L S D).
 
-    With `causal`, query i stands at position S - L + i and sees the keys up to there. A query without any allowed key gives
-    0; so do, by the flash kernels, padded queries before the first and after the last real token.
+    With `causal`, query i is at position S - L + i and sees the keys up to there. A query with no allowed key gives
+    0; so do, with the flash kernels, padded queries before the first and after the last real token.
 
-    Source: Dao, 2023, FlashAttention-2, arXiv 2307.08691; departs from it in a backward pass without atomic additions,
-    which repeats bit by bit.
+    Source: Dao, 2023, FlashAttention-2, arXiv 2307.08691; departs from it in a deterministic backward pass without
+    atomic additions.
 
     Args:
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
-        key_mask: [B, S] bool, True at real keys and, when L == S, with that at their queries; None when all are real.
+        key_mask: [B, S] bool, True at real keys and, when L == S, their queries; None when all are real.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
-        dropout: Probability with which an attention weight is dropped.
+        dropout: Probability of dropping an attention weight.
         impl: `triton`, `fused`, or `reference`, which materialises the weights.
 
     Returns:
         [B, H, L, E] in the dtype of q, or in that of autocast.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
+        ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     run = choose("flash_attention", impl, ranked(q, flash_obstacle(q, v, dropout), fused=None, reference=None), q)
@@ -79,8 +79,8 @@ def flash(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention within a window or a list of blocks, `softmax(s_ij + log C_ij + log m(i, j)) v`, and its log-sum-exps.
 
-    The query at position p = S - L + i sees the keys from p - left to p + right, both inclusive, or those that `blocks`
-    says, C times. Time and memory grow with the tiles that hold such a pair. A query without any key gives 0 and -inf.
+    The query at position p = S - L + i sees the keys from p - left to p + right, both inclusive, or those listed in
+    `blocks`, C times. Time and memory grow with the tiles that hold such a pair. A query without keys gives 0 and -inf.
 
     Args:
         q: Queries, [B, H, L, D], float.
@@ -89,22 +89,22 @@ def flash(
         key_mask: [B, S] bool, True at real keys and, when L == S and `both`, with that at their queries: those before the
             first and after the last real key give 0. None when all are real.
         scale: Factor of the scores.
-        left: Keys seen before the own position, any number with a minus sign or without; None is all.
-        right: Keys seen after it; None is all, 0 is causal.
-        blocks: Which pairs count, instead of a window. For kernels its tiles must be
+        left: Keys seen before the query, any sign; None for all.
+        right: Keys seen after it; None for all, 0 for causal.
+        blocks: The pairs that count, instead of a window. For kernels its tiles must be
             `list_tile(q, v)` wide.
         spans: z, [H], float: weights at distance x are multiplied by m = clip((R + z - x) / R, 0, 1), then sum to 1.
         ramp: R, in tokens.
-        lengths: Where B = 1, the tokens of the samples that lie one behind the other; none sees another.
-        both: Whether queries are those of the keys where there are as many of both.
+        lengths: With B = 1, the numbers of tokens of consecutive samples, which do not see each other.
+        both: Whether queries are the tokens of the keys if there are as many of both.
         impl: `triton` or `reference`.
 
     Returns:
         [B, H, L, E] in the dtype of q, or in that of autocast, and [B, H, L] in float32 (float64 for such inputs).
-        Differentiable both, in q, k, v and spans.
+        Both are differentiable in q, k, v and spans.
 
     Raises:
-        ValueError: if the shapes, lengths or tiles do not fit together, or the implementation asked for cannot run.
+        ValueError: if shapes, lengths or tiles do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     run = choose("flash", impl, ranked(q, flash_obstacle(q, v, 0.0), reference=None), q)
@@ -132,7 +132,7 @@ def flash(
 
 
 def flash_obstacle(q: Tensor, v: Tensor, dropout: float) -> str | None:
-    """Why the flash kernels cannot run, with the remedy; None where they can."""
+    """Why the flash kernels cannot run, with the remedy; None if they can."""
     if dropout:
         return f"it has no dropout, and {dropout} was asked for. Set the attention dropout to 0, or ask for 'auto'."
     return obstacle(q, v)

@@ -1,4 +1,4 @@
-"""Lists of blocks: which tiles of keys each tile of queries meets, and which of their pairs count."""
+"""Lists of blocks: the tiles of keys for each tile of queries, and which of their pairs count."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,19 +8,19 @@ from torch import Tensor
 
 # A row of a tile is one word of bits.
 WIDEST = 64
-# Pairs that are looked at together while a list is made.
+# Pairs examined together while building a list.
 _PAIRS = 2**24
 
 
 class BlockList(NamedTuple):
-    """Which pairs of queries and keys count, tile by tile, as `block_list` makes it.
+    """Which pairs of queries and keys count, tile by tile, as built by `block_list`.
 
     Attributes:
-        tile: Queries, and keys, of a tile: at most 64.
+        tile: Queries, and keys, per tile: at most 64.
         queries: L.
         keys: S.
-        rows: [G, ⌈L / tile⌉, 3] int32: for each tile of queries where its entries begin, where those begin that hold only
-            some pairs, and where they end. G is 1, or H where heads differ.
+        rows: [G, ⌈L / tile⌉, 3] int32: for each tile of queries, where its entries begin, where its partial entries
+            begin, and where its entries end. G is 1, or H if heads differ.
         columns: [entries] int32, tiles of keys.
         tiles: [entries] int32, rows of `bits`; -1 where all pairs count.
         rows_of_keys: As `rows`, for each tile of keys.
@@ -42,21 +42,21 @@ class BlockList(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What the kernels read."""
+        """The tensors that the kernels read."""
         return list(self[3:])
 
     def counts(self) -> Tensor:
         """How often each pair counts, [G, L, S] int32."""
         heads, down, _ = self.rows.shape
         across, size = -(-self.keys // self.tile), self.tile
-        found = self.rows.new_zeros(heads, down, across, size, size)
+        counts = self.rows.new_zeros(heads, down, across, size, size)
         place = torch.arange(size, device=self.bits.device)
         shown = ((self.bits[:, :size, None] >> place) & 1).int()
         for head in range(heads):
             for row, (begin, _, end) in enumerate(self.rows[head].tolist()):
                 for column, tile in zip(self.columns[begin:end].tolist(), self.tiles[begin:end].tolist(), strict=True):
-                    found[head, row, column] += 1 if tile < 0 else shown[tile]
-        whole = found.transpose(2, 3).reshape(heads, down * size, across * size)
+                    counts[head, row, column] += 1 if tile < 0 else shown[tile]
+        whole = counts.transpose(2, 3).reshape(heads, down * size, across * size)
         return whole[:, : self.queries, : self.keys]
 
 
@@ -70,20 +70,20 @@ def block_list(
     first: int | None = None,
     diagonal: bool = True,
 ) -> BlockList:
-    """Make the list of blocks of a pattern, in O(L S), some rows at a time.
+    """Build the list of blocks of a pattern, in O(L S), some rows at a time.
 
     Args:
-        pairs: From positions of queries [n, 1] and of keys [S] to whether, or how often, each pair counts: [n, S] or, where
+        pairs: From positions of queries [n, 1] and of keys [S] to whether, or how often, each pair counts: [n, S] or, if
             heads differ, [H, n, S], bool or int.
         queries: L, at least 1.
         keys: S, at least 1.
-        tile: Queries, and keys, of a tile, a power of 2 from 16 to 64.
-        device: Where the list is read.
-        first: Position of the first query; None is S - L.
+        tile: Queries, and keys, per tile, a power of 2 from 16 to 64.
+        device: Device of the list.
+        first: Position of the first query; None for S - L.
         diagonal: Whether every query must see the key of its own token.
 
     Raises:
-        ValueError: if a query does not see its own key though it must, or a number is wrong.
+        ValueError: if a query does not see its own key but must, or a number is wrong.
     """
     if tile not in (16, 32, WIDEST):
         raise ValueError(f"tile is {tile}; allowed are 16, 32 and {WIDEST}.")
@@ -129,7 +129,7 @@ def block_list(
 def _sorted(
     head: Tensor, row: Tensor, column: Tensor, partial: Tensor, tiles: Tensor, heads: int, down: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Entries row by row, whole tiles first, and where each row begins, goes on with parts, and ends."""
+    """Entries row by row, whole tiles first, and for each row the begin, the begin of partial tiles, and the end."""
     group = (head * down + row) * 2 + partial
     order = (group * (int(column.max()) + 1) + column).argsort(stable=True)
     edges = torch.nn.functional.pad(group.bincount(minlength=heads * down * 2).cumsum(0), (1, 0))
@@ -138,7 +138,7 @@ def _sorted(
 
 
 def _check_diagonal(counts: Tensor, rows: Tensor) -> None:
-    """Refuse a pattern in which a query with a key of its own does not see it."""
+    """Check that every query that has its own key sees it."""
     own = rows.clamp(0, counts.shape[2] - 1).expand(counts.shape[0], -1, 1)
     blind = (counts.gather(2, own) == 0) & (rows == own)
     if blind.any():

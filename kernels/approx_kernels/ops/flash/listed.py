@@ -1,4 +1,4 @@
-"""Patterns of positions through the flash kernels: their lists are made once, and parts of a pattern are joined."""
+"""Position patterns through the flash kernels: cached block lists, and joining the parts of a pattern."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from approx_kernels.ops.flash.api import BlockList, block_list, flash, list_tile
 from approx_kernels.runtime.custom_op import capturing
 
-# Lists by pattern, sizes and place; the one that was made first goes first, but for those that a CUDA graph reads again.
+# Lists by pattern, sizes and device; the oldest is dropped first, except for those that a CUDA graph reads.
 _LISTS: dict[Hashable, Any] = {}
 _CAPTURED: set[Hashable] = set()
 _KEPT = 128
@@ -33,15 +33,15 @@ def listed_attention(
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
-        pattern: Name and settings: all that `pairs` depends on besides the numbers of queries and keys.
+        pattern: Name and settings: everything that `pairs` depends on besides the numbers of queries and keys.
         pairs: As for `block_list`.
         key_mask: As for `flash`.
         scale: Factor of the scores.
-        first: Position of the first query; None is S - L.
+        first: Position of the first query; None for S - L.
         diagonal: As for `block_list`.
 
     Returns:
-        What `flash` gives: [B, H, L, E] and [B, H, L].
+        The result of `flash`: [B, H, L, E] and [B, H, L].
     """
     length, keys, tile = q.shape[2], k.shape[2], list_tile(q, v)
 
@@ -53,16 +53,16 @@ def listed_attention(
 
 
 def kept(key: Hashable, make: Callable[[], Any]) -> Any:
-    """What was made under that key, or is made now; tensors of it may be saved for a backward pass."""
-    found = _LISTS.get(key)
-    if found is None:
+    """The cached object of a key, created if missing; its tensors may be saved for a backward pass."""
+    entry = _LISTS.get(key)
+    if entry is None:
         if len(_LISTS) >= _KEPT + len(_CAPTURED):
             del _LISTS[next(each for each in _LISTS if each not in _CAPTURED)]
         with torch.inference_mode(False), torch.no_grad():
-            found = _LISTS[key] = make()
+            entry = _LISTS[key] = make()
     if capturing():
         _CAPTURED.add(key)
-    return found
+    return entry
 
 
 def joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
@@ -70,7 +70,7 @@ def joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
     key in the first.
     """
     lse = torch.logaddexp(one[1], other[1])
-    # A padded query has none in either, and becomes 0.
+    # A padded query has none in either part, and becomes 0.
     lse = lse.masked_fill(lse == float("-inf"), 0.0)
     first, second = ((part[1] - lse).exp()[..., None] * part[0] for part in (one, other))
     return (first + second).to(one[0].dtype)

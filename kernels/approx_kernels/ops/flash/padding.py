@@ -1,4 +1,4 @@
-"""Patterns of positions under a key mask, by kernels: samples that a pattern treats alike share a launch."""
+"""Position patterns with a key mask, through kernels: samples that a pattern treats alike share a launch."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from approx_kernels.runtime.custom_op import capturing
 from approx_kernels.runtime.torch_internals import changes
 from approx_kernels.tokens.stretches import without_padding
 
-# What was read of a mask, which all layers of a model share.
+# Results of reading a mask, which all layers of a model share.
 _READ = WeakTensorKeyDictionary()
 
 
@@ -24,11 +24,11 @@ def under_padding(
     key_mask: Tensor | None,
     alike: Callable[[int], int] | None = None,
 ) -> Tensor:
-    """Attend among the real tokens of each sample, as `without_padding` does, with few launches.
+    """Attend among the real tokens of each sample, like `without_padding`, with few launches.
 
-    Under right padding positions are those of the real tokens already. Other masks have the real tokens moved to the front
-    where L == S; where it is not, samples attend one by one. The host waits for the device once for a mask, and under a
-    capture of a CUDA graph not at all, where `alike` is None.
+    With right padding, positions are already those of the real tokens. Other masks have the real tokens moved to the
+    front if L == S; otherwise samples attend one by one. The host synchronises with the device once per mask, and never
+    during a CUDA graph capture, where `alike` must be None.
 
     Args:
         attend: From q [B, H, L, D], k [B, H, S, D], v [B, H, S, E] with L <= S and a mask [B, S], or None, of which each
@@ -37,8 +37,8 @@ def under_padding(
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
-        alike: From a number of real tokens to the largest for which the pattern says the same of them all; None where it
-            says the same for any number.
+        alike: From a number of real tokens to the largest one for which the pattern is the same; None if it is the same
+            for any number.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -49,7 +49,7 @@ def under_padding(
         return without_padding(lambda q, k, v: attend(q, k, v, None), q, k, v, None)
     if before < 0:
         return F.pad(under_padding(attend, q[:, :, -before:], k, v, key_mask, alike), (0, 0, -before, 0))
-    # What is read while a graph is captured would hold for its first replay alone.
+    # A value read during a graph capture would apply only to its first replay.
     waits = alike is not None or before > 0 or not capturing()
     counts, at_front = _read(key_mask) if waits else ([], False)
     if before and not at_front:
@@ -74,7 +74,7 @@ def _grouped(
     counts: list[int],
     alike: Callable[[int], int] | None,
 ) -> Tensor:
-    """Attend with real keys at the front, once for all samples that have the same tokens at most."""
+    """Attend with real keys at the front, once for all samples with the same maximal tokens."""
     if alike is None:
         return attend(q, k, v, key_mask)
     length, keys = q.shape[2], k.shape[2]
@@ -94,7 +94,7 @@ def _grouped(
 
 
 def _read(key_mask: Tensor) -> tuple[list[int], bool]:
-    """Real keys of each sample, and whether they stand at the front of all."""
+    """Number of real keys of each sample, and whether all have them at the front."""
     version = changes(key_mask)
     known = _READ.get(key_mask)
     if known is None or version is None or known[0] != version:

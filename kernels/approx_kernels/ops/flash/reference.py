@@ -1,4 +1,4 @@
-"""What the flash kernels compute, with all weights in memory: the specification."""
+"""The specification of the flash kernels, with materialised weights."""
 
 import math
 
@@ -42,7 +42,7 @@ def flash_reference(
             counts = counts * (sample[:, None] == sample)
     if key_mask is not None:
         counts = counts * key_mask[:, None, None, :]
-    # All weights are in memory; copies of grouped keys are the least of it.
+    # All weights are in memory anyway, so copies of grouped keys hardly matter.
     k, v = (x.repeat_interleave(sharing(q, x), 1) for x in (k, v))
     scores = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)
     if spans is not None:
@@ -50,7 +50,7 @@ def flash_reference(
         counts = counts * (mass > 0)
         scores = scores + mass.clamp(min=torch.finfo(wide).tiny).log()
     shown = (counts > 0).expand_as(scores)
-    # Finite, so that a row without any key has a gradient of 0.
+    # Finite, so that a row without keys has a gradient of 0.
     scores = (scores + counts.clamp(min=1).log()).masked_fill(~shown, torch.finfo(wide).min)
     weights = scores.softmax(-1).masked_fill(~shown, 0.0)
     lse = scores.logsumexp(-1).masked_fill(~shown.any(-1), -math.inf)

@@ -1,4 +1,4 @@
-"""Where the samples of a batch lie: the rows of each that are real."""
+"""The rows of the real tokens of each sample in a batch."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def stretches(key_mask: Tensor | None, length: int, both: bool) -> Tensor | None:
-    """From the first to behind the last real row of queries and keys, and whether some between are not, [B, 5] int32.
+    """The first and one past the last real row of queries and keys, and whether there are gaps, [B, 5] int32.
 
-    It is found on the device; nobody waits for it. With `both` as many queries as keys are real where these are.
+    It is computed on the device without synchronising. With `both`, queries are real where their keys are.
     """
     if key_mask is None:
         return None
@@ -23,7 +23,7 @@ def stretches(key_mask: Tensor | None, length: int, both: bool) -> Tensor | None
 
 
 def behind_each_other(q: Tensor, k: Tensor, key_mask: Tensor | None, lengths: Sequence[int]) -> Tensor:
-    """The same of samples in one row."""
+    """The same for samples in one row."""
     total = sum(lengths)
     fits = q.shape[0] == 1 and q.shape[2] == k.shape[2] == total and key_mask is None
     if not (fits and min(lengths) > 0):

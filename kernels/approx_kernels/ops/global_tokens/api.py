@@ -39,32 +39,32 @@ def global_token_attention(
 
     The query at position p sees the keys from p - left to p + right, both inclusive, and the g chosen tokens;
     with `see_all` a chosen token itself sees all keys. Positions count real tokens, and query i is the token of
-    key S - L + i. A query that is padding or stands before all keys gives 0.
+    key S - L + i. A query that is padding or precedes all keys gives 0.
 
     Source: Beltagy, Peters, Cohan, 2020, Longformer, arXiv 2004.05150, and Xiao, Tian, Chen, Han, Lewis, 2023,
     Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453; departs from the first in having no
-    projections of their own for global tokens, from the second in keeping the positions of the model.
+    separate projections for global tokens, from the second in keeping the model's positions.
 
     Args:
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
-        key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
-        left: Keys seen before the own position.
-        right: Keys seen after the own position.
-        tokens: Positions of the chosen tokens, the same for all samples; one too short for them goes without. Or
+        key_mask: [B, S] bool, True at real keys and their queries; None when all are real.
+        left: Keys seen before the query.
+        right: Keys seen after the query.
+        tokens: Positions of the chosen tokens, the same for all samples; shorter samples go without those beyond. Or
             [B, S] bool, True at the keys that a sample chooses.
         see_all: Whether the chosen tokens see every key.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
-        dropout: Probability with which an attention weight is dropped.
+        dropout: Probability of dropping an attention weight.
         impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
+        ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     right = 0 if causal else right
@@ -86,7 +86,7 @@ def global_token_attention(
         if not see_all:
             return out
         if not isinstance(tokens, Tensor):
-            # A token that is decoded is none of the first, whose rows are gone.
+            # A decoded token is never one of the first, whose rows are not computed.
             how["chosen"] = places(
                 [token for token in tokens if token >= k.shape[2] - q.shape[2]], k.shape[2], k.device
             )

@@ -19,12 +19,12 @@ def window_lists(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """What `window_blocks` computes, for tokens that are the same for all samples."""
+    """The same as `window_blocks`, for tokens that are the same in all samples."""
     length, keys = q.shape[2], k.shape[2]
     left, right = min(left, FAR), min(right, FAR)
     listed: list[Entry] = [(0, keys, -left, right)]
     for token in sorted({token for token in tokens if token < keys}):
-        # Where the window holds it, it is not seen once more.
+        # Only outside the window, so that it does not count twice.
         listed.append((token, token + 1, -FAR, -left - 1))
         if not causal:
             listed.append((token, token + 1, right + 1, FAR))

@@ -1,4 +1,4 @@
-"""Attention of each block of queries to a window and to chosen tokens beside it."""
+"""Attention of each block of queries to a window and to chosen tokens."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from approx_kernels.runtime.sdpa import sdpa
 from approx_kernels.tokens.grouped import sharing
 from approx_kernels.tokens.stretches import stretches
 
-# Queries that share their keys: little outside of the window is computed, and little is copied.
+# Queries that share their keys: a balance between computing outside the window and copying.
 _BLOCK = 64
 
 
 def places(tokens: Sequence[int] | Tensor, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where the chosen tokens stand, [G] for all samples or [B, G] for each, and which of these places count.
+    """Positions of the chosen tokens, [G] for all samples or [B, G] for each, and which of them are valid.
 
-    Samples choose different numbers of tokens, so G is the largest of them.
+    Samples choose different numbers of tokens; G is the largest of them.
     """
     if not isinstance(tokens, Tensor):
         index = torch.tensor([token for token in tokens if token < keys], dtype=torch.long, device=device)
@@ -40,9 +40,9 @@ def window_blocks(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """One fused product a block: the chosen tokens outside of each query's window, and its stretch of keys.
+    """One fused product per block: the chosen tokens outside of each query's window, and its stretch of keys.
 
-    `chosen` is what `places` returned, or None.
+    `chosen` is the result of `places`, or None.
     """
     length, keys = q.shape[2], k.shape[2]
     before = keys - length
@@ -62,7 +62,7 @@ def window_blocks(
             far = far & (index[..., None, :] <= position) if causal else far
             allowed = torch.cat([far, allowed.expand(*far.shape[:-1], -1)], -1)
             own = [torch.cat(pair, 2) for pair in zip(beside, own, strict=True)]
-        # One mask for all samples, or one each; always the same for all heads.
+        # One mask for all samples, or one per sample; always the same for all heads.
         allowed = allowed[:, None] if allowed.dim() == 3 else allowed
         out.append(sdpa(queries, *own, attn_mask=allowed, dropout_p=dropout, scale=scale))
     return torch.cat(out, 2)
@@ -79,7 +79,7 @@ def seeing_rows(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """The outputs with those of the chosen tokens exchanged for exact attention over all keys."""
+    """The outputs, with those of the chosen tokens replaced by exact attention over all keys."""
     length, keys = q.shape[2], k.shape[2]
     before = keys - length
     index, counts = chosen
@@ -90,7 +90,7 @@ def seeing_rows(
     queries = _at(q, (index - before).clamp(min=0))
     how = {"dropout_p": dropout, "scale": scale, "enable_gqa": sharing(q, k) > 1}
     exact = sdpa(queries, k, v, attn_mask=past, **how)
-    # What is no query, or fills up a sample with fewer chosen tokens, is written to a row behind the last and cut off.
+    # Non-queries, and fillers for samples with fewer chosen tokens, go to an extra last row that is cut off.
     rows = torch.where(counts & (index >= before), index - before, length)
     rows = rows[..., None, :, None].expand_as(exact)
     return F.pad(out, (0, 0, 0, 1)).scatter(2, rows, exact)[:, :, :length]

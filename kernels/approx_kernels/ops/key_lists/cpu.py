@@ -1,4 +1,4 @@
-"""Softmax attention of blocks of queries to lists of keys, in C: what windows, blocks and chosen tokens have in common."""
+"""Softmax attention of blocks of queries to lists of keys, in C: the common form of windows, blocks and chosen tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,24 +14,24 @@ from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import custom_op
 from approx_kernels.tokens.grouped import empty_gradients, empty_rows, summed
 
-# Queries of a block at most: ROWS of tiles.h. Fewer hide fewer keys where each query sees a window of its own.
+# Most queries per block: ROWS of tiles.h. With windows, smaller blocks mask fewer keys.
 MOST_ROWS, WINDOW_ROWS = 192, 96
-# Queries that are computed together at least: SPAN of strips.h.
+# Queries computed together: SPAN of strips.h.
 _STRIP = 32
-# No bound on a distance; positions and distances add up to less than 2^31.
+# An unlimited distance; positions plus distances stay below 2^31.
 FAR = 2**30
 
-# Keys from the first to before the second; the query at i sees key j of them where third <= j - i <= fourth.
+# Keys from the first to before the second; the query at i sees key j of them if third <= j - i <= fourth.
 Entry = tuple[int, int, int, int]
 
 
 def obstacle(*tensors: Tensor) -> str | None:
-    """Why attention to lists of keys cannot run in C on tensors, with the remedy; None where it can."""
+    """Why attention to lists of keys cannot run in C on tensors, with the remedy; None if it can."""
     return c_obstacle("key_lists/forward.c", *tensors) or c_obstacle("key_lists/backward.c", *tensors)
 
 
 def cut(begin: int, end: int, most: int = WINDOW_ROWS) -> list[int]:
-    """First queries of blocks of about equal size, whole strips but for the last, none above `most`, from begin to before end."""
+    """First queries of blocks of similar size, in whole strips except for the last, at most `most`, from begin to end."""
     count = -(-(end - begin) // most)
     return [*range(begin, end, -(-(end - begin) // (count * _STRIP)) * _STRIP)] if count else []
 
@@ -54,13 +54,13 @@ def attend_lists(
     ramp: int = 1,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Softmax attention of each block of queries to the keys on its list, each of which may hold for some queries only.
+    """Softmax attention of each block of queries to its list of keys; an entry may apply to only some of its queries.
 
-    Query i stands at position `before` + i, key j at j. A query without any key that it sees gives 0. The backward pass keeps inputs,
-    outputs and the logarithm of each normaliser.
+    Query i is at position `before` + i, key j at j. A query that sees no key gives 0. The backward pass stores inputs, outputs
+    and the logarithm of each normaliser.
 
-    With `orders`, queries and keys are counted by their ranks in an order, and the softmax may have several parts, each
-    with an order of its own: queries of part p are counted from p L on, and every part has all of them.
+    With `orders`, queries and keys are numbered by their ranks in an order, and the softmax may have several parts, each
+    with its own order: queries of part p are numbered from p L on, and every part has all of them.
 
     Args:
         q: Queries, [B, H, L, D], float32 or bfloat16.
@@ -69,17 +69,17 @@ def attend_lists(
         key_mask: [B, S] bool, True at real keys; None when all are real.
         before: Position of the first query.
         starts: First query of each block, and L (times the parts); at most `MOST_ROWS` apart.
-        entries: The list of each block; no query may see a key by two of its entries, or it counts twice.
+        entries: The list of each block; a key that a query sees in two entries counts twice.
         scale: Factor of the scores.
         orders: Queries and keys by rank, whole numbers [P, L] and [P, S] for all heads, or [P, B, H, L] and [P, B, H, S].
-        stretches: With orders of each head, the ranks that each query token sees in each part, the first and the end,
-            [2, P, B, H, L] int32: a key counts in the first part that shows it alone. None where it counts in each.
-        places: Needed with these: entries by rank, which are the same in all parts, and ranks by entry,
+        stretches: With orders per head, the ranks that each query token sees in each part, first and end,
+            [2, P, B, H, L] int32: a key then counts only in the first part that shows it. None to count it in each part.
+        places: Needed with `stretches`: entries by rank, which are the same in all parts, and ranks by entry,
             [2, P, B, H, S] int32.
         itself: Whether a query may see the key of its own rank.
         spans: z [H], float32: a weight at distance x is multiplied by clip((R + z - x) / R, 0, 1). Differentiable.
         ramp: R.
-        dropout: Probability with which a weight is dropped, in each part for itself; a key that counts twice in a part is
+        dropout: Probability of dropping a weight, separately in each part; a key that counts twice in a part is
             dropped once.
 
     Returns:
@@ -94,9 +94,9 @@ def attend_lists(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *problem: Any, totals: bool = False) -> tuple[Tensor, Tensor]:
-    """Outputs, and if wanted their normalisers relative to the largest weight of each query, [B, H, L] in float32.
+    """Outputs, and optionally their normalisers relative to the largest weight of each query, [B, H, L] in float32.
 
-    Where several keys have the largest weight, its gradient is that of one.
+    If several keys have the largest weight, only one of them gets its gradient.
     """
     dropout = problem[-1]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))

@@ -37,15 +37,15 @@ def linear_attention(
 ) -> Tensor:
     """`o_i = f(q_i) sum_j f(k_j) v_j / (f(q_i) sum_j f(k_j) + eps)` for a feature map f, in O(n D E).
 
-    With `causal`, query i stands at position S - L + i and the sums run up to there; they are computed in
-    chunks, between which a running state is carried. A query without any allowed key gives 0.
+    With `causal`, query i is at position S - L + i and the sums run up to there; they are computed in
+    chunks, with a running state carried between them. A query with no allowed key gives 0.
 
-    With `window`, the pairs of keys near the query weigh `mix exp(scale q_i.k_j - m_i)` instead, m_i being the
-    largest of these scores, in O(n window D) more; both parts share one normaliser, which is then at least `eps`
-    and otherwise free of it, so that a window over everything is softmax attention.
+    With `window`, pairs with keys near the query weigh `mix exp(scale q_i.k_j - m_i)` instead, m_i being the
+    largest of these scores, in O(n window D) more; both parts share one normaliser, which is then bounded below by
+    `eps` instead of increased by it, so that a window over everything is softmax attention.
 
     Source: Katharopoulos, Vyas, Pappas, Fleuret, 2020, Transformers are RNNs, arXiv 2006.16236; the window is
-    that of Zhang et al., 2024, LoLCATs, arXiv 2410.10254. Departs from them in nothing.
+    that of Zhang et al., 2024, LoLCATs, arXiv 2410.10254. No departures.
 
     Args:
         q: Queries, [B, H, L, D], float.
@@ -55,24 +55,24 @@ def linear_attention(
         causal: Whether a query sees only keys at or before its own position.
         feature_map: One of `FEATURE_MAPS`: `elu` is elu(x) + 1, `relu` relu(x), `softmax` the softmax over the D
             numbers of x, `t2r` relu(x W + b), `hedgehog` the softmax of x W beside that of -x W.
-        maps: W of queries and of keys, [H, D, D]; for `t2r` with b below it, [H, D + 1, D]. None where nothing is
+        maps: W of queries and of keys, [H, D, D]; for `t2r` with b below it, [H, D + 1, D]. None if nothing is
             learned.
-        window: Keys of the softmax part: with `causal` the last ones up to the own, otherwise so many to either
-            side and the own; 0 for none.
+        window: Keys of the softmax part: with `causal` the last ones up to the query's own, otherwise this many on either
+            side and its own; 0 for none.
         mix: Factor of the softmax part for each head, [H]; needed with a window.
         scale: Factor of the scores of the softmax part.
         input_scale: Factor of q and of k before the feature map.
         eps: Added to the normaliser.
-        dropout: Probability with which a key is dropped from the numerator, for all queries of a head at once:
-            there are no weights of single pairs to drop.
-        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C and `triton` kernels, of every map and window; where several keys
-            of a window have the largest score, its gradient is that of one.
+        dropout: Probability of dropping a key from the numerator, for all queries of a head at once, since there are
+            no weights of single pairs.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C and `triton` kernels, for every map and window; if several keys
+            of a window have the largest score, only one of them gets its gradient.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or the implementation cannot run.
+        ValueError: if shapes or dtypes do not match, or the implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
@@ -81,15 +81,15 @@ def linear_attention(
     run = choose("linear_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None), q)
     form = {"causal": causal, "feature_map": feature_map, "input_scale": input_scale, "eps": eps}
     if run == "triton":
-        found = []
+        outputs = []
         for turn, _, learned in own_parts(q, k, None, maps, mix if window else None):
             if window:
-                found.append(
+                outputs.append(
                     windowed_kernels(q[:, turn], k, v, key_mask, **learned, window=window, scale=scale, **form)
                 )
             else:
-                found.append(linear_kernels(q[:, turn], k, v, key_mask, maps=learned["maps"], **form))
-        return in_order(found)
+                outputs.append(linear_kernels(q[:, turn], k, v, key_mask, maps=learned["maps"], **form))
+        return in_order(outputs)
     if run == "cpu":
         v = drop_keys(v, dropout)
         return linear_parts(q, k, v, key_mask, maps=maps, window=window, mix=mix, scale=scale, **form)
@@ -127,18 +127,18 @@ def linear_decode(
     eps: float = 1e-6,
     impl: str = "auto",
 ) -> tuple[Tensor, State]:
-    """Causal `linear_attention` of tokens that follow others, of which a state of constant size is kept.
+    """Causal `linear_attention` of tokens that follow others, from a state of constant size.
 
-    Args: as for `linear_attention`, where not named here.
-        k: Keys that are not in the state yet, [B, G, S, D], L <= S; the last L stand at the queries' positions.
-        state: What the last call returned; None before the first key. It belongs to the call, which may overwrite it.
+    Args: as for `linear_attention`, except:
+        k: Keys not yet in the state, [B, G, S, D], L <= S; the last L are at the queries' positions.
+        state: The state returned by the last call, which this call may overwrite; None before the first key.
 
     Returns:
         [B, H, L, E] in the dtype of q, and the state: `sums`, [B, G, F, E + 1] for F features, or [B, H, F, E + 1] with
-        learned maps, in float32 at least; with a window of the keys before it, beside its last w - 1 keys as a ring.
+        learned maps, in at least float32; with a window, of the keys before it, with its last w - 1 keys as a ring.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or the implementation cannot run.
+        ValueError: if shapes or dtypes do not match, or the implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     _check_parts(q, feature_map, maps, window, mix)
@@ -161,10 +161,10 @@ def _check_parts(
     if feature_map not in FEATURE_MAPS:
         raise ValueError(f"feature_map is {feature_map!r}; expected one of {', '.join(FEATURE_MAPS)}.")
     learned = {"t2r": [heads, size + 1, size], "hedgehog": [heads, size, size]}.get(feature_map)
-    found = None if maps is None else [list(each.shape) for each in maps]
-    if found != (None if learned is None else [learned, learned]):
+    shapes = None if maps is None else [list(each.shape) for each in maps]
+    if shapes != (None if learned is None else [learned, learned]):
         raise ValueError(
-            f"maps has shapes {found}; expected {'None' if learned is None else [learned] * 2} for {feature_map}."
+            f"maps has shapes {shapes}; expected {'None' if learned is None else [learned] * 2} for {feature_map}."
         )
     for name, each in zip(("the map of queries", "the map of keys"), maps or (), strict=False):
         check_part(name, each, q, *each.shape)

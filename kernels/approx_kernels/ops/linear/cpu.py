@@ -13,13 +13,13 @@ from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import custom_op
 from approx_kernels.tokens.grouped import beside, empty_gradients, empty_rows, in_order, sharing, summed, turns
 
-# What takes single numbers; exponentials are of random rows only. In the order of features.h.
+# Maps of single numbers; exponentials are only of random rows. In the order of features.h.
 FUSED = ("elu", "relu")
 _MAPS = (*FUSED, "exp")
 
 
 def features_obstacle(q: Tensor) -> str | None:
-    """Why attention by the features that C has cannot run on such tensors, with the remedy; None where it can."""
+    """Why attention by the features implemented in C cannot run on such tensors, with the remedy; None if it can."""
     return c_obstacle("linear/forward.c", q) or c_obstacle("linear/backward.c", q)
 
 
@@ -37,15 +37,15 @@ def linear_batch(
     offsets: Tensor | None = None,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attend: outputs, and normalisers with eps, [B, H, L] in float32. The backward pass keeps the inputs alone and
-    computes their features again.
+    """Attend: outputs, and normalisers with eps, [B, H, L] in float32. The backward pass stores only the inputs and
+    recomputes their features.
 
-    With random rows w, [F, D] or for each head [H, F, D], features are `relu(w.x) + floor`, or for the map `exp`
-    exp(w.x - |x|^2 / 2), those of queries times exponentials of the offsets, which have the shape of rows but for D.
+    With random rows w, [F, D] or per head [H, F, D], features are `relu(w.x) + floor`, or for the map `exp`
+    exp(w.x - |x|^2 / 2), those of queries times exponentials of the offsets, which have the shape of rows without D.
     """
     q, k, v = _laid_out(q, k, v)
     key_mask = None if key_mask is None else key_mask.contiguous()
-    # Bottom-right: with L > S the first L - S queries stand before all keys, and see none.
+    # Bottom-right: with L > S the first L - S queries precede all keys, and see none.
     blind = max(q.shape[2] - k.shape[2], 0) if causal else 0
     with without_autocast("cpu"):
         rows, offsets = _whole(rows), _whole(offsets)
@@ -70,10 +70,10 @@ def linear_continue(
     offsets: Tensor | None = None,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """As `linear_batch`, causal, after keys whose sums are [B, G, F, E + 1], float32; these get the new keys too, in place.
+    """Like `linear_batch`, causal, after keys whose sums are [B, G, F, E + 1], float32; adds the new keys to them in place.
 
-    With L > S the first L - S queries see the earlier keys alone. For the map `exp` sums are relative to exponentials of the
-    tops, [B, G, F], float32, which are overwritten likewise.
+    With L > S the first L - S queries see only the earlier keys. For the map `exp` sums are relative to exponentials of
+    the tops, [B, G, F], float32, which are overwritten likewise.
     """
     how: dict[str, Any] = {
         "feature_map": feature_map,
@@ -84,17 +84,17 @@ def linear_continue(
         "floor": floor,
     }
     if sharing(q, k) > 1 and q.shape[2] == 1:
-        # A single query sees every key, and so do all that share a key head: they are queries of one head.
+        # A single query sees every key, so the query heads that share a key head act as queries of one head.
         out, norms = _continue(beside(q, k), k, v, key_mask, sums, tops, seen=True, **how)
         return out.reshape(*q.shape[:3], -1), norms.reshape(q.shape[:3])
-    found = []
+    results = []
     *others, last = turns(q, k)
     for turn in others:
         kept = sums.clone(), None if tops is None else tops.clone()
-        found.append(_continue(q[:, turn], k, v, key_mask, *kept, **how))
-    # Each has added the same keys to the sums that it began with.
-    found.append(_continue(q[:, last], k, v, key_mask, sums, tops, **how))
-    outs, norms = zip(*found, strict=True)
+        results.append(_continue(q[:, turn], k, v, key_mask, *kept, **how))
+    # Each turn added the same keys to its copy of the sums.
+    results.append(_continue(q[:, last], k, v, key_mask, sums, tops, **how))
+    outs, norms = zip(*results, strict=True)
     return in_order(outs), in_order(norms)
 
 
@@ -114,7 +114,7 @@ def _continue(
     floor: float,
     seen: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same for as many query heads as key heads; every query has `seen` all keys, or is one of the last."""
+    """The same for as many query heads as key heads; queries have `seen` all keys, or are the last tokens."""
     mask = None if key_mask is None else key_mask.contiguous()
     how = feature_map, input_scale, eps, floor
     return _attend_on(*_laid_out(q, k, v), mask, sums, tops, _whole(rows), _whole(offsets), seen, *how)
@@ -168,7 +168,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad: Tensor, grad_norms: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_norms = None if grad_norms is None else grad_norms.contiguous()
-    # Read once: where activations are checkpointed, a second look is refused.
+    # Read once: with activation recomputation a second read fails.
     saved = ctx.saved_tensors
     dq, dk, dv = _attend_backward(grad, grad_norms, *saved, *ctx.how)
     k, v = saved[1:3]
@@ -176,7 +176,7 @@ def _gradients(ctx: Any, grad: Tensor, grad_norms: Tensor | None) -> tuple[Tenso
 
 
 def _products(q: list[int], k: list[int], v: list[int], rows: list[int] | None, passes: int) -> int:
-    """Twice the multiply-adds of random features, once, and of so many passes of features against values."""
+    """FLOPs of computing random features once, and of `passes` products of features and values."""
     features, random = (q[3], 0) if rows is None else (rows[-2], q[3] * rows[-2] * (q[2] + k[2]))
     return 2 * q[0] * q[1] * (random + passes * features * v[3])
 

@@ -1,4 +1,4 @@
-"""Linear attention of tokens that follow others, of which only sums and the keys of the window are kept."""
+"""Linear attention of tokens that follow others, from sums and the keys of the window."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ from approx_kernels.tokens.ring import State, content, extended, newest
 
 
 def decode_obstacle(q: Tensor, k: Tensor) -> str | None:
-    """Why tokens cannot be continued in C, with the remedy; None where they can."""
+    """Why tokens cannot be continued in C, with the remedy; None if they can."""
     if q.shape[2] > k.shape[2]:
         return f"there are {q.shape[2]} queries and {k.shape[2]} keys; it has a key for each query. Ask for 'auto'."
     return c_obstacle("linear/step.c", q) or (obstacle(q) if k.shape[2] > 1 else None)
 
 
 def state_obstacle(*tensors: Tensor) -> str | None:
-    """Why sums cannot be overwritten while these are attended to, with the remedy; None where they can."""
+    """Why sums cannot be overwritten in place, with the remedy; None if they can."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "gradients need sums that nothing overwrites. Decode under torch.no_grad(), or ask for 'auto'."
     return None
@@ -34,9 +34,9 @@ def state_obstacle(*tensors: Tensor) -> str | None:
 def continue_in_place(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: State | None, *, window: int, **ways: Any
 ) -> tuple[Tensor, State]:
-    """As `continue_heads`, in C; the sums of the state are overwritten, not copied."""
+    """Like `continue_heads`, in C; the sums of the state are overwritten, not copied."""
     features = q.shape[3] * (2 if ways["feature_map"] == "hedgehog" else 1)
-    # What each query head has learned of keys, no other knows.
+    # With learned maps each query head has its own features of the keys.
     heads = (k if ways["maps"] is None else q).shape[1]
     sums = q.new_zeros(q.shape[0], heads, features, v.shape[3] + 1, dtype=torch.float32)
     sums = sums if state is None else state["sums"].contiguous()
@@ -64,7 +64,7 @@ def continue_heads(
     """Causal linear attention after the keys of a state, and the state with the new ones.
 
     The state holds `sums` of features times values and a one, [B, G, F, E + 1], with learned maps [B, H, F, E + 1]; with
-    a window only of keys that it no longer reaches, and the others as a ring.
+    a window, only of keys that it no longer reaches, and the others as a ring.
     """
     sums = None if state is None else state["sums"]
     ways = {"window": window, "mix": mix, **ways}
@@ -94,14 +94,14 @@ def _newest_query(
     input_scale: float,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The one query whose window holds all keys that are kept: pairs with these, and the sums of all others."""
+    """A single query whose window holds all stored keys: pairs with these, and the sums of all others."""
     if sharing(q, k) > 1:
         form = {"feature_map": feature_map, "window": window, "scale": scale, "input_scale": input_scale, "eps": eps}
-        found = [
+        results = [
             _newest_query(q[:, turn], k, v, key_mask, own, **parts, **form)
             for turn, own, parts in own_parts(q, k, sums, maps, mix)
         ]
-        return in_order([out for out, _ in found]), joined_sums([each for _, each in found], maps)
+        return in_order([out for out, _ in results]), joined_sums([each for _, each in results], maps)
     query_map, key_map = maps or (None, None)
     near = None if key_mask is None else key_mask[:, None, None]
     with without_autocast(q.device.type):

@@ -1,4 +1,4 @@
-"""Feature maps: positive functions whose products stand in for the exponential of a score."""
+"""Feature maps: positive functions whose products replace the exponential of a score."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Features that are learned, or softmaxes, on a CPU: made in C in one pass over the rows; their gradients by PyTorch."""
+"""Learned or softmax features on a CPU: computed in C in one pass over the rows; their gradients by PyTorch."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from approx_kernels.tokens.grouped import empty_rows, sharing, summed
 
 
 def map_features(x: Tensor, weight: Tensor | None, feature_map: str, scale: float) -> Tensor:
-    """As `features` of x times a scale, with products in float32, in the dtype of x; of G heads for H that learned a map."""
+    """`features` of x times a scale, with products in float32, in the dtype of x; G heads of keys for H heads with maps."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return _map(x, None if weight is None else weight.float().contiguous(), feature_map, scale)
 
@@ -34,7 +34,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.feature_map == "t2r":
         heights = grad * (made > 0)
     else:
-        # Of softmaxes side by side, each with the sign of its heights.
+        # Softmaxes of both signs are concatenated.
         change = [
             f * (g - (f * g).sum(-1, keepdim=True))
             for f, g in zip(made.split(x.shape[3], 3), grad.split(x.shape[3], 3), strict=True)
@@ -43,7 +43,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if weight is None:
         return (heights * ctx.scale).to(x.dtype), None, None, None
     product, groups = weight[:, : x.shape[3]], x.shape[1]
-    # A gradient for each map: in training alone grouped keys are repeated.
+    # A gradient per map: only training repeats grouped keys.
     x = x.repeat_interleave(sharing(made, x), 1)
     dweight = ((x.float() * ctx.scale).transpose(2, 3) @ heights).sum(0)
     if ctx.feature_map == "t2r":

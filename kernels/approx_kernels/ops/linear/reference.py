@@ -14,7 +14,7 @@ from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.tokens.grouped import in_order, sharing, turns
 from approx_kernels.tokens.padding import blank_padding
 
-# Numbers in a working set: half a MiB of float32, which a core's own cache holds.
+# Numbers in a working set: half a MiB of float32, which fits into a core's own cache.
 _CACHED = 2**17
 
 
@@ -35,26 +35,26 @@ def linear_heads(
     dropout: float = 0.0,
     sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Linear attention; on a CPU without a window a few heads at a time, whose features then stay in its cache.
+    """Linear attention; on a CPU without a window, a few heads at a time, whose features then stay in its cache.
 
-    Causal, it goes on from the sums of earlier keys, [B, G, F, E + 1], and returns the sums for later queries; with learned
-    maps each query head has sums of its own, [B, H, F, E + 1].
+    When causal, it continues from the sums of earlier keys, [B, G, F, E + 1], and returns the sums for later queries; with
+    learned maps each query head has its own sums, [B, H, F, E + 1].
     """
     if sharing(q, k) > 1:
         form = {"causal": causal, "feature_map": feature_map, "window": window, "dropout": dropout}
         form |= {"scale": scale, "input_scale": input_scale, "eps": eps}
-        found = [
+        results = [
             linear_heads(q[:, turn], k, v, key_mask, sums=own, **parts, **form)
             for turn, own, parts in own_parts(q, k, sums, maps, mix)
         ]
-        return in_order([out for out, _ in found]), joined_sums(
-            [each for _, each in found if each is not None], maps
+        return in_order([out for out, _ in results]), joined_sums(
+            [each for _, each in results if each is not None], maps
         ) if causal else None
     wide = torch.promote_types(q.dtype, torch.float32)
     keep = None if key_mask is None else key_mask[:, None, :, None]
     q, k, v = blank_padding(q, k, v, key_mask)
     heads = q.shape[1]
-    # A window is walked block by block, which is little work at a time for all heads together.
+    # A window is processed block by block, which is little work at a time for all heads together.
     if q.device.type == "cpu" and mix is None:
         heads = max(1, _CACHED // (q.shape[0] * k.shape[2] * k.shape[3]))
     out, reached = [], []
@@ -65,7 +65,7 @@ def linear_heads(
             q_block, k_block, values = (x[:, block].to(wide) for x in (q, k, v))
             queries = features(scaled(q_block, input_scale), feature_map, query_map)
             keys = features(scaled(k_block, input_scale), feature_map, key_map)
-            # Features of padding are not 0: it would enter the normaliser.
+            # Features of padding are not 0 and would enter the normaliser.
             keys = keys if keep is None else keys * keep
             values = drop_keys(values, dropout)
             earlier = None if sums is None else sums[:, block]
@@ -85,7 +85,7 @@ def linear_heads(
 def own_parts(
     q: Tensor, k: Tensor, sums: Tensor | None, maps: tuple[Tensor, Tensor] | None, mix: Tensor | None
 ) -> Iterator[tuple[slice, Any, dict[str, Any]]]:
-    """The query heads of each of `turns`, the sums that they read (None without any), and what they have learned."""
+    """The query heads of each of `turns`, the sums that they read (None without any), and their learned parameters."""
     for turn in turns(q, k):
         learned = None if maps is None else (maps[0][turn], maps[1][turn])
         own = sums if sums is None or maps is None else sums[:, turn]
@@ -93,15 +93,15 @@ def own_parts(
 
 
 def joined_sums(parts: Sequence[Tensor], maps: tuple[Tensor, Tensor] | None) -> Tensor:
-    """The sums after all turns: where nothing is learned each has made the same."""
+    """The sums after all turns; without learned maps, each turn made the same."""
     return parts[-1] if maps is None else in_order(parts)
 
 
 def drop_keys(values: Tensor, dropout: float) -> Tensor:
-    """Values of which whole keys are dropped, each with that probability, and the others make up for them."""
+    """Values with whole keys dropped at the given probability, and the others scaled up."""
     return values * F.dropout(values.new_ones(values.shape[:-1]), dropout)[..., None] if dropout else values
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
-    """x times the factor; x itself where that changes nothing."""
+    """x times the factor; x itself if the factor is 1."""
     return x if factor == 1.0 else x * factor

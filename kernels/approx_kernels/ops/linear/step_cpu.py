@@ -1,4 +1,4 @@
-"""Linear attention of one token that follows others, on a CPU: all of it in one call of C."""
+"""Linear attention of one token that follows others, on a CPU, in a single call of C."""
 
 from typing import Any
 
@@ -27,10 +27,10 @@ def attend_newest(
     input_scale: float,
     eps: float,
 ) -> Tensor:
-    """One query, q [B, H, 1, D], and what the sums of earlier keys, [B, G, F, E + 1] in float32, do not have yet.
+    """Attend from one query, q [B, H, 1, D], to the sums of earlier keys, [B, G, F, E + 1] in float32, and newer keys.
 
-    That is its own key, or with a window all keys in it, at most `window`. The key that no later query needs is added to
-    the sums, in place. With learned maps each query head has sums of its own, [B, H, F, E + 1].
+    These are its own key, or with a window all keys in it, at most `window`. The key that no later query needs is added to
+    the sums, in place. With learned maps each query head has its own sums, [B, H, F, E + 1].
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     mask = None if key_mask is None else key_mask.contiguous()

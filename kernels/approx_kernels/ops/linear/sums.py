@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Queries of a causal chunk: inside it pairs are computed, between chunks a state of size D x E is carried.
+# Queries per causal chunk: pairs are computed inside it, a state of size D x E is carried between chunks.
 _CHUNK = 64
 
 
@@ -18,20 +18,20 @@ def attend_features(queries: Tensor, keys: Tensor, values: Tensor, eps: float) -
 def continue_features(
     queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The causal form after keys that are known by their sums alone, and the sums with the new keys.
+    """The causal form after keys given by their sums alone, and the sums with the new keys.
 
-    The sums are those of features times values and a one, [..., F, E + 1]; None before the first key. Inside a chunk
-    the products are exact, the sum of all earlier chunks stands as a state before it.
+    The sums are of features times values and a one, [..., F, E + 1]; None before the first key. Inside a chunk
+    the products are exact; a state holds the sum of all earlier chunks.
     """
     length, size = queries.shape[-2], values.shape[-1]
-    # Bottom-right: the first S - L keys are seen by every query; with L > S the first L - S queries see none.
+    # Bottom-right: every query sees the first S - L keys; with L > S the first L - S queries see none.
     before = keys.shape[-2] - length
     if before < 0:
         keys, values = F.pad(keys, (0, 0, -before, 0)), F.pad(values, (0, 0, -before, 0))
         before = 0
     # A single query sees every key.
     seen = before if length > 1 else keys.shape[-2]
-    # A last column of ones makes the normaliser one more value.
+    # A last column of ones turns the normaliser into one more value.
     values = F.pad(values, (0, 1), value=1.0)
     first = keys[..., :seen, :].transpose(-2, -1) @ values[..., :seen, :]
     first = first if sums is None else sums + first
@@ -44,7 +44,7 @@ def continue_features(
         F.pad(x, end).unflatten(-2, (chunks, _CHUNK)) for x in (queries, keys[..., before:, :], values[..., before:, :])
     )
     added = keys.transpose(-2, -1) @ values
-    # Shifted, not summed and taken back: the difference would lose digits, above all in the gradient.
+    # Shifted rather than subtracted: a difference would lose digits, above all in the gradient.
     states = torch.cat([first.unsqueeze(-3), added], -3).cumsum(-3)
     out = (queries @ keys.transpose(-2, -1)).tril() @ values + queries @ states[..., :-1, :, :]
     out = out.flatten(-3, -2)[..., :length, :]

@@ -1,10 +1,10 @@
-"""Linear attention whose nearest keys are weighed by a softmax, under one denominator."""
+"""Linear attention in which a softmax weighs the nearest keys, under one denominator."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Queries of a block, and keys of a sum that is formed once: a block computes pairs with its window, rounded up to this.
+# Queries per block, and keys per partial sum: a block computes pairs with its window, rounded up to this.
 _BLOCK = 64
 
 
@@ -33,7 +33,7 @@ def attend_windowed(
     length, total = q.shape[2], k.shape[2]
     offset = total - length
     left, right = (window - 1, 0) if causal else (window, window)
-    # A last column of ones makes the normaliser one more value.
+    # A last column of ones turns the normaliser into one more value.
     values = F.pad(values, (0, 1), value=1.0)
     before, after = _outer_sums(keys, values, causal)
     before = before if sums is None else before + sums.unsqueeze(2)
@@ -41,7 +41,7 @@ def attend_windowed(
     out = []
     for first in range(0, length, _BLOCK):
         last = min(first + _BLOCK, length)
-        # Whole blocks of keys, so that a sum over all others is at hand; at least one key, seen or not (L > S).
+        # Whole blocks of keys, so that the sum over all others is available; at least one key, seen or not (L > S).
         begin = min(max(first + offset - left, 0), total - 1) // _BLOCK
         end = -(-max(min(last + offset + right, total), begin * _BLOCK + 1) // _BLOCK)
         stretch = slice(begin * _BLOCK, min(end * _BLOCK, total))
@@ -63,25 +63,25 @@ def attend_windowed(
 
 
 def near_weights(scores: Tensor, near: Tensor | None, mix: Tensor) -> Tensor:
-    """`mix exp(score - largest)` of the keys that are near, 0 elsewhere; scores [B, H, L, S] are overwritten."""
+    """`mix exp(score - largest)` for near keys, 0 elsewhere; scores [B, H, L, S] are overwritten."""
     mix, lowest = mix.to(scores.dtype).log()[:, None, None], torch.finfo(scores.dtype).min
     scores = scores if near is None else scores.masked_fill_(~near, lowest)
-    # The largest score is part of the definition here: it sets the softmax part against the linear one. Where no
-    # key is near, 0 in its place lets every exponential vanish.
+    # The largest score is part of the definition here: it balances the softmax part against the linear one. If no
+    # key is near, 0 in its place makes every exponential vanish.
     largest = scores.amax(-1, keepdim=True)
     return (scores - (largest.masked_fill(largest == lowest, 0.0) - mix)).exp_()
 
 
 def divided(sums: Tensor, eps: float) -> Tensor:
     """Outputs from sums of weighted values and, in the last column, of weights."""
-    # Added, eps would keep the widest window from being exact.
+    # Adding eps would keep the widest window from being exact.
     return sums[..., :-1] / sums[..., -1:].clamp(min=eps)
 
 
 def _outer_sums(keys: Tensor, values: Tensor, causal: bool) -> tuple[Tensor, Tensor | None]:
     """Sums over all blocks of keys before each border of blocks, [B, H, borders, F, E + 1], and over all after it.
 
-    Each is summed from its own end: one as the whole less the other would lose digits.
+    Each is summed from its own end: a difference of sums would lose digits.
     """
     blocks = -(-keys.shape[2] // _BLOCK)
     end = (0, 0, 0, blocks * _BLOCK - keys.shape[2])

@@ -14,7 +14,7 @@ from approx_kernels.tokens.padding import blank_padding
 
 
 def obstacle(q: Tensor) -> str | None:
-    """Why linear attention cannot run in C, with the remedy; None where it can."""
+    """Why linear attention cannot run in C, with the remedy; None if it can."""
     return features_obstacle(q) or c_obstacle("linear/maps.c", q) or lists_obstacle(q)
 
 
@@ -34,12 +34,12 @@ def linear_parts(
     eps: float,
     sums: Tensor | None = None,
 ) -> Tensor:
-    """As `linear_heads`; where several keys of a window have the largest score, its gradient is that of one.
+    """Like `linear_heads`; if several keys of a window have the largest score, only one of them gets its gradient.
 
-    The sums of earlier keys, in float32, get in place those that no window of a later query reaches; without gradients.
+    Keys that no later window reaches are added to the sums of earlier keys, float32, in place; without gradients.
     """
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *(maps or ()), mix) if x is not None)
-    # Gradients are small differences of those of features and of parts, which 16 bits do not tell.
+    # Gradients are small differences between those of features and of parts, which 16 bits cannot represent.
     parts = torch.float32 if learning and (window or feature_map not in FUSED) else q.dtype
     q, k, v = blank_padding(q, k, v, key_mask) if learning else (q, k, v)
     dtype, (q, k, v) = q.dtype, (x.to(parts) for x in (q, k, v))
@@ -49,7 +49,7 @@ def linear_parts(
             query_map, key_map = maps or (None, None)
             queries = map_features(q, query_map, feature_map, input_scale)
             keys = map_features(k, key_map, feature_map, input_scale)
-            # Features are 0 or more, and stay what they are.
+            # Features are at least 0, and relu leaves them unchanged.
             how |= {"feature_map": "relu", "input_scale": 1.0}
 
         def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ def linear_parts(
         near = local_totals(q, k, v, key_mask, left=left, right=right, scale=scale)
         out = joined_parts(*near, queries, keys, v, key_mask, attend, causal=causal, window=window, mix=mix, eps=eps)
         if sums is not None and keys.shape[2] >= window:
-            # The window of the last query ends with it, that of the next one after it.
+            # The window of the last query ends with it, that of the next query one later.
             last = slice(keys.shape[2] - window, keys.shape[2] - left)
             mask = None if key_mask is None else key_mask[:, last]
             attend(keys[:, :, last], keys[:, :, last], v[:, :, last], mask)

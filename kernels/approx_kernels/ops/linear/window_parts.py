@@ -1,7 +1,7 @@
-"""A window beside sums, by what attends to each alone: the softmax of the keys in it, and causal sums over the others.
+"""A window joined with sums, each computed by itself: the softmax of the keys in it, and causal sums over the others.
 
 With o the softmax of the keys in the window and t its sum relative to the largest score, and with the outputs and
-normalisers of features of the keys before it (and, in reverse, behind it), which no window is subtracted from,
+normalisers of features of the keys before it (and, in reverse, after it), summed without subtracting a window,
 
     out = (mix t o + sum_parts n_part o_part) / (mix t + sum_parts n_part).
 """
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# From features of queries and keys, values and a mask to causal outputs and normalisers, to which eps has been added.
+# From features of queries and keys, values and a mask to causal outputs and normalisers, which include eps.
 Sums = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def reach(window: int, causal: bool) -> tuple[int, int]:
-    """Keys of a window before the own position and behind it."""
+    """Keys of a window before the query's position and after it."""
     return (window - 1, 0) if causal else (window, window)
 
 
@@ -35,7 +35,7 @@ def joined_parts(
     mix: Tensor,
     eps: float,
 ) -> Tensor:
-    """The softmax `near` of the keys in the window, with its sum `total`, beside the sums over the others; in float32 at least."""
+    """Join the softmax `near` of the keys in the window, with its sum `total`, with the sums over the others, in at least float32."""
     left, right = reach(window, causal)
     parts = [_before(queries, keys, values, key_mask, keys.shape[2] - left - 1, attend)]
     if not causal:
@@ -46,7 +46,7 @@ def joined_parts(
     norm = mix.float()[:, None] * total
     joined = norm[..., None] * near
     for out, weight in filter(None, parts):
-        # It has had eps added.
+        # The weight includes eps.
         joined, norm = joined + weight[..., None] * out, norm + (weight - eps)
     return joined / norm.clamp(min=eps)[..., None]
 
@@ -58,7 +58,7 @@ def _before(
     if count <= 0:
         return None
     mask = None if key_mask is None else key_mask[:, :count]
-    # More queries than keys: those that stand behind all keys see them all, which keys that do not count bring about.
+    # More queries than keys: those after all keys see them all, so masked keys are appended for them.
     more = count - k.shape[2]
     if more > 0:
         mask = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if mask is None else mask

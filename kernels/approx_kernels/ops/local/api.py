@@ -28,8 +28,8 @@ def local_attention(
 ) -> Tensor:
     """Softmax attention of each query over the keys around it, in O(L (left + right) D), never through L x S.
 
-    Query i stands at position p = S - L + i and sees the keys from p - left to p + right, both inclusive;
-    causal is right = 0. A query without any allowed key gives 0.
+    Query i is at position p = S - L + i and sees the keys from p - left to p + right, both inclusive;
+    causal is right = 0. A query with no allowed key gives 0.
 
     Source: Beltagy, Peters, Cohan, 2020, Longformer, arXiv 2004.05150; departs from it in having no global
     tokens.
@@ -39,17 +39,17 @@ def local_attention(
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
-        left: Keys seen before the own position.
-        right: Keys seen after the own position.
+        left: Keys seen before the query.
+        right: Keys seen after the query.
         scale: Factor of the scores.
-        dropout: Probability with which an attention weight is dropped.
+        dropout: Probability of dropping an attention weight.
         impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
+        ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     ways = {"cpu": obstacle(q), "reference": None}

@@ -10,7 +10,7 @@ from approx_kernels.tokens.padding import blank_for_gradients
 def local_lists(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, left: int, right: int, scale: float, dropout: float
 ) -> Tensor:
-    """Attend to the keys from `left` before to `right` after the own position."""
+    """Attend to the keys from `left` before to `right` after each query's position."""
     q, k, v = blank_for_gradients(q, k, v, key_mask)
     length, keys = q.shape[2], k.shape[2]
     starts = [*range(0, length, WINDOW_ROWS), length]

@@ -1,4 +1,4 @@
-"""Local attention, one block of queries after another against the keys that it can reach."""
+"""Local attention: each block of queries against the keys in its reach."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from approx_kernels.runtime.sdpa import sdpa
 from approx_kernels.tokens.padding import blank_padding
 from approx_kernels.tokens.stretches import stretches
 
-# Small enough that little outside of the window is computed, large enough to keep a fused kernel busy.
+# Small enough to compute little outside the window, large enough to keep a fused kernel busy.
 _BLOCK = 64
 
 
@@ -27,7 +27,7 @@ def local_blocks(
     q, k, v = blank_padding(q, k, v, key_mask)
     before = k.shape[2] - q.shape[2]
     if before < 0:
-        # Queries before all keys: with keys of nothing to stand on, they are like the others.
+        # Queries that precede all keys: a mask gives them masked keys, so that they need no special case.
         key_mask = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
         k, v, key_mask = F.pad(k, (0, 0, -before, 0)), F.pad(v, (0, 0, -before, 0)), F.pad(key_mask, (-before, 0))
     length, keys = q.shape[2], k.shape[2]
@@ -37,7 +37,7 @@ def local_blocks(
     bounds = [(max(first - left, 0), min(first + _BLOCK + right, keys)) for first in starts]
     row = torch.arange(_BLOCK, device=q.device)[:, None]
     column = torch.arange(_BLOCK + left + right, device=q.device)
-    # Every block sees its stretch alike, but for what the ends of the sequence cut off.
+    # Every block has the same band, except where the sequence ends.
     band = (column >= row) & (column <= row + left + right)
     out = []
     blocks = zip(starts, bounds, q.split(_BLOCK, 2), stretches(k, bounds), stretches(v, bounds), strict=True)
@@ -55,7 +55,7 @@ def _masked_attention(
 ) -> Tensor:
     if not may_miss:
         return sdpa(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=scale)
-    # Kernels disagree on a row without any allowed key, so it sees everything and is then set to 0.
+    # Kernels disagree on rows without an allowed key, so these see everything and are set to 0 afterwards.
     missed = ~allowed.any(-1, keepdim=True)
     mask = allowed | missed
     out = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)

@@ -1,4 +1,4 @@
-"""Attention among tokens that locality-sensitive hashing brings together."""
+"""Attention among tokens that locality-sensitive hashing groups together."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +31,7 @@ __all__ = ["VARIANTS", "draw_projections", "lsh_attention"]
 
 VARIANTS = ("asymmetric", "shared")
 
-# Tokens of all heads that are sorted together on a CPU: the tables of more do not stay in its caches.
+# Tokens of all heads sorted together on a CPU: the tables of more do not fit into its caches.
 _TOGETHER = 2**16
 
 
@@ -52,20 +52,20 @@ def lsh_attention(
     impl: str = "auto",
     notes: Notes | None = None,
 ) -> Tensor:
-    """Softmax attention of each query over the keys that hashing puts beside it, in O(rounds n cluster D) and sorting.
+    """Softmax attention of each query over the keys that hashing places near it, in O(rounds n cluster D) and sorting.
 
-    A pair that C of the rounds bring together counts C times, `softmax(s_ij + log C_ij) V`, or once with `dedup`.
+    A pair that meets in C of the rounds counts C times, `softmax(s_ij + log C_ij) V`, or once with `dedup`.
     Scores are differentiated, hashes are not.
 
     `asymmetric` sorts queries by a projection of [q; 0; (m - |q|²)^½] and keys by that of [k; (m - |k|²)^½; 0] and cuts
-    both orders into equally many clusters. m and the order of all tokens know the future, so the causal form hashes
+    both orders into equally many clusters. m and the order of all tokens depend on the future, so the causal form hashes
     directions instead, of keys less the mean of the keys before them, into buckets whose number doubles with the
-    position (see `bucket_plan`), and adds the own key to every round. `shared` takes the queries, at length D^½, as
-    keys: k gets a gradient of 0. Its buckets are argmax [xR; -xR], `buckets` for each cluster and 128 at most; it looks back one cluster and sees
-    itself only where it sees nothing else. Causal, it uses the causal buckets.
+    position (see `bucket_plan`), and adds the query's own key to every round. `shared` uses the queries, at length D^½, as
+    keys: k gets a gradient of 0. Its buckets are argmax [xR; -xR], `buckets` per cluster and at most 128; it looks back one cluster and sees
+    itself only if it sees nothing else. When causal, it uses the causal buckets.
 
-    Query i is the token of key S - L + i where that matters: in the causal form and in the masks of L == S. Padded
-    queries, and queries without any key, give 0.
+    Query i is the token of key S - L + i if that matters: in the causal form and in masks with L == S. Padded queries,
+    and queries without keys, give 0.
 
     Source: Daras, Kitaev, Odena, Dimakis, 2020, SMYRF, arXiv 2010.05315 (asymmetric); Kitaev, Kaiser, Levskaya, 2020,
     Reformer, arXiv 2001.04451 (shared); departs from them in clusters of unequal numbers of queries and keys, and in
@@ -76,28 +76,28 @@ def lsh_attention(
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
-        projections: What `draw_projections` drew for this variant and form.
+        projections: The result of `draw_projections` for this variant and form.
         variant: `asymmetric` or `shared`.
-        cluster: Tokens of a cluster; the asymmetric variant is exact for samples of at most so many, and its causal
+        cluster: Tokens per cluster; the asymmetric variant is exact for samples of at most this many, and its causal
             form for twice as many.
-        buckets: Buckets for each cluster where the shared variant is not causal, a power of two; more than one bring tokens
-            together that are more alike. Others have no such choice.
-        dedup: Whether a pair counts once however many rounds bring it together.
+        buckets: Buckets per cluster of the bidirectional shared variant, a power of two; more buckets group tokens that
+            are more alike. Other forms ignore it.
+        dedup: Whether a pair that meets in several rounds counts only once.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
-        dropout: Probability with which an attention weight is dropped, in each round.
-        impl: `triton`, which has every form, but no dropout; `cpu`, which is compiled C and has every form too: with dedup it
-            drops a pair in all rounds or in none. Where neither runs, `auto` takes tiles. `reference` materialises all pairs.
-        notes: Of decoding: what earlier calls have noted of keys that are the first of these, empty at first, its samples
-            reordered or chosen at will along the first dimension of every tensor; brought up to date. `cpu` alone uses it,
-            where it is causal and asymmetric, and hashes only the keys that are new. None notes nothing.
+        dropout: Probability of dropping an attention weight, in each round.
+        impl: `triton`, which has every form, but no dropout; `cpu`, which is compiled C and has every form: with dedup it
+            drops a pair in all rounds or in none. If neither can run, `auto` uses tiles. `reference` materialises all pairs.
+        notes: For decoding: a dictionary, empty at first, with results of earlier calls about the first of these keys; its
+            samples may have been reordered or selected along the first dimension. It is updated. Only `cpu` uses it, if causal
+            and asymmetric, to hash only the new keys. None stores nothing.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, the shared variant gets L != S, or the
-            implementation asked for cannot run.
+        ValueError: if shapes or dtypes do not match, the shared variant gets L != S, or the requested
+            implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     heads, length, keys = q.shape[1], q.shape[2], k.shape[2]
@@ -130,7 +130,7 @@ def lsh_attention(
             made = unit_keys(q, k) if variant == "shared" else k
             if not causal:
                 attend = partial(sorted_lists, **kind, buckets=buckets, dropout=dropout)
-                # Without padding there is no position either: with L > S all queries take part.
+                # Without padding there are no positions either: with L > S all queries take part.
                 return attend(q, made, v) if key_mask is None else without_padding(attend, q, made, v, key_mask)
             out = bucket_lists(q, made, v, key_mask, **kind, dropout=dropout, notes=notes)
         else:
@@ -171,7 +171,7 @@ def _planned(
 
 
 def _obstacle(queries: int, keys: int, key_mask: Tensor | None, causal: bool) -> str | None:
-    """Why what runs among real tokens alone cannot; None where it can."""
+    """Why implementations for real tokens only cannot run; None if they can."""
     if key_mask is not None and not causal and queries != keys:
         return "bidirectional, it takes a key mask where there are as many queries as keys only. Ask for 'auto'."
     return None

@@ -1,4 +1,4 @@
-"""Causal plans: buckets that depend on nothing but the past, and in each of them the tokens in their own order."""
+"""Causal plans: buckets that depend only on the past, with the tokens of each in order."""
 
 from typing import NamedTuple
 
@@ -22,32 +22,32 @@ class Stretches(NamedTuple):
 def bucket_plan(
     q: Tensor, k: Tensor, key_mask: Tensor | None, *, projections: Tensor, variant: str, cluster: int
 ) -> Plan:
-    """The stretches of `bucket_stretches` in tiles. The own token is left out: whoever adds it counts it once."""
-    found = bucket_stretches(q, k, key_mask, projections=projections, variant=variant, cluster=cluster)
+    """The stretches of `bucket_stretches` in tiles, without the own token, which the caller adds once."""
+    stretches = bucket_stretches(q, k, key_mask, projections=projections, variant=variant, cluster=cluster)
     batch, heads, keys = k.shape[:3]
-    rounds = [make_round(*each, max(cluster // 2, 1)) for each in found.rounds]
+    rounds = [make_round(*each, max(cluster // 2, 1)) for each in stretches.rounds]
     row = torch.arange(batch * heads, device=k.device).view(batch, heads, 1)
-    key_of_entry, own = found.keys[:, None] + row * keys, found.own[:, None] + row * found.keys.shape[1]
+    key_of_entry, own = stretches.keys[:, None] + row * keys, stretches.own[:, None] + row * stretches.keys.shape[1]
     return Plan(rounds, 2 * cluster, key_of_entry.flatten(), own.flatten())
 
 
 def bucket_stretches(
     q: Tensor, k: Tensor, key_mask: Tensor | None, *, projections: Tensor, variant: str, cluster: int
 ) -> Stretches:
-    """Who sees whom when tokens come one after another.
+    """The stretch of keys that each query sees, computed causally.
 
-    Sorting and cutting the whole sequence would tell a token how many later ones lie below it. Here a token's bucket
-    is its own matter, and the chunks of a bucket, of `cluster` keys each, begin with the bucket's first key: a query
-    sees the chunk in which the newest key of its bucket lies, as far as it is filled, and the chunk before. The
-    number of buckets doubles with the position of the query, which so finds 1 to 2 clusters of keys in a bucket of
-    mean size; keys stand in the tables of all levels that can ask for them, 2 S entries in all and S at most for each
-    level. A stretch may end with the own token.
+    Sorting and cutting the whole sequence would reveal how many later tokens sort below a token. Here a token's bucket
+    depends only on itself, and the chunks of a bucket, of `cluster` keys each, start at the bucket's first key: a query
+    sees the chunk with the newest key of its bucket, as far as it is filled, and the chunk before. The number of buckets
+    doubles with the position of the query, so that it sees 1 to 2 clusters of keys in a bucket of mean size; keys are in
+    the tables of all levels that may need them, 2 S entries in all and at most S per level. A stretch may end with the
+    own token.
 
     Args: q [B, H, L, D] of the last L tokens, k [B, H, S, D], key_mask [B, S].
     """
     batch, heads, length, _ = q.shape
     keys, device = k.shape[2], q.device
-    # Real tokens in their order, first, and the position of each query among them; below 0 it has none.
+    # The real tokens in order, first, and the position of each query among them; below 0 it has none.
     if key_mask is None:
         real = torch.arange(keys, device=device).expand(batch, keys)
         count = torch.full((batch, 1), keys, device=device)
@@ -89,7 +89,7 @@ def bucket_stretches(
         low = begin + ((seen - 1) // cluster - 1).clamp(min=0) * cluster
         room = (end - low).masked_fill(seen == 0, 0)
         rounds.append((order, low, room))
-    # A list of numbers would have to wait until the device has it.
+    # A Python list would have to be copied to the device synchronously.
     offset = (cluster << torch.arange(levels[0] + 1, levels[-1] + 2, device=device)).clamp(max=keys)
     offset = (offset.cumsum(0) - offset)[level - levels[0]]
     return Stretches(rounds, real.gather(-1, place.expand(batch, entries)), offset + position.clamp(min=0))

@@ -1,4 +1,4 @@
-"""Bidirectional plans: queries and keys in sorted order, cut into equally many clusters of equal sizes."""
+"""Bidirectional plans: queries and keys in sorted order, cut into equally many clusters of equal size."""
 
 from typing import NamedTuple
 
@@ -20,11 +20,11 @@ def cluster_plan(
     q: Tensor, k: Tensor, key_mask: Tensor | None, *, projections: Tensor, variant: str, cluster: int, buckets: int = 1
 ) -> Plan:
     """The stretches of `cluster_stretches` in tiles. The shared variant leaves the own token out."""
-    found = cluster_stretches(
+    clusters = cluster_stretches(
         q, k, key_mask, projections=projections, variant=variant, cluster=cluster, buckets=buckets
     )
-    tile, width = max(int(found.most), 1), max(int(found.rounds[0][2].max()), 1)
-    rounds = [make_round(order, low, room, tile, queries) for order, low, room, queries in found.rounds]
+    tile, width = max(int(clusters.most), 1), max(int(clusters.rounds[0][2].max()), 1)
+    rounds = [make_round(order, low, room, tile, queries) for order, low, room, queries in clusters.rounds]
     flat = torch.arange(k.shape[:3].numel(), device=k.device)
     return Plan(rounds, width, flat, flat if variant == "shared" else None)
 
@@ -32,15 +32,15 @@ def cluster_plan(
 def cluster_stretches(
     q: Tensor, k: Tensor, key_mask: Tensor | None, *, projections: Tensor, variant: str, cluster: int, buckets: int = 1
 ) -> Clusters:
-    """Who sees whom when all tokens are known.
+    """The stretch of keys that each query sees, given all tokens.
 
-    A sample of n real tokens makes ⌈n / cluster⌉ clusters whose sizes differ by at most one; with other numbers of
-    queries than of keys the larger counts, and no cluster is without keys. Asymmetric: queries and keys are sorted
-    each by their own numbers and a query sees its cluster. Shared: queries are sorted by bucket, then position, and a
-    query sees its cluster and the one before, without itself. There are then `buckets`, a power of two, for each cluster:
-    with more, those next to each other in sorted order are more alike.
+    A sample of n real tokens has ⌈n / cluster⌉ clusters whose sizes differ by at most one; if the numbers of queries
+    and keys differ, the larger counts, and every cluster has keys. Asymmetric: queries and keys are sorted separately
+    by their own numbers and a query sees its cluster. Shared: queries are sorted by bucket, then position, and a query
+    sees its cluster and the one before, without itself. There are then `buckets`, a power of two, per cluster: with
+    more, neighbours in sorted order are more alike.
 
-    Args: q [B, H, L, D], k [B, H, S, D], key_mask [B, S]; when L == S it also says which queries are real.
+    Args: q [B, H, L, D], k [B, H, S, D], key_mask [B, S]; when L == S it also marks the real queries.
     """
     batch, heads, length, _ = q.shape
     keys = k.shape[2]
@@ -66,7 +66,7 @@ def cluster_stretches(
 
 
 def _count(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
-    """Real tokens of each sample, [B, 1]."""
+    """Number of real tokens of each sample, [B, 1]."""
     return torch.full((batch, 1), length, device=device) if mask is None else mask.sum(1, keepdim=True)
 
 
@@ -88,10 +88,10 @@ def _orders(
     level = level_of(_count(key_mask, q.shape[0], length, q.device) - 1, cluster, variant)[:, None]
     level = finer(level, buckets, variant)
     levels = levels_within(level, length - 1 if key_mask is None else 0, length - 1, cluster, variant, buckets)
-    found = Buckets(q, projections, variant, levels[-1])
-    numbers = found.at(0)
+    hashes = Buckets(q, projections, variant, levels[-1])
+    numbers = hashes.at(0)
     for each in levels:
-        numbers = found.at(each).where(level == each, numbers)
+        numbers = hashes.at(each).where(level == each, numbers)
     if key_mask is not None:
         numbers = numbers.masked_fill(~key_mask[:, None], torch.iinfo(numbers.dtype).max)
     orders = numbers.argsort(dim=-1, stable=True).unbind()

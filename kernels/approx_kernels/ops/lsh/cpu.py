@@ -1,4 +1,4 @@
-"""LSH attention on a CPU, by lists of keys: once sorted, in C, those who see the same stretch of a round are a block."""
+"""LSH attention on a CPU, by lists of keys: after sorting, in C, queries that see the same stretch of a round form a block."""
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ from approx_kernels.ops.lsh.sorting_cpu import (
 )
 from approx_kernels.tokens.grouped import sharing
 
-# What is known of the keys of a cache, from one call to the next: their codes, and what later ones need for theirs.
+# Results about the keys of a cache between calls: their codes, and the sums that later codes need.
 Notes = dict[str, Tensor]
 
 
 def obstacle(q: Tensor) -> str | None:
-    """Why sorted tokens cannot attend in C, with the remedy; None where they can."""
+    """Why sorted tokens cannot attend in C, with the remedy; None if they can."""
     return lists_obstacle(q) or c_obstacle("lsh/sorting.c", q) or c_obstacle("lsh/stretches.c", q)
 
 
@@ -70,7 +70,7 @@ def sorted_lists(
 
 
 def _alone(out: Tensor, v: Tensor, stretches: Tensor, dropout: float) -> Tensor:
-    """The own value for whoever finds at most the own key in any round."""
+    """The own value for queries that see at most their own key in every round."""
     alone = (stretches[1] - stretches[0] <= 1).all(0)[..., None]
     if not alone.any():
         return out
@@ -88,7 +88,7 @@ def _bucket_orders(q: Tensor, projections: Tensor, cluster: int, buckets: int) -
 
 
 def _orders(q: Tensor, k: Tensor, projections: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys by what `sort_numbers` makes of them, [rounds, B, H, L] and [rounds, B, H, S] int32."""
+    """Queries and keys sorted by `sort_numbers`, [rounds, B, H, L] and [rounds, B, H, S] int32."""
     q, k = (x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in (q, k))
     planes = projections.squeeze(-1).double()
     lifts = planes[:, -1].contiguous(), planes[:, -2].contiguous()
@@ -109,14 +109,14 @@ def bucket_lists(
     dropout: float,
     notes: Notes | None,
 ) -> Tensor:
-    """The causal form; see `bucket_stretches`. What padded queries get has no meaning."""
+    """The causal form; see `bucket_stretches`. Outputs of padded queries are undefined."""
     length, keys = q.shape[2], k.shape[2]
     rounds, shared = len(projections), variant == "shared"
     bits = projections.shape[2].bit_length() if shared else projections.shape[2]
     highest, first = (min(max(at // cluster, 1).bit_length() - 1, bits) for at in (keys - 1, keys - length))
     lowest = first if key_mask is None else 0
     ranks = keys + sum(min(keys, cluster << (level + 1)) for level in range(lowest, highest))
-    # Stretches begin with every other cluster of a bucket at most, and a long one is cut.
+    # Stretches start at every other cluster of a bucket at most, and long ones are cut.
     most = min(length, ranks // cluster + (2 << highest) + 1) + length // MOST_ROWS
     mask = None if key_mask is None else key_mask.contiguous()
     by_query = _nearest(q, projections, highest) if shared else _codes(q, projections, highest)
@@ -148,13 +148,13 @@ def bucket_lists(
 
 
 def _noted_codes(k: Tensor, projections: Tensor, mask: Tensor | None, notes: Notes) -> Tensor:
-    """Codes of all keys, [B, G, rounds, S], of which only those that are new are made."""
+    """Codes of all keys, [B, G, rounds, S]; only those of new keys are computed."""
     seen = notes["codes"].shape[3] if notes else 0
     if mask is None and "real" in notes:
         mask = _all_real(k)
     if mask is not None:
         if seen and not torch.equal(mask[:, :seen], notes.get("real", _all_real(k[:, :, :seen]))):
-            # The means that were taken off are others then.
+            # The subtracted means would differ.
             notes.clear()
             seen = 0
         notes["real"] = mask
@@ -167,10 +167,10 @@ def _noted_codes(k: Tensor, projections: Tensor, mask: Tensor | None, notes: Not
 def _codes(
     x: Tensor, projections: Tensor, bits: int, mask: Tensor | None = None, so_far: Notes | None = None
 ) -> Tensor:
-    """The first bits of each token and round as `Buckets` makes them, [B, H, rounds, n] int32.
+    """The first bits of each token and round as in `Buckets`, [B, H, rounds, n] int32.
 
-    `so_far` is for keys: the sums of the real ones before these and their number, to which these are added; of each key
-    the mean up to it is taken off.
+    `so_far` is for keys: the sums and the number of the real keys before these, to which these are added; the mean up to
+    each key is subtracted from it.
     """
     x = x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
     columns = columns_of(projections[..., :bits].transpose(0, 1).flatten(1))
@@ -183,7 +183,7 @@ def _codes(
 
 
 def _nearest(q: Tensor, projections: Tensor, levels: int) -> Tensor:
-    """Buckets of the shared variant at each level up to that one, [levels + 1, B, H, rounds, L] int32."""
+    """Buckets of the shared variant at levels up to `levels`, [levels + 1, B, H, rounds, L] int32."""
     if not levels:
         return torch.zeros(1, *q.shape[:2], len(projections), q.shape[2], dtype=torch.int32)
     q = q.detach() if q.stride(-1) == 1 else q.detach().contiguous()

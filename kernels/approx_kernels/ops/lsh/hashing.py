@@ -1,7 +1,7 @@
-"""Random projections, and what they make of queries and keys: numbers to sort by, or buckets that double in number.
+"""Random projections of queries and keys: numbers to sort by, or buckets that double in number.
 
-Hashes are computed in float64 and, where they are sorted, rounded to float32: an order of tokens, or a side of a plane,
-that depended on rounding would change with the padding and the batch around a sample.
+Hashes are computed in float64 and rounded to float32 for sorting: an order of tokens, or a side of a plane, that
+depended on rounding would change with the padding and the batch around a sample.
 """
 
 import itertools
@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from approx_kernels.runtime.observed import unreadable
 
-# Columns drawn for buckets: one a bit, or one for two buckets. More would only serve longer inputs than anybody has,
-# or cost more than the attention among the tokens of a bucket.
+# Columns drawn for buckets: one per bit, or one per two buckets. More would help only with impractically long inputs,
+# or cost more than the attention inside a bucket.
 _BITS = 16
 _DIRECTIONS = 64
-# Numbers in float64 at a time, what a core's own cache holds of them.
+# Numbers in float64 at a time, which fit into a core's own cache.
 _CACHED = 2**17
 
 
@@ -38,8 +38,8 @@ def sort_numbers(
 ) -> tuple[Tensor, Tensor]:
     """Projections of F(q) = [q; 0; (m - |q|²)^½] and G(k) = [k; (m - |k|²)^½; 0], m = max |q|² + max |k|².
 
-    Both lie on one sphere, where the nearest key of a query is the one of the largest product. The maxima are those of
-    the real tokens of a sample and head; others are sorted to the end.
+    Both lie on one sphere, where the nearest key of a query has the largest product. The maxima are over the real
+    tokens of a sample and head; others are sorted to the end.
 
     Returns:
         [rounds, B, H, L] and [rounds, B, H, S], float32.
@@ -47,15 +47,15 @@ def sort_numbers(
     planes = projections.squeeze(-1).double()
     (queries, query_squares), (keys, key_squares) = (_products(x, planes[:, :-2]) for x in (q, k))
     longest = _longest(query_squares, query_mask) + _longest(key_squares, key_mask)
-    found = []
+    values = []
     for products, squares, extra, mask in (
         (queries, query_squares, planes[:, -1], query_mask),
         (keys, key_squares, planes[:, -2], key_mask),
     ):
         lifts = (longest - squares).clamp(min=0).sqrt()
         numbers = torch.addcmul(products, lifts, extra.view(-1, 1, 1, 1)).float()
-        found.append(numbers if mask is None else numbers.masked_fill(~mask[:, None], torch.inf))
-    return found[0], found[1]
+        values.append(numbers if mask is None else numbers.masked_fill(~mask[:, None], torch.inf))
+    return values[0], values[1]
 
 
 def _products(x: Tensor, planes: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,19 +88,19 @@ def _pieces(x: Tensor, columns: int) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def level_of(position: Tensor, cluster: int, variant: str) -> Tensor:
-    """How often the buckets have doubled at a position, so that each holds 1 to 2 clusters of the tokens up to there."""
+    """Number of times the buckets have doubled at a position, so that each holds 1 to 2 clusters of the tokens up to it."""
     bounds = cluster * 2 ** torch.arange(1, _doublings(variant) + 1, device=position.device)
     return torch.bucketize(position, bounds, right=True)
 
 
 def finer(level: Tensor, buckets: int, variant: str) -> Tensor:
-    """A level with as many buckets in the place of each, or the highest there is."""
+    """A level with `buckets` times as many buckets, at most the highest level."""
     return (level + buckets.bit_length() - 1).clamp(max=_doublings(variant))
 
 
 def levels_within(level: Tensor, first: int, last: int, cluster: int, variant: str, buckets: int = 1) -> range:
-    """The levels of positions from `first` to `last`, `buckets` times as fine, which the host knows; it asks a CPU which of
-    them there are.
+    """The levels of positions from `first` to `last`, `buckets` times as fine, without synchronising a GPU; on a CPU only
+    those that occur.
     """
     if level.device.type == "cpu" and not unreadable(level):
         return range(int(level.min()), int(level.max()) + 1)
@@ -116,19 +116,19 @@ def _doublings(variant: str) -> int:
 
 
 class Buckets:
-    """The bucket of each token among 2^level, for any level up to the highest one asked for.
+    """The bucket of each token among 2^level, for any level up to `highest`.
 
     Asymmetric: the first `level` bits [x·a > 0]. Shared: the nearest of the directions and their opposites, that is
     argmax [xR; -xR], among the first 2^level of them.
 
     Args:
         x: Tokens, [B, H, n, D].
-        projections: What was drawn for the shared variant or the causal form of the asymmetric one.
+        projections: The projections of the shared variant or of the causal form of the asymmetric one.
         variant: `asymmetric` or `shared`.
-        highest: The highest level that is asked for.
-        count: Number of real tokens up to each, [B, n], of which the mean is taken from x first: softmax does not
-            notice a vector taken from all keys, while hashes of what is left tell keys apart. None takes nothing.
-        mask: [B, n] bool, True at real tokens; only read with `count`.
+        highest: The highest level needed.
+        count: Number of real tokens up to each, [B, n], to subtract their mean from x first: a vector subtracted from all
+            keys does not change the softmax, but makes hashes tell keys apart. None subtracts nothing.
+        mask: [B, n] bool, True at real tokens; used only with `count`.
     """
 
     def __init__(
@@ -155,11 +155,11 @@ class Buckets:
                 sums = real.cumsum(2) if tokens.start == 0 else real.cumsum(2).add_(carry)
                 carry = sums[:, :, -1:]
                 mean = sums / count[samples, None, tokens, None].clamp(min=1)
-                # Keys that are all the same lie on one side, whatever rounding makes of their mean.
+                # Identical keys must all lie on one side, however their mean is rounded.
                 products = products - mean - 1e-9 * mean.abs()
             products = products.unflatten(-1, (rounds, columns))
-            found = _nearest(products, highest) if self.shared else _bits(products)[None]
-            self.numbers[:, :, *piece] = found.movedim(-1, 1)
+            buckets = _nearest(products, highest) if self.shared else _bits(products)[None]
+            self.numbers[:, :, *piece] = buckets.movedim(-1, 1)
 
     def at(self, level: int) -> Tensor:
         """Numbers from 0 to 2^level - 1, int64 [rounds, B, H, n]."""
@@ -178,7 +178,7 @@ def _nearest(products: Tensor, highest: int) -> Tensor:
     """The direction or opposite of the largest product [..., columns] among the first 2, 4, 8, … of them."""
     lengths = products.abs()
     most, best = lengths[..., 0], torch.zeros_like(products[..., 0], dtype=torch.int64)
-    found = []
+    by_level = []
     for level in range(1, highest + 1):
         if level > 1:
             half = 1 << (level - 2)
@@ -186,14 +186,14 @@ def _nearest(products: Tensor, highest: int) -> Tensor:
             best = torch.where(new.values > most, new.indices + half, best)
             most = torch.maximum(new.values, most)
         opposite = products.gather(-1, best[..., None]).squeeze(-1) < 0
-        found.append(2 * best + opposite)
-    return torch.stack(found)
+        by_level.append(2 * best + opposite)
+    return torch.stack(by_level)
 
 
 def unit_keys(q: Tensor, k: Tensor) -> Tensor:
     """Queries of length D^½ as keys, [B, H, S, D]; k is [B, G, S, D].
 
-    The learned keys take part with a gradient of 0, so that no trainer misses that of their projection.
+    The learned keys get a gradient of 0, so that their projection's gradient is not missing for trainers.
     """
     units = F.normalize(q, dim=-1) * q.shape[-1] ** 0.5
     chosen = torch.ones((), dtype=torch.bool, device=q.device)

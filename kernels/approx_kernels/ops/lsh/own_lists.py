@@ -1,4 +1,4 @@
-"""Attention to lists of keys that each head has of its own."""
+"""Attention to separate lists of keys for each head."""
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ def attend_own_lists(
     stretches: Tensor | None = None,
     places: Tensor | None = None,
 ) -> Tensor:
-    """`attend_lists` where each head has blocks of its own, of one entry each, and a key may have several ranks.
+    """`attend_lists` with separate blocks for each head, of one entry each; a key may have several ranks.
 
-    Queries and keys are counted by their ranks, but distances are between tokens: query token i stands at `before` + i. The queries of
-    a block have rising positions, unless its entry bounds no distance.
+    Queries and keys are numbered by rank, but distances are between tokens: query token i is at `before` + i. Queries of a
+    block have ascending positions, unless its entry does not limit the distance.
 
     Args:
         q: Queries, [B, H, L, D], float32 or bfloat16.
@@ -33,15 +33,15 @@ def attend_own_lists(
         v: Values, [B, G, S, E].
         before: Position of the first query token.
         blocks: First block of each sample and head, [B H + 1], int64.
-        starts: First query of each block, and the end of the last, int64: queries of part p of head g are counted from
+        starts: First query of each block, and the end of the last, int64: queries of part p of head g are numbered from
             (g P + p) L on, and every part has all of them.
-        entries: What each block sees, [blocks, 4], int32; see `Entry`.
+        entries: The keys of each block, [blocks, 4], int32; see `Entry`.
         scale: Factor of the scores.
         orders: Queries and keys by rank, [P, B, H, L] and [P, B, H, M].
-        itself: How often a query sees the key at its own position beside its lists, where there is one; below 0 it does
-            not see it in these either.
-        dropout: Probability with which a weight is dropped, in each part for itself.
-        stretches, places: As there, of all ranks, [2, P, B, H, M].
+        itself: How often a query sees the key at its own position besides its lists, if there is one; below 0 it does not see
+            it in the lists either.
+        dropout: Probability of dropping a weight, separately in each part.
+        stretches, places: As in `attend_lists`, for all ranks, [2, P, B, H, M].
 
     Returns:
         [B, H, L, E] in the dtype of q.

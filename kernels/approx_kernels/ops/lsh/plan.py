@@ -1,4 +1,4 @@
-"""Who sees whom: for each round an order of the keys, in which every query sees one stretch."""
+"""Which query sees which keys: each round has an order of the keys in which every query sees one stretch."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ _NOBODY = torch.iinfo(torch.int64).max
 
 
 class Round(NamedTuple):
-    """One round of hashing. Ranks count through the sorted entries of all samples and heads.
+    """One round of hashing. Ranks number the sorted entries of all samples and heads.
 
-    An entry is a key, or where buckets double a key in the table of one level; `Plan.keys` says which.
+    An entry is a key, or with doubling buckets a key in the table of one level; `Plan.keys` maps entries to keys.
     """
 
     order: Tensor  # [B·H·M] entry at each rank
@@ -24,7 +24,7 @@ class Round(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All rounds; `width` is the most ranks that a query sees."""
+    """All rounds; `width` is the largest number of ranks that a query sees."""
 
     rounds: list[Round]
     width: int
@@ -33,14 +33,14 @@ class Plan(NamedTuple):
 
 
 def make_round(order: Tensor, low: Tensor, room: Tensor, tile: int, by_low: Tensor | None = None) -> Round:
-    """Put the queries that see from the same rank on into tiles of `tile` slots.
+    """Group queries that see from the same rank on into tiles of `tile` slots.
 
     Args:
-        order: Entries by rank, [B, H, M], counted within a sample and head.
-        low: First rank that each query sees, [B, H, L], counted likewise.
-        room: How many ranks it sees, [B, H, L]; 0 leaves it out.
+        order: Entries by rank, [B, H, M], numbered within a sample and head.
+        low: First rank that each query sees, [B, H, L], numbered likewise.
+        room: Number of ranks it sees, [B, H, L]; 0 excludes it.
         tile: Slots of a tile, T.
-        by_low: The queries sorted by `low`, those with no room last, [B, H, L]; None sorts them here.
+        by_low: The queries sorted by `low`, those without room last, [B, H, L]; None sorts them here.
     """
     rows, queries, entries = low.shape[0] * low.shape[1], low.shape[2], order.shape[2]
     low, room = low.reshape(rows, queries), room.reshape(rows, queries)

@@ -1,4 +1,4 @@
-"""The oracle: softmax over all pairs, each weighed by the number of rounds that show it."""
+"""The reference: softmax over all pairs, each weighed by the number of rounds that show it."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from approx_kernels.ops.lsh.plan import Plan
 
 
 def pair_counts(plan: Plan, keys: int) -> Tensor:
-    """In how many rounds each query sees each key, the own one aside where the plan says so, [B·H·L, S]."""
+    """Number of rounds in which each query sees each key, without its own if the plan says so, [B·H·L, S]."""
     counts = torch.zeros(plan.rounds[0].low.numel(), keys, device=plan.keys.device)
     steps = torch.arange(plan.width, device=plan.keys.device)
     for each in plan.rounds:
@@ -22,7 +22,7 @@ def pair_counts(plan: Plan, keys: int) -> Tensor:
 def dense_union(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, own: str, scale: float, dedup: bool, dropout: float
 ) -> Tensor:
-    """`softmax(s_ij + log C_ij) V`, 0 for a query without any key.
+    """`softmax(s_ij + log C_ij) V`, 0 for a query without keys.
 
     Args: q [B, H, L, D], k [B, H, S, D], v [B, H, S, E]. Returns [B, H, L, E].
     """

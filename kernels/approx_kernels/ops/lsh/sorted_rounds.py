@@ -1,4 +1,4 @@
-"""Who sees whom as the kernels read it: in every round the keys by rank, and the queries by where their stretch begins."""
+"""Plans in the form that kernels read: for each round the keys by rank, and the queries by the start of their stretch."""
 
 from typing import NamedTuple
 
@@ -10,9 +10,9 @@ from approx_kernels.ops.lsh.clusters import cluster_stretches
 
 
 class SortedRounds(NamedTuple):
-    """All R rounds, int32. An entry is a key, or where buckets double a key in the table of one level.
+    """All R rounds, int32. An entry is a key, or with doubling buckets a key in the table of one level.
 
-    In the order of `queries` neither `low` nor `end` ever falls, so the queries that see a rank stand together.
+    In the order of `queries` neither `low` nor `end` ever decreases, so queries that see a rank are contiguous.
     """
 
     tokens: Tensor  # [R, B, H, M] key at each rank
@@ -36,15 +36,15 @@ def sorted_rounds(
     causal: bool,
     dedup: bool,
 ) -> SortedRounds:
-    """The stretches of `bucket_stretches` or `cluster_stretches`; on a GPU nothing here waits for it.
+    """The stretches of `bucket_stretches` or `cluster_stretches`; on a GPU nothing here synchronises.
 
-    Args: q [B, H, L, D], k [B, H, S, D], of 32 bits at least, key_mask [B, S].
+    Args: q [B, H, L, D], k [B, H, S, D], of at least 32 bits, key_mask [B, S].
     """
     how = {"projections": projections, "variant": variant, "cluster": cluster}
     if causal:
-        found = bucket_stretches(q, k, key_mask, **how)
-        order, low, room = (torch.stack(each) for each in zip(*found.rounds, strict=True))
-        keys, queries = found.keys, None
+        stretches = bucket_stretches(q, k, key_mask, **how)
+        order, low, room = (torch.stack(each) for each in zip(*stretches.rounds, strict=True))
+        keys, queries = stretches.keys, None
     else:
         order, low, room, queries = (
             torch.stack(each)
@@ -52,7 +52,7 @@ def sorted_rounds(
         )
         keys = torch.arange(k.shape[2], device=k.device).expand(k.shape[0], -1)
     low = low.masked_fill(room == 0, order.shape[-1])
-    # Queries of one bucket stand in their own order, in which they see farther and farther.
+    # Queries of one bucket stay in order, so that they see farther and farther.
     queries = low.argsort(dim=-1, stable=True) if queries is None else queries
     tokens = keys[:, None].expand(order.shape).gather(-1, order)
     ranks = None

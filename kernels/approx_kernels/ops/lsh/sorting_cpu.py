@@ -1,4 +1,4 @@
-"""Hashes and orders of tokens on a CPU, in C: each step an operator, so that profilers see it."""
+"""Hashes and orders of tokens on a CPU, in C: each step is an operator, so that profilers see it."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from approx_kernels.cpu.structs import Hashing, Ordering, Stretching, address, r
 from approx_kernels.ops.key_lists.cpu import FAR, MOST_ROWS
 from approx_kernels.runtime.custom_op import custom_op
 
-# Planes are rows of whole vectors, for the widest vectors there are.
+# Planes are rows of whole vectors, for the widest vector registers.
 _LANES = 8
 
 
@@ -25,23 +25,23 @@ def _no_orders(q: Tensor, k: Tensor, columns: Tensor, query_lift: Tensor, key_li
 
 @custom_op(_no_orders)
 def sort_tokens(q: Tensor, k: Tensor, columns: Tensor, query_lift: Tensor, key_lift: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys by what `sort_numbers` makes of them, [R, B, H, L] and [R, B, H, S] int32.
+    """Queries and keys sorted by `sort_numbers`, [R, B, H, L] and [R, B, H, S] int32.
 
     Args:
-        q: Queries, [B, H, L, D], float32 or bfloat16, numbers of a row side by side.
-        k: Keys, [B, G, S, D]; which are near a query depends on how long the queries of its head are.
-        columns: A plane of each round, as `columns_of` makes them.
-        query_lift: What the planes have for the lifts of queries, [R] float64.
+        q: Queries, [B, H, L, D], float32 or bfloat16, rows contiguous.
+        k: Keys, [B, G, S, D]; the keys near a query depend on how long the queries of its head are.
+        columns: One plane per round, from `columns_of`.
+        query_lift: The planes' coordinates for the lifts of queries, [R] float64.
         key_lift: The same for keys.
     """
-    found, rounds = _no_orders(q, k, columns, query_lift, key_lift), len(query_lift)
+    orders, rounds = _no_orders(q, k, columns, query_lift, key_lift), len(query_lift)
     sizes = *q.shape[:2], rounds, q.shape[2], k.shape[2], q.shape[3], columns.shape[1]
     places = (
         address(columns, torch.float64, q.shape[3], columns.shape[1]),
         *(address(lift, torch.float64, rounds) for lift in (query_lift, key_lift)),
         *(
             address(order, torch.int32, rounds, *q.shape[:2], x.shape[2])
-            for order, x in zip(found, (q, k), strict=True)
+            for order, x in zip(orders, (q, k), strict=True)
         ),
     )
     how = q.dtype == torch.bfloat16, torch.get_num_threads()
@@ -51,7 +51,7 @@ def sort_tokens(q: Tensor, k: Tensor, columns: Tensor, query_lift: Tensor, key_l
 
 @custom_op(lambda codes, most: torch.empty_like(codes))
 def sort_codes(codes: Tensor, most: int) -> Tensor:
-    """Tokens by codes [..., n], int32 from 0 to below `most`; equal ones in their order."""
+    """Tokens sorted by codes [..., n], int32 from 0 to below `most`; equal ones in order."""
     order, n = torch.empty_like(codes), codes.shape[-1]
     given, written = (address(each, torch.int32, *codes.shape) for each in (codes, order))
     call("lsh/sorting.c", "sort_codes", codes.numel() // n, n, most, given, written)
@@ -68,17 +68,17 @@ def _no_codes(
 def hash_tokens(
     x: Tensor, columns: Tensor, rounds: int, bits: int, mask: Tensor | None, before: Tensor | None, sums: Tensor | None
 ) -> Tensor:
-    """The first bits of each token and round as `Buckets` makes them, [B, H, R, n] int32.
+    """The first bits of each token and round as in `Buckets`, [B, H, R, n] int32.
 
     Args:
-        x: Tokens, [B, H, n, D], float32 or bfloat16, numbers of a row side by side.
-        columns: The planes of each round, as `columns_of` makes them.
+        x: Tokens, [B, H, n, D], float32 or bfloat16, rows contiguous.
+        columns: The planes of each round, from `columns_of`.
         rounds: R.
-        bits: Planes of a round.
-        mask: [B, n] bool, True at real ones; None where all are.
-        before: Of keys, the number of real ones before these, [B] int64.
-        sums: Of keys, the sums of the products of those before, to which these are added in place, [B, H, planes] float64; of
-            each key the mean up to it is taken off. None takes nothing off.
+        bits: Planes per round.
+        mask: [B, n] bool, True at real tokens; None when all are real.
+        before: For keys, the number of real ones before these, [B] int64.
+        sums: For keys, the sums of the products of those before, to which these are added in place, [B, H, planes] float64;
+            the mean up to each key is subtracted from it. None subtracts nothing.
     """
     codes = _no_codes(x, columns, rounds, bits, mask, before, sums)
     batch, heads, tokens, size = x.shape
@@ -101,11 +101,11 @@ def _no_buckets(q: Tensor, columns: Tensor, rounds: int, levels: int) -> Tensor:
 
 @custom_op(_no_buckets)
 def nearest_buckets(q: Tensor, columns: Tensor, rounds: int, levels: int) -> Tensor:
-    """Buckets of the shared variant at each level from 0 to that one, which is 1 at least, [levels + 1, B, H, R, L] int32.
+    """Buckets of the shared variant at each level from 0 to `levels`, which is at least 1, [levels + 1, B, H, R, L] int32.
 
     Args:
-        q: Queries, [B, H, L, D], float32 or bfloat16, numbers of a row side by side.
-        columns: The directions of each round, as `columns_of` makes them.
+        q: Queries, [B, H, L, D], float32 or bfloat16, rows contiguous.
+        columns: The directions of each round, from `columns_of`.
         rounds: R.
         levels: The last level.
     """
@@ -132,7 +132,7 @@ def _no_stretches(
         by_query.new_empty(items * most + 1, dtype=whole),
         by_query.new_empty(items * most, 4, dtype=short),
         by_query.new_empty((2, rounds, batch, heads, length) if wants_seen else (0,), dtype=short),
-        # No query sees what has no rank.
+        # Unranked tokens are seen by no query.
         by_query.new_full((2, rounds, batch, heads, ranks) if wants_places else (0,), -1, dtype=short),
     )
 
@@ -153,20 +153,20 @@ def find_stretches(
     """Blocks of queries that see one stretch of keys in their past, for `attend_own_lists`.
 
     Args:
-        by_query: Codes of queries, [B, H, R, L] int32; of the shared variant one for each level, [levels, B, H, R, L].
+        by_query: Codes of queries, [B, H, R, L] int32; in the shared variant one per level, [levels, B, H, R, L].
         by_key: Codes of keys, [B, G, R, S] or [levels, B, H, R, S].
-        mask: [B, S] bool, True at real keys; None where all are.
-        cluster: Tokens of a cluster.
+        mask: [B, S] bool, True at real keys; None when all are real.
+        cluster: Tokens per cluster.
         highest: The last level.
         ranks: Places of keys in the order of a round, M.
-        most: Blocks of a head and a round at most.
+        most: Most blocks per head and round.
         shared: Whether there are codes for each level.
-        wants_seen: Whether to tell what each query sees.
-        wants_places: Whether to tell the places of keys.
+        wants_seen: Whether to return the stretch of each query.
+        wants_places: Whether to return the places of keys.
 
     Returns:
         Queries by rank [R, B, H, L], keys by rank [R, B, H, M], the first block of each head [B H + 1], the first query of each
-        block [B H R most + 1], what it sees [B H R most, 4], and, or else nothing, `stretches` and `places` of `attend_lists`.
+        block [B H R most + 1], its keys [B H R most, 4], and `stretches` and `places` of `attend_lists`, empty unless wanted.
     """
     form = cluster, highest, ranks, most, shared, wants_seen, wants_places
     made = _no_stretches(by_query, by_key, mask, *form)
@@ -174,7 +174,7 @@ def find_stretches(
     batch, heads, rounds, length = by_query.shape[-4:]
     groups, keys = by_key.shape[-3], by_key.shape[-1]
     if mask is not None:
-        # Ranks outside every stretch may be read along with their neighbours, so they name a real token where there is one.
+        # Ranks outside every stretch may be read along with their neighbours, so they point to a real token if there is one.
         key_order += mask.to(torch.uint8).argmax(1)[:, None, None]
     items = batch * heads * rounds
     count = torch.empty(items, dtype=torch.int64)

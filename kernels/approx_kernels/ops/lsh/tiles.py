@@ -8,24 +8,24 @@ from torch import Tensor
 
 from approx_kernels.ops.lsh.plan import Plan
 
-# Numbers in a working set: 1 MiB of float32, about what a core's own cache holds; a GPU wants all it can get.
+# Numbers in a working set: 1 MiB of float32, about the size of a core's own cache; a GPU benefits from more.
 _ON_CPU, _ON_GPU = 2**18, 2**26
 
 
 def tile_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, dropout: float, dedup: bool
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention over what the rounds of the plan show to each query, and the logarithm of its normaliser.
+    """Softmax attention over the keys that the rounds of the plan show to each query, and the log of its normaliser.
 
-    Scores exist for some tiles at a time, also in the backward pass, which computes them again: memory is that of the
+    Scores exist for only some tiles at a time, also in the backward pass, which recomputes them: memory is that of the
     inputs and the plan. Gradients pass through both results.
 
-    Args: q [B·H·L, D] with the scale in it, k [B·H·S, D], v [B·H·S, E], of one dtype of 32 bits at least.
+    Args: q [B·H·L, D], already scaled, k [B·H·S, D], v [B·H·S, E], of one dtype of at least 32 bits.
 
     Returns:
         [B·H·L, E] and [B·H·L]; 0 and -inf for a query that sees nothing.
     """
-    # One draw repeats all masks in the backward pass.
+    # One seed reproduces all masks in the backward pass.
     seed = int(torch.randint(2**31, ())) if dropout else 0
     return _TileAttention.apply(q, k, v, plan, dropout, seed, dedup)  # pyright: ignore[reportReturnType]  # what forward returns
 
@@ -39,7 +39,7 @@ class _TileAttention(torch.autograd.Function):
         work = _Work(q, k, v, *ctx.rest)
         out, lse = v.new_zeros(q.shape[0], v.shape[1]), q.new_full(q.shape[:1], -torch.inf)
         for number, tiles in enumerate(plan.rounds):
-            # One slot more, for the queries that take no part.
+            # An extra slot, for queries that take no part.
             sums = v.new_empty(tiles.queries.numel() + 1, v.shape[1])
             sums[-1] = 0.0
             top = q.new_full(sums.shape[:1], -torch.inf)
@@ -52,7 +52,7 @@ class _TileAttention(torch.autograd.Function):
                 weights = weights if block.met is None else weights.div_(block.met)
                 torch.sum(weights, -1, out=total[block.slots].view(shape[:2]))
                 torch.bmm(work.dropped(weights), block.values, out=sums[block.slots].view(*shape[:2], -1))
-            # Sums of weights relative to their largest one; merged as if there had been one softmax.
+            # Sums of weights relative to their maximum, merged as in an online softmax.
             top, total = top.index_select(0, tiles.slot), total.index_select(0, tiles.slot)
             both = torch.logaddexp(lse, top + total.log())
             finite = both.masked_fill(both == -torch.inf, 0.0)
@@ -117,11 +117,11 @@ class _Work:
         self.steps = torch.arange(width, dtype=torch.int32, device=q.device)
 
     def blocks(self, number: int) -> Iterator[_Block]:
-        """Gather the queries, keys and values of some tiles, into the same memory each time, and score them."""
+        """Gather the queries, keys and values of some tiles into reused memory, and score them."""
         plan, tiles, width = self.plan, self.plan.rounds[number], self.plan.width
         low = tiles.low[tiles.queries[:, 0]]
         room = tiles.room[tiles.queries].masked_fill(~tiles.filled, 0)
-        # Beyond its room a query sees nothing: any key that the tile does see stands there.
+        # Beyond its room a query sees nothing, so any key that the tile sees can fill in.
         rank = torch.minimum(low[:, None] + self.steps, (low + room.amax(-1) - 1)[:, None])
         entries = tiles.order[rank]
         rows, members = plan.keys[entries], tiles.queries
@@ -176,7 +176,7 @@ class _Work:
 
 
 def _leave_out(scores: Tensor, at: Tensor) -> None:
-    """No query sees the key `at` [N, T] steps into its stretch."""
+    """Hide the key `at` [N, T] steps into the stretch from all queries."""
     inside = (at >= 0) & (at < scores.shape[-1])
     index = at.clamp(0, scores.shape[-1] - 1)[..., None]
     scores.scatter_(-1, index, scores.gather(-1, index).masked_fill(inside[..., None], -torch.inf))

@@ -1,4 +1,4 @@
-"""The rounds' union of pairs by tiles, and the own key, which no round may be left to find."""
+"""The union of the rounds' pairs by tiles, plus the own key, which no round is sure to contain."""
 
 import math
 
@@ -32,6 +32,6 @@ def tile_union(
 
 
 def _of_queries(x: Tensor, queries: int) -> Tensor:
-    """What belongs to the tokens of the last L queries; 0 where a query has none (L > S)."""
+    """Rows of the tokens of the last L queries; 0 if a query has no token (L > S)."""
     before = x.shape[2] - queries
     return x[:, :, before:] if before >= 0 else F.pad(x, (0, 0, -before, 0))

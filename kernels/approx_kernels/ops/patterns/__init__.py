@@ -1,1 +1,1 @@
-"""The sparse patterns as dense masks: the specification of the ops, and what plots and figures are made from."""
+"""The sparse patterns as dense masks: the specification of the ops, and the source of plots and figures."""

@@ -1,4 +1,4 @@
-"""Each sparse pattern as its definition: which pairs of positions it holds, step by step."""
+"""The definition of each sparse pattern: the pairs of positions in each of its steps."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,14 +14,14 @@ from approx_kernels.tokens.strides import CAUSAL_STRIDE, root_above, root_below
 def pattern_mask(name: str, length: int, causal: bool, settings: Mapping[str, Any]) -> Tensor:
     """Which query sees which key in each step of a sparse pattern, in O(n^2): for tests, figures and plots.
 
-    What a layer with `step` null and `mode` merged computes is the union of the steps.
+    A layer with `step` null and `mode` merged computes the union of the steps.
 
     Args:
         name: Name of the mechanism, e.g. `strided`.
         length: Number of tokens, n, at least 1.
         causal: Whether a query sees only keys at or before its own position.
-        settings: All settings of the mechanism; `mode` and `step`, which choose among the steps, are not read. Where
-            they differ between layers, this is the lowest one.
+        settings: All settings of the mechanism, except `mode` and `step`, which choose among the steps and are ignored. If
+            they differ between layers, this is the lowest layer.
 
     Returns:
         [steps, n, n] bool, rows are queries.
@@ -56,7 +56,7 @@ def _strided(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, 
 
 def _fixed(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:
     stride = settings["stride"] or (CAUSAL_STRIDE if causal else root_above(n))
-    # A causal block may still grow, so what it is summarised by is counted from where it will end.
+    # A causal block may still grow, so its summary is counted from its final end.
     end = (j // stride + 1) * stride if causal else ((j // stride + 1) * stride).clamp(max=n)
     return [i // stride == j // stride, (j >= end - settings["summary"]) | (i == j)]
 

@@ -55,44 +55,44 @@ def performer_attention(
 
     `softmax`: f(x) = exp(w.x - |x|^2 / 2) for every row w of the projection, x being scaled by the root of `scale`;
     f(q).f(k) / M is exp(scale q.k) on average, with a relative error that falls as 1 / root M and grows exponentially
-    with the norms. `relu`: f(x) = relu(w.x) + 1e-3, which approximates no softmax.
+    with the norms. `relu`: f(x) = relu(w.x) + 1e-3, which does not approximate the softmax.
 
     Offsets b are for estimators that weigh their rows, see `fit_estimator`: f(q).f(k) is a sum of terms times exp(b). With
-    a share s the outputs are (1 - s) o_i and s times the mean of the values that query i may see. That does what the eps
-    added to features does in the paper, which draws all weights towards each other where the estimate fails, but is the same
-    for long and short keys and knows nothing of later ones.
+    a share s the outputs are (1 - s) o_i plus s times the mean of the values that query i may see. It replaces the paper's
+    eps added to features, which pulls all weights together where the estimate fails, but does not depend on the length of
+    keys or on later ones.
 
-    Nothing over- or underflows: features of keys are divided by the largest of that feature among the real keys (in
-    the causal form among those already seen), which the queries are multiplied by before their own largest feature
-    is taken out. Both cancel exactly, since no eps is added.
+    Nothing over- or underflows: features of keys are divided by the largest value of that feature among the real keys
+    (in the causal form, among those already seen); queries are multiplied by it before they are divided by their own
+    largest feature. Both cancel exactly, since no eps is added.
 
-    With `causal`, query i stands at position S - L + i and the sums run up to there; they are computed in chunks,
-    between which a running state is carried. A query without any allowed key gives 0.
+    With `causal`, query i is at position S - L + i and the sums run up to there; they are computed in chunks, with a
+    running state carried between them. A query with no allowed key gives 0.
 
     Source: Choromanski et al., 2021, Rethinking Attention with Performers, arXiv 2009.14794; departs from it in the
-    stabiliser, which there is one number for all features and leaks the future through an added eps, and in the share.
+    stabiliser, which there is a single number for all features and leaks the future through an added eps, and in the share.
 
     Args:
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
-        projection: Rows w, [M, D], as `draw_projection` draws them, for all heads; or [H, M, D], of each head.
-        offsets: Logarithms of the weights of rows, [H, M], for rows of each head and the softmax kernel; None for no weights.
+        projection: Rows w, [M, D], from `draw_projection`, for all heads; or [H, M, D], per head.
+        offsets: Logarithms of the weights of rows, [H, M], for rows per head and the softmax kernel; None for no weights.
         share: Share of uniform attention of each head, [H], from 0 to 1; None for none.
         kernel: One of `KERNELS`.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
-        dropout: Probability with which a key is dropped from the numerator, for all queries of a head at once:
-            there are no weights of single pairs to drop.
-        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, in one pass, without a gradient of the projection; `triton` has
-            neither that nor dropout nor rows of each head.
+        dropout: Probability of dropping a key from the numerator, for all queries of a head at once, since there are no
+            weights of single pairs.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, in one pass, without a gradient of the projection; `triton`
+            supports neither that nor dropout nor rows per head.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or the implementation cannot run.
+        ValueError: if shapes or dtypes do not match, or the implementation cannot run.
     """
     _check_parts(q, k, v, key_mask, projection, offsets, share, kernel)
     k, v = _of_own_rows(q, k, v, projection)
@@ -124,20 +124,20 @@ def performer_decode(
     scale: float,
     impl: str = "auto",
 ) -> tuple[Tensor, State]:
-    """Causal `performer_attention` of tokens that follow others, of which a state of constant size is kept.
+    """Causal `performer_attention` of tokens that follow others, from a state of constant size.
 
-    Args: as for `performer_attention`, where not named here.
-        k: Keys that are not in the state yet, [B, G, S, D], L <= S; the last L stand at the queries' positions.
-        state: What the last call returned; None before the first key. It belongs to the call, which may overwrite it.
+    Args: as for `performer_attention`, except:
+        k: Keys not yet in the state, [B, G, S, D], L <= S; the last L are at the queries' positions.
+        state: The state returned by the last call, which this call may overwrite; None before the first key.
 
     Returns:
-        [B, H, L, E] in the dtype of q, and the state, in float32 at least: `sums` of features times values and a
-        one, [B, G, M, E + 1]; for the softmax kernel beside the `top` that they are relative to, [B, G, 1, M]; with a share
-        also the sums of values and a one, `values`, [B, G, 1, E + 1]. Where
-        each head has rows, it has all of these for itself.
+        [B, H, L, E] in the dtype of q, and the state, in at least float32: `sums` of features times values and a
+        one, [B, G, M, E + 1]; for the softmax kernel also the `top` that they are relative to, [B, G, 1, M]; with a share
+        also the sums of values and a one, `values`, [B, G, 1, E + 1]. With
+        rows per head, each query head has its own.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or the implementation cannot run.
+        ValueError: if shapes or dtypes do not match, or the implementation cannot run.
     """
     _check_parts(q, k, v, key_mask, projection, offsets, share, kernel)
     k, v = _of_own_rows(q, k, v, projection)
@@ -148,9 +148,9 @@ def performer_decode(
     uniform = None if state is None else state.get(SUMS)
     state = None if state is None else {name: x for name, x in state.items() if name != SUMS}
     if run == "triton":
-        found = [performer_prompt(q[:, turn], k, v, key_mask, **ways) for turn in turns(q, k)]
-        # Each has left the same state.
-        out, state = in_order([one for one, _ in found]), found[-1][1]
+        results = [performer_prompt(q[:, turn], k, v, key_mask, **ways) for turn in turns(q, k)]
+        # Each turn produced the same state.
+        out, state = in_order([one for one, _ in results]), results[-1][1]
     elif run == "cpu":
         out, state = performer_continue(q, k, v, key_mask, state, **ways, offsets=offsets)
     else:
@@ -162,7 +162,7 @@ def performer_decode(
 
 
 def _of_own_rows(q: Tensor, k: Tensor, v: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values for each query head where it has rows of its own, and so features of keys that it shares with none."""
+    """Keys and values repeated per query head if heads have their own rows, and so their own features of keys."""
     if projection.ndim == 2 or sharing(q, k) == 1:
         return k, v
     return k.repeat_interleave(sharing(q, k), 1), v.repeat_interleave(sharing(q, v), 1)

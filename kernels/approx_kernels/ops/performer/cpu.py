@@ -1,4 +1,4 @@
-"""Performer attention on a CPU: the compiled pass of linear attention, which makes the random features tile by tile."""
+"""Performer attention on a CPU: the compiled pass of linear attention, which computes the random features tile by tile."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from approx_kernels.tokens.ring import State
 
 
 def obstacle(q: Tensor, *rows: Tensor | None) -> str | None:
-    """Why random features cannot be made in C, with the remedy; None where they can."""
+    """Why random features cannot be computed in C, with the remedy; None if they can."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in rows):
         return "it has no gradient of the projection. Detach it, or ask for 'auto'."
     return features_obstacle(q)
@@ -29,7 +29,7 @@ def performer_batch(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """Attend; the backward pass keeps the inputs alone."""
+    """Attend; the backward pass stores only the inputs."""
     q, k, v = blank_for_gradients(q, k, v, key_mask)
     return linear_batch(q, k, v, key_mask, causal=causal, **_form(projection, offsets, kernel, scale))[0]
 
@@ -46,7 +46,7 @@ def performer_continue(
     kernel: str,
     scale: float,
 ) -> tuple[Tensor, State]:
-    """As `performer_heads` with a state, whose tensors are overwritten, not copied."""
+    """Like `performer_heads` with a state, whose tensors are overwritten, not copied."""
     if state is None:
         features = *k.shape[:2], projection.shape[-2]
         state = {"sums": q.new_zeros(*features, v.shape[3] + 1, dtype=torch.float32)}

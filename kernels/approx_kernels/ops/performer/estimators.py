@@ -1,12 +1,12 @@
-"""Random features that are fitted to queries and keys in closed form: the same mean, exp(q.k), and less variance.
+"""Random features fitted to queries and keys in closed form: the same mean, exp(q.k), with less variance.
 
-With w of N(0, 1) and u = x + y, features exp(a w² + (1 - 4a)^½ w x - x²/2) of x and y have, times (1 - 4a)^½, a product that
-is exp(x y) on average for every a < 1/8. Its second moment relative to exp(2 x y) is (1 + p) / 2 p^½ exp(u² / p), p = 1 - 8a; the mean
-of the logarithm of that over pairs with E u² = s is least at p² - (1 + 2 s) p - 2 s = 0. Coordinates multiply, so for
-vectors all of it holds in any basis, each coordinate with an a of its own.
+With w of N(0, 1) and u = x + y, the product of features exp(a w² + (1 - 4a)^½ w x - x²/2) of x and y, times (1 - 4a)^½,
+is exp(x y) on average for every a < 1/8. Its second moment relative to exp(2 x y) is (1 + p) / 2 p^½ exp(u² / p), p = 1 - 8a;
+the mean logarithm of that over pairs with E u² = s is smallest at p² - (1 + 2 s) p - 2 s = 0. Coordinates multiply, so
+vectors may use any basis, with a separate a for each coordinate.
 
-Neither a rotation nor an invertible map T of queries, if keys get the inverse of its transpose, changes q.k. A vector taken from all keys
-multiplies the weights of a query by one number, which the normaliser takes out. So much is free to make u small.
+Neither a rotation nor an invertible map T of queries, with the inverse of its transpose for keys, changes q.k. A vector
+subtracted from all keys scales the weights of a query by one number, which cancels. This freedom is used to minimise u.
 """
 
 from typing import NamedTuple
@@ -18,19 +18,19 @@ from approx_kernels.tokens.grouped import in_order, sharing, turns
 
 ESTIMATORS = ("positive", "oprf", "sderf", "aderf")
 
-# Added to second moments, times their mean over directions: directions that the data hardly has are not blown up.
+# Added to second moments, times their mean over directions, so that directions with little data are not blown up.
 _RIDGE = 1e-2
-# What that mean counts as at least, where all tokens are the same.
+# Lower bound of that mean, for the case that all tokens are equal.
 _LEAST = 1e-6
 
 
 class Fitted(NamedTuple):
-    """An estimator of exp(q.k), which has for each head an own base of features.
+    """An estimator of exp(q.k) with a separate basis of features per head.
 
     Attributes:
-        query_map: T, [H, D, D]; queries are to be multiplied by its transpose from the right.
+        query_map: T, [H, D, D]; queries are multiplied by its transpose from the right.
         key_map: The inverse of its transpose, [H, D, D], for keys likewise.
-        key_shift: What is then taken from keys, [H, D].
+        key_shift: Vector then subtracted from keys, [H, D].
         curvature: a of each coordinate, at most 0, [H, D].
     """
 
@@ -41,14 +41,14 @@ class Fitted(NamedTuple):
 
     @classmethod
     def plain(cls, heads: int, size: int) -> "Fitted":
-        """The estimator of nothing fitted: features exp(w.x - |x|^2 / 2)."""
+        """The unfitted estimator: features exp(w.x - |x|^2 / 2)."""
         identity = torch.eye(size).repeat(heads, 1, 1)
         return cls(identity, identity.clone(), torch.zeros(heads, size), torch.zeros(heads, size))
 
     def inputs(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Queries and keys in the base of the features, so that `scale` times their products are scores less a number of
-        each query, in the dtypes of q and k: [B, H, L, D], and of keys that query heads share, [B, G, S, D], one for each
-        of these, [B, H, S, D].
+        """Queries and keys in the basis of the features, so that `scale` times their products are scores minus a number per
+        query, in the dtypes of q and k: [B, H, L, D], and for shared keys, [B, G, S, D], one copy per query head,
+        [B, H, S, D].
         """
         wide = torch.promote_types(q.dtype, torch.float32)
         queries = q.to(wide) @ self.query_map.to(wide).mT
@@ -65,14 +65,14 @@ class Fitted(NamedTuple):
 
 
 def fit_estimator(q: Tensor, k: Tensor, key_mask: Tensor | None = None, *, estimator: str, scale: float) -> Fitted:
-    """Fit the estimator of exp(scale q.k) to the second moments of queries and keys, each head's to its own.
+    """Fit each head's estimator of exp(scale q.k) to the second moments of its queries and keys.
 
-    `positive` fits nothing. `oprf` has one a for all coordinates of a head. `sderf` has one for each, in the base in which the
-    coordinates of queries plus keys do not correlate. `aderf` maps queries and keys beforehand such that they have the same
-    second moments, which makes the squares of their sums least, and takes the mean of queries plus keys from the keys.
+    `positive` fits nothing. `oprf` has one a for all coordinates of a head. `sderf` has one per coordinate, in the basis in
+    which the coordinates of queries plus keys are uncorrelated. `aderf` first maps queries and keys to equal second moments,
+    which minimises the squares of their sums, and subtracts the mean of queries plus keys from the keys.
 
     Source: Likhosherstov et al., 2022, Chefs' Random Tables, arXiv 2205.15317 (OPRF) and 2023, FAVOR#, arXiv 2302.00787
-    (SDERF, ADERF); departs from the last in moments around the mean and in the means taken off.
+    (SDERF, ADERF); departs from the last in moments around the mean and in subtracting the means.
 
     Args:
         q: Queries, [B, H, L, D], float.
@@ -82,15 +82,15 @@ def fit_estimator(q: Tensor, k: Tensor, key_mask: Tensor | None = None, *, estim
         scale: Factor of the scores.
 
     Returns:
-        The estimator, in float32 on the device of q. `Fitted.plain` where no token is real.
+        The estimator, in float32 on the device of q. `Fitted.plain` if no token is real.
 
     Raises:
-        ValueError: if the estimator has another name.
+        ValueError: if the estimator is unknown.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator is {estimator!r}; expected one of {', '.join(ESTIMATORS)}.")
     heads, size = q.shape[1], q.shape[3]
-    # Fitted once, keys that heads share are counted for each of them.
+    # Copies are acceptable here: fitting runs once, and shared keys count for each query head.
     k = k.repeat_interleave(sharing(q, k), 1)
     x, y = (_real(each, key_mask) * scale**0.5 for each in (q, k))
     if estimator == "positive" or not x.shape[1] or not y.shape[1]:
@@ -103,7 +103,7 @@ def fit_estimator(q: Tensor, k: Tensor, key_mask: Tensor | None = None, *, estim
         query_map, key_map = _balanced(_moments(x - x.mean(1, keepdim=True)), _moments(y - middle))
         shift = x.mean(1, keepdim=True) @ query_map.mT + middle @ key_map.mT
     x, y = x @ query_map.mT, y @ key_map.mT - shift
-    # Of the sums of all queries with all keys.
+    # Second moments of the sums of all queries with all keys.
     cross = x.mean(1).unsqueeze(-1) * y.mean(1).unsqueeze(-2)
     squares, base = torch.linalg.eigh(_moments(x) + _moments(y) + cross + cross.mT)
     if estimator == "oprf":
@@ -124,20 +124,20 @@ def _real(x: Tensor, key_mask: Tensor | None) -> Tensor:
 
 def _moments(x: Tensor) -> Tensor:
     """Second moments, [H, n, D] -> [H, D, D], with a ridge."""
-    found = x.mT @ x / x.shape[1]
-    mean = found.diagonal(dim1=1, dim2=2).mean(1).clamp(min=_LEAST)[:, None, None]
-    return found + _RIDGE * mean * torch.eye(x.shape[2], dtype=x.dtype, device=x.device)
+    moments = x.mT @ x / x.shape[1]
+    mean = moments.diagonal(dim1=1, dim2=2).mean(1).clamp(min=_LEAST)[:, None, None]
+    return moments + _RIDGE * mean * torch.eye(x.shape[2], dtype=x.dtype, device=x.device)
 
 
 def _balanced(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """A symmetric T of queries, and its inverse for keys, that give both the same second moments."""
+    """A symmetric T for queries, and its inverse for keys, that give both the same second moments."""
     root, inverse = _roots(queries)
-    # T² is the geometric mean of the inverse of the one and the other.
+    # T² is the geometric mean of the inverse of one and the other.
     return _roots(inverse @ _roots(root @ keys @ root)[0] @ inverse)
 
 
 def _roots(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The root of a symmetric positive matrix and the inverse of that."""
+    """The square root of a symmetric positive matrix, and its inverse."""
     squares, base = torch.linalg.eigh(x)
     squares = squares.clamp(min=torch.finfo(x.dtype).tiny).sqrt()[:, None]
     return (base * squares) @ base.mT, (base / squares) @ base.mT

@@ -5,10 +5,10 @@ from torch import Tensor
 
 
 def draw_projection(size: int, *, features: int, orthogonal: bool, seed: int) -> Tensor:
-    """Random rows that each are N(0, 1) in every coordinate, drawn once from the seed.
+    """Random rows, each N(0, 1) in every coordinate, drawn once from the seed.
 
-    Orthogonal rows come in blocks of `size`: a rotation, uniformly drawn, whose rows get lengths of their own as
-    independent Gaussian rows would have them. They estimate the same with less variance.
+    Orthogonal rows come in blocks of `size`: a uniformly drawn rotation whose rows have the lengths of independent
+    Gaussian rows. They estimate the same with less variance.
 
     Returns:
         [features, size], float32.
@@ -20,7 +20,7 @@ def draw_projection(size: int, *, features: int, orthogonal: bool, seed: int) ->
     blocks = -(-features // size)
     gaussian = torch.randn(blocks, size, size, generator=generator, device="cpu", dtype=torch.float64)
     rotations, triangles = torch.linalg.qr(gaussian)
-    # QR leaves the signs to the library; those of the diagonal make the rotation uniform, and the same everywhere.
+    # QR leaves the signs to the library; fixing those of the diagonal makes the rotation uniform and reproducible.
     rotations = rotations * triangles.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]
     directions = rotations.transpose(1, 2).reshape(blocks * size, size)[:features]
     return directions.float() * rows.norm(dim=1, keepdim=True)

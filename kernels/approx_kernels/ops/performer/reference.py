@@ -12,11 +12,11 @@ from approx_kernels.tokens.grouped import in_order, sharing, turns
 from approx_kernels.tokens.padding import blank_padding
 from approx_kernels.tokens.ring import State
 
-# Numbers in a working set: half a MiB of float32, which a core's own cache holds.
+# Numbers in a working set: half a MiB of float32, which fits into a core's own cache.
 _CACHED = 2**17
-# Added to the features of the relu kernel: a query whose features all are 0 would attend to nothing.
+# Added to the features of the relu kernel: a query whose features are all 0 would attend to nothing.
 FLOOR = 1e-3
-# Added to a normaliser of at least the square of that, so it only decides what is without a key.
+# Added to normalisers, which are at least the square of that, so it matters only without a key.
 EPS = 1e-15
 
 
@@ -35,14 +35,14 @@ def performer_heads(
 ) -> tuple[Tensor, State]:
     """Performer attention; on a CPU a few heads at a time, whose features then stay in its cache.
 
-    Causal, it goes on from the state that earlier keys left, and returns the state for later queries.
+    When causal, it continues from the state of earlier keys, and returns the state for later queries.
     """
     if sharing(q, k) > 1:
         assert projection.ndim == 2, "heads with rows of their own share no keys"
         form = {"projection": projection, "offsets": None, "kernel": kernel, "causal": causal, "scale": scale}
-        found = [performer_heads(q[:, turn], k, v, key_mask, state=state, **form) for turn in turns(q, k)]
-        # Each has added the same keys.
-        return in_order([out for out, _ in found]), found[-1][1]
+        results = [performer_heads(q[:, turn], k, v, key_mask, state=state, **form) for turn in turns(q, k)]
+        # Each turn added the same keys.
+        return in_order([out for out, _ in results]), results[-1][1]
     wide = torch.promote_types(q.dtype, torch.float32)
     numbers = q.shape[0] * min(k.shape[2], CHUNK) * projection.shape[-2]
     heads = max(1, _CACHED // numbers) if q.device.type == "cpu" else q.shape[1]
@@ -86,7 +86,7 @@ def _softmax(
 ) -> tuple[Tensor, State]:
     v = F.pad(v, (0, 1), value=1.0)
     sums = KeySums.of_nothing(k, v, rows) if state is None else KeySums(state["top"], state["sums"])
-    # Bottom-right: the first S - L keys are seen by every query; with L > S the first L - S queries see none.
+    # Bottom-right: every query sees the first S - L keys; with L > S the first L - S queries see none.
     before = k.shape[1] - q.shape[1]
     # A single query sees every key, and has no chunk.
     seen, blind = max(before, 0) if causal and q.shape[1] > 1 else k.shape[1], max(-before, 0) if causal else 0

@@ -1,6 +1,6 @@
-"""Sums over the random features of keys, each feature relative to the largest that it has had.
+"""Sums over the random features of keys, each feature relative to its largest value so far.
 
-Features are handled as logarithms until they are relative to something. A key's are `w.x - |x|^2 / 2`; a query's are
+Features are kept as logarithms until they are relative to a maximum. A key's are `w.x - |x|^2 / 2`; a query's are
 `w.x`, since the rest is the same for all features and cancels in the normaliser.
 """
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """The random rows w and what is added to the logarithms of queries' features.
+    """The random rows w and the offsets added to the logarithms of queries' features.
 
     Attributes:
-        rows: [M, D], or [G, M, D] where heads have their own.
+        rows: [M, D], or [G, M, D] if heads have their own.
         offsets: [G, 1, M], or None for none.
     """
 
@@ -23,7 +23,7 @@ class Rows(NamedTuple):
 
 
 class KeySums(NamedTuple):
-    """What is kept of the keys seen so far; its size does not depend on their number.
+    """The state of the keys seen so far; its size does not depend on their number.
 
     Attributes:
         top: Largest logarithm of each feature, [G, 1, M]; `lowest` before the first real key. It cancels, so it is
@@ -41,12 +41,12 @@ class KeySums(NamedTuple):
         return cls(k.new_full((groups, 1, count), lowest(k.dtype)), k.new_zeros(groups, count, v.shape[2]))
 
     def raised(self, logs: Tensor, keep: Tensor | None) -> Tensor:
-        """`top` once the keys of these logarithms, [G, n, M], were added, [G, 1, M]."""
+        """`top` after adding keys with these logarithms, [G, n, M], [G, 1, M]."""
         logs = logs.detach() if keep is None else logs.detach().masked_fill(~keep, lowest(logs.dtype))
         return torch.maximum(self.top, logs.amax(1, keepdim=True))
 
     def add(self, logs: Tensor, v: Tensor, keep: Tensor | None) -> "KeySums":
-        """The sums with these keys too: logs [G, n, M], v [G, n, E + 1], keep [G, n, 1]."""
+        """The sums including these keys: logs [G, n, M], v [G, n, E + 1], keep [G, n, 1]."""
         top = self.raised(logs, keep)
         state = self.state * (self.top - top).exp().transpose(1, 2)
         return KeySums(top, torch.baddbmm(state, key_features(logs, top, keep).transpose(1, 2), v))
@@ -57,7 +57,7 @@ class KeySums(NamedTuple):
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Below every logarithm, and finite, so that differences of it are numbers."""
+    """Below every logarithm, and finite, so that differences are numbers."""
     return torch.finfo(dtype).min / 4
 
 
@@ -79,16 +79,16 @@ def query_features(heights: Tensor, top: Tensor) -> Tensor:
 
 
 def key_features(logs: Tensor, top: Tensor, keep: Tensor | None) -> Tensor:
-    """Features of keys relative to `top`, and 0 where padded."""
+    """Features of keys relative to `top`, and 0 at padding."""
     relative = logs - top
-    # Before the exponential, which padding may make infinite; afterwards the gradient would be 0 times that.
+    # Mask before the exponential, which padding may make infinite; masking afterwards would give NaN gradients.
     return (relative if keep is None else relative.masked_fill_(~keep, lowest(logs.dtype))).exp_()
 
 
 def divided(sums: Tensor) -> Tensor:
     """Outputs from sums of weighted values and, in the last column, of weights.
 
-    Where there was a key the weights add up to 1 or more, since the largest feature of the query meets the key that
-    `top` came from; so the bound only decides what is without a key, which is 0.
+    With a key the weights add up to at least 1, since the largest feature of the query meets the key that set `top`; so the
+    bound matters only without a key, where the output is 0.
     """
     return sums[..., :-1] / sums[..., -1:].clamp(min=0.5)

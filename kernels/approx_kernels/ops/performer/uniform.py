@@ -1,4 +1,4 @@
-"""The share of uniform attention: what every random estimate of sharp weights errs least towards."""
+"""The share of uniform attention, towards which estimates of sharp attention are mixed."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.tokens.grouped import sharing
 
-# The name of what a state of decoding holds for it: sums of values and a one over all keys, [B, G, 1, E + 1].
+# Name of its entry in a decoding state: sums of values and a one over all keys, [B, G, 1, E + 1].
 SUMS = "values"
 
 
@@ -21,11 +21,11 @@ def mixed(
         v: Values of S keys, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         share: From 0 to 1, [H].
-        causal: Whether query i stands at position S - L + i and sees no value behind it.
-        earlier: Sums of values and a one over keys before these, [B, G, 1, E + 1], in float32 at least.
+        causal: Whether query i is at position S - L + i and sees no value after it.
+        earlier: Sums of values and a one over keys before these, [B, G, 1, E + 1], in at least float32.
 
     Returns:
-        [B, H, L, E] in the dtype of out, and the sums with these keys, too.
+        [B, H, L, E] in the dtype of out, and the sums including these keys.
     """
     with without_autocast(out.device.type):
         wide = torch.promote_types(out.dtype, torch.float32)
@@ -36,7 +36,7 @@ def mixed(
             # Bottom-right: with L > S the first L - S queries see none of these.
             sums = F.pad(values, (0, 0, max(length - keys, 0), 0)).cumsum(2)
             sums = sums if earlier is None else sums + earlier
-            # A state keeps no more than it needs.
+            # A state stores only the last sum.
             later, sums = sums[:, :, -1:].clone(), sums[:, :, -length:]
         else:
             later = values.sum(2, keepdim=True)

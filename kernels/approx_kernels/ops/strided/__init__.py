@@ -1,1 +1,1 @@
-"""Attention to a window and to every so many keys."""
+"""Attention to a window and to every l-th key."""

@@ -37,7 +37,7 @@ def strided_attention(
 ) -> Tensor:
     """Softmax attention to the keys nearer than l and to every l-th key, in O(L (l + S / l) D).
 
-    Step 1 is |i - j| < l; step 2 is (i - j) mod l = 0, dense attention in each of l columns once the sequence is
+    Step 1 is |i - j| < l; step 2 is (i - j) mod l = 0, dense attention in each of l columns when the sequence is
     laid out in rows of l. Positions count real tokens, and query i is the token of key S - L + i. A query that is
     padding or stands before all keys gives 0.
 
@@ -48,19 +48,19 @@ def strided_attention(
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
-        key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
-        stride: From the number of real tokens of a sample to l, never less for more; always the same if causal.
+        key_mask: [B, S] bool, True at real keys and their queries; None when all are real.
+        stride: From the number of real tokens of a sample to l, non-decreasing; constant if causal.
         causal: Whether a query sees only keys at or before its own position.
         steps: 1, 2 or None (both merged): what each head uses, repeated over the heads.
         scale: Factor of the scores.
-        dropout: Probability with which an attention weight is dropped.
+        dropout: Probability of dropping an attention weight.
         impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or the implementation asked for cannot run.
+        ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     ways = {"cpu": obstacle(q), "reference": None}

@@ -1,4 +1,4 @@
-"""Strided attention: a window, and every l-th token by a transposition to l columns of S / l tokens."""
+"""Strided attention: a window, and every l-th token by transposing to l columns of S / l tokens."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from approx_kernels.runtime.observed import without_functions
 from approx_kernels.runtime.sdpa import sdpa
 from approx_kernels.tokens.stretches import stretches
 
-# Numbers in a working set: 1 MiB of float32, about what a core's own cache holds.
+# Numbers in a working set: 1 MiB of float32, about the size of a core's own cache.
 _CACHED = 2**18
 # Queries that share their window's keys.
 _BLOCK = 64
@@ -44,7 +44,7 @@ def strided_heads(
 
 
 def _grid(x: Tensor, stride: int, before: int) -> Tensor:
-    """[B, H, n, D] in rows of l tokens, [B, H, rows, l, D], after `before` tokens of nothing."""
+    """[B, H, n, D] in rows of l tokens, [B, H, rows, l, D], after `before` empty cells."""
     rows = -(-(before + x.shape[2]) // stride)
     after = rows * stride - before - x.shape[2]
     return (F.pad(x, (0, 0, before, after)) if before or after else x).unflatten(2, (rows, stride))
@@ -62,7 +62,7 @@ def _inside(rows: int, stride: int, keys: int, device: torch.device) -> Tensor:
 def _columns(q: Tensor, k: Tensor, v: Tensor, keys: int, causal: bool, scale: float, dropout: float) -> Tensor:
     """Exact attention inside each column of the grid: step 2 alone."""
     batch, stride, rows = q.shape[0], q.shape[3], k.shape[2]
-    # What fills the last row up comes after all queries, so a causal mask hides it.
+    # The cells that fill up the last row follow all queries, so a causal mask hides them.
     if causal:
         allowed = _past(q.shape[2], rows, q.device)
     elif keys % stride:
@@ -75,7 +75,7 @@ def _columns(q: Tensor, k: Tensor, v: Tensor, keys: int, causal: bool, scale: fl
 
 
 def _near(q: Tensor, k: Tensor, v: Tensor, stride: int, causal: bool, dropout: float) -> Part:
-    """The window of each query, block after block; q is scaled."""
+    """The window of each query, block by block; q is scaled."""
     length, keys = q.shape[2], k.shape[2]
     starts = range(keys - length, keys, _BLOCK)
     after = 0 if causal else stride - 1
@@ -95,7 +95,7 @@ def _near(q: Tensor, k: Tensor, v: Tensor, stride: int, causal: bool, dropout: f
 def _far(q: Tensor, k: Tensor, v: Tensor, keys: int, causal: bool, dropout: float) -> Part:
     """The column of each cell of the grid without the cell itself, on a CPU some columns at a time; q is scaled."""
     rows, stride = k.shape[2:4]
-    # A column a matrix: [B, H, l, rows, D].
+    # One matrix per column: [B, H, l, rows, D].
     q, k, v = (x.transpose(2, 3) for x in (q, k, v))
     row = torch.arange(rows, device=q.device)
     own = row[rows - q.shape[3] :, None]
@@ -103,7 +103,7 @@ def _far(q: Tensor, k: Tensor, v: Tensor, keys: int, causal: bool, dropout: floa
     pairs = q.shape[0] * q.shape[1] * q.shape[3] * rows
     width = max(1, _CACHED // pairs) if q.device.type == "cpu" else stride
     parts = []
-    # Columns that end with the last row, and those that are a cell shorter; causal queries do not see that far.
+    # Columns that end with the last row, and those one cell shorter; causal queries do not see that far.
     whole = stride if causal else keys - (rows - 1) * stride
     for first, last, cells in ((0, whole, rows), (whole, stride, rows - 1)):
         for begin in range(first, last, width):
@@ -115,7 +115,7 @@ def _far(q: Tensor, k: Tensor, v: Tensor, keys: int, causal: bool, dropout: floa
 
 
 def _part(q: Tensor, k: Tensor, v: Tensor, shown: Tensor, dropout: float) -> Part:
-    """A softmax without its division: the largest score, the sum of weights relative to it, and what they add up to."""
+    """An unnormalised softmax: the largest score, the sum of weights relative to it, and the weighted sum of values."""
     shape = q.shape[:-1]
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
     hide = q.new_zeros(shown.shape).masked_fill(~shown, torch.finfo(q.dtype).min)
@@ -132,13 +132,13 @@ def _part(q: Tensor, k: Tensor, v: Tensor, shown: Tensor, dropout: float) -> Par
 
 def _weights(scores: Tensor, top: Tensor, shown: Tensor) -> Tensor:
     """`exp(scores - top)` where shown, else 0."""
-    # Exponentials below the normal numbers are slow. Where all is hidden they are 1 without the mask.
+    # Exponentials below the normal range are slow. If all keys are hidden, they are 1 without the mask.
     lowest = math.log(torch.finfo(scores.dtype).tiny) + 1.0
     return (scores - top).clamp_(min=lowest).exp_().mul_(shown)
 
 
 class _Weights(torch.autograd.Function):
-    """`_weights`, of which the backward keeps nothing but the result."""
+    """`_weights`, whose backward pass stores only the result."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, top: Tensor, shown: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def _side_by_side(parts: list[Part], dim: int) -> Part:
 
 
 def _joined(one: Part, two: Part) -> Tensor:
-    """One softmax over the keys of both."""
+    """One softmax over the keys of both parts."""
     top = torch.maximum(one[0], two[0])
     share, other = (one[0] - top).exp(), (two[0] - top).exp()
     return (one[2] * share + two[2] * other) / (one[1] * share + two[1] * other)

@@ -44,7 +44,7 @@ def summary_attention(
     Step 1 is the own block; step 2 is the summaries and the query's own key. A summary is the last c columns of a
     block, the first c with `inside="future"`; a partial block has one too, unless `causal`, where blocks may still
     grow. With `inside="both"` steps 1 and 2 are those of the past, 3 and 4 those of the future. Positions count real
-    tokens, and query i is the token of key S - L + i. A query that is padding or stands before all keys gives 0.
+    tokens, and query i is the token of key S - L + i. A query that is padding or precedes all keys gives 0.
 
     Source: Child, Gray, Radford, Sutskever, 2019, Generating Long Sequences with Sparse Transformers,
     arXiv 1904.10509, and Daras, Odena, Zhang, Dimakis, 2019, Your Local GAN, arXiv 1911.12287; departs from them in
@@ -54,24 +54,24 @@ def summary_attention(
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
-        key_mask: [B, S] bool, True at real keys, and with that at their queries; None when all are real.
-        stride: From the number of real tokens of a sample to the tokens of a block, l, never less for more; always the same
-            if causal.
+        key_mask: [B, S] bool, True at real keys and their queries; None when all are real.
+        stride: From the number of real tokens of a sample to the tokens of a block, l, non-decreasing; constant if
+            causal.
         summary: Columns of a summary, c.
-        inside: What a query sees of its own block in step 1: all, the past with itself, the future with itself, or
-            one after the other.
+        inside: The part of its own block that a query sees in step 1: all, the past and itself, the future and itself, or
+            `both`, the past in steps 1 and 2 and the future in steps 3 and 4.
         causal: Whether a query sees only keys at or before its own position; only with `inside="past"`.
         steps: 1, 2, ... or None (all merged): what each head uses, repeated over the heads.
         scale: Factor of the scores.
-        dropout: Probability with which an attention weight is dropped.
+        dropout: Probability of dropping an attention weight.
         impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, for float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, `inside` is no such word, a causal pattern would look
-            ahead, or the implementation asked for cannot run.
+        ValueError: if shapes or dtypes do not match, `inside` is unknown, a causal pattern would look ahead, or
+            the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
     if inside not in _INSIDE:
@@ -101,7 +101,7 @@ def summary_attention(
         return in_turns(partial(summary_blocks, **own, dropout=dropout), q, k, v)
 
     if run == "triton":
-        # The summary of a last block that is not causal ends where the sample does, unless it is the first columns.
+        # The summary of a partial last block ends where the sample does, unless it consists of the first columns.
         apart = not causal and inside != "future"
         alike = (lambda count: count) if apart else same_stride(stride, k.shape[2])
         return under_padding(tiles, q, k, v, key_mask, alike)

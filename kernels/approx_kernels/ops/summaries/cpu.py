@@ -20,15 +20,15 @@ def summary_lists(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """What `summary_blocks` computes; summaries of all blocks stand once more behind the keys, side by side.
+    """The same as `summary_blocks`; copies of the summaries of all blocks follow the keys, contiguously.
 
-    Of blocks before that of the first query the summaries are all that is seen.
+    For blocks before that of the first query, only the summaries are seen.
     """
     keys, before = k.shape[2], k.shape[2] - q.shape[2]
     block = before // stride
     gone = block * stride
     edges = [(first, min(first + stride, keys)) for first in range(0, keys, stride)]
-    # What one column summarises must not change as a causal sequence grows.
+    # The columns of a summary must not change as a causal sequence grows.
     columns = [_columns(first, end, first + stride if causal else end, summary, inside) for first, end in edges]
     counts = [sum(end - begin for begin, end in own) for own in columns]
     behind = [keys - gone]
@@ -59,7 +59,7 @@ def summary_lists(
 
 
 def _columns(first: int, end: int, whole: int, summary: int, inside: Inside) -> list[tuple[int, int]]:
-    """The stretches of a block that summarise it, which is to end at `whole`."""
+    """The stretches of a block that form its summary; the block will end at `whole`."""
     early = (first, min(first + summary, end)) if inside in ("future", "both") else (first, first)
     late = (max(whole - summary, early[1]), end) if inside != "future" else (end, end)
     return [(begin, last) for begin, last in (early, late) if begin < last]

@@ -24,13 +24,13 @@ def summary_blocks(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """One fused product a block: its keys beside the summaries, which are gathered once for all blocks."""
+    """One fused product per block: its keys and the summaries, which are gathered once for all blocks."""
     keys, before = k.shape[2], k.shape[2] - q.shape[2]
     place = torch.arange(keys, device=q.device)
     sizes = (keys - place // stride * stride).clamp(max=stride)
     columns = summary_columns(place % stride, sizes, summary, inside).nonzero().squeeze(1)
     key_summaries, value_summaries = k.index_select(2, columns), v.index_select(2, columns)
-    # Columns of the summary of a complete block; only the last block may have fewer.
+    # Columns in the summary of a complete block; only the last block may have fewer.
     each = min((2 if inside == "both" else 1) * summary, stride)
     key_blocks, value_blocks = k.split(stride, 2), v.split(stride, 2)
     masks = {
@@ -55,7 +55,7 @@ def summary_blocks(
 
 
 def summary_columns(column: Tensor, size: Tensor | int, summary: int, inside: Inside) -> Tensor:
-    """Which columns of blocks of that size summarise them."""
+    """Which columns of blocks of that size form their summaries."""
     first, last = column < summary, column >= size - summary
     return first | last if inside == "both" else first if inside == "future" else last
 
@@ -63,9 +63,9 @@ def summary_columns(column: Tensor, size: Tensor | int, summary: int, inside: In
 def _pairs(
     q: Tensor, size: int, others: int, whole: int, summary: int, inside: Inside, causal: bool, step: int | None
 ) -> Tensor | None:
-    """Which query sees which key of its own block, and all `others` beside them; None is all.
+    """Which query sees which key of its own block, and all `others` in addition; None means all.
 
-    What one column summarises must not change as the sequence grows: `whole` is the size that the block will have.
+    The columns of a summary must not change as the sequence grows: `whole` is the final size of the block.
     """
     column = torch.arange(size, device=q.device)
     allowed = own_pairs(column[:, None], column, whole, summary, inside, causal, step)

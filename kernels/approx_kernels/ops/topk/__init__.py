@@ -1,1 +1,1 @@
-"""Attention to the keys of the largest scores."""
+"""Attention to the keys with the largest scores."""

@@ -27,14 +27,14 @@ def topk_attention(
     dropout: float = 0.0,
     impl: str = "auto",
 ) -> Tensor:
-    """Softmax attention of each query over the K keys of its largest scores, in O(L S D).
+    """Softmax attention of each query over the K keys with its largest scores, in O(L S D).
 
-    All scores are computed, a block of queries at a time, so this is what choosing keys can give at best and not a
-    way to save anything. Scores are differentiated, the choice is not. With `causal`, query i stands at position
-    S - L + i and chooses among the keys up to there. A query without any allowed key gives 0.
+    All scores are computed, a block of queries at a time: an upper bound on the quality of choosing keys, not a way to
+    save anything. Scores are differentiated, the choice is not. With `causal`, query i is at position
+    S - L + i and chooses among the keys up to there. A query with no allowed key gives 0.
 
     Source: Gupta, Dar, Goodman, Ciprut, Berant, 2021, Memory-efficient Transformers via Top-k Attention,
-    arXiv 2106.06899; departs from it in nothing.
+    arXiv 2106.06899; no departures.
 
     Args:
         q: Queries, [B, H, L, D], float.
@@ -44,14 +44,14 @@ def topk_attention(
         topk: Keys that a query keeps, K; with fewer allowed it keeps them all.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
-        dropout: Probability with which an attention weight is dropped.
+        dropout: Probability of dropping an attention weight.
         impl: `triton`, which has no dropout, `reference`, or `cpu` in C on float32 and bfloat16.
 
     Returns:
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if the shapes or dtypes do not fit together, or `impl` cannot run.
+        ValueError: if shapes or dtypes do not match, or `impl` cannot run.
     """
     check_shapes(q, k, v, key_mask)
     ways = ranked(q, flash_obstacle(q, v, dropout), cpu=obstacle(q), reference=None)

@@ -15,7 +15,7 @@ from approx_kernels.tokens.grouped import empty_gradients, empty_rows, summed
 
 
 def obstacle(q: Tensor) -> str | None:
-    """Why exact top-k attention cannot run in C, with the remedy; None where it can."""
+    """Why exact top-k attention cannot run in C, with the remedy; None if it can."""
     return c_obstacle("topk/forward.c", q) or c_obstacle("topk/backward.c", q)
 
 
@@ -30,7 +30,7 @@ def topk_rows(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """Attend; of the scores of a query never more than a block and the K largest are in memory."""
+    """Attend; only a block of a query's scores and the K largest are in memory at a time."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     mask = None if key_mask is None else key_mask.contiguous()
     with without_autocast("cpu"):
@@ -48,7 +48,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    # Read once: where activations are checkpointed, a second look is refused.
+    # Read once: with activation recomputation a second read fails.
     saved = ctx.saved_tensors
     dq, dk, dv = _attend_backward(grad, *saved, *ctx.rest)
     groups = saved[1].shape[1]
@@ -89,6 +89,6 @@ def _problem(
 ) -> TopK:
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], top.shape[3], causal)
     mask = address(key_mask, torch.bool, q.shape[0], k.shape[2])
-    found = address(top, torch.int32, *q.shape[:3], top.shape[3])
+    top_address = address(top, torch.int32, *q.shape[:3], top.shape[3])
     how = q.dtype == torch.bfloat16, torch.get_num_threads()
-    return TopK(*sizes, *how, *rows_of(q, k, v, out), mask, found, *numbers)
+    return TopK(*sizes, *how, *rows_of(q, k, v, out), mask, top_address, *numbers)

@@ -22,7 +22,7 @@ def topk_blocks(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """Scores of a block, softmax over the largest of each row, a dense product with the values."""
+    """Scores of a block, softmax over the largest of each row, and a dense product with the values."""
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, offset = k.shape[2], k.shape[2] - q.shape[2]
     lowest = torch.finfo(wide).min
@@ -41,7 +41,7 @@ def topk_blocks(
             scores = scores if allowed is None else scores.masked_fill(~allowed, lowest)
             largest = scores.topk(min(topk, keys), sorted=False)
             weights = torch.zeros_like(scores).scatter(-1, largest.indices, largest.values.softmax(-1))
-            # What is not allowed is chosen only where nothing else is left.
+            # Forbidden keys are chosen only if nothing else is left.
             weights = weights if allowed is None else weights.masked_fill(~allowed, 0.0)
             out.append((F.dropout(weights, dropout) @ v).to(q.dtype))
     return torch.cat(out, 2)

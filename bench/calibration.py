@@ -1,11 +1,11 @@
-"""Whether the comparison keeps its word: how often equal models are called different, and a planted loss is found.
+"""Calibration of the comparison: how often equal models are called different, and how often a planted loss is detected.
 
     python bench/calibration.py -o reports/calibration
 
-Models are simulated that err alike, with and without a planted loss, and compared as `approx evaluate` compares: 5 % of
-pairs without a loss may have an interval that excludes 0, and of pairs whose loss is the margin itself 5 % may be settled.
-The number of examples that an inconclusive verdict asks for must then settle four in five. Written are `record.json`
-and, made from it, `report.md`.
+Simulated models with equal error rates, with and without a planted loss, are compared as `approx evaluate` does: 5 % of
+pairs without a loss may have an interval that excludes 0, and 5 % of pairs whose loss equals the margin may be settled.
+The number of examples that an inconclusive verdict asks for must then settle four in five. Writes `record.json` and,
+from it, `report.md`.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Evidence = NDArray[np.float64]
 
 
 class Pair(NamedTuple):
-    """What two models said of the same examples, as evidence for the metric."""
+    """The outputs of two models on the same examples, as evidence for the metric."""
 
     base: Evidence
     converted: Evidence
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 
 
 def classes(generator: Generator, count: int, harm: float, changed: float = 0.05) -> Pair:
-    """Two classes, 85 % right; each model errs on its own in `changed` of the cases, the converted one in `harm` more."""
+    """Two classes, 85 % right; each model errs independently in `changed` of the cases, the converted one in `harm` more."""
     labels = generator.random(count) < 0.6
     shared = np.where(generator.random(count) < 0.85, labels, ~labels)
     base, converted = (np.where(generator.random(count) < changed, ~shared, shared) for _ in range(2))
@@ -56,11 +56,11 @@ def classes(generator: Generator, count: int, harm: float, changed: float = 0.05
 def right(generator: Generator, count: int, harm: float, changed: float = 0.05) -> Pair:
     """Whether each of `classes` is right."""
     base, converted, _ = classes(generator, count, harm, changed)
-    return Pair(*(np.equal(*found.T)[:, None].astype(float) for found in (base, converted)))
+    return Pair(*(np.equal(*side.T)[:, None].astype(float) for side in (base, converted)))
 
 
 def numbers(generator: Generator, count: int, harm: float) -> Pair:
-    """A number with shared and own noise; `harm` is more of it."""
+    """A number with shared and independent noise; `harm` adds to it."""
     labels = generator.normal(size=count)
     shared = labels + generator.normal(0, 0.6, count)
     base, converted = (shared + generator.normal(0, 0.3, count) for _ in range(2))
@@ -79,7 +79,7 @@ def answers(generator: Generator, count: int, harm: float) -> Pair:
 
 
 def speakers(generator: Generator, count: int, harm: float) -> Pair:
-    """Words and errors in 5 to 120 utterances of each of `count` speakers, some of whom suit one of the models; `harm` is a
+    """Words and errors in 5 to 120 utterances of each of `count` speakers, some of whom favour one of the models; `harm` is a
     share of errors that is added."""
     sizes = generator.integers(5, 121, count)
     groups = np.repeat(np.arange(count), sizes)
@@ -100,7 +100,7 @@ def stretches(generator: Generator, count: int, harm: float) -> Pair:
 
 
 class World(NamedTuple):
-    """A metric, models to score with it, and how many examples or groups there are."""
+    """A metric, models to score with it, and the number of examples or groups."""
 
     metric: str
     models: Callable[[Generator, int, float], Pair]
@@ -127,7 +127,7 @@ WORLDS = (
 
 
 def compared(world: World, pair: Pair, seed: int, resamples: int = RESAMPLES) -> Comparison:
-    """The comparison that a task with this metric gets; losses are negative whichever way is better."""
+    """The comparison used for tasks with this metric; losses are negative whichever direction is better."""
     metric = METRICS[world.metric]
     if world.metric == "accuracy":
         return compare_correct(pair.base[:, 0], pair.converted[:, 0])
@@ -142,40 +142,40 @@ def compared(world: World, pair: Pair, seed: int, resamples: int = RESAMPLES) ->
 
 
 def harm_of(world: World, loss: float) -> float:
-    """The harm that costs so much of the metric on average; the loss is close to linear in it."""
+    """The harm that lowers the metric by this much on average; the loss is nearly linear in it."""
     metric, harm = METRICS[world.metric], loss
     for _ in range(3):
         many = 4000 if world.models is speakers else 400_000
-        # The same draws but for the harm.
-        harmed, clean = (world.models(np.random.default_rng(99), many, found).converted for found in (harm, 0.0))
+        # The same draws, except for the harm.
+        harmed, clean = (world.models(np.random.default_rng(99), many, drop).converted for drop in (harm, 0.0))
         harm *= loss / abs(metric.total(harmed) - metric.total(clean))
     return harm
 
 
 def alarms(world: World, repetitions: int, resamples: int = RESAMPLES, seed: int = 0) -> float:
     """Share of pairs of equal models whose interval excludes 0."""
-    generator, found = np.random.default_rng(seed), 0
+    generator, missed = np.random.default_rng(seed), 0
     for repetition in range(repetitions):
         low, high = _interval(compared(world, world.models(generator, world.count, 0.0), repetition, resamples))
-        found += not low <= 0 <= high
-    return found / repetitions
+        missed += not low <= 0 <= high
+    return missed / repetitions
 
 
 def settled(world: World, margin: float, repetitions: int, resamples: int = RESAMPLES, seed: int = 1) -> float:
-    """Share of pairs with the planted loss that get another verdict than `inconclusive`."""
-    generator, found, harm = np.random.default_rng(seed), 0, harm_of(world, LOSS)
+    """Share of pairs with the planted loss whose verdict is not `inconclusive`."""
+    generator, decided, harm = np.random.default_rng(seed), 0, harm_of(world, LOSS)
     for repetition in range(repetitions):
         interval = _interval(compared(world, world.models(generator, world.count, harm), repetition, resamples))
-        found += verdict(interval, margin, world.count)[0] != "inconclusive"
-    return found / repetitions
+        decided += verdict(interval, margin, world.count)[0] != "inconclusive"
+    return decided / repetitions
 
 
 def needed(world: World, resamples: int = RESAMPLES) -> int:
-    """Examples, or groups, that a verdict asks for where the planted loss is just what it seems and the margin is 0."""
+    """Examples, or groups, that a verdict asks for if the observed loss is exactly the planted one and the margin is 0."""
     generator, harm = np.random.default_rng(2), harm_of(world, LOSS)
     pilots = [compared(world, world.models(generator, world.count, harm), seed, resamples) for seed in range(60)]
     half = float(np.mean([(high - low) / 2 for low, high in map(_interval, pilots)]))
-    # A pilot that is large enough to settle says nothing of how many would do: it is told as a smaller one.
+    # A pilot large enough to settle would not give a number, so it is presented as a smaller one.
     smaller = max(1.0, (1.5 * LOSS / half) ** 2)
     half *= math.sqrt(smaller)
     asked = verdict((-LOSS - half, -LOSS + half), 0.0, math.ceil(world.count / smaller))[1]
@@ -223,10 +223,10 @@ def report(made: dict[str, Any]) -> str:
     )
 
 
-def _interval(found: Comparison) -> tuple[float, float]:
-    if found.interval is None:
+def _interval(comparison: Comparison) -> tuple[float, float]:
+    if comparison.interval is None:
         raise ValueError("a world of one example or group has no interval")
-    return found.interval
+    return comparison.interval
 
 
 def main() -> int:

@@ -1,21 +1,21 @@
 """Every mechanism on a CPU, against default SDPA, the best exact attention, the ceiling and peers, paired in one run.
 
-    python bench/cpu.py -o reports/cpu                        # what fits into 25 minutes; again, to go on
+    python bench/cpu.py -o reports/cpu                        # what fits into 25 minutes; run again to continue
     python bench/cpu.py -o DIR --only 'roberta/forward/*' --lengths 512,4096 --threads 2
-    python bench/cpu.py -o reports/cpu --only 'gpt2/*' --again    # these parts again, all others as they are
-    python bench/cpu.py -o DIR --longest                      # 65,536 tokens through twelve layers as well
-    python bench/cpu.py -o reports/cpu --redraw               # pages from the record, nothing measured
+    python bench/cpu.py -o reports/cpu --only 'gpt2/*' --again    # measure these parts again
+    python bench/cpu.py -o DIR --longest                      # also 65,536 tokens through twelve layers
+    python bench/cpu.py -o reports/cpu --redraw               # rebuild the pages from the record
 
-The work is cut into parts, SUITE/MODE/PRECISION/THREADS/LENGTH, such as roberta/forward/float32/2/4096 or, eight at once,
-decode/forward/float32/2/4096x8. Suites: `attention` and `attention-causal` (one layer's attention by itself), `roberta`,
+The work is divided into parts, SUITE/MODE/PRECISION/THREADS/LENGTH, such as roberta/forward/float32/2/4096 or, in
+batches of eight, decode/forward/float32/2/4096x8. Suites: `attention` and `attention-causal` (attention of one layer), `roberta`,
 `gpt2` (prefill) and `wav2vec2` (10 to 60 s) end to end, `decode` (one token of GPT-2), `attention-grouped-64` and `-128` (one
-token of a layer whose 32 heads share the keys of 8). Modes: forward, train. `--only` takes a pattern of the shell for their
-names, in quotes; * also stands for slashes. With `--longest`, longest/MECHANISM too.
+token of a layer whose 32 heads share the keys of 8). Modes: forward, train. `--only` takes a quoted shell pattern for part
+names, in which * also matches slashes. `--longest` adds longest/MECHANISM.
 
-Within a part all take turns, round by round. Parts run from the cheapest to the dearest; each is kept in DIR/parts, with its
-commit, as soon as it is done, and what is kept there or stands in DIR/record.json is not measured again without `--again`:
-the same command goes on where the last one ended. On one thread time is the processor's; on more it is the wall clock's,
-without repetitions that did not get the cores. Written are `record.json` and, made from it, `report.md` and its pictures.
+Within a part the contenders take turns, round by round. Parts run from cheapest to most expensive; each is stored in
+DIR/parts with its commit as soon as it is done, and parts stored there or in DIR/record.json are not measured again without
+`--again`: the same command continues where the last one ended. On one thread times are CPU time; on more they are wall time,
+without repetitions that did not get the cores. Writes `record.json` and, from it, `report.md` and its plots.
 """
 
 import argparse
@@ -47,14 +47,14 @@ from bench.parts import keep, kept, numbers
 CPU = torch.device("cpu")
 LONGEST_LAYERS = 12
 MINUTES = 25.0
-# The rounds of a part take so long at least. They are `ROUNDS` at least, or `FEW` where one takes longer than `LONG` seconds.
+# Minimum duration of a part's rounds. There are at least `ROUNDS`, or `FEW` if one takes longer than `LONG` seconds.
 SECONDS, ROUNDS, FEW, LONG = 4.0, 5, 3, 2.0
 WARM_UP_SECONDS = 0.1
 QUICK: dict[str, Any] = {"minutes": 2.0, "lengths": (512, 1024), "dtypes": ("float32",), "seconds": 0.0}
 
 
 def cost(part: Part, rates: dict[str, Any]) -> float:
-    """Seconds that one turn of everybody takes, from counted operations and measured rates: for the order, not for a claim."""
+    """Estimated seconds per round of all contenders, from counted operations and measured rates; used only for ordering."""
     tokens = part.batch if part.decoding else part.length
     hidden = cpu_cases.HEADS * cpu_cases.SIZE
     outside = 0 if part.suite.startswith("attention") else tokens * 24 * hidden**2
@@ -67,25 +67,25 @@ def cost(part: Part, rates: dict[str, Any]) -> float:
 
 
 def measure(part: Part, seconds: float, rounds: int) -> dict[str, Any]:
-    """Let all contenders of a part take turns."""
+    """Run all contenders of a part in turns."""
     begun, neighbours, train = time.perf_counter(), Neighbours(), part.mode == "train"
     torch.set_num_threads(part.threads)
     forget()
     dtype = getattr(torch, part.dtype)
     with torch.set_grad_enabled(train), memory_limit(CPU):
         if part.suite in cpu_grouped.SIZES:
-            found = list(cpu_grouped.contenders(part.suite, part.length, dtype, part.batch))
+            cases = list(cpu_grouped.contenders(part.suite, part.length, dtype, part.batch))
         elif part.suite.startswith("attention"):
-            found = list(cpu_cases.attention(part.length, dtype, causal=part.causal, train=train))
+            cases = list(cpu_cases.attention(part.length, dtype, causal=part.causal, train=train))
         else:
-            found = list(cpu_cases.model(part.suite, part.length, dtype, batch=part.batch, train=train))
-        runners = {one.name: Runner(one.call, turns=2 if one.role == "base" else 1) for one in found}
+            cases = list(cpu_cases.model(part.suite, part.length, dtype, batch=part.batch, train=train))
+        runners = {one.name: Runner(one.call, turns=2 if one.role == "base" else 1) for one in cases}
         race(list(runners.values()), CPU, rounds=rounds, seconds=seconds, warm_up_seconds=WARM_UP_SECONDS)
     exact = [name for name in (cpu_cases.SDPA, "exact", "full") if name in runners and runners[name].status == OK]
     best = min(exact, key=lambda name: float(np.median(_times(runners[name], part.threads)[0])), default=None)
     base = runners[cpu_cases.SDPA]
     rows = []
-    for one in found:
+    for one in cases:
         runner = runners[one.name]
         row: dict[str, Any] = {"name": one.name, "role": one.role, "status": runner.status}
         if runner.status == OK:
@@ -107,14 +107,14 @@ def measure(part: Part, seconds: float, rounds: int) -> dict[str, Any]:
         "spread": float(np.median(first) / np.median(second)),
         "crowded": part.threads > 1 and neighbours.crowded(),
         "took_s": time.perf_counter() - begun,
-        # What each op ran last.
+        # The last implementation of each op.
         "chosen": chosen(),
         "contenders": rows,
     }
 
 
 def _times(runner: Runner, threads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Milliseconds of each round and which to believe: the processor's time on one thread, all of which count."""
+    """Milliseconds of each round and which are valid; on one thread this is CPU time, and all are."""
     if threads > 1:
         return runner.by_round()
     ms = np.array([statistics.mean(sample.ms * sample.busy for sample in turns) for turns in runner.rounds])
@@ -122,7 +122,7 @@ def _times(runner: Runner, threads: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _ratio(base: Runner, other: Runner, threads: int) -> list[float] | None:
-    """Base over other with its interval, over the rounds in which both are to be believed."""
+    """Ratio of base to other with its interval, over the rounds in which both are valid."""
     if base.status != OK or other.status != OK:
         return None
     (first, good), (second, fine) = _times(base, threads), _times(other, threads)
@@ -132,7 +132,7 @@ def _ratio(base: Runner, other: Runner, threads: int) -> list[float] | None:
 
 
 def longest(case: cpu_cases.Case, threads: int) -> dict[str, Any]:
-    """One forward of 65,536 tokens through twelve base-sized layers: its time, and the memory beyond model and input."""
+    """One forward pass of 65,536 tokens through twelve base-sized layers: its time, and its memory without model and input."""
     torch.set_num_threads(threads)
     row: dict[str, Any] = {"suite": "longest", "name": case.name, "layers": LONGEST_LAYERS, "length": LONGEST}
     row |= {"threads": threads, "dtype": "float32", "status": OK}
@@ -152,7 +152,7 @@ def longest(case: cpu_cases.Case, threads: int) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Measure what is asked for and not kept yet, as far as the minutes reach; then put the record together.
+    """Measure the requested parts that are not stored yet, within the time limit; then assemble the record.
 
     Raises:
         ApproxError: if the folder holds the record of another processor.
@@ -175,7 +175,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         if kept(folder, part.id) and not options.again:
             continue
         rounds = ROUNDS if turn < LONG else FEW
-        # Warm-up, memory and rounds, at half of the speed of a plain product, and making the models.
+        # Warm-up, memory and rounds, at half the speed of a plain product, and building the models.
         expected = 5 + options.seconds + 2 * turn * (rounds + 4)
         if time.perf_counter() - begun + expected > 60 * options.minutes:
             left = sum(options.again or kept(folder, other.id) is None for _, other in ordered[place:])
@@ -202,14 +202,14 @@ def _listed(values: tuple[object, ...]) -> str:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    found = tuple(text.split(","))
-    if set(found) - set(DTYPES):
+    dtypes = tuple(text.split(","))
+    if set(dtypes) - set(DTYPES):
         raise argparse.ArgumentTypeError(f"{text} was asked for; allowed are {', '.join(DTYPES)}")
-    return found
+    return dtypes
 
 
 def main() -> int:
-    """Measure, write and print; another code than 0 where the folder is another processor's."""
+    """Measure, write and print; a non-zero exit code if the folder is another processor's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "-o",

@@ -1,4 +1,4 @@
-"""What `bench/cpu.py` lets run side by side: mechanisms with their settings, models to put them in, and peers."""
+"""The contenders of `bench/cpu.py`: mechanisms with their settings, models that use them, and peers."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ from approx.seam.attention_free import attention_free
 from bench.cpu_peers import LONGEST_REFERENCE, fast_transformers_peers, transformers_peers
 
 HEADS, SIZE, LAYERS = 12, 64, 2
-# These save nothing, and hold or sort all pairs.
+# These save nothing: they materialise or sort all pairs.
 REFERENCES = ("full", "exact-topk")
 SDPA, CEILING = "sdpa", "no attention"
 
-# Settings that are measured in place of the defaults; the targets name them.
+# Settings that replace the defaults; the targets name them.
 _SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
     {
         "clustered": ({"iterations": 3}, {"iterations": 10}),
@@ -43,7 +43,7 @@ _CAUSAL_SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
 
 
 class Case(NamedTuple):
-    """A mechanism with the settings that it is measured at; `name` says both."""
+    """A mechanism with its settings; `name` contains both."""
 
     name: str
     mechanism: str
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """One that runs: `role` is base, ceiling, variant or peer."""
+    """A contender: `role` is base, ceiling, variant or peer."""
 
     name: str
     role: str
@@ -66,11 +66,11 @@ def cases(
     chosen: Mapping[str, tuple[dict[str, Any], ...]] | None = None,
     short: Sequence[str] = REFERENCES,
 ) -> list[Case]:
-    """Every mechanism that has this form, but SDPA, which is the base; `chosen` are settings in place of those above, and
-    those that are `short` run on short inputs alone.
+    """Every mechanism with this form, except SDPA, which is the base; `chosen` are settings that replace those above, and
+    mechanisms in `short` run only on short inputs.
     """
     chosen = (_CAUSAL_SETTINGS if causal else _SETTINGS) if chosen is None else chosen
-    found = []
+    variants = []
     for name, kind in MECHANISMS.items():
         able = (kind.supports_causal if causal else kind.supports_bidirectional) and (
             kind.supports_decode or not decoding
@@ -79,8 +79,8 @@ def cases(
             continue
         for settings in chosen.get(name, ({},)):
             told = " ".join(f"{key}={value}" for key, value in settings.items())
-            found.append(Case(f"{name} {told}".strip(), name, settings))
-    return found
+            variants.append(Case(f"{name} {told}".strip(), name, settings))
+    return variants
 
 
 def mechanism_of(case: Case, causal: bool, heads: int = HEADS) -> Any:
@@ -89,7 +89,7 @@ def mechanism_of(case: Case, causal: bool, heads: int = HEADS) -> Any:
 
 
 def attention(length: int, dtype: torch.dtype, *, causal: bool, train: bool) -> Iterator[Contender]:
-    """One layer's attention on random q, k and v, laid out as a model lays them out; and peers where they are bidirectional."""
+    """Attention of one layer on random q, k and v, laid out as in a model; with peers if bidirectional."""
     generator = torch.Generator().manual_seed(length)
     q, k, v, grad = (
         torch.randn(1, length, HEADS, SIZE, generator=generator).to(dtype).transpose(1, 2) for _ in range(4)
@@ -112,7 +112,7 @@ def attention(length: int, dtype: torch.dtype, *, causal: bool, train: bool) -> 
 
 
 def model(suite: str, length: int, dtype: torch.dtype, *, batch: int, train: bool) -> Iterator[Contender]:
-    """`LAYERS` layers of a base-sized model with random weights under every mechanism, with exact attention and without any."""
+    """`LAYERS` layers of a base-sized model with random weights, with every mechanism, exact attention and no attention."""
     base = build(suite, LAYERS, length).to(dtype).train(train)
     causal = suite in ("gpt2", "decode")
     run = {"roberta": on_tokens, "gpt2": on_tokens, "decode": one_token, "wav2vec2": _frames}[suite]
@@ -134,9 +134,9 @@ def model(suite: str, length: int, dtype: torch.dtype, *, batch: int, train: boo
 
 
 def build(suite: str, layers: int, length: int) -> Any:
-    """A base-sized model with random weights, few words and no dropout; only its layers learn.
+    """A base-sized model with random weights, a small vocabulary and no dropout; only its layers are trained.
 
-    The tables of words and the convolutions of speech are not what is timed.
+    Embedding tables and the convolutions of speech are excluded from the timing.
     """
     torch.manual_seed(0)
     if suite == "roberta":
@@ -161,11 +161,11 @@ def build(suite: str, layers: int, length: int) -> Any:
                 layerdrop=0.0,
             )
         )
-        # The convolution over positions costs most of a layer; over two layers it would hide what attention costs.
+        # The positional convolution costs most of a layer; over two layers it would hide the cost of attention.
         made.encoder.pos_conv_embed = nn.Identity()
         learning = made.encoder.layers
     else:
-        # Tokens that are decoded stand behind those in the cache.
+        # Decoded tokens follow those in the cache.
         made = transformers.GPT2Model(
             transformers.GPT2Config(
                 vocab_size=1000,
@@ -185,10 +185,10 @@ def build(suite: str, layers: int, length: int) -> Any:
 
 
 def converted(base: nn.Module, case: Case) -> nn.Module:
-    """The same model, its weights shared, with another attention."""
+    """The same model with shared weights and another attention."""
     twin = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
     inputs = example_inputs(twin, 512, device=next(base.parameters()).device)
-    # Fitting runs the model, in the precision that it has.
+    # Calibration runs the model in its own precision.
     inputs = {name: x.to(twin.dtype) if x.is_floating_point() else x for name, x in inputs.items()}  # type: ignore[arg-type]  # a dtype
     surgery.convert(twin, Plan.of(case.mechanism, **case.settings), calibration=inputs)
     return twin.train(base.training)
@@ -198,7 +198,7 @@ Forward = tuple[Callable[[], object], Tensor]
 
 
 def on_tokens(model: Any, length: int, batch: int, dtype: torch.dtype) -> Forward:
-    """A forward of that many tokens, and what has the shape of its outputs."""
+    """A forward pass of that many tokens, and a tensor of the shape of its outputs."""
     inputs = example_inputs(model, length, batch=batch, device=model.device)
     more = {"use_cache": False} if model.config.model_type.endswith("gpt2") else {}
     return lambda: model(**inputs, **more).last_hidden_state, torch.ones(
@@ -212,14 +212,14 @@ def _frames(model: Any, length: int, batch: int, dtype: torch.dtype) -> Forward:
 
 
 def one_token(model: Any, length: int, batch: int, dtype: torch.dtype) -> Forward:
-    """One token on top of `length`; a cache of tokens is cut back afterwards, a state and a cache with notes go on."""
+    """One token after `length` others; a KV cache is cropped afterwards, a state or a cache with notes grows."""
     generator = torch.Generator().manual_seed(length)
     cache = DynamicCache()
     for layer in range(model.config.num_hidden_layers):
         k, v = torch.randn(2, batch, HEADS, length, SIZE, generator=generator).to(model.device, dtype)
         cache.update(k, v, layer)
     word = example_inputs(model, 1, batch=batch, device=model.device)
-    # A state counts the tokens that it has seen, more of them than there are positions.
+    # A state counts the tokens seen, which exceed the number of positions.
     word["position_ids"] = torch.full((batch, 1), length, device=model.device)
 
     def step() -> None:
@@ -238,7 +238,7 @@ def _step(forward: Callable[[], Any], leaves: tuple[Tensor, ...], grad: Tensor, 
     def both() -> None:
         out = forward()
         out.backward(grad.view_as(out))
-        # Left for the next call, they would be its to free, and missing in its memory.
+        # Otherwise the next call would free them, which would distort its memory.
         for leaf in leaves:
             leaf.grad = None
 

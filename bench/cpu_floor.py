@@ -1,4 +1,4 @@
-"""How fast attention could be at best on this machine: counted operations and bytes over measured rates."""
+"""Lower bounds on the time of attention on this machine: counted operations and bytes over measured rates."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 _SIDE, _COPIED, _REPETITIONS = 2048, 2**28, 5
 # A product in another precision still counts as float32 below this relative error.
 _FLOAT32_ERROR = 1e-6
-# What products of +-1 are called among the rates; words a head and centroids that they are measured on.
+# The name of products of +-1 among the rates; words per head and centroids for measuring them.
 SIGNS = "signs"
 _WORDS, _CLUSTERS = 4096, 100
 _SEARCH = expanded(r"""
@@ -31,15 +31,15 @@ void search(const uint64_t *words, const uint64_t *centroids, int64_t heads, int
 # The chunk of causal linear attention.
 _CHUNK = 64
 EXACT = ("full", "sdpa", "exact", "flash")
-# Time over floor that each mechanism, at these settings or any, may have at most.
+# Largest time over floor allowed for each mechanism, with these settings or any.
 _LIMITS = {"linear": 2.0, "local": 2.4, "bigbird": 2.4, "clustered iterations=3": 4.5, "improved-clustered": 6.0}
 
 
 @contextlib.contextmanager
 def products_in(precision: str) -> Iterator[None]:
-    """Compute products of float32 in this of PyTorch's precisions, and put back what was set for each kind of device.
+    """Compute float32 products in one of PyTorch's precisions, and restore the setting of each kind of device.
 
-    Setting what `torch.get_float32_matmul_precision` said would not: its "highest" is also said where nothing is set.
+    Restoring `torch.get_float32_matmul_precision` would not do: it reports "highest" also if nothing is set.
     """
     settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore[reportAttributeAccessIssue]  # a module made at run time
     before = [one.fp32_precision for one in settings]
@@ -52,10 +52,10 @@ def products_in(precision: str) -> Iterator[None]:
 
 
 def calibrate(dtype: str, threads: int) -> dict[str, Any]:
-    """Operations a second of a large product, and bytes a second of a large copy, read and written, on so many threads.
+    """Operations per second of a large product, and bytes per second of a large copy, read and written, on these threads.
 
-    In float32 the product may take the way that `exact` may take, where the error allows it, and in 16 bits that by float32.
-    Signs have no copy, nor a product where no C can be compiled.
+    In float32 the product may use the fastest precision within the allowed error, and in 16 bits it may go through float32.
+    Products of signs have no copy, and no rate if C cannot be compiled.
     """
     if dtype == SIGNS:
         return _calibrate_signs(threads)
@@ -63,7 +63,7 @@ def calibrate(dtype: str, threads: int) -> dict[str, Any]:
     kind = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(_SIDE, _SIDE, generator=generator).to(kind) for _ in range(2))
-    # As in a layer, whose weights have a row for each output; without it bfloat16 may take a hundred times as long.
+    # As in a layer, whose weights have a row per output; otherwise bfloat16 may take a hundred times as long.
     b = b.t()
     precisely = a.double() @ b.double()
     ways = ("highest", "medium") if dtype == "float32" else ("highest",)
@@ -87,37 +87,37 @@ def calibrate(dtype: str, threads: int) -> dict[str, Any]:
 
 
 def _calibrate_signs(threads: int) -> dict[str, Any]:
-    """Operations a second of products of +-1, as our own search for the nearest of a hundred words of 64 bits does them.
+    """Operations per second of products of +-1, as in our search for the nearest of a hundred words of 64 bits.
 
-    None where no C can be compiled.
+    None if C cannot be compiled.
     """
     torch.set_num_threads(threads)
-    rate, found = None, load(_SEARCH)
-    if not isinstance(found, str):
+    rate, library = None, load(_SEARCH)
+    if not isinstance(library, str):
         generator, heads = torch.Generator().manual_seed(0), cpu_cases.HEADS
         words, centroids = (torch.randint(2**62, (n,), generator=generator) for n in (heads * _WORDS, _CLUSTERS))
         groups = torch.empty(len(words), dtype=torch.int32)
         numbers = map(ctypes.c_int64, (heads, _WORDS, _CLUSTERS, threads))
         signs = (address(x, torch.int64, len(x)) for x in (words, centroids))
         given = (*signs, *numbers, address(groups, torch.int32, len(words)))
-        rate = 2 * 64 * len(words) * _CLUSTERS / _seconds(lambda: found.search(*given), threads)
+        rate = 2 * 64 * len(words) * _CLUSTERS / _seconds(lambda: library.search(*given), threads)
     return {"dtype": SIGNS, "threads": threads, "flops": rate, "bytes": None}
 
 
 def _seconds(call: Callable[[], object], threads: int) -> float:
-    """The least of some repetitions: a rate is what the machine can do."""
+    """The minimum of some repetitions, since a rate is an upper bound of the machine."""
     call()
     samples = [timed(call, 1, _CPU) for _ in range(_REPETITIONS)]
     return min(sample.ms * (sample.busy if threads == 1 else 1) for sample in samples) / 1e3
 
 
 class Work(NamedTuple):
-    """What attention must do for one token of one head.
+    """Work of attention for one token of one head.
 
     Attributes:
-        flops: Operations of products, multiplications and additions apart.
+        flops: Operations of products, counting multiplications and additions separately.
         signs: Operations of products of +-1, which need 8 bits; half of them find the nearest centroids, half move them.
-        numbers: Numbers that are read or written.
+        numbers: Numbers read or written.
     """
 
     flops: float
@@ -126,22 +126,22 @@ class Work(NamedTuple):
 
 
 def limit(name: str) -> float | None:
-    """Time over floor that a contender may have at most; None where nothing was asked."""
+    """Largest time over floor allowed for a contender; None without a target."""
     return next((most for one, most in _LIMITS.items() if name == one or name.startswith(f"{one} ")), None)
 
 
 def floor_ms(name: str, length: int, causal: bool, rates: dict[str, Any], signs: float | None) -> float | None:
-    """Least milliseconds of a forward of one layer's attention, batch 1; None for what is no mechanism of ours, or unknown.
+    """Minimum milliseconds of one layer's attention, batch 1; None if unknown or not one of our mechanisms.
 
-    The operations of its products at the rate of a large product, or what it must read and write at the rate of a large
+    The operations of its products at the rate of a large product, or its reads and writes at the rate of a large
     copy, whichever takes longer. Exponentials, sorting and choosing are not counted.
 
     Args:
         name: A contender.
         length: Tokens.
-        causal: Whether a query sees its past alone.
-        rates: What `calibrate` found in the precision.
-        signs: Its products a second of +-1; None where nobody knows.
+        causal: Whether a query sees only its past.
+        rates: The result of `calibrate` in the precision.
+        signs: Rate of products of +-1 per second; None if unknown.
     """
     case = next(
         (one for one in [cpu_cases.Case("sdpa", "sdpa", {}), *cpu_cases.cases(causal, 1)] if one.name == name), None
@@ -151,14 +151,14 @@ def floor_ms(name: str, length: int, causal: bool, rates: dict[str, Any], signs:
     work, tokens = work_of(case, length, causal), cpu_cases.HEADS * length
     if work.signs and signs is None:
         return None
-    # A processor moves centroids by few additions, not by products.
+    # A CPU moves centroids by a few additions, not by products.
     finding = work.signs / 2 / signs if signs else 0.0
     width = getattr(torch, rates["dtype"]).itemsize
     return 1e3 * tokens * max(work.flops / rates["flops"] + finding, work.numbers * width / rates["bytes"])
 
 
 def work_of(case: cpu_cases.Case, length: int, causal: bool, tile: int = 0) -> Work:
-    """What a forward of a mechanism does at least for each token of each head; `tile` queries of a window share their keys."""
+    """Minimum work of a mechanism per token of each head; `tile` queries of a window share their keys."""
     mechanism = cpu_cases.mechanism_of(case, causal)
     size, half = cpu_cases.SIZE, 0.5 if causal else 1.0
     # Queries, keys, values and outputs once.
@@ -197,5 +197,5 @@ def work_of(case: cpu_cases.Case, length: int, causal: bool, tile: int = 0) -> W
 
 
 def _seen(length: int, left: int, right: int) -> float:
-    """Keys within the window of a query, in the mean over all of them; at either end it is cut off."""
+    """Keys within a query's window, averaged over all queries; it is cut off at either end."""
     return 1 + sum(side - side * (side + 1) / (2 * length) for side in (min(left, length - 1), min(right, length - 1)))

@@ -1,4 +1,4 @@
-"""What `bench/cpu.py` lets run side by side for keys that query heads share: one token of one layer of a Llama's attention."""
+"""The contenders of `bench/cpu.py` with shared keys: one token of one attention layer of a Llama."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,13 +12,13 @@ from approx.mechanisms.mechanism import Mechanism
 from bench.cpu_cases import SDPA, Contender, cases
 
 HEADS, GROUPS, LENGTHS, BATCHES = 32, 8, (1024, 4096), (1, 4)
-# By the name of the suite, the size of a head.
+# Head size by the name of the suite.
 SIZES = {"attention-grouped-64": 64, "attention-grouped-128": 128}
 REPEATED = "sdpa, keys repeated"
 
 
 def contenders(suite: str, length: int, dtype: torch.dtype, batch: int) -> Iterator[Contender]:
-    """One query of each head on top of a cache or a state of `length` tokens: PyTorch's own way to share keys, which is the base,
+    """One query per head with a cache or a state of `length` tokens: PyTorch's own grouped-query attention, which is the base,
     copies of the keys for every query head, and every mechanism that decodes.
     """
     size, generator = SIZES[suite], torch.Generator().manual_seed(length)
@@ -36,7 +36,7 @@ def contenders(suite: str, length: int, dtype: torch.dtype, batch: int) -> Itera
         mechanism = kind(HEADS, size, causal=True, scale=size**-0.5, **case.settings).to(dtype).eval()
         if mechanism.takes_calibration:
             with torch.no_grad():
-                # A few queries stand for the prompt.
+                # A few queries represent the prompt.
                 prompt = torch.randn(batch, HEADS, 512, size, generator=generator).to(dtype)
                 mechanism.calibrate(prompt, k[:, :, :512], v[:, :, :512])
         yield Contender(case.name, "variant", _step(mechanism, q, k, v))
@@ -48,7 +48,7 @@ def _step(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor) -> Callable[[],
         _, state = mechanism.decode(q, k, v)
 
         def go_on() -> None:
-            # As in a generation, the state that a step leaves is that of the next.
+            # As in generation, each step continues from the state of the last.
             nonlocal state
             _, state = mechanism.decode(q, *newest, None, state)
 
@@ -59,7 +59,7 @@ def _step(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor) -> Callable[[],
     mechanism(q, k[:, :, :-1], v[:, :, :-1], notes=noted)
 
     def note() -> Tensor:
-        # What is written to in place is to be as it was before the last token.
+        # Restore what the last token overwrote in place.
         return mechanism(q, k, v, notes={name: x if name == "codes" else x.clone() for name, x in noted.items()})
 
     return note

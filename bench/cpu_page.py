@@ -1,4 +1,4 @@
-"""The page and the pictures that are made from a record of `bench/cpu.py`."""
+"""The page and the plots made from a record of `bench/cpu.py`."""
 
 import json
 import re
@@ -26,13 +26,13 @@ _BASE = (
     "PyTorch's own products of bfloat16, which a model with default SDPA took, are slow on this processor, so it is a poor base: "
     "what attention itself gains is the second figure."
 )
-# Implementations that run on a CPU where there is no C compiler, or by request.
+# Implementations that run on a CPU without a C compiler, or on request.
 _ELSEWHERE = ("reference", "triton")
 _MODES = {"forward": "forward", "train": "forward and backward"}
 
 
 def write(source: Path, output: Path) -> str:
-    """Make `report.md` and the pictures in a folder from the `record.json` of another, or its own; returns the text."""
+    """Write `report.md` and the plots into a folder from its own `record.json` or another's; returns the text."""
     made = json.loads((source / "record.json").read_text(encoding="utf-8"))
     output.mkdir(parents=True, exist_ok=True)
     pictures = [(suite, dtype) for suite in ("attention", "roberta") for dtype in ("float32", "bfloat16")]
@@ -76,7 +76,7 @@ def report(made: dict[str, Any], drawn: list[str]) -> str:
 
 
 def _about(made: dict[str, Any]) -> list[str]:
-    """On what, when and how everything was measured, and what the marks mean."""
+    """The setup, time and method of the measurements, and the meaning of the marks."""
     machine, parts = made["environment"], made["parts"]
     crowded = sum(part["crowded"] for part in parts)
     accepted, rejected = (
@@ -120,7 +120,7 @@ def _layers(parts: list[dict[str, Any]]) -> str:
 
 
 def _anchor(title: str) -> str:
-    """What GitHub calls the place of a heading."""
+    """GitHub's anchor of a heading."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
@@ -130,12 +130,12 @@ def _left(made: dict[str, Any]) -> list[str]:
         part, _, length = name.rpartition("/")
         lengths.setdefault(part, []).append(length)
     lines = []
-    for part, found in lengths.items():
+    for part, measured_lengths in lengths.items():
         if part == "longest":
-            told = ", ".join(f"`{name}`" for name in found)
+            told = ", ".join(f"`{name}`" for name in measured_lengths)
         else:
             told = ", ".join(
-                sorted(found, key=lambda length: [int(number) for number in f"{length}x1".split("x")[1::-1]])
+                sorted(measured_lengths, key=lambda length: [int(number) for number in f"{length}x1".split("x")[1::-1]])
             )
         lines.append(f"- `{part}` {'of' if part == 'longest' else 'at'} {told}")
     return ["## Not measured", "\n".join(lines)] if lines else []
@@ -201,25 +201,25 @@ def _suite(made: dict[str, Any], suite: str) -> list[str]:
     return text
 
 
-def _ms(found: float) -> str:
-    return f"{found:,.0f} ms" if found >= 100 else f"{found:.3g} ms"
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
 
 
 def _commit(part: dict[str, Any]) -> str:
-    """The short name of a commit; a plus where something was changed on top of it."""
+    """The short name of a commit, with a plus for uncommitted changes."""
     commit, changes, _ = (part.get("git_commit") or "unknown").partition("+")
     return commit[:7] + changes
 
 
 def _draw(made: dict[str, Any], suite: str, dtype: str, output: Path) -> str | None:
-    """Speed-up over the best exact attention against length, a line a contender; the name of the file."""
+    """Speed-up over the best exact attention against length, one line per contender; returns the file name."""
     place = {"suite": suite, "mode": "forward", "dtype": dtype, "threads": THREADS}
     parts = [part for length in LENGTHS if (part := find(made, **place, length=length))]
     if len(parts) < 2:
         return None
     name = f"{suite}-{dtype}.svg"
     lines = {
-        one: [(part["length"], found["against_best"][0]) for part in parts if (found := row(part, one))]
+        one: [(part["length"], contender["against_best"][0]) for part in parts if (contender := row(part, one))]
         for one in names(parts)
     }
     told = f"{_SUITES[suite]}, {dtype}: times as fast as the best exact attention"

@@ -1,4 +1,4 @@
-"""Other people's attention that runs on a CPU, one layer's and without projections."""
+"""Other implementations of attention that run on a CPU, for one layer without projections."""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -8,12 +8,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-# What holds or sorts all pairs is measured for reference, not beyond this length.
+# Mechanisms that materialise or sort all pairs are measured for reference, up to this length.
 LONGEST_REFERENCE = 2048
 
 
 def transformers_peers(hidden: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Longformer and BigBird of transformers, their projections exchanged for copies, so that attention alone is left."""
+    """Longformer and BigBird of transformers with copies in place of their projections, to measure only attention."""
     from transformers.models.big_bird import modeling_big_bird as big_bird
     from transformers.models.longformer import modeling_longformer as longformer
 
@@ -32,7 +32,7 @@ def transformers_peers(hidden: Tensor) -> Iterator[tuple[str, Callable[[], Tenso
     }
     if length % 512 == 0:
         yield "transformers Longformer", lambda: windowed(hidden, **state)[0]
-    # With fewer blocks than it needs for its draws, BigBird is exact attention.
+    # With too few blocks for its draws, BigBird is exact attention.
     if length % 64 == 0 and length >= 1024:
         config = transformers.BigBirdConfig(block_size=64, num_random_blocks=3, attention_probs_dropout_prob=0.0)
         blocked = _without_projections(big_bird.BigBirdBlockSparseAttention(config, seed=0))
@@ -51,7 +51,7 @@ def _without_projections(module: nn.Module) -> nn.Module:
 
 
 class _Copy(nn.Module):
-    """What a projection leaves is new memory, into which the peers then write."""
+    """Projections return new memory, which the peers then write to."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.clone()
@@ -60,9 +60,9 @@ class _Copy(nn.Module):
 def fast_transformers_peers(
     q: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The mechanisms of idiap's fast-transformers, where it is installed; it computes in float32 alone.
+    """The mechanisms of idiap's fast-transformers, if installed; it supports only float32.
 
-    All but `conditional-full`, which is one of the others, chosen by length.
+    Without `conditional-full`, which picks one of the others by length.
     """
     try:
         made = importlib.import_module("fast_transformers.attention")
@@ -75,7 +75,7 @@ def fast_transformers_peers(
     everything = masking.TriangularCausalMask(length) if causal else masking.FullMask(length)
     lengths = masking.LengthMask(torch.tensor([length]))
     clusters = 25 if length <= 512 else 100
-    # As many keys beside a query, in as many rounds, as ours has.
+    # As many keys per query, in as many rounds, as ours.
     peers = {"idiap reformer": made.ReformerAttention(chunk_size=32, bits=8, rounds=4)} if length % 32 == 0 else {}
     if length <= LONGEST_REFERENCE:
         peers |= {"idiap full": made.FullAttention(), "idiap exact-topk": made.ExactTopKAttention(topk=32)}
@@ -98,7 +98,7 @@ def fast_transformers_peers(
         yield name, lambda peer=peer: peer.eval()(queries, keys, values, everything, lengths, lengths)
 
 
-# Which of ours each peer is held against.
+# Our counterpart of each peer.
 COUNTERPARTS: Mapping[str, str] = MappingProxyType(
     {
         "idiap full": "exact",

@@ -1,4 +1,4 @@
-"""The record of `bench/cpu.py`: the parts of its plan, what tells one run from another, and how it is put together."""
+"""The record of `bench/cpu.py`: the parts of its plan, the identity of a run, and assembling the record."""
 
 import datetime
 import json
@@ -21,7 +21,7 @@ LONGEST = 65_536
 
 
 class Part(NamedTuple):
-    """A race, or a measurement of one kind."""
+    """A race, or another kind of measurement."""
 
     suite: str
     mode: str
@@ -32,28 +32,28 @@ class Part(NamedTuple):
 
     @property
     def id(self) -> str:
-        """What `--only` is matched with, and the name of the file in which it is kept."""
+        """The name that `--only` matches, and that of its file."""
         length = f"{self.length}" if self.batch == 1 else f"{self.length}x{self.batch}"
         return f"{self.suite}/{self.mode}/{self.dtype}/{self.threads}/{length}"
 
     @property
     def causal(self) -> bool:
-        """Whether a query sees its past alone."""
+        """Whether a query sees only its past."""
         return self.suite in ("attention-causal", "gpt2") or self.decoding
 
     @property
     def decoding(self) -> bool:
-        """Whether there is one token on top of others."""
+        """Whether one token follows others."""
         return self.suite == "decode" or self.suite in cpu_grouped.SIZES
 
     @property
     def layers(self) -> int:
-        """Layers that run."""
+        """Number of layers."""
         return 1 if self.suite.startswith("attention") else cpu_cases.LAYERS
 
 
 def planned(threads: tuple[int, ...], dtypes: tuple[str, ...], lengths: tuple[int, ...]) -> Iterator[Part]:
-    """All parts. Training is timed on all threads, where it is done, and not at the greatest length."""
+    """All parts. Training is timed only on all threads, and not at the greatest length."""
     for count in threads:
         for dtype in dtypes:
             for length in lengths:
@@ -73,17 +73,17 @@ def planned(threads: tuple[int, ...], dtypes: tuple[str, ...], lengths: tuple[in
                     yield Part("wav2vec2", "train", dtype, count, frames)
 
 
-def name_of(found: dict[str, Any]) -> str:
-    """The name under which what was found is kept."""
-    if "contenders" in found:
-        return Part(**{name: found[name] for name in Part._fields}).id
-    if "flops" in found:
-        return f"rates/{found['dtype']}/{found['threads']}"
-    return f"longest/{found['name']}"
+def name_of(result: dict[str, Any]) -> str:
+    """The name under which a result is stored."""
+    if "contenders" in result:
+        return Part(**{name: result[name] for name in Part._fields}).id
+    if "flops" in result:
+        return f"rates/{result['dtype']}/{result['threads']}"
+    return f"longest/{result['name']}"
 
 
 def circumstances() -> dict[str, Any]:
-    """What may differ between the parts of one record: commit, time, versions, processor, and the command."""
+    """Properties that may differ between the parts of a record: commit, time, versions, processor, and the command."""
     now = environment()
     return {
         **{name: now[name] for name in ("git_commit", "torch", "transformers", "processor")},
@@ -95,14 +95,14 @@ def circumstances() -> dict[str, Any]:
 
 
 def processor(machine: dict[str, Any]) -> str:
-    """A processor by its name, its instructions and, as far as they are known, the numbers of its family and model."""
+    """A processor's name, instruction set and, if known, family and model numbers."""
     numbers = ", ".join(f"{name} {machine[name]}" for name in ("family", "model") if name in machine)
     known = f" with {machine['instructions']}" if "instructions" in machine else ""
     return machine["processor"] + known + f" ({numbers})" * bool(numbers)
 
 
 def take_up(output: Path) -> None:
-    """Keep what the record of a folder holds and its parts lack, as in a fresh checkout.
+    """Store the parts that the record of a folder has and its part files lack, as in a fresh checkout.
 
     Raises:
         ApproxError: if it is the record of another processor.
@@ -112,7 +112,7 @@ def take_up(output: Path) -> None:
         return
     made, here = json.loads(path.read_text(encoding="utf-8")), circumstances()
     then = made["environment"]
-    # Older records lack the numbers of family and model.
+    # Older records lack the family and model numbers.
     if any(then.get(name, here[name]) != here[name] for name in ("processor", "instructions", *generation())):
         raise ApproxError(
             f"{path} holds what was measured on {processor(then)}, and this is {processor(here)}. Take another folder with -o.",
@@ -122,24 +122,24 @@ def take_up(output: Path) -> None:
 
 
 def gather(output: Path) -> None:
-    """Write the record of all parts that are kept, and name those of the whole plan that are not."""
-    found = {name_of(one): one for one in all_kept(output / "parts")}
+    """Write the record of all stored parts, and list the missing parts of the plan."""
+    results = {name_of(one): one for one in all_kept(output / "parts")}
     machine = environment()
-    # Parts are of the commits that they name.
+    # Each part names its commit.
     del machine["git_commit"]
     made = {
         "command": _command(),
-        "rates": [one for one in found.values() if "flops" in one],
-        "parts": [one for one in found.values() if "contenders" in one],
-        "longest": [one for one in found.values() if one.get("suite") == "longest"],
-        "left": left(set(found)),
+        "rates": [one for one in results.values() if "flops" in one],
+        "parts": [one for one in results.values() if "contenders" in one],
+        "longest": [one for one in results.values() if one.get("suite") == "longest"],
+        "left": left(set(results)),
         "environment": {**machine, "instructions": instructions(), **generation()},
     }
     (output / "record.json").write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def left(done: set[str]) -> list[str]:
-    """What the whole plan has and was not done, in its order."""
+    """The parts of the plan that are missing, in order."""
     longest = [f"longest/{case.name}" for case in cpu_cases.cases(False, LONGEST)]
     return [name for name in (*(part.id for part in planned(THREADS, DTYPES, LENGTHS)), *longest) if name not in done]
 

@@ -1,4 +1,4 @@
-"""Sections of the page of `bench/cpu.py` that look across its tables: time over floor, peers, memory."""
+"""Sections of the page of `bench/cpu.py` that span its tables: time over floor, peers, memory."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ _NOISY = 1.04
 
 
 def dagger(part: dict[str, Any] | None) -> str:
-    """The mark of a column that other programs or noise disturbed."""
+    """The mark of a column disturbed by other programs or noise."""
     return " †" if part and (part["crowded"] or noise(part) > _NOISY) else ""
 
 
-# Older versions gave converted models these besides their attention; what was found of each stands in the parts.
+# Older versions gave converted models these besides their attention; the parts say which.
 _HALF = "bfloat16 products"
 _REPLACED = {
     "float32 products": "products of float32 by another library",
@@ -30,7 +30,7 @@ _REPLACED = {
 
 
 def products(made: dict[str, Any]) -> str:
-    """What converted models had besides their attention when older parts were measured; nothing where they had nothing."""
+    """The extras of converted models besides attention in older parts; empty if there are none."""
     had = [what for asked, what in _REPLACED.items() if _was_replaced(made, asked)]
     if not had:
         return ""
@@ -42,19 +42,19 @@ def products(made: dict[str, Any]) -> str:
 
 
 def half_products(made: dict[str, Any]) -> bool:
-    """Whether default SDPA and the peers took PyTorch's products of bfloat16 where those are slow, and the others did not."""
+    """Whether default SDPA and the peers used PyTorch's bfloat16 products where those are slow, and the others did not."""
     return _was_replaced(made, _HALF)
 
 
 def _was_replaced(made: dict[str, Any], asked: str) -> bool:
-    """Whether any part says from how many rows on: a number, or numbers by the layout of the weights, [1, 0] for never."""
-    found = [part.get("products", {}).get(asked) for part in made["parts"]]
-    each = [one for by in found for one in (by.values() if isinstance(by, dict) else [by])]
+    """Whether any part gives the smallest number of rows: a number, or one per layout of the weights, [1, 0] for never."""
+    products = [part.get("products", {}).get(asked) for part in made["parts"]]
+    each = [one for by in products for one in (by.values() if isinstance(by, dict) else [by])]
     return any(one is not None and one != [1, 0] for one in each)
 
 
 def floors(made: dict[str, Any], dtype: str) -> list[str]:
-    """Time over floor of attention by itself."""
+    """Time over floor of attention alone."""
     rates = {(one["dtype"], one["threads"]): one for one in made["rates"]}
     own, signs = rates.get((dtype, THREADS)), rates.get((SIGNS, THREADS), {"flops": None})["flops"]
     place = {"mode": "forward", "dtype": dtype, "threads": THREADS}
@@ -68,10 +68,10 @@ def floors(made: dict[str, Any], dtype: str) -> list[str]:
         for name in names([part for n in lengths if (part := parts[suite, n])]):
             most, cells = limit(name), []
             for length in lengths:
-                found = row(parts[suite, length], name)
+                contender = row(parts[suite, length], name)
                 least = floor_ms(name, length, bool(told), own, signs)
-                unknown |= found is not None and least is None and name.startswith(("clustered", "improved"))
-                times = None if found is None or least is None else round(found["median_ms"] / least, 1)
+                unknown |= contender is not None and least is None and name.startswith(("clustered", "improved"))
+                times = None if contender is None or least is None else round(contender["median_ms"] / least, 1)
                 cells.append("–" if times is None else f"{times:.1f}" + ", over" * (most is not None and times > most))
             if set(cells) != {"–"}:
                 lines.append([f"`{name}`{told}", "–" if most is None else f"{most:g}", *cells])
@@ -88,7 +88,7 @@ def floors(made: dict[str, Any], dtype: str) -> list[str]:
 
 
 def peers(made: dict[str, Any], modes: dict[str, str]) -> list[str]:
-    """How many times as fast as each peer its counterpart is."""
+    """The speed of our counterpart relative to each peer."""
     lines: dict[tuple[str, ...], dict[int, str]] = {}
     for one in against_peers(made, dict(COUNTERPARTS)):
         told = (one["peer"], f"`{one['ours']}`", modes[one["mode"]], one["dtype"], str(one["threads"]))
@@ -107,16 +107,20 @@ def peers(made: dict[str, Any], modes: dict[str, str]) -> list[str]:
 
 
 def memory(made: dict[str, Any]) -> list[str]:
-    """What attention needs, how that grows, and the longest input."""
+    """The memory of attention, its growth, and the longest input."""
     text, grown = [], exponents(made)
     if grown:
         place = {"suite": "attention", "mode": "forward", "dtype": "float32", "threads": THREADS}
         parts = {n: part for n in LENGTHS if (part := find(made, **place, length=n))}
         lines = []
         for name, slope in grown.items():
-            found = [row(part, name) for part in parts.values()]
+            contenders = [row(part, name) for part in parts.values()]
             lines.append(
-                [f"`{name}`", f"n^{slope:.2f}", *("–" if one is None else f"{one['peak_mb']:.1f}" for one in found)]
+                [
+                    f"`{name}`",
+                    f"n^{slope:.2f}",
+                    *("–" if one is None else f"{one['peak_mb']:.1f}" for one in contenders),
+                ]
             )
         text += [
             "## Peak memory",

@@ -1,4 +1,4 @@
-"""The numbers that the CPU work set out to reach, and what a record of `bench/cpu.py` says of each."""
+"""The targets of the CPU work, and their state in a record of `bench/cpu.py`."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from bench.parts import find, noise, row
 
 
 class Target(NamedTuple):
-    """At least so many times as fast as exact attention end to end, by length: default SDPA, and the best exact found."""
+    """Smallest end-to-end speed-up by length, over default SDPA and over the best exact attention."""
 
     suite: str
     name: str
@@ -33,7 +33,7 @@ TARGETS = (
     Target("gpt2", "linear", "bfloat16", (1.4, 1.45, 1.8, 2.45, 4.0)),
     Target("decode", "linear", "float32", (1.25, 2.5, 4.0, 7.0), batch=8),
 )
-# Share of the speed-up that no attention at all would give, at 4,096 tokens.
+# Share of the speed-up without any attention, at 4,096 tokens.
 SHARES = {
     "linear": 0.9,
     "local left=128 right=128": 0.75,
@@ -45,13 +45,13 @@ RACED_IDIAP = (512, 1024, 2048, 4096)
 
 
 def share(part: dict[str, Any] | None, name: str) -> float | None:
-    """The speed-up of one contender over that without attention."""
+    """The speed-up of a contender over that without attention."""
     own, free = row(part, name), row(part, CEILING)
     return None if own is None or free is None else own["against_sdpa"][0] / free["against_sdpa"][0]
 
 
 def judged(made: dict[str, Any]) -> list[list[str]]:
-    """A row a target: what it is, for each length asked, found, and whether it was reached, and what the record says of why not."""
+    """One row per target: its name; for each length the target, the result and whether it was reached; and why not."""
     lines = []
     for target in TARGETS:
         for key, asked in (("against_sdpa", target.against_sdpa), ("against_best", target.against_best)):
@@ -60,10 +60,10 @@ def judged(made: dict[str, Any]) -> list[list[str]]:
             for length, least in zip(LENGTHS, asked, strict=False):
                 place = {"suite": target.suite, "mode": "forward", "dtype": target.dtype, "threads": THREADS}
                 part = find(made, **place, length=length, batch=target.batch)
-                found = row(part, target.name)
-                cells.append(asked_and_found(None if found is None else found[key][0], least))
-                if part and found and found[key][0] < least:
-                    reason, figure = _why(part, found, key, least)
+                contender = row(part, target.name)
+                cells.append(asked_and_found(None if contender is None else contender[key][0], least))
+                if part and contender and contender[key][0] < least:
+                    reason, figure = _why(part, contender, key, least)
                     reasons.setdefault(reason, []).append(f"{figure} ({length:,})")
             if cells:
                 where = {"roberta": "encoder", "gpt2": "GPT-2 prefill", "decode": f"GPT-2 decode, batch {target.batch}"}
@@ -74,9 +74,9 @@ def judged(made: dict[str, Any]) -> list[list[str]]:
     return lines
 
 
-def _why(part: dict[str, Any], found: dict[str, Any], key: str, least: float) -> tuple[str, str]:
-    """What keeps a contender from its number, the noise, the rest of the model, or itself, and the figure that shows it."""
-    if found[key][0] * noise(part) >= least:
+def _why(part: dict[str, Any], contender: dict[str, Any], key: str, least: float) -> tuple[str, str]:
+    """The reason why a contender misses its target (noise, the rest of the model, or itself), and the figure that shows it."""
+    if contender[key][0] * noise(part) >= least:
         return "within the noise of", f"{noise(part) - 1:.1%}"
     free = row(part, CEILING)
     if free is None:
@@ -84,40 +84,42 @@ def _why(part: dict[str, Any], found: dict[str, Any], key: str, least: float) ->
     told = "no attention at all" + ", its cache still copied," * (part["suite"] == "decode")
     if free[key][0] < least:
         return f"{told} reaches", f"{free[key][0]:.2f}"
-    return f"share of what {told} reaches:", f"{found[key][0] / free[key][0]:.2f}"
+    return f"share of what {told} reaches:", f"{contender[key][0] / free[key][0]:.2f}"
 
 
 def other_targets(made: dict[str, Any]) -> list[list[str]]:
-    """The targets that are no speed-up at a length: share of the ceiling, peers, growth of memory, the longest input."""
+    """The other targets: share of the ceiling, peers, growth of memory, the longest input."""
     lines = []
     for name, least in SHARES.items():
         for dtype in ("float32", "bfloat16"):
             place = {"suite": "roberta", "mode": "forward", "dtype": dtype, "threads": THREADS, "length": SHARED_AT}
             what = f"share of the ceiling at {SHARED_AT:,} tokens, `{name}`, {dtype}"
-            found = share(find(made, **place), name)
+            ratio = share(find(made, **place), name)
             alone = row(find(made, **{**place, "suite": "attention"}), name)
             why = f": by itself it is {alone['against_sdpa'][0]:.1f} times as fast as default SDPA" if alone else ""
-            lines.append([what, asked_and_found(found, least) + why * (found is not None and found < least)])
-    raced, found = _idiap(made)
+            lines.append([what, asked_and_found(ratio, least) + why * (ratio is not None and ratio < least)])
+    raced, outcome = _idiap(made)
     what = "faster than idiap's fast-transformers, attention only, one thread, 512 to 4,096 tokens"
-    lines.append([f"{what}: {', '.join(raced)}" if raced else what, found])
+    lines.append([f"{what}: {', '.join(raced)}" if raced else what, outcome])
     grown = exponents(made)
     over = [f"`{name}` n^{slope:.2f}" for name, slope in grown.items() if slope > EXPONENT]
-    found = "not measured" if not grown else f"not reached: {', '.join(over)}" if over else "reached"
-    lines.append([f"peak memory of an approximation grows as n^{EXPONENT} at most", found])
+    outcome = "not measured" if not grown else f"not reached: {', '.join(over)}" if over else "reached"
+    lines.append([f"peak memory of an approximation grows as n^{EXPONENT} at most", outcome])
     failed = [one["name"] for one in made["longest"] if not fits(one)]
-    found = "not measured" if not made["longest"] else "reached" if not failed else f"not reached: {', '.join(failed)}"
-    lines.append([f"65,536 tokens through twelve layers in {LONGEST_GB} GB, of what was run", found])
+    outcome = (
+        "not measured" if not made["longest"] else "reached" if not failed else f"not reached: {', '.join(failed)}"
+    )
+    lines.append([f"65,536 tokens through twelve layers in {LONGEST_GB} GB, of what was run", outcome])
     return lines
 
 
 def fits(one: dict[str, Any]) -> bool:
-    """Whether a run of the longest input, weights included, stayed within the memory."""
+    """Whether a run of the longest input, including weights, stayed within the memory."""
     return one["status"] == "ok" and one["peak_mb"] + one["weights_mb"] <= 1e3 * LONGEST_GB
 
 
 def exponents(made: dict[str, Any]) -> dict[str, float]:
-    """The slope of log memory over log length of a forward of one layer's attention, for each approximation."""
+    """The slope of log memory over log length of one layer's attention, for each approximation."""
     points: dict[str, list[tuple[int, float]]] = {}
     for part in made["parts"]:
         if (part["suite"], part["mode"], part["dtype"], part["threads"]) == (
@@ -128,7 +130,7 @@ def exponents(made: dict[str, Any]) -> dict[str, float]:
         ):
             for one in part["contenders"]:
                 exact = one["name"] in ("sdpa", "exact", "full", "exact-topk")
-                # Below this, buffers of a fixed size are most of it.
+                # Below this, buffers of a fixed size dominate.
                 if one["role"] == "variant" and one["status"] == "ok" and not exact and part["length"] >= 1024:
                     points.setdefault(one["name"], []).append((part["length"], one["peak_mb"]))
     enough = {name: np.log2(seen) for name, seen in points.items() if len(seen) >= 3 and min(seen)[1] > 0}
@@ -136,29 +138,29 @@ def exponents(made: dict[str, Any]) -> dict[str, float]:
 
 
 def against_peers(made: dict[str, Any], counterparts: dict[str, str]) -> list[dict[str, Any]]:
-    """Each peer in each part, and how many times as fast our counterpart was beside it."""
-    found = []
+    """Each peer in each part, and the relative speed of our counterpart."""
+    races = []
     for part in made["parts"]:
         for one in part["contenders"]:
             ours = row(part, counterparts.get(one["name"], ""))
             if one["role"] == "peer" and one["status"] == "ok" and ours:
                 ratio = one["median_ms"] / ours["median_ms"]
-                found.append({**part, "peer": one["name"], "ours": ours["name"], "ratio": ratio})
-    return found
+                races.append({**part, "peer": one["name"], "ours": ours["name"], "ratio": ratio})
+    return races
 
 
 def _idiap(made: dict[str, Any]) -> tuple[list[str], str]:
-    """Its mechanisms that ran beside ours, and whether ours was faster than each."""
-    found = [
+    """The mechanisms of idiap that ran against ours, and whether ours was faster than each."""
+    races = [
         one
         for one in against_peers(made, dict(COUNTERPARTS))
         if one["peer"].startswith("idiap") and one["threads"] == 1 and one["mode"] == "forward"
     ]
-    if not found:
+    if not races:
         return [], "not measured: it is not installed here"
-    raced = list(dict.fromkeys(one["peer"].removeprefix("idiap ") for one in found))
-    slower = [f"{one['peer']} at {one['length']:,}: {one['ratio']:.2f}" for one in found if one["ratio"] <= 1]
-    missing = sorted(set(RACED_IDIAP) - {one["length"] for one in found})
+    raced = list(dict.fromkeys(one["peer"].removeprefix("idiap ") for one in races))
+    slower = [f"{one['peer']} at {one['length']:,}: {one['ratio']:.2f}" for one in races if one["ratio"] <= 1]
+    missing = sorted(set(RACED_IDIAP) - {one["length"] for one in races})
     if missing:
         slower.append(f"not measured at {', '.join(f'{length:,}' for length in missing)}")
     return raced, f"not reached: {'; '.join(slower)}" if slower else "reached"

@@ -1,18 +1,18 @@
-"""What the settings of the approximations buy on real activations: the error of attention's output, and the time.
+"""The effect of the approximations' settings on real activations: the error of attention's output, and the time.
 
     python bench/defaults.py -o reports/defaults --data DIR --checkpoints DIR
 
-Queries, keys and values are those of all layers of MiniLM, fine-tuned on SST-2 (for sentences, reviews and long documents) and
-on SQuAD, on texts of each data set; half of the texts fit what is fitted, the errors are those of the others. Long documents
-have 2,048 tokens, beyond 512 on a position table that repeats itself. The error is that of a layer's output, relative to exact
-attention and before the output projection, as a root mean square over its tokens; averaged over layers and `SEEDS` draws. Time
-is the CPU time of one thread, the best of `PASSES` passes, and that of exact attention stands beside it.
+Queries, keys and values come from all layers of MiniLM, fine-tuned on SST-2 (for sentences, reviews and long documents) and
+on SQuAD, on texts of each data set; calibration uses half of the texts, and errors are measured on the rest. Long documents
+have 2,048 tokens, beyond 512 on a repeated position table. The error is that of a layer's output, relative to exact attention
+and before the output projection, as a root mean square over its tokens, averaged over layers and `SEEDS` draws. Time is the CPU
+time of one thread, the best of `PASSES` passes, with that of exact attention for comparison.
 
-Two rules say what a default should be. Settings that only cost time (iterations, bits): the smallest value whose error exceeds
-that of the largest by at most `FREE` on every data set. Settings that trade quality for time: as they are, unless another value
-is cheaper and closer by more than `FREE`, as noise is not to choose, on every data set. Frozen centroids are never a default:
-they need a calibration text. Written are `record.json` and, made from it, `report.md` and `defaults.svg`; `--redraw` makes only
-these two again.
+Two rules choose a default. Settings that only cost time (iterations, bits): the smallest value whose error exceeds that of the
+largest by at most `FREE` on every data set. Settings that trade quality for time: unchanged, unless another value is cheaper and
+more accurate by more than `FREE`, to ignore noise, on every data set. Frozen centroids are never a default: they need a
+calibration text. Writes `record.json` and, from it, `report.md` and `defaults.svg`; `--redraw` rebuilds only these
+two.
 """
 
 import argparse
@@ -57,7 +57,7 @@ SWEEPS = {
     "improved-clustered": _CLUSTERS | {"topk": (8, 16, 32, 64, 128)},
     "local": {"left": (32, 64, 128, 256)},
 }
-# Where the other settings of a sweep stand, by mechanism or by what is swept; those that are not named are at their defaults.
+# Other settings of a sweep, by mechanism or swept setting; unnamed ones keep their defaults.
 START: dict[str, dict[str, Any]] = {
     "frozen": {"clusters": 100},
     "clustered": {"iterations": 10, "bits": 63},
@@ -69,7 +69,7 @@ Layer = tuple[Tensor, Tensor, Tensor]
 
 
 class Source(NamedTuple):
-    """A data set: the checkpoint that reads it, its longest inputs in tokens, how many texts, and where they are."""
+    """A data set: the checkpoint for it, its maximum input length in tokens, the number of texts, and their location."""
 
     name: str
     checkpoint: str
@@ -110,11 +110,11 @@ SOURCES = (
 
 
 def activations(source: Source, data: Path, checkpoints: Path) -> list[list[Layer]]:
-    """Queries, keys and values of each layer, [1, H, n, D], for each text that is spread evenly over the data set."""
-    found: list[list[Layer]] = []
+    """Queries, keys and values of each layer, [1, H, n, D], for texts spread evenly over the data set."""
+    batches: list[list[Layer]] = []
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
-        found[-1].append((q, k, v))
+        batches[-1].append((q, k, v))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2), None
 
     AttentionInterface.register("recorded", attend)
@@ -126,10 +126,10 @@ def activations(source: Source, data: Path, checkpoints: Path) -> list[list[Laye
     for number in range(source.texts):
         text = texts[number * len(texts) // source.texts]
         inputs = tokenizer(*([text] if isinstance(text, str) else text), truncation=True, max_length=source.longest)
-        found.append([])
+        batches.append([])
         with torch.inference_mode():
             model(torch.tensor([inputs["input_ids"]]))
-    return found
+    return batches
 
 
 def cases() -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ def cases() -> list[dict[str, Any]]:
 
 
 def measure(case: dict[str, Any], texts: list[list[Layer]], exact: list[list[Tensor]]) -> dict[str, float]:
-    """Relative error of the outputs of the second half of the texts, and milliseconds for all of its layers."""
+    """Relative error of the outputs on the second half of the texts, and milliseconds for all layers."""
     layers, heads, size = len(texts[0]), texts[0][0][0].shape[1], texts[0][0][0].shape[3]
     half, errors, passes = len(texts) // 2, [], []
     kind = MECHANISMS[case["mechanism"]]
@@ -207,7 +207,7 @@ def best(made: dict[str, Any], mechanism: str, swept: str, now: Any) -> Any:
         return min(v for v, f in sweep.items() if all(f[n]["error"] <= (1 + FREE) * full[n]["error"] for n in full))
     if swept == "frozen":
         return now
-    here = [(n, what, (1 - FREE) * found[what]) for n, found in sweep[now].items() for what in ("error", "ms")]
+    here = [(n, what, (1 - FREE) * figures[what]) for n, figures in sweep[now].items() for what in ("error", "ms")]
     return next((v for v, f in sweep.items() if all(f[n][what] < most for n, what, most in here)), now)
 
 
@@ -239,9 +239,9 @@ def report(made: dict[str, Any]) -> str:
             for case in made["cases"]:
                 if (case["mechanism"], case["swept"]) != (mechanism, swept):
                     continue
-                found = [case["found"][s["name"]] for s in sources]
+                figures = [case["found"][s["name"]] for s in sources]
                 value = f"**{case['value']}**" if case["value"] == now else str(case["value"])
-                cells = [*(f"{f['error']:.3f}" for f in found), *(f"{f['ms']:.3g}" for f in found)]
+                cells = [*(f"{f['error']:.3f}" for f in figures), *(f"{f['ms']:.3g}" for f in figures)]
                 lines.append([f"`{swept}`", value, *cells])
         parts += [f"## {mechanism}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
         parts.append(f"Defaults are bold. The rules choose: {', '.join(chosen)}.")
@@ -249,7 +249,7 @@ def report(made: dict[str, Any]) -> str:
 
 
 def draw(made: dict[str, Any], path: Path) -> None:
-    """Error against time on the longest texts, a line for each swept setting."""
+    """Error against time on the longest texts, one line per swept setting."""
     last = made["sources"][-1]["name"]
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -258,11 +258,11 @@ def draw(made: dict[str, Any], path: Path) -> None:
         FigureCanvasSVG(figure)
         axes = figure.add_subplot(xscale="log", yscale="log", xlabel=f"CPU ms, {last}", ylabel="relative error")
         for number, key in enumerate((mechanism, swept) for mechanism, sweeps in SWEEPS.items() for swept in sweeps):
-            # What follows the length is one of the numbers here.
+            # A setting that depends on the length is one of the numbers here.
             swept = [c for c in made["cases"] if (c["mechanism"], c["swept"]) == key and c["value"] is not None]
-            found = [case["found"][last] for case in swept]
+            figures = [case["found"][last] for case in swept]
             style = {"linestyle": ("-", "--")[number // 10], "marker": "os"[number // 10], "markersize": 3}
-            axes.plot([f["ms"] for f in found], [f["error"] for f in found], label=": ".join(key), **style)
+            axes.plot([f["ms"] for f in figures], [f["error"] for f in figures], label=": ".join(key), **style)
         axes.axvline(made["sources"][-1]["sdpa_ms"], color="black", linewidth=0.8, label="exact attention")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set(major_formatter="{x:g}", minor_formatter=lambda x, _: f"{x:g}" if f"{x:e}"[0] in "2346" else "")

@@ -1,13 +1,13 @@
-"""How close the estimates of Performer and the rounds of LSH come to exact attention on real activations.
+"""The accuracy of the estimates of Performer and the rounds of LSH on real activations.
 
     OMP_NUM_THREADS=1 python bench/estimates.py -o reports/estimates --data DIR --checkpoints DIR
 
-Texts, models and errors are those of `bench/defaults.py`, fewer texts: half of them fit what is fitted, the rest are measured,
-all layers of MiniLM. Performer stands beside uniform attention, which weighs all keys alike, and beside the plain estimate with an
-eps added to features, 1e-6 as in the paper and 1e-4 as in a widely used implementation, both as formulas of our own. Of LSH the
-rows say the share of the attention weight that rounds of hashing capture with shared keys, by buckets for each cluster, also as
-many buckets as clusters, as Reformer has them; and errors with and without `dedup`. Times are CPU milliseconds of one thread for all
-layers of one text, the best of `PASSES`, settings in turns. Written are `record.json` and, made from it, `report.md`.
+Texts, models and errors are those of `bench/defaults.py`, with fewer texts: half of them for calibration, the rest measured, on
+all layers of MiniLM. Performer is compared with uniform attention, which weighs all keys alike, and with the plain estimate with
+an eps added to features, 1e-6 as in the paper and 1e-4 as in a widely used implementation, both as our own formulas. For LSH the
+rows show the share of the attention weight that rounds of hashing capture with shared keys, by buckets per cluster, also with as
+many buckets as clusters, as in Reformer; and errors with and without `dedup`. Times are CPU milliseconds of one thread for all
+layers of one text, the best of `PASSES`, with settings in turns. Writes `record.json` and, from it, `report.md`.
 """
 
 import argparse
@@ -49,14 +49,14 @@ PERFORMERS = {
 EPS = {"plain, eps 1e-6": 1e-6, "plain, eps 1e-4": 1e-4}
 ROUNDS = ((4, 64), (8, 64), (8, 32))
 BUCKETS = (1, 2, 4, 8)
-# Where rounds of hashing choose among many tokens.
+# Lengths at which rounds of hashing choose among many tokens.
 LONG = ("IMDb", "long documents")
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def with_eps(q: Tensor, k: Tensor, v: Tensor, *, rows: Tensor, eps: float) -> Tensor:
-    """The plain estimate with an eps added to features, those of keys relative to the largest of all."""
+    """The plain estimate with an eps added to features; those of keys are relative to the largest of all."""
     queries, keys = (x * q.shape[3] ** -0.25 for x in (q, k))
     heights, logs = queries @ rows.T, keys @ rows.T
     heights = heights - heights.amax(-1, keepdim=True) - queries.square().sum(-1, keepdim=True) / 2
@@ -66,30 +66,30 @@ def with_eps(q: Tensor, k: Tensor, v: Tensor, *, rows: Tensor, eps: float) -> Te
 
 
 def uniform(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """All keys weighed alike."""
+    """Uniform attention."""
     return v.mean(2, keepdim=True).expand(*q.shape[:3], -1)
 
 
 def error(attend: Attend, texts: list[Layer], wanted: list[Tensor]) -> float:
-    """Error of the outputs of one layer, relative to the wanted ones."""
+    """Relative error of the outputs of one layer."""
     wrong = sum(float((attend(*each) - exact).square().sum()) for each, exact in zip(texts, wanted, strict=True))
     return (wrong / sum(float(exact.square().sum()) for exact in wanted)) ** 0.5
 
 
 def made(name: str, q: Tensor, **settings: Any) -> Any:
-    """A mechanism for a layer of such queries."""
+    """A mechanism for a layer with such queries."""
     heads, size = q.shape[1], q.shape[3]
     return MECHANISMS[name](heads, size, causal=False, scale=size**-0.5, **settings).eval()
 
 
 def errors(texts: list[list[Layer]]) -> dict[str, float]:
-    """The error of each estimate, mean over layers and draws."""
-    half, found = len(texts) // 2, {}
+    """The error of each estimate, averaged over layers and draws."""
+    half, by_name = len(texts) // 2, {}
     for layer in range(len(texts[0])):
         fit = tuple(torch.cat([text[layer][part] for text in texts[:half]], 2) for part in range(3))
         tested = [text[layer] for text in texts[half:]]
         wanted = [F.scaled_dot_product_attention(*each) for each in tested]
-        found.setdefault("uniform", []).append(error(uniform, tested, wanted))
+        by_name.setdefault("uniform", []).append(error(uniform, tested, wanted))
         for features in FEATURES:
             for seed in range(SEEDS):
                 rows = draw_projection(fit[0].shape[3], features=features, orthogonal=True, seed=seed)
@@ -99,23 +99,23 @@ def errors(texts: list[list[Layer]]) -> dict[str, float]:
                     mechanism.calibrate(*fit)
                     estimates[name] = mechanism
                 for name, attend in estimates.items():
-                    found.setdefault(f"{name}|{features}", []).append(error(attend, tested, wanted))
-    return {name: sum(values) / len(values) for name, values in found.items()}
+                    by_name.setdefault(f"{name}|{features}", []).append(error(attend, tested, wanted))
+    return {name: sum(values) / len(values) for name, values in by_name.items()}
 
 
 def nearest(x: Tensor, directions: Tensor) -> Tensor:
-    """The nearest of the directions and their opposites, as Reformer has it: [H, n, D] and [D, b / 2] -> [H, n]."""
+    """The nearest of the directions and their opposites, as in Reformer: [H, n, D] and [D, b / 2] -> [H, n]."""
     return torch.cat([x @ directions, -x @ directions], -1).argmax(-1)
 
 
 def captured(mechanism: Any, q: Tensor, k: Tensor) -> float:
-    """The share of the exact weight on others, with shared keys, of the pairs that a mechanism brings together."""
+    """The share of the exact weight on other tokens that falls on a mechanism's pairs, with shared keys."""
     weights = (q @ unit_keys(q, k).mT * q.shape[3] ** -0.5).masked_fill(_itself(q), -torch.inf).softmax(-1)
     return float((weights * (mechanism.weights(q, k) > 0)).sum(-1).mean())
 
 
 def captured_by_reformer(q: Tensor, k: Tensor, *, rounds: int, cluster: int) -> float:
-    """The same of as many buckets as clusters, sorted and cut like Reformer's, each of which looks back one."""
+    """The same for as many buckets as clusters, sorted and cut as in Reformer, each looking back one."""
     tokens, size = q.shape[2:]
     weights = (q @ unit_keys(q, k).mT * size**-0.5).masked_fill(_itself(q), -torch.inf).softmax(-1)[0]
     count = max(tokens // cluster // 2 * 2, 2)
@@ -133,21 +133,21 @@ def _itself(q: Tensor) -> Tensor:
 
 
 def in_turns(mechanisms: dict[Any, Any], text: list[Layer]) -> dict[Any, float]:
-    """CPU milliseconds of all layers of a text, the best of some passes."""
-    found: dict[Any, list[float]] = {name: [] for name in mechanisms}
+    """CPU milliseconds of all layers of a text, the best of several passes."""
+    durations: dict[Any, list[float]] = {name: [] for name in mechanisms}
     for _ in range(PASSES):
         for name, mechanism in mechanisms.items():
             begun = time.process_time()
             for layer in text:
                 mechanism(*layer)
-            found[name].append(1e3 * (time.process_time() - begun))
-    return {name: min(times) for name, times in found.items()}
+            durations[name].append(1e3 * (time.process_time() - begun))
+    return {name: min(times) for name, times in durations.items()}
 
 
 def hashing(text: list[Layer]) -> list[dict[str, Any]]:
-    """Rows of what shared keys capture by buckets, and of the errors of the asymmetric form by `dedup`."""
-    found = []
-    # The weights of all pairs of all heads are much: every third head, every other layer.
+    """Rows of the share that shared keys capture by buckets, and of the errors of the asymmetric form by `dedup`."""
+    rows = []
+    # The weights of all pairs of all heads take much memory: use every third head of every other layer.
     some = [(q[:, ::3], k[:, ::3], v[:, ::3]) for q, k, v in text[::2]]
     for rounds, cluster in ROUNDS:
         form = {"rounds": rounds, "cluster": cluster}
@@ -156,35 +156,35 @@ def hashing(text: list[Layer]) -> list[dict[str, Any]]:
         few = {n: made("lsh", some[0][0], variant="shared", buckets=n, **form) for n in BUCKETS}
         times = in_turns(shared, text)
         mass = {n: sum(captured(each, q, k) for q, k, _ in some) / len(some) for n, each in few.items()}
-        found.append({"form": form, "peer": sum(peer) / len(peer), "mass": mass, "ms": times})
+        rows.append({"form": form, "peer": sum(peer) / len(peer), "mass": mass, "ms": times})
         for row in ("mass", "ms"):
-            found[-1][row] = {str(n): value for n, value in found[-1][row].items()}
+            rows[-1][row] = {str(n): value for n, value in rows[-1][row].items()}
         once = {dedup: made("lsh", text[0][0], dedup=dedup, **form) for dedup in (False, True)}
         wanted = [F.scaled_dot_product_attention(*each) for each in text]
-        found[-1]["dedup"] = {
+        rows[-1]["dedup"] = {
             "errors": [
                 sum(error(m, [x], [w]) for x, w in zip(text, wanted, strict=True)) / len(text) for m in once.values()
             ],
             "ms": list(in_turns(once, text).values()),
         }
-    return found
+    return rows
 
 
 @torch.inference_mode()
 def record(data: Path, checkpoints: Path) -> dict[str, Any]:
     """Measure everything, one thread."""
     torch.set_num_threads(1)
-    neighbours, found = Neighbours(), []
+    neighbours, measured = Neighbours(), []
     for source in SOURCES:
         texts = activations(source._replace(texts=TEXTS[source.name]), data, checkpoints)
         print(f"{source.name}: {len(texts)} texts", file=sys.stderr)
         longest = max(texts, key=lambda text: text[0][0].shape[2])
         rows = hashing(longest) if source.name in LONG else []
         tokens = longest[0][0].shape[2]
-        found.append({"name": source.name, "tokens": tokens, "errors": errors(texts), "hashing": rows})
+        measured.append({"name": source.name, "tokens": tokens, "errors": errors(texts), "hashing": rows})
     command = "OMP_NUM_THREADS=1 python bench/estimates.py -o reports/estimates"
     crowded = neighbours.crowded()
-    return {"command": command, "seeds": SEEDS, "crowded": crowded, "sources": found, "environment": environment(1)}
+    return {"command": command, "seeds": SEEDS, "crowded": crowded, "sources": measured, "environment": environment(1)}
 
 
 def table(lines: list[list[str]]) -> str:

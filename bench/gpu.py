@@ -1,17 +1,17 @@
-"""Every kernel on one NVIDIA GPU: the tests, float64, and then the time, beside SDPA's back ends, the ceiling, and peers.
+"""Every kernel on one NVIDIA GPU: tests, verification against float64, then timing against SDPA's back ends, the ceiling, and peers.
 
-    python bench/gpu.py -o reports/gpu                        # all of it in ten minutes; again, to go on
+    python bench/gpu.py -o reports/gpu                        # everything in ten minutes; run again to continue
     python bench/gpu.py -o DIR --no-tests --only 'attention/forward/*' --minutes 3
-    python bench/gpu.py -o reports/gpu --redraw               # page and picture from the record, nothing measured
+    python bench/gpu.py -o reports/gpu --redraw               # rebuild page and plot from the record
 
-One stage follows the other: what the card copies and multiplies; `pytest -m gpu`; outputs, gradients and CUDA graphs of
-every contender against float64, since what is not right is not timed, and `auto` takes the kernels of no op before all that
-run it are right (what is found is kept where `approx doctor` looks); one layer's attention by itself, eagerly and as a
-graph; models of twelve layers, also half of padding; decoding. Each has a share of the minutes, and what it leaves goes to the next.
+The stages in order: the card's copy and product rates; `pytest -m gpu`; outputs, gradients and CUDA graphs of every
+contender against float64, since incorrect ones are not timed, and `auto` uses the kernels of an op only if all contenders that
+run it are correct (the result is stored where `approx doctor` looks); attention of one layer, eagerly and as a
+graph; models of twelve layers, also half padded; decoding. Each has a share of the time, and passes on what it does not use.
 
-The parts of a stage, suite/mode/dtype/length x batch/way, come in the order of what they tell. Everybody in a part takes
-turns with the base; each part is kept as soon as it is done, and what is kept is not measured again. A contender that
-fails is a row with its error. Written are `record.json` and, made from it, `report.md` and a picture.
+The parts of a stage, suite/mode/dtype/length x batch/way, run in order of importance. The contenders of a part take
+turns with the base; each part is stored as soon as it is done and is not measured again. A contender that fails is a row
+with its error. Writes `record.json` and, from it, `report.md` and a plot.
 """
 
 import argparse
@@ -43,20 +43,20 @@ from bench.gpu_workers import Job, carry_out, told
 
 DEVICE = "cuda"
 MINUTES = 10.0
-# Of the minutes.
+# Shares of the time.
 SHARES = {"machine": 0.04, "tests": 0.17, "verification": 0.2, "attention": 0.28, "models": 0.23, "decode": 0.08}
-# Processes that compile and verify side by side; seconds after which one that says nothing hangs, where it may have to
-# compile kernels, and where all have been compiled.
+# Number of processes that compile and verify; seconds without a message after which one counts as hung, if it may have to
+# compile kernels, and if all are compiled.
 LANES, COMPILING, SILENCE = 8, 240.0, 90.0
-# Seconds that the tests have at least.
+# Minimum seconds for the tests.
 LEAST = 30.0
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """One stage after the other; whatever happens, the record of all that is kept.
+    """Run one stage after the other; always write the record of all stored parts.
 
     Raises:
-        ApproxError: if the folder is that of another card, or this one cannot even be made to copy and multiply.
+        ApproxError: if the folder is that of another card, or this one fails at copying and multiplying.
     """
     folder, begun = options.output / "parts", time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,12 +67,12 @@ def run(options: argparse.Namespace, console: Console) -> None:
             f"{folder} holds what was measured on {then['gpu']}, and this is {now}. Take another folder with -o.",
             Exit.REFUSED,
         )
-    # Nothing goes on without it.
+    # Nothing else can run without it.
     _carry_out([Job("machine", {"kind": "machine"})], folder, begun + 60 * options.minutes, 1, options, console)
-    if (found := parts.kept(folder, "machine")) is None or "error" in found:
-        why = "it took too long" if found is None else found["error"]
-        raise ApproxError(f"The GPU was asked to copy and multiply, but {why}. Mend that first.", Exit.MISSING)
-    card = found["environment"]
+    if (machine := parts.kept(folder, "machine")) is None or "error" in machine:
+        why = "it took too long" if machine is None else machine["error"]
+        raise ApproxError(f"The GPU was asked to copy and multiply, but {why}. Fix that first.", Exit.MISSING)
+    card = machine["environment"]
     if "capability" in card and tuple(map(int, card["capability"].split("."))) < CAPABILITY:
         raise ApproxError(
             f"{card['gpu']} has compute capability {card['capability']}; the kernels are for 8.0 (A100) and later.",
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def _take_up(output: Path) -> None:
-    """Keep what the record of a folder holds and its parts lack, as in a fresh checkout."""
+    """Store the parts that the record of a folder has and its part files lack, as in a fresh checkout."""
     path = output / "record.json"
     if not path.is_file():
         return
@@ -116,9 +116,9 @@ def _stages(options: argparse.Namespace, folder: Path, begun: float, console: Co
             jobs = list({job.id: job for job in verifications(chosen)}.values())
             _carry_out(jobs, folder, deadline, lanes, options, console)
             verified = [one for one in parts.all_kept(folder) if one.get("kind") == "verification"]
-            found = {"kind": "checks", "checks": checks(verified, checked())}
-            # Whatever the time: what was found out is what `auto` goes by.
-            _carry_out([Job("checks", found)], folder, math.inf, 1, options, console)
+            result = {"kind": "checks", "checks": checks(verified, checked())}
+            # Regardless of the time: `auto` depends on the result.
+            _carry_out([Job("checks", result)], folder, math.inf, 1, options, console)
         elif stage != "machine":
             jobs = [_measuring(part, folder) for part in chosen if stage_of(part) == stage]
             _carry_out(jobs, folder, deadline, 1, options, console)
@@ -126,8 +126,8 @@ def _stages(options: argparse.Namespace, folder: Path, begun: float, console: Co
 
 def _measuring(part: Part, folder: Path) -> Job:
     suite = VERIFIED.get(part.suite, part.suite)
-    found = [one for one in parts.all_kept(folder) if one.get("kind") == "verification"]
-    verified = {one["name"]: one for one in found if (one["suite"], one["dtype"]) == (suite, part.dtype)}
+    results = [one for one in parts.all_kept(folder) if one.get("kind") == "verification"]
+    verified = {one["name"]: one for one in results if (one["suite"], one["dtype"]) == (suite, part.dtype)}
     late = [name for name in compiled_in(part) if parts.kept(folder, compilation(part, name)) is None]
     return Job(part.id, {"kind": "part", "part": part._asdict(), "verified": verified, "uncompiled": late})
 
@@ -135,25 +135,25 @@ def _measuring(part: Part, folder: Path) -> Job:
 def _carry_out(
     jobs: list[Job], folder: Path, deadline: float, lanes: int, options: argparse.Namespace, console: Console
 ) -> None:
-    """Do what is not kept yet; what failed as a whole is tried again by the next run."""
+    """Run the jobs that are not stored yet; the next run retries those that failed as a whole."""
     left = [job for job in jobs if _unfinished(parts.kept(folder, job.id))]
     left = [job._replace(given={**job.given, "device": options.device}) for job in left]
     done = 0
 
-    def keep(job: Job, found: dict[str, Any]) -> None:
+    def keep(job: Job, result: dict[str, Any]) -> None:
         nonlocal done
         done += 1
         console.print(
-            f"{done}/{len(left)} {job.id}" + (f": {found['error']}" if "error" in found else ""), highlight=False
+            f"{done}/{len(left)} {job.id}" + (f": {result['error']}" if "error" in result else ""), highlight=False
         )
         about = {**job.given.get("part", {}), **{key: job.given[key] for key in ("suite", "name") if key in job.given}}
         about |= {"dtype": job.given["dtype"]} if "dtype" in job.given else {}
         empty = {"contenders": []} if job.given["kind"] == "part" else {}
         whole = {"kind": job.given["kind"], **empty, **about}
         try:
-            parts.keep(folder, job.id, {**whole, **found})
+            parts.keep(folder, job.id, {**whole, **result})
         except ValueError as error:
-            # A number that is none, which no record may hold, must not stop the others.
+            # NaN or infinity, which records cannot hold, must not stop the other jobs.
             parts.keep(folder, job.id, {**whole, "error": told(error)})
 
     silence = COMPILING if lanes > 1 else SILENCE
@@ -164,20 +164,20 @@ def _carry_out(
         console.print(f"The minutes of this stage are used up; {len(undone)} of {len(left)} are left.", highlight=False)
 
 
-def _unfinished(found: dict[str, Any] | None) -> bool:
-    """Whether something is still to be found out: it failed as a whole, is out of date, or somebody was not ready in time."""
-    if found is None or "error" in found or found.get("kind") == "checks" or outdated(found):
+def _unfinished(result: dict[str, Any] | None) -> bool:
+    """Whether a job must run again: it failed as a whole, is out of date, or a contender was not ready in time."""
+    if result is None or "error" in result or result.get("kind") == "checks" or outdated(result):
         return True
-    return any(one["status"] in LATE for one in found.get("contenders", ()))
+    return any(one["status"] in LATE for one in result.get("contenders", ()))
 
 
 def _gather(output: Path, minutes: float) -> None:
-    """Write the record of all that is kept, and name the parts of the whole plan that are not."""
-    found = parts.all_kept(output / "parts")
-    raced = [one for one in found if one.get("kind") == "part"]
+    """Write the record of all stored parts, and list the missing parts of the plan."""
+    results = parts.all_kept(output / "parts")
+    raced = [one for one in results if one.get("kind") == "part"]
     done = {Part(**{name: one[name] for name in Part._fields}).id for one in raced if "error" not in one}
     order = {part.id: place for place, part in enumerate(planned())}
-    machine = next(one for one in found if one.get("kind") == "machine")
+    machine = next(one for one in results if one.get("kind") == "machine")
     made = {
         "command": shlex.join(["python", "bench/gpu.py", *sys.argv[1:]]),
         "minutes": minutes,
@@ -185,7 +185,7 @@ def _gather(output: Path, minutes: float) -> None:
         "rates": machine["rates"],
         "tests": parts.kept(output / "parts", "tests"),
         "checks": (parts.kept(output / "parts", "checks") or {}).get("checks", {}),
-        "verified": [one for one in found if one.get("kind") == "verification"],
+        "verified": [one for one in results if one.get("kind") == "verification"],
         "parts": sorted(
             raced, key=lambda one: order.get(Part(**{name: one[name] for name in Part._fields}).id, len(order))
         ),
@@ -195,7 +195,7 @@ def _gather(output: Path, minutes: float) -> None:
 
 
 def _check() -> None:
-    """Refuse to begin what cannot be done.
+    """Check that the benchmark can run.
 
     Raises:
         ApproxError: if there is no GPU, or no Triton.
@@ -215,7 +215,7 @@ def _check() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write and print; 6 if a test failed or a kernel is wrong."""
+    """Measure, write and print; exit code 6 if a test failed or a kernel is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder of the parts, the record and the page")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"what all stages share ({MINUTES:g})")

@@ -1,4 +1,4 @@
-"""What `bench/gpu.py` lets run side by side on one layer's attention: mechanisms with their settings, SDPA, and peers."""
+"""The contenders of `bench/gpu.py` for the attention of one layer: mechanisms with their settings, SDPA, and peers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -10,12 +10,12 @@ from torch import Tensor
 from bench.cpu_cases import HEADS, SIZE, Case, cases, mechanism_of
 from bench.gpu_peers import Attention, Inputs, Step, peers, scaled
 
-# Tokens of a step, in samples of whatever length; shorter steps are bound by launches.
+# Tokens per step, in samples of any length; shorter steps are bound by launches.
 TOKENS = 16_384
 SUITES = ("attention", "attention-causal", "attention-padded")
-# Mechanisms that read a mask of padding without waiting for the device.
+# Mechanisms that read a padding mask without synchronising.
 PADDED = ("exact", "flash", "linear", "performer", "clustered", "improved-clustered", "local", "lsh", "exact-topk")
-# Settings that are measured in place of the defaults; the targets name them.
+# Settings that replace the defaults; the targets name them.
 SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
     {
         "clustered": ({"iterations": 3}, {"iterations": 10}),
@@ -34,12 +34,12 @@ CAUSAL_SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
         "fixed": ({"stride": None},),
     }
 )
-# Forms that have kernels of their own, which nobody asked for in models, beside the settings above or the defaults; the
-# last of linear attention is that of LoLCATs.
+# Forms with separate kernels that are not measured in models, besides the settings above or the defaults; the last form of
+# linear attention is that of LoLCATs.
 FORMS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
     {
         "lsh": ({"dedup": True}, {"variant": "shared"}),
-        # The default, which is fitted to each head, runs no kernel.
+        # The default is fitted per head and runs no kernel.
         "performer": ({"estimator": "positive"},),
         "linear": (
             {"feature_map": "t2r"},
@@ -48,7 +48,7 @@ FORMS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
         ),
     }
 )
-# What is measured in float16 and float32 as well.
+# Also measured in float16 and float32.
 FEW = (
     "flash",
     "linear",
@@ -57,21 +57,21 @@ FEW = (
     "clustered iterations=3",
     "improved-clustered iterations=3",
 )
-# Bytes of the second level of cache where nobody says.
+# Bytes of the second-level cache if unknown.
 _CACHE = 64 * 2**20
 _MOST_SETS = 48
 
 
 def of_suite(suite: str, length: int) -> list[Case]:
-    """The mechanisms of a suite, but SDPA; the one that holds all pairs only while inputs are short."""
+    """The mechanisms of a suite, except SDPA; those that materialise all pairs only on short inputs."""
     causal = suite in ("attention-causal", "gpt2", "decode")
     chosen = CAUSAL_SETTINGS if causal else SETTINGS
     if suite in SUITES:
         chosen = {**chosen, **{name: (*chosen.get(name, ({},)), *forms) for name, forms in FORMS.items()}}
     if suite == "decode":
         chosen = {**chosen, "performer": ({}, *FORMS["performer"])}
-    found = cases(causal, length, decoding=suite == "decode", chosen=chosen, short=("full",))
-    return [case for case in found if not suite.endswith("-padded") or case.mechanism in PADDED]
+    selected = cases(causal, length, decoding=suite == "decode", chosen=chosen, short=("full",))
+    return [case for case in selected if not suite.endswith("-padded") or case.mechanism in PADDED]
 
 
 def contenders(
@@ -83,7 +83,7 @@ def contenders(
     compiled: bool = True,
     every: bool = False,
 ) -> Iterator[Attention]:
-    """Everybody in a suite, the base first; unless `every` is asked for few beside bfloat16; `train` is forward and backward."""
+    """The contenders of a suite, the base first; only a few in dtypes other than bfloat16 unless `every`; `train` is forward and backward."""
     causal, padded, whole = suite == "attention-causal", suite == "attention-padded", dtype == torch.bfloat16
     yield scaled(causal)
     for case in of_suite(suite, length):
@@ -96,7 +96,7 @@ def contenders(
 
 
 def built(case: Case, causal: bool, dtype: torch.dtype, device: torch.device, given: Inputs) -> Any:
-    """The mechanism on the device, with as many heads as the inputs and fitted to them where it must be."""
+    """The mechanism on the device, with as many heads as the inputs, and calibrated on them if necessary."""
     mechanism = mechanism_of(case, causal, given.q.shape[1]).to(device, dtype)
     if mechanism.takes_calibration:
         with torch.no_grad():
@@ -127,10 +127,10 @@ def inputs(
     train: bool = False,
     seed: int = 0,
 ) -> list[Inputs]:
-    """Random inputs as a model lays them out; of those of `attention-padded` half are padding."""
+    """Random inputs laid out as in a model; those of `attention-padded` are half padding."""
     generator = torch.Generator(device).manual_seed(seed)
     mask = real_tokens(batch, length, device) if suite == "attention-padded" else None
-    found = []
+    batches = []
     for _ in range(sets):
         q, k, v, grad = (
             torch.randn(batch, length, heads or HEADS, SIZE, generator=generator, device=device)
@@ -138,21 +138,21 @@ def inputs(
             .transpose(1, 2)
             for _ in range(4)
         )
-        # What padded queries receive has no meaning, so nobody asks for its gradient.
+        # Outputs of padded queries are undefined and get no gradient.
         grad = grad if mask is None else grad * mask[:, None, :, None]
-        found.append(Inputs(q.requires_grad_(train), k.requires_grad_(train), v.requires_grad_(train), grad, mask))
-    return found
+        batches.append(Inputs(q.requires_grad_(train), k.requires_grad_(train), v.requires_grad_(train), grad, mask))
+    return batches
 
 
 def real_tokens(batch: int, length: int, device: torch.device) -> Tensor:
-    """Which tokens are none of padding, [batch, length] bool: half of them, unevenly over the samples."""
+    """Which tokens are real, [batch, length] bool: half of them, unevenly over the samples."""
     share = torch.linspace(0.25, 0.75, batch) if batch > 1 else torch.tensor([0.5])
     real = (share * length).ceil().long().to(device)
     return torch.arange(length, device=device) < real[:, None]
 
 
 def sets_for(batch: int, length: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Sets of inputs that are taken in turns, so that none is still in the cache when it comes again; three at least."""
+    """Sets of inputs used in turns, so that none is still in the cache when it is used again; at least three."""
     size = 4 * batch * length * HEADS * SIZE * dtype.itemsize
     cache = _CACHE
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What the verifications of `bench/gpu.py` say of each op: whether `auto` may take its kernels on this GPU."""
+"""From the verifications of `bench/gpu.py` to checks per op: whether `auto` may use its kernels on this GPU."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -8,7 +8,7 @@ import torch
 
 from approx_kernels.dispatch.checked import OPS, Check, identity, keep_check
 
-# The ops whose kernels a mechanism may run, and nobody else's: bidirectional, causal, and token by token.
+# The ops whose kernels a mechanism may run: bidirectional, causal, and decoding.
 RUN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "flash": ("flash_attention", "flash"),
@@ -32,12 +32,12 @@ RUN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 _CAUSAL = MappingProxyType({"clustered_attention": "causal_clustered_attention"})
 _DECODED = MappingProxyType({"linear_attention": "linear_decode", "performer_attention": "performer_decode"})
-# Ops that launch what another one launches, and that no mechanism calls by themselves where kernels run.
+# Ops whose kernels another op launches, and that no mechanism calls directly.
 _WITHIN = MappingProxyType({"clustered_attention": ("cluster_queries",)})
 
 
 def ops_of(suite: str, name: str) -> list[str]:
-    """The ops that a contender's verification speaks for; none for what is not ours."""
+    """The ops that a contender verifies; none for peers."""
     ops = RUN_BY.get(name.partition(" ")[0], ())
     if suite == "decode":
         return [_DECODED.get(op, op) for op in ops]
@@ -45,29 +45,29 @@ def ops_of(suite: str, name: str) -> list[str]:
 
 
 def sources(suite: str, name: str) -> dict[str, str]:
-    """What a verification that runs now is about: the sources and versions of each op."""
+    """The subject of a verification: the sources and versions of each op."""
     return {op: identity(op) for op in ops_of(suite, name)}
 
 
-def outdated(found: Mapping[str, Any]) -> bool:
-    """Whether what was verified is no longer what is there; what was lost altogether counts until it is tried again."""
-    if found.get("kind") != "verification" or "error" in found:
+def outdated(result: Mapping[str, Any]) -> bool:
+    """Whether a verification is of other sources than the current ones; lost ones stay current until they are retried."""
+    if result.get("kind") != "verification" or "error" in result:
         return False
-    return found.get("sources") != sources(found["suite"], found["name"])
+    return result.get("sources") != sources(result["suite"], result["name"])
 
 
 def checks(verified: Iterable[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]) -> dict[str, Check]:
-    """What verifications say of each op and dtype.
+    """The checks of each op and dtype, from verifications.
 
-    An op has failed where anything that may run it failed. It has passed where everything `wanted` that may run it is right and
-    some of it ran the kernels. Of the rest nothing is said, and what was verified from other sources says nothing.
+    An op has failed if anything that may run it failed. It has passed if everything `wanted` that may run it is correct and
+    some of it ran the kernels. Otherwise there is no check, and verifications of other sources do not count.
 
     Args:
-        verified: What was verified: `suite`, `dtype`, `name`, `status` or `error`, `kernels` and `sources`.
-        wanted: All that has to be: `suite`, `dtype` and `name`.
+        verified: The verifications: `suite`, `dtype`, `name`, `status` or `error`, `kernels` and `sources`.
+        wanted: All required ones: `suite`, `dtype` and `name`.
     """
     known = {(one["suite"], one["dtype"], one["name"]): one for one in verified if not outdated(one)}
-    found: dict[str, Check] = {}
+    by_op: dict[str, Check] = {}
     for op in OPS:
         passed, wrong = list[str](), dict[str, str]()
         for dtype in dict.fromkeys(one["dtype"] for one in wanted):
@@ -80,8 +80,8 @@ def checks(verified: Iterable[Mapping[str, Any]], wanted: Sequence[Mapping[str, 
             elif all(row is not None for _, row in rows) and any(_ran(op, row) for _, row in rows if row):
                 passed.append(dtype)
         if passed or wrong:
-            found[op] = Check(passed, wrong)
-    return found
+            by_op[op] = Check(passed, wrong)
+    return by_op
 
 
 def _status(row: Mapping[str, Any]) -> str:
@@ -92,8 +92,8 @@ def _ran(op: str, row: Mapping[str, Any]) -> bool:
     return any(op == ran or op in _WITHIN.get(ran, ()) for ran in row.get("kernels", ()))
 
 
-def keep_all(found: Mapping[str, Sequence[Any]], device: torch.device) -> dict[str, Any]:
-    """Keep what was found of each op where `auto` looks for it; what was not checked stays as it is."""
-    for op, (passed, wrong) in found.items():
+def keep_all(results: Mapping[str, Sequence[Any]], device: torch.device) -> dict[str, Any]:
+    """Store the check of each op where `auto` looks for it; ops without a new check keep theirs."""
+    for op, (passed, wrong) in results.items():
         keep_check(op, str(device), Check(passed, wrong))
-    return {"checks": {op: list(check) for op, check in found.items()}}
+    return {"checks": {op: list(check) for op, check in results.items()}}

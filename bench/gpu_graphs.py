@@ -1,4 +1,4 @@
-"""Calls as CUDA graphs, which run without the time that launches take on the processor."""
+"""Calls as CUDA graphs, which run without launch overhead on the CPU."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,14 @@ _WARM = 3
 
 
 def captured(call: Callable[[], object], calls: int) -> Callable[[], None]:
-    """Capture so many calls in a row as one graph.
+    """Capture this many consecutive calls as one graph.
 
     Returns:
-        What replays it; the graph and the memory of its results live as long as that does.
+        A function that replays it; the graph and the memory of its results live as long as the function.
 
     Raises:
-        RuntimeError: if something in the call waits for the device or cannot be captured. The process is then better not
-            used for another graph.
+        RuntimeError: if the call synchronises or cannot be captured. The process should then not be used for another
+            graph.
     """
     current, beside = torch.cuda.current_stream(), torch.cuda.Stream()
     beside.wait_stream(current)
@@ -31,6 +31,6 @@ def captured(call: Callable[[], object], calls: int) -> Callable[[], None]:
             for _ in range(calls):
                 call()
     finally:
-        # A capture that fails leaves its own stream behind.
+        # A failed capture leaves its own stream as the current one.
         torch.cuda.set_stream(current)
     return graph.replay

@@ -1,4 +1,4 @@
-"""What the processes of `bench/gpu.py` do: look at the machine, verify a contender, compile one, or let all of a part race."""
+"""The jobs of the processes of `bench/gpu.py`: inspect the machine, verify or compile a contender, or time a part."""
 
 import gc
 import sys
@@ -15,17 +15,17 @@ from bench.gpu_race import Part, measure
 from bench.gpu_verify import verify, verify_decoding
 from bench.gpu_workers import SPENT, LostError, Say, told
 
-# What has not been verified for these inputs is not timed, nor what would be compiled in the minutes of others.
+# Statuses of contenders that were not verified for these inputs, or that would compile while others are timed.
 UNVERIFIED, UNCOMPILED = "not verified in time, so not timed", "not compiled in time, so not timed"
 LATE = (UNVERIFIED, UNCOMPILED)
 
 
 def work(given: dict[str, Any], say: Say, without: Mapping[str, str]) -> dict[str, Any]:
-    """Do one job: `given` has its `kind`, the `device`, and what that kind needs."""
+    """Run one job: `given` has its `kind`, the `device`, and the arguments of that kind."""
     device = torch.device(given["device"])
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    # Every length is compiled for itself, and after a few the compiler would give up.
+    # Every length is compiled separately, and after a few the compiler would give up.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     kinds = {
@@ -35,7 +35,7 @@ def work(given: dict[str, Any], say: Say, without: Mapping[str, str]) -> dict[st
         "compilation": _compilation,
         "part": _part,
     }
-    # What is verified here is what has not passed its check yet.
+    # The kernels verified here have not passed their check yet.
     with unchecked():
         return kinds[given["kind"]](given, device, say, without)
 
@@ -46,19 +46,19 @@ def _machine(given: dict[str, Any], device: torch.device, say: Say, without: Map
 
 def _verification(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
     name = given["name"]
-    found: dict[str, Any] = {"errors": {}, "kernels": [], "graphs": {}, "sources": sources(given["suite"], name)}
+    result: dict[str, Any] = {"errors": {}, "kernels": [], "graphs": {}, "sources": sources(given["suite"], name)}
     if name in without:
-        return found | {"status": without[name]}
+        return result | {"status": without[name]}
     say(name)
     try:
         dtype = getattr(torch, given["dtype"])
         decoding = given["suite"] == "decode"
-        found |= verify_decoding(name, dtype, device) if decoding else verify(given["suite"], name, dtype, device)
+        result |= verify_decoding(name, dtype, device) if decoding else verify(given["suite"], name, dtype, device)
     except Exception as error:  # what fails here is not timed, and the page says why
-        found["status"] = told(error)
-    _alive(device, found["status"])
-    spent = any(said and said.startswith("cannot") for said in found["graphs"].values())
-    return found | ({SPENT: True} if spent else {})
+        result["status"] = told(error)
+    _alive(device, result["status"])
+    spent = any(said and said.startswith("cannot") for said in result["graphs"].values())
+    return result | ({SPENT: True} if spent else {})
 
 
 def _checks(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _checks(given: dict[str, Any], device: torch.device, say: Say, without: Mapp
 
 
 def _compilation(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
-    """Let what takes long to compile be compiled here, side by side with others, and not where time is measured."""
+    """Compile slow kernels here, in parallel with others, instead of during timing."""
     part, name = Part(**given["part"]), given["name"]
     if name in without:
         return {"status": without[name]}
@@ -88,7 +88,7 @@ def _compilation(given: dict[str, Any], device: torch.device, say: Say, without:
 
 def _part(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
     part = Part(**given["part"])
-    # Captures collect garbage, and would each look through all that was ever imported.
+    # Captures collect garbage, and would each scan everything that was ever imported.
     gc.collect()
     gc.freeze()
     late = dict.fromkeys(given.get("uncompiled", ()), UNCOMPILED)
@@ -96,9 +96,9 @@ def _part(given: dict[str, Any], device: torch.device, say: Say, without: Mappin
 
 
 def _refusing(part: Part, verified: Mapping[str, Any], without: Mapping[str, str]) -> Callable[[str, str], str | None]:
-    """Who is not run: what was lost before, what is not right, and of graphs what cannot be one.
+    """Which contenders not to run: lost before, incorrect, or unable to be captured as graphs.
 
-    In a model only mechanisms are asked for; the rest of it is PyTorch's.
+    In a model only mechanisms matter; the rest of it is PyTorch's.
     """
     alone = part.suite.startswith("attention")
 
@@ -107,19 +107,19 @@ def _refusing(part: Part, verified: Mapping[str, Any], without: Mapping[str, str
             return without[name]
         if not alone and role != "variant":
             return None
-        found = verified.get(name)
-        if found is None:
+        verification = verified.get(name)
+        if verification is None:
             return UNVERIFIED
-        if found["status"] != "ok":
-            return f"not timed: {found['status']}"
-        said = found["graphs"].get(part.mode) if alone and part.way == "graph" else None
+        if verification["status"] != "ok":
+            return f"not timed: {verification['status']}"
+        said = verification["graphs"].get(part.mode) if alone and part.way == "graph" else None
         return said if said and said.startswith(("cannot", "gives")) else None
 
     return refuse
 
 
 def _alive(device: torch.device, status: str) -> None:
-    """Lose the process where its device no longer answers."""
+    """Abandon the process if its device no longer responds."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize()

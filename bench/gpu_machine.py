@@ -1,4 +1,4 @@
-"""The machine that `bench/gpu.py` runs on: what it is, how fast it copies and multiplies, and whether the tests pass on it."""
+"""The machine that runs `bench/gpu.py`: its properties, its copy and product rates, and the results of the tests on it."""
 
 import importlib.util
 import os
@@ -19,7 +19,7 @@ from bench.cpu_floor import products_in
 from bench.gpu_peers import versions
 
 ROOT = Path(__file__).resolve().parent.parent
-# Numbers of a side of the matrices, bytes that are copied, and how often either is done.
+# Side of the matrices, bytes copied, and repetitions.
 SIDE, COPIED, REPETITIONS = 8192, 2**30, 7
 PRODUCTS = (
     ("bfloat16", torch.bfloat16, "highest"),
@@ -28,10 +28,10 @@ PRODUCTS = (
     ("float32", torch.float32, "highest"),
 )
 WATCHED = ("temperature.gpu", "clocks.sm", "clocks.mem", "power.draw", "utilization.gpu", "memory.used")
-# Of pytest: whatever needs a GPU, in the folders that have such tests; to read all others would take a good part of the time,
-# and packages that a file asks for beside it need not be there.
+# Arguments of pytest: tests that need a GPU, only in the folders that have them; collecting all others would take much of
+# the time, and packages that their files import may be missing.
 TESTS = ("-m", "gpu", "--continue-on-collection-errors", "tests/kernels", "tests/evaluation")
-# Processes that the tests are spread over: compiling takes most of their time.
+# Processes for the tests: compiling takes most of their time.
 TESTERS = 8
 _DONE = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>[A-Z]+) (?P<name>tests/.+?)|(?P<own>tests/.+?) (?P<second>[A-Z]+)(?: \(.*\))?(?: +\[ *\d+%\])?)\s*$"
@@ -40,11 +40,11 @@ _DONE = re.compile(
 
 def described(device: torch.device) -> dict[str, Any]:
     """Versions, processor and GPU."""
-    found = environment(gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None)
-    found |= versions()
+    record = environment(gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+    record |= versions()
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
-        found |= {
+        record |= {
             "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
             "multiprocessors": facts.multi_processor_count,
             "memory_gb": facts.total_memory / 1e9,
@@ -54,20 +54,20 @@ def described(device: torch.device) -> dict[str, Any]:
             "driver": asked("driver_version").get("driver_version"),
             "highest_clock_mhz": asked("clocks.max.sm").get("clocks.max.sm"),
         }
-    return found | {"watched": watched()}
+    return record | {"watched": watched()}
 
 
 def watched() -> dict[str, str]:
-    """Temperature, clocks, power and use of the GPU, as nvidia-smi reads them; empty without it."""
+    """Temperature, clocks, power and use of the GPU from nvidia-smi; empty without it."""
     return asked(*WATCHED)
 
 
 def asked(*what: str) -> dict[str, str]:
-    """What nvidia-smi says of the first GPU that this process may use, read and never set."""
+    """The output of nvidia-smi for the first GPU that this process may use; settings are never changed."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}
-    # By a number or by a name.
+    # By number or by name.
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     command = [tool, f"--id={chosen}", f"--query-gpu={','.join(what)}", "--format=csv,noheader,nounits"]
     try:
@@ -78,9 +78,9 @@ def asked(*what: str) -> dict[str, str]:
 
 
 def calibrate(device: torch.device, side: int = SIDE, copied: int = COPIED) -> dict[str, float]:
-    """Operations a second of large products, by precision, and `copy`, bytes a second of a large copy, read and written.
+    """Operations per second of large products, by precision, and `copy`, bytes per second of a large copy, read and written.
 
-    `int8` is left out where PyTorch has no product for it.
+    `int8` is left out if PyTorch has no product for it.
     """
     rates: dict[str, float] = {}
     for name, dtype, precision in PRODUCTS:
@@ -100,21 +100,21 @@ def calibrate(device: torch.device, side: int = SIDE, copied: int = COPIED) -> d
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The least of some repetitions: a rate is what the machine can do."""
+    """The minimum of some repetitions, since a rate is an upper bound of the machine."""
     call()
     return min(timed(call, 3, device).ms for _ in range(REPETITIONS)) / 1e3
 
 
 def suite_passes(log: Path, seconds: float, arguments: Sequence[str] = TESTS) -> dict[str, Any]:
-    """Run the tests that need a GPU, in processes of their own, and count what they say.
+    """Run the tests that need a GPU in separate processes, and count the results.
 
     Args:
-        log: The file to which they write.
-        seconds: After which they are called off; what they said until then counts.
-        arguments: Of pytest.
+        log: The file for their output.
+        seconds: Time limit; results until then count.
+        arguments: Arguments of pytest.
 
     Returns:
-        `passed`, `failed` and `skipped`, how many; `failures`, the names; `finished`, whether they came to an end; `command`.
+        Counts `passed`, `failed` and `skipped`; `failures`, the names; `finished`, whether they completed; `command`.
     """
     command = [sys.executable, "-m", "pytest", *arguments, "-v", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -132,16 +132,16 @@ def suite_passes(log: Path, seconds: float, arguments: Sequence[str] = TESTS) ->
                 process.wait()
     said = counted(log.read_text(encoding="utf-8", errors="replace"))
     told = ["python", *command[1:]]
-    # pytest ends with 0 or 1 once it has run all that there was.
+    # pytest exits with 0 or 1 after running all tests.
     return {"command": " ".join(told), "finished": code in (0, 1), "exit_code": code, **said}
 
 
 def counted(text: str) -> dict[str, Any]:
-    """What pytest said of each test with `-v`, alone or over processes."""
+    """The outcome of each test from pytest's output with `-v`, in one process or several."""
     outcomes: dict[str, str] = {}
     for line in text.splitlines():
-        if found := _DONE.match(line):
-            outcomes[found["name"] or found["own"]] = found["first"] or found["second"]
+        if outcome := _DONE.match(line):
+            outcomes[outcome["name"] or outcome["own"]] = outcome["first"] or outcome["second"]
     words = list(outcomes.values())
     failures = sorted(name for name, word in outcomes.items() if word in ("FAILED", "ERROR"))
     return {

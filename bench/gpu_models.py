@@ -1,4 +1,4 @@
-"""Models of twelve layers on a GPU under every mechanism: RoBERTa-base and GPT-2-small by their sizes, weights at random."""
+"""Models of twelve layers on a GPU with every mechanism: RoBERTa-base and GPT-2-small in size, with random weights."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from bench.gpu_cases import PADDED, of_suite, real_tokens
 from bench.gpu_peers import BACK_ENDS
 
 LAYERS = 12
-# Positions of the models, which so serve all lengths.
+# Positions of the models, enough for all lengths.
 LONGEST = 16_384
 # What the targets are about; a model is converted in a second or two.
 _ENCODER = ("exact", "flash", "linear", "performer", "local", "bigbird", "clustered", "improved-clustered", "lsh")
@@ -28,21 +28,21 @@ MEASURED = {
     "gpt2": ("exact", "flash", "linear", "performer", "local", "sinks"),
     "decode": ("flash", "linear", "sinks"),
 }
-# Where the cache of a decoder grows, as transformers makes it by itself.
+# The cache of a decoder grows, as transformers creates it by default.
 GROWING = "sdpa, growing cache"
 
 Contender = tuple[str, str, Callable[[], object]]
 
 
 class Held(DynamicLayer):
-    """Keys and values in memory that does not grow: every token is written to the last place. Without any, what comes passes.
+    """Keys and values in memory that does not grow: every token is written to the last place. Without memory, new ones pass through.
 
-    It is what a static cache does at best, without the mask that hides the places not yet written. Passing spares a prefill
-    the copies of a cache that nobody reads, and models the search for packed sequences, which waits for the device.
+    This is the best case of a static cache, without the mask for unwritten places. Passing through saves a prefill the
+    copies of an unused cache, and saves models the search for packed sequences, which synchronises.
 
     Args:
         keys: [B, H, n, D], the tokens before and a place for the next.
-        values: The same of values.
+        values: The same for values.
     """
 
     def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
@@ -50,20 +50,20 @@ class Held(DynamicLayer):
         self.keys, self.values, self.is_initialized = keys, values, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """All keys and values, the new ones in the last place."""
+        """All keys and values, with the new ones in the last place."""
         if self.keys is None or self.values is None:
             return key_states, value_states
         self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Tokens before the next."""
+        """Number of tokens before the next."""
         return 0 if self.keys is None else self.keys.shape[2] - 1
 
 
 def contenders(suite: str, length: int, batch: int, dtype: torch.dtype, device: torch.device) -> Iterator[Contender]:
-    """Name, role and call of everybody in a suite: `roberta`, `roberta-padded` (half of it padding), `gpt2` (prefill) or `decode`
-    (one token on top of `length`).
+    """Name, role and call of the contenders of a suite: `roberta`, `roberta-padded` (half padding), `gpt2` (prefill) or `decode`
+    (one token after `length`).
     """
     run = {"roberta": on_tokens, "roberta-padded": _padded, "gpt2": _prefill, "decode": _decoding}[suite]
     unmasked = contextlib.nullcontext if suite == "roberta-padded" else _unmasked
@@ -73,7 +73,7 @@ def contenders(suite: str, length: int, batch: int, dtype: torch.dtype, device: 
     plain = _within(unmasked, _later(run, lambda: base, length, batch, dtype))
     yield "sdpa", "base", plain
     for name, back_end in BACK_ENDS.items():
-        # It holds all pairs; nobody asked of a model how slow that is.
+        # It materialises all pairs; its speed in a model is not of interest.
         if name != "sdpa math" and device.type == "cuda":
             yield name, "exact", _within(lambda back_end=back_end: sdpa_kernel(back_end), plain)
     if suite == "decode":
@@ -83,7 +83,7 @@ def contenders(suite: str, length: int, batch: int, dtype: torch.dtype, device: 
     for case in of_suite(suite, length):
         if case.mechanism in MEASURED[suite]:
             twin = functools.partial(_twin, *made, case.name)
-            # A mechanism that keeps a state needs a cache that it can put it into.
+            # A mechanism with a state needs a cache that can hold it.
             way = one_token if suite == "decode" and case.mechanism != "flash" else run
             yield case.name, "variant", _within(unmasked, _later(way, twin, length, batch, dtype))
 
@@ -107,7 +107,7 @@ def _later(
     batch: int,
     dtype: torch.dtype,
 ) -> Callable[[], object]:
-    """The call that a way to run a model gives, made when it is called first."""
+    """The call that runs a model in a given way, built on first use."""
     kept: list[Callable[[], object]] = []
 
     def call() -> object:
@@ -120,8 +120,8 @@ def _later(
 
 @contextlib.contextmanager
 def _unmasked() -> Iterator[None]:
-    """While it lasts a graph's capture gets no mask where there is no padding; transformers 5.17 would give it one of all pairs,
-    as a mask cannot be read then, and SDPA would take a slower way than anywhere else.
+    """Inside the context a capture without padding gets no mask; transformers 5.17 would pass a mask of all pairs, since masks
+    cannot be read then, and SDPA would use a slower path than elsewhere.
     """
     asked = import_utils.is_cuda_stream_capturing
     import_utils.is_cuda_stream_capturing = lambda: False

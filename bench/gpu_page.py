@@ -1,4 +1,4 @@
-"""The page and the picture that are made from a record of `bench/gpu.py`."""
+"""The page and the plot made from a record of `bench/gpu.py`."""
 
 import json
 from pathlib import Path
@@ -26,10 +26,10 @@ _WAYS = {"graph": "as a CUDA graph", "eager": "eagerly"}
 
 
 def write(source: Path, output: Path) -> tuple[str, bool]:
-    """Make `report.md` and the picture in a folder from the `record.json` of another, or its own.
+    """Write `report.md` and the plot into a folder from its own `record.json` or another's.
 
     Returns:
-        The text, and whether all tests passed and all of our kernels are right.
+        The text, and whether all tests passed and all of our kernels are correct.
 
     Raises:
         ApproxError: if there is no record.
@@ -47,7 +47,7 @@ def write(source: Path, output: Path) -> tuple[str, bool]:
 
 
 def right(made: dict[str, Any]) -> bool:
-    """Whether no test failed and what is ours passed its verification."""
+    """Whether no test failed and all of ours passed verification."""
     ours = {case.name for suite in (*SUITES, "decode") for case in of_suite(suite, 1)}
     wrong = [one for one in made["verified"] if one["name"] in ours and one.get("status") != "ok"]
     return not wrong and not (made["tests"] or {}).get("failed")
@@ -92,12 +92,12 @@ def _told(one: dict[str, Any]) -> str:
 
 
 def _tests(made: dict[str, Any]) -> list[str]:
-    found = made["tests"]
-    if found is None:
+    tests = made["tests"]
+    if tests is None:
         return ["## Tests", "They were not run."]
-    end = "" if found["finished"] else f" They did not come to an end (exit code {found['exit_code']})."
-    text = ["## Tests", f"{found['passed']} passed, {found['failed']} failed, {found['skipped']} were skipped.{end}"]
-    return [*text, "\n".join(f"- {name}" for name in found["failures"])] if found["failures"] else text
+    end = "" if tests["finished"] else f" They did not come to an end (exit code {tests['exit_code']})."
+    text = ["## Tests", f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} were skipped.{end}"]
+    return [*text, "\n".join(f"- {name}" for name in tests["failures"])] if tests["failures"] else text
 
 
 def _machine(made: dict[str, Any]) -> list[str]:
@@ -126,11 +126,11 @@ def _number(word: str) -> float:
 
 
 def _checks(made: dict[str, Any]) -> list[str]:
-    """Which kernels `auto` takes from now on, by what was verified."""
-    found = made.get("checks", {})
+    """Which kernels `auto` uses from now on, according to the verifications."""
+    checks = made.get("checks", {})
     rows = []
     for op in OPS:
-        passed, wrong = found.get(op, ((), {}))
+        passed, wrong = checks.get(op, ((), {}))
         told = "; ".join(f"{dtype}: {why}" for dtype, why in wrong.items()) or "–"
         rows.append([f"`{op}`", ", ".join(passed) or "–", _cell(told)])
     return [
@@ -142,7 +142,7 @@ def _checks(made: dict[str, Any]) -> list[str]:
 
 
 def _verified(made: dict[str, Any]) -> list[str]:
-    """What ran kernels or is not right, one row; the others are counted."""
+    """One row per contender that ran kernels or is incorrect; the others are counted."""
     rows, fine = [], 0
     for one in made["verified"]:
         status = one.get("status") or one["error"]
@@ -189,9 +189,9 @@ def _floors(made: dict[str, Any]) -> list[str]:
     for suite, told in (("attention", ""), ("attention-causal", ", causal")):
         parts = {length: part_of(made, suite, "forward", length) for length in LENGTHS}
         for name in names([part for part in parts.values() if part]):
-            found = [over_floor(made, parts[length], name) for length in LENGTHS]
-            if any(found):
-                rows.append([f"`{name}`{told}", *("–" if one is None else f"{one:.1f}" for one in found)])
+            ratios = [over_floor(made, parts[length], name) for length in LENGTHS]
+            if any(ratios):
+                rows.append([f"`{name}`{told}", *("–" if one is None else f"{one:.1f}" for one in ratios)])
     if not rows:
         return []
     return [
@@ -237,14 +237,14 @@ def _figure(part: dict[str, Any], name: str) -> str:
 
 
 def _drawn(made: dict[str, Any], output: Path) -> str | None:
-    """Speed-up over the best exact attention against length, a line a mechanism; the name of the file."""
+    """Speed-up over the best exact attention against length, one line per mechanism; returns the file name."""
     parts = [part for length in LENGTHS if (part := part_of(made, "attention", "forward", length))]
     lines: dict[str, list[tuple[int, float]]] = {}
     for part in parts:
         for name in names([part]):
-            found = row(part, name)
-            if found and found["role"] in ("variant", "peer") and found["against_best"]:
-                lines.setdefault(name, []).append((part["length"], found["against_best"][0]))
+            contender = row(part, name)
+            if contender and contender["role"] in ("variant", "peer") and contender["against_best"]:
+                lines.setdefault(name, []).append((part["length"], contender["against_best"][0]))
     if not lines:
         return None
     draw(lines, "times as fast as the best of SDPA, one layer's attention, bfloat16", output / "attention.svg")

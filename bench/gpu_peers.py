@@ -1,4 +1,4 @@
-"""Attention of PyTorch and of others on a GPU, side by side with ours: exact, windows, and linear."""
+"""Attention of PyTorch and others on a GPU, to compare with ours: exact, windows, and linear."""
 
 import importlib
 import itertools
@@ -19,16 +19,16 @@ BACK_ENDS: Mapping[str, SDPBackend] = MappingProxyType(
         "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     }
 )
-# Whom the compiler has to make for each shape.
+# Contenders that must be compiled for each shape.
 COMPILED = ("FlexAttention", "FlexAttention, window")
-# It takes half a minute, and longer backward, where these are timed alone: tokens, at all tokens of a step.
+# Compiling takes half a minute, and longer backward, so these are timed only at these tokens, at all tokens of a step.
 COMPILED_TRAIN = (2048, 8192)
-# Keys that windows see before and after the own position.
+# Keys in a window before and after the query.
 WINDOW, CAUSAL_WINDOW = (128, 128), (512, 0)
 
 
 class Inputs(NamedTuple):
-    """What attention is given: q, k and v, [B, H, N, D] with the heads of a token side by side in memory, which may want
+    """Inputs of attention: q, k and v, [B, H, N, D] with the heads of a token contiguous in memory, possibly requiring
     gradients; the gradient of the output; and the real keys, [B, N] bool, or None."""
 
     q: Tensor
@@ -38,18 +38,18 @@ class Inputs(NamedTuple):
     mask: Tensor | None
 
 
-# A forward, what it is differentiated in, and the gradient of its outputs.
+# A forward pass, the tensors to differentiate it in, and the gradient of its outputs.
 Step = tuple[Callable[[], Tensor], tuple[Tensor, ...], Tensor]
 
 
 class Attention(NamedTuple):
-    """One that runs.
+    """A contender.
 
     Attributes:
-        name: What pages call it.
-        role: `base`, `exact` for the other back ends of SDPA, `variant` for a mechanism of ours, or `peer`.
-        like: The contender of ours that computes the same, as `gpu_cases` calls it.
-        make: From inputs to a forward on them, in [B, H, N, D], or [real tokens, H, D] where it is packed.
+        name: Its name on pages.
+        role: `base`, `exact` for the other back ends of SDPA, `variant` for one of our mechanisms, or `peer`.
+        like: Our contender that computes the same, by its name in `gpu_cases`.
+        make: From inputs to a forward pass on them, in [B, H, N, D], or [real tokens, H, D] if packed.
         packed: Whether it has only the real tokens.
     """
 
@@ -61,9 +61,9 @@ class Attention(NamedTuple):
 
 
 def peers(causal: bool, padded: bool, compiled: bool) -> Iterator[Attention]:
-    """All of others that have this form and are installed; what cannot run says so when it is made or called.
+    """All installed peers with this form; those that cannot run report it when they are built or called.
 
-    `compiled` adds those that the compiler has to make for each shape.
+    `compiled` adds those that must be compiled for each shape.
     """
     for name, back_end in BACK_ENDS.items():
         yield Attention(name, "exact", "sdpa", _scaled(causal, back_end))
@@ -85,19 +85,19 @@ def peers(causal: bool, padded: bool, compiled: bool) -> Iterator[Attention]:
 
 
 def scaled(causal: bool) -> Attention:
-    """PyTorch's default SDPA as models call it, the base of all."""
+    """PyTorch's default SDPA as models call it, the base of all comparisons."""
     return Attention("sdpa", "base", "sdpa", _scaled(causal, None))
 
 
 def versions() -> dict[str, str | None]:
-    """Those of the packages that need not be installed."""
-    found = {}
+    """Versions of the optional packages."""
+    installed = {}
     for name in ("fla", "xformers"):
         try:
-            found[name] = str(getattr(importlib.import_module(name), "__version__", "installed"))
+            installed[name] = str(getattr(importlib.import_module(name), "__version__", "installed"))
         except Exception:  # a broken package is as good as none
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed
 
 
 def _installed(module: str) -> bool:
@@ -145,7 +145,7 @@ def _variable(window: tuple[int, int]) -> Callable[[Inputs], Step]:
                 return attend(rows, starts, length).view(batch, length, heads, -1).transpose(1, 2)
 
             return forward, given[:3], given.grad
-        # Only real tokens are there, one sample behind the other; packing them is not timed.
+        # Only real tokens, with the samples concatenated; packing is not timed.
         *rows, grad = (x.detach().transpose(1, 2)[given.mask] for x in (given.q, given.k, given.v, given.grad))
         leaves = tuple(x.requires_grad_(given.q.requires_grad) for x in rows)
         lengths = given.mask.sum(1)
@@ -165,7 +165,7 @@ def _compiled(causal: bool, window: tuple[int, int] | None) -> Callable[[Inputs]
         lengths = None if given.mask is None else given.mask.sum(1)
 
         def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            # Of one comparison at least, as the tracer wants it.
+            # At least one comparison, as the tracer requires.
             allowed = j >= 0
             if lengths is not None:
                 allowed = allowed & (j < lengths[b])
@@ -174,7 +174,7 @@ def _compiled(causal: bool, window: tuple[int, int] | None) -> Callable[[Inputs]
             return allowed & (j <= i) if causal else allowed
 
         if not kept:
-            # One for all inputs of a shape: the compiler gives up on a function that it has met too many shapes of.
+            # One function for all inputs of a shape: the compiler gives up on a function after too many shapes.
             kept["attend"] = torch.compile(flex_attention, dynamic=False)
             kept["mask"] = None
             if causal or window is not None or lengths is not None:
@@ -204,7 +204,7 @@ def _fla(name: str) -> Callable[[Inputs], Step]:
         attend = getattr(importlib.import_module("fla.ops.linear_attn"), name)
 
         def forward() -> Tensor:
-            # The feature map is no part of its kernels.
+            # The feature map is not part of its kernels.
             q, k = (F.elu(x).add(1.0).transpose(1, 2) for x in given[:2])
             return attend(q, k, given.v.transpose(1, 2), normalize=True)[0].transpose(1, 2)
 
@@ -214,7 +214,7 @@ def _fla(name: str) -> Callable[[Inputs], Step]:
 
 
 def rotating(make: Callable[[Inputs], Step], given: Sequence[Inputs], train: bool) -> Callable[[], object]:
-    """What runs on another of the inputs at each call, so that no cache holds those of the next."""
+    """Runs on different inputs at each call, so that they are not in the cache."""
     steps: list[Step] = []
     places = itertools.cycle(range(len(given)))
 

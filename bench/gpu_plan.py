@@ -1,4 +1,4 @@
-"""What `bench/gpu.py` does, and in which order: the parts of its stages, and what is verified and compiled before them."""
+"""The plan of `bench/gpu.py` in order: the parts of its stages, and what is verified and compiled before them."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -14,12 +14,12 @@ from bench.gpu_workers import Job
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 ATTENTION, CAUSAL, PADDED = SUITES
-# Whose verification tells that the mechanisms of a model are right.
+# Suites whose verification covers the mechanisms of a model.
 VERIFIED: Mapping[str, str] = MappingProxyType({"roberta": ATTENTION, "roberta-padded": PADDED, "gpt2": CAUSAL})
 
 
 def planned() -> Iterator[Part]:
-    """All parts, those first that tell most."""
+    """All parts, the most informative first."""
 
     def step(suite: str, mode: str, length: int, way: str, dtype: str = "bfloat16") -> Part:
         return Part(suite, mode, dtype, length, max(TOKENS // length, 1), way)
@@ -58,12 +58,12 @@ def planned() -> Iterator[Part]:
 
 
 def stage_of(part: Part) -> str:
-    """The stage whose minutes it is measured in."""
+    """The stage in whose time it is measured."""
     return "attention" if part.suite in SUITES else "decode" if part.suite == "decode" else "models"
 
 
 def verifications(chosen: list[Part]) -> Iterator[Job]:
-    """Everybody who runs in some parts, once for each dtype; then what has to be compiled for its shape."""
+    """The contenders of some parts, once per dtype; then those that must be compiled for their shape."""
     wanted = {(part.dtype, VERIFIED.get(part.suite, part.suite)) for part in chosen}
     for dtype, suite in sorted(wanted, key=lambda pair: (pair[0] != "bfloat16", pair)):
         if suite == "decode":
@@ -79,7 +79,7 @@ def verifications(chosen: list[Part]) -> Iterator[Job]:
     for part in dict.fromkeys(part._replace(way="graph") for part in chosen):
         for name in compiled_in(part):
             yield Job(compilation(part, name), {"kind": "compilation", "part": part._asdict(), "name": name})
-    # What is timed in none of the parts comes last.
+    # Those timed in none of the parts come last.
     suites = {suite for _, suite in wanted}
     for one in checked():
         if one["suite"] in suites:
@@ -87,18 +87,18 @@ def verifications(chosen: list[Part]) -> Iterator[Job]:
 
 
 def decoded() -> list[str]:
-    """The mechanisms whose decoding is verified: those that are timed, and another one that has kernels of its own for it."""
+    """The mechanisms whose decoding is verified: those that are timed, and another one with separate kernels for it."""
     return [case.name for case in of_suite("decode", 1) if case.mechanism in (*MEASURED["decode"], "performer")]
 
 
 def checked() -> list[dict[str, str]]:
-    """All that is verified before `auto` takes kernels: every mechanism that has some, in every dtype and suite."""
-    found = []
+    """Everything to verify before `auto` uses kernels: every mechanism with kernels, in every dtype and suite."""
+    jobs = []
     for dtype in ("bfloat16", "float16", "float32"):
         for suite in (*SUITES, "decode"):
             names = decoded() if suite == "decode" else [case.name for case in of_suite(suite, 1)]
-            found += [{"suite": suite, "dtype": dtype, "name": name} for name in names if ops_of(suite, name)]
-    return found
+            jobs += [{"suite": suite, "dtype": dtype, "name": name} for name in names if ops_of(suite, name)]
+    return jobs
 
 
 def _verification(suite: str, dtype: str, name: str) -> Job:
@@ -107,11 +107,11 @@ def _verification(suite: str, dtype: str, name: str) -> Job:
 
 
 def compiled_in(part: Part) -> list[str]:
-    """Who runs in a part that the compiler has to make for its shape."""
+    """The contenders of a part that must be compiled for its shape."""
     causal, padded = part.suite == CAUSAL, part.suite == PADDED
     return [one.name for one in peers(causal, padded, True) if one.name in COMPILED] if compiled_for(part) else []
 
 
 def compilation(part: Part, name: str) -> str:
-    """What the job is called that compiles a contender for a part."""
+    """The name of the job that compiles a contender for a part."""
     return f"compilation/{part._replace(way='graph').id}/{name}"

@@ -1,4 +1,4 @@
-"""One part of `bench/gpu.py`: its contenders side by side, eagerly or as CUDA graphs, and what was seen of each."""
+"""One part of `bench/gpu.py`: its contenders in turns, eagerly or as CUDA graphs, and their measurements."""
 
 import gc
 import math
@@ -24,18 +24,18 @@ T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 ROUNDS, BLOCK_MS, WARM_UP_SECONDS = 20, 2.0, 0.05
-# Twenty turns of who takes longer would cost the others theirs.
+# Twenty turns of slower contenders would take the time of others.
 SLOW_MS = 200.0
-# A whole model takes longer, and swings less.
+# A whole model takes longer, and varies less.
 ROUNDS_OF_MODELS = 10
-# A graph takes so long at least, and holds so many calls at most.
+# Minimum duration of a graph, and maximum number of calls in it.
 GRAPH_MS, MOST_CALLS = 1.0, 64
 # Enough for an interval of two digits; the default would take longer than the rounds.
 RESAMPLES = 1000
 
 
 class Part(NamedTuple):
-    """A race: everybody of a suite on inputs of one kind, `eager` or as a `graph`."""
+    """A race: the contenders of a suite on one kind of inputs, `eager` or as a `graph`."""
 
     suite: str
     mode: str
@@ -46,26 +46,26 @@ class Part(NamedTuple):
 
     @property
     def id(self) -> str:
-        """What `--only` is matched with, and the name of the file in which it is kept."""
+        """The name that `--only` matches, and that of its file."""
         return f"{self.suite}/{self.mode}/{self.dtype}/{self.length}x{self.batch}/{self.way}"
 
 
 def compiled_for(part: Part) -> bool:
-    """Whether those run in a part that the compiler has to make for its shape."""
+    """Whether it includes contenders that must be compiled for its shape."""
     whole = part.batch * part.length == gpu_cases.TOKENS and part.dtype == "bfloat16"
     return whole and part.suite in gpu_cases.SUITES and (part.mode == "forward" or part.length in COMPILED_TRAIN)
 
 
 @dataclass(eq=False)
 class Guarded(Runner):
-    """A runner whose every error becomes its status; a device that no longer answers loses the process.
+    """A runner that turns errors into its status; if the device no longer responds, the process is abandoned.
 
     Args:
-        name: Of the contender.
-        role: Of the contender.
-        say: Told the name before anything of it runs.
-        device: Where it runs.
-        calls: Calls of the contender in one call of the runner.
+        name: Name of the contender.
+        role: Role of the contender.
+        say: Receives the name before the contender runs.
+        device: Device it runs on.
+        calls: Calls of the contender per call of the runner.
     """
 
     name: str = ""
@@ -76,13 +76,13 @@ class Guarded(Runner):
     first_s: float | None = None
 
     def attempt(self, action: Callable[[], T]) -> T | None:
-        """Do something for this runner; the answer is None where it fails."""
+        """Run a function for this runner; returns None if it fails."""
         self.say(self.name)
         try:
             return action()
         except Exception as error:  # one that fails must not stop the others
             self.status = OUT_OF_MEMORY if is_out_of_memory(error) else told(error)
-        # Outside of the handler, where the traceback no longer holds the tensors of the failed call.
+        # Outside the handler, where the traceback no longer holds the tensors of the failed call.
         gc.collect()
         if self.device.type == "cuda":
             try:
@@ -103,14 +103,14 @@ def measure(
     refuse: Callable[[str, str], str | None] = lambda name, role: None,
     rounds: int | None = None,
 ) -> dict[str, Any]:
-    """Let all contenders of a part take turns.
+    """Run all contenders of a part in turns.
 
     Args:
-        part: Which.
-        device: Where.
-        say: Told the name of whoever runs next.
-        refuse: From a contender's name and role to why it is not to run, or None.
-        rounds: Turns of each; None is as many as a record needs.
+        part: The part.
+        device: Its device.
+        say: Receives the name of each contender before it runs.
+        refuse: From a contender's name and role to the reason not to run it, or None.
+        rounds: Turns of each; None for as many as a record needs.
     """
     begun, train = time.perf_counter(), part.mode == "train"
     rounds = rounds or (ROUNDS if part.suite in gpu_cases.SUITES else ROUNDS_OF_MODELS)
@@ -127,7 +127,7 @@ def measure(
             if runner.status == OK and part.way == "graph":
                 runner.attempt(lambda runner=runner, sets=sets: _as_graph(runner, sets))
                 spent = spent or runner.status != OK
-                # The memory of a capture that the device broke off stays taken, and the next graph might get it.
+                # The memory of an aborted capture stays allocated, and the next graph might use it.
                 if "CUDA error" in runner.status:
                     raise LostError(runner.status)
         race(
@@ -155,7 +155,7 @@ def measure(
 
 
 def _contenders(part: Part, device: torch.device) -> Contenders:
-    """Name, role and call of everybody, and after how many calls the same inputs come again."""
+    """Name, role and call of all contenders, and the number of calls after which inputs repeat."""
     dtype = getattr(torch, part.dtype)
     if not part.suite.startswith("attention"):
         for name, role, call in gpu_models.contenders(part.suite, part.length, part.batch, dtype, device):
@@ -170,7 +170,7 @@ def _contenders(part: Part, device: torch.device) -> Contenders:
 
 
 def _first(runner: Guarded) -> None:
-    """The first call, which compiles what no other process has compiled yet; who is very slow has only one more."""
+    """The first call, which compiles what is not compiled yet; very slow contenders get only one more."""
     begun = time.perf_counter()
     runner.call()
     if runner.device.type == "cuda":
@@ -182,7 +182,7 @@ def _first(runner: Guarded) -> None:
 
 
 def _as_graph(runner: Guarded, sets: int) -> None:
-    """Put as many calls into one graph as take long enough to be timed, and as many as there are inputs at least."""
+    """Capture enough calls in one graph for timing, and at least as many as there are inputs."""
     ms = timed(runner.call, sets, runner.device).ms
     rounds = math.ceil(GRAPH_MS / max(ms, 1e-3) / sets)
     calls = sets * max(1, min(rounds, MOST_CALLS // sets))
@@ -190,7 +190,7 @@ def _as_graph(runner: Guarded, sets: int) -> None:
 
 
 def _ms(runner: Guarded) -> np.ndarray:
-    """Milliseconds of one call, a round."""
+    """Milliseconds per call, for each round."""
     return runner.by_round()[0] / runner.calls
 
 
@@ -206,7 +206,7 @@ def _row(one: Guarded, base: Guarded | None, best: Guarded | None) -> dict[str, 
 
 
 def _ratio(base: Guarded | None, other: Guarded) -> list[float] | None:
-    """Base over other, with its interval."""
+    """Ratio of base to other, with its interval."""
     if base is None or base.status != OK:
         return None
     first, second = _ms(base), _ms(other)

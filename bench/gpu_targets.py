@@ -1,4 +1,4 @@
-"""The numbers that the kernels set out to reach on an H200, and what a record of `bench/gpu.py` says of each."""
+"""The targets of the kernels on an H200, and their state in a record of `bench/gpu.py`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ ATTENTION, CAUSAL, PADDED = SUITES
 WINDOWS = ("local left=128 right=128", "local left=256 right=256")
 IMPROVED = "improved-clustered iterations="
 NAN = float("nan")
-# Against the best of SDPA's back ends end to end, by length; a number that is none was not asked for.
+# Against the best of SDPA's back ends end to end, by length; NaN means no target.
 ENCODER = {
     "linear": (1.06, 1.17, 1.38, 1.81, 2.67, 4.41),
     "performer": (0.98, 1.08, 1.27, 1.67, 2.46, 4.06),
@@ -33,7 +33,7 @@ ENCODER = {
     "lsh rounds=4": (NAN, NAN, NAN, 1.25, 1.84, 3.03),
 }
 PREFILL = {"linear": (1.00, 1.06, 1.17, 1.39, 1.83, 2.71)}
-# Time over floor, at most.
+# Largest time over floor.
 FLOORS = {
     name: most
     for name in ("linear", *WINDOWS, "bigbird", "clustered iterations=3", f"{IMPROVED}3")
@@ -41,16 +41,16 @@ FLOORS = {
 }
 # Queries that a tensor core multiplies at once with keys of a window.
 TILE = 128
-# Tokens in the cache and batch -> how many times as fast as exact attention with a cache that does not grow.
+# Tokens in the cache and batch -> speed-up over exact attention with a cache that does not grow.
 DECODING = {(1024, 32): 1.6, (4096, 32): 4.0, (1024, 1): 1.0}
 
 
 class Target(NamedTuple):
-    """One number asked for at some lengths: what it is, by length how much, and how it is found, None where it was not."""
+    """A target at some lengths: its description, the number by length, and how to measure it, None if it was not measured."""
 
     what: str
     asked: dict[int, float]
-    found: Callable[[dict[str, Any], int], float | None]
+    measured: Callable[[dict[str, Any], int], float | None]
     at_most: bool = False
 
 
@@ -90,7 +90,7 @@ def targets() -> list[Target]:
 
 
 def judged(made: dict[str, Any]) -> list[list[str]]:
-    """A row a target: what it is, and by length what was asked, what was found, and whether it was reached."""
+    """One row per target: its description, and by length the target, the result, and whether it was reached."""
     rows = []
     for target in targets():
         cells = []
@@ -98,28 +98,28 @@ def judged(made: dict[str, Any]) -> list[list[str]]:
             if length not in target.asked:
                 cells.append("–")
                 continue
-            found, asked = target.found(made, length), target.asked[length]
-            cells.append(_at_most(found, asked) if target.at_most else asked_and_found(found, asked))
+            value, asked = target.measured(made, length), target.asked[length]
+            cells.append(_at_most(value, asked) if target.at_most else asked_and_found(value, asked))
         rows.append([target.what, *cells])
     return rows
 
 
-def _at_most(found: float | None, most: float) -> str:
-    if found is None:
+def _at_most(value: float | None, most: float) -> str:
+    if value is None:
         return f"{most:g}: not measured"
-    return f"{most:g}: {found:.2f}, {'reached' if found <= most else 'not reached'}"
+    return f"{most:g}: {value:.2f}, {'reached' if value <= most else 'not reached'}"
 
 
 def part_of(
     made: dict[str, Any], suite: str, mode: str, length: int, batch: int | None = None, way: str = "graph"
 ) -> dict[str, Any] | None:
-    """A part in bfloat16, at as many tokens a step as all are measured at where no batch is given."""
+    """A part in bfloat16, by default at the common number of tokens per step."""
     batch = max(TOKENS // length, 1) if batch is None else batch
     return find(made, suite=suite, mode=mode, dtype="bfloat16", length=length, batch=batch, way=way)
 
 
 def floor_ms(made: dict[str, Any], case: Case, part: dict[str, Any]) -> float | None:
-    """Least milliseconds of a forward of one layer's attention by what the card multiplies and copies; None if unknown."""
+    """Minimum milliseconds of one layer's attention at the card's product and copy rates; None if unknown."""
     rates, width = made["rates"], getattr(torch, part["dtype"]).itemsize
     if part["dtype"] not in rates:
         return None
@@ -129,53 +129,53 @@ def floor_ms(made: dict[str, Any], case: Case, part: dict[str, Any]) -> float | 
 
 
 def over_floor(made: dict[str, Any], part: dict[str, Any] | None, name: str) -> float | None:
-    """Time over floor of one of our mechanisms, or of SDPA; None where either is unknown, as it is for padding."""
-    if part is None or part["suite"] == PADDED or (found := row(part, name)) is None:
+    """Time over floor of one of our mechanisms, or of SDPA; None if either is unknown, as with padding."""
+    if part is None or part["suite"] == PADDED or (contender := row(part, name)) is None:
         return None
     known = [Case("sdpa", "sdpa", {}), *of_suite(part["suite"], 1)]
-    case = next((case for case in known if case.name == ("sdpa" if found["role"] == "exact" else name)), None)
+    case = next((case for case in known if case.name == ("sdpa" if contender["role"] == "exact" else name)), None)
     least = None if case is None else floor_ms(made, case, part)
-    return None if least is None else found["median_ms"] / least
+    return None if least is None else contender["median_ms"] / least
 
 
-_Found = Callable[[dict[str, Any], int], float | None]
+_Measure = Callable[[dict[str, Any], int], float | None]
 
 
-def _against(mode: str, other: str, own: str, suite: str = ATTENTION) -> _Found:
-    def found(made: dict[str, Any], length: int) -> float | None:
+def _against(mode: str, other: str, own: str, suite: str = ATTENTION) -> _Measure:
+    def ratio(made: dict[str, Any], length: int) -> float | None:
         part = part_of(made, suite, mode, length)
         theirs, ours = row(part, other), row(part, own)
         return None if theirs is None or ours is None else theirs["median_ms"] / ours["median_ms"]
 
-    return found
+    return ratio
 
 
-def _against_fla(mode: str) -> _Found:
-    def found(made: dict[str, Any], length: int) -> float | None:
+def _against_fla(mode: str) -> _Measure:
+    def ratio(made: dict[str, Any], length: int) -> float | None:
         part = part_of(made, CAUSAL, mode, length)
         names = [] if part is None else [one["name"] for one in part["contenders"] if one["name"].startswith("fla ")]
         theirs = [one["median_ms"] for name in names if (one := row(part, name))]
         ours = row(part, "linear")
         return min(theirs) / ours["median_ms"] if theirs and ours else None
 
-    return found
+    return ratio
 
 
 def _bandwidth(made: dict[str, Any], length: int) -> float | None:
     ours = row(part_of(made, ATTENTION, "forward", length), "linear")
-    # Queries, keys, values and outputs, once, of 16 bits.
+    # Queries, keys, values and outputs, once, in 16 bits.
     return None if ours is None else 4 * 2 * TOKENS * HEADS * SIZE / (ours["median_ms"] / 1e3) / made["rates"]["copy"]
 
 
-def _dense_share(name: str) -> _Found:
-    def found(made: dict[str, Any], length: int) -> float | None:
+def _dense_share(name: str) -> _Measure:
+    def ratio(made: dict[str, Any], length: int) -> float | None:
         part = part_of(made, ATTENTION, "forward", length)
         ours, dense = row(part, name), row(part, "flash")
         if ours is None or dense is None:
             return None
         return computed_pairs(name, length) / length**2 * dense["median_ms"] / ours["median_ms"]
 
-    return found
+    return ratio
 
 
 def computed_pairs(name: str, length: int) -> int:
@@ -195,24 +195,24 @@ def computed_pairs(name: str, length: int) -> int:
     return pairs
 
 
-def _over_floor(name: str) -> _Found:
+def _over_floor(name: str) -> _Measure:
     return lambda made, length: over_floor(made, part_of(made, ATTENTION, "forward", length), name)
 
 
-def _end_to_end(suite: str, name: str) -> _Found:
-    def found(made: dict[str, Any], length: int) -> float | None:
-        # Where the model cannot be a graph, what everybody gets.
+def _end_to_end(suite: str, name: str) -> _Measure:
+    def ratio(made: dict[str, Any], length: int) -> float | None:
+        # Eager if the model cannot be captured as a graph.
         ways = (part_of(made, suite, "forward", length, way=way) for way in ("graph", "eager"))
         ours = next((one for part in ways if (one := row(part, name))), None)
         return None if ours is None or ours["against_best"] is None else ours["against_best"][0]
 
-    return found
+    return ratio
 
 
-def _decoding(batch: int) -> _Found:
-    def found(made: dict[str, Any], length: int) -> float | None:
+def _decoding(batch: int) -> _Measure:
+    def ratio(made: dict[str, Any], length: int) -> float | None:
         ways = (part_of(made, "decode", "forward", length, batch, way) for way in ("graph", "eager"))
         ours = next((one for part in ways if (one := row(part, "linear"))), None)
         return None if ours is None or ours["against_sdpa"] is None else ours["against_sdpa"][0]
 
-    return found
+    return ratio

@@ -1,4 +1,4 @@
-"""Whether kernels are right before they are timed: outputs and gradients against float64, and CUDA graphs against eager calls."""
+"""Verification of kernels before timing: outputs and gradients against float64, and CUDA graphs against eager calls."""
 
 import copy
 import math
@@ -17,21 +17,21 @@ from bench.gpu_peers import COMPILED, Inputs, Step
 from bench.gpu_workers import told
 from tests.closeness import error_and_budget
 
-# Samples, tokens and heads: a tile or two, or where padded less; an odd number; many tokens, at few heads for all pairs of them in
-# float64; and a number at which heads are split to fill a card.
+# Samples, tokens and heads: a tile or two, or less with padding; an odd number; many tokens, with few heads so that all pairs fit
+# in float64; and a number at which heads are split to fill a card.
 SHAPES = ((3, 150, HEADS), (2, 1000, HEADS), (1, 8192, 1), (1, 2048, HEADS))
-# The shapes at which the compiler is waited for.
+# The shapes that are compiled.
 COMPILED_SHAPES = SHAPES[1:2]
-# As in the tests: tile by tile sums round a few times more than one sum.
+# As in the tests: sums over tiles round a few times more than a single sum.
 FACTOR = 6.0
-# Those of others are not ours to judge; they must compute the same.
+# Peers only need to compute the same.
 SAME = 0.05
 NAMES = ("out", "dq", "dk", "dv")
-# Keys that improved clusters weigh again by default.
+# Default `topk` of improved clusters.
 KEPT = 32
-# Hashed are multiples of one part in so many.
+# Hashed inputs are multiples of one over this.
 PARTS = 64
-# Tokens that are decoded, after how many.
+# Decoded tokens, and tokens before them.
 LENGTH, LAST = 1000, 3
 
 
@@ -42,15 +42,15 @@ def verify(
     device: torch.device,
     shapes: Sequence[tuple[int, int, int]] | None = None,
 ) -> dict[str, Any]:
-    """Run one contender of a suite on fresh inputs, in samples, tokens and heads of some shapes or of all that it has.
+    """Run one contender of a suite on fresh inputs, with the given or all shapes (samples, tokens and heads).
 
     Returns:
-        `status`, `ok` or what is wrong; `errors`, for outputs and gradients, those of parameters too, the largest of the shapes with its budget; the ops
-        that ran `kernels`; and `graphs`, for forward and train whether a captured graph gives what eager calls give: `equal`,
-        or why it cannot be used, or None where there are no graphs.
+        `status`, `ok` or the error; `errors`, for outputs and gradients, including parameters, the largest over the shapes with its budget; the ops
+        that ran `kernels`; and `graphs`, for forward and train whether a captured graph gives the eager results: `equal`,
+        or why it cannot be used, or None without graphs.
     """
     causal = suite == "attention-causal"
-    found: dict[str, Any] = {"errors": {}, "kernels": [], "graphs": {"forward": None, "train": None}}
+    result: dict[str, Any] = {"errors": {}, "kernels": [], "graphs": {"forward": None, "train": None}}
     wrong: list[str] = []
     for batch, length, heads in shapes or (COMPILED_SHAPES if name in COMPILED else SHAPES):
         how = {"batch": batch, "length": length, "heads": heads, "dtype": dtype, "device": device, "train": True}
@@ -59,7 +59,7 @@ def verify(
             (each for each in contenders(suite, "train", length, dtype, device, every=True) if each.name == name), None
         )
         if one is None:
-            # It holds all pairs, which are too many here.
+            # It materialises all pairs, which are too many here.
             continue
         like = next(case for case in [Case(SDPA, SDPA, {}), *of_suite(suite, 1)] if case.name == one.like)
         if like.mechanism == "improved-clustered":
@@ -75,29 +75,29 @@ def verify(
         ours = one.role == "variant"
         forget()
         step = _step(mechanism, given) if ours else one.make(given)
-        # On a GPU kernels come first by themselves, checked or not; elsewhere they are interpreted.
+        # On a GPU kernels run first, checked or not; elsewhere they are interpreted.
         with unchecked(), implementation("auto" if device.type == "cuda" else "triton"):
             results = [x.detach() for x in _run(step)]
-        found["kernels"] = sorted(_in_kernels() | {*found["kernels"]})
+        result["kernels"] = sorted(_in_kernels() | {*result["kernels"]})
         actual = results if one.packed else _real(results, given)
         for place, one_found, one_plain, one_exact in zip(names, actual, plain, exact, strict=True):
             error, budget = error_and_budget(one_found, one_plain, one_exact, FACTOR)
             budget = budget if ours else max(budget, SAME)
-            # What is no number is not within it either.
+            # NaN fails this comparison.
             if not error <= budget:
                 wrong.append(f"{place} at {length} tokens has error {error:.1e}, allowed is {budget:.1e}")
-            worst = found["errors"].get(place, [0.0, budget])
+            worst = result["errors"].get(place, [0.0, budget])
             if math.isfinite(error) and error / budget >= worst[0] / worst[1]:
-                found["errors"][place] = [error, budget]
+                result["errors"][place] = [error, budget]
         if device.type == "cuda":
             # Those of the last shape.
-            found["graphs"] = _graphs(step, results)
-    return found | {"status": "failed: " + "; ".join(wrong) if wrong else "ok"}
+            result["graphs"] = _graphs(step, results)
+    return result | {"status": "failed: " + "; ".join(wrong) if wrong else "ok"}
 
 
 @torch.no_grad()
 def verify_decoding(name: str, dtype: torch.dtype, device: torch.device, length: int = LENGTH) -> dict[str, Any]:
-    """Give a mechanism the last tokens of a sequence one by one; returned is what `verify` returns, of outputs alone."""
+    """Pass a mechanism the last tokens of a sequence one by one; returns the same as `verify`, for outputs only."""
     given = inputs("attention-causal", batch=2, length=length, dtype=dtype, device=device, seed=length)[0]
     case = next(case for case in of_suite("decode", 1) if case.name == name)
     mechanism = built(case, True, dtype, device, given)
@@ -108,7 +108,7 @@ def verify_decoding(name: str, dtype: torch.dtype, device: torch.device, length:
     forget()
     outs, state = [], None
     keeps = mechanism.decode_state != "cache"
-    # The others have no kernel of their own for it, so none could be interpreted; performer has one for the prompt alone.
+    # The others have no separate kernel for it, so none could be interpreted; performer has one only for the prompt.
     interpreted = device.type == "cpu" and case.mechanism in ("flash", "linear")
     prompt = interpreted or (device.type == "cpu" and case.name == "performer estimator=positive")
     kernels: set[str] = set()
@@ -132,15 +132,15 @@ def verify_decoding(name: str, dtype: torch.dtype, device: torch.device, length:
 
 
 def _in_kernels() -> set[str]:
-    """The ops that ran kernels last."""
+    """The ops that last ran kernels."""
     return {op for op, way in chosen().items() if way == "triton"}
 
 
 @torch.no_grad()
 def _set_apart(given: Inputs) -> None:
-    """Let all queries weigh the first keys most, so many as improved clusters weigh again.
+    """Make all queries weigh the first `topk` keys most.
 
-    Of others, whose scores are equal in 16 bits, it may choose any, and the gradients follow the choice.
+    Among others, whose scores are equal in 16 bits, any may be chosen, and the gradients depend on the choice.
     """
     given.q[..., 0] += 3.0
     given.k[:, :, :KEPT, 0] += 8.0
@@ -148,9 +148,9 @@ def _set_apart(given: Inputs) -> None:
 
 @torch.no_grad()
 def _make_hashes_exact(mechanism: Any, given: Inputs) -> None:
-    """Round what clusters are found by, so that its products are exact in float32 in any order of additions.
+    """Round the inputs of the clustering, so that its products are exact in float32 in any order of additions.
 
-    Otherwise a query that lies on a plane to all digits may be on either side of it, and get another cluster's output.
+    Otherwise a query on a plane to within rounding may fall on either side, and get another cluster's output.
     """
     planes = getattr(mechanism, "planes", None)
     for x in () if planes is None else (planes, given.q):
@@ -165,12 +165,12 @@ def _step(mechanism: Any, given: Inputs) -> Step:
 def _run(step: Step) -> list[Tensor]:
     forward, leaves, grad = step
     out = forward()
-    # What a mechanism learns it may not need for so few tokens.
+    # Learned parameters may be unused with so few tokens.
     return [out, *torch.autograd.grad(out, leaves, grad, materialize_grads=True)]
 
 
 def _real(results: list[Tensor], given: Inputs) -> list[Tensor]:
-    """What belongs to real tokens, [tokens, H, D], where there is padding; and gradients of parameters."""
+    """Results for real tokens, [tokens, H, D], with padding; and gradients of parameters."""
     if given.mask is None:
         return results
     by_token, others = results[: len(NAMES)], results[len(NAMES) :]
@@ -204,6 +204,6 @@ def _replayed(run: Callable[[], list[Tensor]], eager: list[Tensor]) -> str:
         float((one.double() - other.double()).norm() / other.double().norm().clamp(min=1e-30))
         for one, other in zip(made, eager, strict=True)
     )
-    # Those whose sums depend on the order of additions, such as PyTorch's backward passes, never give the same bits.
+    # Sums that depend on the order of additions, as in PyTorch's backward passes, are never bit-equal.
     close = apart <= 4 * torch.finfo(eager[0].dtype).eps
     return f"close, {apart:.0e} apart" if close else f"gives something else: {apart:.1e} apart"

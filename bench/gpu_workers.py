@@ -1,7 +1,7 @@
-"""Jobs in processes of their own, so that what kills a process, or never ends, costs one contender and not the run.
+"""Jobs in separate processes, so that a crash or a hang costs one contender and not the run.
 
-An illegal access on a GPU leaves its process without the GPU, and a kernel that hangs cannot be called off. So whoever
-waits for jobs touches no GPU; the processes say what they are about to run, and when one is lost that is not run again.
+After an illegal access on a GPU its process cannot use the GPU any more, and a kernel that hangs cannot be aborted. So the
+main process uses no GPU; processes announce what they will run, and if one is lost that is not run again.
 """
 
 import multiprocessing
@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Say = Callable[[str], None]
-# From what a job is given, a way to say what it runs next, and what not to run for which reason, to what it found.
+# From a job's arguments, a function that announces what runs next, and reasons not to run things, to the result.
 Work = Callable[[dict[str, Any], Say, Mapping[str, str]], dict[str, Any]]
-# Found under this key: the process should not be used again.
+# Key of a result: the process should not be used again.
 SPENT = "spent"
-# A job whose process is lost so often is given up.
+# A job that loses its process this often is given up.
 TRIES = 4
-# Seconds that a process has to begin, which is mostly reading code.
+# Seconds for a process to start, mostly for imports.
 BEGINNING = 300.0
 
 
 class LostError(Exception):
-    """The device answers this process no more."""
+    """The device no longer responds to this process."""
 
 
 class Job(NamedTuple):
-    """What one process does in one go: a name of its own, and what the work is given."""
+    """A unit of work for one process: a unique name, and the arguments of the work."""
 
     id: str
     given: dict[str, Any]
@@ -51,19 +51,19 @@ def carry_out(
     silence: float,
     log: Path,
 ) -> list[Job]:
-    """Do jobs in their order, some at a time.
+    """Run jobs in order, some in parallel.
 
     Args:
-        jobs: What is to be done.
-        work: Does one; a function of a module.
-        keep: Called here with what a job found, as soon as it is done: `error` alone where it failed.
-        lanes: Processes side by side.
-        deadline: On the monotonic clock: what is not done then is called off.
-        silence: Seconds without a word after which a process is taken to hang.
-        log: The file to which the processes write what they print.
+        jobs: The jobs.
+        work: Runs one job; a module-level function.
+        keep: Called here with the result of a job as soon as it is done: only `error` if it failed.
+        lanes: Number of parallel processes.
+        deadline: On the monotonic clock: unfinished jobs are then aborted.
+        silence: Seconds without a message after which a process counts as hung.
+        log: The file for the processes' output.
 
     Returns:
-        The jobs that were not done in time.
+        The jobs that did not finish in time.
     """
     waiting, left_out = list(jobs), dict[str, dict[str, str]]()
     crew = [_Lane(work, log) for _ in range(max(1, min(lanes, len(waiting))))]
@@ -78,16 +78,16 @@ def carry_out(
             busy = [lane for lane in crew if lane.job]
             wait([lane.pipe for lane in busy], timeout=0.5)
             for lane in busy:
-                job, found, lost = lane.job, *lane.news(silence)
-                if job is None or not (found or lost):
+                job, result, lost = lane.job, *lane.news(silence)
+                if job is None or not (result or lost):
                     continue
                 lane.job = None
-                if found:
-                    keep(job, found)
+                if result:
+                    keep(job, result)
                     continue
                 lane.stop()
                 tries = left_out[job.id]
-                # Nothing to leave out, or left out already: it would only happen again.
+                # Nothing to skip, or already skipped: it would only fail again.
                 if not lane.about or lane.about in tries or len(tries) + 1 >= TRIES:
                     keep(job, {"error": f"{lane.about or 'the process'}: {lost}"})
                 else:
@@ -100,7 +100,7 @@ def carry_out(
 
 
 class _Lane:
-    """One process after another, each of which does jobs until it is lost."""
+    """Runs jobs in one process after another, each until it is lost."""
 
     def __init__(self, work: Work, log: Path) -> None:
         self._work, self._log, self._process = work, log, None
@@ -130,12 +130,12 @@ class _Lane:
         other.close()
 
     def news(self, silence: float) -> tuple[dict[str, Any] | None, str]:
-        """What the job found, or what has become of its process; neither while it goes on."""
+        """The result of the job, or why its process was lost; neither while it runs."""
         try:
             while self.pipe.poll():
                 kind, said = self.pipe.recv()
                 self._heard, self._begun = time.monotonic(), True
-                if kind == "found":
+                if kind == "result":
                     if said.pop(SPENT, False):
                         self.stop()
                     return said, ""
@@ -163,7 +163,7 @@ class _Lane:
 
 
 def _serve(pipe: Connection, work: Work, log: str) -> None:
-    """Do what comes through the pipe until it closes."""
+    """Run the jobs that arrive through the pipe until it closes."""
     with open(log, "a", encoding="utf-8") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
@@ -174,11 +174,11 @@ def _serve(pipe: Connection, work: Work, log: str) -> None:
         except EOFError:
             return
         try:
-            found = work(job.given, lambda name: pipe.send(("about", name)), without)
+            result = work(job.given, lambda name: pipe.send(("about", name)), without)
         except LostError as error:
             pipe.send(("lost", told(error)))
             os._exit(1)
         except Exception as error:
             traceback.print_exc()
-            found = {"error": told(error), SPENT: True}
-        pipe.send(("found", found))
+            result = {"error": told(error), SPENT: True}
+        pipe.send(("result", result))

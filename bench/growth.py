@@ -2,10 +2,10 @@
 
     python bench/growth.py -o reports/growth
 
-One layer's attention, batch 1, on random inputs: random queries are what k-means settles on last, so clustering pays
+One layer's attention, batch 1, on random inputs: k-means converges slowest on random queries, so clustering uses
 all its iterations. The exponent is the slope of a straight line through the logarithms of length and cost; 1 is
-linear, 2 quadratic. Written are `record.json` and, made from it, `report.md` and `growth.svg`; `--redraw` makes only
-these two again.
+linear, 2 quadratic. Writes `record.json` and, from it, `report.md` and `growth.svg`; `--redraw` rebuilds only these
+two.
 """
 
 import argparse
@@ -40,7 +40,7 @@ SECONDS, LEAST, MOST = 4.0, 5, 25
 
 
 class Case(NamedTuple):
-    """A mechanism with the settings it is measured at, and the exponent that it must not exceed; None asks nothing."""
+    """A mechanism with its settings, and the exponent that it must not exceed; None for no limit."""
 
     mechanism: str
     bound: float | None
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The mechanism with what is not at its default."""
+        """The mechanism with its non-default settings."""
         words = [f"{key}={value}" for key, value in self.settings.items()]
         return " ".join([self.mechanism, *words, *(["causal"] if self.causal else [])])
 
@@ -77,7 +77,7 @@ CASES = (
     Case("adaptive-span", 1.1, {"max_span": 256}),
     Case("strided", 1.6),
     Case("fixed", 1.6, {"stride": None}),
-    # Strides that do not follow the length: in the end a fraction of the exact cost, so they promise nothing.
+    # A stride that does not grow with the length costs a fraction of exact attention, so these promise nothing.
     Case("strided", None, causal=True),
     Case("fixed", None),
     Case("ltr", 1.6),
@@ -86,7 +86,7 @@ CASES = (
 
 
 def measure(case: Case, length: int) -> dict[str, Any]:
-    """Median and spread of the milliseconds of a forward, and its peak memory, at one length."""
+    """Median and spread of the milliseconds of a forward pass, and its peak memory, at one length."""
     generator = torch.Generator().manual_seed(length)
     q, k, v = torch.randn(3, 1, HEADS, length, SIZE, generator=generator)
     mechanism = MECHANISMS[case.mechanism](HEADS, SIZE, causal=case.causal, scale=SIZE**-0.5, **case.settings).eval()
@@ -158,8 +158,8 @@ def report(made: dict[str, Any]) -> str:
         ["---", *["--:"] * (3 + len(lengths))],
     ]
     for case in made["cases"]:
-        found = {point["length"]: point for point in case["points"]}
-        figures = [f"{found[n]['ms']:.3g}" if found.get(n, {}).get("status") == "ok" else "–" for n in lengths]
+        by_length = {point["length"]: point for point in case["points"]}
+        figures = [f"{by_length[n]['ms']:.3g}" if by_length.get(n, {}).get("status") == "ok" else "–" for n in lengths]
         slopes = [f"n^{case[cost]['slope']:.2f} ± {case[cost]['error']:.2f}" for cost in ("time", "memory")]
         bound = (
             "–" if case["bound"] is None else f"**{case['bound']}, exceeded**" if exceeds(case) else f"{case['bound']}"
@@ -179,7 +179,7 @@ def report(made: dict[str, Any]) -> str:
 
 
 def draw(made: dict[str, Any], path: Path) -> None:
-    """Time against length, both logarithmic, a line a case."""
+    """Time against length, both logarithmic, one line per case."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({"svg.hashsalt": "growth", "svg.fonttype": "path", "font.size": 9})
@@ -204,7 +204,7 @@ def draw(made: dict[str, Any], path: Path) -> None:
 
 
 def write(source: Path, output: Path) -> dict[str, Any]:
-    """Make `report.md` and the drawing in a folder from the `record.json` of another, or its own; returns the record."""
+    """Write `report.md` and the plot into a folder from its own `record.json` or another's; returns the record."""
     made = json.loads((source / "record.json").read_text(encoding="utf-8"))
     output.mkdir(parents=True, exist_ok=True)
     (output / "report.md").write_text(report(made), encoding="utf-8")

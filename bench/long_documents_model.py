@@ -1,4 +1,4 @@
-"""Train a classifier of texts of up to 2,048 tokens, and write the texts that it is to be measured on.
+"""Train a classifier of texts of up to 2,048 tokens, and write the texts to measure it on.
 
     python bench/long_documents_model.py reviews -o runs/long-documents \\
         --start ../shared/checkpoints/minilm-sst2 --reviews ../shared/data/longdocs/movie_reviews/train.jsonl.gz \\
@@ -6,12 +6,12 @@
     python bench/long_documents_model.py genres -o runs/genres \\
         --start ../shared/checkpoints/minilm-sst2 --brown ../shared/data/longdocs/brown/train.jsonl.gz
 
-It starts from a BERT fine-tuned on SST-2, extends its positions as `--max-length` does, and trains the upper half of the
-layers with exact attention, on one thread, for some minutes. Batches hold about as many tokens at every length, so
-most of the texts are read in part; that is what a small budget buys. No setting was tried twice, but for the genres: fifteen of
-them were learnt badly (28 % right of 193 at 512 tokens), so they are four, as the corpus groups them. `model/` is the
-checkpoint; the .jsonl files beside it hold texts that were not trained on: movie reviews and IMDb, or half of the Brown
-corpus, whose other half is learnt from, whole and from later words on. None belongs into a repository.
+It starts from a BERT fine-tuned on SST-2, extends its positions like `--max-length`, and trains the upper half of the
+layers with exact attention, on one thread, for a few minutes. Batches hold a similar number of tokens at every length, so
+most of the texts are truncated to fit a small budget. Settings were not tuned, except for the genres: fifteen of them
+were learned badly (28 % right of 193 at 512 tokens), so they are merged into four, as the corpus groups them. `model/` is
+the checkpoint; the .jsonl files beside it hold held-out texts: movie reviews and IMDb, or half of the Brown corpus, whose
+other half is trained on, whole and from later words on. None of them belongs in a repository.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing
 from approx.planning import positions
 
 POSITIONS = 2048
-# Reviews of IMDb that reach beyond 512 tokens for certain.
+# Reviews of IMDb that are certainly longer than 512 tokens.
 IMDB_WORDS = 700
 
 
 class Course(NamedTuple):
-    """Rows to learn from, and by file those to measure on; `labels` are the classes, None if they are those of the start."""
+    """Training rows, and test rows by file; `labels` are the classes, None for those of the initial checkpoint."""
 
     labels: list[str] | None
     learnt: list[dict[str, Any]]
@@ -44,7 +44,7 @@ class Course(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """So many steps on batches of texts that are read to one length."""
+    """This many steps on batches of texts truncated to one length."""
 
     length: int
     steps: int
@@ -53,7 +53,7 @@ class Phase(NamedTuple):
 
 PHASES = {
     "reviews": (Phase(256, 24, 16), Phase(512, 24, 8), Phase(1024, 16, 4), Phase(2048, 8, 2)),
-    # Four classes instead of two, and none of them known before.
+    # Four classes instead of two, none of them known to the initial checkpoint.
     "genres": (Phase(256, 48, 16), Phase(512, 36, 8), Phase(1024, 16, 4), Phase(2048, 8, 2)),
 }
 # Francis and Kučera, 1979, Brown Corpus Manual: genres A to C, D to H, J, and K to R.
@@ -63,20 +63,20 @@ GENRES = {
     "learned": ("learned",),
     "fiction": ("fiction", "mystery", "science_fiction", "adventure", "romance", "humor"),
 }
-# One in so many is measured and not trained on: of the reviews, and of the few documents of Brown.
+# One in this many is held out: of the reviews, and of the few documents of Brown.
 HELD_OUT = {"reviews": 8, "genres": 2}
-# A document is also learnt from later words on: every so many of them begin another text, and none is shorter.
+# Training also uses documents from later words on: a new text starts every so many words, and none is shorter.
 STRIDE = 250
 RATE, WARM_UP = 1e-4, 0.1
 
 
 def digest(name: str) -> bytes:
-    """What decides by chance, and always alike, what becomes of a text."""
+    """A reproducible random number for a text."""
     return hashlib.sha256(name.encode()).digest()
 
 
 def held_out(name: str, course: str) -> bool:
-    """Whether a text is one of the share that is measured and not trained on."""
+    """Whether a text is held out."""
     return digest(name)[0] % HELD_OUT[course] == 0
 
 
@@ -87,7 +87,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def open_start(folder: Path, labels: list[str] | None) -> tuple[Any, Any]:
-    """Tokenizer and model, with longer positions, of which only the upper layers learn; with a new head for new labels."""
+    """Tokenizer and model, with longer positions and only the upper layers trainable; with a new task head for new labels."""
     tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=POSITIONS)
     head: dict[str, Any] = {}
     if labels is not None:
@@ -102,7 +102,7 @@ def open_start(folder: Path, labels: list[str] | None) -> tuple[Any, Any]:
 
 
 def train(model: Any, tokenizer: Any, rows: list[dict[str, Any]], phases: tuple[Phase, ...], seed: int) -> None:
-    """Train in place; lengths take turns in an order drawn once, and every text is seen before one is seen twice."""
+    """Train in place; lengths alternate in an order drawn once, and every text is seen before any is repeated."""
     random = np.random.default_rng(seed)
     order = random.permutation([number for number, phase in enumerate(phases) for _ in range(phase.steps)])
     waiting: list[int] = []
@@ -136,14 +136,14 @@ def train(model: Any, tokenizer: Any, rows: list[dict[str, Any]], phases: tuple[
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows for the task `documents`, in an order that has nothing to do with their labels: `limit` takes the first."""
+    """Write rows for the task `documents`, in an order independent of their labels, since `limit` takes the first."""
     rows = sorted(rows, key=lambda row: digest(row["id"]))
     lines = (json.dumps({key: row[key] for key in ("id", "text", "label")}, ensure_ascii=False) for row in rows)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def of_reviews(arguments: argparse.Namespace) -> Course:
-    """Movie reviews, of which some are held out, and the long reviews of IMDb in its own splits."""
+    """Movie reviews, some of them held out, and the long reviews of IMDb in its own splits."""
     reviews = read(arguments.reviews)
     long = {
         split: [
@@ -155,13 +155,13 @@ def of_reviews(arguments: argparse.Namespace) -> Course:
         for split in ("train", "test")
     }
     held = [row for row in reviews if held_out(row["id"], "reviews")]
-    # The same work may be reviewed in both, by other people; no text is.
+    # The same film may be reviewed in both, but not with the same text.
     learnt = [row for row in reviews if not held_out(row["id"], "reviews")] + long["train"]
     return Course(None, learnt, {"movie-reviews": held, "imdb": long["test"]})
 
 
 def of_genres(arguments: argparse.Namespace) -> Course:
-    """The documents of Brown by groups of genres, of which half are held out; the others also from later words on."""
+    """The documents of Brown by groups of genres, half of them held out; the others also from later words on."""
     labels = list(GENRES)
     group = {genre: number for number, genres in enumerate(GENRES.values()) for genre in genres}
     rows = [{"id": row["id"], "text": row["text"], "label": group[row["genre"]]} for row in read(arguments.brown)]
@@ -193,7 +193,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     refuse_existing(arguments.out, force=arguments.force)
-    # One thread adds in one order: the same seed gives the same model on the same machine.
+    # One thread adds in a fixed order: the same seed gives the same model on the same machine.
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
     course = of_reviews(arguments) if arguments.course == "reviews" else of_genres(arguments)

@@ -1,11 +1,11 @@
-"""What the compiler makes of every kernel, read without a GPU: registers, spills, shared memory, instructions.
+"""The compiler's output for every kernel, without a GPU: registers, spills, shared memory, instructions.
 
     python bench/offline.py -o reports/kernels
 
-Each file of `bench/launches` launches the kernels of one op on CPU tensors. The launches are caught, and compiled for
-compute capability 8.0 (A100) and 9.0 (H100, H200) with the arguments that they had. Written are `record.json` and, made
-from it, `report.md`; `--only OP` reads one op, `--first` the first launch of each. Without `-o` the figures are printed as
-JSON. The record keeps a digest of what it was read from, so that a table that fell behind is found without compiling.
+Each file of `bench/launches` launches the kernels of one op on CPU tensors. The launches are intercepted, and compiled for
+compute capability 8.0 (A100) and 9.0 (H100, H200) with their arguments. Writes `record.json` and, from it, `report.md`;
+`--only OP` reads one op, `--first` the first launch of each. Without `-o` the figures are printed as JSON. The record
+holds a digest of its sources, so that an outdated table is detected without compiling.
 """
 
 import argparse
@@ -28,7 +28,7 @@ sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (
 import torch
 
 CAPABILITIES = (80, 90)
-# Shared memory that one program may have: KiB. Cards of capability 8.6 and 8.9 have no more than 99.
+# Shared memory per program, in KiB. Cards of capability 8.6 and 8.9 have at most 99.
 SHARED = {80: 99, 90: 227}
 TENSOR_CORES = ("HMMA", "IMMA", "HGMMA", "IGMMA", "QGMMA")
 TYPES = {
@@ -45,10 +45,10 @@ TYPES = {
 
 
 class Launch(NamedTuple):
-    """Something that launches one kernel or several on CPU tensors; figures are kept under its name.
+    """A function that launches one or more kernels on CPU tensors; its name identifies the figures.
 
-    Whatever `first_that_fits` launches is taken in each of its configurations.
-    `tensor_cores` says whether every kernel of it must use them; products of true float32 cannot.
+    Launches through `first_that_fits` are compiled in each configuration.
+    `tensor_cores` states whether every kernel must use them; products in true float32 cannot.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Caught(NamedTuple):
 
 
 def ops() -> list[str]:
-    """The ops that have kernels."""
+    """The ops with kernels."""
     return sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent / "launches")]))
 
 
@@ -75,7 +75,7 @@ def launches(op: str) -> list[Launch]:
 
 
 def digest(op: str) -> str:
-    """A number that changes with the kernels of an op and their launches; comments, imports and empty lines aside."""
+    """A hash of the kernels of an op and their launches, without comments, imports and empty lines."""
     root = Path(__file__).resolve().parent.parent
     kernels = root / "kernels" / "approx_kernels"
     paths = [
@@ -89,11 +89,11 @@ def digest(op: str) -> str:
 
 
 def figures(op: str, *, first: bool = False) -> Iterator[dict[str, Any]]:
-    """What the compiler says of every kernel of an op, a row for each launch and capability.
+    """The compiler's output for every kernel of an op, one row per launch and capability.
 
     Args:
         op: One of `ops()`.
-        first: Whether only the first launch is taken.
+        first: Whether to take only the first launch.
     """
     for launch in launches(op)[: 1 if first else None]:
         for caught in catch(launch.run):
@@ -102,19 +102,19 @@ def figures(op: str, *, first: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def catch(run: Callable[[], Any]) -> list[Caught]:
-    """The launches that something makes, none of which takes place."""
+    """Intercept the launches of a function without running them."""
     from triton import JITFunction
 
     from approx_kernels.gpu.launch import configuration
 
-    found: list[Caught] = []
+    launches: list[Caught] = []
 
     def instead(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
         options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
         if missing := set(kernel.arg_names) - set(values):
             raise ValueError(f"{kernel.__name__} was launched without {', '.join(sorted(missing))}.")
-        found.append(Caught(kernel, values, options))
+        launches.append(Caught(kernel, values, options))
 
     real = JITFunction.run
     setattr(JITFunction, "run", instead)  # noqa: B010  # pyright takes a plain assignment for a mistake
@@ -123,7 +123,7 @@ def catch(run: Callable[[], Any]) -> list[Caught]:
             run()
     finally:
         setattr(JITFunction, "run", real)  # noqa: B010  # as above
-    return found
+    return launches
 
 
 def compiled(caught: Caught, capability: int, tensor_cores: bool) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def compiled(caught: Caught, capability: int, tensor_cores: bool) -> dict[str, A
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(caught.kernel.params):
         value = caught.arguments[parameter.name]
-        # What Triton itself makes constant: what is annotated so, None, and the number 1.
+        # Triton itself treats these as constants: annotated parameters, None, and the number 1.
         plain = type(value) is int and not parameter.do_not_specialize
         if parameter.is_constexpr or value is None or (plain and value == 1):
             signature[parameter.name], constants[(place,)] = "constexpr", value
@@ -171,7 +171,7 @@ def _is_tile(name: str) -> bool:
 
 
 def disassembled(cubin: bytes) -> tuple[int, int, list[str]]:
-    """Registers of a thread, bytes that it spills, and the tensor-core instructions among its machine code."""
+    """Registers per thread, spilled bytes, and the tensor-core instructions in the machine code."""
     import triton.backends.nvidia
 
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -188,16 +188,16 @@ def disassembled(cubin: bytes) -> tuple[int, int, list[str]]:
 
 
 def wrong(row: dict[str, Any]) -> list[str]:
-    """One sentence for each limit that a kernel breaks."""
-    found = []
+    """One sentence per limit that a kernel exceeds."""
+    faults = []
     if row["spilled_bytes"]:
-        found.append(f"spills {row['spilled_bytes']} bytes")
+        faults.append(f"spills {row['spilled_bytes']} bytes")
     if row["shared_bytes"] > SHARED[row["capability"]] * 1024:
-        found.append(f"needs {row['shared_bytes']} bytes of shared memory of {SHARED[row['capability']]} KiB")
+        faults.append(f"needs {row['shared_bytes']} bytes of shared memory of {SHARED[row['capability']]} KiB")
     if row["tensor_cores"] and not row["instructions"]:
-        found.append("uses no tensor cores")
+        faults.append("uses no tensor cores")
     name = f"{row['op']}, {row['launch']}, {row['kernel']} on {row['capability']}"
-    return [f"{name} {sentence}" for sentence in found]
+    return [f"{name} {sentence}" for sentence in faults]
 
 
 def report(record: dict[str, Any]) -> str:
@@ -227,7 +227,7 @@ def report(record: dict[str, Any]) -> str:
 
 
 def write(rows: list[dict[str, Any]], folder: Path, version: str) -> None:
-    """Put rows into the record, in place of what it says of their ops, and make the report again."""
+    """Replace the rows of some ops in the record, and write the report again."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "record.json"
     old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"kernels": [], "digests": {}}
@@ -244,7 +244,7 @@ def write(rows: list[dict[str, Any]], folder: Path, version: str) -> None:
 
 
 def mixed(folder: Path, version: str) -> str | None:
-    """Why the figures of one op cannot join the record of a folder, whose others stay as they are; None where they can."""
+    """Why the figures of one op cannot join the record of a folder with the others unchanged; None if they can."""
     path = folder / "record.json"
     old = json.loads(path.read_text(encoding="utf-8"))["triton"] if path.is_file() else version
     if old == version:
@@ -253,7 +253,7 @@ def mixed(folder: Path, version: str) -> str | None:
 
 
 def main() -> int:
-    """Compile, write and print; 1 if a limit is broken."""
+    """Compile, write and print; exit code 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-o", "--output", type=Path, help="folder for the record and the report")
     parser.add_argument("--only", metavar="OP", choices=ops(), help="read this op alone")

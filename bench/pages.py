@@ -1,4 +1,4 @@
-"""Tables and pictures of the pages that are made from records of benchmarks."""
+"""Tables and plots of the pages made from records of benchmarks."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,34 +12,34 @@ from bench.parts import noise, row
 
 
 def table(head: list[str], rows: list[list[str]], words: int = 1, remarks: int = 0) -> str:
-    """A table in Markdown, whose first `words` columns and last `remarks` hold words and the others figures."""
+    """A table in Markdown, whose first `words` columns and last `remarks` columns hold text and the others figures."""
     figures = len(head) - words - remarks
     lines = [head, [*["---"] * words, *["--:"] * figures, *["---"] * remarks], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def ratio(part: dict[str, Any] | None, name: str, key: str) -> str:
-    """A ratio of a contender, bold where its interval lies above 1 and above the noise of its part; a dash where there is none."""
-    found = row(part, name)
-    if part is None or found is None or found[key] is None:
+    """A ratio of a contender, bold if its interval lies above 1 and above the noise of its part; a dash if missing."""
+    contender = row(part, name)
+    if part is None or contender is None or contender[key] is None:
         return "–"
-    middle, low, _ = found[key]
+    middle, low, _ = contender[key]
     return f"**{middle:.2f}**" if low > max(noise(part), 1) else f"{middle:.2f}"
 
 
-def asked_and_found(found: float | None, least: float) -> str:
-    """What was asked at least, what was found, and whether that is reached."""
-    if found is None:
+def asked_and_found(value: float | None, least: float) -> str:
+    """The target, the measured value, and whether it was reached."""
+    if value is None:
         return f"{least:g}: not measured"
-    return f"{least:g}: {found:.2f}, {'reached' if found >= least else 'not reached'}"
+    return f"{least:g}: {value:.2f}, {'reached' if value >= least else 'not reached'}"
 
 
 def draw(lines: Mapping[str, Sequence[tuple[int, float]]], told: str, path: Path) -> None:
-    """Draw points over tokens, a line a contender; both axes are logarithmic.
+    """Plot points over tokens, one line per contender; both axes are logarithmic.
 
     Args:
-        lines: Name -> tokens and how many times as fast.
-        told: What the second is.
+        lines: Name -> tokens and speed-up.
+        told: Description of the speed-up.
         path: The SVG file.
     """
     with matplotlib.rc_context():

@@ -1,4 +1,4 @@
-"""A benchmark in parts: which are asked for, what is kept of each, a file whole or not at all, and how one is found."""
+"""A benchmark in parts: selecting them, storing each atomically, and looking them up."""
 
 import argparse
 import json
@@ -7,36 +7,36 @@ from typing import Any
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The numbers that an option lists, such as lengths; argparse tells of what is none."""
+    """The numbers of an option, such as lengths; argparse reports invalid ones."""
     if not all(one.isdecimal() and int(one) for one in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text} was asked for; allowed are whole numbers from 1 on, as in 512,1024")
     return tuple(int(one) for one in text.split(","))
 
 
 def kept(folder: Path, name: str) -> dict[str, Any] | None:
-    """What was kept of a part; None where it was not measured."""
+    """The stored result of a part; None if it was not measured."""
     path = _path(folder, name)
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def keep(folder: Path, name: str, found: dict[str, Any]) -> None:
-    """Keep what was found in a part."""
+def keep(folder: Path, name: str, result: dict[str, Any]) -> None:
+    """Store the result of a part."""
     folder.mkdir(parents=True, exist_ok=True)
     path = _path(folder, name)
     half = path.with_suffix(".half")
-    half.write_text(json.dumps(found, allow_nan=False), encoding="utf-8")
+    half.write_text(json.dumps(result, allow_nan=False), encoding="utf-8")
     half.replace(path)
 
 
 def seed(folder: Path, made: dict[str, dict[str, Any]]) -> None:
-    """Keep what a record holds and the folder lacks, by name: a fresh checkout has the record alone."""
-    for name, found in made.items():
+    """Store results that a record has and the folder lacks, by name: a fresh checkout has only the record."""
+    for name, result in made.items():
         if not _path(folder, name).is_file():
-            keep(folder, name, found)
+            keep(folder, name, result)
 
 
 def all_kept(folder: Path) -> list[dict[str, Any]]:
-    """All that was kept, in the order of the names."""
+    """All stored results, ordered by name."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
@@ -50,21 +50,21 @@ def find(made: dict[str, Any], **wanted: Any) -> dict[str, Any] | None:
 
 
 def row(part: dict[str, Any] | None, name: str | None) -> dict[str, Any] | None:
-    """What a part says of one contender; None where it did not run, or did not get to an end."""
+    """The result of one contender in a part; None if it did not run or did not finish."""
     rows = [] if part is None else part["contenders"]
     return next((one for one in rows if one["name"] == name and one["status"] == "ok"), None)
 
 
 def names(parts: list[dict[str, Any]]) -> list[str]:
-    """All contenders of some parts, in their order."""
+    """All contenders of some parts, in order."""
     return list(dict.fromkeys(one["name"] for part in parts for one in part["contenders"]))
 
 
 def noise(part: dict[str, Any]) -> float:
-    """How many times as fast one of two equal contenders of a part may seem: what no gain within it can be told from.
+    """The ratio by which equal contenders of a part may seem to differ: smaller gains are indistinguishable from noise.
 
-    SDPA is compared with itself, and mechanisms with no attention at all, which does strictly less than they; when decoding
-    it still copies a cache, so that a state may be faster.
+    SDPA is compared with itself, and mechanisms with no attention at all, which does strictly less; when decoding, that
+    still copies a cache, so a state may be faster.
     """
     seen = [part["spread"] or 1.0]
     free = next((one for one in part["contenders"] if one["role"] == "ceiling" and one["status"] == "ok"), None)

@@ -3,10 +3,10 @@
     python bench/quickstart_model.py -o approx/quickstart --force
 
 It takes two minutes on one core and ends at accuracy 1.000 on 200 held-out documents of 256, 1,024 and 2,048 tokens.
-Small everywhere but in attention (64 numbers a token, 2,048 tokens), so that nearly all of a forward is
-attention's time. Documents grow while it trains; short ones are placed anywhere in the position table, which
-teaches all positions at the price of a few. The answer at [CLS] alone is a late teacher, so every word is asked
-too; whoever converts the model finds what large models show, much the same question asked by many queries.
+Small in everything but attention (64 numbers per token, 2,048 tokens), so that attention takes nearly all of the time of a
+forward pass. Documents grow during training; short ones are placed anywhere in the position table, which trains
+all positions at the cost of a few. The answer at [CLS] alone is a sparse signal, so every word is trained too;
+a conversion then shows what it shows on large models: many queries that ask nearly the same question.
 """
 
 import argparse
@@ -33,7 +33,7 @@ HIDDEN = 64
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 FIRST_KEY = len(SPECIAL) + WORDS.index(KEYS[0])
 FIRST_NEEDLE = len(SPECIAL) + WORDS.index(NEEDLES[0])
-# [CLS], "find" and the key keep their positions; the document behind them may stand anywhere.
+# [CLS], "find" and the key keep their positions; the document after them may be anywhere.
 DOCUMENT = 3
 
 CARD = """\
@@ -45,7 +45,7 @@ The embedded default: a demonstration model for the generated task `needle`, mad
 
 
 class Phase(NamedTuple):
-    """So many steps on batches of documents of one length."""
+    """This many steps on batches of documents of one length."""
 
     length: int
     steps: int
@@ -57,7 +57,7 @@ PHASES = (Phase(64, 1000, 64, 3e-3), Phase(256, 150, 32, 3e-3), Phase(1024, 40, 
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word, with BERT's special tokens around the text."""
+    """One token per word, with BERT's special tokens around the text."""
     words = Tokenizer(WordLevel({word: index for index, word in enumerate(SPECIAL + WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = WhitespaceSplit()
     words.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
@@ -70,7 +70,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model() -> BertForSequenceClassification:
-    """The untrained classifier, with sinusoids as the start of its position table."""
+    """The untrained classifier, with a sinusoidal initial position table."""
     config = BertConfig(
         vocab_size=len(SPECIAL + WORDS),
         hidden_size=HIDDEN,
@@ -80,7 +80,7 @@ def make_model() -> BertForSequenceClassification:
         max_position_embeddings=POSITIONS,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.1,
-        # Near 1/sqrt(HIDDEN): with 0.02, made for 768 numbers, attention would start out uniform.
+        # Near 1/sqrt(HIDDEN): with 0.02, meant for 768 dimensions, attention would start out uniform.
         initializer_range=0.1,
         id2label=dict(enumerate(VALUES)),
         label2id={value: index for index, value in enumerate(VALUES)},
@@ -90,7 +90,7 @@ def make_model() -> BertForSequenceClassification:
     embeddings = model.bert.embeddings
     with torch.no_grad():
         embeddings.position_embeddings.weight.copy_(0.5 * torch.stack([angles.sin(), angles.cos()], -1).flatten(1))
-        # Words as loud as positions.
+        # Word embeddings at the scale of the positions.
         embeddings.word_embeddings.weight.mul_(5.0)
     return model
 
@@ -98,16 +98,16 @@ def make_model() -> BertForSequenceClassification:
 def loss(
     model: BertForSequenceClassification, name_key: nn.Module, ids: Tensor, labels: Tensor, offset: Tensor
 ) -> Tensor:
-    """The loss of the task, and those that ask every word what the first layer and the last should know there.
+    """The loss of the task, plus losses for every word's state in the first and the last layer.
 
-    The first should know the key and the last the value: a needle its own, any other word those of the question.
+    The first layer should know the key and the last the value: a needle its own, any other word those of the question.
 
     Args:
-        model: What is trained.
-        name_key: Reads a key off a state of the first layer; thrown away after the training.
+        model: The model to train.
+        name_key: Reads a key from a state of the first layer; discarded after training.
         ids: [B, L].
         labels: [B].
-        offset: Where in the position table each document starts, [B].
+        offset: Position of each document in the table, [B].
     """
     positions = torch.arange(ids.shape[1]).repeat(len(ids), 1)
     positions[:, DOCUMENT:] += offset[:, None]
@@ -146,14 +146,16 @@ def train(model: BertForSequenceClassification, tokenizer: PreTrainedTokenizerFa
             labels = torch.tensor([row.label for row in rows])
             offset = torch.from_numpy(random.integers(POSITIONS - length + 1, size=batch))
             optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 50, 3 * (1 - step / steps))
-            found = loss(model, name_key, ids, labels, offset)
+            batch_loss = loss(model, name_key, ids, labels, offset)
             optimizer.zero_grad()
-            found.backward()
+            batch_loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             if (step + 1) % (steps // 5) == 0:
                 seconds = time.perf_counter() - started
-                print(f"{length:5d} tokens  step {step + 1:4d}  loss {found.item():.3f}  {seconds:.0f} s", flush=True)
+                print(
+                    f"{length:5d} tokens  step {step + 1:4d}  loss {batch_loss.item():.3f}  {seconds:.0f} s", flush=True
+                )
 
 
 @torch.no_grad()
@@ -175,7 +177,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     refuse_existing(arguments.out, force=arguments.force)
-    # One thread adds in one order: the same seed gives the same model on the same machine.
+    # One thread adds in a fixed order: the same seed gives the same model on the same machine.
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
     tokenizer, model = make_tokenizer(), make_model()

@@ -1,9 +1,9 @@
-"""Train a small Wav2Vec2 with a CTC head on a few utterances, to have speech to convert where no real checkpoint is.
+"""Train a small Wav2Vec2 with a CTC task head on a few utterances, as a speech model to convert without a real checkpoint.
 
     python bench/speech_model.py -o runs/speech-model --utterances ../shared/data/librispeech/test-other
 
-It starts from random weights and trains for some ten minutes on one thread. What it hears it has been trained on: it shows what
-a conversion changes of a model that has learnt its lesson by heart, and nothing about recognising speech.
+It starts from random weights and trains for some ten minutes on one thread. It is evaluated on its training data, so it shows how
+a conversion changes a model that has memorised its inputs, and nothing about speech recognition.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "|")
 
 
 def make_processor() -> Wav2Vec2Processor:
-    """Letters, the apostrophe and the border of words; sounds normalised, with an attention mask."""
+    """Letters, the apostrophe and the word boundary; normalised audio, with an attention mask."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "vocab.json"
         vocabulary = (*SPECIAL, *string.ascii_uppercase, "'")
@@ -45,7 +45,7 @@ def make_processor() -> Wav2Vec2Processor:
 
 
 def make_model(processor: Any) -> Wav2Vec2ForCTC:
-    """The untrained model: frames of 20 ms as those of its large kin, four layers of four heads."""
+    """The untrained model: frames of 20 ms like its larger relatives, four layers of four heads."""
     config = Wav2Vec2Config(
         vocab_size=len(processor.tokenizer),
         pad_token_id=processor.tokenizer.pad_token_id,
@@ -74,7 +74,7 @@ def make_model(processor: Any) -> Wav2Vec2ForCTC:
 
 
 def train(model: Wav2Vec2ForCTC, processor: Any, examples: list[Example], steps: int, seed: int) -> None:
-    """Train in place, on batches of utterances of like length."""
+    """Train in place, on batches of utterances of similar length."""
     random = np.random.default_rng(seed)
     sounds = [example.inputs["recording"].decoded(RATE) for example in examples]
     order = sorted(range(len(sounds)), key=lambda row: len(sounds[row]))
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     refuse_existing(arguments.out, force=arguments.force)
-    # One thread adds in one order: the same seed gives the same model on the same machine.
+    # One thread adds in a fixed order: the same seed gives the same model on the same machine.
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
     processor = make_processor()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Absent:
-    """An importer in front of all others that knows nothing of the tool."""
+    """An importer, ahead of all others, that blocks the tool."""
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("approx", "approx_kernels", "triton"):
@@ -36,7 +36,7 @@ def main(folder: Path) -> None:
         with torch.no_grad():
             tensors[f"{name}/reloaded"] = model(**arguments)[0].contiguous()
         model(**arguments)[0].square().sum().backward()
-        # The first layer's queries hear of every layer above them.
+        # The gradient at the first layer's queries passes through every layer above.
         tensors[f"{name}/gradient"] = next(
             p.grad for n, p in model.named_parameters() if n.endswith(QUERIES) and p.grad is not None
         )

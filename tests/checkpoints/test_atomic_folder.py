@@ -184,7 +184,7 @@ with folder.atomic_folder(Path(sys.argv[1]), force=True) as place:
     ("before", "inside"),
     [
         ("", "os.kill(os.getpid(), signal.SIGKILL)"),
-        # Between setting the old folder aside and giving the new one its name.
+        # Between moving the old folder aside and renaming the new one.
         (
             "replace = os.replace\ndef once(*a):\n    replace(*a)\n    os.kill(os.getpid(), signal.SIGKILL)",
             "os.replace = once",

@@ -75,11 +75,11 @@ def test_every_family_reloads_to_the_last_bit_where_approx_cannot_be_imported(ke
         assert fact["backbone"].startswith("Approx")
         assert "approx_seam" not in fact["untrusted"]
         assert "trust_remote_code" in fact["untrusted"], fact["untrusted"]
-        # In 16 bits the model is, and what belongs to a mechanism is not.
+        # The model is in 16 bits, but the mechanisms' tensors are not.
         kept = {name: str(tensor.dtype) for name, tensor in model.state_dict().items() if ".mechanism." in name}
         assert {name: fact["dtypes"][name] for name in kept} == kept
         assert "torch.bfloat16" in fact["dtypes"].values()
-        # What stock transformers saved again opens here too.
+        # A folder saved again by stock transformers also loads here.
         again = checkpoint.load(tmp_path / "again" / architecture)
         assert difference(outputs(again.model, inputs), outputs(model, inputs)) == 0.0
 

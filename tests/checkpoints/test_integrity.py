@@ -205,7 +205,7 @@ def test_no_architecture_means_the_backbone(bad, value):
 
 @pytest.mark.parametrize("value", ["BertModel", {"0": "BertModel"}, 3])
 def test_architectures_that_are_no_list(bad, value):
-    # Some versions of transformers take them for none, others refuse the config.
+    # Some versions of transformers ignore them, others reject the config.
     edit_config(bad, architectures=value)
     error = error_of(lambda: checkpoint.load(bad))
     assert error is None or error.exit_code == Exit.UNAVAILABLE

@@ -39,7 +39,7 @@ def everything(architecture):
     """A model with every mechanism in every form its layers allow, one per layer."""
     causal = architecture.startswith(("GPT2", "Llama"))
     able = [name for name, kind in KINDS.items() if (kind.supports_causal if causal else kind.supports_bidirectional)]
-    # These cannot go on from a cache, and decoders are generated from.
+    # These cannot decode with a cache, but the decoders here generate.
     able = [name for name in able if not (causal and name in SELF_ONLY)]
     layers = "n_layer" if architecture.startswith("GPT2") else "num_hidden_layers"
     model = tiny(architecture, **{layers: len(able)})
@@ -87,13 +87,13 @@ def test_every_mechanism_works_where_approx_cannot_be_imported(tmp_path):
     reader = Path(__file__).parent / "reload_without_approx.py"
     child = run("-P", reader, tmp_path, HF_MODULES_CACHE=tmp_path / "cache")
     assert child.returncode == 0, child.stderr[-2000:]
-    # The copy of a folder has the same code, so it is not told again.
+    # The copied folder has the same code, so the warning is not repeated.
     assert child.stderr.count("pip install approx-attention") == len(HEADS)
     reloaded = load_file(tmp_path / "results.safetensors")
     for architecture, (model, inputs) in expected.items():
         with implementation("plain"):
             model(**inputs)[0].square().sum().backward()
-            # PyTorch's attention rounds in another way where gradients are recorded.
+            # PyTorch's attention rounds differently when gradients are recorded.
             with torch.no_grad():
                 out = model(**inputs)[0]
             if model.can_generate():
@@ -116,7 +116,7 @@ def test_the_package_gives_the_same_clusters_and_the_same_outputs_but_for_roundi
     there = clean_process.first_outputs(tmp_path, "AutoModel", inputs)
     assert all(torch.equal(*pair) for pair in zip(plain, there, strict=True))
     with torch.inference_mode():
-        # A different cluster would show: it changes an output by far more than its rounding.
+        # A different cluster would change an output by far more than rounding.
         here = [model(**each)[0] for each in inputs]
     for one, other in zip(here, there, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
@@ -146,7 +146,7 @@ def test_the_check_of_a_conversion_reloads_the_slim_folder(tmp_path):
     check = checks.fresh_process(tmp_path, model)
     assert check.passed
     assert "in plain PyTorch" in check.detail
-    # Code that computes something else is noticed.
+    # The check detects code that computes something else.
     file = tmp_path / "approx_clustered.py"
     file.write_text(file.read_text().replace("torch.addcmul(rest, mass, own)", "torch.addcmul(rest, mass, own) + 1e-3"))
     assert checks.fresh_process(tmp_path, model).passed is False

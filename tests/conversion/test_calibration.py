@@ -34,7 +34,7 @@ def test_each_layer_is_calibrated_on_what_reaches_it(name, settings, fitted, hea
     assert [each.exact_below for each in mechanisms(model)] == [30 if heads == "all" else 0] * 3
     state = {key: tensor.clone() for key, tensor in model.state_dict().items() if key.endswith(fitted)}
     assert len(state) == 3
-    # The same batch again, through the fitted layers, fits the last of them to the same.
+    # Calibrating the last layer again on the same batch gives the same result.
     model.eval()
     seen = []
     last = mechanisms(model)[2]
@@ -55,7 +55,7 @@ def test_each_layer_is_calibrated_on_what_reaches_it(name, settings, fitted, hea
 def test_what_must_be_calibrated_and_is_not_leaves_the_model_as_it_was():
     model, base = tiny("BertModel"), tiny("BertModel")
     plan = Plan.of("clustered", frozen=True)
-    # The second is no input of a BERT.
+    # The second is not an input of BERT.
     for calibration, error in ((None, ApproxError), ({"pixels": torch.zeros(1)}, ValueError)):
         with pytest.raises(error, match="'calibration'" if calibration is None else "input_ids"):
             surgery.convert(model, plan, calibration=calibration)
@@ -99,7 +99,7 @@ def test_the_error_is_relative_to_the_size_of_the_output():
 
 
 def test_the_captured_mass_bounds_the_error():
-    # Scores as peaked as those of trained models, so that the bound is not met by everything.
+    # Scores as peaked as those of trained models, so that the bound is not trivial.
     q, k, v = torch.randn(3, 2, 4, 50, 8)
     q, k = 3 * q, 3 * k
     exact = MECHANISMS["full"](4, 8, causal=False, scale=8**-0.5)
@@ -117,11 +117,11 @@ def test_mass_is_counted_for_the_heads_that_leave_keys_out():
     surgery.convert(model, Plan((Rule("linear", "0"), Rule("local", "1", {"left": 1, "right": 1}, heads="0"), Rule("local", "2", exact_below=99))))  # fmt: skip
     damage = layer_damage(model, example_inputs(model, 20))
     assert damage[0].captured_mass is None
-    # A window of 3 of 20 keys, under weights that are hardly anything but even.
+    # A window of 3 of 20 keys, with nearly even weights.
     assert damage[1].captured_mass == pytest.approx(3 / 20, abs=0.05)
     assert damage[2] == (0.0, 1.0, 20)
     assert [one.tokens for one in damage.values()] == [20, 20, 20]
-    # Watching leaves nothing behind.
+    # Observing has no side effects.
     assert not any(module._forward_hooks for module in model.modules() if isinstance(module, nn.Module))
 
 

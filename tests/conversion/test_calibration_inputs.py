@@ -107,7 +107,7 @@ def test_text_fills_its_rows_and_says_what_it_is(tmp_path):
         inputs, told = calibration_batch(source, model, length, own)
         assert inputs["input_ids"].shape == (rows, length)
         assert told == "own.txt"
-    # Its vocabulary is 14 words, so our text says nothing to it.
+    # Its vocabulary has only 14 words, so the built-in text is unusable.
     inputs, told = calibration_batch(source, model, 512)
     assert (tuple(inputs["input_ids"].shape), told) == ((1, 512), "random tokens")
 

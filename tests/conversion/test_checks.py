@@ -22,7 +22,7 @@ def test_the_exact_limit_is_compared_in_the_row_that_is_padded_too(monkeypatch):
     kind = MECHANISMS["local"]
     honest = kind.forward
     assert checks.exact_limit(tiny("BertModel"), LOCAL).passed
-    # The row without padding stays right; only the largest of the differences tells.
+    # The row without padding is still correct; only the largest difference shows the fault.
     monkeypatch.setattr(kind, "forward", lambda self, q, k, v, mask=None, **more: honest(self, q, k, v, **more))
     assert checks.exact_limit(tiny("BertModel"), LOCAL).passed is False
 
@@ -84,7 +84,7 @@ def test_revert_gives_the_implementation_back_that_the_model_had(implementation)
 
 
 def test_a_mask_that_is_longer_than_the_keys_is_cut_at_its_front():
-    # The last columns are those of the keys at hand; here the first of the two is padding.
+    # The last columns belong to the current keys; the first of the two is padding here.
     mask = torch.tensor([[1, 1, 1, 0, 1]])
     kept = key_mask(1, 2, 2, mask_function=bidirectional_mask_function, attention_mask=mask)
     assert kept is not None
@@ -108,7 +108,7 @@ def test_padding_counts_for_no_damage():
     inputs = example_inputs(model, 40, padded=15)
     alone = {name: tensor[:, :25] for name, tensor in inputs.items()}
     padded, single = layer_damage(model, inputs), layer_damage(model, alone)
-    # Only of the first layer, whose inputs are the same at real tokens.
+    # Only for the first layer, whose inputs at real tokens are the same.
     assert padded[0].error == pytest.approx(single[0].error, rel=1e-4)
     assert padded[0].captured_mass == pytest.approx(single[0].captured_mass, rel=1e-4)
 

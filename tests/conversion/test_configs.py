@@ -61,7 +61,7 @@ def test_what_shares_a_config_before_shares_it_afterwards():
     assert model.config is model.model.config is not config
     assert model.config.text_config is not text
     assert all(model.get_submodule(name).config is model.config.text_config for name in names)
-    # The dispatch reads the part that a layer holds, so all of them must hold the one that was switched.
+    # The dispatch reads the config part that a layer holds, so all layers must share the switched one.
     assert model.config.text_config._attn_implementation == "approx_v1"
     assert "approx_v1" not in {config._attn_implementation, config.text_config._attn_implementation}
     inputs = {"input_ids": torch.randint(5, 90, (1, 20))}

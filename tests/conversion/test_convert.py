@@ -86,7 +86,7 @@ def test_the_history_names_the_base_by_its_hash_and_nothing_private(converted, b
 
 def test_the_card_says_what_was_done_and_how_to_load_it(converted):
     text = (converted[0] / "README.md").read_text()
-    # Neither leaves keys out, so there is no mass to tell.
+    # Neither skips keys, so there is no captured mass.
     for layer, settings in enumerate(("improved-clustered | clusters = 4", "linear |")):
         (row,) = (line for line in text.splitlines() if line.startswith(f"| {layer} | {settings}"))
         assert row.endswith(f" | {converted[1]['errors'][layer]:.3f} | – |")
@@ -213,7 +213,7 @@ def test_the_checks_hold_on_every_family(architecture, tmp_path):
 
 
 def test_experts_go_through_every_check_and_come_back_as_their_files_held_them(tmp_path):
-    # Stock files hold each expert by itself, the model and the converted folder all in one tensor.
+    # Stock files hold experts separately, but the model and the converted folder hold them in one tensor.
     tiny("MixtralForCausalLM").save_pretrained(tmp_path / "base")
     receipt = convert.convert(tmp_path / "base", tmp_path / "converted", Plan.of("linear"))
     assert {check["name"]: check["passed"] for check in receipt["checks"]}["reload without approx is bit-equal"]
@@ -226,7 +226,7 @@ def test_experts_go_through_every_check_and_come_back_as_their_files_held_them(t
 
 def test_what_is_slow_at_the_exact_limit_alone_is_not_told(caplog):
     caplog.set_level("INFO", "approx_kernels")
-    # With the wide window of its limit it has no C; without one it has.
+    # C runs the plan, which has no window, but not the wide window of the exact limit.
     assert checks.exact_limit(tiny("BertModel"), Plan.of("linear")).passed
     assert not [line for line in caplog.messages if "plain PyTorch" in line]
 

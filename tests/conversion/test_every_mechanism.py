@@ -8,7 +8,7 @@ from approx.planning.plan import Plan
 from forms import KINDS, SMALL
 from zoo import difference, outputs, tiny
 
-# What differs between families, other tests see.
+# Other tests cover the differences between families.
 ARCHITECTURES = {
     "BertModel": (),
     "GPT2LMHeadModel": pytest.mark.slow,

@@ -12,7 +12,7 @@ from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan, Rule
 from zoo import tiny
 
-# Exact on 40 tokens, on which conversions once were checked alone.
+# Exact on 40 tokens, the only length that conversions once checked.
 BEYOND_40 = {
     "exact-topk": {"topk": 44},
     "clustered": {"clusters": 44, "chunk": 44},
@@ -113,7 +113,7 @@ def refused(base, out, plan):
 
 @every
 def test_every_leak_of_every_mechanism_is_refused(name, causal, bases, tmp_path, monkeypatch):
-    # None of them hides another: what the second adds is of real tokens, and the third is the same in every call.
+    # The leaks do not hide each other: the second changes real tokens, and the third is the same in every call.
     leaks = [drops_the_mask, *([sees_the_next_token] if causal else []), differs_from_its_file]
     plant(monkeypatch, name, *leaks)
     failed = refused(bases[causal], tmp_path / "out", Plan((Rule(name, "1", BEYOND_40[name]),)))
@@ -125,7 +125,7 @@ def test_every_leak_of_every_mechanism_is_refused(name, causal, bases, tmp_path,
 def test_a_leak_fails_the_check_that_is_made_for_it(name, leak, bases, tmp_path, monkeypatch):
     plant(monkeypatch, name, leak)
     failed = refused(bases[True], tmp_path / "out", Plan((Rule(name, "all", BEYOND_40[name]),)))
-    # The file of the mechanism is honest, so what is reloaded differs from what leaks here in any case.
+    # The mechanism's file does not leak, so the reloaded model differs in any case.
     assert failed == {LEAKS[leak], LEAKS[differs_from_its_file]}
 
 
@@ -151,7 +151,7 @@ def test_checks_leave_exact_below_as_it_was():
 def test_the_receipt_says_at_which_lengths_each_check_ran(bases, tmp_path):
     results = convert.convert(bases[True], tmp_path / "out", Plan.of("local", left=60))["checks"]
     lengths = {check["name"]: check["lengths"] for check in results}
-    # 62 keys are the first that do not fit the window.
+    # 62 keys are the first that do not fit into the window.
     assert lengths == {
         "exact limit equals the base": [40],
         "padding cannot matter": [30, 70],

@@ -100,7 +100,7 @@ def test_every_form_of_padding_is_honoured(data):
         # Positions count from the first real token, as generate() does.
         inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
     inputs["attention_mask"] = mask.long()
-    # Heads that pool read the first position, which may be padding here.
+    # Task heads that pool read the first position, which may be padding here.
     before = real_outputs(model.base_model, inputs)[0]
     surgery.convert(model, plan or Plan.of("sdpa"), calibration=inputs)
     assert difference([real_outputs(model.base_model, inputs)[0]], [before]) < 1e-5
@@ -179,7 +179,7 @@ def test_copies_and_pickles_are_converted_models_of_their_own(architecture):
     before = outputs(model)
     twins = [copy.deepcopy(model)]
     if not architecture.startswith(("Wav2Vec2", "Hubert")):
-        # PyTorch does not pickle parametrised modules, and theirs are, converted or not.
+        # PyTorch does not pickle parametrised modules, which these have, converted or not.
         twins.append(pickle.loads(pickle.dumps(model)))
     for twin in twins:
         assert type(twin) is type(model)

@@ -39,7 +39,7 @@ def test_what_bert_computes_inside_attention():
 
 @pytest.mark.parametrize("architecture", [*FAMILIES, *UNNAMED])
 def test_the_whole_forward_pass_is_accounted_for(architecture):
-    # Eager attention computes every pair, also those that a causal mask hides; eager experts are counted one by one.
+    # Eager attention computes every pair, even those that a causal mask hides; eager experts are counted one by one.
     model = tiny(architecture, attn_implementation="eager", experts_implementation="eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**example_inputs(model, 40))

@@ -1,4 +1,4 @@
-"""What a converted model says of the lengths on which it approximates is what its outputs show, row by row of a padded batch."""
+"""The lengths from which a converted model reports approximation match its outputs, row by row of a padded batch."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def padded(lengths):
 
 
 def differing(model, plan, lengths):
-    """Of each row whether the converted model's outputs differ from the base's where tokens are real."""
+    """For each row, whether the converted model's outputs at real tokens differ from the base's."""
     inputs = padded(lengths)
     with torch.inference_mode():
         before = model(**inputs)[0]
@@ -43,7 +43,7 @@ def differing(model, plan, lengths):
 
 @pytest.mark.parametrize(("family", "name"), [*(("BertModel", name) for name in PLANS), ("GPT2Model", "local")])
 def test_rows_that_it_names_differ_from_the_base_and_no_others(family, name):
-    # Attention that is hardly even, so that leaving a key out shows.
+    # Uneven attention, so that dropping a key shows.
     model = tiny(family, initializer_range=0.5)
     differs = differing(model, PLANS[name], LENGTHS)
     assert [model.approximates(length, max(LENGTHS)) for length in LENGTHS] == differs

@@ -1,4 +1,4 @@
-"""Converted models compile without a break, are exported, and are counted: traced through, or with attention as one operator."""
+"""Converted models compile without graph breaks, export, and have their FLOPs counted, traced or with attention as one operator."""
 
 import shutil
 from typing import Any
@@ -57,7 +57,7 @@ def test_a_converted_model_compiles_without_a_break(family, name):
     assert difference(outputs(compiled(model), inputs, **UNCACHED[family]), expected) < 1e-5
 
 
-# A compiler could follow `exact`, which would then miss the way that is the fastest on the machine.
+# A compiler could trace `exact`, but would then miss the fastest way on the machine.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LISTED if name != "exact"])
 def test_those_listed_as_one_operator_cannot_be_followed(name, monkeypatch):
@@ -89,7 +89,7 @@ def test_one_operator_has_the_gradient_of_what_it_stands_for(name, causal):
     runs = []
     for one in (mechanism, compiled(mechanism, "aot_eager")):
         leaves = [x.detach().requires_grad_() for x in draw(**SHAPE)]
-        # What a padded query receives has no meaning.
+        # Outputs of padded queries are undefined.
         out = one(*leaves, mask) * mask[:, None, :, None]
         learned = [*leaves, *mechanism.parameters()]
         runs.append([out, *torch.autograd.grad(out.square().sum(), learned)])
@@ -115,7 +115,7 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped():
     torch.manual_seed(0)
     first, again = whole(q, k, v), whole(q, k, v)
     assert difference([first.detach()], [again.detach()]) > 0.1
-    # Outputs are linear in values, so their product with any gradient is that of values and theirs.
+    # Outputs are linear in values, so their product with any gradient equals that of the values and their gradient.
     grad = torch.randn_like(first)
     (slope,) = torch.autograd.grad(first, v, grad)
     torch.testing.assert_close((slope * v).sum(), (grad * first).sum(), rtol=1e-4, atol=1e-3)
@@ -155,14 +155,14 @@ def test_a_converted_model_is_exported_saved_and_loaded(family, name, tmp_path):
     program = torch.export.load(tmp_path / "model.pt2")
     actual = outputs(program.module(), inputs, **UNCACHED[family])
     real = inputs["attention_mask"].bool()
-    # What a padded token becomes has no meaning.
+    # Outputs of padded tokens are undefined.
     assert difference([actual[0][real], *actual[1:]], [expected[0][real], *expected[1:]]) < 1e-6
     called = [str(node.target) for node in program.graph.nodes]
     assert any("attend" in each for each in called) == (name not in WHOLE), "what is exported has its steps"
 
 
 def listening(model, **more):
-    """The model compiled, and a list that will name all that is called in its graph."""
+    """The compiled model, and a list to be filled with the calls in its graph."""
     called = []
 
     def keep(graph, examples):
@@ -183,7 +183,7 @@ def test_layers_that_a_plan_leaves_look_the_fastest_way_up_in_a_graph_too(family
     one, called = listening(model, dynamic=True)
     assert difference(outputs(one, inputs, **more), expected) < 1e-5
     assert sum("attend" in each for each in called) == 2
-    # The operator would compute its output again for the gradient.
+    # The operator would recompute its output for the gradient.
     called.clear()
     one(**inputs, **more)
     assert not any("attend" in each for each in called)

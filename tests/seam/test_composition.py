@@ -1,4 +1,4 @@
-"""Composition: groups of heads, exact attention for short inputs, recomputing, calibration, and the mass that is kept."""
+"""Composition: groups of heads, exact attention on short inputs, recomputation, calibration, and captured mass."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_groups_of_heads_pass_the_checks_and_come_back_from_their_folder(archite
     "plan",
     [
         MIXED,
-        # Every group has a state of bounded size, of one kind or of two.
+        # Every group has a bounded state, of the same kind or of two kinds.
         Plan((Rule("local", settings={"left": 3}), Rule("linear", heads="1,3"))),
         Plan((Rule("linear"), Rule("performer", heads="0", settings={"features": 16}))),
     ],
@@ -169,7 +169,7 @@ def test_recomputing_saves_memory_and_changes_no_gradient(name, dropout):
     saved, gradients = saved_bytes_and_gradients(mechanism, dropout)
     for one, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-    # q, k and v alone.
+    # Only q, k and v.
     assert saved == 3 * 2 * 4 * 64 * 8 * 4 < plain
     assert saved_bytes_and_gradients(mechanism.eval(), 0.0)[0] > saved
 
@@ -195,6 +195,6 @@ def test_settings_that_steps_share_over_layers_are_written_out():
     plan = Plan((Rule("strided", settings={"mode": "interleave", "stride": 3}), Rule("local", "1"), Rule("sdpa", "3", heads="0")))  # fmt: skip
     receipt = surgery.convert(model, plan)
     steps = {part.layer: part.settings["step"] for part in receipt.swapped if part.mechanism == "strided"}
-    # Layers are counted among those that have the mechanism.
+    # The rank counts only layers with the mechanism.
     assert steps == {0: 1, 2: 2, 3: 1, 4: 2}
     assert plan.to_data()[0]["settings"]["mode"] == "interleave"

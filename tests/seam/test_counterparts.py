@@ -1,4 +1,4 @@
-"""A converted RoBERTa or BERT gives what the Longformer or BigBird of transformers gives with the same weights."""
+"""A converted RoBERTa or BERT equals transformers' Longformer or BigBird with the same weights."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ SIZES = {
     "max_position_embeddings": 260,
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
-    # Wide enough that softmax is far from uniform, and that what a layer attends to shows.
+    # Large weights make the softmax far from uniform, so that differences in attention show.
     "initializer_range": 0.3,
 }
 
@@ -52,14 +52,14 @@ def assert_same_gradients(theirs, ours, expected, actual, mask):
     largest = max(float(grad.abs().max()) for grad in grads.values())
     for name, parameter in ours.named_parameters():
         module, _, kind = name.rpartition(".")
-        # What copied projections would learn is learnt by the one projection here.
+        # The gradient of copied projections is that of the single projection here.
         whole = sum(grads[key] for key in (name, f"{module}_global.{kind}") if key in grads)
         error = float((parameter.grad - whole).abs().max()) / largest
         assert error < 1e-5, f"{name}: {error:.1e}"
 
 
 def longformer(window):
-    """A Longformer whose global projections are copies of the others, and a RoBERTa of the same weights."""
+    """A Longformer whose global projections are copies of the others, and a RoBERTa with the same weights."""
     torch.manual_seed(0)
     theirs = LongformerModel(
         LongformerConfig(**SIZES, attention_window=window, type_vocab_size=1, layer_norm_eps=1e-5),
@@ -95,7 +95,7 @@ def test_roberta_becomes_a_longformer(window, length, chosen):
 
 
 def bigbird(blocks):
-    """A block-sparse BigBird in evaluation mode, and a BERT of the same weights."""
+    """A block-sparse BigBird in evaluation mode, and a BERT with the same weights."""
     torch.manual_seed(0)
     shared = {**SIZES, "hidden_act": "gelu_new"}
     theirs = BigBirdModel(
@@ -111,7 +111,7 @@ def bigbird(blocks):
 def test_bert_becomes_a_bigbird_in_evaluation_mode(block, length):
     theirs, ours = bigbird(block)
     surgery.convert(ours, Plan.of("bigbird", block=block, random=2, compatible=True))
-    # All rows end in the last block: there, the last block is that of the longest row.
+    # All rows end in the last block, since transformers' last block is that of the longest row.
     ids, mask = batch(length, length - 1, length - 2)
     expected = theirs(ids, attention_mask=mask).last_hidden_state
     assert theirs.attention_type == "block_sparse"

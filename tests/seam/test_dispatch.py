@@ -1,4 +1,4 @@
-"""The seam alone: what surgery changes of a model, and exact attention by it in a model that is not converted."""
+"""The seam alone: the changes that surgery makes to a model, and exact attention through it in an unconverted model."""
 
 import json
 import os
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @pytest.mark.parametrize("architecture", ["BertModel", "GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_nothing_but_attention_is_changed(architecture, dtype, grad, monkeypatch):
     model = tiny(architecture).to(dtype).eval()
-    # As many rows as a long text has, and as few as a step of decoding.
+    # As many rows as a long text has, and as few as a decoding step.
     calls = [example_inputs(model, length, batch=batch) for batch, length in ((8, 64), (1, 1))]
 
     def logits() -> list[torch.Tensor]:
@@ -34,7 +34,7 @@ def test_nothing_but_attention_is_changed(architecture, dtype, grad, monkeypatch
 
     before, layers = logits(), {name: type(module) for name, module in model.named_modules()}
     surgery.convert(model, Plan.of("sdpa"))
-    # Nothing of the machine could be a reason to compute another layer differently.
+    # Other layers must not change, whatever the machine.
     monkeypatch.setattr(findings, "machine", pytest.fail)
     for actual, expected in zip(logits(), before, strict=True):
         assert torch.equal(actual, expected)
@@ -82,7 +82,7 @@ print(json.dumps({"bits": digests, "threads": torch.get_num_threads(), "probes":
 @pytest.mark.slow
 def test_fresh_processes_measure_nothing_and_compute_the_same_bits(tmp_path):
     made = []
-    # What is compiled is no secret among processes; what a machine is like would be kept beside it.
+    # Processes may share compiled code; findings about the machine would be stored beside it.
     compiled = private_folder("compiled")
     for name in ("one", "another"):
         cache = tmp_path / name

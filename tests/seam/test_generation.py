@@ -50,7 +50,7 @@ def test_left_padding_changes_no_token(architecture, mechanism):
 
 @pytest.mark.parametrize("first", ["full", *BOUNDED])
 def test_layers_may_differ(first):
-    """Transformers asks one layer for the sizes of the mask, and stock ones are given them too."""
+    """Transformers asks one layer for the sizes of the mask, which stock layers get too."""
     model = decoder("GPT2LMHeadModel", rule(first, "0"), rule("linear", "2"))
     inputs = prompts(model)
     cache = DynamicCache()
@@ -234,13 +234,13 @@ def test_assisted_decoding_is_right_or_refused(mechanism):
         if KINDS[mechanism].decode_state == "cache":
             assert torch.equal(generated(model, inputs, **assistance)[0], expected)
             continue
-        # Since 5.24 transformers asks the cache beforehand and refuses in its own words.
+        # From 5.24 on transformers asks the cache first and raises its own error.
         with pytest.raises(ValueError, match=r"Generate without assistance|requires a cache that can be cropped"):
             generated(model, inputs, **assistance)
 
 
 def test_other_caches_hold_keys_as_they_do():
-    """Whisper's generation reads them, and a cache that was asked for by name is no other one."""
+    """Whisper's generation reads the keys, and an explicitly requested cache stays what it is."""
     model = decoder("WhisperForConditionalGeneration", rule("local", "2-3"))
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     generated(model, prompts(model), past_key_values=cache)

@@ -1,4 +1,4 @@
-"""Observed attention calls: all of them, as the model makes them, with gradients, and nothing left behind."""
+"""Observed attention calls: complete, in order, with gradients, and without side effects."""
 
 import gc
 import weakref
@@ -23,7 +23,7 @@ from approx.seam.observe import observe
 from zoo import difference, outputs, tiny
 
 SIZE: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-# End of the name of an attention module -> that of the projection which receives its output.
+# End of the name of an attention module -> that of the projection that receives its output.
 RECEIVERS = {
     "BertModel": ("attention.self", "attention.output.dense"),
     "GPT2LMHeadModel": ("attn", "attn.c_proj"),
@@ -40,7 +40,7 @@ def converted(architecture, *rules):
 
 
 def received(model, architecture):
-    """Attention modules by path with what their projections receive, in the order of the calls that follow."""
+    """Attention modules by path with the inputs of their output projections, in the order of later calls."""
     attention, projection = RECEIVERS[architecture]
     seen = []
     for name, module in model.base_model.named_modules():
@@ -100,7 +100,7 @@ def test_steps_of_decoding_show_the_keys_of_all_tokens(mechanism):
     assert torch.equal(watched, alone)
     assert [call.q.shape[2] for call in calls] == [9] * 3 + [1] * 9
     assert [call.k.shape[2] for call in calls] == [9] * 3 + [10] * 3 + [11] * 3 + [12] * 3
-    # Afterwards the layers keep their bounded states again.
+    # Afterwards the layers use their bounded states again.
     after = model.generate(ids, return_dict_in_generate=True, **how)
     layers = (after.get("cache") or after.past_key_values).layers
     assert all(isinstance(layer, StateLayer) is (mechanism is not None) for layer in layers)
@@ -241,7 +241,7 @@ def test_calls_that_a_function_receives_are_not_kept():
 def test_nothing_stays_behind(convert, fails):
     text = transformers.LlamaConfig(**SIZE, vocab_size=101, max_position_embeddings=64)
     seen = transformers.CLIPVisionConfig(**SIZE, image_size=24, patch_size=8)
-    # Its parts have configs of their own, and another implementation each.
+    # Its parts have separate configs, with different implementations.
     model: Any = transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(text_config=text, vision_config=seen)
     )

@@ -1,4 +1,4 @@
-"""Whoever observes a converted model gets its numbers: tracers, transforms, forward mode, counters, profilers, modes."""
+"""Converted models give correct results under tracers, transforms, forward mode, counters, profilers and modes."""
 
 import subprocess
 import sys
@@ -25,16 +25,16 @@ from forms import FORMS, SMALL
 from zoo import tiny
 
 CASES = [("GPT2Model" if causal else "BertModel", name) for name, causal in FORMS if name in MECHANISMS]
-# A tracer warns of each shape that becomes a constant, which is what is wanted.
+# Tracers warn about every shape that becomes a constant, which is intended here.
 pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 over_all = pytest.mark.parametrize(("family", "name"), CASES)
-# Mechanisms that run PyTorch's own attention at this length, and no kernel of ours.
+# Mechanisms that run PyTorch's own attention at this length, without kernels of ours.
 PLAIN = ("full", "sdpa", "exact", "flash")
 LENGTH = 24
 
 
 class Net(nn.Module):
-    """A converted model with tensors in and a tensor out, as tracers and transforms want it."""
+    """A converted model from tensors to a tensor, as tracers and transforms require."""
 
     def __init__(self, model):
         super().__init__()
@@ -68,7 +68,7 @@ def numbers(net: Net, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def agree(actual: Tensor, expected: Tensor, mask: Tensor) -> None:
-    """What padded queries receive has no meaning."""
+    """Compare real queries only, since outputs of padded ones are undefined."""
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
 
 
@@ -142,7 +142,7 @@ def test_a_counter_of_operations_sees_layers_and_attention(family, name):
         products -= 2 * (LENGTH - 1) * 2 * net.model.pooler.dense.weight.numel()
     attention = counter.get_total_flops() - products
     (mechanism,) = (each for each in net.modules() if isinstance(each, Mechanism))
-    # Plain steps count pairs that a mask hides, whole tiles, and blocks wider than these few tokens: six times for `linear`.
+    # Plain steps count masked pairs, whole tiles, and blocks wider than these few tokens: six times as many for `linear`.
     assert 0.3 < attention / (2 * mechanism.flops(LENGTH)) < 7
 
 

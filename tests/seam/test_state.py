@@ -1,4 +1,4 @@
-"""A folder whose mechanisms hold what they never could is refused when it is loaded, before any code reads it."""
+"""A folder with invalid tensors of a mechanism is rejected on loading, before any code uses them."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
 from zoo import tiny
 
-# One a layer: what is drawn to choose places, what is fitted, and what is learned.
+# One per layer: random draws, fitted tensors, and learned ones.
 KINDS = {
     "clustered": {"clusters": 4},
     "bigbird": {"block": 4},

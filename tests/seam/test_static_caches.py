@@ -1,4 +1,4 @@
-"""Static caches, which have slots for tokens to come: converted decoders say over them what they say over dynamic ones."""
+"""Static caches, with slots for later tokens: converted decoders give the same as with dynamic ones."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_a_prompt_read_in_chunks_into_a_static_cache(mechanism):
 def test_compiled_decoding_over_a_static_cache_changes_no_token(mechanism):
     model = decoder("LlamaForCausalLM", rule(mechanism, "0-1"))
     inputs = prompts(model)
-    # What generation compiles on accelerators by itself.
+    # Generation compiles this by itself on accelerators.
     how: Any = CompileConfig(backend="eager", dynamic=True)
     how.mode = None
     how._compile_all_devices = True
@@ -85,10 +85,10 @@ def test_free_slots_are_cut_off_without_a_copy():
         assert key.data_ptr() == k.data_ptr()
         assert real is not None
         assert torch.equal(real, mask)
-    # A mask that is written to is read again.
+    # A mask changed in place is read again.
     row[:, :, :, 5] = True
     assert in_use(q, k, k, row, True)[0].shape[2] == 6
-    # Several tokens bring a column for each slot in use, and none where the cache is full.
+    # Several tokens get one column per slot in use, and no mask if the cache is full.
     several = key_mask(2, 3, 10, 2, attention_mask=mask, device=q.device)
     assert several is not None
     assert torch.equal(several, mask)

@@ -1,4 +1,4 @@
-"""Global tokens chosen by content: the token ids of a forward reach the layers of that forward, and no others."""
+"""Global tokens chosen by content: the token ids of a forward reach only the layers of that forward."""
 
 import copy
 import pickle
@@ -30,13 +30,13 @@ def converted(architecture, chosen="separator"):
 
 
 def draw(seed, length=30, batch=2):
-    """Token ids with a few separators in other places in each row."""
+    """Token ids with a few separators at different positions in each row."""
     return torch.randint(4, 20, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("architecture", READERS)
 def test_layers_read_the_ids_of_their_own_forward_even_when_recomputed(architecture):
-    # Two forwards wait for one backward: what the first recomputes must not read the ids of the second.
+    # With two forwards before one backward, recomputation of the first must not read the ids of the second.
     grads = []
     for recompute in (None, False, True):
         model = converted(architecture).train()
@@ -116,7 +116,7 @@ def test_a_folder_has_the_separator_of_its_tokenizer_and_works_in_a_pipeline(tmp
     plan = Plan.of("longformer", window=2, global_tokens="question")
     receipt = convert.convert(tmp_path / "base", tmp_path / "out", plan)
     assert receipt["swapped"][0]["settings"]["separator"] == WORDS.index("[SEP]")
-    # The code that travels reads the ids as well; a fresh process did so when the folder was checked.
+    # The folder's own code reads the ids as well; a fresh process did so in the checks.
     pair = {"text": "is the film dull", "text_pair": "the film is very long not bad not good"}
     scores = []
     for folder in ("base", "out"):

@@ -1,4 +1,4 @@
-"""The private names of transformers: what stands in where a version lacks them."""
+"""The private names of transformers, and the fallbacks for versions that lack them."""
 
 import ast
 import sys

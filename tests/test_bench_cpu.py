@@ -137,7 +137,7 @@ def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, option, wrong, 
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("gained", "said"),
     [
         ({"float32 products": 8}, "(products of float32 by another library)"),
         (
@@ -149,14 +149,14 @@ def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, option, wrong, 
         ({"float32 products": None, "bfloat16 products": {"weights [out, in]": None}}, ""),
     ],
 )
-def test_the_page_says_what_older_parts_gained_beside_their_attention(found, said):
-    text = cpu_sections.products({"parts": [{}, {"products": {}}, {"products": found}]})
+def test_the_page_says_what_older_parts_gained_beside_their_attention(gained, said):
+    text = cpu_sections.products({"parts": [{}, {"products": {}}, {"products": gained}]})
     assert said in text
     assert bool(text) == bool(said)
 
 
 @pytest.mark.parametrize(
-    ("suite", "name", "batch", "found", "free", "said", "why"),
+    ("suite", "name", "batch", "contender", "free", "said", "why"),
     [
         ("roberta", "exact", 1, 1.1, 1.2, "1.25: 1.10, not reached", "no attention at all reaches 1.20 (512)"),
         (
@@ -181,9 +181,9 @@ def test_the_page_says_what_older_parts_gained_beside_their_attention(found, sai
         ),
     ],
 )
-def test_a_target_that_is_not_reached_has_a_reason(suite, name, batch, found, free, said, why):
+def test_a_target_that_is_not_reached_has_a_reason(suite, name, batch, contender, free, said, why):
     dtype = "float32" if suite == "decode" else "bfloat16"
-    part = raced({name: found, "no attention": free}, suite=suite, batch=batch, dtype=dtype, spread=1.01)
+    part = raced({name: contender, "no attention": free}, suite=suite, batch=batch, dtype=dtype, spread=1.01)
     lines = cpu_targets.judged({"parts": [part], "rates": []})
     (line,) = (line for line in lines if line[1:4] == [f"`{name}`", dtype, "default SDPA"])
     assert (line[4], line[-1]) == (said, why or "–")
@@ -227,8 +227,8 @@ def test_what_lies_within_the_noise_is_not_bold_and_noisy_columns_are_marked(abo
 def test_a_floor_counts_what_must_be_computed_and_signs_at_their_own_rate():
     rates = {"dtype": "float32", "flops": 1e9, "bytes": 1e15}
     pairs = sum(min(i, 128) + min(511 - i, 128) + 1 for i in range(512))
-    found = cpu_floor.floor_ms("local left=128 right=128", 512, False, rates, None)
-    assert found == pytest.approx(1e3 * cpu_cases.HEADS * 4 * cpu_cases.SIZE * pairs / 1e9)
+    floor = cpu_floor.floor_ms("local left=128 right=128", 512, False, rates, None)
+    assert floor == pytest.approx(1e3 * cpu_cases.HEADS * 4 * cpu_cases.SIZE * pairs / 1e9)
     name = "clustered iterations=3"
     assert cpu_floor.floor_ms(name, 512, False, rates, None) is None
     fast, slow = (cpu_floor.floor_ms(name, 512, False, rates, signs) for signs in (1e18, 1e9))
@@ -283,8 +283,8 @@ def test_keys_that_heads_share_are_decoded_by_all_and_lie_beside_copies_of_them(
     assert {(part["suite"], part["batch"]) for part in made["parts"]} == {(suite, 1), (suite, 4)}
     decoding = {name for name, kind in MECHANISMS.items() if kind.supports_causal and kind.supports_decode}
     for part in made["parts"]:
-        found = {row["name"].split()[0]: row for row in part["contenders"]}
-        assert {row["status"] for row in found.values()} == {"ok"}
-        assert decoding <= set(found)
+        contenders = {row["name"].split()[0]: row for row in part["contenders"]}
+        assert {row["status"] for row in contenders.values()} == {"ok"}
+        assert decoding <= set(contenders)
         assert any(row["name"] == cpu_grouped.REPEATED for row in part["contenders"])
     assert "32 heads of" in (folder / "report.md").read_text(encoding="utf-8")

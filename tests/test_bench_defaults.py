@@ -6,7 +6,7 @@ from approx.mechanisms import MECHANISMS
 from bench.defaults import SWEEPS, best, cases, draw, report
 
 
-def made(swept, found):
+def made(swept, results):
     """A record of one swept setting of `clustered`: value -> (error, ms) on each of two data sets."""
     names = ("short", "long")
     rows = [
@@ -16,13 +16,13 @@ def made(swept, found):
             "value": value,
             "found": {name: {"error": error, "ms": ms} for name, (error, ms) in zip(names, pairs, strict=True)},
         }
-        for value, pairs in found.items()
+        for value, pairs in results.items()
     ]
     return {"sources": [{"name": name} for name in names], "cases": rows}
 
 
 @pytest.mark.parametrize(
-    ("swept", "found", "now", "chosen"),
+    ("swept", "results", "now", "chosen"),
     [
         ("iterations", {1: [(0.3, 1), (0.2, 1)], 3: [(0.2, 2), (0.1, 2)], 10: [(0.2, 4), (0.1, 4)]}, 10, 3),
         ("iterations", {1: [(0.2, 1), (0.2, 1)], 10: [(0.2, 4), (0.1, 4)]}, 10, 10),
@@ -32,8 +32,8 @@ def made(swept, found):
         ("hash_bias", {True: [(0.2, 2), (0.2, 2)], False: [(0.199, 1.99), (0.199, 1.99)]}, True, True),
     ],
 )
-def test_a_default_moves_only_where_nothing_is_lost(swept, found, now, chosen):
-    assert best(made(swept, found), "clustered", swept, now) == chosen
+def test_a_default_moves_only_where_nothing_is_lost(swept, results, now, chosen):
+    assert best(made(swept, results), "clustered", swept, now) == chosen
 
 
 def test_settings_that_are_swept_exist_and_the_page_names_them(tmp_path):

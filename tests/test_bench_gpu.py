@@ -138,12 +138,12 @@ def test_what_is_wrong_is_told_and_not_timed(tiny, monkeypatch):
     monkeypatch.setattr(gpu_verify, "FACTOR", 1e-3)
     how = {"kind": "verification", "device": "cpu", "suite": "attention", "dtype": "float32"}
     monkeypatch.setattr(gpu_jobs, "verify", partial(gpu_verify.verify, shapes=[(1, LENGTH, 1)]))
-    found = gpu_jobs.work({**how, "name": "flash"}, lambda name: None, {})
-    assert found["status"].startswith(f"failed: out at {LENGTH} tokens has error")
-    given = {"kind": "part", "device": "cpu", "part": PARTS[0]._asdict(), "verified": {"flash": found}}
+    result = gpu_jobs.work({**how, "name": "flash"}, lambda name: None, {})
+    assert result["status"].startswith(f"failed: out at {LENGTH} tokens has error")
+    given = {"kind": "part", "device": "cpu", "part": PARTS[0]._asdict(), "verified": {"flash": result}}
     monkeypatch.setattr(gpu_jobs, "measure", partial(gpu_race.measure, rounds=1))
     rows = {one["name"]: one for one in gpu_jobs.work(given, lambda name: None, {})["contenders"]}
-    assert rows["flash"]["status"] == f"not timed: {found['status']}"
+    assert rows["flash"]["status"] == f"not timed: {result['status']}"
     assert rows["linear"]["status"] == gpu_jobs.UNVERIFIED
     assert "median_ms" not in rows["flash"]
 
@@ -156,11 +156,11 @@ def test_linear_attention_is_verified_in_every_form_and_so_are_the_gradients_of_
 ):
     name = "linear " + " ".join(f"{key}={value}" for key, value in settings.items())
     monkeypatch.setattr(gpu_cases, "FEW", (name,))
-    found = gpu_verify.verify("attention-padded", name, torch.float32, CPU, [(1, 150, 1)])
-    assert found["status"] == "ok"
-    assert found["kernels"] == ["linear_attention"]
+    result = gpu_verify.verify("attention-padded", name, torch.float32, CPU, [(1, 150, 1)])
+    assert result["status"] == "ok"
+    assert result["kernels"] == ["linear_attention"]
     learned = {"dquery_map", "dkey_map"} | ({"dmix"} if "window" in settings else set())
-    assert set(found["errors"]) == {"out", "dq", "dk", "dv"} | learned
+    assert set(result["errors"]) == {"out", "dq", "dk", "dv"} | learned
 
 
 def test_hashes_that_are_verified_are_the_same_in_every_precision():
@@ -184,9 +184,9 @@ def test_what_could_not_be_compiled_in_time_is_left_to_the_next_run(tiny, monkey
     assert gpu_plan.compiled_in(part._replace(batch=1)) == []
     late = {"kind": "part", "device": "cpu", "part": PARTS[0]._asdict(), "verified": {}, "uncompiled": ["sdpa"]}
     monkeypatch.setattr(gpu_jobs, "measure", partial(gpu_race.measure, rounds=1))
-    found = gpu_jobs.work(late, lambda name: None, {})
-    assert found["contenders"][0]["status"] == gpu_jobs.UNCOMPILED
-    assert gpu._unfinished(found)
+    result = gpu_jobs.work(late, lambda name: None, {})
+    assert result["contenders"][0]["status"] == gpu_jobs.UNCOMPILED
+    assert gpu._unfinished(result)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -205,10 +205,10 @@ def test_a_contender_that_fails_is_a_row_and_the_others_go_on(tiny, monkeypatch)
     everybody.append(everybody[0]._replace(name="again", role="exact"))
     monkeypatch.setattr(gpu_cases, "contenders", lambda *given: iter(everybody))
     seen: list[str] = []
-    found = gpu_race.measure(PARTS[0], CPU, seen.append, rounds=2)
-    assert [one["status"] for one in found["contenders"]] == ["ok", "RuntimeError: no kernel", "ok"]
+    result = gpu_race.measure(PARTS[0], CPU, seen.append, rounds=2)
+    assert [one["status"] for one in result["contenders"]] == ["ok", "RuntimeError: no kernel", "ok"]
     assert set(seen) == {"sdpa", "broken", "again"}
-    assert found["best_exact"] in ("sdpa", "again")
+    assert result["best_exact"] in ("sdpa", "again")
 
 
 def test_a_graph_that_cannot_be_captured_is_not_tried():
@@ -268,9 +268,9 @@ tests/kernels/test_probe.py::test_on_a_gpu[few] PASSED      [ 40%]
 tests/kernels/test_probe.py::test_other SKIPPED (no reason) [ 50%]
 tests/kernels/test_flash.py:51: AssertionError
 """
-    found = gpu_machine.counted(text)
-    assert (found["passed"], found["failed"], found["skipped"]) == (2, 1, 1)
-    assert found["failures"] == ["tests/kernels/test_flash.py::test_spans[0]"]
+    counts = gpu_machine.counted(text)
+    assert (counts["passed"], counts["failed"], counts["skipped"]) == (2, 1, 1)
+    assert counts["failures"] == ["tests/kernels/test_flash.py::test_spans[0]"]
 
 
 def test_the_tests_that_need_a_gpu_lie_where_the_script_looks():

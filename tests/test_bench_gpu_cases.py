@@ -18,6 +18,6 @@ def test_what_holds_all_pairs_is_for_short_inputs_alone():
 @pytest.mark.parametrize("suite", gpu_cases.SUITES)
 def test_exact_topk_is_verified(monkeypatch, suite):
     monkeypatch.setattr(gpu_cases, "FEW", ("exact-topk",))
-    found = gpu_verify.verify(suite, "exact-topk", torch.float32, torch.device("cpu"), [(1, 100, 1)])
-    assert found["status"] == "ok"
-    assert found["kernels"] == ["topk_attention"]
+    result = gpu_verify.verify(suite, "exact-topk", torch.float32, torch.device("cpu"), [(1, 100, 1)])
+    assert result["status"] == "ok"
+    assert result["kernels"] == ["topk_attention"]

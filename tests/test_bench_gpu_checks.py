@@ -51,9 +51,9 @@ def test_nothing_is_said_of_an_op_that_was_verified_in_part_from_other_sources_o
 
 def test_one_case_that_is_wrong_or_lost_fails_its_op():
     wrong = [*verified()[:2], verified()[2] | {"status": "failed: out has error 1"}]
-    found = gpu_checks.checks(wrong, WANTED)
+    by_op = gpu_checks.checks(wrong, WANTED)
     why = "linear in attention-padded failed: out has error 1"
-    assert found == {"linear_attention": Check([], {"bfloat16": why})}
+    assert by_op == {"linear_attention": Check([], {"bfloat16": why})}
     lost = [{**WANTED[0], "kind": "verification", "error": "linear: it did not end within 240 s"}]
     assert "did not end" in gpu_checks.checks(lost, WANTED)["linear_attention"].wrong["bfloat16"]
 
@@ -78,10 +78,10 @@ def test_every_op_of_performer_runs_its_kernels_in_a_case_of_its_own(monkeypatch
     name = "performer estimator=positive"
     monkeypatch.setattr(gpu_cases, "HEADS", 1)
     assert {"suite": "decode", "dtype": "float16", "name": name} in gpu_plan.checked()
-    found = gpu_verify.verify_decoding(name, torch.float32, torch.device("cpu"), length=9)
-    assert (found["status"], found["kernels"]) == ("ok", ["performer_decode"])
-    found = gpu_verify.verify("attention", name, torch.float32, torch.device("cpu"), [(1, 20, 1)])
-    assert (found["status"], found["kernels"]) == ("ok", ["performer_attention"])
+    result = gpu_verify.verify_decoding(name, torch.float32, torch.device("cpu"), length=9)
+    assert (result["status"], result["kernels"]) == ("ok", ["performer_decode"])
+    result = gpu_verify.verify("attention", name, torch.float32, torch.device("cpu"), [(1, 20, 1)])
+    assert (result["status"], result["kernels"]) == ("ok", ["performer_attention"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only where there is no GPU")

@@ -18,7 +18,7 @@ def test_jobs_go_on_without_what_kills_their_process_or_never_ends(tmp_path):
         Job("three", {"names": ["fails"]}),
     ]
     how: dict[str, Any] = {"lanes": 1, "deadline": time.monotonic() + 300, "silence": 4.0, "log": tmp_path / "log"}
-    assert carry_out(jobs, tiny_work.stages, lambda job, found: kept.__setitem__(job.id, found), **how) == []
+    assert carry_out(jobs, tiny_work.stages, lambda job, result: kept.__setitem__(job.id, result), **how) == []
     assert kept["one"]["done"] == ["a", "b"]
     assert kept["one"]["without"] == {
         "dies": "its process ended with exit code -9",
@@ -27,4 +27,4 @@ def test_jobs_go_on_without_what_kills_their_process_or_never_ends(tmp_path):
     assert kept["two"]["done"] == ["c"]
     assert kept["three"] == {"error": "ValueError: it fails"}
     late: dict[str, Any] = {**how, "deadline": time.monotonic() - 1}
-    assert carry_out(jobs, tiny_work.stages, lambda job, found: None, **late) == jobs
+    assert carry_out(jobs, tiny_work.stages, lambda job, result: None, **late) == jobs

@@ -46,8 +46,8 @@ def test_it_is_the_softmax_of_scores_and_log_mask_forward_and_backward(queries_k
     out, expected = at_real_queries(out, mask), at_real_queries(expected, mask)
     torch.testing.assert_close(out, expected)
     grad = torch.randn_like(out)
-    found = torch.autograd.grad(out, tensors, grad, materialize_grads=True)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, tensors, grad))
+    grads = torch.autograd.grad(out, tensors, grad, materialize_grads=True)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, tensors, grad))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])

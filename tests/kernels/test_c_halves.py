@@ -39,9 +39,9 @@ def address(x):
 
 def multiplied(left, right, sums, *, half, left_across, right_across, row=0, column=0):
     """sums or 0, plus left @ right from a row and a column on, and whether the factors were rounded."""
-    found = compiled(SOURCE)
+    library = compiled(SOURCE)
     (m, depth), n = left.shape, right.shape[1]
-    wide = -(-n // found.width()) * found.width()
+    wide = -(-n // library.width()) * library.width()
     a = (left.t() if left_across else left).contiguous()
     # Rows on the right that are not copied are whole vectors.
     b = right.t().contiguous() if right_across else torch.nn.functional.pad(right, (0, wide - n))
@@ -53,7 +53,7 @@ def multiplied(left, right, sums, *, half, left_across, right_across, row=0, col
     sizes = [ctypes.c_int64(x) for x in (m, n, depth, *steps, *where, out.stride(0))]
     m_, n_, depth_, am, ak, stride, row_, column_, ldc = sizes
     how = (half, right_across, m_, n_, depth_, address(a), am, ak, address(b), stride, row_, column_)
-    rounded = found.apply(*how, address(out), ldc, sums is not None)
+    rounded = library.apply(*how, address(out), ldc, sums is not None)
     return out[:, : n - column], bool(rounded)
 
 
@@ -102,13 +102,13 @@ def test_products_are_exact_but_for_the_rounding_of_their_factors(
     seed=st.integers(0, 2**20),
 )
 def test_numbers_in_parts_lose_eight_bits_less_with_each(count, m, n, depth, adds, seed):
-    found = compiled(SOURCE)
+    library = compiled(SOURCE)
     generator = torch.Generator().manual_seed(seed)
     left = torch.randn(m, depth, generator=generator).bfloat16().float()
     right = torch.randn(depth, n, generator=generator)
-    sums = torch.randn(m, -(-n // found.width()) * found.width(), generator=generator)
+    sums = torch.randn(m, -(-n // library.width()) * library.width(), generator=generator)
     made, sizes = sums.clone(), map(ctypes.c_int64, (count, m, n, depth))
-    ran = found.apply_split(*sizes, address(left), address(right), address(made), ctypes.c_int64(adds))
+    ran = library.apply_split(*sizes, address(left), address(right), address(made), ctypes.c_int64(adds))
     assert bool(ran) == (m >= 16 and instructions().endswith("AMX"))
     if ran:
         exact = left.double() @ (1.5 * right.double()) + (sums[:, :n] if adds else 0)
@@ -118,11 +118,11 @@ def test_numbers_in_parts_lose_eight_bits_less_with_each(count, m, n, depth, add
 
 @needs_compiler
 def test_numbers_are_rounded_as_pytorch_rounds_them():
-    found = compiled(SOURCE)
-    found.rounded.argtypes, found.rounded.restype = [ctypes.c_float], ctypes.c_float
+    library = compiled(SOURCE)
+    library.rounded.argtypes, library.rounded.restype = [ctypes.c_float], ctypes.c_float
     halfway = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8])
     for x in torch.cat([torch.randn(200), 1e30 * torch.randn(50), halfway]).tolist():
-        assert found.rounded(x) == torch.tensor(x).bfloat16().item()
+        assert library.rounded(x) == torch.tensor(x).bfloat16().item()
 
 
 @needs_compiler

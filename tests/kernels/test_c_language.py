@@ -169,9 +169,9 @@ def test_a_compiler_that_fails_is_tried_and_told_of_once_and_the_doctor_names_it
     # Asked for its version, then with OpenMP and without.
     assert (tmp_path / "broken.log").read_text().count("called") == 3
     assert sum("Slower code" in message for message in caplog.messages) == 1
-    (found,) = (each for each in health.examine(offline=True) if each.what == "c compiler")
-    assert found.state == "missing"
-    assert "no licence" in found.found
+    (finding,) = (each for each in health.examine(offline=True) if each.what == "c compiler")
+    assert finding.state == "missing"
+    assert "no licence" in finding.found
     load.cache_clear()
 
 

@@ -32,9 +32,9 @@ def test_every_structure_in_c_that_a_function_takes_tells_its_size():
 @needs_compiler
 @pytest.mark.parametrize("name", SOURCES)
 def test_structures_are_as_large_in_c_as_here(name):
-    found = compiled(SOURCES[name])
+    library = compiled(SOURCES[name])
     for struct in told_by(SOURCES[name]):
-        tell = getattr(found, f"size_of_{struct}")
+        tell = getattr(library, f"size_of_{struct}")
         tell.restype = ctypes.c_int64
         assert tell() == ctypes.sizeof(STRUCTS[struct])
 
@@ -52,7 +52,7 @@ def test_a_library_whose_structures_are_others_is_not_used(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("tensor", "words"),
     [
         (torch.zeros(2, 3, dtype=torch.int64), "torch.int64 on cpu of shape"),
         (torch.zeros(2, 4, dtype=torch.int32), r"\[2, 4\]"),
@@ -61,9 +61,9 @@ def test_a_library_whose_structures_are_others_is_not_used(monkeypatch):
         (torch.zeros(2, 3, dtype=torch.int32, device="meta"), "on meta"),
     ],
 )
-def test_only_what_c_reads_has_an_address(found, words):
+def test_only_what_c_reads_has_an_address(tensor, words):
     with pytest.raises(ValueError, match=words) as told:
-        address(found, torch.int32, 2, 3)
+        address(tensor, torch.int32, 2, 3)
     assert "it reads contiguous torch.int32 on the CPU of shape [2, 3]" in str(told.value)
 
 

@@ -193,12 +193,12 @@ def test_it_is_asked_while_a_model_is_compiled_without_a_break():
 
 
 def test_every_op_with_kernels_is_known_and_gives_its_tensor():
-    found = {}
+    kernels = {}
     for path in Path(approx_kernels.__path__[0]).glob("ops/*/api.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "choose":
                 name = ast.literal_eval(node.args[0])
                 if path.parent.name not in ("exact", "fastest"):
-                    found[name] = path.parent.name
+                    kernels[name] = path.parent.name
                     assert len(node.args) == 4, name
-    assert found == dict(OPS)
+    assert kernels == dict(OPS)

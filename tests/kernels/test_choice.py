@@ -1,4 +1,4 @@
-"""The way that exact attention takes: as it was found, else by fixed defaults, and never by measuring in a call."""
+"""The choice of a way for exact attention: from the probe, else fixed defaults, and never by measuring in a call."""
 
 import pytest
 import torch
@@ -89,11 +89,11 @@ def test_what_was_found_runs(way, causal):
     keep(Case("cpu", torch.float32, 128, causal=causal, padded=True), way)
     q, k, v = torch.randn(3, 2, 2, 140, 8).unbind()
     mask = torch.arange(140) < torch.tensor([[140], [40]])
-    found = []
-    took = chosen_in(lambda: found.append(fastest_attention(q, k, v, mask, causal=causal, scale=0.3)))
+    outputs = []
+    took = chosen_in(lambda: outputs.append(fastest_attention(q, k, v, mask, causal=causal, scale=0.3)))
     assert took == {"fastest_attention": way}
     plain = exact_attention(q, k, v, mask, causal=causal, scale=0.3, impl="reference")
-    torch.testing.assert_close(found[0].transpose(1, 2)[mask], plain.transpose(1, 2)[mask])
+    torch.testing.assert_close(outputs[0].transpose(1, 2)[mask], plain.transpose(1, 2)[mask])
     # Nothing but SDPA drops weights; the mean of the dropped ones is right in any case.
     assert torch.isfinite(fastest_attention(q, k, v, mask, causal=causal, scale=0.3, dropout=0.5)).all()
 
@@ -107,13 +107,13 @@ def test_every_default_runs_whatever_the_sizes_of_heads(monkeypatch):
             k = torch.randn(1, 2, default_way.least, size).to(default_way.dtype).requires_grad_(grad)
             v = torch.randn(1, 2, default_way.least, values).to(default_way.dtype).requires_grad_(grad)
             for causal in (False, True):
-                found = fastest_attention(q, k, v, causal=causal, scale=0.3)
+                actual = fastest_attention(q, k, v, causal=causal, scale=0.3)
                 exact = exact_attention(*(x.double() for x in (q, k, v)), causal=causal, scale=0.3, impl="reference")
                 # Of bfloat16 every weight and every output is rounded.
                 atol, rtol = (1e-5, 1.3e-6) if default_way.dtype == torch.float32 else (2e-2, 2e-2)
-                torch.testing.assert_close(found, exact.to(found.dtype), atol=atol, rtol=rtol)
+                torch.testing.assert_close(actual, exact.to(actual.dtype), atol=atol, rtol=rtol)
                 if grad:
-                    grads = torch.autograd.grad(found.sum(), (q, k, v))
+                    grads = torch.autograd.grad(actual.sum(), (q, k, v))
                     assert all(bool(torch.isfinite(each).all()) for each in grads)
 
 
@@ -123,8 +123,8 @@ def test_few_queries_that_c_cannot_take_go_another_way():
     for size, grad in ((16, False), (24, False), (16, True)):
         q, k = torch.randn(1, 2, 1, size), torch.randn(1, 2, 140, size)
         v = torch.randn(1, 2, 140, size, requires_grad=grad)
-        found = fastest_attention(q, k, v, causal=True, scale=0.3)
-        torch.testing.assert_close(found, exact_attention(q, k, v, causal=True, scale=0.3, impl="reference"))
+        actual = fastest_attention(q, k, v, causal=True, scale=0.3)
+        torch.testing.assert_close(actual, exact_attention(q, k, v, causal=True, scale=0.3, impl="reference"))
 
 
 @pytest.mark.parametrize("rows", [1, 140])
@@ -134,8 +134,8 @@ def test_c_that_was_found_and_no_longer_compiles_leaves_sdpa(monkeypatch, rows):
     monkeypatch.setattr(ways, "c_obstacle", lambda *_: "the folder is full.")
     assert chosen(case)[0] == ways.DEFAULT
     q, k, v = torch.randn(1, 2, rows, 16), *torch.randn(2, 1, 2, 140, 16)
-    found = fastest_attention(q, k, v, causal=False, scale=0.3)
-    torch.testing.assert_close(found, exact_attention(q, k, v, causal=False, scale=0.3, impl="reference"))
+    actual = fastest_attention(q, k, v, causal=False, scale=0.3)
+    torch.testing.assert_close(actual, exact_attention(q, k, v, causal=False, scale=0.3, impl="reference"))
 
 
 @pytest.fixture

@@ -96,9 +96,9 @@ def test_threads_and_neighbours_change_no_bit():
 def test_what_no_query_saw_has_no_gradient(topk):
     q, k, v, grad = torch.randn(4, 1, 2, 200, 24).unbind()
     grad[:, :, 77:] = 0
-    _, *found = attend("cpu", torch.float32, q, k, v, grad, None, chunk=30, topk=topk, **FITTED)
+    _, *grads = attend("cpu", torch.float32, q, k, v, grad, None, chunk=30, topk=topk, **FITTED)
     # The first query sees itself alone, whatever its score is.
-    assert all(x[:, :, 77:].eq(0).all() and x[:, :, 1:77].ne(0).all() for x in found)
+    assert all(x[:, :, 77:].eq(0).all() and x[:, :, 1:77].ne(0).all() for x in grads)
 
 
 def test_gradients_may_arrive_in_any_layout():

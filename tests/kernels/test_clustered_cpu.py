@@ -70,20 +70,20 @@ def test_the_clusters_are_those_of_the_reference(dtype, n, clusters, bits):
     q[:, n // 2 : n // 2 + 30] = q[:, :1]
     planes, draws = draw_planes(24, bits=bits, bias=True, clusters=clusters, seed=0)
     for iterations in (1, 2, 6):
-        found = [
+        results = [
             cluster_queries(q, planes, draws, clusters=clusters, iterations=iterations, impl=impl)
             for impl in ("reference", "cpu")
         ]
-        assert torch.equal(*found)
+        assert torch.equal(*results)
 
 
 def test_clusters_are_told_apart_where_their_number_takes_more_than_16_bits():
     n, clusters = 2**16 + 3, 2**16 + 1
     planes, draws = draw_planes(64, bits=63, bias=True, clusters=clusters, seed=0)
-    found = cluster_queries(torch.randn(1, n, 64), planes, draws, clusters=clusters, iterations=1, impl="cpu")[0]
+    assignments = cluster_queries(torch.randn(1, n, 64), planes, draws, clusters=clusters, iterations=1, impl="cpu")[0]
     # Each centroid is one query of a stretch, whose nearest it is: no two random ones have the same 63 bits.
     starts = torch.arange(clusters + 1) * n // clusters
-    assert torch.equal(found[starts[:-1] + draws % starts.diff()].long(), torch.arange(clusters))
+    assert torch.equal(assignments[starts[:-1] + draws % starts.diff()].long(), torch.arange(clusters))
 
 
 def test_equal_keys_and_far_scores_change_nothing():

@@ -45,16 +45,16 @@ def test_it_is_its_definition(n, clusters, size, bits, iterations, bias):
     # Equal queries make ties and empty clusters.
     q[:, n // 2 : n // 2 + 8] = q[:, :1]
     planes, draws = draw_planes(size, bits=bits, bias=bias, clusters=clusters, seed=1)
-    found = cluster_queries(q, planes, draws, clusters=clusters, iterations=iterations)
-    assert found.tolist() == [clusters_by_loops(head, planes.double(), draws, clusters, iterations) for head in q]
+    assignments = cluster_queries(q, planes, draws, clusters=clusters, iterations=iterations)
+    assert assignments.tolist() == [clusters_by_loops(head, planes.double(), draws, clusters, iterations) for head in q]
 
 
 def test_products_of_int8_and_of_float32_agree(monkeypatch):
     q = torch.randn(5, 700, 16)
     planes, draws = draw_planes(16, bits=63, bias=True, clusters=127, seed=0)
-    found = [cluster_queries(q, planes, draws, clusters=c, iterations=10) for c in (2, 100, 127)]
+    assignments = [cluster_queries(q, planes, draws, clusters=c, iterations=10) for c in (2, 100, 127)]
     monkeypatch.setattr(reference, "_int8_is_exact_and_fast", lambda *_: False)
-    for clusters, first in zip((2, 100, 127), found, strict=True):
+    for clusters, first in zip((2, 100, 127), assignments, strict=True):
         assert torch.equal(cluster_queries(q, planes, draws, clusters=clusters, iterations=10), first)
 
 
@@ -72,9 +72,9 @@ def test_far_groups_are_found():
     label = torch.randint(6, (200,))
     q = (centres[label] + 0.01 * torch.randn(200, 16))[None]
     planes, draws = draw_planes(16, bits=63, bias=True, clusters=25, seed=0)
-    found = cluster_queries(q, planes, draws, clusters=25, iterations=10)[0]
-    for cluster in found.unique():
-        assert label[found == cluster].unique().numel() == 1
+    assignments = cluster_queries(q, planes, draws, clusters=25, iterations=10)[0]
+    for cluster in assignments.unique():
+        assert label[assignments == cluster].unique().numel() == 1
 
 
 def test_draws_come_from_the_seed_alone():
@@ -102,22 +102,22 @@ def test_the_nearest_centroid_is_that_of_the_most_alike_scores():
     q, k = torch.randn(2, 90, 6) * torch.tensor([1.0, 5, 1, 1, 1, 1]), torch.randn(2, 70, 6) + 3
     k[:, :, 1] = 3.0
     centroids, selectors = fit_centroids(q, k, clusters=8, iterations=50, seed=0)
-    found = nearest_centroids(q, selectors)
+    assignments = nearest_centroids(q, selectors)
     for head in range(2):
         differences = (q[head][:, None] - centroids[head]) @ k[head].T
         # The second coordinate, which no two keys tell apart, hardly counts, large as it is.
-        assert (found[head] == differences.var(-1).argmin(-1)).float().mean() > 0.9
-        for cluster in found[head].unique():
-            torch.testing.assert_close(centroids[head, cluster], q[head, found[head] == cluster].mean(0))
+        assert (assignments[head] == differences.var(-1).argmin(-1)).float().mean() > 0.9
+        for cluster in assignments[head].unique():
+            torch.testing.assert_close(centroids[head, cluster], q[head, assignments[head] == cluster].mean(0))
 
 
 def test_centroids_of_far_groups_and_of_fewer_queries_than_centroids():
     centres = torch.randn(6, 16) * 10
     label = torch.arange(200) % 6
     q, k = (centres[label] + 0.01 * torch.randn(200, 16))[None], torch.randn(1, 50, 16)
-    found = nearest_centroids(q, fit_centroids(q, k, clusters=40, iterations=10, seed=0)[1])[0]
-    for cluster in found.unique():
-        assert label[found == cluster].unique().numel() == 1
+    assignments = nearest_centroids(q, fit_centroids(q, k, clusters=40, iterations=10, seed=0)[1])[0]
+    for cluster in assignments.unique():
+        assert label[assignments == cluster].unique().numel() == 1
     centroids, selectors = fit_centroids(q[:, :3], k, clusters=40, iterations=10, seed=0)
     assert torch.isfinite(selectors).all()
     torch.testing.assert_close(centroids[0, nearest_centroids(q[:, :3], selectors)[0]], q[0, :3])

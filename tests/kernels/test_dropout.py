@@ -84,8 +84,8 @@ def attend(name, *tensors, seed=None, dropout=0.3, impl="cpu"):
 def factors(name, q, k, mask=None, seed=0, dropout=0.3):
     """What each weight was multiplied by, NaN where there is none: weights are the outputs for rows of the identity."""
     one = torch.eye(TOKENS).expand(2, 2, -1, -1)
-    weights, found = (attend(name, q, k, one, mask, seed=seed, dropout=p) for p in (0.0, dropout))
-    return torch.where(weights > 1e-6, found / weights, torch.nan)
+    weights, dropped_weights = (attend(name, q, k, one, mask, seed=seed, dropout=p) for p in (0.0, dropout))
+    return torch.where(weights > 1e-6, dropped_weights / weights, torch.nan)
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
@@ -114,8 +114,8 @@ def test_outputs_and_gradients_are_those_of_the_formula_under_the_mask(name, dty
             out = (weights * kept.to(wide)) @ inputs[2]
         out = at_real_queries(out, mask)
         results.append((out, *torch.autograd.grad(out, inputs, grad.to(wide))))
-    for which, found, plain, exact in zip("oqkv", *results, strict=True):
-        assert_close(f"{name} {which}", found, plain, exact, factor=8.0)
+    for which, actual, plain, exact in zip("oqkv", *results, strict=True):
+        assert_close(f"{name} {which}", actual, plain, exact, factor=8.0)
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
@@ -132,9 +132,9 @@ def test_so_many_weights_are_dropped(name, dropout):
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_the_mean_over_seeds_is_what_it_is_without_dropout(name):
     q, k, v, _ = drawn()
-    found = torch.stack([attend(name, q, k, v, seed=seed) for seed in range(100)])
+    samples = torch.stack([attend(name, q, k, v, seed=seed) for seed in range(100)])
     # Of as many means the farthest lies about four of its spreads away.
-    away = (found.mean(0) - attend(name, q, k, v, dropout=0.0)) / (found.std(0) / 100**0.5)
+    away = (samples.mean(0) - attend(name, q, k, v, dropout=0.0)) / (samples.std(0) / 100**0.5)
     assert away.abs().max() < 5.5
 
 
@@ -142,15 +142,15 @@ def test_the_mean_over_seeds_is_what_it_is_without_dropout(name):
 def test_the_seed_decides_and_threads_do_not_and_c_is_what_runs(name):
     q, k, v, grad = drawn()
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    found, threads = [], torch.get_num_threads()
+    runs, threads = [], torch.get_num_threads()
     try:
         for seed, count, impl in ((0, 1, "cpu"), (0, 1, "auto"), (0, 2, "cpu"), (1, 1, "cpu")):
             torch.set_num_threads(count)
             out = attend(name, *inputs, seed=seed, impl=impl)
-            found.append([out, *torch.autograd.grad(out, inputs, grad)])
+            runs.append([out, *torch.autograd.grad(out, inputs, grad)])
     finally:
         torch.set_num_threads(threads)
-    first, again, with_two, other = found
+    first, again, with_two, other = runs
     assert all(map(torch.equal, first, again))
     assert all(map(torch.equal, first, with_two))
     assert not any(map(torch.equal, first, other))
@@ -177,11 +177,11 @@ def test_the_mask_is_the_hash_whatever_the_width_of_vectors_and_the_order_of_key
     everything, half = (0, TOKENS, -FAR, FAR), ((40, TOKENS, -FAR, FAR), (0, 40, -FAR, FAR))
     for starts, entries in (([0, TOKENS], [[everything]]), ([0, 7, 50, TOKENS], [half] * 3)):
         torch.manual_seed(5)
-        found = attend_lists(q, k, one, None, before=0, starts=starts, entries=entries, scale=0.2, dropout=0.4)
+        actual = attend_lists(q, k, one, None, before=0, starts=starts, entries=entries, scale=0.2, dropout=0.4)
         torch.manual_seed(5)
         seed = int(torch.randint(2**63 - 1, ()))
         for b, h, i, j in torch.cartesian_prod(torch.arange(2), torch.arange(2), *[torch.arange(0, TOKENS, 9)] * 2):
-            assert (found[b, h, i, j] == 0) == dropped(seed, int(2 * b + h), int(i), int(j), 0.4)
+            assert (actual[b, h, i, j] == 0) == dropped(seed, int(2 * b + h), int(i), int(j), 0.4)
 
 
 def dropped(seed, item, query, key, dropout):
@@ -203,9 +203,9 @@ def test_queries_heads_and_samples_drop_other_keys_without_regard_to_one_another
     q = torch.zeros(2, 2, TOKENS, SIZE)
     everything = {"left": TOKENS, "right": TOKENS, "scale": 1.0, "dropout": 0.5}
     one = torch.eye(TOKENS).expand(2, 2, -1, -1)
-    found = (local_attention(q, q, one, **everything, impl="cpu") > 0).float().flatten(0, 2) * 2 - 1
+    signs = (local_attention(q, q, one, **everything, impl="cpu") > 0).float().flatten(0, 2) * 2 - 1
     # Of rows without regard to one another products have a spread of the root of their length.
-    products = (found @ found.T).triu(1)
-    count = len(found) * (len(found) - 1) / 2
+    products = (signs @ signs.T).triu(1)
+    count = len(signs) * (len(signs) - 1) / 2
     assert products.abs().max() < 6 * TOKENS**0.5
     assert (products.square().sum() / count / TOKENS - 1).abs() < 5 * (2 / count) ** 0.5

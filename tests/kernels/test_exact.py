@@ -86,13 +86,13 @@ def test_chunks_equal_float64_forward_and_backward(dtype, causal, shape, chunk):
         out = attend(q, k, v)
         return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
 
-    found = run(lambda *x: chunked_attention(*x, causal=causal, scale=0.3, chunk=chunk), dtype)
+    actual = run(lambda *x: chunked_attention(*x, causal=causal, scale=0.3, chunk=chunk), dtype)
     plain = run(lambda *x: exact_attention(*x, causal=causal, scale=0.3, impl="reference"), dtype)
     exact = run(lambda *x: exact_attention(*x, causal=causal, scale=0.3, impl="reference"), torch.float64)
     # In 16 bits scores and weights are rounded, which the reference keeps in float32.
-    assert_close("output", found[0], plain[0], exact[0], factor=4.0)
+    assert_close("output", actual[0], plain[0], exact[0], factor=4.0)
     if dtype == torch.float32 and shape[3] > 1:
-        for name, *each in zip(("q", "k", "v"), found[1:], plain[1:], exact[1:], strict=True):
+        for name, *each in zip(("q", "k", "v"), actual[1:], plain[1:], exact[1:], strict=True):
             assert_close(f"gradient of {name}", *each, factor=8.0)
 
 
@@ -116,13 +116,13 @@ def test_lengths_equal_a_mask_wherever_a_query_is_real(causal, shape, empty):
     if empty:
         mask[0] = False
     masked = exact_attention(q, k, v, mask, causal=causal, scale=0.3)
-    found = exact_attention(q, k, v, mask, causal=causal, scale=0.3, impl="cpu")
+    actual = exact_attention(q, k, v, mask, causal=causal, scale=0.3, impl="cpu")
     batched = batched_attention(q, k, v, mask, causal=causal, scale=0.3)
     length, keys = q.shape[2], k.shape[2]
     real = mask.any(1, keepdim=True).expand(-1, length)
     if causal or length == keys:
         real = F.pad(mask, (max(length - keys, 0), 0))[:, -length:]
-    for out in (found, batched):
+    for out in (actual, batched):
         torch.testing.assert_close(out.transpose(1, 2)[real], masked.transpose(1, 2)[real])
         assert out[~mask.any(1)].eq(0).all()
 
@@ -147,11 +147,11 @@ def test_few_queries_in_c_equal_the_reference(dtype, causal, queries, more, size
     )
     # The second sample may have no key at all.
     mask = torch.rand(2, queries + more, generator=generator) < torch.tensor([[0.5], [seed % 2]]) if masked else None
-    found = compiled_few(q, k, v, mask, causal=causal, scale=0.3)
+    actual = compiled_few(q, k, v, mask, causal=causal, scale=0.3)
     given: Any = {"causal": causal, "scale": 0.3, "impl": "reference"}
     plain = exact_attention(q, k, v, mask, **given)
     exact = exact_attention(q.double(), k.double(), v.double(), mask, **given)
-    assert_close("output", found, plain, exact, factor=4.0)
+    assert_close("output", actual, plain, exact, factor=4.0)
 
 
 @needs_compiler

@@ -1,4 +1,4 @@
-"""What a probe found is kept for other processes; nothing is found out by reading it."""
+"""Findings of a probe are stored for other processes; reading them measures nothing."""
 
 import json
 

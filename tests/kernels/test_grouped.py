@@ -68,10 +68,10 @@ def test_rows_beside_each_other_and_sums_over_those_that_share(groups):
 )
 def test_the_key_heads_of_some_query_heads(own, groups, expected):
     q, k, _ = grouped(groups)
-    found = heads_of(q, k, own)
-    chosen = torch.arange(groups)[found].tolist()
+    index = heads_of(q, k, own)
+    chosen = torch.arange(groups)[index].tolist()
     assert chosen == torch.arange(groups)[expected].tolist()
-    assert isinstance(found, slice) == isinstance(expected, slice)
+    assert isinstance(index, slice) == isinstance(expected, slice)
     wanted = [head * groups // HEADS for head in torch.arange(HEADS)[own].tolist()]
     assert [chosen[n * len(chosen) // len(wanted)] for n in range(len(wanted))] == wanted
 
@@ -91,8 +91,8 @@ def test_every_way_of_exact_attention_reads_shared_heads(monkeypatch):
         for name, way in ways("cpu", padded=True, few=False).items():
             out = way(q, k, v, mask, **form)
             torch.testing.assert_close(out.transpose(1, 2)[mask], exact.transpose(1, 2)[mask], msg=name)
-            found = torch.autograd.grad(out.transpose(1, 2)[mask].square().sum(), (q, k, v))
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
+            grads = torch.autograd.grad(out.transpose(1, 2)[mask].square().sum(), (q, k, v))
+            torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5, msg=name)
         with torch.no_grad():
             # One thread takes the heads that share keys together, many take each alone.
             for threads in (1, 64):
@@ -122,8 +122,8 @@ def test_kernels_give_for_shared_heads_what_they_give_for_repeated_ones(name, ca
     with implementation("triton"):
         out, other = mechanism(q, k, v, real), mechanism(q, *repeated(k, v), real)
         torch.testing.assert_close(out.transpose(1, 2)[real], other.transpose(1, 2)[real], rtol=1e-4, atol=1e-5)
-        found, expected = (torch.autograd.grad(x.transpose(1, 2)[real].square().sum(), (q, k, v)) for x in (out, other))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        grads, expected = (torch.autograd.grad(x.transpose(1, 2)[real].square().sum(), (q, k, v)) for x in (out, other))
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -146,7 +146,7 @@ def test_one_kernel_for_all_queries_of_the_sums_of_a_head(groups, feature_map):
     generator = torch.Generator().manual_seed(2)
     maps = tuple(torch.randn(2, HEADS, 16, 16, generator=generator)) if feature_map == "hedgehog" else None
     ways = {"feature_map": feature_map, "maps": maps}
-    found = {}
+    results = {}
     for impl in ("triton", "reference"):
         outs, state = [], None
         for part in (slice(0, 16), slice(16, 17), slice(17, 18)):
@@ -155,5 +155,5 @@ def test_one_kernel_for_all_queries_of_the_sums_of_a_head(groups, feature_map):
             outs.append(out)
         assert state is not None
         assert state["sums"].shape[1] == (groups if maps is None else HEADS)
-        found[impl] = torch.cat(outs, 2), state["sums"]
-    torch.testing.assert_close(found["triton"], found["reference"], rtol=1e-4, atol=1e-4)
+        results[impl] = torch.cat(outs, 2), state["sums"]
+    torch.testing.assert_close(results["triton"], results["reference"], rtol=1e-4, atol=1e-4)

@@ -99,8 +99,8 @@ def named(source):
 
 def test_an_op_is_called_as_its_function():
     assert named('def attend(q):\n    choose("attention", "auto", {})') == {"attend": "attention"}
-    found: dict[str, object] = {}
+    ops: dict[str, object] = {}
     for path in Path(approx_kernels.__path__[0]).glob("ops/*/api.py"):
-        found |= named(path.read_text("utf-8"))
-    assert len(found) > 10
-    assert {function: op for function, op in found.items() if function != op} == {}
+        ops |= named(path.read_text("utf-8"))
+    assert len(ops) > 10
+    assert {function: op for function, op in ops.items() if function != op} == {}

@@ -75,30 +75,30 @@ def test_lists_give_what_the_reference_gives(name, dtype, queries, keys, masked)
         inputs = [x.transpose(1, 2).to(wide).requires_grad_() for x in (q, k, v.abs())]
         out = PATTERNS[name](inputs[0], inputs[1], inputs[2], mask, scale=0.3, impl=impl)
         results.append((out, *torch.autograd.grad(out, inputs, grad.transpose(1, 2).to(wide))))
-    for which, found, plain, exact in zip("oqkv", results[0], results[1], results[2], strict=True):
-        assert_close(f"{name} {which}", found, plain, exact, factor=4.0)
+    for which, actual, plain, exact in zip("oqkv", results[0], results[1], results[2], strict=True):
+        assert_close(f"{name} {which}", actual, plain, exact, factor=4.0)
 
 
 @needs_compiler
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_all_queries_are_hashed_where_there_are_fewer_keys(causal):
     q, k, v = torch.randn(2, 90, 8)[:, None], torch.randn(2, 41, 8)[:, None], torch.rand(2, 41, 8)[:, None]
-    found, plain = (lsh(q, k, v, None, causal, scale=0.3, impl=impl) for impl in ("cpu", "reference"))
-    torch.testing.assert_close(found, plain)
+    actual, plain = (lsh(q, k, v, None, causal, scale=0.3, impl=impl) for impl in ("cpu", "reference"))
+    torch.testing.assert_close(actual, plain)
 
 
 @needs_compiler
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_spans_are_learned_through_c(causal):
     q, k, v = torch.randn(3, 2, 3, 90, 8).unbind()
-    found = []
+    grads = []
     for impl, dtype in (("cpu", torch.float32), ("reference", torch.float64)):
         # At whole numbers one distance lies where the ramp begins.
         spans = torch.tensor([0.0, 17.3, 40.0], dtype=dtype, requires_grad=True)
         how = {"spans": spans, "ramp": 9, "causal": causal, "scale": 0.4, "impl": impl}
         out = adaptive_span_attention(q.to(dtype), k.to(dtype), v.to(dtype), **how)
-        found.append(torch.autograd.grad(out.square().sum(), spans)[0].float())
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        grads.append(torch.autograd.grad(out.square().sum(), spans)[0].float())
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
 @needs_compiler
@@ -167,9 +167,9 @@ def test_lists_in_order_are_as_exact_as_plain_attention(dtype, names, masked, si
     plain = plainly(q, k, v, mask, entries, scale=0.2, wide=torch.float32).to(dtype)
     starts = cut(0, 130)
     lists = {"before": 70, "starts": [*starts, 130], "entries": [entries] * len(starts)}
-    found = attend_lists(q, k, v, mask, **lists, scale=0.2)
+    actual = attend_lists(q, k, v, mask, **lists, scale=0.2)
     # Weights are rounded too, not the result alone.
-    assert_close(str(names), found, plain, exact, factor=3.0)
+    assert_close(str(names), actual, plain, exact, factor=3.0)
 
 
 @needs_compiler
@@ -192,9 +192,9 @@ def test_scores_far_apart_meet_in_one_softmax(dtype, order, name):
     entries = [WINDOWS[name]]
     exact = plainly(q, k, v, None, entries, scale=1.0)
     plain = plainly(q, k, v, None, entries, scale=1.0, wide=torch.float32).to(dtype)
-    found = attend_lists(q, k, v, None, before=70, starts=[0, 130], entries=[entries], scale=1.0)
+    actual = attend_lists(q, k, v, None, before=70, starts=[0, 130], entries=[entries], scale=1.0)
     # Scores of a thousand are rounded by a ten-thousandth in float32: that is what weights are then off by.
-    assert_close(order, found, plain, exact, factor=6.0)
+    assert_close(order, actual, plain, exact, factor=6.0)
 
 
 @needs_compiler
@@ -203,11 +203,11 @@ def test_what_is_not_a_number_reaches_those_who_see_it_and_no_others():
     k[0, 0, 150], k[:, :, 99], v[:, :, 99] = torch.nan, torch.nan, torch.inf
     mask = (torch.arange(200) != 99).repeat(2, 1)
     lists = {"before": 70, "starts": [0, 96, 130], "entries": [[WINDOWS["window"]]] * 2}
-    found = attend_lists(q, k, v, mask, **lists, scale=0.2)
+    actual = attend_lists(q, k, v, mask, **lists, scale=0.2)
     lost = torch.zeros(2, 3, 130, dtype=torch.bool)
     lost[0, 0, 141 - 70 : 190 - 70 + 1] = True
-    assert torch.equal(found.isnan().all(-1), lost)
-    assert torch.equal(found.isnan().any(-1), lost)
+    assert torch.equal(actual.isnan().all(-1), lost)
+    assert torch.equal(actual.isnan().any(-1), lost)
 
 
 @needs_compiler
@@ -219,11 +219,11 @@ def test_spans_end_wherever_a_group_of_keys_does(ramp, causal):
     # Outputs are the weights themselves, so that none is overlooked.
     v = torch.eye(130).bfloat16().expand(1, 13, 130, 130)
     attend = partial(adaptive_span_attention, ramp=ramp, causal=causal, scale=0.3)
-    found = attend(q, k, v, spans=spans, impl="cpu")
+    actual = attend(q, k, v, spans=spans, impl="cpu")
     plain = attend(q, k, v, spans=spans, impl="reference")
     exact = attend(q.double(), k.double(), v.double(), spans=spans.double(), impl="reference")
-    assert_close("spans", found, plain, exact, factor=3.0)
-    assert torch.equal(found > 0, exact > 0)
+    assert_close("spans", actual, plain, exact, factor=3.0)
+    assert torch.equal(actual > 0, exact > 0)
 
 
 @needs_compiler
@@ -232,11 +232,11 @@ def test_an_order_changes_nothing_where_everything_is_seen(dtype):
     q, k, v = drawn(dtype)
     mask, everything = torch.rand(2, 200) < 0.6, [[WINDOWS["all"]]]
     orders = torch.randperm(130)[None], torch.randperm(200)[None]
-    found, plain = (
+    actual, plain = (
         attend_lists(q, k, v, mask, before=70, starts=[0, 130], entries=everything, scale=0.2, orders=order)
         for order in (orders, None)
     )
-    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(actual, plain)
 
 
 @needs_compiler

@@ -58,9 +58,9 @@ def test_c_gives_what_the_reference_gives(causal, dtype, kind, feature_map, quer
         form = {"causal": causal, "feature_map": feature_map, "input_scale": -0.7, "eps": 1e-3}
         out = linear_attention(inputs[0], inputs[1], inputs[2], mask, **form, impl=impl)
         results[name] = (out, *torch.autograd.grad(out, inputs, grad.transpose(1, 2).to(wide)))
-    for name, found, plain, exact in zip("oqkv", results["c"], results["plain"], results["exact"], strict=True):
+    for name, actual, plain, exact in zip("oqkv", results["c"], results["plain"], results["exact"], strict=True):
         # Gradients of queries and keys are differences of sums, which round on both sides.
-        assert_close(name, found, plain, exact, factor=8.0 if name in "qk" else 2.0)
+        assert_close(name, actual, plain, exact, factor=8.0 if name in "qk" else 2.0)
 
 
 @needs_compiler
@@ -105,11 +105,11 @@ def test_c_gives_what_the_reference_gives_of_every_map_and_window(
         fitted = (learned[0], learned[1]) if learned else None
         out = linear_attention(inputs[0], inputs[1], inputs[2], mask, **ways, maps=fitted, mix=mixed, impl=impl)
         inputs = [*inputs, *learned, *(() if mixed is None else (mixed,))]
-        found = torch.autograd.grad(out, inputs, grad.transpose(1, 2).to(wide), materialize_grads=True)
-        results[name] = (out, *found)
-    for name, found, plain, exact in zip("oqkvabc", results["c"], results["plain"], results["exact"], strict=False):
+        grads = torch.autograd.grad(out, inputs, grad.transpose(1, 2).to(wide), materialize_grads=True)
+        results[name] = (out, *grads)
+    for name, actual, plain, exact in zip("oqkvabc", results["c"], results["plain"], results["exact"], strict=False):
         # Gradients are differences of sums, which round on both sides.
-        assert_close(name, found, plain, exact, factor=2.0 if name in "ov" else 16.0)
+        assert_close(name, actual, plain, exact, factor=2.0 if name in "ov" else 16.0)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -121,10 +121,10 @@ def test_parts_that_are_rounded_to_bfloat16_are_as_close_without_gradients(causa
     q, k, v = torch.randn(3, 2, 3, 150, 32).bfloat16()
     maps, mix = parts_of(feature_map, width, 3, 32, torch.float32)
     ways = {"causal": causal, "feature_map": feature_map, "window": width, "scale": 0.3, "eps": 1e-3}
-    found, plain = (linear_attention(q, k, v, **ways, maps=maps, mix=mix, impl=impl) for impl in ("cpu", "reference"))
+    actual, plain = (linear_attention(q, k, v, **ways, maps=maps, mix=mix, impl=impl) for impl in ("cpu", "reference"))
     maps, mix = None if maps is None else (maps[0].double(), maps[1].double()), None if mix is None else mix.double()
     exact = linear_attention(q.double(), k.double(), v.double(), **ways, maps=maps, mix=mix, impl="reference")
-    assert_close("o", found, plain, exact)
+    assert_close("o", actual, plain, exact)
 
 
 def test_what_c_has_not_is_refused_when_asked_for_and_done_otherwise():
@@ -165,12 +165,12 @@ def test_decoding_in_c_gives_what_the_reference_gives(dtype, feature_map, width,
     mask = torch.rand(2, 150) < 0.7 if masked else None
     maps, mix = parts_of(feature_map, width, 3, size, torch.float32)
     ways = {"feature_map": feature_map, "window": width, "scale": -0.3, "input_scale": 0.7, "eps": 1e-3}
-    found, reached = pieces((q, k, v), mask, cuts, impl="cpu", maps=maps, mix=mix, **ways)
+    actual, reached = pieces((q, k, v), mask, cuts, impl="cpu", maps=maps, mix=mix, **ways)
     plain, known = pieces((q, k, v), mask, cuts, impl="reference", maps=maps, mix=mix, **ways)
     wide = None if maps is None else (maps[0].double(), maps[1].double())
     ways |= {"maps": wide, "mix": None if mix is None else mix.double()}
     exact, sums = pieces([x.double() for x in (q, k, v)], mask, cuts, impl="reference", **ways)
-    assert_close("o", at_real_queries(found, mask), at_real_queries(plain, mask), at_real_queries(exact, mask))
+    assert_close("o", at_real_queries(actual, mask), at_real_queries(plain, mask), at_real_queries(exact, mask))
     assert reached["sums"].dtype == known["sums"].dtype == torch.float32
     # Features of a prompt of 16 bits are rounded to them before they are summed.
     own = known["sums"] if dtype == torch.float32 else known["sums"].bfloat16().float()
@@ -253,14 +253,14 @@ def test_every_map_and_window_is_its_formula_over_all_pairs(causal, feature_map,
     sums = expected.sum(-1, keepdim=True)
     expected = expected @ v / (sums.clamp(min=1e-9) if width else sums + 1e-9)
 
-    found = linear_attention(
+    actual = linear_attention(
         q, k, v, mask, causal=causal, feature_map=feature_map, maps=maps, window=width, mix=mix, scale=0.3, eps=1e-9
     )
-    found, expected = (at_real_queries(x, mask) for x in (found, expected))
-    torch.testing.assert_close(found, expected)
+    actual, expected = (at_real_queries(x, mask) for x in (actual, expected))
+    torch.testing.assert_close(actual, expected)
     inputs = [q, k, v, *(maps or ()), *(() if mix is None else (mix,))]
     for ours, theirs in zip(
-        torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
+        torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
 

@@ -64,14 +64,14 @@ def test_c_gives_what_the_reference_gives(dtype, kind, queries, keys, left, righ
         inputs = [x.transpose(1, 2).to(precision).requires_grad_() for x in (q, k, v)]
         out = local_attention(inputs[0], inputs[1], inputs[2], mask, left=left, right=right, scale=0.3, impl=impl)
         results.append((out, *torch.autograd.grad(out, inputs, grad.transpose(1, 2).to(precision))))
-    for name, found, plain, exact in zip("oqkv", results[0], results[1], results[2], strict=True):
+    for name, actual, plain, exact in zip("oqkv", results[0], results[1], results[2], strict=True):
         if name in "ov":
-            assert_close(name, found, plain, exact, factor=4.0)
+            assert_close(name, actual, plain, exact, factor=4.0)
         else:
             # Differences, of next to nothing where a query sees a key or two: what is rounded are the terms.
             wide = [x.transpose(1, 2).double() for x in (q, k, v, grad)]
             terms = uncancelled(wide[0], wide[1], wide[2], wide[3], mask, left, right)[name]
-            error, own = ((x.double() - exact).square().mean().sqrt() for x in (found, plain))
+            error, own = ((x.double() - exact).square().mean().sqrt() for x in (actual, plain))
             assert error <= 4.0 * max(own, torch.finfo(dtype).eps * terms), name
 
 

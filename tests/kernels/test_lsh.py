@@ -118,9 +118,9 @@ def test_pairs_count_as_often_as_the_rounds_bring_them_together(variant, causal,
     oracle = torch.stack(oracle)[None]
     torch.testing.assert_close(out, oracle)
     grad = torch.randn_like(out)
-    found = torch.autograd.grad(out, (q, k, v), grad)
+    grads = torch.autograd.grad(out, (q, k, v), grad)
     wanted = torch.autograd.grad(oracle, (q, k, v), grad, materialize_grads=True, allow_unused=True)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(grads, wanted)
 
 
 @pytest.mark.parametrize(("variant", "causal", "dedup"), CASES)
@@ -203,8 +203,8 @@ def test_orders_in_c_bring_the_same_tokens_together(causal, length, keys, rounds
     q, k, v = torch.randn(2, 3, length, 8), torch.randn(2, 3, keys, 8), torch.rand(2, 3, keys, 5)
     drawn = draw_projections(8, rounds=rounds, variant="asymmetric", causal=causal, seed=seed)
     how = {"projections": drawn, "variant": "asymmetric", "cluster": cluster, "dedup": False, "causal": causal}
-    found, plain = (lsh_attention(q, k, v, mask, scale=0.5, impl=impl, **how) for impl in ("cpu", "reference"))
-    torch.testing.assert_close(found, plain)
+    actual, plain = (lsh_attention(q, k, v, mask, scale=0.5, impl=impl, **how) for impl in ("cpu", "reference"))
+    torch.testing.assert_close(actual, plain)
 
 
 @needs_compiler
@@ -231,9 +231,9 @@ def test_c_gives_what_the_reference_gives_in_every_form(
         inputs = [x.to(wide).requires_grad_() for x in (q, k, v)]
         out = lsh_attention(inputs[0], inputs[1], inputs[2], mask, **how, impl=impl)
         results[name] = out, *torch.autograd.grad(out, inputs, grad.to(wide), materialize_grads=True, allow_unused=True)
-    for name, found, plain, exact in zip("oqkv", *results.values(), strict=True):
+    for name, actual, plain, exact in zip("oqkv", *results.values(), strict=True):
         # Gradients are differences of sums, which round on both sides, from weights that round as their normalisers do.
-        assert_close(name, found, plain, exact, factor=2.0 if name == "o" else 8.0)
+        assert_close(name, actual, plain, exact, factor=2.0 if name == "o" else 8.0)
 
 
 @needs_compiler
@@ -242,8 +242,8 @@ def test_equal_numbers_keep_the_order_of_their_tokens():
     q, k, v = (torch.randn(1, 2, 60, 8).repeat(1, 1, 2, 1) for _ in range(3))
     drawn = draw_projections(8, rounds=2, variant="asymmetric", causal=False, seed=0)
     how = {"projections": drawn, "variant": "asymmetric", "cluster": 7, "dedup": False, "causal": False, "scale": 0.5}
-    found, plain = (lsh_attention(q, k, v, impl=impl, **how) for impl in ("cpu", "reference"))
-    torch.testing.assert_close(found, plain)
+    actual, plain = (lsh_attention(q, k, v, impl=impl, **how) for impl in ("cpu", "reference"))
+    torch.testing.assert_close(actual, plain)
 
 
 @needs_compiler

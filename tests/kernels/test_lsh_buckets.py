@@ -25,10 +25,10 @@ def test_c_and_tiles_sort_alike_under_masks(dtype):
     mask = torch.arange(300) < torch.tensor([[300], [150]])
     drawn = draw_projections(16, rounds=3, variant="shared", causal=False, seed=1)
     how = {"projections": drawn, "variant": "shared", "causal": False, "dedup": True, "cluster": 16, "scale": 0.2}
-    found = lsh_attention(q, k, v, mask, **how, buckets=4)
+    actual = lsh_attention(q, k, v, mask, **how, buckets=4)
     plain = lsh_attention(q.double(), k.double(), v.double(), mask, **how, buckets=4, impl="reference")
     atol, rtol = (2e-5, 1e-4) if dtype == torch.float32 else (3e-2, 3e-2)
-    torch.testing.assert_close(found.double(), plain, atol=atol, rtol=rtol)
+    torch.testing.assert_close(actual.double(), plain, atol=atol, rtol=rtol)
 
 
 def captured(buckets, *, rounds=4, seed=0):
@@ -47,8 +47,8 @@ def captured(buckets, *, rounds=4, seed=0):
 
 
 def test_more_buckets_capture_more_of_clustered_tokens():
-    found = [sum(captured(buckets, seed=seed) for seed in range(3)) / 3 for buckets in (1, 2, 4)]
-    assert found[0] + 0.01 < found[1] < found[2], found
+    masses = [sum(captured(buckets, seed=seed) for seed in range(3)) / 3 for buckets in (1, 2, 4)]
+    assert masses[0] + 0.01 < masses[1] < masses[2], masses
 
 
 @pytest.mark.parametrize("buckets", [0, 3, 6])

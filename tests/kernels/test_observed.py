@@ -97,8 +97,8 @@ def test_each_observer_is_noticed_and_gone_when_it_is(name):
 
 
 def test_a_compiler_is_noticed():
-    found = torch.compile(lambda x: x * (observed(x) is Observer.COMPILER), backend="eager", fullgraph=True)(X)
-    assert torch.equal(found, X)
+    actual = torch.compile(lambda x: x * (observed(x) is Observer.COMPILER), backend="eager", fullgraph=True)(X)
+    assert torch.equal(actual, X)
 
 
 def test_gradients_and_inference_observe_nothing():
@@ -149,8 +149,8 @@ def test_stretches_are_views_of_the_numbers_for_every_observer():
     bounds = [(0, 5), (3, 9)]
     expected = [x[:, :, begin:end] for begin, end in bounds]
     changes = torch.func.jvp(lambda x: stretches(x, bounds), (x,), (x,))[1]
-    for found in (stretches(x, bounds), changes):
-        for one, other in zip(found, expected, strict=True):
+    for parts in (stretches(x, bounds), changes):
+        for one, other in zip(parts, expected, strict=True):
             assert torch.equal(one, other)
 
 
@@ -204,7 +204,7 @@ def few():
 def test_a_profiler_sees_every_call_of_c(call, operators):
     expected = call()
     with torch.profiler.profile() as profile:
-        found = call()
+        actual = call()
     seen = {each.key.partition("::")[2] for each in profile.key_averages() if each.key.startswith("approx_kernels")}
     assert seen == operators
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)

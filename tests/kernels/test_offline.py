@@ -16,7 +16,7 @@ from bench.offline import CAPABILITIES, digest, launches, mixed, ops, report, wr
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = ROOT / "reports" / "kernels"
-# What makes a row, apart from what the compiler found.
+# The key of a row, without the compiler's figures.
 IDENTITY = ("op", "launch", "kernel", "tiles", "num_warps", "num_stages", "capability")
 
 triton = pytest.importorskip("triton")

@@ -34,12 +34,12 @@ def test_it_is_its_formula_over_all_pairs_forward_and_backward(kernel, causal, l
     mask, grad = torch.rand(2, keys) < 0.8, torch.randn(2, 2, queries, 8).double()
     rows = draw_projection(8, features=24, orthogonal=True, seed=0)
     settings = {"kernel": kernel, "causal": causal, "scale": 0.35}
-    found = performer_attention(q, k, v, mask, projection=rows, **settings)
+    actual = performer_attention(q, k, v, mask, projection=rows, **settings)
     expected = dense(q, k, v, mask, rows, **settings)
-    found, expected = at_real_queries(found, mask), at_real_queries(expected, mask)
-    torch.testing.assert_close(found, expected)
+    actual, expected = at_real_queries(actual, mask), at_real_queries(expected, mask)
+    torch.testing.assert_close(actual, expected)
     for ours, theirs in zip(
-        torch.autograd.grad(found, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True
+        torch.autograd.grad(actual, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
 
@@ -104,8 +104,8 @@ def test_orthogonal_rows_come_in_blocks_and_have_lengths_of_their_own(size, feat
 def test_every_coordinate_is_a_standard_normal(orthogonal):
     rows = draw_projection(8, features=80_000, orthogonal=orthogonal, seed=0)
     moments = [rows.mean(0), rows.square().mean(0), rows.pow(4).mean(0)]
-    for found, expected, spread in zip(moments, (0.0, 1.0, 3.0), (1.0, 2**0.5, 96**0.5), strict=True):
-        assert ((found - expected).abs() < 5 * spread / 80_000**0.5).all()
+    for moment, expected, spread in zip(moments, (0.0, 1.0, 3.0), (1.0, 2**0.5, 96**0.5), strict=True):
+        assert ((moment - expected).abs() < 5 * spread / 80_000**0.5).all()
 
 
 def test_what_does_not_fit_is_refused():

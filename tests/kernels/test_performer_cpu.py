@@ -35,9 +35,9 @@ def test_c_gives_what_the_reference_gives(kernel, causal, dtype, queries, keys, 
         out = performer_attention(inputs[0], inputs[1], inputs[2], mask, **how)
         outer = grad.to(dtype).transpose(1, 2).to(wide)
         results.append((out, *torch.autograd.grad(out, inputs, outer)))
-    for which, found, plain, exact in zip("oqkv", results[0], results[1], results[2], strict=True):
+    for which, actual, plain, exact in zip("oqkv", results[0], results[1], results[2], strict=True):
         # Gradients of queries and keys are differences of sums, which round on both sides.
-        assert_close(which, found, plain, exact, factor=8.0 if which in "qk" else 4.0)
+        assert_close(which, actual, plain, exact, factor=8.0 if which in "qk" else 4.0)
 
 
 @needs_compiler
@@ -49,8 +49,8 @@ def test_a_long_causal_sum_gathers_no_roundings():
         inputs = [x.to(wide).requires_grad_() for x in (q, k, v)]
         out = performer_attention(inputs[0], inputs[1], inputs[2], None, **how, scale=0.25, impl=impl)
         results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
-    for which, found, plain, exact in zip("oqkv", *results, strict=True):
-        assert_close(which, found, plain, exact)
+    for which, actual, plain, exact in zip("oqkv", *results, strict=True):
+        assert_close(which, actual, plain, exact)
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "relu"])

@@ -66,10 +66,10 @@ def spread(fitted, q, k):
 @pytest.mark.slow
 def test_each_estimator_varies_less_than_the_one_before():
     q, k = (0.4 * x for x in drawn(tokens=40))
-    found = {name: spread(fit_estimator(q, k, estimator=name, scale=SCALE), q, k) for name in ESTIMATORS}
-    assert (found["positive"] > found["oprf"]).all(), found
-    assert (found["oprf"] > found["sderf"]).all(), found
-    assert (found["sderf"] > found["aderf"]).all(), found
+    spreads = {name: spread(fit_estimator(q, k, estimator=name, scale=SCALE), q, k) for name in ESTIMATORS}
+    assert (spreads["positive"] > spreads["oprf"]).all(), spreads
+    assert (spreads["oprf"] > spreads["sderf"]).all(), spreads
+    assert (spreads["sderf"] > spreads["aderf"]).all(), spreads
 
 
 @pytest.mark.slow
@@ -106,9 +106,9 @@ def test_padding_is_not_fitted_to_and_nothing_real_fits_nothing():
     mask = torch.rand(1, 30) < 0.6
     padded, real = ~mask[:, None, :, None], mask[0]
     bad = q.masked_fill(padded, torch.nan), k.masked_fill(padded, torch.nan)
-    found = fit_estimator(*bad, mask, estimator="aderf", scale=SCALE)
+    fitted = fit_estimator(*bad, mask, estimator="aderf", scale=SCALE)
     wanted = fit_estimator(q[:, :, real], k[:, :, real], estimator="aderf", scale=SCALE)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(fitted, wanted)
     nothing = fit_estimator(q, k, torch.zeros_like(mask), estimator="aderf", scale=SCALE)
     torch.testing.assert_close(nothing, Fitted.plain(2, 2))
     with pytest.raises(ValueError, match="estimator is"):
@@ -170,9 +170,9 @@ def test_heads_with_rows_offsets_and_shares_of_their_own(impl, dtype, causal, qu
             # What padded queries get has no meaning.
             real = mask[:, None, :, None] if queries == keys else torch.ones(())
             torch.testing.assert_close(out * real, formula * real)
-    for which, found, plain, exact in zip("oqkv", *results, strict=True):
+    for which, actual, plain, exact in zip("oqkv", *results, strict=True):
         # Gradients of queries and keys are differences of sums, which round on both sides.
-        assert_close(which, found, plain, exact, factor=8.0 if which in "qk" else 4.0)
+        assert_close(which, actual, plain, exact, factor=8.0 if which in "qk" else 4.0)
 
 
 @pytest.mark.parametrize("impl", ["reference", pytest.param("cpu", marks=needs_compiler)])

@@ -1,4 +1,4 @@
-"""Tensors that do not fit together are refused by every op, in a sentence that names what was found and what is expected."""
+"""Every op rejects tensors that do not match, in a sentence that names the actual and the expected value."""
 
 import pytest
 import torch

@@ -25,11 +25,11 @@ def test_it_equals_attention_over_the_kept_keys(monkeypatch, causal, masked, que
     place = scores.argsort(-1, descending=True).argsort(-1)
     kept = allowed & (place < 6)
     expected = (scores.masked_fill(~kept, -1e9).softmax(-1) * kept) @ v
-    found = topk_attention(q, k, v, mask if masked else None, topk=6, causal=causal, scale=0.3)
-    found, expected = (at_real_queries(x, mask) for x in (found, expected))
-    torch.testing.assert_close(found, expected)
+    actual = topk_attention(q, k, v, mask if masked else None, topk=6, causal=causal, scale=0.3)
+    actual, expected = (at_real_queries(x, mask) for x in (actual, expected))
+    torch.testing.assert_close(actual, expected)
     for ours, theirs in zip(
-        torch.autograd.grad(found, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True
+        torch.autograd.grad(actual, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
 
@@ -67,11 +67,11 @@ def test_c_gives_what_the_reference_gives(dtype, queries, keys, square, causal, 
         out = topk_attention(inputs[0], inputs[1], inputs[2], mask, topk=topk, causal=causal, scale=0.3, impl=impl)
         out = at_real_queries(out, mask)
         results.append((out, *torch.autograd.grad(out, inputs, grad.transpose(1, 2).to(wide))))
-    out, plain, exact = (found[0] for found in results)
+    out, plain, exact = (each[0] for each in results)
     assert_close("out", out, plain, exact, factor=4.0)
-    for name, found, plain, exact, like in zip("qkv", *(found[1:] for found in results), (q, k, v), strict=True):
+    for name, actual, plain, exact, like in zip("qkv", *(each[1:] for each in results), (q, k, v), strict=True):
         # Gradients of a query that keeps a key or two are differences of next to nothing: what is rounded are their terms.
-        error, own = ((x.double() - exact).square().mean().sqrt() for x in (found, plain))
+        error, own = ((x.double() - exact).square().mean().sqrt() for x in (actual, plain))
         terms = like.double().square().mean().sqrt() * grad.double().square().mean().sqrt()
         assert error <= 4.0 * max(own, torch.finfo(dtype).eps * terms), name
 

@@ -16,16 +16,16 @@ HOME = Path(approx_kernels.__path__[0])
 
 
 def test_no_other_file_of_the_kernels_uses_a_private_name_of_torch():
-    found = []
+    places = []
     for file in HOME.rglob("*.py"):
         if file.name == "torch_internals.py":
             continue
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr in ("_C", "_version", "_int_mm", "_dynamo", "_guards"):
-                found.append(f"{file.name}:{node.lineno}")
+                places.append(f"{file.name}:{node.lineno}")
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch._"):
-                found.append(f"{file.name}:{node.lineno}")
-    assert found == []
+                places.append(f"{file.name}:{node.lineno}")
+    assert places == []
 
 
 @pytest.mark.parametrize("name", ["_guard", "_keys"])
@@ -51,9 +51,9 @@ def test_products_of_int8_are_the_same_without_the_private_one(monkeypatch):
         expected = torch_internals.int8_product(a, b)
     assert counter.get_total_flops() == 2 * 32 * 64 * 24
     monkeypatch.setattr(torch_internals, "_int_mm", None)
-    found = torch_internals.int8_product(a, b)
-    assert found.dtype == expected.dtype == torch.int32
-    assert torch.equal(found, expected)
+    product = torch_internals.int8_product(a, b)
+    assert product.dtype == expected.dtype == torch.int32
+    assert torch.equal(product, expected)
 
 
 def test_changes_are_counted_where_somebody_counts():

@@ -1,4 +1,4 @@
-"""The command line: a short function a command, grouped as `approx --help` shows them."""
+"""The command line: one short function per command, grouped as in `approx --help`."""
 
 import os
 
@@ -8,7 +8,7 @@ from approx.cli import conversion, environment, finetuning, measurement, pattern
 from approx.cli.command import Group
 from approx.version import __version__
 
-# transformers and the hub client print bars and warnings of their own; the commands report what matters of them.
+# The commands report what matters themselves.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 app = typer.Typer(
     name="approx",
     cls=Group,
-    help="Replace the attention of a pretrained transformer, and measure what that costs and gains.",
+    help="Replace the attention of a pretrained transformer and measure the change in quality and speed.",
     epilog="Start with: approx run quickstart\n\nThen: approx inspect MODEL, approx plan MODEL --mechanism NAME",
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -30,7 +30,7 @@ def _root(
     context: typer.Context,
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
     verbose: bool = typer.Option(
-        False, "--verbose", "-v", help="With --version: also show what is usable here, and why not."
+        False, "--verbose", "-v", help="With --version: also show which parts work on this machine."
     ),
 ) -> None:
     if version:

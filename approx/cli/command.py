@@ -1,4 +1,4 @@
-"""What makes a function a command: the options that all share, and errors in one line with the right exit code."""
+"""Turn functions into commands: shared options, one-line errors, exit codes."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ _SHARED = {
         typer.Option("--json", help="Print one JSON object on stdout, and nothing else.", rich_help_panel=_EVERYWHERE),
     ],
     "quiet": Annotated[
-        bool, typer.Option("--quiet", "-q", help="Show no progress and no notes.", rich_help_panel=_EVERYWHERE)
+        bool, typer.Option("--quiet", "-q", help="Hide progress and notes.", rich_help_panel=_EVERYWHERE)
     ],
     "verbose": Annotated[
         bool,
@@ -42,13 +42,13 @@ _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 def command(
     app: typer.Typer, panel: str, *examples: str, interrupted: str = _INTERRUPTED
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a command: its first argument is the terminal, the shared options are added, errors are reported.
+    """Make a function a command: pass it the terminal as first argument, add the shared options, report errors.
 
     Args:
-        app: Where it goes.
+        app: The app to add it to.
         panel: Group in `approx --help`.
-        examples: Shown below the command's own help, a line each.
-        interrupted: What is said after Ctrl-C.
+        examples: Command lines shown below the command's help.
+        interrupted: Message after Ctrl-C.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -61,12 +61,12 @@ def command(
         @functools.wraps(function)
         def wrapper(**given: Any) -> None:
             terminal = Terminal(**{name: given.pop(name) for name in _SHARED})
-            with _errors_told(terminal, interrupted), terminal.noting("approx_kernels"):
+            with _reported_errors(terminal, interrupted), terminal.noting("approx_kernels"):
                 function(terminal, **given)
 
         wrapper.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]  # what Typer reads
         wrapper.__annotations__ = {p.name: p.annotation for p in [*own, *shared]}
-        # An empty line between the paragraphs of an epilog is what Typer makes a line break of.
+        # Typer keeps a line break of an epilog only if it is an empty line.
         app.command(rich_help_panel=panel, epilog="\n\n".join(["Examples:", *(f"  {line}" for line in examples)]))(
             wrapper
         )
@@ -76,31 +76,31 @@ def command(
 
 
 class Group(TyperGroup):
-    """The commands; usage errors are reported like all others: in one line, as JSON if asked for."""
+    """The commands; usage errors are reported like all others: in one line, and as JSON with --json."""
 
     def main(self, args: Any = None, prog_name: str | None = None, *more: Any, **extra: Any) -> Any:
-        """Run a command and exit with its code."""
+        """Run a command and exit with its exit code."""
         typed = sys.argv[1:] if args is None else list(args)
         standalone = extra.pop("standalone_mode", True)
         try:
             code = super().main(typed, "approx", *more, standalone_mode=False, **extra)
         except Exception as error:
-            # Typer's parser has a class of its own in some versions and click's in others.
+            # The error's class is Typer's in some versions and click's in others.
             if not hasattr(error, "format_message"):
                 raise
-            code = _tell(Terminal(json_output="--json" in typed), _usage(error), Exit.USAGE)
+            code = _report(Terminal(json_output="--json" in typed), _usage(error), Exit.USAGE)
         if standalone:
             sys.exit(code)
         return code
 
 
 def typed_command() -> str:
-    """The command as it was typed, to be kept in a record."""
+    """The command as typed, for the record."""
     return scrubbed(shlex.join(["approx", *sys.argv[1:]]))
 
 
 def scrubbed(text: str) -> str:
-    """The text without the tokens of this environment."""
+    """The text with access tokens replaced by the names of their variables."""
     for name in _TOKENS:
         if os.environ.get(name):
             text = text.replace(os.environ[name], f"${name}")
@@ -108,21 +108,21 @@ def scrubbed(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _errors_told(terminal: Terminal, interrupted: str) -> Iterator[None]:
+def _reported_errors(terminal: Terminal, interrupted: str) -> Iterator[None]:
     try:
         yield
     except (typer.Exit, typer.Abort):
         raise
     except BrokenPipeError:
-        # The reader has what it wanted. Python would complain at its end about the rest that nobody reads.
+        # The reader, such as `head`, closed the pipe. Python would fail at exit when it flushes the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(Exit.OK) from None
     except (Exception, KeyboardInterrupt) as error:
-        raise typer.Exit(_tell(terminal, *_explained(error, interrupted))) from None
+        raise typer.Exit(_report(terminal, *_diagnosis(error, interrupted))) from None
 
 
-def _explained(error: BaseException, interrupted: str) -> tuple[str, Exit]:
-    """What to say about an error, and what to exit with."""
+def _diagnosis(error: BaseException, interrupted: str) -> tuple[str, Exit]:
+    """Message and exit code for an error."""
     if isinstance(error, ApproxError):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -132,15 +132,15 @@ def _explained(error: BaseException, interrupted: str) -> tuple[str, Exit]:
         return f"{text}. A package is missing or broken; install approx-attention again.", Exit.MISSING
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}. Check the path, its permissions and the disk.", Exit.UNAVAILABLE
-    # What fails while a file is written does not name it.
+    # A failed write, unlike a failed open, does not name its file.
     if isinstance(error, OSError) and error.errno in _FULL:
-        return (
-            f"Disk full: {error.strerror}. Free space and run the command again.",
-            Exit.UNAVAILABLE,
-        )
+        return f"Disk full: {error.strerror}. Free space and run the command again.", Exit.UNAVAILABLE
     where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{os.path.basename(where.filename)}, line {where.lineno}"
-    return f"Internal error: {text} ({place}). Run it again with --debug and report the traceback.", Exit.INTERNAL
+    return (
+        f"Internal error: {text} ({place}). Run the command again with --debug and report the traceback.",
+        Exit.INTERNAL,
+    )
 
 
 def _usage(error: Any) -> str:
@@ -149,7 +149,7 @@ def _usage(error: Any) -> str:
     return f"{message if message.endswith(('.', '?')) else message + '.'} See `{context.command_path if context else 'approx'} --help`."
 
 
-def _tell(terminal: Terminal, message: str, code: Exit) -> int:
+def _report(terminal: Terminal, message: str, code: Exit) -> int:
     message = scrubbed(message)
     if terminal.debug:
         terminal.err.print(scrubbed(traceback.format_exc()))

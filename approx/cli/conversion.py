@@ -1,4 +1,4 @@
-"""Commands before anything is measured: mechanisms, inspect, plan, convert, revert."""
+"""Commands that plan and convert: mechanisms, inspect, plan, convert, revert."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,12 +36,14 @@ def add_to(app: typer.Typer) -> None:
 
 def mechanisms(
     terminal: Terminal,
-    family: Annotated[str | None, typer.Option(help="Also show what fits this family, e.g. bert or gpt2.")] = None,
+    family: Annotated[
+        str | None, typer.Option(help="Also show which mechanisms fit this family, e.g. bert or gpt2.")
+    ] = None,
 ) -> None:
-    """List the mechanisms: what each supports, when it is exact, and its paper."""
+    """List the mechanisms with what they support, when they are exact, and their papers."""
     from approx.planning.support import support
 
-    found = support(family)
+    rows = support(family)
     abilities = ("bidirectional", "causal", "trainable")
     marks = [*abilities, *([] if family is None else ["fits"])]
     headings = [*abilities, *([] if family is None else [f"fits {family}"])]
@@ -56,35 +58,35 @@ def mechanisms(
                 row["gradient"],
                 "whole" if row["compiles"] == "whole" else "as one operator",
             ]
-            for row in found
+            for row in rows
         ],
     )
     papers = table(
         ["mechanism", "settings", "exact when", "source"],
-        [[row["name"], settings_text(row["settings"]), row["exact_when"], row["source"]] for row in found],
+        [[row["name"], settings_text(row["settings"]), row["exact_when"], row["source"]] for row in rows],
     )
     reasons: dict[str, list[str]] = {}
-    for row in found:
+    for row in rows:
         reasons.setdefault(row["compiles"], []).append(row["name"])
     reasons.pop("whole", None)
     notes = [f"Compiled as one operator: {', '.join(names)}. {reason}" for reason, names in reasons.items()]
-    terminal.result(found, matrix, *notes, papers)
+    terminal.result(rows, matrix, *notes, papers)
 
 
 def inspect(
     terminal: Terminal, model: options.Model, revision: options.Revision = None, offline: options.Offline = False
 ) -> None:
-    """Show what a checkpoint is and where its attention is, from its config alone."""
+    """Show a checkpoint's architecture and its attention sites; only its config is read."""
     from approx import api
 
-    found = api.inspect(model, revision=revision, offline=offline)
-    state = "converted" if found["converted"] else "stock"
+    checkpoint = api.inspect(model, revision=revision, offline=offline)
+    state = "converted" if checkpoint["converted"] else "stock"
     head = (
-        f"{found['name']}: {found['architecture']} ({found['family']}, {state}), {found['parameters']:,} parameters, "
-        f"positions: {found['positions'] or 'no limit'}"
+        f"{checkpoint['name']}: {checkpoint['architecture']} ({checkpoint['family']}, {state}), {checkpoint['parameters']:,} parameters, "
+        f"positions: {checkpoint['positions'] or 'no limit'}"
     )
     sites = layer_table(
-        [{**part, "heads": part["group"], "counted": _heads(part)} for part in found["layers"]],
+        [{**part, "heads": part["group"], "counted": _heads(part)} for part in checkpoint["layers"]],
         {
             "heads": lambda line: line[0]["counted"],
             "head size": lambda line: str(line[0]["head_dim"]),
@@ -92,10 +94,10 @@ def inspect(
         },
         verbose=terminal.verbose,
     )
-    notes = [f"Made by: {_entry(entry)}" for entry in found["history"]]
-    if found["cross_attention"]:
-        notes.append(f"{found['cross_attention']} cross-attention modules always stay exact.")
-    terminal.result(found, head, sites, *notes)
+    notes = [f"Made by: {_entry(entry)}" for entry in checkpoint["history"]]
+    if checkpoint["cross_attention"]:
+        notes.append(f"{checkpoint['cross_attention']} cross-attention modules always stay exact.")
+    terminal.result(checkpoint, head, sites, *notes)
 
 
 def plan(
@@ -109,7 +111,7 @@ def plan(
     exact_below: options.ExactBelow = 0,
     recompute: options.Recompute = False,
     lengths: Annotated[
-        str, typer.Option(help="Lengths, in tokens, at which the cost is counted.")
+        str, typer.Option(help="Sequence lengths to count the cost at, in tokens.")
     ] = "128,512,2048,8192",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan to this YAML or JSON file.")
@@ -118,14 +120,14 @@ def plan(
     revision: options.Revision = None,
     offline: options.Offline = False,
 ) -> None:
-    """Show what a plan does to each layer, its cost at each length, and the ceiling: the speed with no attention."""
+    """Show which layers a plan changes, its cost at each length, and the ceiling: the speed without attention."""
     from approx import api
     from approx_kernels.runtime.atomic_file import write_whole
 
     chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, recompute)
     counted = options.read_numbers(lengths, "--lengths")
     options.check_output(output, force)
-    found = api.plan(model, chosen, counted, revision=revision, offline=offline)
+    prediction = api.plan(model, chosen, counted, revision=revision, offline=offline)
     costs = table(
         ["tokens", "GFLOP outside", "GFLOP exact", "GFLOP planned", "MB exact", "MB planned", "predicted", "ceiling"],
         [
@@ -135,14 +137,16 @@ def plan(
                 *(f"{cost[key] / 1e6:.2f}" for key in ("memory_exact", "memory_planned")),
                 *(f"{cost[key]:.2f}×" for key in ("speedup", "ceiling")),
             ]
-            for cost in found["costs"]
+            for cost in prediction["costs"]
         ],
-        title="One forward pass of one sequence, counted; `approx bench` measures it",
+        title="Counted operations of one forward pass of one sequence; `approx bench` measures its time",
     )
     if output is not None:
         write_whole(output, chosen.to_json() if output.suffix == ".json" else chosen.to_yaml())
         terminal.note(f"Plan written to {output}")
-    terminal.result(found, layer_table(found["layers"], {}, verbose=terminal.verbose), costs, *found["warnings"])
+    terminal.result(
+        prediction, layer_table(prediction["layers"], {}, verbose=terminal.verbose), costs, *prediction["warnings"]
+    )
 
 
 def convert(
@@ -164,7 +168,7 @@ def convert(
     allow_pickle: options.AllowPickle = False,
     bundle_kernels: options.BundleKernels = False,
 ) -> None:
-    """Replace the attention of a checkpoint and write a verified folder that stock transformers loads."""
+    """Replace the attention of a checkpoint and write a verified folder that stock transformers can load."""
     from approx.conversion import convert as conversion
 
     chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, recompute)
@@ -176,7 +180,7 @@ def convert(
             progress=lambda step: bar(f"convert: {step}", next(done, _STEPS - 1), _STEPS),
         )  # fmt: skip
     checks = table(
-        ["check", "result", "found"],
+        ["check", "result", "detail"],
         [[check["name"], _PASSED[check["passed"]], check["detail"]] for check in receipt["checks"]],
     )
     left = [f"Left exact: layers {', '.join(map(str, receipt['left']))}"] if receipt["left"] else []
@@ -194,27 +198,27 @@ def convert(
 
 
 def revert(terminal: Terminal, folder: options.Model, output: options.Out, force: options.Force = False) -> None:
-    """Write the base checkpoint of a converted folder, bit-identical if nothing was trained."""
+    """Restore the base checkpoint of a converted folder, bit-identical if nothing was trained."""
     from approx.conversion import convert as conversion
 
     conversion.revert(folder, output, force=force)
-    terminal.result({"output": str(output)}, f"The base checkpoint of {folder} is written to {output}")
+    terminal.result({"output": str(output)}, f"Base checkpoint of {folder} written to {output}")
 
 
 _PASSED = {True: "passed", False: "FAILED", None: "does not apply"}
 
 
 def _swapped(terminal: Terminal, receipt: dict[str, Any]) -> Any:
-    # Figures belong to layers; where heads differ, they are shown beside the first group.
+    # Errors are measured per layer: where heads differ, they are shown beside the first group.
     first = {part["layer"]: part["heads"] for part in reversed(receipt["swapped"])}
 
     def figures(by_layer: dict[int, float]) -> Callable[[list[dict[str, Any]]], str]:
-        def say(line: list[dict[str, Any]]) -> str:
+        def cell(line: list[dict[str, Any]]) -> str:
             layers = [part["layer"] for part in line if part["heads"] == first[part["layer"]]]
-            found = sorted({f"{by_layer[layer]:.3f}" for layer in layers if layer in by_layer})
-            return " … ".join(found[:1] + found[1:][-1:]) or ("–" if layers else "")
+            values = sorted({f"{by_layer[layer]:.3f}" for layer in layers if layer in by_layer})
+            return " … ".join(values[:1] + values[1:][-1:]) or ("–" if layers else "")
 
-        return say
+        return cell
 
     more = {"relative output error": figures(receipt["errors"])}
     if receipt["captured_mass"]:

@@ -1,4 +1,4 @@
-"""Commands about this machine: doctor, and the versions that `approx --version --verbose` prints."""
+"""Commands about this machine: doctor, and `approx --version --verbose`."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ Probe = Annotated[
     bool,
     typer.Option(
         "--probe",
-        help="Measure which exact attention is fastest on this machine, in a few minutes; processes that start later use it.",
+        help="Measure for a few minutes which exact attention is fastest on this machine; later processes use it.",
     ),
 ]
 
@@ -25,7 +25,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def doctor(terminal: Terminal, offline: options.Offline = False, probe: Probe = False) -> None:
-    """Check versions, kernels, GPU, hub and data, and say how to fix what is wrong."""
+    """Check versions, kernels, GPU, hub and data, and show how to fix problems."""
     from approx.doctor import health, probing
 
     if probe:
@@ -36,11 +36,11 @@ def doctor(terminal: Terminal, offline: options.Offline = False, probe: Probe = 
     terminal.result([vars(finding) for finding in findings], table(["what", "state", "found"], rows))
     broken = [finding.what for finding in findings if finding.state == "broken"]
     if broken:
-        raise ApproxError(f"Not usable: {', '.join(broken)}. The table says how to fix it.", Exit.MISSING)
+        raise ApproxError(f"Not usable: {', '.join(broken)}. The table shows how to fix it.", Exit.MISSING)
 
 
 def print_versions() -> None:
-    """Print the version and what is usable here."""
+    """Print the version and the state of each part on this machine."""
     from approx.doctor import health
 
     typer.echo(f"approx {__version__}")

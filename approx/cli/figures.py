@@ -1,4 +1,4 @@
-"""Measured figures as tables: quality against the base, speed against exact attention."""
+"""Tables of results: quality against the base, speed against exact attention."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +10,12 @@ from approx.publishing import tables, wording
 from approx.recipe import BASE, CEILING
 
 _SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "verdict")
-# Short enough for a terminal of 80 columns; the record has the full words.
+# The table must fit 80 columns.
 _VERDICTS = {"exact is better here": "stay exact"}
 
 
 def quality_table(entry: dict[str, Any]) -> Table:
-    """One task: the score of the base, and what each variant differs from it, in the words of the report."""
+    """The scores of one task: the base, and the difference of each variant from it."""
     made = tables.quality_table(entry)
     rows = [[BASE, made["base"]["score"], "", made["base"]["interval"], "", "", ""]]
     for row in made["rows"]:
@@ -23,7 +23,7 @@ def quality_table(entry: dict[str, Any]) -> Table:
         about = [verdict, row["approximated"].partition(",")[0], row["p_adjusted"] or ""]
         rows.append([row["name"], row["score"], row["difference"], row["interval"], *about])
         if drawn := row["seeds"]:
-            rows.append([drawn["name"], drawn["score"], drawn["difference"], drawn["said"], "", "", ""])
+            rows.append([drawn["name"], drawn["score"], drawn["difference"], drawn["text"], "", "", ""])
     return table(
         ["", made["metric"], "difference", made["confidence"], "verdict", "approximated", "p (Holm)"],
         rows,
@@ -32,7 +32,7 @@ def quality_table(entry: dict[str, Any]) -> Table:
 
 
 def speed_tables(speed: list[dict[str, Any]]) -> list[Table]:
-    """All lengths and batch sizes: exact attention, none at all, and the variants."""
+    """The times at all lengths and batch sizes: exact attention, no attention, and the variants."""
     if not speed:
         return []
     first = speed[0]

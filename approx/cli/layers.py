@@ -1,4 +1,4 @@
-"""Tables of layers: adjacent layers that are alike share a line, unless --verbose is given."""
+"""Tables of layers; without --verbose, identical adjacent layers share a line."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -12,13 +12,13 @@ from approx.cli.terminal import table
 def layer_table(
     parts: Sequence[dict[str, Any]], more: dict[str, Callable[[list[dict[str, Any]]], str]], *, verbose: bool
 ) -> Table:
-    """Which layer has which mechanism, and which heads of it where they differ.
+    """The mechanism of each layer, or of each group of heads where they differ.
 
     Args:
-        parts: One entry a layer, or a group of its heads, in their order, with `layer`, `heads`, `mechanism` (None is exact),
+        parts: One entry per layer or group of its heads, in order, with `layer`, `heads`, `mechanism` (None is exact),
             `settings` and `path`.
-        more: Further columns: heading -> what to say of the entries of one line.
-        verbose: A line for each layer, with the module it is.
+        more: Further columns: heading -> function from the entries of a line to its cell.
+        verbose: Show a line for each layer, with its module.
     """
     layers = [list(group) for _, group in groupby(parts, key=lambda part: part["layer"])]
 
@@ -27,7 +27,7 @@ def layer_table(
             layer[0]["layer"] if verbose else [(part["heads"], part["mechanism"], part["settings"]) for part in layer]
         )
 
-    # Layers in a row whose groups of heads are alike share a line for each group.
+    # Adjacent layers with the same groups of heads share one line per group.
     lines = [list(line) for _, run in groupby(layers, key=alike) for line in zip(*run, strict=True)]
     columns = ["layers", "mechanism", "settings", *more, *(["module"] if verbose else [])]
     rows = [
@@ -35,7 +35,7 @@ def layer_table(
             _span([part["layer"] for part in line]),
             (line[0]["mechanism"] or "exact") + ("" if line[0]["heads"] == "all" else f" (heads {line[0]['heads']})"),
             settings_text(line[0]["settings"]),
-            *(say(line) for say in more.values()),
+            *(cell(line) for cell in more.values()),
             *([line[0]["path"]] if verbose else []),
         ]
         for line in lines
@@ -44,7 +44,7 @@ def layer_table(
 
 
 def settings_text(settings: dict[str, Any]) -> str:
-    """Settings as a user would type them; the mechanism chooses unset ones for each input."""
+    """Settings as typed on the command line; the mechanism chooses those that are `auto` for each input."""
     return ", ".join(f"{name}={'auto' if value is None else value}" for name, value in sorted(settings.items()))
 
 

@@ -47,13 +47,13 @@ def evaluate(
     against: options.Against = None,
     data: options.Data = None,
     split: Annotated[
-        str | None, typer.Option(help="Split to use. Default: the task's own.", rich_help_panel="Task")
+        str | None, typer.Option(help="Split to use. Default: the task's default.", rich_help_panel="Task")
     ] = None,
     limit: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Use only this many examples, the first ones; the result is labelled a subset.",
+            help="Use only the first examples, this many; the result is labelled a subset.",
             rich_help_panel="Task",
         ),
     ] = None,
@@ -61,7 +61,7 @@ def evaluate(
         bool,
         typer.Option(
             "--streaming",
-            help="Read a hub dataset while it downloads, up to --limit, and keep none of it.",
+            help="Read a hub dataset while it downloads, up to --limit, without storing it.",
             rich_help_panel="Task",
         ),
     ] = False,
@@ -70,7 +70,7 @@ def evaluate(
         bool,
         typer.Option(
             "--truncate",
-            help="Cut inputs that are longer than the position table, and count them.",
+            help="Truncate inputs longer than the position table, and count them.",
             rich_help_panel="Task",
         ),
     ] = False,
@@ -79,30 +79,30 @@ def evaluate(
         bool,
         typer.Option(
             "--fail-over",
-            help="Exit with 7 if the loss is beyond the margin, or not tested because attention is exact on more than nine "
-            "tenths of these inputs.",
+            help="Exit with 7 if the loss is beyond the margin, or untested because attention is exact on more than nine "
+            "tenths of the inputs.",
         ),
     ] = False,
     allow_untested: Annotated[
-        bool, typer.Option("--allow-untested", help="Let --fail-over accept a loss that was not tested.")
+        bool, typer.Option("--allow-untested", help="Let --fail-over accept an untested loss.")
     ] = False,
     seeds: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Score this many random draws of the mechanisms, the checkpoint's own first, and report how they vary.",
+            help="Score this many random seeds of the mechanisms, the checkpoint's own first, and report how the scores vary.",
         ),
     ] = 1,
     output: options.Record = None,
     force: options.Force = False,
     batch_size: Annotated[
-        str, typer.Option(help="Inputs per batch, or auto: chosen by their length.", rich_help_panel="Machine")
+        str, typer.Option(help="Inputs per batch; auto chooses it by their length.", rich_help_panel="Machine")
     ] = "32",
     fresh: Annotated[
         bool,
         typer.Option(
             "--fresh",
-            help="Compute all outputs again and keep none. Without it, no batch is computed twice, even after an interruption.",
+            help="Ignore stored outputs and store none. By default no batch is computed twice, even after an interruption.",
             rich_help_panel="Machine",
         ),
     ] = False,
@@ -144,15 +144,15 @@ def evaluate(
 
 
 def _check_losses(variants: list[dict[str, Any]], task: str, margin: float, allow_untested: bool) -> None:
-    """Refuse a loss beyond the margin, and one that was not tested."""
+    """Raise for a loss that is beyond the margin or untested."""
     if not variants:
-        raise ApproxError("--fail-over compares with a base, and there was none. Name it with --against.")
+        raise ApproxError("--fail-over needs a base to compare with. Name it with --against.")
     if any(variant["verdict"] == "loss beyond margin" for variant in variants):
         raise ApproxError(f"The loss on {task} is beyond the margin of {margin} points.", Exit.THRESHOLD)
     untested = [variant for variant in variants if not wording.tested(variant)]
     if untested and not allow_untested:
         raise ApproxError(
-            f"The loss on {task} is {untested[0]['verdict']}, and --fail-over accepts only what was tested. Evaluate on longer "
+            f"The loss on {task} is {untested[0]['verdict']}, and --fail-over accepts only a tested loss. Evaluate on longer "
             "inputs, or add --allow-untested.",
             Exit.THRESHOLD,
         )
@@ -186,7 +186,7 @@ def bench(
     fast_products: options.FastProducts = False,
     offline: options.Offline = False,
 ) -> None:
-    """Time a checkpoint side by side with exact attention and with no attention at all (the ceiling)."""
+    """Time a checkpoint side by side with exact attention and with no attention (the ceiling)."""
     from approx import api
     from approx.cli.figures import speed_tables
     from approx.evaluation import record
@@ -210,7 +210,7 @@ def report(
     records: Annotated[list[Path], typer.Argument(help="Records of evaluate, bench or run.", show_default=False)],
     output: options.Out,
 ) -> None:
-    """Turn records into JSON, Markdown, CSV and one offline HTML page."""
+    """Make a report from records: JSON, Markdown, CSV and one offline HTML page."""
     from approx.evaluation import record
     from approx.evaluation.quality import over_records
     from approx.publishing.report import write_report
@@ -231,11 +231,11 @@ def run(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder of the run. Default: runs/NAME.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was interrupted.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Start over, deleting an earlier run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Delete an earlier run and start over.")] = False,
     offline: options.Offline = False,
 ) -> None:
-    """Run a recipe: convert every variant, evaluate, time, record, report."""
+    """Run a recipe: convert every variant, evaluate and time it, write record and report."""
     from approx import recipe as recipes
     from approx.cli.figures import quality_table, speed_tables
     from approx.pipeline.run import run as run_recipe
@@ -246,7 +246,7 @@ def run(
     with terminal.progress() as bar:
         made = run_recipe(
             read, folder, resume=resume, force=force, offline=offline,
-            # Without --resume: whoever types this gets the same record.
+            # Without --resume, so that the command reproduces the record.
             command=scrubbed(shlex.join(["approx", "run", recipe])), progress=bar,
         )  # fmt: skip
     tables = [*map(quality_table, made["quality"]), *speed_tables(made["speed"])]

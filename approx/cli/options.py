@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and how their values are read."""
+"""Arguments and options that several commands share, and the parsing of their values."""
 
 import os
 from pathlib import Path
@@ -28,8 +28,8 @@ BundleKernels = Annotated[
     bool,
     typer.Option(
         "--bundle-kernels",
-        help="Carry the C and Triton sources in the folder, in many files; without it, the folder has readable plain PyTorch and "
-        "takes C and Triton from an installed approx-attention.",
+        help="Put the C and Triton sources in the folder, as many files. By default the folder holds readable plain PyTorch "
+        "and uses the kernels of an installed approx-attention.",
     ),
 ]
 AllowPickle = Annotated[
@@ -71,7 +71,7 @@ Recompute = Annotated[
 Calibrate = Annotated[
     Path | None,
     typer.Option(
-        help="Text, or a recording for speech models, that mechanisms are fitted to and layer errors measured on. Default: built-in English text, or noise.",
+        help="A text, or a recording for speech models, to fit mechanisms to and measure layer errors on. Default: built-in English text, or noise.",
         rich_help_panel=_PLAN,
     ),
 ]
@@ -102,17 +102,17 @@ TaskSettings = Annotated[
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_MACHINE)]
 Dtype = Annotated[
     str,
-    typer.Option(help="auto (what the checkpoint says), float32, bfloat16 or float16.", rich_help_panel=_MACHINE),
+    typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.", rich_help_panel=_MACHINE),
 ]
 FastProducts = Annotated[
     bool,
     typer.Option(
         "--fast-products",
-        help="Use PyTorch's faster float32 products on the CPU, in all models alike; `approx doctor --probe` shows the gain.",
+        help="Use PyTorch's faster float32 matrix products on the CPU, in all models; `approx doctor --probe` shows the gain.",
         rich_help_panel=_MACHINE,
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.", rich_help_panel=_MACHINE)]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of all random choices.", rich_help_panel=_MACHINE)]
 
 
 def read_plan(
@@ -124,16 +124,16 @@ def read_plan(
     exact_below: int,
     recompute: bool,
 ) -> "Plan":
-    """The plan that the options of a command describe.
+    """The plan that the options describe.
 
     Raises:
-        ApproxError: if there is none or two, or a setting is not of the form name=value.
+        ApproxError: if not exactly one of mechanism and file is given, or a setting is not name=value.
     """
     from approx.planning.plan import Plan, Rule
 
     if (mechanism is None) == (file is None):
-        found = "both were given" if file else "neither was given"
-        raise ApproxError(f"Give either --mechanism or --plan; {found}. `approx mechanisms` lists the mechanisms.")
+        given = "both were given" if file else "neither was given"
+        raise ApproxError(f"Give either --mechanism or --plan; {given}. `approx mechanisms` lists the mechanisms.")
     rule = Rule(mechanism or "", layers, read_settings(settings), exact_below, heads, recompute)
     if file is None:
         return Plan((rule,))
@@ -146,7 +146,7 @@ def read_plan(
 
 
 def read_settings(settings: list[str] | None, option: str = "--set") -> dict[str, Any]:
-    """Read `name=value` pairs; values are read as YAML, so numbers, true and false are what they look like."""
+    """Read `name=value` pairs; values are YAML, so `25` is a number and `true` a boolean."""
     read: dict[str, Any] = {}
     for text in settings or []:
         name, equals, value = text.partition("=")
@@ -168,7 +168,7 @@ def read_batch_size(text: str) -> "int | Literal['auto']":
     """Read `32`, or `auto`.
 
     Raises:
-        ApproxError: if it is anything else.
+        ApproxError: if the text is neither.
     """
     if text == "auto":
         return "auto"
@@ -178,15 +178,15 @@ def read_batch_size(text: str) -> "int | Literal['auto']":
 
 
 def read_numbers(text: str, option: str, example: str = "512,2048") -> list[int]:
-    """Read `512,2048` as numbers.
+    """Read numbers such as `512,2048`.
 
     Args:
-        text: As typed.
-        option: Its name.
-        example: For the error.
+        text: The value of the option.
+        option: Name of the option, for the error.
+        example: A valid value, for the error.
 
     Raises:
-        ApproxError: if it is anything else.
+        ApproxError: if the text is not a list of positive whole numbers.
     """
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -200,10 +200,10 @@ def read_numbers(text: str, option: str, example: str = "512,2048") -> list[int]
 
 
 def check_output(file: Path | None, force: bool) -> None:
-    """Check that a file may be written, before the long work starts.
+    """Check that a file can be written, before long work starts.
 
     Raises:
-        ApproxError: if it exists and `force` is not given, it is a folder, or its folder cannot be written.
+        ApproxError: if the file exists and `force` is false, is a folder, or its folder is not writable.
     """
     if file is None:
         return

@@ -30,8 +30,8 @@ def pattern(
     ],
     length: Annotated[int, typer.Option("--length", "-n", help="Length in tokens, up to 8192.", show_default=False)],
     set_: options.Settings = None,
-    causal: Annotated[bool, typer.Option("--causal", help="Use the causal form: a query sees no later key.")] = False,
-    block: Annotated[int, typer.Option(min=1, help="Side of the tiles that are counted, in tokens.")] = 64,
+    causal: Annotated[bool, typer.Option("--causal", help="Use the causal form: queries see no later keys.")] = False,
+    block: Annotated[int, typer.Option(min=1, help="Side of the counted tiles, in tokens.")] = 64,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -41,20 +41,20 @@ def pattern(
     no_draw: Annotated[bool, typer.Option("--no-draw", help="Write no pictures.")] = False,
     draw_length: Annotated[
         int,
-        typer.Option(help="Length at which single pairs and paths are drawn if the pattern has more than 48 tokens."),
+        typer.Option(help="Length for drawing single pairs and paths if the pattern has more than 48 tokens."),
     ] = 16,
     node: Annotated[
-        int | None, typer.Option(help="Position whose paths are highlighted in the flow graph.", show_default=False)
+        int | None, typer.Option(help="Highlight the paths of this position in the flow graph.", show_default=False)
     ] = None,
     force: options.Force = False,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Also time it against exact attention: 12 heads of size 64.")
+        bool, typer.Option("--measure", help="Also time the pattern against exact attention, with 12 heads of size 64.")
     ] = False,
     device: options.Device = "auto",
 ) -> None:
-    """Count and draw a sparse pattern: edges, density, information flow.
+    """Count the pairs and tiles of a sparse pattern and draw its steps and information flow.
 
-    The pictures show the steps of the pattern and its information-flow graph, each as SVG and PNG.
+    Pictures of the steps and of the information-flow graph are written as SVG and PNG.
     """
     from approx.cli.figures import speed_tables
     from approx.patterns import find_pattern, study
@@ -65,32 +65,34 @@ def pattern(
         study.refuse_existing(folder, force)
     timed_on = None
     if measure:
-        # This imports the libraries of whole models.
+        # A slow import: torch and transformers.
         from approx.measuring.measure import choose_device
 
         timed_on = choose_device(device)
     files = [] if no_draw else study.draw(chosen, folder, length=draw_length, node=node)
     with terminal.progress() as bar:
-        found = study.tell(chosen, block=block, device=timed_on, progress=bar)
-    found["files"] = [str(file) for file in files]
-    drawn = [f"Pictures: {', '.join(found['files'])}"] if files else []
-    terminal.result(found, _counts(found), _flow(found), *speed_tables(found.get("speed", [])), *drawn)
+        figures = study.report(chosen, block=block, device=timed_on, progress=bar)
+    figures["files"] = [str(file) for file in files]
+    drawn = [f"Pictures: {', '.join(figures['files'])}"] if files else []
+    terminal.result(figures, _counts(figures), _flow(figures), *speed_tables(figures.get("speed", [])), *drawn)
 
 
-def _counts(found: dict[str, Any]) -> Table:
-    several = len(found["steps"]) > 1
-    rows = [_row(f"step {number + 1}" if several else "", step) for number, step in enumerate(found["steps"])]
+def _counts(figures: dict[str, Any]) -> Table:
+    several = len(figures["steps"]) > 1
+    rows = [_row(f"step {number + 1}" if several else "", step) for number, step in enumerate(figures["steps"])]
     if several:
-        rows += [_row("merged", found["merged"]), ["sum of steps", f"{found['edges']:,}", "", "", "", "", ""]]
-    whole = found["length"] ** 2
-    form = "causal" if found["causal"] else "bidirectional"
-    rows.append([f"exact, {form}", f"{found['exact_edges']:,}", "", _share(found["exact_edges"] / whole), "", "", ""])
-    settings = found["settings"] | ({} if found["stride"] is None else {"stride": found["stride"]})
-    tiles = f"tiles of {found['block']}"
+        rows += [_row("merged", figures["merged"]), ["sum of steps", f"{figures['edges']:,}", "", "", "", "", ""]]
+    whole = figures["length"] ** 2
+    form = "causal" if figures["causal"] else "bidirectional"
+    rows.append(
+        [f"exact, {form}", f"{figures['exact_edges']:,}", "", _share(figures["exact_edges"] / whole), "", "", ""]
+    )
+    settings = figures["settings"] | ({} if figures["stride"] is None else {"stride": figures["stride"]})
+    tiles = f"tiles of {figures['block']}"
     return table(
         ["", "edges", "keys a query sees", "of all pairs", tiles, f"{tiles}, rewritten", ""],
         rows,
-        title=f"{found['pattern']} over {found['length']:,} tokens, {form}: {settings_text(settings)}",
+        title=f"{figures['pattern']} over {figures['length']:,} tokens, {form}: {settings_text(settings)}",
     )
 
 
@@ -106,20 +108,20 @@ def _row(name: str, counts: dict[str, Any]) -> list[str]:
     ]
 
 
-def _flow(found: dict[str, Any]) -> Table:
-    flow = found["flow"]
-    of = "earlier positions reached" if found["causal"] else "positions reached"
-    rows = [["the steps in their order" if len(found["steps"]) > 1 else "one layer", _share(flow["coverage"])]]
+def _flow(figures: dict[str, Any]) -> Table:
+    flow = figures["flow"]
+    of = "earlier positions reached" if figures["causal"] else "positions reached"
+    rows = [["the steps in their order" if len(figures["steps"]) > 1 else "one layer", _share(flow["coverage"])]]
     if flow["coverage_reversed"] is not None:
         rows.append(["the steps reversed", _share(flow["coverage_reversed"])])
-        mode = found["settings"].get("mode", "merged")
+        mode = figures["settings"].get("mode", "merged")
         rows += [
             [f"{number} layer{'s'[: number > 1]}, mode {mode}", _share(share)]
             for number, share in enumerate(flow["coverage_by_layer"], start=1)
         ]
     rows.append(["full information", "yes" if flow["full_information"] else "no"])
-    for load in found["load"]:
-        between = f"after step {load['after_step']}" if len(found["steps"]) > 1 else "between two layers"
+    for load in figures["load"]:
+        between = f"after step {load['after_step']}" if len(figures["steps"]) > 1 else "between two layers"
         rows.append(
             [
                 f"load of a position {between}",

@@ -1,4 +1,4 @@
-"""The command that computes a grid: sweep."""
+"""The command that runs a grid: sweep."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,24 +36,28 @@ def sweep(
     ] = None,
     executor: Annotated[
         str,
-        typer.Option(help="local (processes of this machine), submitit (SLURM) or ray.", rich_help_panel="Machine"),
+        typer.Option(help="local (processes on this machine), submitit (SLURM) or ray.", rich_help_panel="Machine"),
     ] = "local",
     jobs: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Cells computed at once, sharing the cores; timed cells run alone.", rich_help_panel="Machine"
+            min=1,
+            help="Cells computed in parallel, sharing the cores; timed cells run alone.",
+            rich_help_panel="Machine",
         ),
     ] = None,
     set_executor: Annotated[
         list[str] | None,
-        typer.Option(help="An option of the cluster, e.g. timeout_min=60; may be repeated.", rich_help_panel="Machine"),
+        typer.Option(
+            help="An option for the cluster, e.g. timeout_min=60; may be repeated.", rich_help_panel="Machine"
+        ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the cells and which of them are missing; compute nothing.")
+        bool, typer.Option("--dry-run", help="List the cells and their states; compute nothing.")
     ] = False,
     offline: options.Offline = False,
 ) -> None:
-    """Compare the plans of a grid on its tasks, over seeds; a cell is never computed twice.
+    """Compare the plans of a grid on its tasks, over several seeds; no cell is computed twice.
 
     A grid is a recipe whose variants list values:
 

@@ -1,4 +1,4 @@
-"""How a command prints: results on stdout, everything else on stderr, progress bars only on a terminal."""
+"""Output of commands: results on stdout, everything else on stderr, progress bars only on a terminal."""
 
 import contextlib
 import json
@@ -21,13 +21,13 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 @dataclass
 class Terminal:
-    """Where results, notes, progress and errors of one command go.
+    """Prints results, notes, progress and errors of one command.
 
     Attributes:
-        json_output: Results as one JSON object.
-        quiet: No progress, no notes.
-        verbose: Every layer instead of a summary.
-        debug: Tracebacks.
+        json_output: Print results as one JSON object.
+        quiet: Print no progress and no notes.
+        verbose: Show every layer instead of a summary.
+        debug: Print tracebacks.
     """
 
     json_output: bool = False
@@ -38,46 +38,46 @@ class Terminal:
     err: Console = field(default_factory=lambda: _console(stderr=True))
 
     def result(self, data: Any, *parts: Table | str) -> None:
-        """Print a result: `data` with --json, the parts for people otherwise."""
+        """Print `data` with --json, otherwise the parts."""
         if self.json_output:
             text = json.dumps(data, indent=1, ensure_ascii=False, default=str)
         else:
             with self.out.capture() as shown:
                 for part in parts:
                     self.out.print(part)
-            # Tables are padded to a rectangle, which gets in the way of copying and comparing them.
+            # Trailing spaces of tables get in the way of copying and comparing them.
             text = "\n".join(line.rstrip() for line in shown.get().splitlines())
         sys.stdout.write(text + "\n")
-        # Flushed here, so that a closed pipe (`… | head`) is noticed while the command still runs.
+        # A closed pipe (`… | head`) must raise while the command still runs.
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
         """Print a note on stderr."""
         if not self.quiet:
-            # On a terminal words stay whole; in a file lines do, so that they can be searched.
+            # Lines stay whole in a file, so that they can be searched.
             self.err.print(Text(text, style="dim"), soft_wrap=not self.err.is_terminal)
 
     @contextlib.contextmanager
     def noting(self, logger: str) -> Iterator[None]:
-        """Print what a logger reports as notes, such as a wait of seconds for a compiler."""
-        said, handler = logging.getLogger(logger), _Notes(self)
-        before = said.level
-        said.addHandler(handler)
-        said.setLevel(logging.INFO)
+        """Print a logger's messages as notes, such as that C is being compiled."""
+        source, handler = logging.getLogger(logger), _Notes(self)
+        before = source.level
+        source.addHandler(handler)
+        source.setLevel(logging.INFO)
         try:
             yield
         finally:
-            said.removeHandler(handler)
-            said.setLevel(before)
+            source.removeHandler(handler)
+            source.setLevel(before)
 
     def error(self, message: str) -> None:
-        """Print what went wrong, a line for each mistake."""
+        """Print an error; each line of the message is one mistake."""
         for line in message.splitlines():
             self.err.print(Text("error: ", style="bold red").append(Text(line, style="default")))
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[Callable[[str, int, int], None]]:
-        """Draw a bar for each stage on a terminal; elsewhere a line for each stage."""
+        """Draw a bar for each stage on a terminal, elsewhere print a line for each stage."""
         if self.quiet or not self.err.is_terminal:
             yield self._lines()
             return
@@ -94,50 +94,50 @@ class Terminal:
             yield advance
 
     def _lines(self) -> Callable[[str, int, int], None]:
-        last, start, said = "", time.monotonic(), 0.0
+        last, start, printed = "", time.monotonic(), 0.0
 
-        def say(stage: str, done: int, total: int) -> None:
-            nonlocal last, said
-            # Of a stage with figures behind its name, which change all the time, a line now and then will do.
+        def show(stage: str, done: int, total: int) -> None:
+            nonlocal last, printed
+            # The figures after '|' change at every step; one line now and then is enough.
             again = "|" in stage and stage.partition("|")[0] == last.partition("|")[0]
-            if stage != last and done < total and not (again and time.monotonic() - said < _SECONDS_BETWEEN_LINES):
-                said = time.monotonic()
-                self.note(f"[{said - start:6.1f} s] {stage}")
+            if stage != last and done < total and not (again and time.monotonic() - printed < _SECONDS_BETWEEN_LINES):
+                printed = time.monotonic()
+                self.note(f"[{printed - start:6.1f} s] {stage}")
                 last = stage
 
-        return say
+        return show
 
 
 class _Notes(logging.Handler):
     def __init__(self, terminal: Terminal) -> None:
         super().__init__()
         self.terminal = terminal
-        self.told: set[str] = set()
+        self.seen: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        # Several sources may be compiled one after another.
-        if message not in self.told:
-            self.told.add(message)
+        # Compiling several sources logs the same message several times.
+        if message not in self.seen:
+            self.seen.add(message)
             self.terminal.note(message)
 
 
 def _console(*, stderr: bool) -> Console:
-    # A file or a pipe has no width, so a table there is as wide as its content. Names and paths are not markup.
+    # Files and pipes have no width. Brackets in names and paths are not markup.
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _PIPE_WIDTH
     return Console(stderr=stderr, soft_wrap=True, width=width, markup=False, emoji=False, highlight=False)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str] | None], title: str | None = None) -> Table:
-    """A table whose cells wrap instead of being cut; columns that are empty in all rows are left out.
+    """A table whose cells wrap instead of being cut; empty columns are left out.
 
-    Names, in a column without a heading, are not wrapped.
+    A column without a heading, which holds names, is not wrapped.
 
     Args:
         columns: Headings.
-        rows: Cells; None draws a line.
-        title: Above the headings.
+        rows: Cells of each row; None draws a line.
+        title: Printed above the headings.
     """
     rows = list(rows)
     kept = [index for index in range(len(columns)) if any(row and row[index] for row in rows)]

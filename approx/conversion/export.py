@@ -174,7 +174,7 @@ def named_base(checkpoint: Checkpoint) -> Base:
     """A checkpoint as histories name it."""
     source = checkpoint.source
     return Base(
-        # The name of a local folder says nothing elsewhere and may say too much; its hash identifies it.
+        # The path of a local folder may be private; the hash identifies the weights.
         name=source.name if source.revision else source.folder.resolve().name,
         revision=source.revision,
         weights_sha256=checkpoint.weights_sha256,

@@ -1,4 +1,4 @@
-"""Sparse patterns as they are: which query sees which key, what that costs, and how far information gets."""
+"""Sparse patterns: which query sees which key, at what cost, and how information flows."""
 
 from approx.patterns.figures import figures
 from approx.patterns.pattern import LONGEST, Pattern, find_pattern, pattern_names

@@ -1,4 +1,4 @@
-"""One sparse pattern at one length: its checked settings and its steps."""
+"""One sparse pattern at one length: its validated settings and its steps."""
 
 import math
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from approx.mechanisms import MECHANISMS, Mechanism
 from approx.mechanisms.refusals import refusals
 from approx_kernels.ops.patterns.reference import pattern_mask
 
-# Every pair is looked at: 8,192 tokens take some seconds and about 2 GB, each doubling four times that.
+# Cost is quadratic: 8,192 tokens take some seconds and about 2 GB.
 LONGEST = 8192
-# What a setting counts, which says how it shrinks with the length.
+# Settings that count tokens, and shrink with the length.
 _TOKENS = ("left", "right", "size", "shift", "window", "block", "sinks")
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Which query sees which key in each step of a mechanism.
+    """The keys that each query sees in each step of a mechanism.
 
     Attributes:
         name: The mechanism, e.g. `strided`.
         length: Number of tokens, n.
-        causal: Whether a query sees only keys at or before its own position.
+        causal: Whether queries see only keys at or before their own position.
         settings: All settings of the mechanism.
-        stride: The stride l of those that have one, also where the settings let it follow the length.
-        steps: [p, n, n] bool, rows are queries; what the settings leave of the steps.
+        stride: The stride, even if it is chosen by the length; None for mechanisms without one.
+        steps: The steps that the settings select, [p, n, n] bool, rows are queries.
     """
 
     name: str
@@ -45,22 +45,21 @@ class Pattern:
 
     @property
     def told(self) -> str:
-        """Its settings for a title: those that say something about the steps."""
+        """The settings for a title: those that affect the steps."""
         settings = self.settings | ({} if self.stride is None else {"stride": self.stride})
         silent = ("mode", *(name for name, value in settings.items() if value is None or value is False))
         return ", ".join(f"{name} {value}" for name, value in settings.items() if name not in silent)
 
     @property
     def layers(self) -> list[NDArray[np.bool_]]:
-        """What as many layers as there are steps compute in turn, the lowest first; each is [n, n] bool.
+        """The masks of consecutive layers, as many as there are steps, lowest first; each is [n, n] bool.
 
-        Heads are joined by the projection behind them, so heads that take the steps in turn pass on what merged steps
-        pass on.
+        If heads take the steps in turn, the output projection mixes them, so information flows as through merged steps.
         """
         return list(self.steps) if self.settings.get("mode") == "interleave" else [self.merged] * len(self.steps)
 
     def mechanisms(self, heads: int, head_dim: int) -> dict[str, Mechanism]:
-        """What computes it, by name: one mechanism, or where layers take the steps in turn, one of each layer."""
+        """The mechanisms that compute the pattern, by name: one, or one per layer if layers take the steps in turn."""
         kind, scale = MECHANISMS[self.name], 1 / math.sqrt(head_dim)
         layers = [kind.for_layer(self.settings, rank) for rank in range(len(self.steps))]
         names = [f"{self.name}, layer {rank + 1}" for rank in range(len(layers))]
@@ -70,10 +69,10 @@ class Pattern:
         return dict(zip(names, made, strict=True))
 
     def shrunk(self, length: int) -> "Pattern":
-        """The same pattern over fewer tokens, to be drawn.
+        """The pattern over fewer tokens, for drawing.
 
-        Windows and blocks keep their share of the sequence; a stride l keeps l / sqrt(n) where that leaves four of
-        them, and its summary the share of the stride, so that both steps keep their looks.
+        Windows and blocks keep their share of the sequence. A stride l keeps l / sqrt(n) if at least four strides fit,
+        and a summary keeps its share of the stride, so that both steps look alike.
         """
         if length >= self.length:
             return self
@@ -95,22 +94,22 @@ class Pattern:
 
 
 def pattern_names() -> list[str]:
-    """The mechanisms whose queries see keys chosen by position alone."""
+    """The mechanisms that choose keys by position alone."""
     return [name for name, kind in MECHANISMS.items() if kind.sparse and _has_pattern(name, kind)]
 
 
 def find_pattern(name: str, length: int, causal: bool, settings: dict[str, Any]) -> Pattern:
-    """Check what was asked for and make the pattern.
+    """Make a pattern.
 
     Args:
         name: Name of a mechanism.
         length: Number of tokens, from 1 to `LONGEST`.
-        causal: Whether a query sees only keys at or before its own position.
-        settings: Settings of the mechanism; what is left out has its default.
+        causal: Whether queries see only keys at or before their own position.
+        settings: Settings of the mechanism; the others have their defaults.
 
     Raises:
-        ApproxError: with all mistakes in the settings at once; if the mechanism is unknown, has no pattern or not
-            this form, or the length is out of range.
+        ApproxError: if the mechanism is unknown, has no pattern or no such form, or the length is out of range; with all
+            mistakes in the settings at once.
     """
     kind = _kind(name)
     defaults = kind.defaults()
@@ -126,8 +125,8 @@ def find_pattern(name: str, length: int, causal: bool, settings: dict[str, Any])
         raise ApproxError(f"'{name}' has no {form} form. {remedy}, or use one of {', '.join(able)}.", Exit.UNSUPPORTED)
     if not 1 <= length <= LONGEST:
         raise ApproxError(
-            f"A pattern over {length} tokens was asked for; allowed is 1 to {LONGEST}, because every pair is looked at. "
-            "Patterns repeat themselves: a shorter length shows the same."
+            f"The length is {length} tokens; allowed is 1 to {LONGEST}, because the cost is quadratic. Patterns repeat: a "
+            "shorter length shows the same."
         )
     complete = {**defaults, **settings}
     if wrong := refusals(name, kind, complete, 1, 1, causal=causal, scale=1.0):
@@ -136,7 +135,7 @@ def find_pattern(name: str, length: int, causal: bool, settings: dict[str, Any])
     made: Any = kind(1, 1, causal=causal, scale=1.0, **complete)
     if made.reads_tokens:
         raise ApproxError(
-            f"With these settings '{name}' chooses keys by the words of each input, so it has no one pattern. Give "
+            f"With these settings '{name}' chooses keys by the words of each input, so it has no fixed pattern. Give "
             "positions instead, e.g. --set global_tokens=[0,100]."
         )
     try:
@@ -154,7 +153,7 @@ def _kind(name: str) -> type[Mechanism]:
     listed = f"Patterns: {', '.join(patterns)}."
     if name in MECHANISMS:
         raise ApproxError(
-            f"'{name}' has no pattern: which keys its queries see is no matter of position. {listed}", Exit.UNSUPPORTED
+            f"'{name}' has no pattern: it does not choose keys by position alone. {listed}", Exit.UNSUPPORTED
         )
     raise ApproxError(f"Unknown pattern '{name}'.{did_you_mean(name, patterns)} {listed}")
 
@@ -168,5 +167,5 @@ def _has_pattern(name: str, kind: type[Mechanism]) -> bool:
 
 
 def _times(count: Any, share: float) -> Any:
-    """A count of tokens in proportion: what is there stays there."""
+    """A count of tokens in proportion; at least 1 unless it is 0."""
     return max(1, round(count * share)) if count else count

@@ -1,4 +1,4 @@
-"""Boolean products of patterns: who has heard of whom after some steps. 64 positions fit one word."""
+"""Boolean products of patterns: which positions information reaches after some steps. A word holds 64 positions."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,21 +9,21 @@ Mask = NDArray[np.bool_]
 
 
 def reached(steps: Sequence[Mask]) -> Iterator[NDArray[np.int64]]:
-    """How many positions each position has heard of after the first step, the first two, and so on.
+    """Count the positions that each position has received from after the first step, the first two, and so on.
 
-    Position i hears of j if edges j -> k1 -> … -> i exist, one of each step, the first step's first: a row sum of the
-    boolean product M_t ⋯ M_1.
+    Position i receives from j if there is a path j -> k1 -> … -> i with one edge of each step, in order. The counts are
+    the row sums of the boolean product M_t ⋯ M_1.
 
     Args:
-        steps: Each [n, n] bool, rows are those who hear.
+        steps: Each [n, n] bool, rows are queries.
 
     Yields:
-        [n] counts, once a step.
+        Counts [n] after each step.
     """
-    heard = None
+    sources = None
     for step in steps:
-        heard = _packed(step) if heard is None else _after(step, heard)
-        yield np.bitwise_count(heard).sum(1, dtype=np.int64)
+        sources = _packed(step) if sources is None else _after(step, sources)
+        yield np.bitwise_count(sources).sum(1, dtype=np.int64)
 
 
 def _packed(mask: Mask) -> NDArray[np.uint64]:
@@ -33,12 +33,12 @@ def _packed(mask: Mask) -> NDArray[np.uint64]:
     return words.view(np.uint64)
 
 
-def _after(step: Mask, heard: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """What each position has heard of once this step brought together what its keys had heard of."""
-    found = np.zeros_like(heard)
-    # Many queries of a block see the same keys; their union is made once.
+def _after(step: Mask, sources: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The sources of each position after one more step: the union of the sources of its keys."""
+    merged = np.zeros_like(sources)
+    # Many queries see the same keys, so each union is computed once.
     first: dict[bytes, int] = {}
     for query, name in enumerate(map(bytes, _packed(step))):
         same = first.setdefault(name, query)
-        found[query] = found[same] if same != query else np.bitwise_or.reduce(heard[step[query]], axis=0)
-    return found
+        merged[query] = merged[same] if same != query else np.bitwise_or.reduce(sources[step[query]], axis=0)
+    return merged

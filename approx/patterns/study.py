@@ -1,4 +1,4 @@
-"""One sparse pattern, told: its figures, its pictures and, if asked for, its speed."""
+"""The figures, pictures and optionally the speed of one sparse pattern."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from approx_kernels.dispatch.implementation import chosen_in
 
 # The attention of one layer of BERT base.
 HEADS, HEAD_DIM = 12, 64
-# More positions than this make a thicket of the flow graph.
+# A flow graph of more positions is not legible.
 MOST_DRAWN = 48
 
 
@@ -31,31 +31,31 @@ def draw(
     """Draw the steps and the information-flow graph into `steps.svg`, `flow.svg` and the same as PNG.
 
     Args:
-        pattern: What is drawn.
-        folder: Made where it is missing; older pictures of these names are replaced.
-        length: Tokens at which single pairs and paths are drawn, where the pattern has more than `MOST_DRAWN`; its
-            settings shrink with it, and the pictures say so.
-        node: The position whose paths are lit in the flow graph; the last or the middle one without it.
-        suffixes: What to draw, of `.svg` and `.png`.
+        pattern: The pattern.
+        folder: Created if missing; older pictures of these names are replaced.
+        length: Length for drawing single pairs and paths if the pattern has more than `MOST_DRAWN` tokens; its settings
+            shrink in proportion, as the pictures say.
+        node: The position whose paths are highlighted in the flow graph; the last or the middle one by default.
+        suffixes: Formats to draw: `.svg`, `.png`.
 
     Returns:
-        The files written.
+        The written files.
 
     Raises:
         ApproxError: if the length or the node is out of range, or the folder cannot be written.
     """
     if not 1 <= length <= MOST_DRAWN:
-        raise ApproxError(f"Asked to draw {length} tokens pair by pair; allowed is 1 to {MOST_DRAWN}.")
+        raise ApproxError(f"The length for drawing is {length} tokens; allowed is 1 to {MOST_DRAWN}.")
     small = pattern.shrunk(length) if pattern.length > MOST_DRAWN else pattern
     if node is not None and not 0 <= node < small.length:
         raise ApproxError(
-            f"Position {node} was asked for, but the graph is drawn over {small.length} tokens: 0 to {small.length - 1}."
+            f"Position {node} is out of range: the graph is drawn over {small.length} tokens, 0 to {small.length - 1}."
         )
     title = _named(pattern)
     views, note = [pattern.steps], ""
     if small is not pattern:
         views.insert(0, small.steps)
-        note = f"drawn with {_counted(small)}, and as it is: a point stands for many pairs, paler if few are seen"
+        note = f"drawn with {_counted(small)}, and at full length: a point stands for many pairs, paler if few are seen"
     pictures = {
         "steps": steps_picture(title, note, views, causal=pattern.causal, suffixes=suffixes),
         "flow": flow_picture(
@@ -70,40 +70,40 @@ def draw(
     return write_pictures(pictures, folder)
 
 
-def tell(
+def report(
     pattern: Pattern, *, block: int = 64, device: str | None = None, progress: Callable[[str, int, int], None]
 ) -> dict[str, Any]:
-    """Give the figures of a pattern, and with a device its speed against exact attention there.
+    """Return the figures of a pattern and, with a device, its speed against exact attention.
 
     Args:
-        pattern: What is told of.
+        pattern: The pattern.
         block: Side of the tiles of the block density.
-        device: Where one layer's attention is timed, 12 heads of size 64, float32; None times nothing.
-        progress: Called with the stage, how much of it is done, and how much there is.
+        device: Device to time one layer's attention on, with 12 heads of size 64 in float32; None times nothing.
+        progress: Called with stage, done and total.
 
     Returns:
-        As `approx.patterns.figures`, with `speed`: rows as in a record.
+        The figures of `approx.patterns.figures`, and `speed`: rows as in a record.
     """
     progress(f"count {pattern.name}", 0, 1)
-    found = figures(pattern, block)
+    result = figures(pattern, block)
     progress(f"count {pattern.name}", 1, 1)
     if device is not None:
-        found["speed"] = _speed(pattern, device, progress)
-    return found
+        result["speed"] = _speed(pattern, device, progress)
+    return result
 
 
 def refuse_existing(folder: Path, force: bool) -> None:
-    """Check that pictures may be drawn into a folder, before the work starts.
+    """Check that pictures can be written into a folder, before the work starts.
 
     Raises:
-        ApproxError: if it holds something and `force` is not given, or is not a folder.
+        ApproxError: if the folder is not empty and `force` is false, or is a file.
     """
     if folder.exists() and not folder.is_dir():
-        raise ApproxError(f"{folder} is a file, a folder is to be written there. Choose another with -o.", Exit.REFUSED)
+        raise ApproxError(f"{folder} is a file, not a folder. Choose another folder with -o.", Exit.REFUSED)
     if folder.is_dir() and any(folder.iterdir()) and not force:
         raise ApproxError(
-            f"{folder} exists already. Choose another folder with -o, replace its pictures with --force, or leave them "
-            "out with --no-draw.",
+            f"{folder} exists already. Choose another folder with -o, replace its pictures with --force, or draw none with "
+            "--no-draw.",
             Exit.REFUSED,
         )
 
@@ -112,7 +112,7 @@ def _speed(pattern: Pattern, device: str, progress: Callable[[str, int, int], No
     ours = {name: made.to(device).eval() for name, made in pattern.mechanisms(HEADS, HEAD_DIM).items()}
 
     def make_inputs(batch: int, length: int) -> tuple[torch.Tensor, ...]:
-        # Which pairs are computed depends on no value, so random ones are as good as real ones.
+        # The pairs do not depend on the values, so random values are as good as real ones.
         generator = torch.Generator("cpu").manual_seed(0)
         shape = (3, batch, HEADS, length, HEAD_DIM)
         return tuple(torch.randn(shape, generator=generator).to(device))

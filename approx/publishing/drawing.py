@@ -1,7 +1,7 @@
-"""Turns a painted pair of axes into SVG that sits in the page and is the same, byte for byte, every time.
+"""Draw plots as SVG for the page, reproducible byte for byte.
 
-Text is drawn as outlines of the font that comes with matplotlib, ids are salted, nothing is dated. Ink takes the
-colour of the page's text, so that one drawing serves light and dark.
+Text is drawn as outlines of matplotlib's own font, ids are salted and no date is written. Lines and text take the
+page's text colour, so that one drawing serves light and dark mode.
 """
 
 import io
@@ -15,14 +15,14 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-# Stand-ins that matplotlib can draw with, exchanged for the page's own colours afterwards.
+# Placeholders that matplotlib can draw with, replaced by CSS colours.
 INK, FAINT = "#010203", "#040506"
 _PAGE_COLOURS = {INK: "currentColor", FAINT: "var(--faint)"}
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "path",
     "font.family": "DejaVu Sans",
     "font.size": 9,
-    # Dollar signs in a name are dollar signs.
+    # A dollar sign in a name does not start a formula.
     "text.parse_math": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -37,13 +37,13 @@ _SETTINGS: dict[Any, Any] = {
 
 
 def draw(identity: str, description: str, paint: Callable[[Axes], None], inches: tuple[float, float]) -> Markup:
-    """Draw one pair of axes with its legend below.
+    """Draw one plot with its legend below.
 
     Args:
-        identity: Unique in the page; all ids in the drawing begin with it.
-        description: What the drawing shows, for those who cannot see it.
-        paint: Fills the axes.
-        inches: Width and height; a smaller drawing has larger text for its place in the page.
+        identity: Unique in the page; prefix of all ids in the drawing.
+        description: Alternative text.
+        paint: Draws on the axes.
+        inches: Width and height; the page scales the drawing, so a smaller one has larger text.
     """
     with matplotlib.rc_context():
         # A user's own matplotlibrc must not change the report.
@@ -63,7 +63,7 @@ def draw(identity: str, description: str, paint: Callable[[Axes], None], inches:
 
 
 def _for_the_page(text: str, identity: str, description: str) -> Markup:
-    """Cut the drawing down to what a page needs: no prologue, no comments, ids of its own, the page's colours."""
+    """Adapt the SVG to the page: no prologue, no comments, unique ids, the page's colours."""
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
     text = text[text.index("<svg") :].replace("xlink:href", "href")
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{identity}-", text)
@@ -72,5 +72,5 @@ def _for_the_page(text: str, identity: str, description: str) -> Markup:
     view = re.search(r'viewBox="[^"]*"', text)
     assert view is not None
     head = f'<svg {view[0]} role="img" aria-label="{escape(description)}">'
-    # Numbers, ids and outlines are all that is left: names were drawn, and the comments that repeat them are gone.
+    # Safe as markup: only numbers, ids and outlines are left, since text is outlines and comments are removed.
     return Markup(head + text[text.index(">") + 1 :].strip())

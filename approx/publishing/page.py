@@ -1,4 +1,4 @@
-"""The page and the Markdown: what they show is put together here, how it looks stands in the templates."""
+"""Collect the content of the page and the Markdown; the templates lay it out."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from approx.publishing import wording
 from approx.publishing.drawing import INK
 from approx.publishing.plots import colours, quality_figure, speed_figure
 from approx.publishing.summary import answers, speed_groups
-from approx.publishing.tables import damage_table, plan_lines, quality_table, speed_table
+from approx.publishing.tables import layer_error_table, plan_lines, quality_table, speed_table
 from approx.publishing.training import training_figure, training_table
 
 _ENVIRONMENT_LABELS = {
@@ -29,12 +29,12 @@ _ENVIRONMENT_LABELS = {
 
 
 def html(records: list[dict[str, Any]]) -> str:
-    """Make the one offline page of some records."""
+    """Render records as one offline page."""
     return _render("page.html.j2", records, autoescape=True)
 
 
 def markdown(records: list[dict[str, Any]]) -> str:
-    """Make the Markdown of some records: the same words and tables, without the figures."""
+    """Render records as Markdown: the same words and tables, without the plots."""
     return _render("report.md.j2", records, autoescape=False)
 
 
@@ -55,7 +55,7 @@ def _render(template: str, records: list[dict[str, Any]], autoescape: bool) -> s
 
 
 def _section(record: dict[str, Any], identity: str) -> dict[str, Any]:
-    """Put together all that is shown of one record; `identity` begins every id of it."""
+    """The content of one record's section; `identity` is the prefix of all its ids."""
     groups = speed_groups(record)
     tasks = record.get("quality") or []
     return {
@@ -90,7 +90,7 @@ def _section(record: dict[str, Any], identity: str) -> dict[str, Any]:
             }
             for variant in record["variants"]
         ],
-        "damage": damage_table(record["variants"]),
+        "layer_errors": layer_error_table(record["variants"]),
         "environment": [
             (_ENVIRONMENT_LABELS.get(key, key), wording.NOTHING if value is None else str(value))
             for key, value in record["environment"].items()
@@ -104,7 +104,7 @@ def _section(record: dict[str, Any], identity: str) -> dict[str, Any]:
 def _both(
     record: dict[str, Any], groups: list[list[dict[str, Any]]], tasks: list[dict[str, Any]], identity: str
 ) -> list[dict[str, Any]]:
-    """Draw quality against speed, for each task and setting that some variant has both of."""
+    """Plot quality against speed for each task and setting for which a variant has both."""
     figures = []
     for number, task in enumerate(tasks):
         for place, rows in enumerate(groups):
@@ -133,7 +133,7 @@ def _pretty(receipt: dict[str, Any] | None) -> str | None:
 
 
 def _cell(text: object) -> str:
-    """Make any text safe within a line or a table of Markdown: no markup, no line breaks, no new columns."""
+    """Escape text for a line or a table cell of Markdown."""
     plain = " ".join(str(text).split())
     for character in "\\`*_[]<>|#":
         plain = plain.replace(character, "\\" + character)

@@ -1,6 +1,6 @@
-"""Pictures of sparse patterns: the steps as grids, and the paths that information takes through them.
+"""Pictures of sparse patterns: the steps as grids, and the graph of their information flow.
 
-The same pattern gives the same SVG, byte for byte: text is drawn as outlines, ids are salted, nothing is dated.
+The SVGs are reproducible byte for byte: text is drawn as outlines, ids are salted and no date is written.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ INK, OWN, PALE = "#1f2430", "#1b2a41", "#c3cad4"
 STEPS = ("#2f7fd6", "#e8893a", "#2a9d7f", "#d0508a")
 _NOTHING, _FUTURE, _OWN, _SEVERAL = -1, -2, -3, -4
 _COLOURS = {_NOTHING: "#e9edf2", _FUTURE: "#f7f8fa", _OWN: OWN, _SEVERAL: "#7b4fb5"}
-# More positions than this are drawn as points of an image, at most so many a side.
+# Patterns longer than _CELLS are drawn as an image of at most _POINTS points a side.
 _CELLS, _POINTS, _DPI = 48, 256, 200
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "path",
@@ -48,20 +48,20 @@ def steps_picture(
 ) -> dict[str, bytes]:
     """Draw the steps of a pattern side by side, and merged: rows are queries, columns are keys.
 
-    Source of the look: Child et al. 2019, arXiv 1904.10509, figure 3.
+    The style follows Child et al. 2019, arXiv 1904.10509, figure 3.
 
     Args:
-        title: Above all.
-        note: Below the title; may be empty.
-        views: The pattern at one or more lengths, a row of panels each; [p, n, n] bool.
-        causal: Whether the upper triangle is out of reach.
-        suffixes: What to make of it, of `.svg` and `.png`.
+        title: Heading of the picture.
+        note: Line below the title; may be empty.
+        views: The pattern at one or more lengths, each a row of panels; [p, n, n] bool.
+        causal: Whether the upper triangle is masked.
+        suffixes: Formats to draw: `.svg`, `.png`.
 
     Returns:
-        Suffix (`.svg`, `.png`) -> the file.
+        Suffix -> content of the file.
     """
     panels = len(views[0]) + (len(views[0]) > 1)
-    # A pattern of a single step has a single panel a length, and they share a row.
+    # A pattern of one step has one panel per length, so all lengths share a row.
     rows, columns = (len(views), panels) if panels > 1 else (1, len(views))
     with _style():
         figure = Figure(figsize=(0.5 + 2.75 * columns, 1.0 + 2.85 * rows), layout="constrained")
@@ -82,23 +82,23 @@ def steps_picture(
 def flow_picture(
     title: str, note: str, steps: Mask, *, causal: bool, node: int | None = None, suffixes: Sequence[str]
 ) -> dict[str, bytes]:
-    """Draw the information-flow graph: a row of positions before each step and after the last, an edge a pair.
+    """Draw the information-flow graph: a row of positions before each step and after the last, an edge for each pair.
 
-    Everything that the chosen position hears of after the last step is lit, and the ways it came. A pattern of one
-    step is drawn as two layers of it.
+    All positions from which information reaches the chosen one are highlighted, with their paths. A pattern of one
+    step is drawn as two layers.
 
     Source: Daras, Odena, Zhang, Dimakis, 2019, Your Local GAN, arXiv 1911.12287.
 
     Args:
-        title: Above all.
-        note: Below the title; may be empty.
-        steps: [p, n, n] bool.
-        causal: Whether the last position is chosen rather than the middle one, where `node` is None.
-        node: The position whose paths are lit.
-        suffixes: What to make of it, of `.svg` and `.png`.
+        title: Heading of the picture.
+        note: Line below the title; may be empty.
+        steps: The steps, [p, n, n] bool.
+        causal: Whether `node` defaults to the last position instead of the middle one.
+        node: The position whose paths are highlighted.
+        suffixes: Formats to draw: `.svg`, `.png`.
 
     Returns:
-        Suffix (`.svg`, `.png`) -> the file.
+        Suffix -> content of the file.
     """
     layers = list(steps) if len(steps) > 1 else [steps[0]] * 2
     length = steps.shape[1]
@@ -121,9 +121,11 @@ def flow_picture(
         for position in range(length):
             axes.text(position, -0.12, str(position), ha="center", va="top", fontsize=7.5)
         axes.text(-0.7, 0, "tokens", ha="right", va="center", fontsize=8)
-        heard = "all" if lit[0].all() else f"{int(lit[0].sum())} of the"
+        reached = "all" if lit[0].all() else f"{int(lit[0].sum())} of the"
         side = "center" if abs(2 * chosen - length + 1) < length / 2 else "right" if 2 * chosen > length else "left"
-        axes.text(chosen, len(layers) + 0.14, f"position {chosen} hears of {heard} {length}", ha=side, va="bottom")
+        axes.text(
+            chosen, len(layers) + 0.14, f"position {chosen} receives from {reached} {length}", ha=side, va="bottom"
+        )
         axes.set_xlim(-0.9, length - 0.5)
         axes.set_ylim(-0.25, len(layers) + 0.3)
         axes.axis("off")
@@ -132,7 +134,7 @@ def flow_picture(
 
 
 def _panel(axes: Axes, steps: Mask, name: str, causal: bool) -> None:
-    """One grid; what is in several steps has a colour of its own."""
+    """Draw one grid; pairs in several steps have their own colour."""
     length = steps.shape[1]
     (_cells if length <= _CELLS else _points)(axes, _kinds(steps, causal))
     axes.set_title(f"{name}, {length:,} tokens" if name else f"{length:,} tokens")
@@ -163,7 +165,7 @@ def _colour(kind: int) -> str:
 
 
 def _cells(axes: Axes, kinds: NDArray[np.intp]) -> None:
-    """Cells with white lines between them; those of one colour are one outline of runs, which keeps the SVG small."""
+    """Draw cells separated by white lines; one outline per colour keeps the SVG small."""
     length = len(kinds)
     corner = np.array([[0, 0], [1, 0], [1, 1], [0, 1], [0, 0]])
     codes = [Outline.MOVETO, *[Outline.LINETO] * 3, Outline.CLOSEPOLY]
@@ -182,7 +184,7 @@ def _cells(axes: Axes, kinds: NDArray[np.intp]) -> None:
 
 
 def _points(axes: Axes, kinds: NDArray[np.intp]) -> None:
-    """An image; a point that stands for many pairs is as strong as the cube root of the share of them that are edges."""
+    """Draw an image; the strength of a point is the cube root of its share of edges."""
     length, side = len(kinds), math.ceil(len(kinds) / _POINTS)
     starts = np.arange(0, length, side)
 
@@ -190,24 +192,23 @@ def _points(axes: Axes, kinds: NDArray[np.intp]) -> None:
         sums = np.add.reduceat(np.add.reduceat(where, starts, axis=0, dtype=np.int64), starts, axis=1)
         return sums / side**2
 
-    found = {kind: shares(kinds == kind) for kind in np.unique(kinds)}
+    shares_of = {kind: shares(kinds == kind) for kind in np.unique(kinds)}
     ground = np.where(
-        (found.get(_FUTURE, np.zeros(1)) > 0.5)[..., None], to_rgb(_colour(_FUTURE)), to_rgb(_colour(_NOTHING))
+        (shares_of.get(_FUTURE, np.zeros(1)) > 0.5)[..., None], to_rgb(_colour(_FUTURE)), to_rgb(_colour(_NOTHING))
     )
-    edges = {kind: share for kind, share in found.items() if kind not in (_FUTURE, _NOTHING)}
+    edges = {kind: share for kind, share in shares_of.items() if kind not in (_FUTURE, _NOTHING)}
     total = np.maximum(sum(edges.values()), 1e-9)[..., None]
     mixed = sum(share[..., None] * to_rgb(_colour(kind)) for kind, share in edges.items()) / total
     strength = np.minimum(np.cbrt(total), 1)
     image = (1 - strength) * ground + strength * mixed
-    # Left to the viewer ("none"), the image loses thin columns where it is shown smaller than it is.
+    # With "none", viewers that scale the image down drop thin columns.
     axes.imshow(image, interpolation="nearest", extent=(-0.5, length - 0.5, length - 0.5, -0.5))
 
 
-def _edges(axes: Axes, mask: Mask, level: int, heard: Mask, colour: str) -> None:
-    """The edges of one step, those into lit positions on top."""
+def _edges(axes: Axes, mask: Mask, level: int, reached: Mask, colour: str) -> None:
+    """Draw the edges of one step, with those into highlighted positions on top."""
     pairs = np.argwhere(mask)
-    on = heard[pairs[:, 0]]
-    # Many lines need to be thin.
+    on = reached[pairs[:, 0]]
     width = float(np.clip(60 / max(on.sum(), 1), 0.8, 1.5))
     for chosen, shade, thickness, order in ((pairs[~on], PALE, 0.6, 1), (pairs[on], colour, width, 2)):
         lines = [((key, level), (query, level + 1)) for query, key in chosen]
@@ -241,7 +242,7 @@ def _legend(views: Sequence[Mask], causal: bool) -> list[Patch]:
 
 
 def _headline(figure: Figure, title: str, note: str) -> None:
-    """The title, and the note in lines of their own below it: constrained layout keeps room for one text only."""
+    """Draw the title and the note below it; constrained layout makes room for a single text only."""
     inches = figure.get_figwidth()
     titles, notes = textwrap.wrap(title, int(10 * inches)), textwrap.wrap(note, int(14 * inches))
     heading = figure.suptitle("\n".join(titles + [" "] * len(notes)), fontsize=11, fontweight="bold", linespacing=1.4)

@@ -1,4 +1,4 @@
-"""Pictures on disk."""
+"""Write pictures to disk."""
 
 from pathlib import Path
 
@@ -7,14 +7,14 @@ from approx_kernels.runtime.atomic_file import write_whole
 
 
 def write_pictures(pictures: dict[str, dict[str, bytes]], folder: Path) -> list[Path]:
-    """Write pictures into a folder, each file whole or not at all.
+    """Write pictures into a folder, each file atomically.
 
     Args:
-        pictures: Name -> suffix -> the file.
-        folder: Made where it is missing; older pictures of these names are replaced.
+        pictures: Name -> suffix -> content.
+        folder: Created if missing; older pictures of these names are replaced.
 
     Returns:
-        The files written.
+        The written files.
 
     Raises:
         ApproxError: if the folder cannot be written.

@@ -1,4 +1,4 @@
-"""The figures of the report: speed against length with its ceiling, quality against speed."""
+"""The plots of the report: speed against length with the ceiling, quality against speed."""
 
 import zlib
 from collections import Counter
@@ -12,7 +12,7 @@ from approx.publishing import wording
 from approx.publishing.drawing import INK, draw
 from approx.publishing.summary import longest_input, standing, variant_of
 
-# One colour a mechanism wherever it appears; each is legible on white and on near-black.
+# The colour of each mechanism; all are legible on white and on near-black.
 COLOURS = {
     "full": "#8a8f98",
     "sdpa": "#8a8f98",
@@ -31,25 +31,25 @@ _LEGEND_CHARACTERS = 40
 
 
 def colours(record: dict[str, Any]) -> dict[str, str]:
-    """Give every variant the colour of the mechanism that most of its converted layers have."""
+    """The colour of each variant: that of the mechanism of most of its converted layers."""
     chosen = {}
     for variant in record["variants"]:
         counts = Counter(layer["mechanism"] for layer in variant["layers"])
         approximate = {name: number for name, number in counts.items() if name not in _EXACT} or counts
         mechanism = min(approximate, key=lambda name: (-approximate[name], name)) if approximate else "full"
-        # A checksum, since Python's own hash of a string differs between processes.
+        # Python's own hash of a string differs between processes.
         other = _OTHER_COLOURS[zlib.crc32(mechanism.encode()) % len(_OTHER_COLOURS)]
         chosen[variant["name"]] = COLOURS.get(mechanism, other)
     return chosen
 
 
 def speed_figure(rows: list[dict[str, Any]], record: dict[str, Any], identity: str) -> Markup:
-    """Draw speed relative to exact attention against length, with the ceiling; one machine, one setting.
+    """Plot speed relative to exact attention against length, with the ceiling, for one machine and setting.
 
     Args:
-        rows: Entries of "speed" that differ in their length alone, shortest first.
-        record: The record they are of.
-        identity: Unique in the page; all ids in the drawing begin with it.
+        rows: Entries of "speed" that differ only in length, shortest first.
+        record: Their record.
+        identity: Unique in the page; prefix of all ids in the drawing.
     """
     measured = [row["length"] for row in rows]
 
@@ -101,16 +101,16 @@ def speed_figure(rows: list[dict[str, Any]], record: dict[str, Any], identity: s
 def quality_figure(
     task: dict[str, Any], rows: list[dict[str, Any]], record: dict[str, Any], identity: str
 ) -> tuple[Markup, str] | None:
-    """Draw the difference in quality against the speed at one length.
+    """Plot the difference in quality against the speed at one length.
 
     Args:
         task: An entry of "quality".
-        rows: Entries of "speed" that differ in their length alone, shortest first.
-        record: The record they are of.
+        rows: Entries of "speed" that differ only in length, shortest first.
+        record: Their record.
         identity: Unique in the page.
 
     Returns:
-        The drawing and its caption; None where no variant has both a speed and a quality that was tested.
+        The plot and its caption; None if no variant has both a speed and a tested quality.
     """
     untested = [entry["name"] for entry in task["variants"] if not wording.tested(entry)]
     task = {**task, "variants": [entry for entry in task["variants"] if wording.tested(entry)]}
@@ -159,7 +159,7 @@ def quality_figure(
     )
     end = longest_input(task)
     if untested:
-        caption += f" Not shown, because not tested: {', '.join(untested)}."
+        caption += f" Not shown, because untested: {', '.join(untested)}."
     if end is not None and row["length"] >= end:
         caption += f" The task's own inputs have fewer than {wording.count(end)} tokens."
     description = f"{caption} Further right is faster, further up is better."
@@ -189,7 +189,7 @@ def _speed_line(axes: Axes, rows: list[dict[str, Any]], name: str, colour: str, 
 
 
 def _fullest(task: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the longest of the lengths at which the most variants have both a speed and a quality."""
+    """Return the row in which most variants have both a speed and a quality; of several, the longest."""
     names = {entry["name"] for entry in task["variants"]}
     counts = {
         row["length"]: sum(entry["ratio"] is not None and entry["name"] in names for entry in row["variants"])
@@ -200,7 +200,7 @@ def _fullest(task: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def _styles(record: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Give every variant its colour, and a marker that tells it from others of the same mechanism."""
+    """Colour and marker of each variant; variants with the same colour have different markers."""
     used: Counter[str] = Counter()
     styles = {}
     for name, colour in colours(record).items():
@@ -214,7 +214,7 @@ def _short(name: str) -> str:
 
 
 def _points_axis(axes: Axes) -> None:
-    """Keep small differences apart beside large ones: beyond ±2 points the axis becomes logarithmic."""
+    """Make the axis logarithmic beyond ±2 points, so that small differences stay visible beside large ones."""
     digits = 1
     if max(map(abs, axes.get_ylim())) > _LINEAR_POINTS * 5:
         low, high = axes.get_ylim()

@@ -1,4 +1,4 @@
-"""Records in, report out: JSON, Markdown, CSV and one offline HTML page."""
+"""Make a report from records: JSON, Markdown, CSV and one offline HTML page."""
 
 import csv
 import io
@@ -26,21 +26,21 @@ _SPEED = (
 def write_report(records: list[dict[str, Any]], out: Path) -> list[Path]:
     """Write report.json, report.md, quality.csv, speed.csv and index.html.
 
-    The same records give the same bytes. Each record has its part of the page to itself, so speeds of different
-    machines meet in no figure.
+    The same records give the same bytes. Each record has its own section, so no plot mixes speeds of different
+    machines.
 
     Args:
-        records: As `approx.evaluation.record.load` gives them, in the order in which they are shown.
-        out: A folder; made where it is missing. Its older report is replaced file by file.
+        records: From `approx.evaluation.record.load`, in the order to show them.
+        out: Folder, created if missing. An older report in it is replaced file by file.
 
     Returns:
-        The files written.
+        The written files.
 
     Raises:
         ApproxError: if there are no records, or the folder cannot be written.
     """
     if not records:
-        raise ApproxError("Asked for a report of no records. Give at least one record file.")
+        raise ApproxError("A report needs records. Give at least one record file.")
     data = records[0] if len(records) == 1 else records
     files = {
         "report.json": json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n",

@@ -1,4 +1,4 @@
-"""The answer to "shall I use it?", one a variant, drawn from the record and nothing else."""
+"""The summary of each variant: is it worth using? Everything comes from the record."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from approx.publishing import wording
 
 @dataclass(frozen=True)
 class Figure:
-    """One number that stands out: the number, what it is of, and whether it is good news."""
+    """A highlighted number, its label, and its tone: good, bad or even."""
 
     value: str
     label: str
@@ -18,13 +18,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the report says first about one variant.
+    """The summary of one variant.
 
     Args:
-        name: The variant's.
+        name: Name of the variant.
         verified: Whether the conversion passed its checks.
-        figures: At most one on speed and one for each task.
-        sentences: The same in words, with what they leave out.
+        figures: At most one for speed and one for each task.
+        sentences: The same results in sentences, with more detail.
     """
 
     name: str
@@ -34,31 +34,31 @@ class Answer:
 
 
 def answers(record: dict[str, Any]) -> list[Answer]:
-    """Answer for every variant of a record."""
+    """The summary of every variant of a record."""
     return [_answer(variant, record) for variant in record["variants"]]
 
 
 def speed_groups(record: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Put together the rows of "speed" that differ in their length alone, shortest first."""
+    """Group the rows of "speed" that differ only in length, shortest first."""
     keys = ("device", "dtype", "threads", "batch", "mode", "inputs")
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for row in record.get("speed") or []:
-        # Older records lack the last.
+        # Older records lack "fast_products".
         groups.setdefault((*(row[key] for key in keys), row.get("fast_products", False)), []).append(row)
     return [sorted(rows, key=lambda row: row["length"]) for rows in groups.values()]
 
 
 def variant_of(entries: Iterable[dict[str, Any]], name: str) -> dict[str, Any] | None:
-    """Return the entry of one variant, or None where it was not measured."""
+    """Return the entry of one variant, or None if it was not measured."""
     return next((entry for entry in entries if entry["name"] == name), None)
 
 
 def standing(row: dict[str, Any], entry: dict[str, Any] | None) -> str:
-    """Class one variant at one length.
+    """Classify one variant at one length.
 
     Returns:
-        "faster", "slower", "even" (no sure gain worth having), "out of memory", "alone" (exact attention is out of
-        memory and this is not) or "missing".
+        "faster", "slower", "even" (no significant gain), "out of memory", "alone" (only exact attention is out of
+        memory) or "missing".
     """
     if entry is None:
         return "missing"
@@ -74,16 +74,16 @@ def standing(row: dict[str, Any], entry: dict[str, Any] | None) -> str:
 
 
 def worthwhile_from(rows: list[dict[str, Any]], name: str) -> int | None:
-    """Return the shortest measured length from which on the variant is always the better choice."""
-    found = None
+    """Return the measured length from which the variant beats exact attention at all longer lengths too, or None."""
+    start = None
     for row in rows:
         good = standing(row, variant_of(row["variants"], name)) in ("faster", "alone")
-        found = (found or row["length"]) if good else None
-    return found
+        start = (start or row["length"]) if good else None
+    return start
 
 
 def longest_input(task: dict[str, Any]) -> int | None:
-    """Return the tokens that every input of a task has fewer of, where the record says so."""
+    """Return an upper bound on the length of a task's inputs in tokens, exclusive; None if the record has none."""
     if task.get("sliced_by", "tokens") != "tokens":
         return task["tokens"]["longest"] + 1 if "tokens" in task else None
     return max((part["to"] for entry in task["variants"] for part in entry.get("slices") or []), default=None)
@@ -103,17 +103,17 @@ def _answer(variant: dict[str, Any], record: dict[str, Any]) -> Answer:
     for task, entry in tasks:
         value, what = wording.change(entry, task), f"{wording.units(task)} on {task['task']}"
         if not wording.tested(entry):
-            value, what = "not tested", f"quality on {task['task']}: hardly an input is approximated"
+            value, what = "not tested", f"quality on {task['task']}: attention is exact on nearly all inputs"
         figures.append(Figure(value, what, wording.tone(entry)))
         loss, verdict = wording.loss(entry, task), wording.verdict(entry, task)
         if wording.tested(entry) and entry.get("approximated"):
             verdict += f"; attention is approximated on {wording.approximated(entry, task)}"
-        # One split may be read to several lengths; its notes then tell which score is meant.
+        # The notes tell apart evaluations of one split at several lengths.
         alike = sum((other["task"], other["split"]) == (task["task"], task["split"]) for other, _ in tasks)
         notes = task.get("notes", []) if alike > 1 else []
         sentences.append(f"It {loss} on {task['task']} ({'; '.join([task['split'], *notes])}): {verdict}.")
     if not tasks:
-        sentences.append("What it costs in quality was not measured.")
+        sentences.append("Its quality was not measured.")
     if caveat := _beyond_quality([task for task, _ in tasks], groups):
         sentences.append(caveat)
     return Answer(name, bool(variant["verified"]), figures, sentences)
@@ -138,7 +138,7 @@ def _speed(rows: list[dict[str, Any]], name: str) -> str:
     if "slower" in by_standing:
         parts.append(f"slower at {at('slower')} ({ratios('slower')} the speed of exact attention)")
     if "even" in by_standing:
-        parts.append(f"no sure gain worth having at {at('even')} ({ratios('even')})")
+        parts.append(f"no significant gain at {at('even')} ({ratios('even')})")
     if "alone" in by_standing:
         parts.append(f"runs at {at('alone')}, where exact attention is out of memory")
     if "out of memory" in by_standing:
@@ -146,13 +146,13 @@ def _speed(rows: list[dict[str, Any]], name: str) -> str:
     sentence = f"On {wording.setting(rows[0])}: {'; '.join(parts) or 'not measured'}."
     start = worthwhile_from(rows, name)
     if start is None:
-        advice = "Keep exact attention at every length measured." if parts else ""
+        advice = "Keep exact attention at every measured length." if parts else ""
         if "faster" in by_standing:
-            advice = "It does not stay ahead up to the longest length measured."
+            advice = "The gain does not last to the longest measured length."
     elif start == measured[0]:
-        advice = f"It pays from {wording.count(start)} tokens, the shortest length measured."
+        advice = f"It pays from {wording.count(start)} tokens, the shortest measured length."
     else:
-        advice = f"Below {wording.count(start)} tokens keep exact attention."
+        advice = f"Below {wording.count(start)} tokens, keep exact attention."
     return f"{sentence} {advice}".strip()
 
 
@@ -168,12 +168,12 @@ def _speed_figure(rows: list[dict[str, Any]], name: str) -> list[Figure]:
 
 
 def _beyond_quality(tasks: list[dict[str, Any]], groups: list[list[dict[str, Any]]]) -> str | None:
-    """Warn where speeds are of inputs longer than any that quality was measured on."""
+    """Warn if speed was measured on longer inputs than quality."""
     ends = [end for task in tasks if (end := longest_input(task)) is not None]
     timed = [row["length"] for rows in groups for row in rows]
     if not ends or len(ends) < len(tasks) or not timed or max(timed) < max(ends):
         return None
     return (
         f"Quality was measured on inputs of fewer than {wording.count(max(ends))} tokens, speed at up to "
-        f"{wording.count(max(timed))}: the quality at longer inputs is not known."
+        f"{wording.count(max(timed))}: the quality on longer inputs is unknown."
     )

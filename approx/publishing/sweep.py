@@ -1,4 +1,4 @@
-"""The tables of a sweep: all plans of a grid on a task, the best first, with their speeds on one machine."""
+"""The tables of a sweep: all plans of a grid on a task, best first, with their speeds on one machine."""
 
 import csv
 import io
@@ -11,14 +11,14 @@ from approx.publishing import wording
 
 _MACHINE = ("processor", "cores", "threads", "gpu", "platform", "python", "torch", "triton")
 _TASK = ("task", "split", "metric", "fraction", "lower_is_better", "examples", "subset", "truncated")
-# Older results lack the last.
+# Older results lack "fast_products".
 _PLACE = ("batch", "length", "inputs", "device", "dtype", "mode", "fast_products")
 _SPEED = (*_PLACE, "baseline", "crowded")
 _TIMES = ("median_ms", "p10_ms", "p90_ms", "peak_mb", "ratio", "interval", "share_of_ceiling", "verdict", "status")
 
 
 def machine(record: dict[str, Any]) -> dict[str, Any]:
-    """What of a record's environment speeds depend on: those of different machines are never put together."""
+    """The part of a record's environment that speeds depend on; speeds of different machines are not compared."""
     return {key: record["environment"].get(key) for key in _MACHINE}
 
 
@@ -28,28 +28,28 @@ def same_task(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def collect(outcomes: Sequence[dict[str, Any]], values: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Put the outcomes of cells together.
+    """Combine the outcomes of all cells.
 
     Args:
-        outcomes: As they are kept, a dict a cell.
-        values: Name of a plan -> what the grid chose for it.
+        outcomes: The stored outcome of each cell.
+        values: Name of a plan -> the values that the grid chose for it.
 
     Returns:
-        `quality`: a row for each checkpoint, task and plan, with mean and standard deviation over the seeds (null with
-        one), the best first; `speed`: a row for each plan, length and batch size, with the machine that it was timed on;
-        `failed`: what was not computed, and why.
+        `quality`: a row for each checkpoint, task and plan, with mean and standard deviation over the seeds (null for
+        a single seed), best first; `speed`: a row for each plan, length and batch size, with the machine; `failed`: the
+        cells that failed, with their errors.
     """
     groups: dict[tuple[Any, ...], list[tuple[Any, dict[str, Any], dict[str, Any]]]] = {}
     speed = []
     for outcome in outcomes:
         if outcome["status"] != "done" or outcome["kind"] not in ("evaluate", "bench"):
             continue
-        made, plan = outcome["record"], outcome["plan"]
+        record, plan = outcome["record"], outcome["plan"]
         about = {"checkpoint": outcome["checkpoint"], "plan": plan, "values": values[plan]}
-        for entry in made["quality"]:
+        for entry in record["quality"]:
             key = (outcome["checkpoint"], plan, str([entry.get(name) for name in (*_TASK, "base")]))
             groups.setdefault(key, []).append((outcome["seed"], entry, about))
-        for row in made["speed"]:
+        for row in record["speed"]:
             (timed,) = row["variants"]
             speed.append(
                 {
@@ -57,7 +57,7 @@ def collect(outcomes: Sequence[dict[str, Any]], values: dict[str, dict[str, Any]
                     **{name: row.get(name) for name in _SPEED},
                     "base_ms": row["base"]["median_ms"],
                     **{name: timed.get(name) for name in _TIMES},
-                    "machine": machine(made),
+                    "machine": machine(record),
                 }
             )
     quality = sorted(map(_over_seeds, groups.values()), key=lambda row: (row["checkpoint"], row["task"], row["loss"]))
@@ -81,7 +81,7 @@ def _over_seeds(group: list[tuple[Any, dict[str, Any], dict[str, Any]]]) -> dict
         "score": _spread([variant["scores"][task["metric"]] for _, variant in entries]),
         "difference": difference,
         "loss": difference["mean"] if task.get("lower_is_better") else -difference["mean"],
-        # The interval of one draw; over several, the spread of the draws is told instead.
+        # With several seeds, the standard deviation is reported instead.
         "interval": entries[0][1]["interval"] if len(entries) == 1 else None,
         "verdicts": dict(Counter(variant["verdict"] for _, variant in entries)),
         "by_seed": [
@@ -98,17 +98,17 @@ def _spread(values: list[float]) -> dict[str, Any]:
     return {"mean": fmean(values), "sd": stdev(values) if len(values) > 1 else None, "seeds": len(values)}
 
 
-def layout(made: dict[str, Any]) -> list[dict[str, Any]]:
-    """Lay out a table for each checkpoint, task and machine: the smallest loss first, and of the same loss the fastest.
+def layout(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Format a table for each checkpoint, task and machine, sorted by loss, then by speed.
 
     Returns:
-        `title`, `columns` and `rows` of ready words, and `lines`: the same as values by name.
+        `title`, `columns` and `rows` as text, and `lines`: the same as values by name.
     """
-    checkpoints = list(dict.fromkeys(row["checkpoint"] for row in [*made["quality"], *made["speed"]]))
-    found = []
+    checkpoints = list(dict.fromkeys(row["checkpoint"] for row in [*results["quality"], *results["speed"]]))
+    tables = []
     for checkpoint in checkpoints:
-        quality = [row for row in made["quality"] if row["checkpoint"] == checkpoint]
-        speed = [row for row in made["speed"] if row["checkpoint"] == checkpoint]
+        quality = [row for row in results["quality"] if row["checkpoint"] == checkpoint]
+        speed = [row for row in results["speed"] if row["checkpoint"] == checkpoint]
         tasks = [row for number, row in enumerate(quality) if not any(_alike(row, other) for other in quality[:number])]
         machines = [row["machine"] for row in speed]
         machines = [one for number, one in enumerate(machines) if one not in machines[:number]]
@@ -116,8 +116,8 @@ def layout(made: dict[str, Any]) -> list[dict[str, Any]]:
             rows = [row for row in quality if task is not None and _alike(row, task)]
             for place in machines or [None]:
                 timed = [row for row in speed if row["machine"] == place]
-                found.append(_table(checkpoint, task, rows, timed))
-    return found
+                tables.append(_table(checkpoint, task, rows, timed))
+    return tables
 
 
 def _alike(row: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -140,7 +140,7 @@ def _table(
     if task is not None:
         unit = f"{task['metric']} %" if task["fraction"] else task["metric"]
         columns += [unit, "difference", "sd", "seeds", "95 %", "verdict"]
-    columns += [f"×, {_called(place, several)}" for place in places]
+    columns += [f"×, {_column(place, several)}" for place in places]
     return {
         "title": "; ".join(_headings(checkpoint, task, speed)),
         "columns": columns,
@@ -156,7 +156,7 @@ def _table(
                 **({} if scored is None else _quality_values(scored)),
                 **({"machine": machine_words(speed[0]["machine"])} if speed else {}),
                 **{
-                    f"ratio, {_called(place, several)}": row and row["ratio"]
+                    f"ratio, {_column(place, several)}": row and row["ratio"]
                     for place, row in zip(places, timed, strict=True)
                 },
                 **next(row["values"] for row in [*quality, *speed] if row["plan"] == name),
@@ -175,14 +175,14 @@ def _last_ratio(timed: list[dict[str, Any] | None]) -> float:
     return next((row["ratio"] for row in reversed(timed) if row and row["ratio"]), 0.0)
 
 
-def _called(place: tuple[Any, ...], several: bool) -> str:
+def _column(place: tuple[Any, ...], several: bool) -> str:
     batch, length, inputs, device, dtype, _, fast = place
-    told = f", batch {batch}, {inputs}, {dtype}, {device}" if several else ""
-    return f"{length} tokens{told}" + ", fast products" * fast
+    setting = f", batch {batch}, {inputs}, {dtype}, {device}" if several else ""
+    return f"{length} tokens{setting}" + ", fast products" * fast
 
 
 def machine_words(place: dict[str, Any]) -> str:
-    """Say which machine speeds are of."""
+    """Describe the machine of a speed measurement."""
     threads = f"{place['threads']} thread{'s' if place['threads'] != 1 else ''}"
     return ", ".join(
         str(part) for part in (place["gpu"], place["processor"], threads, f"torch {place['torch']}") if part
@@ -190,14 +190,14 @@ def machine_words(place: dict[str, Any]) -> str:
 
 
 def _headings(checkpoint: str, task: dict[str, Any] | None, speed: list[dict[str, Any]]) -> list[str]:
-    said = [checkpoint]
+    parts = [checkpoint]
     if task is not None:
         scale = wording.scale(task)
         exact = f"{task['base'] * scale:.{1 if scale > 1 else 3}f}"
-        said.append(f"{task['task']}, {task['split']}: {wording.share_of_examples(task)}, exact attention {exact}")
+        parts.append(f"{task['task']}, {task['split']}: {wording.share_of_examples(task)}, exact attention {exact}")
     if speed:
-        said.append(f"times exact attention's speed on {machine_words(speed[0]['machine'])}")
-    return said
+        parts.append(f"times exact attention's speed on {machine_words(speed[0]['machine'])}")
+    return parts
 
 
 def _quality_words(row: dict[str, Any] | None, task: dict[str, Any]) -> list[str]:
@@ -238,9 +238,9 @@ def _quality_values(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def comma_separated(made: dict[str, Any]) -> str:
-    """Make the CSV of a sweep: the lines of all its tables, with what the grid chose as columns of their own."""
-    lines = [line for table in layout(made) for line in table["lines"]]
+def comma_separated(results: dict[str, Any]) -> str:
+    """Render a sweep as CSV: the lines of all its tables, with a column for each key of the grid."""
+    lines = [line for table in layout(results) for line in table["lines"]]
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(dict.fromkeys(key for line in lines for key in line)), lineterminator="\n")
     writer.writeheader()
@@ -248,18 +248,18 @@ def comma_separated(made: dict[str, Any]) -> str:
     return buffer.getvalue()
 
 
-def markdown(made: dict[str, Any]) -> str:
-    """Make the Markdown of a sweep."""
-    parts = [f"# {made['title']}"]
-    if made["notice"]:
-        parts.append(f"*{made['notice']}*")
-    for table in layout(made):
+def markdown(results: dict[str, Any]) -> str:
+    """Render a sweep as Markdown."""
+    parts = [f"# {results['title']}"]
+    if results["notice"]:
+        parts.append(f"*{results['notice']}*")
+    for table in layout(results):
         aligned = ["---"] + ["--:"] * (len(table["columns"]) - 1)
         lines = [table["columns"], aligned, *table["rows"]]
         parts.append("\n".join([f"{table['title']}:", "", *(f"| {' | '.join(map(_cell, line))} |" for line in lines)]))
-    if made["failed"]:
-        failures = [f"- {one['title']}: {' '.join(one['error'].split())}" for one in made["failed"]]
-        parts.append("\n".join(["Failed; the next sweep tries them again:", "", *failures]))
+    if results["failed"]:
+        failures = [f"- {one['title']}: {' '.join(one['error'].split())}" for one in results["failed"]]
+        parts.append("\n".join(["Failed; the next sweep tries these cells again:", "", *failures]))
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The tables of the report: rows of ready words, made once for both the page and the Markdown."""
+"""The tables of the report, as formatted text shared by the page and the Markdown."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,14 +18,14 @@ _STANDINGS = {
     "faster": "faster",
     "slower": "slower",
     "even": "exact is better here",
-    "alone": "only this runs",
+    "alone": "exact out of memory",
     "out of memory": "out of memory",
     "missing": "not measured",
 }
 
 
 def quality_table(task: dict[str, Any]) -> dict[str, Any]:
-    """Lay out one task: a row for exact attention and one for each variant."""
+    """Format one task: a row for exact attention and one for each variant."""
     metric = task["metric"]
     scale, digits = wording.scale(task), 2 if task.get("fraction", True) else 3
     others = [name for name in task["base"]["scores"] if name != metric]
@@ -72,10 +72,10 @@ def quality_table(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def speed_table(rows: list[dict[str, Any]], crossovers: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Lay out one setting: a row a length with every variant's ratio, and all times below.
+    """Format one setting: a row per length with the ratio of every variant, and all times.
 
     Args:
-        rows: Entries of "speed" that differ in their length alone, shortest first.
+        rows: Entries of "speed" that differ only in length, shortest first.
         crossovers: The record's "crossover".
     """
     names = list(dict.fromkeys(entry["name"] for row in rows for entry in row["variants"]))
@@ -98,7 +98,7 @@ def speed_table(rows: list[dict[str, Any]], crossovers: Iterable[dict[str, Any]]
 
 
 def plan_lines(variant: dict[str, Any]) -> list[dict[str, str]]:
-    """Put layers with the same mechanism and settings together."""
+    """Group layers with the same mechanism and settings."""
     groups: dict[tuple[str, str], list[int]] = {}
     for layer in variant["layers"]:
         settings = ", ".join(f"{key} = {value}" for key, value in layer["settings"].items())
@@ -110,11 +110,11 @@ def plan_lines(variant: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def damage_table(variants: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Lay out what each converted layer loses by itself: a row a variant, a column a layer; None if nobody measured it.
+def layer_error_table(variants: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Format the error of each converted layer: a row per variant, a column per layer; None if none was measured.
 
-    The figures come from the receipts: the relative error of a layer's attention output, and where a mechanism leaves
-    keys out the attention weight that it kept.
+    The receipts hold the relative error of a layer's attention output, and the captured mass of mechanisms that drop
+    keys.
     """
     measured = [variant for variant in variants if (variant["receipt"] or {}).get("errors")]
     if not measured:
@@ -187,7 +187,7 @@ def _times(row: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _plain(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
-    """Say which variants ran an op in plain PyTorch, and at which lengths: lsh (lsh_attention, 512–2,048 tokens)."""
+    """The variants that ran an op in plain PyTorch, with the lengths: lsh (lsh_attention, 512–2,048 tokens)."""
     at: dict[tuple[str, str], list[int]] = {}
     for row in rows:
         for entry in row["variants"]:
@@ -223,20 +223,20 @@ def _slices(task: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _over_seeds(entry: dict[str, Any], task: dict[str, Any]) -> dict[str, str] | None:
-    """Say how the score varies with what is drawn, in a row of its own; None where nobody asked."""
+    """A row for the variation of the score over seeds; None if only one seed was scored."""
     seeds = entry.get("seeds")
     if not seeds:
         return None
     if not seeds["scores"]:
-        said = "the same with every seed: it draws nothing"
-        return {"name": f"{entry['name']}, over seeds", "score": "", "difference": "", "said": said}
+        text = "the same with every seed: nothing in it is random"
+        return {"name": f"{entry['name']}, over seeds", "score": "", "difference": "", "text": text}
     scale, digits = wording.scale(task), 2 if task.get("fraction", True) else 3
-    said = f"scores {wording.between((seeds['low'], seeds['high']), digits, scale)}"
+    text = f"scores {wording.between((seeds['low'], seeds['high']), digits, scale)}"
     return {
         "name": f"{entry['name']}, over {len(seeds['scores'])} seeds",
         "score": f"{wording.score(seeds['mean'], task)} ± {wording.decimal(seeds['sd'] * scale, digits)}",
         "difference": wording.signed((seeds["mean"] - task["base"]["scores"][task["metric"]]) * scale, digits),
-        "said": said,
+        "text": text,
     }
 
 

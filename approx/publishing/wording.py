@@ -1,4 +1,4 @@
-"""Numbers and measured facts in plain words, the same in every table, sentence and figure."""
+"""The wording of numbers and results, the same in every table, sentence and figure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,23 +6,23 @@ from typing import Any
 
 MINUS = "−"
 NOTHING = "–"
-# What a record calls implementations in plain PyTorch.
+# Names of the plain PyTorch implementations in records.
 PLAIN = ("reference", "tiles")
 
 
 def count(value: float | None) -> str:
-    """Write a whole number with its thousands apart: 1,024."""
+    """Write a whole number with thousands separators: 1,024."""
     return NOTHING if value is None else f"{value:,.0f}"
 
 
 def roughly(value: int) -> str:
-    """Write an estimate of a number with two significant digits, rounded up: 1,509 is 1,600."""
+    """Write an estimate rounded up to two significant digits: 1,600 for 1,509."""
     step = 10 ** max(len(str(value)) - 2, 0)
     return count(-(-value // step) * step)
 
 
 def decimal(value: float | None, digits: int = 2) -> str:
-    """Write a number with a true minus sign, and never a minus zero."""
+    """Write a number with a true minus sign; never minus zero."""
     if value is None:
         return NOTHING
     text = f"{abs(value):,.{digits}f}"
@@ -46,7 +46,7 @@ def score(value: float | None, task: dict[str, Any], digits: int = 2) -> str:
 
 
 def scale(task: dict[str, Any]) -> float:
-    """How many of the units that a task's differences are told in make up one of its score."""
+    """Factor from a task's scores to the units of its differences: 100 for fractions, shown in points."""
     return 100.0 if task.get("fraction", True) else 1.0
 
 
@@ -57,7 +57,7 @@ def units(task: dict[str, Any]) -> str:
 
 
 def change(entry: dict[str, Any], task: dict[str, Any]) -> str:
-    """Write a difference of scores with its sign, roughly."""
+    """Write a difference of scores with its sign, rounded."""
     return signed(entry["difference"] * scale(task), 1 if task.get("fraction", True) else 3)
 
 
@@ -81,12 +81,12 @@ def between(interval: Sequence[float] | None, digits: int = 2, scale: float = 1.
 
 
 def measured(receipt: dict[str, Any]) -> str:
-    """Say on what the damage of layers was measured: 512 tokens a row, built-in English text."""
-    return receipt.get("measured_on") or "not known"
+    """The inputs that layer errors were measured on: 512 tokens a row, built-in English text."""
+    return receipt.get("measured_on") or "unknown"
 
 
 def share_of_examples(entry: dict[str, Any]) -> str:
-    """Say how many examples a score stands on, and what must be known about them."""
+    """Say how many examples a score is based on, and whether they are a subset or truncated."""
     text = f"{count(entry['examples'])} examples"
     if entry.get("subset"):
         text += ", a subset"
@@ -96,7 +96,7 @@ def share_of_examples(entry: dict[str, Any]) -> str:
 
 
 def lengths(chosen: Iterable[int], measured: Sequence[int]) -> str:
-    """Write lengths as runs of those that were measured: 128–512 and 2,048 tokens."""
+    """Write lengths as ranges of the measured ones: 128–512 and 2,048 tokens."""
     places = sorted(measured.index(length) for length in chosen)
     runs: list[list[int]] = []
     for place in places:
@@ -109,13 +109,13 @@ def lengths(chosen: Iterable[int], measured: Sequence[int]) -> str:
 
 
 def span(values: Sequence[float]) -> str:
-    """Write the range of some ratios: 1.20–1.83×."""
+    """Write the range of ratios: 1.20–1.83×."""
     low, high = times(min(values)), times(max(values))
     return low if low == high else f"{low.removesuffix('×')}–{high}"
 
 
 def layer_ranges(layers: Sequence[int]) -> str:
-    """Write layers as runs: 0–5, 8."""
+    """Write layers as ranges: 0–5, 8."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][-1] + 1:
@@ -126,7 +126,7 @@ def layer_ranges(layers: Sequence[int]) -> str:
 
 
 def setting(row: dict[str, Any]) -> str:
-    """Say on what and how a speed was measured: CPU, float32, 2 threads, batch 1."""
+    """The setting of a speed measurement: CPU, float32, 2 threads, batch 1."""
     parts = [str(row["device"]).upper(), str(row["dtype"])]
     if row["device"] == "cpu":
         parts.append("1 thread" if row["threads"] == 1 else f"{row['threads']} threads")
@@ -139,13 +139,13 @@ def setting(row: dict[str, Any]) -> str:
 
 
 def implementations(entry: dict[str, Any]) -> str:
-    """Say which implementation each op ran in: cluster_queries cpu, lsh_attention plain PyTorch."""
+    """The implementation that each op used: cluster_queries cpu, lsh_attention plain PyTorch."""
     ran = {op: "plain PyTorch" if way in PLAIN else way for op, way in (entry.get("chosen") or {}).items()}
     return ", ".join(f"{op} {way}" for op, way in sorted(ran.items()))
 
 
 def needed(entry: dict[str, Any], task: dict[str, Any]) -> str | None:
-    """Write how many examples would settle a verdict, and of how many groups where they come in such; None if unknown."""
+    """Write how many examples, and groups if they are grouped, would settle a verdict; None if unknown."""
     examples = entry.get("needed_examples")
     if not examples:
         return None
@@ -157,7 +157,7 @@ def needed(entry: dict[str, Any], task: dict[str, Any]) -> str | None:
 def loss(entry: dict[str, Any], task: dict[str, Any]) -> str:
     """Say what a difference of scores means: loses 0.3 ± 0.7 points of accuracy."""
     if entry["interval"] is None:
-        return f"has {change(entry, task)} {units(task)}, seen on one example or group only,"
+        return f"has {change(entry, task)} {units(task)}, measured on a single example or group,"
     difference, (low, high) = entry["difference"] * scale(task), (end * scale(task) for end in entry["interval"])
     half = max(high - difference, difference - low)
     digits = 1 if half >= 0.05 else 2 if task.get("fraction", True) else 3
@@ -170,34 +170,34 @@ def loss(entry: dict[str, Any], task: dict[str, Any]) -> str:
 
 
 def tested(entry: dict[str, Any]) -> bool:
-    """Whether a variant approximated on enough inputs for its score to say anything."""
+    """Whether a variant approximated attention on enough inputs for a verdict."""
     return not entry["verdict"].startswith("not tested")
 
 
 def tone(entry: dict[str, Any]) -> str:
-    """Whether a verdict is good news, bad news or neither."""
+    """Tone of a verdict: good, bad or even."""
     return {"no loss": "good", "loss beyond margin": "bad"}.get(entry["verdict"], "even")
 
 
 def approximated(entry: dict[str, Any], task: dict[str, Any]) -> str:
-    """Say on which share of the inputs anything but exact attention was computed: 23 % of inputs, 31 % of tokens."""
+    """Write the share of inputs on which attention was approximated: 23 % of inputs, 31 % of tokens."""
     if "approximated" not in entry:
-        return "not known"
-    found = entry["approximated"]
-    if found is None:
+        return "unknown"
+    counts = entry["approximated"]
+    if counts is None:
         return NOTHING
-    return f"{part(found['examples'] / task['examples'])} of inputs, {part(found['tokens'])} of tokens"
+    return f"{part(counts['examples'] / task['examples'])} of inputs, {part(counts['tokens'])} of tokens"
 
 
 def part(share: float) -> str:
-    """Write a share so that 0 % means none and 100 % means all."""
+    """Write a share; 0 % means exactly none and 100 % exactly all."""
     if 0 < share < 0.01:
         return "< 1 %"
     return percent(min(share, 0.99) if share < 1 else share)
 
 
 def verdict(entry: dict[str, Any], task: dict[str, Any]) -> str:
-    """Say what the verdict on a difference means against its margin."""
+    """Say what a verdict means, with its margin."""
     if not tested(entry):
         return entry["verdict"]
     fraction = task.get("fraction", True)

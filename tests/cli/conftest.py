@@ -14,7 +14,7 @@ from tiny_study import tiny_checkpoint, tiny_data
 
 @dataclass
 class Answer:
-    """What a command gave back."""
+    """Result of a command."""
 
     code: int
     out: str
@@ -26,9 +26,9 @@ class Answer:
 
 
 def call(*words: str | Path) -> Answer:
-    """Run a command as typed and give its exit code and both outputs."""
-    found = CliRunner().invoke(app, [str(word) for word in words])
-    return Answer(found.exit_code, found.stdout, found.stderr)
+    """Run a command and return its exit code and both outputs."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    return Answer(result.exit_code, result.stdout, result.stderr)
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def converted(base, tmp_path_factory) -> Path:
-    """The base with local attention in its first layer, made by the command."""
+    """The base with local attention in its first layer, converted by the command."""
     folder = tmp_path_factory.mktemp("out put") / "con verted"
     answer = call("convert", base, "-o", folder, "-m", "local", "--set", "left=2", "--set", "right=2", "--layers", "0")
     assert answer.code == 0, answer.err
@@ -52,5 +52,5 @@ def converted(base, tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """Commands are run from an empty folder, as by somebody new."""
+    """Run commands in an empty folder."""
     monkeypatch.chdir(tmp_path)

@@ -88,7 +88,7 @@ def test_convert_gives_its_receipt(base, tmp_path):
     assert all(check["passed"] is not False for check in answer.json["checks"])
     assert "convert: loading the weights" in answer.err
     assert call("inspect", "out", "--json").json["positions"] == 64
-    # What is there is kept until somebody says otherwise, and found before any work.
+    # Existing output is kept without --force, and the error comes before any work.
     again = call("convert", base, "-o", "out", "-m", "linear", "--quiet")
     assert (again.code, again.out) == (8, "")
     assert again.err == "error: out exists already. Choose another output folder, or replace it with --force.\n"

@@ -26,7 +26,7 @@ def test_evaluate_compares_with_the_base_and_keeps_every_output(base, converted,
     assert made["variants"][0]["verified"]
     table = pyarrow.parquet.read_table(tmp_path / "my records" / entry["outputs"])
     assert table.num_rows == 24
-    # The folder above the task's own is as good, and nothing is replaced unasked.
+    # The parent of the task's folder works too, and nothing is replaced without --force.
     assert call(*scored, "--data", data.parent, "--limit", "4", "--json").json["quality"][0]["examples"] == 4
     assert call(*scored, "--data", data, "-o", "my records/r.json").code == 8
     (tmp_path / "my records" / "r.json").unlink()
@@ -40,7 +40,7 @@ def test_without_a_base_a_converted_checkpoint_meets_itself_and_a_stock_one_nobo
     assert alone["quality"][0]["variants"] == []
     assert itself["checkpoint"]["name"].endswith("con verted with exact attention")
     assert [row["name"] for row in itself["quality"][0]["variants"]] == ["con verted"]
-    # The base is in there, to the last bit.
+    # The base is restored bit by bit.
     assert itself["quality"][0]["base"] == alone["quality"][0]["base"]
 
 
@@ -53,7 +53,7 @@ def test_fail_over_is_for_losses_beyond_the_margin(base, converted, data):
 
 
 def test_a_loss_beyond_the_margin_exits_with_7(base, data, tmp_path):
-    """The worst variant there is: a head that was turned around gets every example wrong that the base gets right."""
+    """The worst variant: with its head negated, it is wrong on every example that the base gets right."""
     import torch
     import transformers
 
@@ -75,7 +75,7 @@ def test_a_loss_beyond_the_margin_exits_with_7(base, data, tmp_path):
 
 
 def test_no_loss_on_inputs_that_are_exact_is_not_tested(base, data, tmp_path):
-    """A window over all of every sentence: the converted model is the base."""
+    """With a window over every whole sentence, the converted model equals the base."""
     wide = ("-m", "local", "--set", "left=20", "--set", "right=20")
     assert call("convert", base, "-o", "wide", *wide).code == 0
     said = "not tested: exact on 100 % of these inputs"
@@ -99,7 +99,7 @@ def test_no_loss_on_inputs_that_are_exact_is_not_tested(base, data, tmp_path):
 
 
 def test_the_share_that_is_approximated_is_that_of_the_lengths(base, tmp_path):
-    """A window of 4 tokens to each side: sentences of 6 tokens and more are approximated."""
+    """With a window of 4 tokens to each side, sentences of 6 or more tokens are approximated."""
     assert call("convert", base, "-o", "narrow", "-m", "local", "--set", "left=4", "--set", "right=4").code == 0
     sentences = ["good " * words for words in (1, 2, 3, 3, 4, 5, 8, 1, 1, 1)]
     rows = [f"{sentence}\t{row % 2}" for row, sentence in enumerate(sentences)]
@@ -120,7 +120,7 @@ def test_a_base_with_another_tokenizer_is_refused(converted, data, tmp_path):
     (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     answer = call("evaluate", converted, "--against", other, "--task", "glue/sst2", "--data", data)
     assert answer.code == 2
-    assert "their tokenizers differ" in answer.err
+    assert "The tokenizers of con verted and exact differ" in answer.err
 
 
 def test_inputs_beyond_the_positions_are_refused_or_cut_and_counted(base, tmp_path):
@@ -149,7 +149,7 @@ def test_fast_products_are_given_to_base_and_converted_and_stand_in_the_record(c
     answer = call(*words, "--fast-products", "-o", "fast.json")
     assert answer.code == 0, answer.err
     assert set(seen) == {"bf16"}
-    assert "float32 products by the faster switch" in " ".join(answer.out.split())
+    assert "fast float32 products" in " ".join(answer.out.split())
     for name, fast in (("plain", False), ("fast", True)):
         assert record.load(tmp_path / f"{name}.json")["quality"][0]["fast_products"] is fast
     seen.clear()
@@ -166,7 +166,7 @@ def test_fast_products_that_cannot_help_are_refused(command, base, data):
     task = ("--task", "glue/sst2", "--data", data)
     answer = call(*command, base, *task, "--dtype", "bfloat16", "--fast-products")
     assert answer.code == Exit.UNSUPPORTED
-    assert "the dtype is bfloat16; they are products of float32" in " ".join(answer.err.split())
+    assert "the dtype is bfloat16; they work in float32 only" in " ".join(answer.err.split())
 
 
 def test_bench_times_a_stock_checkpoint_against_no_attention(base):

@@ -12,7 +12,7 @@ from .conftest import call
 
 TASK = ("--task", "glue/sst2", "--data", "{data}")
 MISTAKES = [
-    # What was typed.
+    # Arguments.
     (("frobnicate",), Exit.USAGE, "No such command 'frobnicate'"),
     (("plam", "x"), Exit.USAGE, "Did you mean 'plan'?"),
     (("inspect",), Exit.USAGE, "Missing argument 'model'"),
@@ -42,12 +42,12 @@ MISTAKES = [
     (("evaluate", "{base}", "--task", "glue/sst"), Exit.USAGE, "Did you mean 'glue/sst2'?"),
     (("evaluate", "{base}", "--task", "glue/rte", "--data", "{data}"), Exit.UNSUPPORTED, "not_entailment"),
     (("evaluate", "{base}", "--task", "needle", "--set", "lenth=4"), Exit.USAGE, "lenth"),
-    # What is not there, or is there already.
+    # Paths that do not exist, or exist already.
     (("inspect", "./nowhere"), Exit.UNAVAILABLE, "./nowhere does not exist"),
     (("inspect", "owner/name", "--offline"), Exit.UNAVAILABLE, "local cache (--offline)"),
     (("inspect", "{data}"), Exit.UNAVAILABLE, "config.json is missing"),
-    (("evaluate", "{base}", "--task", "glue/sst2", "--data", "nowhere"), Exit.UNAVAILABLE, "no file or folder nowhere"),
-    (("report", "{data}/nan.json", "-o", "out"), Exit.UNAVAILABLE, "nan.json is damaged: NaN is not a number of JSON"),
+    (("evaluate", "{base}", "--task", "glue/sst2", "--data", "nowhere"), Exit.UNAVAILABLE, "nowhere does not exist"),
+    (("report", "{data}/nan.json", "-o", "out"), Exit.UNAVAILABLE, "nan.json is damaged: NaN is not a JSON number"),
     (("report", "nowhere.json", "-o", "out"), Exit.UNAVAILABLE, "nowhere.json cannot be read"),
     (("revert", "{base}", "-o", "out"), Exit.REFUSED, "nothing to revert"),
     (("convert", "{converted}", "-o", "out", "-m", "linear"), Exit.REFUSED, "converted already"),
@@ -76,7 +76,7 @@ def test_a_mistake_is_told_in_one_line(words, code, fragment, base, converted, d
     assert (answer.code, len(errors), answer.out) == (code, 1, ""), answer
     assert errors[0].startswith("error: ")
     assert fragment in errors[0]
-    # The same, for programs.
+    # The same as JSON.
     told = call(*typed, "--json")
     assert told.json == {"error": errors[0].removeprefix("error: "), "exit_code": code}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.yaml"], "something was left behind"
@@ -91,7 +91,7 @@ def test_a_missing_gpu_exits_with_4(words, base, data):
     typed = [word.format(data=data) for word in words]
     answer = call(typed[0], base, *typed[1:], "--device", "cuda")
     assert (answer.code, answer.err) == (
-        Exit.MISSING, "error: Device 'cuda' was asked for, but torch sees no GPU. Use the device 'cpu'.\n"
+        Exit.MISSING, "error: The device is 'cuda', but torch sees no GPU. Use the device 'cpu'.\n"
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def test_a_converted_folder_that_was_cut_or_changed_is_refused(converted, data, 
 
 def test_a_full_disk_leaves_no_half_of_a_plan(base, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A limit on the size of files stands for a full disk.
+    # A limit on the size of files simulates a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (9, hard))
     try:
         answer = call("plan", base, "-m", "local", "-o", "plan.yaml")

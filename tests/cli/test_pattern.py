@@ -1,4 +1,4 @@
-"""`approx pattern` as a user types it."""
+"""The command `approx pattern`."""
 
 import pytest
 
@@ -36,12 +36,12 @@ def test_json_is_one_object_with_everything_in_it(tmp_path):
         "pattern", "strided", "--length", "200", "--causal", "--set", "stride=20", "--json", "-o", "pic tures"
     )
     assert answer.code == 0, answer.err
-    found = answer.json
-    assert found["settings"]["stride"] == 20
-    assert (found["length"], found["causal"], len(found["steps"])) == (200, True, 2)
-    assert found["flow"]["full_information"] is True
-    assert sorted(found["files"]) == [f"pic tures/{name}" for name in PICTURES]
-    assert all((tmp_path / file).is_file() for file in found["files"])
+    figures = answer.json
+    assert figures["settings"]["stride"] == 20
+    assert (figures["length"], figures["causal"], len(figures["steps"])) == (200, True, 2)
+    assert figures["flow"]["full_information"] is True
+    assert sorted(figures["files"]) == [f"pic tures/{name}" for name in PICTURES]
+    assert all((tmp_path / file).is_file() for file in figures["files"])
 
 
 @pytest.mark.parametrize("name", ["local", "block", "strided", "fixed", "ltr", "rtl", "longformer", "bigbird", "sinks"])

@@ -1,4 +1,4 @@
-"""Plans that ask for what is not there or not allowed: a line for each mistake, all at once, and the right exit code."""
+"""Mistakes in plans: all are reported at once, a line each, with the right exit code."""
 
 import json
 
@@ -64,11 +64,18 @@ def test_all_mistakes_of_a_plan_are_told_at_once(gpt2, tmp_path):
     ]
     (tmp_path / "p.json").write_text(json.dumps(rules), encoding="utf-8")
     answer = call("plan", gpt2, "--plan", "p.json")
-    found = ["Head 9", "Layer 7", "'1,1' name head 1 twice", "'clusters' is 0", "'iterations' is 0", "'seed' is 'x'"]
-    found += ["'left' is -1", "'right' is 1.5", "no setting 'tpk'", "'ltr' has no causal form"]
+    fragments = [
+        "Head 9",
+        "Layer 7",
+        "'1,1' name head 1 twice",
+        "'clusters' is 0",
+        "'iterations' is 0",
+        "'seed' is 'x'",
+    ]
+    fragments += ["'left' is -1", "'right' is 1.5", "no setting 'tpk'", "'ltr' has no causal form"]
     lines = answer.err.splitlines()
-    assert (answer.code, len(lines)) == (Exit.USAGE, len(found)), answer.err
-    for fragment in found:
+    assert (answer.code, len(lines)) == (Exit.USAGE, len(fragments)), answer.err
+    for fragment in fragments:
         assert sum(fragment in line for line in lines) == 1, fragment
     rules[0]["recompute"], rules[1]["heads"] = "yes", [0, 1]
     (tmp_path / "p.json").write_text(json.dumps(rules), encoding="utf-8")
@@ -93,7 +100,7 @@ def test_rules_may_overlap_and_the_last_one_wins(gpt2):
         (None, Exit.UNAVAILABLE, "text.txt cannot be read: No such file"),
         (b"\xff\xfe\x00", Exit.UNAVAILABLE, "it is not UTF-8 text"),
         (b" \n", Exit.UNAVAILABLE, "text.txt cannot be read: it is empty"),
-        # The tiny decoder has no tokenizer; transformers makes an empty one of nothing.
+        # The tiny decoder has no tokenizer; transformers makes an empty one.
         (b"the film is good", Exit.UNAVAILABLE, "the vocabulary is missing"),
     ],
 )
@@ -125,7 +132,7 @@ def test_a_conversion_tells_text_mass_and_warnings(base, tmp_path):
     assert "captured mass" in answer.out
     receipt = json.loads((tmp_path / "one" / "approx_receipt.json").read_text("utf-8"))
     assert all(0 < mass < 1 for mass in receipt["captured_mass"].values())
-    # As long as the positions, of a text that is longer.
+    # The text is longer than the positions.
     assert set(receipt["measured_at"].values()) == {32}
     assert "measured on 32 tokens a row, my own.txt." in answer.out
     card = (tmp_path / "one" / "README.md").read_text("utf-8")

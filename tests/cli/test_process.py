@@ -1,4 +1,4 @@
-"""The command line as a process of its own: from a checkout, in an empty folder, on a terminal, in a pipe, interrupted."""
+"""The command line in a separate process: from a checkout, in an empty folder, on a terminal, in a pipe, interrupted."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def start(*words: object, cwd: Path) -> subprocess.Popen:
 
 
 def test_help_waits_for_no_large_library_and_the_version_says_what_is_usable(tmp_path):
-    # Seconds depend on the machine; what is imported does not, and it is what makes an answer wait.
+    # Imports decide how long a command takes, and unlike seconds do not depend on the machine.
     told = subprocess.run(
         [sys.executable, "-X", "importtime", *COMMAND[1:], "--help"],
         cwd=tmp_path, env=environment(), check=True, capture_output=True, text=True,
@@ -71,7 +71,7 @@ def test_a_reader_who_leaves_early_is_no_error(tmp_path):
 
 @pytest.mark.slow
 def test_tables_and_bars_fit_a_narrow_terminal(base, tmp_path):
-    """Through a pseudo-terminal of 80 columns, as a person sees it."""
+    """Run in a pseudo-terminal of 80 columns."""
     import fcntl
     import struct
     import termios

@@ -8,7 +8,7 @@ CANARY = "hf_canary0123456789abcdefghijklmnopq"
 
 
 def test_a_token_of_the_environment_is_in_no_output_and_no_file(base, converted, data, tmp_path, monkeypatch):
-    """Every command, also where the token was typed as an argument by mistake."""
+    """Every command, and commands with the token typed as an argument by mistake."""
     monkeypatch.setenv("HF_TOKEN", CANARY)
     recipe = tiny_recipe(tmp_path / "r.yaml", base, data)
     task = ("--task", "glue/sst2", "--data", data)
@@ -34,7 +34,7 @@ def test_a_token_of_the_environment_is_in_no_output_and_no_file(base, converted,
         (CANARY,),
     ]
     for words in commands:
-        # What a record keeps as the command that was typed.
+        # The command in a record.
         monkeypatch.setattr(sys, "argv", ["approx", *map(str, words), CANARY])
         answer = call(*words)
         assert CANARY not in answer.out + answer.err, words

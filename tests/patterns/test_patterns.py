@@ -1,4 +1,4 @@
-"""Sparse patterns counted: the known figures, and every figure against its definition at small lengths."""
+"""Figures of sparse patterns: known values, and every figure against its definition at small lengths."""
 
 import numpy as np
 import pytest
@@ -40,10 +40,10 @@ def test_every_mechanism_that_chooses_keys_by_position_is_a_pattern():
 @given(patterns(), st.integers(1, 9))
 @settings(max_examples=80, deadline=None)
 def test_every_figure_is_what_its_definition_says(pattern, block):
-    found, n = figures(pattern, block), pattern.length
+    counted, n = figures(pattern, block), pattern.length
     merged = pattern.steps.any(0)
-    assert found["edges"] == sum(step["edges"] for step in found["steps"]) == pattern.steps.sum()
-    for counts, mask in [*zip(found["steps"], pattern.steps, strict=True), (found["merged"], merged)]:
+    assert counted["edges"] == sum(step["edges"] for step in counted["steps"]) == pattern.steps.sum()
+    for counts, mask in [*zip(counted["steps"], pattern.steps, strict=True), (counted["merged"], merged)]:
         degrees = [int(row.sum()) for row in mask]
         assert counts["edges"] == sum(degrees)
         assert counts["in_degree"] == {
@@ -54,7 +54,7 @@ def test_every_figure_is_what_its_definition_says(pattern, block):
         assert counts["density"] == pytest.approx(sum(degrees) / n**2)
         tiles = [mask[i : i + block, j : j + block].any() for i in range(0, n, block) for j in range(0, n, block)]
         assert counts["block_density"] == pytest.approx(np.mean(tiles))
-        # A tile holds block² pairs at most, however they are laid out.
+        # In any layout, a tile holds at most block² pairs.
         assert sum(degrees) / block**2 / len(tiles) <= counts["rewritten"]["block_density"] <= counts["block_density"]
     within = np.tril(np.ones((n, n), bool)) if pattern.causal else np.ones((n, n), bool)
 
@@ -64,19 +64,19 @@ def test_every_figure_is_what_its_definition_says(pattern, block):
             paths = step.astype(int) @ paths
         return paths
 
-    flow = found["flow"]
+    flow = counted["flow"]
     assert flow["coverage"] == pytest.approx((product(pattern.steps) > 0)[within].mean())
     assert flow["full_information"] == (product(pattern.steps) > 0)[within].all()
     if len(pattern.steps) > 1:
         assert flow["coverage_reversed"] == pytest.approx((product(pattern.steps[::-1]) > 0)[within].mean())
-        # Two steps reach nothing that so many edges cannot reach.
-        first, second = (step["in_degree"]["max"] for step in found["steps"])
+        # The number of edges limits what two steps can reach.
+        first, second = (step["in_degree"]["max"] for step in counted["steps"])
         assert first * second >= n or pattern.causal or not flow["full_information"]
     for number, share in enumerate(flow["coverage_by_layer"], start=1):
         assert share == pytest.approx((product([merged] * number) > 0)[within].mean())
     before, after = (pattern.steps[0], pattern.steps[-1])
     load = before.sum(1) * after.sum(0) / n**2
-    (through,) = found["load"]
+    (through,) = counted["load"]
     assert (through["min"], through["max"]) == pytest.approx((load.min(), load.max()))
     assert load[through["at"]] == load.max()
     assert through["ways"] == pytest.approx(product([before, after])[within].mean())
@@ -93,12 +93,12 @@ def test_the_boolean_product_is_right_for_any_number_of_steps(count, length, den
 
 
 def test_left_to_right_has_its_known_figures():
-    found = figures(find_pattern("ltr", 1024, False, {}))
-    assert (found["stride"], found["edges"], found["merged"]["edges"]) == (32, 50_656, 49_632)
-    assert [found["merged"]["in_degree"][end] for end in ("min", "max")] == [33, 63]
-    assert round(found["merged"]["density"], 3) == 0.047
-    assert (found["flow"]["coverage"], found["flow"]["full_information"]) == (1.0, True)
-    assert round(found["flow"]["coverage_reversed"], 3) == 0.047
+    counted = figures(find_pattern("ltr", 1024, False, {}))
+    assert (counted["stride"], counted["edges"], counted["merged"]["edges"]) == (32, 50_656, 49_632)
+    assert [counted["merged"]["in_degree"][end] for end in ("min", "max")] == [33, 63]
+    assert round(counted["merged"]["density"], 3) == 0.047
+    assert (counted["flow"]["coverage"], counted["flow"]["full_information"]) == (1.0, True)
+    assert round(counted["flow"]["coverage_reversed"], 3) == 0.047
     assert figures(find_pattern("ltr", 512, False, {}))["flow"]["full_information"], "512 is no multiple of 22"
 
 

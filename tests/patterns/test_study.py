@@ -1,4 +1,4 @@
-"""A pattern is drawn as it is where it is small, and shrunk beside itself where it is not; its stages are told."""
+"""Small patterns are drawn unchanged, large ones also at a shorter length; progress is reported."""
 
 import functools
 
@@ -11,7 +11,7 @@ from approx.patterns import study as patterns
 
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
-    """Draw a pattern of some length, and give what both pictures were made of."""
+    """Draw a pattern and return the input of both pictures."""
     seen = {}
     for name in ("steps_picture", "flow_picture"):
         real = getattr(patterns, name)
@@ -49,7 +49,7 @@ def test_a_large_one_is_drawn_shrunk_and_as_it_is(drawn):
     ((title, note, views), _), ((_, beside, steps), _) = drawn(49)
     assert title.startswith("strided: 49 tokens, ")
     assert note.startswith("drawn with 16 tokens, ")
-    assert note.endswith(", and as it is: a point stands for many pairs, paler if few are seen")
+    assert note.endswith(", and at full length: a point stands for many pairs, paler if few are seen")
     assert beside == note.partition(", and as it is")[0]
     assert [view.shape[-1] for view in views] == [16, 49]
     assert steps.shape[-1] == 16
@@ -58,14 +58,14 @@ def test_a_large_one_is_drawn_shrunk_and_as_it_is(drawn):
 
 @pytest.mark.parametrize("length", [0, 49])
 def test_more_than_can_be_told_apart_is_not_drawn_pair_by_pair(drawn, length):
-    with pytest.raises(ApproxError, match=f"Asked to draw {length} tokens pair by pair; allowed is 1 to 48"):
+    with pytest.raises(ApproxError, match=f"The length for drawing is {length} tokens; allowed is 1 to 48"):
         drawn(200, length=length)
 
 
 def test_every_stage_of_telling_is_told(monkeypatch):
     monkeypatch.setattr(patterns, "BenchStage", functools.partial(patterns.BenchStage, rounds=3, seconds=0.0))
     told = []
-    found = patterns.tell(
+    result = patterns.report(
         find_pattern("block", 8, False, {}), block=4, device="cpu", progress=lambda *where: told.append(where)
     )
     assert told == [
@@ -74,9 +74,11 @@ def test_every_stage_of_telling_is_told(monkeypatch):
         ("time batch 1, 8 tokens", 0, 1),
         ("time ", 1, 1),
     ]
-    assert [(row["length"], row["batch"], row["dtype"]) for row in found["speed"]] == [(8, 1, "float32")]
+    assert [(row["length"], row["batch"], row["dtype"]) for row in result["speed"]] == [(8, 1, "float32")]
     told.clear()
-    assert "speed" not in patterns.tell(find_pattern("block", 8, False, {}), progress=lambda *where: told.append(where))
+    assert "speed" not in patterns.report(
+        find_pattern("block", 8, False, {}), progress=lambda *where: told.append(where)
+    )
     assert len(told) == 2
 
 

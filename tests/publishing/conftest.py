@@ -1,4 +1,4 @@
-"""A record written by hand that holds every case a report must be able to say."""
+"""A handwritten record with every case that a report must show."""
 
 import copy
 
@@ -195,20 +195,20 @@ RECORD = {
 
 @pytest.fixture
 def record() -> dict:
-    """The record, to be changed at will."""
+    """A copy of the record that a test may change."""
     return copy.deepcopy(RECORD)
 
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory) -> dict[str, str]:
-    """The report of the record as it stands: name and text of every file."""
+    """The report of the unchanged record: name and text of every file."""
     written = write_report([copy.deepcopy(RECORD)], tmp_path_factory.mktemp("report"))
     return {path.name: path.read_text("utf-8") for path in written}
 
 
 @pytest.fixture
 def figures(monkeypatch) -> list[Figure]:
-    """What is drawn during the test, as matplotlib has it before it makes a file of it."""
+    """The figures drawn during the test, as matplotlib objects."""
     kept: list[Figure] = []
 
     def keep(figure: Figure, suffixes: list[str]) -> dict[str, bytes]:

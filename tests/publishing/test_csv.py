@@ -1,4 +1,4 @@
-"""The tables of a report as CSV: a column for each figure, and each figure in its own column."""
+"""The CSV tables of a report: each value is in its own column."""
 
 import csv
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The information-flow graph of a pattern: its nodes, its edges and its words."""
+"""The information-flow graph of a pattern: nodes, edges and labels."""
 
 import re
 
@@ -18,7 +18,7 @@ LTR[1][:, [2, 5]] = True
 
 
 def lit(files):
-    """The nodes of a flow graph that are filled, row by row from the tokens up, left to right."""
+    """Which nodes of a flow graph are filled, row by row from the tokens up, left to right."""
     text = files[".svg"].decode()
     nodes = re.findall(r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: (#\w+)', text)
     rows = sorted({float(y) for _, y, _ in nodes}, reverse=True)
@@ -26,20 +26,20 @@ def lit(files):
 
 
 def edges(figure: Figure) -> dict[str, set[tuple[tuple[float, float], tuple[float, float]]]]:
-    """By colour the edges of a flow graph, each from a key up to a query."""
-    found: dict[str, set[tuple[tuple[float, float], tuple[float, float]]]] = {}
+    """The edges of a flow graph by colour, each from a key up to a query."""
+    by_colour: dict[str, set[tuple[tuple[float, float], tuple[float, float]]]] = {}
     for lines in figure.axes[0].collections:
         colour = to_hex(lines.get_edgecolor()[0])  # type: ignore[index]  # an array of colours
         segments: list[NDArray[np.float64]] = lines.get_segments()  # type: ignore[attr-defined]  # they are lines
-        found.setdefault(colour, set()).update(((k, low), (q, high)) for (k, low), (q, high) in segments)
-    return found
+        by_colour.setdefault(colour, set()).update(((k, low), (q, high)) for (k, low), (q, high) in segments)
+    return by_colour
 
 
 def texts(figure: Figure) -> dict[str, tuple[float, float]]:
     return {text.get_text(): text.get_position() for text in figure.axes[0].texts}
 
 
-def test_the_flow_lights_what_the_chosen_position_hears_of():
+def test_the_flow_highlights_the_sources_of_the_chosen_position():
     assert lit(flow_picture("t", "", LTR, causal=False, node=0, suffixes=[".svg"])) == [
         [True, True, True, True, True, True],
         [True, False, True, False, False, True],
@@ -49,35 +49,35 @@ def test_the_flow_lights_what_the_chosen_position_hears_of():
     assert backwards[0] == [True, False, True, False, False, True]
 
 
-def test_the_flow_has_an_edge_a_pair_and_those_that_carry_what_is_heard_have_the_colour_of_their_step(figures):
+def test_the_flow_has_an_edge_for_each_pair_and_highlighted_ones_have_the_colour_of_their_step(figures):
     flow_picture("t", "", LTR, causal=False, node=0, suffixes=BOTH)
-    found = edges(figures[0])
+    by_colour = edges(figures[0])
     every = {
         ((float(key), float(level)), (float(query), float(level + 1)))
         for level, step in enumerate(LTR)
         for query, key in np.argwhere(step)
     }
     second = {((float(key), 1.0), (0.0, 2.0)) for key in (0, 2, 5)}
-    # Into the positions 0, 2 and 5, which position 0 hears of in the second step.
+    # Into the positions 0, 2 and 5, which position 0 receives from in the second step.
     first = {((float(key), 0.0), (float(query), 1.0)) for query in (0, 2, 5) for key in np.flatnonzero(LTR[0][query])}
-    assert found[STEPS[1]] == second
-    assert found[STEPS[0]] == first
-    assert set().union(*found.values()) == every
-    assert found[PALE] == every - first - second
+    assert by_colour[STEPS[1]] == second
+    assert by_colour[STEPS[0]] == first
+    assert set().union(*by_colour.values()) == every
+    assert by_colour[PALE] == every - first - second
     said = texts(figures[0])
     assert said["step 1"] == (-0.7, 0.5)
     assert said["step 2"] == (-0.7, 1.5)
     assert said["tokens"] == (-0.7, 0)
     assert [said[str(position)] for position in range(6)] == [(position, -0.12) for position in range(6)]
-    assert said["position 0 hears of all 6"] == (0, 2.14)
+    assert said["position 0 receives from all 6"] == (0, 2.14)
 
 
 def test_a_pattern_of_one_step_flows_through_two_layers_of_it(figures):
     flow_picture("t", "", LTR[:1], causal=True, suffixes=BOTH)
     flow_picture("t", "", LTR[:1], causal=False, suffixes=BOTH)
     last, middle = map(texts, figures)
-    assert last["position 5 hears of 3 of the 6"][0] == 5
-    assert middle["position 3 hears of 1 of the 6"][0] == 3
+    assert last["position 5 receives from 3 of the 6"][0] == 5
+    assert middle["position 3 receives from 1 of the 6"][0] == 3
     assert last["layer 1"] == (-0.7, 0.5)
     assert last["layer 2"] == (-0.7, 1.5)
     assert set(edges(figures[0])) == {STEPS[0], PALE}
@@ -88,7 +88,7 @@ def test_a_pattern_of_one_step_flows_through_two_layers_of_it(figures):
 )
 def test_what_is_said_of_a_position_stays_within_the_picture(figures, node, side):
     flow_picture("t", "", np.eye(10, dtype=bool)[None], causal=False, node=node, suffixes=BOTH)
-    (said,) = (text for text in figures[0].axes[0].texts if "hears" in text.get_text())
+    (said,) = (text for text in figures[0].axes[0].texts if "receives" in text.get_text())
     assert said.get_horizontalalignment() == side
 
 
@@ -124,5 +124,5 @@ def test_title_and_note_are_broken_into_lines_that_fit_and_do_not_meet(figures):
     noted.draw_without_rendering()
     box = noted.texts[-1].get_window_extent()
     assert noted.axes[0].get_window_extent().y1 <= box.y0 < box.y1 < noted.bbox.height
-    # The note is a text of its own.
+    # The note is a separate text.
     assert len(plain.texts) == len(noted.texts) - 1

@@ -1,4 +1,4 @@
-"""The page and the Markdown of hand-made records: what the golden file does not show."""
+"""The page and the Markdown of handwritten records: what the golden file does not show."""
 
 import re
 
@@ -24,8 +24,10 @@ def test_the_page_shows_intervals_shares_and_receipts_that_the_markdown_leaves_o
 def test_the_colour_of_a_variant_is_beside_its_name_everywhere(record):
     (section,) = re.findall(r"<article.*?</article>", page.html([record]), flags=re.DOTALL)
     beside = re.findall(r'background: (#\w+)" aria-hidden="true"></span>(linear|clustered 25)\b', section)
-    colours = {name: {colour for colour, found in beside if found == name} for name in ("linear", "clustered 25")}
-    assert {name: len(found) for name, found in colours.items()} == {"linear": 1, "clustered 25": 1}
+    colours = {
+        name: {colour for colour, beside_name in beside if beside_name == name} for name in ("linear", "clustered 25")
+    }
+    assert {name: len(values) for name, values in colours.items()} == {"linear": 1, "clustered 25": 1}
     assert colours["linear"] != colours["clustered 25"]
 
 

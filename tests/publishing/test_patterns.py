@@ -1,4 +1,4 @@
-"""Pictures of patterns: whole files, the same every time, and the steps with what they must show."""
+"""Pictures of patterns: complete and reproducible files, and the content of the steps."""
 
 import io
 import re
@@ -43,7 +43,7 @@ def test_a_picture_is_small_and_the_same_every_time(draw):
     assert set(files) == {".svg", ".png"}
     assert files == draw()
     ElementTree.fromstring(files[".svg"])
-    # Noise, of which the third picture is full, cannot be packed.
+    # The third picture is noise, which does not compress.
     assert len(files[".svg"]) < 400_000
     assert b"dc:date" not in files[".svg"]
     width, height = re.findall(rb'(?:width|height)="([\d.]+)pt"', files[".svg"])[:2]
@@ -75,12 +75,12 @@ def cells(axes: Axes) -> list[list[str]]:
     assert (axes.get_xlim(), axes.get_ylim()) == ((-0.5, length - 0.5), (length - 0.5, -0.5))
     quarters = [(y - 0.25, y + 0.25) for y in range(length)]
     points = [(x, y) for pair in quarters for y in pair for other in quarters for x in other]
-    found = np.full(len(points), "", object)
+    colours = np.full(len(points), "", object)
     for patch in axes.patches:
         inside = patch.get_path().contains_points(points)
-        assert not found[inside].any()
-        found[inside] = to_hex(patch.get_facecolor())
-    by_cell = found.reshape(length, 2, length, 2)
+        assert not colours[inside].any()
+        colours[inside] = to_hex(patch.get_facecolor())
+    by_cell = colours.reshape(length, 2, length, 2)
     assert (by_cell == by_cell[:, :1, :, :1]).all()
     return by_cell[:, 0, :, 0].tolist()
 
@@ -140,7 +140,7 @@ def test_lengths_of_a_pattern_are_rows_of_panels_and_of_one_step_they_share_a_ro
     assert shapes == [(2, 3), (1, 2)]
     assert [axes.get_title() for axes in single.axes] == ["5 tokens", "9 tokens"]
     assert [axes.get_title() for axes in several.axes[2:4]] == ["merged, 5 tokens", "step 1, 9 tokens"]
-    # A panel is as large however many there are.
+    # The size of a panel does not depend on their number.
     assert several.get_figwidth() - single.get_figwidth() == pytest.approx(2.75)
     assert several.get_figheight() - single.get_figheight() == pytest.approx(2.85)
 
@@ -157,7 +157,7 @@ def test_a_long_pattern_is_an_image_whose_points_are_as_strong_as_the_share_that
     assert free.shape == (200, 200, 3)
     empty, one, own = map(np.array, (to_rgb(NOTHING), to_rgb(STEPS[0]), to_rgb(OWN)))
     strength = (1 / 9) ** (1 / 3)
-    # Half a step of an eight-bit colour cannot be seen.
+    # Half a step of an eight-bit colour is not visible.
     assert free[100, 50] == pytest.approx(empty, abs=1 / 510)
     assert free[0, 1] == pytest.approx(one)
     assert free[2, 3] == pytest.approx((1 - strength) * empty + strength * one)

@@ -1,4 +1,4 @@
-"""What the drawings of a report hold: points, bands, labels and scales as matplotlib has them before it draws."""
+"""The plots of a report: points, bands, labels and scales, as matplotlib objects."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from approx.publishing.summary import speed_groups
 
 @pytest.fixture
 def drawn(monkeypatch) -> Callable[..., Axes]:
-    """Call one of the module's figures; the axes that it filled."""
+    """Draw a figure of the module and return its axes."""
     kept: list[Axes] = []
 
     def keep(identity: str, description: str, paint: Callable[[Axes], None], inches: tuple[float, float]) -> str:
@@ -39,14 +39,14 @@ def lines(axes: Axes) -> dict[str, list[tuple[float, float]]]:
 def test_speed_is_drawn_as_it_was_measured(record, drawn):
     (rows,) = speed_groups(record)
     axes = drawn(plots.speed_figure, rows, record)
-    found = lines(axes)
+    curves = lines(axes)
     for name in ("improved-clustered 25", "clustered 25", "linear"):
         measured = [
             (row["length"], entry["ratio"]) for row in rows for entry in row["variants"] if entry["name"] == name
         ]
-        assert found[name] == [(length, ratio) for length, ratio in measured if ratio]
-    assert found["ceiling: attention removed"] == [(row["length"], row["ceiling"]["ratio"]) for row in rows[:4]]
-    assert [x for x, _ in found["local <128> $x$: out of memory"]] == [2048, 4096]
+        assert curves[name] == [(length, ratio) for length, ratio in measured if ratio]
+    assert curves["ceiling: attention removed"] == [(row["length"], row["ceiling"]["ratio"]) for row in rows[:4]]
+    assert [x for x, _ in curves["local <128> $x$: out of memory"]] == [2048, 4096]
     assert [text.get_text() for text in axes.texts] == ["exact: out of memory"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("length (tokens)", "speed relative to exact attention")
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
@@ -153,7 +153,7 @@ def test_every_colour_belongs_to_a_mechanism_and_can_be_seen_on_white_and_on_bla
     for colour in every:
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
         luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-        # About the contrast of 3 to 1 that WCAG 2.2 asks of what is drawn.
+        # About the contrast of 3 to 1 that WCAG 2.2 requires of graphics.
         assert 1.05 / (luminance + 0.05) > 2.9
         assert (luminance + 0.05) / 0.05 > 2.9
 

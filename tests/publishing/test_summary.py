@@ -1,4 +1,4 @@
-"""What the report says first: figures and their tones, and warnings of what was not measured."""
+"""The summary of a report: figures and their tones, and warnings about missing measurements."""
 
 import copy
 
@@ -8,13 +8,13 @@ from approx.publishing.summary import Figure, answers, longest_input
 
 
 def said(record: dict, name: str) -> str:
-    (found,) = (answer for answer in answers(record) if answer.name == name)
-    return " ".join(found.sentences)
+    (answer,) = (answer for answer in answers(record) if answer.name == name)
+    return " ".join(answer.sentences)
 
 
 @pytest.fixture
 def measured(record) -> dict:
-    """One task, with a named verdict, and speeds at 128 and 512 tokens."""
+    """A record of one task with a given verdict, and speeds at 128 and 512 tokens."""
     record = copy.deepcopy(record)
     record["quality"] = record["quality"][:1]
     record["speed"] = [row for row in record["speed"] if row["batch"] == record["speed"][0]["batch"]][:2]
@@ -29,7 +29,7 @@ def test_speed_at_lengths_that_quality_was_not_measured_at_is_told(measured, lon
     assert longest_input(task) == longest
     assert [row["length"] for row in measured["speed"]] == [128, 512]
     text = said(measured, task["variants"][0]["name"])
-    assert ("the quality at longer inputs is not known" in text) is warned
+    assert ("the quality on longer inputs is unknown" in text) is warned
     if warned:
         assert f"on inputs of fewer than {longest} tokens, speed at up to 512:" in text
 
@@ -42,8 +42,8 @@ def test_a_loss_looks_like_what_it_is(measured, verdict, tone):
     (task,) = measured["quality"]
     entry = task["variants"][0]
     entry["verdict"] = verdict
-    (found,) = (answer for answer in answers(measured) if answer.name == entry["name"])
-    (figure,) = (figure for figure in found.figures if "the speed" not in figure.label)
+    (answer,) = (answer for answer in answers(measured) if answer.name == entry["name"])
+    (figure,) = (figure for figure in answer.figures if "the speed" not in figure.label)
     assert figure.tone == tone
 
 
@@ -58,33 +58,33 @@ def test_a_loss_looks_like_what_it_is(measured, verdict, tone):
 def test_a_speed_looks_like_what_it_is_and_is_that_of_the_longest_row(measured, interval, verdict, tone):
     name = measured["speed"][-1]["variants"][0]["name"]
     measured["speed"][-1]["variants"][0] |= {"ratio": 1.5, "interval": interval, "verdict": verdict}
-    (found,) = (answer for answer in answers(measured) if answer.name == name)
-    assert (found.figures[0].value, found.figures[0].tone) == ("1.50×", tone)
-    assert found.figures[0].label == "the speed of exact attention at 512 tokens"
+    (answer,) = (answer for answer in answers(measured) if answer.name == name)
+    assert (answer.figures[0].value, answer.figures[0].tone) == ("1.50×", tone)
+    assert answer.figures[0].label == "the speed of exact attention at 512 tokens"
 
 
 def test_the_figures_of_a_variant_are_its_speed_and_each_task(record):
-    found = {answer.name: answer for answer in answers(record)}
-    assert found["clustered 25"].figures == [
+    by_name = {answer.name: answer for answer in answers(record)}
+    assert by_name["clustered 25"].figures == [
         Figure("1.80×", "the speed of exact attention at 2,048 tokens", "good"),
         Figure("−0.3", "points of accuracy on glue/sst2", "even"),
         Figure("+1.2", "points of f1 on glue/mrpc", "even"),
     ]
     # Its longest lengths are out of memory.
-    assert found["local <128> $x$"].figures[0] == Figure(
+    assert by_name["local <128> $x$"].figures[0] == Figure(
         "1.34×", "the speed of exact attention at 1,024 tokens", "good"
     )
-    assert found["reservoir"].figures == []
-    assert [answer.verified for answer in found.values()] == [True, True, False, True, True]
+    assert by_name["reservoir"].figures == []
+    assert [answer.verified for answer in by_name.values()] == [True, True, False, True, True]
 
 
 @pytest.mark.parametrize(
     ("intervals", "advice"),
     [
-        ([[1.4, 1.6], [1.4, 1.6]], "It pays from 128 tokens, the shortest length measured."),
-        ([[0.4, 0.6], [1.4, 1.6]], "Below 512 tokens keep exact attention."),
-        ([[1.4, 1.6], [0.4, 0.6]], "It does not stay ahead up to the longest length measured."),
-        ([[0.4, 0.6], [0.9, 1.1]], "Keep exact attention at every length measured."),
+        ([[1.4, 1.6], [1.4, 1.6]], "It pays from 128 tokens, the shortest measured length."),
+        ([[0.4, 0.6], [1.4, 1.6]], "Below 512 tokens, keep exact attention."),
+        ([[1.4, 1.6], [0.4, 0.6]], "The gain does not last to the longest measured length."),
+        ([[0.4, 0.6], [0.9, 1.1]], "Keep exact attention at every measured length."),
     ],
 )
 def test_the_advice_follows_from_where_it_is_faster(measured, intervals, advice):
@@ -96,18 +96,18 @@ def test_the_advice_follows_from_where_it_is_faster(measured, intervals, advice)
 def test_a_variant_without_a_ratio_gets_no_advice(measured):
     for row in measured["speed"]:
         row["variants"][0] |= {"ratio": None, "interval": None}
-    (found,) = (answer for answer in answers(measured) if answer.name == "improved-clustered 25")
-    assert found.sentences[0] == "On CPU, float32, 2 threads, batch 1: not measured."
+    (answer,) = (answer for answer in answers(measured) if answer.name == "improved-clustered 25")
+    assert answer.sentences[0] == "On CPU, float32, 2 threads, batch 1: not measured."
 
 
 def test_each_setting_has_a_sentence_and_the_first_has_the_figure(measured):
     measured["speed"] += [row | {"batch": 8} for row in measured["speed"]]
-    (found,) = (answer for answer in answers(measured) if answer.name == "linear")
-    assert [sentence.split(":")[0] for sentence in found.sentences[:2]] == [
+    (answer,) = (answer for answer in answers(measured) if answer.name == "linear")
+    assert [sentence.split(":")[0] for sentence in answer.sentences[:2]] == [
         "On CPU, float32, 2 threads, batch 1",
         "On CPU, float32, 2 threads, batch 8",
     ]
-    assert [figure.value for figure in found.figures] == ["1.13×", "−38.6"]
+    assert [figure.value for figure in answer.figures] == ["1.13×", "−38.6"]
 
 
 def test_the_longest_input_is_known_where_slices_are_by_length_or_tokens_were_counted(measured):
@@ -120,7 +120,7 @@ def test_the_longest_input_is_known_where_slices_are_by_length_or_tokens_were_co
 
 def test_nothing_is_warned_of_where_the_inputs_of_a_task_are_not_known(measured):
     measured["quality"] += [measured["quality"][0] | {"task": "other", "sliced_by": "position"}]
-    assert "is not known" not in said(measured, "improved-clustered 25")
+    assert "is unknown" not in said(measured, "improved-clustered 25")
 
 
 def test_notes_stand_only_where_a_split_was_scored_more_than_once(measured):

@@ -6,7 +6,7 @@ from approx.publishing import sweep
 
 MACHINE = {"processor": "a processor", "cores": 2, "threads": 2, "gpu": None}
 MACHINE |= {"platform": "Linux", "python": "3.11", "torch": "2.13.0", "triton": "3.6.0"}
-# Of an environment, what speeds do not depend on.
+# The parts of an environment that speeds do not depend on.
 ENVIRONMENT = {**MACHINE, "git_commit": "0123456789abcdef"}
 TASK = {"task": "glue/sst2", "split": "dev", "metric": "accuracy", "fraction": True, "lower_is_better": False}
 TASK |= {"examples": 10, "subset": False, "truncated": 0}
@@ -18,7 +18,7 @@ BASE = {"scores": {"accuracy": 0.9}, "interval": [0.8, 1.0]}
 
 
 def entry(kind: str, plan: str, *, difference: float = 0.0, seed: int | None = None, **environment) -> dict:
-    """One outcome of a cell, as they are kept."""
+    """The stored outcome of a cell."""
     variant = {"name": plan, "difference": difference, "scores": {"accuracy": 0.9 + difference}, "p_value": 0.5}
     quality = {**TASK, "base": BASE, "variants": [{**variant, "interval": [-0.1, 0.1], "verdict": "inconclusive"}]}
     timed = {**TIMES, "name": plan, "ratio": 1 + difference}
@@ -48,7 +48,7 @@ def test_speeds_of_different_machines_never_share_a_table():
     assert [line["machine"] for table in (here, there) for line in table["lines"]] == [
         sweep.machine_words(entry["machine"]) for entry in made["speed"] for _ in range(1 + (entry is made["speed"][1]))
     ]
-    # What was timed elsewhere has no speed here.
+    # Plans timed on another machine have no speed in this table.
     assert [row[-1] for row in there["rows"]] == ["", "1.50×"]
 
 

@@ -1,10 +1,10 @@
-"""What stands in each cell of a report's tables."""
+"""The cells of a report's tables."""
 
 import pytest
 
-from approx.publishing.tables import damage_table, plan_lines, quality_table, speed_table
+from approx.publishing.tables import layer_error_table, plan_lines, quality_table, speed_table
 
-# As a record has them after three draws, and where nothing is drawn.
+# Entries of a record with three seeds, and without randomness.
 DRAWN = {"seeds": [0, 1, 2], "scores": [0.88, 0.9, 0.89], "mean": 0.89, "sd": 0.01, "low": 0.88, "high": 0.9}
 FIXED = {"seeds": [], "scores": [], "mean": None, "sd": None, "low": None, "high": None}
 
@@ -59,7 +59,7 @@ def test_a_score_that_is_no_fraction_is_in_its_own_units_in_every_cell(record):
     cells = [row[name] for name in ("score", "difference", "interval", "margin")]
     assert cells == ["1.497", "−0.003", "−0.005 to 0.000", "0.01"]
     assert (row["seeds"]["score"], row["seeds"]["difference"]) == ("1.497 ± 0.010", "−0.003")
-    assert row["seeds"]["said"] == "scores 0.880 to 0.900"
+    assert row["seeds"]["text"] == "scores 0.880 to 0.900"
     assert (table["sliced_by"], table["slice_metric"]) == ("position", "top_1")
     assert [(part["base"], part["converted"]) for part in table["slices"]] == [("0.920", "0.918"), ("0.885", "0.880")]
 
@@ -92,10 +92,10 @@ def test_what_seeds_change_has_a_row_of_its_own(record):
         "name": "improved-clustered 25, over 3 seeds",
         "score": "89.00 % ± 1.00",
         "difference": "−0.56",
-        "said": "scores 88.00 to 90.00",
+        "text": "scores 88.00 to 90.00",
     }
-    said = "the same with every seed: it draws nothing"
-    assert fixed == {"name": "clustered 25, over seeds", "score": "", "difference": "", "said": said}
+    text = "the same with every seed: nothing in it is random"
+    assert fixed == {"name": "clustered 25, over seeds", "score": "", "difference": "", "text": text}
     assert unasked is None
 
 
@@ -160,7 +160,7 @@ def test_every_standing_has_words_and_a_tone_of_its_own(record):
         "slower": "bad",
         "faster": "good",
         "exact is better here": "even",
-        "only this runs": "good",
+        "exact out of memory": "good",
         "out of memory": "bad",
     }
     short = [record["speed"][0], record["speed"][1] | {"variants": record["speed"][1]["variants"][1:]}]
@@ -188,11 +188,11 @@ def test_layers_with_some_heads_converted_are_a_line_of_their_own():
     ]
 
 
-def test_damage_stands_under_its_layer():
+def test_layer_errors_are_under_their_layer():
     receipt = {"errors": {"2": 0.034, "10": 0.5}, "captured_mass": {"10": 0.0}, "measured_on": "512 tokens a row"}
     other = {"errors": {"0": 0.01}, "captured_mass": None}
     variants = [{"name": "a", "receipt": receipt}, {"name": "b", "receipt": other}, {"name": "c", "receipt": None}]
-    assert damage_table(variants) == {
+    assert layer_error_table(variants) == {
         "layers": [0, 2, 10],
         "rows": [
             {
@@ -206,11 +206,11 @@ def test_damage_stands_under_its_layer():
             },
             {
                 "name": "b",
-                "measured": "not known",
+                "measured": "unknown",
                 "cells": [{"error": "1 %", "kept": None}, *[{"error": "–", "kept": None}] * 2],
             },
         ],
         "masses": True,
     }
-    assert damage_table(variants[1:])["masses"] is False  # type: ignore[index]  # one was measured
-    assert damage_table(variants[2:]) is None
+    assert layer_error_table(variants[1:])["masses"] is False  # type: ignore[index]  # one was measured
+    assert layer_error_table(variants[2:]) is None

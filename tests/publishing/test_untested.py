@@ -1,4 +1,4 @@
-"""A variant that computes exact attention on nearly all inputs: no part of a report may praise it."""
+"""A variant with exact attention on nearly all inputs must not look good in any part of a report."""
 
 import csv
 
@@ -16,7 +16,7 @@ VERDICT = "not tested: exact on 95 % of these inputs"
 
 @pytest.fixture
 def untested(record) -> dict:
-    """The record, its first variant approximating on 40 of the 872 inputs; the second on a quarter, the third unknown."""
+    """The record; the first variant approximates on 40 of 872 inputs, the second on a quarter, the third is unknown."""
     entries = record["quality"][0]["variants"]
     entries[0] |= {"verdict": VERDICT, "approximated": {"examples": 40, "tokens": 0.081}}
     entries[1] |= {"approximated": {"examples": 218, "tokens": 0.4}}
@@ -47,7 +47,7 @@ def test_neither_its_figure_nor_its_colour_praises_it(untested):
 def test_the_figure_of_quality_against_speed_leaves_it_out_and_says_so(untested):
     drawn = quality_figure(untested["quality"][0], untested["speed"], untested, "both")
     assert drawn is not None
-    assert f"Not shown, because not tested: {NAME}." in drawn[1]
+    assert f"Not shown, because untested: {NAME}." in drawn[1]
     alone = untested["quality"][0] | {"variants": untested["quality"][0]["variants"][:1]}
     assert quality_figure(alone, untested["speed"], untested, "both") is None
 
@@ -60,7 +60,7 @@ def test_a_verdict_has_the_colour_that_it_deserves():
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ({}, "not known"),
+        ({}, "unknown"),
         ({"approximated": None}, "–"),
         ({"approximated": {"examples": 0, "tokens": 0.0}}, "0 % of inputs, 0 % of tokens"),
         ({"approximated": {"examples": 1, "tokens": 0.004}}, "< 1 % of inputs, < 1 % of tokens"),
@@ -74,11 +74,11 @@ def test_shares_in_words(entry: dict, said: str):
 
 
 def test_speeds_are_beyond_quality_from_the_first_length_that_no_input_has(record):
-    """The longest inputs have 66 tokens; times at 67 are of longer ones, times at 66 are not."""
+    """The longest inputs have 66 tokens, so times at 67 tokens are of longer inputs."""
     row = record["speed"][0]
     for length, beyond in ((66, False), (67, True), (660, True)):
-        found = answers(record | {"speed": [row | {"length": length}]})[0]
-        assert ("the quality at longer inputs is not known" in " ".join(found.sentences)) == beyond
+        answer = answers(record | {"speed": [row | {"length": length}]})[0]
+        assert ("the quality on longer inputs is unknown" in " ".join(answer.sentences)) == beyond
 
 
 def test_groups_that_settle_a_verdict_are_as_many_more_as_examples():

@@ -1,4 +1,4 @@
-"""Numbers and facts in words."""
+"""The wording of numbers and results."""
 
 import pytest
 
@@ -72,10 +72,10 @@ def test_numbers(text: str, expected: str):
         (-0.0002, [-0.004, 0.004], "scores the same ± 0.4 points of accuracy"),
         (0.0, [-0.0001, 0.0001], "scores the same ± 0.01 points of accuracy"),
         (0.0, [-0.0005, 0.0005], "scores the same ± 0.1 points of accuracy"),
-        # The wider side is told.
+        # The wider side is shown.
         (0.01, [-0.03, 0.02], "gains 1.0 ± 4.0 points of accuracy"),
         (0.0003, [0.0002, 0.0004], "gains 0.03 ± 0.01 points of accuracy"),
-        (-0.003, None, "has −0.3 points of accuracy, seen on one example or group only,"),
+        (-0.003, None, "has −0.3 points of accuracy, measured on a single example or group,"),
     ],
 )
 def test_a_difference_in_words(difference: float, interval: list[float] | None, expected: str):
@@ -190,7 +190,7 @@ def test_a_mechanism_keeps_its_colour(record):
     chosen = colours(record)
     assert chosen["improved-clustered 25"] == COLOURS["improved-clustered"]
     assert chosen["clustered 25"] == COLOURS["clustered"]
-    # An unknown mechanism has a colour too, and it does not depend on who else is there.
+    # An unknown mechanism has a colour too, which does not depend on the other variants.
     assert colours(record | {"variants": record["variants"][-1:]}) == {"reservoir": chosen["reservoir"]}
     exact = {"name": "same", "layers": [{"layer": 0, "mechanism": "sdpa", "settings": {}}]}
     assert colours({"variants": [exact, {"name": "none", "layers": []}]}) == {

@@ -46,7 +46,7 @@ def sort_tokens(q: Tensor, k: Tensor, columns: Tensor, query_lift: Tensor, key_l
     )
     how = q.dtype == torch.bfloat16, torch.get_num_threads()
     call("lsh/sorting.c", "sort_tokens", Ordering(*sizes, *how, *rows_of(q, k), *places))
-    return found
+    return orders
 
 
 @custom_op(lambda codes, most: torch.empty_like(codes))

@@ -1,1 +1,1 @@
-"""The health of an installation: what is there, what is missing, and what this machine computes fastest."""
+"""The health of an installation: what works, what is missing, and which attention is fastest on this machine."""

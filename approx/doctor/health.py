@@ -1,4 +1,4 @@
-"""What of this machine and environment is usable, why the rest is not, and how to fix it."""
+"""Check what works on this machine and in this environment, and how to fix the rest."""
 
 import importlib.metadata
 import importlib.util
@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from packaging.specifiers import SpecifierSet
 
-from approx.doctor.probing import said
+from approx.doctor.probing import status_lines
 from approx.tasks.hub import reachable
 from approx_kernels.cpu.compile import compiler_obstacle, find_compiler
 from approx_kernels.dispatch.findings import instructions
@@ -22,11 +22,11 @@ _RANGES = {"torch": ">=2.10", "transformers": ">=5.17,<6"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        what: Its name.
-        state: `ok`, `missing` (something optional is not there) or `broken`.
+        what: What was checked.
+        state: `ok`, `missing` (optional) or `broken`.
         found: What was found, and how to fix it.
     """
 
@@ -36,10 +36,10 @@ class Finding:
 
 
 def examine(*, offline: bool) -> list[Finding]:
-    """Look at everything that approx depends on.
+    """Check everything that approx depends on.
 
     Args:
-        offline: Whether the hub is left alone.
+        offline: Whether to skip the hub.
     """
     findings = [
         Finding("python", "ok" if sys.version_info >= (3, 11) else "broken", platform.python_version()),
@@ -49,7 +49,7 @@ def examine(*, offline: bool) -> list[Finding]:
         _compiler(),
         _c_compiler(),
         _processor(),
-        *(Finding(what, "ok" if well else "missing", text) for what, well, text in said()),
+        *(Finding(what, "ok" if well else "missing", text) for what, well, text in status_lines()),
         _data(),
     ]
     return findings if offline else [*findings, _hub()]
@@ -68,7 +68,7 @@ def _package(name: str, allowed: str) -> Finding:
 def _gpu() -> Finding:
     if torch.cuda.is_available():
         return Finding("gpu", "ok", f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
-    why = "this build of torch is for CPUs" if torch.version.cuda is None else "torch sees no CUDA device"
+    why = "this build of torch is CPU-only" if torch.version.cuda is None else "torch sees no CUDA device"
     return Finding("gpu", "missing", f"none: {why}")
 
 
@@ -79,19 +79,19 @@ def _triton() -> Finding:
 
 
 def _compiler() -> Finding:
-    found = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
-    if found is None:
+    name = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    if name is None:
         return Finding("c++ compiler", "missing", "none: torch.compile on the CPU needs one, e.g. the package g++")
-    return Finding("c++ compiler", "ok", str(shutil.which(found)))
+    return Finding("c++ compiler", "ok", str(shutil.which(name)))
 
 
 def _c_compiler() -> Finding:
-    found, _ = find_compiler()
+    compiler, _ = find_compiler()
     if why := compiler_obstacle():
-        # Who asks an op for C may ask for something else; here nobody did.
+        # This remedy is for callers of an op that asked for C.
         why = why.replace(", or ask for 'auto'", "")
-        return Finding("c compiler", "missing", f"none that works, and mechanisms are slower on the CPU: {why}")
-    return Finding("c compiler", "ok", f"{found}; APPROX_COMPILE_C=0 does without")
+        return Finding("c compiler", "missing", f"none that works, so mechanisms are slower on the CPU: {why}")
+    return Finding("c compiler", "ok", f"{compiler}; APPROX_COMPILE_C=0 turns C off")
 
 
 def _processor() -> Finding:
@@ -112,7 +112,7 @@ def _data() -> Finding:
     while not os.path.exists(holder):
         holder = os.path.dirname(holder)
     if not os.access(holder, os.W_OK):
-        return Finding("hub cache", "broken", f"{cache} cannot be written: set HF_HOME to a folder that can")
+        return Finding("hub cache", "broken", f"{cache} is not writable: set HF_HOME to a writable folder")
     return Finding("hub cache", "ok", f"{cache}, {shutil.disk_usage(holder).free / 1e9:.0f} GB free")
 
 

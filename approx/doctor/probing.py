@@ -1,6 +1,6 @@
-"""What `approx doctor --probe` finds out about exact attention on this machine, and what `approx doctor` says of it.
+"""Probe exact attention on this machine, and describe the findings for `approx doctor`.
 
-What `bench/gpu.py` found out about kernels for GPUs is said here, too.
+The findings of `bench/gpu.py` about GPU kernels are described here, too.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,12 +26,12 @@ _AGAIN = "measure again with `approx doctor --probe`"
 
 
 def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
-    """Forget what an earlier probe found, and measure the usual exact attention and, on a CPU, what `fast_products` gains.
+    """Replace the findings of an earlier probe: measure common forms of exact attention and, on a CPU, `fast_products`.
 
-    About other kinds of attention fixed defaults go on to decide.
+    Other forms of attention keep fixed defaults.
 
     Raises:
-        ApproxError: if what was found before cannot be removed, or what is found cannot be kept.
+        ApproxError: if earlier findings cannot be removed, or new ones cannot be stored.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -45,29 +45,31 @@ def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
     work: dict[str, Callable[[], findings.Finding]] = {str(case): partial(measure, case) for case in cases}
     if products.obstacle(device) is None:
         work[products.ASKED] = products.measure
-    for done, (asked, find) in enumerate(work.items()):
+    for done, (subject, find) in enumerate(work.items()):
         if progress:
-            progress(asked, done, len(work))
+            progress(subject, done, len(work))
         try:
-            found = find()
+            finding = find()
         except (RuntimeError, MemoryError) as error:
-            found = {"way": DEFAULT, "failed": str(error).partition("\n")[0] or type(error).__name__}
+            finding = {"way": DEFAULT, "failed": str(error).partition("\n")[0] or type(error).__name__}
         try:
-            findings.keep(device, asked, found)
+            findings.keep(device, subject, finding)
         except OSError as error:
             raise ApproxError(
-                f"What was measured cannot be kept in {findings.file()}: {error.strerror}. Set APPROX_CACHE to a folder that "
-                "can be written.",
+                f"The findings cannot be stored in {findings.file()}: {error.strerror}. Set APPROX_CACHE to a writable "
+                "folder.",
                 Exit.UNAVAILABLE,
             ) from None
 
 
-def said() -> Iterator[tuple[str, bool, str]]:
-    """What was found, line by line: what it is about, whether all is well, and what was found with its remedy."""
+def status_lines() -> Iterator[tuple[str, bool, str]]:
+    """The findings as lines: subject, whether it is fine, and text with the remedy."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    known = {asked: it for asked, it in findings.found(device).items() if not asked.startswith(checked.ABOUT)}
-    for asked, finding in known.items():
-        about, _, kind = asked.partition(", ")
+    known = {
+        subject: finding for subject, finding in findings.found(device).items() if not subject.startswith(checked.ABOUT)
+    }
+    for subject, finding in known.items():
+        about, _, kind = subject.partition(", ")
         if "failed" in finding:
             text = f"{DEFAULT}, because the probe failed: {finding['failed']}. Fix that, then {_AGAIN}"
             yield (
@@ -77,32 +79,32 @@ def said() -> Iterator[tuple[str, bool, str]]:
             )
         elif about == "exact attention":
             yield about, True, f"{kind}: {_of_way(finding)}"
-    if not any(asked.startswith("exact attention") for asked in known):
-        yield "exact attention", True, "computed as by default; `approx doctor --probe` measures what is fastest here"
+    if not any(subject.startswith("exact attention") for subject in known):
+        yield "exact attention", True, "PyTorch's default; `approx doctor --probe` measures which one is fastest here"
     if device == "cuda" and triton is not None:
         yield from of_kernels(device)
     if device == "cpu":
         timed = known.get(products.ASKED)
         if timed is None or "failed" not in timed:
-            yield products.ASKED, True, products.said(timed)
+            yield products.ASKED, True, products.description(timed)
     if any(finding.get("crowded") for finding in known.values()):
-        yield "findings", True, f"* was measured while other programs used the cores: when they are gone, {_AGAIN}"
+        yield "findings", True, f"* other programs used the cores during the measurement: stop them, then {_AGAIN}"
 
 
 def of_kernels(device: str) -> Iterator[tuple[str, bool, str]]:
-    """Which ops have kernels that `auto` takes on a device, and why it takes PyTorch for the others; lines as of `said`."""
+    """Lines on the ops for which `auto` uses GPU kernels, and why it uses PyTorch for the others; see `status_lines`."""
     checks = {op: checked.check_of(op, device) for op in checked.OPS}
     by_dtypes: dict[str, list[str]] = {}
     for op, check in checks.items():
         if check and check.passed:
             by_dtypes.setdefault(", ".join(check.passed), []).append(op)
     for dtypes, ops in by_dtypes.items():
-        yield "gpu kernels", True, f"passed their check in {dtypes}, so `auto` takes them: {', '.join(ops)}"
+        yield "gpu kernels", True, f"passed their check in {dtypes}, so `auto` uses them: {', '.join(ops)}"
     for op, check in checks.items():
         for dtype, why in check.wrong.items() if check else ():
-            yield "gpu kernels", False, f"{op} failed its check in {dtype}, so `auto` takes PyTorch: {why}"
+            yield "gpu kernels", False, f"{op} failed its check in {dtype}, so `auto` uses PyTorch: {why}"
     if unknown := [op for op, check in checks.items() if not check or not (check.passed or check.wrong)]:
-        text = f"not checked on this GPU with these versions, so `auto` takes PyTorch: {', '.join(unknown)}; {checked.AGAIN}"
+        text = f"not checked on this GPU with these versions, so `auto` uses PyTorch: {', '.join(unknown)}; {checked.AGAIN}"
         yield "gpu kernels", False, text
 
 

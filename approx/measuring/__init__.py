@@ -1,1 +1,1 @@
-"""Measuring: open two models, and take the quality and speed of both through the same door into one record."""
+"""Measuring: open a base and its variants, and record their quality and speed."""

@@ -1,4 +1,4 @@
-"""What results depend on, as hashes: weights, plan, dtype, the code that computes them, and the examples that are read."""
+"""Hashes of everything that results depend on: weights, plan, dtype, code, and examples."""
 
 import ast
 import functools
@@ -21,10 +21,10 @@ _COMPUTES = ("checkpoints", "conversion", "evaluation", "measuring", "mechanisms
 
 
 def identity(opened: Checkpoint) -> str:
-    """Hash everything that the outputs of a checkpoint, as it was opened, depend on.
+    """Hash everything that the outputs of an opened checkpoint depend on.
 
-    The config stands for the plan too: it holds every mechanism with its settings and seed; what was drawn or calibrated
-    lies among the weights.
+    The config includes the plan: every mechanism with its settings and seed. Random and calibrated state is among the
+    weights.
     """
     model: Any = opened.model
     config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
@@ -33,38 +33,38 @@ def identity(opened: Checkpoint) -> str:
 
 
 def computed_by(device: torch.device, *, fast_products: bool = False) -> str:
-    """What computes on a device: other instructions, C instead of PyTorch, and ways that a probe found round otherwise.
+    """What computes on a device: instruction set, C or PyTorch, and the implementations that a probe chose.
 
-    It is not in the identity: what outputs are compared with is told by the weights, on whatever machine.
+    These round differently. They are not part of the identity, which is the same on every machine.
     """
     if device.type == "cuda":
         computes = torch.cuda.get_device_name(device)
     else:
         computes = f"{instructions()}, {'PyTorch alone' if compiler_obstacle() else 'C'}"
-    ways = {asked: one.get("way") for asked, one in found(device.type).items()}
+    ways = {subject: one.get("way") for subject, one in found(device.type).items()}
     return computes + (f", {fingerprint(ways)}" if ways else "") + ", fast products" * fast_products
 
 
 def beside(folder: Path) -> str:
-    """Hash what a checkpoint's folder holds beside weights: its config and its tokenizer."""
-    found = hashlib.sha256()
+    """Hash the files of a checkpoint's folder other than weights: config and tokenizer."""
+    digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.suffix in _BESIDE_WEIGHTS:
-            found.update(path.name.encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def examples_read(task: Task, split: Split) -> str:
-    """Hash a task's settings and its examples as they were loaded, wherever they lie."""
+    """Hash a task's settings and its loaded examples, regardless of their location."""
     rows = [(one.id, one.inputs, one.label, one.group) for one in split.examples]
     return fingerprint(task.name, vars(task), split.name, split.subset, rows)
 
 
 @functools.cache
 def code() -> str:
-    """Hash the code that results depend on, so that nothing computed by other code is taken for its own.
+    """Hash the code that results depend on, so that results of other code are not reused.
 
-    What only asks, tells or keeps (commands, pipeline, publishing) is left out, and so are docstrings and comments.
+    Commands, pipeline and publishing do not compute results and are left out, as are docstrings and comments.
     """
     hashed = hashlib.sha256()
     for package, rooms in (("approx", _COMPUTES), ("approx_kernels", ("",))):
@@ -79,7 +79,7 @@ def code() -> str:
 
 
 def what_computes(source: bytes) -> bytes:
-    """What of a Python source computes: its syntax tree, in which comments and line breaks are not, without docstrings."""
+    """The syntax tree of a Python source without docstrings; it has no comments and no line breaks."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):

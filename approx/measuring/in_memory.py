@@ -1,4 +1,4 @@
-"""A loaded model as a checkpoint that lies in no folder, so that it is measured like any other."""
+"""Describe a loaded model as a checkpoint without a folder, so that it is measured like any other."""
 
 import hashlib
 import os
@@ -25,17 +25,17 @@ def in_memory(model: Any, processor: Any) -> Checkpoint:
     """
     if not isinstance(model, PreTrainedModel):
         raise ApproxError(
-            f"A {type(model).__name__} was given to measure. Pass the name of a checkpoint, or a model loaded with "
-            "from_pretrained, without a wrapper around it."
+            f"A {type(model).__name__} cannot be measured. Pass the name of a checkpoint, or a model from from_pretrained, "
+            "without a wrapper."
         )
     if processor is None:
         raise ApproxError(
-            f"A {type(model).__name__} was given without the tokenizer or processor that reads its inputs. Pass it as "
-            "'processor', e.g. AutoTokenizer.from_pretrained(…)."
+            f"A {type(model).__name__} needs its tokenizer or processor. Pass it as 'processor', e.g. "
+            "AutoTokenizer.from_pretrained(…)."
         )
     source = Source(
         type(model).__name__,
-        # No file is below it.
+        # A path that contains no files.
         Path(os.devnull),
         None,
         model.config.to_dict(),

@@ -1,4 +1,4 @@
-"""What the stages measure: checkpoints opened side by side, their quality, their speed, and the record of both."""
+"""Open checkpoints, measure their quality and speed, and make a record."""
 
 import copy
 import dataclasses
@@ -37,20 +37,20 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 def choose_device(device: str) -> str:
-    """The device that `auto`, `cpu` or `cuda` means on this machine; `auto` is a GPU where there is one.
+    """The device that `auto`, `cpu` or `cuda` means on this machine; `auto` prefers a GPU.
 
     Raises:
-        ApproxError: if it is none of these, or there is no GPU.
+        ApproxError: if the name is none of these, or there is no GPU.
     """
     _check_choice("device", device)
     if device == "cuda" and not torch.cuda.is_available():
-        raise ApproxError("Device 'cuda' was asked for, but torch sees no GPU. Use the device 'cpu'.", Exit.MISSING)
+        raise ApproxError("The device is 'cuda', but torch sees no GPU. Use the device 'cpu'.", Exit.MISSING)
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    # Of several processes on one machine each has a GPU of its own.
+    # Each process on a machine has its own GPU.
     rank = os.environ.get("LOCAL_RANK")
     return f"cuda:{rank}" if chosen == "cuda" and rank is not None else chosen
 
@@ -61,7 +61,7 @@ def open_all(
     """Load several checkpoints onto one device.
 
     Raises:
-        ApproxError: if the device or the dtype is not usable, or a checkpoint cannot be loaded.
+        ApproxError: if the device or dtype is not available, or a checkpoint cannot be loaded.
     """
     device = choose_device(device)
     _check_choice("dtype", dtype)
@@ -72,9 +72,9 @@ def open_all(
 
 
 def under_exact_attention(converted: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
-    """Turn a converted checkpoint into its own base, in place: the same weights and positions, exact attention."""
+    """Convert a checkpoint to its own base, in place: the same weights and positions, with exact attention."""
     source, model = converted.source, converted.model
-    # Positions that were extended stay so: what is compared is attention alone.
+    # Extended positions stay, so that only attention differs.
     model.config.approx["base"]["positions"] = None
     surgery.revert(model)
     stock = dataclasses.replace(
@@ -87,12 +87,14 @@ def task_of(stage: EvaluateStage) -> Task:
     """The task of a stage.
 
     Raises:
-        ApproxError: if there is no such task or setting, or nothing that could be streamed.
+        ApproxError: if the task or a setting is unknown, or its examples cannot be streamed.
     """
     task = open_task(stage.task, **stage.settings)
     if stage.streaming and (stage.data is not None or task.dataset is None):
         source = f"come from {stage.data}" if stage.data else "are generated, or come from files"
-        raise ApproxError(f"Streaming was asked for, but the examples of {task.name} {source}. Leave it out.")
+        raise ApproxError(
+            f"Only hub datasets can be streamed, but the examples of {task.name} {source}. Leave out streaming."
+        )
     return task
 
 
@@ -105,9 +107,9 @@ def measure_quality(
     fresh: bool,
     progress: Progress,
 ) -> dict[str, Any]:
-    """The `quality` entry of a record: the first checkpoint is the base of all others.
+    """The `quality` entry of a record; the first checkpoint is the base of all others.
 
-    With `fresh` nothing that was kept of earlier evaluations is used, and nothing is kept.
+    With `fresh`, stored outputs are ignored and none are stored.
     """
     subjects = {}
     for label, one in opened.items():
@@ -129,7 +131,7 @@ def measure_quality(
             kept=None if fresh else default_folder(),
             progress=lambda done, total: progress(f"evaluate {stage.task}", done, total),
         )
-    notes = [*entry["notes"], *(["float32 products by the faster switch"] if stage.fast_products else [])]
+    notes = [*entry["notes"], *(["fast float32 products"] if stage.fast_products else [])]
     return entry | {"notes": notes, "fast_products": stage.fast_products}
 
 
@@ -141,16 +143,16 @@ def measure_speed(
     seed: int,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """The `speed` entries of a record: the first checkpoint is the exact base of all others."""
+    """The `speed` entries of a record; the first checkpoint is the exact base of all others."""
     models = {label: _long_enough(one.model, stage.max_length) for label, one in opened.items()}
     base, source = models[BASE], opened[BASE].source
-    # What was asked for is named before the base that it is compared with, which may be the same.
+    # Reversed, so that the error names the variant rather than its base, which may be the same checkpoint.
     for label, model in reversed(models.items()):
         limit = positions.limit(model.config)
         if limit is not None and max(stage.lengths) > limit:
             raise ApproxError(
-                f"Length {max(stage.lengths)} was asked for, but {opened[label].source.name} takes {limit} positions. "
-                f"Ask for shorter ones, or extend the positions for the timing with --max-length {max(stage.lengths)}."
+                f"Length {max(stage.lengths)} is too long: {opened[label].source.name} takes {limit} positions. "
+                f"Use shorter lengths, or extend the positions for timing with --max-length {max(stage.lengths)}."
             )
 
     def without_attention(inputs: Any) -> Any:
@@ -196,7 +198,7 @@ def make_record(
     notice: str | None = None,
     recipe: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Put a record together; the first checkpoint is the base, the others are its variants."""
+    """Make a record; the first checkpoint is the base, the others are its variants."""
     base, *variants = opened.items()
     source, model = base[1].source, base[1].model
     facts = anatomy.anatomy(families.stock_config(source.config), source.stock_class)
@@ -245,7 +247,7 @@ def _variant(label: str, one: checkpoint.Checkpoint) -> dict[str, Any]:
 
 
 def _long_enough(model: Any, length: int | None) -> Any:
-    """The model, or a copy with longer positions: what was evaluated must stay what it was."""
+    """The model, or a copy with longer positions, so that the evaluated model does not change."""
     limit = positions.limit(model.config)
     if length is None or limit is None or length <= limit:
         return model
@@ -262,8 +264,8 @@ def _input_maker(
     task = open_task(texts.task, **texts.settings)
     if task.input_name != base.main_input_name:
         raise ApproxError(
-            f"{task.name} makes {task.input_name}, but {source.name} takes {base.main_input_name}. Time it on a task for its kind "
-            "of input, or without one.",
+            f"{task.name} makes {task.input_name}, but {source.name} takes {base.main_input_name}. Use a task with its kind of "
+            "input, or none.",
             Exit.UNSUPPORTED,
         )
     examples = task.examples(_path(texts.data), texts.split, texts.limit, streaming=texts.streaming)
@@ -279,4 +281,4 @@ def _path(data: str | None) -> Path | None:
 
 def _check_choice(what: str, given: str) -> None:
     if given not in CHOICES[what]:
-        raise ApproxError(f"The {what} '{given}' was asked for; allowed are {', '.join(CHOICES[what])}.")
+        raise ApproxError(f"The {what} '{given}' is unknown; allowed are {', '.join(CHOICES[what])}.")

@@ -1,8 +1,8 @@
-"""PyTorch's own switch for float32 matrix products on a CPU, thrown around a call, and what it gains on this machine.
+"""Faster float32 matrix products on the CPU by a setting of PyTorch, and their gain on this machine.
 
-PyTorch gives these products to MKL, which on processors of other makers keeps to AVX2. Told that float32 may be computed as
-if it were bfloat16, it asks oneDNN instead, which uses AVX-512 and, on processors without tiles for bfloat16, still computes
-in float32.
+By default, PyTorch computes these products with MKL, which uses only AVX2 on processors not made by Intel. If bfloat16 is
+allowed for float32 products, PyTorch uses oneDNN, which uses AVX-512 and still computes in float32 on processors without
+bfloat16 tiles.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from approx_kernels.dispatch.findings import Finding
 from approx_kernels.ops.fastest.probe import clock, crowded
 
 ASKED = "float32 products"
-# Above this relative error a product is no longer called one of float32.
+# Maximum relative error of a float32 product.
 _EXACT = 1e-6
-# Rows of the left matrices that are timed, and features of the layer whose weights stand on the right.
+# Rows of the timed left matrices, and features of the layer whose weights are the right matrices.
 _ROWS, _FEATURES = (8, 64, 512), 768
 _REPEATS = 4
 
@@ -33,19 +33,19 @@ _before = "none"
 
 @contextlib.contextmanager
 def fast_products() -> Iterator[None]:
-    """Let PyTorch multiply float32 matrices on the CPU with the processor's widest instructions, as exactly as before.
+    """Multiply float32 matrices on the CPU with the processor's widest instructions, in full float32 precision.
 
-    It throws a switch of PyTorch, `torch.backends.mkldnn.matmul.fp32_precision`, for the whole process: models that are
-    compared should all run within it. Contexts may be nested and held by several threads; the last one to end restores what
-    was set before, also after an error. Enter it around a compiled call, not inside. It changes neither products in 16 bits
-    nor those under autocast or on a GPU. Sums are added up in another order, so the last bits of results differ.
-    `approx doctor --probe` says what it gains on this machine.
+    This sets PyTorch's `torch.backends.mkldnn.matmul.fp32_precision` for the whole process, so run all compared models
+    within it. Contexts may be nested and used by several threads; the last one to end restores the setting, even after
+    an error. Enter it around a compiled call, not inside. Products in 16 bits, under autocast or on a GPU do not change.
+    Sums are in another order, so the last bits of results differ. `approx doctor --probe` measures the gain on this
+    machine.
 
         with approx.fast_products():
             model(**inputs)
 
     Raises:
-        ApproxError: if it would change nothing on this machine, or would round float32 to bfloat16.
+        ApproxError: if the setting has no effect on this machine, or rounds float32 to bfloat16.
     """
     refuse()
     with _switched():
@@ -53,18 +53,18 @@ def fast_products() -> Iterator[None]:
 
 
 def obstacle(device: str = "cpu", dtype: str = "float32") -> str | None:
-    """Why fast products cannot help a model, with the remedy; None where they can.
+    """Why fast products cannot help a model, with the remedy; None if they can.
 
     Args:
-        device: Where it computes: `cpu` or `cuda`.
-        dtype: What it computes in, such as `float32`.
+        device: Device of the model, `cpu` or `cuda`.
+        dtype: Dtype of the model, such as `float32`.
     """
     if device != "cpu":
-        return f"the device is {device}; they are for the CPU. Leave them out, or choose the device 'cpu'."
+        return f"the device is {device}; they work on the CPU only. Leave them out, or use the device 'cpu'."
     if dtype != "float32":
-        return f"the dtype is {dtype}; they are products of float32. Leave them out, or choose the dtype 'float32'."
+        return f"the dtype is {dtype}; they work in float32 only. Leave them out, or use the dtype 'float32'."
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
-        return "PyTorch has no oneDNN here, or it is turned off (torch.backends.mkldnn). Leave them out."
+        return "oneDNN is missing or turned off in PyTorch (torch.backends.mkldnn). Leave them out."
     capability = torch.backends.cpu.get_cpu_capability()
     if platform.machine() in ("x86_64", "AMD64") and not capability.startswith("AVX512"):
         return f"PyTorch uses {capability} on this processor, and they need AVX-512. Leave them out."
@@ -74,10 +74,10 @@ def obstacle(device: str = "cpu", dtype: str = "float32") -> str | None:
 
 
 def products_for(models: Iterable[Any], wanted: bool) -> contextlib.AbstractContextManager[None]:
-    """`fast_products` around models that are compared, if it is wanted; otherwise a context that does nothing.
+    """Return `fast_products()` if wanted, otherwise a context that does nothing.
 
     Raises:
-        ApproxError: if it is wanted and cannot help one of the models.
+        ApproxError: if fast products are wanted and cannot help one of the models.
     """
     if not wanted:
         return contextlib.nullcontext()
@@ -87,20 +87,20 @@ def products_for(models: Iterable[Any], wanted: bool) -> contextlib.AbstractCont
 
 
 def refuse(device: str = "cpu", dtype: str = "float32") -> None:
-    """Say why fast products cannot help a model.
+    """Raise if fast products cannot help a model.
 
     Raises:
-        ApproxError: if they cannot; see `obstacle`.
+        ApproxError: with the reason; see `obstacle`.
     """
     if why := obstacle(device, dtype):
-        raise ApproxError(f"Fast products were asked for, but {why}", Exit.UNSUPPORTED)
+        raise ApproxError(f"Fast products cannot be used: {why}", Exit.UNSUPPORTED)
 
 
 def measure() -> Finding:
-    """Compare the products of a transformer's layer within `fast_products` and without.
+    """Time the matrix products of a transformer layer with and without `fast_products`.
 
     Returns:
-        `gains`, how many times faster they are within it, by rows; `error` of a product within it, relative to float64.
+        `gains`: speed-up by number of rows; `error`: relative error of a fast product against float64.
     """
     generator = torch.Generator().manual_seed(0)
     # Projections of queries, keys, values and outputs, and two of the feed-forward part.
@@ -119,19 +119,19 @@ def measure() -> Finding:
     return {"gains": gains, "error": _error_within()} | ({"crowded": True} if crowded() else {})
 
 
-def said(finding: Finding | None) -> str:
-    """What `approx doctor` says of them: what they gain here, or why not.
+def description(finding: Finding | None) -> str:
+    """The line of `approx doctor` on fast products: their gain, or why they cannot be used.
 
     Args:
-        finding: What `measure` returned on this machine; None before a probe.
+        finding: Result of `measure` on this machine; None before a probe.
     """
     if why := obstacle():
-        return f"PyTorch's own: approx.fast_products() is refused, because {why.removesuffix(' Leave them out.')}"
+        return f"PyTorch's default: approx.fast_products() cannot be used: {why.removesuffix(' Leave them out.')}"
     if finding is None:
-        return "PyTorch's own; `approx doctor --probe` measures what approx.fast_products() gains here"
+        return "PyTorch's default; `approx doctor --probe` measures the gain of approx.fast_products()"
     gains = ", ".join(f"{gain}× at {rows} rows" for rows, gain in finding["gains"].items())
     doubt = " *" if finding.get("crowded") else ""
-    return f"within approx.fast_products() {gains}, error {finding['error']:.1e}{doubt}"
+    return f"with approx.fast_products() {gains}, error {finding['error']:.1e}{doubt}"
 
 
 def _switch(setting: str | None = None) -> str:
@@ -160,7 +160,7 @@ def _switched() -> Iterator[None]:
 
 @functools.cache
 def _error_within() -> float:
-    """Relative error of a product within the switch; a property of the processor."""
+    """Relative error of a fast product; a property of the processor."""
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(), torch.autocast("cpu", enabled=False), _switched():
         x, weight = (torch.randn(256, 256, generator=generator) for _ in range(2))

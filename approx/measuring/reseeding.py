@@ -1,4 +1,4 @@
-"""The same converted model with other draws: what its mechanisms would be, had their plan named other seeds."""
+"""Change the seeds of a converted model temporarily, as if its plan had named other seeds."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,22 +17,22 @@ from approx.evaluation.prediction_cache import fingerprint
 
 
 def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractContextManager[Subject]] | None:
-    """How to raise the seeds of everything that a converted checkpoint draws; None where it draws nothing.
+    """A context manager that raises all seeds of a converted checkpoint; None if nothing in it is random.
 
-    What was fitted to a calibration batch when the checkpoint was converted is fitted to it again, since it begins with
-    draws. Afterwards every tensor and every seed is what it was.
+    Mechanisms that are fitted to a calibration batch start from random state, so they are fitted again. Afterwards all
+    tensors and seeds are restored.
 
     Args:
         opened: The checkpoint.
-        subject: What is measured of it.
+        subject: The checkpoint as a subject of an evaluation.
 
     Raises:
-        ApproxError: if mechanisms were fitted to a text of somebody's own, which a checkpoint does not keep.
+        ApproxError: if mechanisms were fitted to the user's own text, which a checkpoint does not store.
     """
     if not opened.source.converted:
         return None
     model = opened.model
-    # Only what draws can draw again, and only it has a seed.
+    # Only mechanisms with random state have a seed.
     drawing: list[Any] = [mechanism for mechanism in mechanisms(model) if hasattr(mechanism, "redraw")]
     if not drawing:
         return None
@@ -41,8 +41,8 @@ def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractC
     if fitted and (step is None or step.calibration is not None):
         text = step.calibration if step else None
         raise ApproxError(
-            f"The mechanisms of {subject.name} were fitted to {text.name if text else 'inputs'} when it was converted, and these "
-            "are not kept with it, so they cannot be fitted with other seeds. Leave out --seeds, or convert without --calibrate.",
+            f"The mechanisms of {subject.name} were fitted to {text.name if text else 'inputs'}, which the checkpoint does not "
+            "store, so they cannot be fitted with other seeds. Leave out --seeds, or convert without --calibrate.",
             Exit.UNSUPPORTED,
         )
 

@@ -42,14 +42,14 @@ def test_what_is_optional_and_not_there_is_missing_and_says_what_it_is_for(monke
     assert health._gpu() == health.Finding(
         "gpu",
         "missing",
-        f"none: {'this build of torch is for CPUs' if torch.version.cuda is None else 'torch sees no CUDA device'}",
+        f"none: {'this build of torch is CPU-only' if torch.version.cuda is None else 'torch sees no CUDA device'}",
     )
     monkeypatch.setattr(health.shutil, "which", lambda name: None)
     assert (health._compiler().what, health._compiler().state) == ("c++ compiler", "missing")
     monkeypatch.setattr(health.importlib.util, "find_spec", lambda name: None)
     assert (health._triton().what, health._triton().state) == ("triton", "missing")
     monkeypatch.setattr(health, "compiler_obstacle", lambda: "install gcc, or ask for 'auto'.")
-    told = "none that works, and mechanisms are slower on the CPU: install gcc."
+    told = "none that works, so mechanisms are slower on the CPU: install gcc."
     assert health._c_compiler() == health.Finding("c compiler", "missing", told)
 
 
@@ -58,7 +58,7 @@ def test_what_is_there_is_told_with_its_place_or_version(monkeypatch):
     assert health._compiler() == health.Finding("c++ compiler", "ok", "/bin/clang++")
     monkeypatch.setattr(health, "compiler_obstacle", lambda: None)
     monkeypatch.setattr(health, "find_compiler", lambda: ("/bin/cc", []))
-    assert health._c_compiler() == health.Finding("c compiler", "ok", "/bin/cc; APPROX_COMPILE_C=0 does without")
+    assert health._c_compiler() == health.Finding("c compiler", "ok", "/bin/cc; APPROX_COMPILE_C=0 turns C off")
 
 
 @pytest.mark.parametrize(("token", "told"), [("hf_canary", "a token is set"), (None, "no token (hf auth login)")])
@@ -76,11 +76,11 @@ def test_a_cache_that_is_not_there_yet_is_looked_for_where_it_would_be_made(monk
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "not" / "there"))
-    found = health._data()
-    assert (found.what, found.state) == ("hub cache", "ok")
-    assert found.found.startswith(f"{tmp_path}/not/there, ")
+    cache = health._data()
+    assert (cache.what, cache.state) == ("hub cache", "ok")
+    assert cache.found.startswith(f"{tmp_path}/not/there, ")
     free = shutil.disk_usage(tmp_path).free / 1e9
-    assert float(found.found.removesuffix(" GB free").rpartition(" ")[2]) == pytest.approx(free, abs=2)
+    assert float(cache.found.removesuffix(" GB free").rpartition(" ")[2]) == pytest.approx(free, abs=2)
 
 
 def test_one_core_is_not_told_as_several(monkeypatch):

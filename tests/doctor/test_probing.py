@@ -1,4 +1,4 @@
-"""`approx doctor --probe`: what it measures, keeps and tells."""
+"""`approx doctor --probe`: what it measures, stores and prints."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def told() -> dict[str, tuple[str, str]]:
 def test_without_a_probe_the_doctor_says_that_defaults_hold_and_how_to_measure():
     lines = [one for one in health.examine(offline=True) if one.what == "exact attention"]
     assert [one.state for one in lines] == ["ok"]
-    assert "as by default; `approx doctor --probe` measures" in lines[0].found
+    assert "default; `approx doctor --probe` measures" in lines[0].found
     assert not findings.file().exists()
 
 
@@ -33,7 +33,7 @@ def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
     monkeypatch.setattr(probe, "SECONDS", 0.0)
     seen = []
     probing.probe(lambda *where: seen.append(where))
-    # Seven forms of attention and, where they can help, fast products.
+    # Seven forms of attention and, if they can help, fast products.
     assert [(done, total) for _, done, total in seen] == [(done, len(seen)) for done in range(len(seen))]
     assert len(seen) == 7 + (products.obstacle() is None)
     lines = told()
@@ -42,14 +42,14 @@ def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
         state, text = lines[f"exact attention float32, 512 keys{form}"]
         assert state == "ok"
         assert "error" in text
-    # The calls of this process and of later ones go by it.
+    # Calls of this and later processes use the finding.
     case = choice.Case("cpu", probing._DTYPES[0], 512)
     assert choice.chosen(case)[0] == findings.found("cpu")[str(case)]["way"]
-    found = {"way": ways.DEFAULT, "milliseconds": {ways.DEFAULT: 1.0}, "errors": {ways.DEFAULT: 0.0}}
+    fake = {"way": ways.DEFAULT, "milliseconds": {ways.DEFAULT: 1.0}, "errors": {ways.DEFAULT: 0.0}}
     monkeypatch.setattr(probing, "_FORMS", ({},))
-    monkeypatch.setattr(probing, "measure", lambda case: found)
+    monkeypatch.setattr(probing, "measure", lambda case: fake)
     probing.probe()
-    assert findings.found("cpu")[str(case)] == found
+    assert findings.found("cpu")[str(case)] == fake
     assert len(findings.found("cpu")) == 1 + (products.obstacle() is None)
 
 
@@ -61,7 +61,7 @@ def test_a_probe_leaves_the_checks_of_kernels_and_no_line_takes_them_for_a_probe
     checked.keep_check("flash", "cpu", checked.Check(["bfloat16"], {}))
     probing.probe()
     assert checked.check_of("flash", "cpu") == (["bfloat16"], {})
-    assert not any(what.startswith(checked.ABOUT) for what, _, _ in probing.said())
+    assert not any(what.startswith(checked.ABOUT) for what, _, _ in probing.status_lines())
 
 
 def test_what_was_measured_beside_other_programs_is_marked_and_the_mark_explained():
@@ -70,7 +70,7 @@ def test_what_was_measured_beside_other_programs_is_marked_and_the_mark_explaine
     findings.keep("cpu", "exact attention, float32, 512 keys", finding)
     lines = " ".join(text for _, text in told().values())
     assert "x, 2.00× default SDPA, error 1.0e-07 *" in lines
-    assert "* was measured while other programs used the cores: when they are gone, measure again" in lines
+    assert "* other programs used the cores during the measurement: stop them, then measure again" in lines
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("out of memory\nmore")], ids=["memory", "runtime"])
@@ -114,13 +114,13 @@ def test_kernels_are_told_by_the_outcome_of_their_check(monkeypatch):
     monkeypatch.setattr(checked, "OPS", checks)
     monkeypatch.setattr(checked, "check_of", lambda op, device: asked.append(device) or checks[op])
     assert list(probing.of_kernels("cuda")) == [
-        ("gpu kernels", True, "passed their check in float32, so `auto` takes them: a, b"),
-        ("gpu kernels", False, "b failed its check in bfloat16, so `auto` takes PyTorch: off by 1"),
-        ("gpu kernels", False, "c failed its check in float32, so `auto` takes PyTorch: off by 2"),
+        ("gpu kernels", True, "passed their check in float32, so `auto` uses them: a, b"),
+        ("gpu kernels", False, "b failed its check in bfloat16, so `auto` uses PyTorch: off by 1"),
+        ("gpu kernels", False, "c failed its check in float32, so `auto` uses PyTorch: off by 2"),
         (
             "gpu kernels",
             False,
-            f"not checked on this GPU with these versions, so `auto` takes PyTorch: d, e; {checked.AGAIN}",
+            f"not checked on this GPU with these versions, so `auto` uses PyTorch: d, e; {checked.AGAIN}",
         ),
     ]
     assert asked == ["cuda"] * 5

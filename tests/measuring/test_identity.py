@@ -1,4 +1,4 @@
-"""What kept outputs depend on: whatever computes them otherwise computes them again."""
+"""The keys of stored outputs: they change with everything that outputs depend on."""
 
 import copy
 from pathlib import Path
@@ -19,7 +19,7 @@ from tiny_study import tiny_checkpoint, tiny_data
 
 @pytest.fixture
 def again():
-    """Forget whether C can be compiled, before and after."""
+    """Clear the cached compiler check before and after the test."""
     load.cache_clear()
     yield load.cache_clear
     load.cache_clear()
@@ -40,7 +40,7 @@ def test_outputs_of_compiled_code_are_not_taken_for_those_of_pytorch(tmp_path, m
 
 
 def opened(model: Any, sha256: str = "a") -> checkpoint.Checkpoint:
-    """A checkpoint of which nothing is known but its model and the hash of its weights."""
+    """A checkpoint with only a model and the hash of its weights."""
     nowhere = checkpoint.Source("a", Path(), None, {}, model.config, type(model), converted=False)
     return checkpoint.Checkpoint(nowhere, model, sha256)
 
@@ -73,12 +73,12 @@ def test_examples_and_settings_are_told_apart_and_the_place_of_the_file_is_not(t
 
 
 def test_the_files_beside_the_weights_are_hashed_with_their_names(tmp_path):
-    found = set()
+    hashes = set()
     for name, text in (("config.json", "{}"), ("config.json", "[]"), ("vocab.txt", "[]"), ("vocab.model", "[]")):
         (tmp_path / name).write_text(text, encoding="utf-8")
-        found.add(beside(tmp_path))
+        hashes.add(beside(tmp_path))
         (tmp_path / name).unlink()
-    assert len(found) == 4
+    assert len(hashes) == 4
     empty = beside(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"weights are hashed elsewhere")
     assert beside(tmp_path) == empty

@@ -1,4 +1,4 @@
-"""What the stages measure, each by itself: which device, which base, whose margin, which lengths, what a record says."""
+"""The parts of a measurement: device, base, margin, lengths, and the record."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ from tiny_study import tiny_checkpoint, tiny_data
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A base, a variant with one layer that is exact, and data."""
+    """A base, a variant with one exact layer, and data."""
     folder = tmp_path_factory.mktemp("measure")
     base = tiny_checkpoint(folder / "base")
     convert.convert(base, folder / "variant", Plan((Rule("local", "1", settings={"left": 1, "right": 1}),)))
@@ -59,7 +59,7 @@ def test_processes_of_one_machine_take_a_gpu_each(monkeypatch):
     ("device", "dtype", "told"), [("tpu", "auto", "device 'tpu'"), ("cpu", "int8", "dtype 'int8'")]
 )
 def test_other_devices_and_dtypes_are_refused(folders, device, dtype, told):
-    with pytest.raises(ApproxError, match=f"The {told} was asked for; allowed are"):
+    with pytest.raises(ApproxError, match=f"The {told} is unknown; allowed are"):
         measure.open_all({BASE: str(folders[0])}, device, dtype)
 
 
@@ -85,7 +85,9 @@ def test_under_exact_attention_a_variant_computes_what_its_base_does(opened):
     ],
 )
 def test_only_what_a_hub_holds_is_streamed(stage, words):
-    with pytest.raises(ApproxError, match=f"Streaming was asked for, but the examples of {words}. Leave it out"):
+    with pytest.raises(
+        ApproxError, match=f"Only hub datasets can be streamed, but the examples of {words}. Leave out streaming"
+    ):
         measure.task_of(stage)
     assert measure.task_of(stage.model_copy(update={"streaming": False})).name == stage.task
     assert measure.task_of(EvaluateStage(task="glue/sst2", streaming=True)).name == "glue/sst2"
@@ -100,13 +102,13 @@ def test_a_margin_in_points_is_one_of_fractions_where_the_metric_is_one(opened, 
     stage = EvaluateStage(task="glue/sst2", data=str(folders[2]), margin=2.5, limit=12)
     told = []
     how: dict[str, Any] = {"seed": 3, "outputs": None, "progress": lambda *what: told.append(what)}
-    found = measure.measure_quality(opened, stage, **how, fresh=True)
-    assert [variant["margin"] for variant in found["variants"]] == [0.025]
-    assert found["fast_products"] is False
-    assert not any("faster switch" in note for note in found["notes"])
+    entry = measure.measure_quality(opened, stage, **how, fresh=True)
+    assert [variant["margin"] for variant in entry["variants"]] == [0.025]
+    assert entry["fast_products"] is False
+    assert not any("fast float32" in note for note in entry["notes"])
     assert {stage for stage, _, _ in told} == {"evaluate glue/sst2"}
     assert told[-1][1] == told[-1][2] > 0
-    # Nothing is kept of what is to be fresh.
+    # With fresh, nothing is stored.
     assert not [path for path in own_cache.rglob("*") if path.is_file() and "compiled" not in path.parts]
     measure.measure_quality(opened, stage, **how, fresh=False)
     assert [path for path in own_cache.rglob("*") if path.is_file() and "compiled" not in path.parts]
@@ -114,17 +116,15 @@ def test_a_margin_in_points_is_one_of_fractions_where_the_metric_is_one(opened, 
 
 def test_draws_of_variants_are_scored_anew_and_the_base_has_none(opened, folders):
     stage = EvaluateStage(task="glue/sst2", data=str(folders[2]), limit=12, seeds=2)
-    found = measure.measure_quality(opened, stage, seed=0, outputs=None, fresh=True, progress=measure.silent)
-    assert [variant["name"] for variant in found["variants"]] == ["local"]
+    entry = measure.measure_quality(opened, stage, seed=0, outputs=None, fresh=True, progress=measure.silent)
+    assert [variant["name"] for variant in entry["variants"]] == ["local"]
 
 
 @pytest.mark.parametrize(("label", "name"), [(BASE, "base"), ("local", "variant")])
 def test_lengths_beyond_the_positions_are_refused_by_the_name_of_the_model(opened, label, name):
     chosen = opened if label == BASE else {BASE: opened["local"], "local": opened["local"]}
     chosen = {BASE: opened[BASE]} if label == BASE else chosen
-    with pytest.raises(
-        ApproxError, match=rf"Length 33 was asked for, but .*{name} takes 32 positions.*--max-length 33"
-    ):
+    with pytest.raises(ApproxError, match=rf"Length 33 is too long: .*{name} takes 32 positions.*--max-length 33"):
         measure.measure_speed(chosen, BenchStage(lengths=[8, 33]), None, seed=0, progress=measure.silent)
 
 

@@ -1,4 +1,4 @@
-"""The switch of float32 products: thrown for as long as a context lasts, and refused where it cannot help."""
+"""Fast products: set within a context, and an error where they cannot help."""
 
 import threading
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from approx.recipe import Recipe
 
 @pytest.fixture
 def helps(monkeypatch):
-    """As on a processor where it helps; the switch itself is there everywhere."""
+    """Simulate a processor on which fast products help; PyTorch's setting exists on all."""
     monkeypatch.setattr(products, "obstacle", lambda device="cpu", dtype="float32": None)
 
 
@@ -69,20 +69,20 @@ def test_products_within_it_are_those_of_float32_or_it_is_refused():
     x, weight = torch.randn(64, 300), torch.randn(300, 200)
     exact = x.double() @ weight.double()
     if why := obstacle():
-        with pytest.raises(ApproxError, match="Fast products were asked for, but") as refused, fast_products():
+        with pytest.raises(ApproxError, match="Fast products cannot be used: ") as refused, fast_products():
             pass
         assert (refused.value.exit_code, why in str(refused.value)) == (Exit.UNSUPPORTED, True)
         return
     with fast_products():
-        found = x @ weight
-    assert ((found.double() - exact).norm() / exact.norm()) < 1e-6
+        product = x @ weight
+    assert ((product.double() - exact).norm() / exact.norm()) < 1e-6
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (("torch.backends.cpu.get_cpu_capability", lambda: "AVX2"), "PyTorch uses AVX2 on this processor"),
-        (("torch.backends.mkldnn.is_available", lambda: False), "PyTorch has no oneDNN here"),
+        (("torch.backends.mkldnn.is_available", lambda: False), "oneDNN is missing or turned off"),
         (("approx.measuring.products._error_within", lambda: 2e-3), "they round float32 to bfloat16"),
     ],
     ids=["AVX2", "no oneDNN", "tiles for bfloat16"],
@@ -95,7 +95,7 @@ def test_where_it_cannot_help_it_says_why_and_what_to_do(monkeypatch, change, wo
     monkeypatch.setattr(*change)
     with pytest.raises(ApproxError, match=f"{words}.*Leave them out"), fast_products():
         pass
-    assert words in products.said(None)
+    assert words in products.description(None)
     assert state() == "none"
 
 
@@ -122,8 +122,8 @@ def test_what_it_gains_is_measured_and_told():
     assert finding["gains"].keys() == {"8", "64", "512"}
     assert min(finding["gains"].values()) > 0
     if obstacle() is None:
-        assert f"{finding['gains']['512']}× at 512 rows, error" in products.said(finding)
-        assert "`approx doctor --probe` measures" in products.said(None)
+        assert f"{finding['gains']['512']}× at 512 rows, error" in products.description(finding)
+        assert "`approx doctor --probe` measures" in products.description(None)
 
 
 @pytest.mark.parametrize("others", [False, True])
@@ -133,7 +133,8 @@ def test_a_gain_that_was_measured_beside_other_programs_is_marked(helps, monkeyp
     finding = products.measure()
     gains = f"{finding['gains']['8']}× at 8 rows, {finding['gains']['16']}× at 16 rows"
     assert (
-        products.said(finding) == f"within approx.fast_products() {gains}, error {finding['error']:.1e}" + " *" * others
+        products.description(finding)
+        == f"with approx.fast_products() {gains}, error {finding['error']:.1e}" + " *" * others
     )
 
 

@@ -1,4 +1,4 @@
-"""Other draws of a converted model: for as long as a context lasts, and known apart from its own."""
+"""Changing the seeds of a converted model: only within a context, and with a different identity."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def converted(base):
-    """Open the base, and convert its second layer by a mechanism with some settings."""
+    """Open the base, and convert its second layer to a mechanism."""
 
     def convert(mechanism, **settings):
         opened = checkpoint.load(base)
@@ -105,6 +105,8 @@ def test_only_what_was_fitted_to_a_text_of_somebodys_own_cannot_be_drawn_again(c
     if not frozen:
         assert reseeding(opened, subject(opened)) is not None
         return
-    with pytest.raises(ApproxError, match=r"of drawn were fitted to mine\.txt when it was converted") as caught:
+    with pytest.raises(
+        ApproxError, match=r"of drawn were fitted to mine\.txt, which the checkpoint does not store"
+    ) as caught:
         reseeding(opened, subject(opened))
     assert caught.value.exit_code == Exit.UNSUPPORTED

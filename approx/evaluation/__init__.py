@@ -1,1 +1,1 @@
-"""Measurement: base and converted through the same door, and what their differences are worth."""
+"""Measurement: score and time base and converted models alike, and test their differences."""

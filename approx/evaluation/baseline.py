@@ -1,4 +1,4 @@
-"""The honest baseline: the fastest exact attention that there is on this device for these inputs."""
+"""The baseline: the fastest exact attention on this device for these inputs."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -19,9 +19,9 @@ BACK_ENDS = {
     },
 }
 DEFAULT = "default SDPA"
-# Another back end takes the default's place only when clearly faster: noise must not choose the baseline.
+# Speed-up that a back end needs to replace the default: noise must not choose the baseline.
 GAIN = 1.02
-# What is this much slower at its second call is out of the running and costs no more time.
+# Candidates this much slower than the best at their second call are not timed further.
 HOPELESS = 1.5
 REPETITIONS = 5
 
@@ -29,16 +29,16 @@ REPETITIONS = 5
 def best_exact(
     call: Callable[[], object], device: torch.device, others: Mapping[str, Callable[[], object]] | None = None
 ) -> tuple[str, Callable[[], object]]:
-    """Choose the fastest exact attention that runs this call without running out of memory.
+    """Choose the fastest exact attention that fits in memory.
 
     Args:
-        call: Executes one forward of the exact model, attention through SDPA.
-        device: Where it runs.
-        others: Calls that compute the same in other exact ways, by name; they run beside SDPA's back ends.
+        call: Runs one forward pass of the exact model with SDPA.
+        device: The device.
+        others: Name -> call with another exact implementation; they compete with SDPA's back ends.
 
     Returns:
-        The name of the baseline, such as "default SDPA" or "cudnn SDPA", and the call that uses it. The
-        default where nothing runs.
+        The name of the baseline, such as "default SDPA" or "cudnn SDPA", and the call that uses it. If nothing runs,
+        the default.
     """
     calls = {DEFAULT: call, **(others or {})} | {
         f"{name} SDPA": _through(back_end, call) for name, back_end in BACK_ENDS[device.type].items()
@@ -47,7 +47,7 @@ def best_exact(
     for name, candidate in calls.items():
         runner = Runner(candidate)
         try:
-            # The first call compiles and allocates; the second shows what the back end can do.
+            # The first call also compiles and allocates.
             runner.attempt(candidate)
             sample = runner.attempt(lambda candidate=candidate: timed(candidate, 1, device))
         except RuntimeError as error:

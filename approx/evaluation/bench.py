@@ -1,9 +1,9 @@
-"""Speed: contenders timed side by side against the best exact attention the machine offers.
+"""Speed: contenders timed side by side against the fastest exact attention on this machine.
 
-The method, for each batch size and length: warm-up until stable with the first call kept apart; then rounds
-in which every contender has its turn, the base twice, in an order that rotates; disturbed repetitions
-rejected; medians, and the interval of the *ratio* of two contenders paired by round. What the base differs
-from itself (A/A) is reported beside what the others differ from it. Running out of memory is a data point.
+For each batch size and length: warm up until times are stable, reporting the first call separately; run rounds
+in which every contender has a turn and the base two, in rotating order; reject disturbed repetitions; report
+medians, and the interval of the *ratio* of two contenders paired by round. The difference of the base from itself
+(A/A) shows the noise. Running out of memory is a result.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,9 @@ from approx.evaluation.options import BenchStage
 from approx.evaluation.statistics import ratio_interval
 from approx.evaluation.timing import Neighbours
 
-# Below this gain nobody should give up exactness for speed.
+# Smaller gains are not worth giving up exactness.
 WORTHWHILE = 1.03
-# With so many undisturbed rounds of both, the disturbed ones are left out of their ratio.
+# Disturbed rounds are left out of a ratio if at least this many undisturbed ones remain.
 ENOUGH_PAIRS = 5
 
 
@@ -33,11 +33,11 @@ class Contender:
     """Something that can be timed.
 
     Args:
-        name: What the report calls it; unique among the contenders.
-        run: Executes one forward (or train step, or generation) on what `make_inputs` made.
-        role: "base" is exact attention through SDPA (exactly one), "exact" computes the same as the base in another
-            way and takes its place where it is faster, "ceiling" is the same model with attention replaced by its
-            values (at most one), everything else is a "variant".
+        name: Its name in the report; unique among the contenders.
+        run: Runs one forward pass (or training step, or generation) on the result of `make_inputs`.
+        role: "base" is exact attention with SDPA (exactly one), "exact" is another exact implementation, which replaces
+            the base if it is faster, "ceiling" is the same model with attention replaced by its values (at most one),
+            everything else is a "variant".
     """
 
     name: str
@@ -60,22 +60,22 @@ def bench(
     """Time every contender at every batch size and length.
 
     Args:
-        contenders: One base, at most one ceiling, any number of variants and of other exact ways.
-        options: Lengths, batch sizes, how long, and whether the inputs are real, which is recorded.
-        make_inputs: Given batch size and length, what the contenders' `run` takes, already on the device.
-        device: "cpu" or "cuda"; the contenders are there already.
-        dtype: What the contenders compute in; recorded.
-        warm_up_seconds: Seconds of warm-up at most, per contender, batch size and length.
-        seed: Of the bootstrap.
-        chosen_in: Executes a call and says which implementation each op took in it; every contender runs once more for it,
-            untimed. None records nothing of that.
-        progress: Called with rows done, rows in all, and what comes next.
+        contenders: One base, at most one ceiling, any number of variants and other exact implementations.
+        options: Lengths, batch sizes, duration, and whether the inputs are real, for the record.
+        make_inputs: (batch size, length) -> input of the contenders' `run`, on the device.
+        device: "cpu" or "cuda"; the contenders are already there.
+        dtype: The dtype that the contenders compute in, for the record.
+        warm_up_seconds: Maximum warm-up in seconds, per contender, batch size and length.
+        seed: Seed of the bootstrap.
+        chosen_in: Runs a call and returns the implementation that each op chose; called once per contender, untimed.
+            With None, the choices are not recorded.
+        progress: Called with rows done, the total number of rows, and a description of the next row.
 
     Returns:
         The "speed" and "crossover" entries of a record (`approx.evaluation.record`).
 
     Raises:
-        ApproxError: if roles or names are not usable, or the device is another.
+        ApproxError: if roles or names are invalid, or the device is neither.
     """
     device = torch.device(device)
     _check(contenders, device)
@@ -95,7 +95,7 @@ def bench(
                 warm_up_seconds=warm_up_seconds,
             )
             if chosen_in:
-                # Apart from the race, for what is kept of it takes time.
+                # Not during the race: recording the choices takes time.
                 for runner in runners.values():
                     if runner.status == OK:
                         runner.chosen = runner.attempt(partial(chosen_in, runner.call))
@@ -121,31 +121,31 @@ def bench(
 def crossover(speed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Find the length from which each variant is faster, for each batch size, dtype and device.
 
-    That is the first measured length from which on, at every longer one as well, the interval of the ratio
-    lies above 1 or exact attention runs out of memory where the variant does not. None if there is none.
+    That is the first measured length such that there and at every longer one, the interval of the ratio is above 1
+    or only exact attention runs out of memory; None if there is no such length.
     """
-    found: dict[tuple[str, int, str, str], int | None] = {}
+    first: dict[tuple[str, int, str, str], int | None] = {}
     for row in sorted(speed, key=lambda row: row["length"]):
         for variant in row["variants"]:
             key = (variant["name"], row["batch"], row["dtype"], row["device"])
             only_this_runs = variant["status"] == OK != row["base"]["status"]
             wins = only_this_runs or (variant["interval"] is not None and variant["interval"][0] > 1)
-            found[key] = (found.get(key) or row["length"]) if wins else None
+            first[key] = (first.get(key) or row["length"]) if wins else None
     names = ("name", "batch", "dtype", "device")
-    return [{**dict(zip(names, key, strict=True)), "length": length} for key, length in found.items()]
+    return [{**dict(zip(names, key, strict=True)), "length": length} for key, length in first.items()]
 
 
 def _check(contenders: Sequence[Contender], device: torch.device) -> None:
     roles = [contender.role for contender in contenders]
     names = [contender.name for contender in contenders]
     if roles.count("base") != 1 or roles.count("ceiling") > 1 or len({*names, DEFAULT}) <= len(names):
-        found = ", ".join(f"{contender.name} ({contender.role})" for contender in contenders) or "none"
+        given = ", ".join(f"{contender.name} ({contender.role})" for contender in contenders) or "none"
         raise ApproxError(
-            f"Contenders found: {found}. Give one base, at most one ceiling, unique names other than '{DEFAULT}'."
+            f"The contenders are {given}. Give one base, at most one ceiling, unique names other than '{DEFAULT}'."
         )
     if device.type not in BACK_ENDS:
         raise ApproxError(
-            f"Asked to bench on '{device.type}'; what can be timed is {' or '.join(BACK_ENDS)}.",
+            f"Device '{device.type}' cannot be timed. Use {' or '.join(BACK_ENDS)}.",
             Exit.UNSUPPORTED,
         )
 
@@ -157,12 +157,12 @@ def _prepare(
     length: int,
     device: torch.device,
 ) -> tuple[str, dict[str, Runner]]:
-    """Make the inputs, choose the baseline, and give every contender its runner."""
+    """Make the inputs, choose the baseline, and make a runner for every contender."""
     maker = Runner(lambda: None)
-    given = maker.attempt(lambda: make_inputs(batch, length))
+    inputs = maker.attempt(lambda: make_inputs(batch, length))
     runners = {
         contender.name: Runner(
-            lambda run=contender.run: run(given),
+            lambda run=contender.run: run(inputs),
             turns=2 if contender.role == "base" else 1,
             status=maker.status,
         )
@@ -171,7 +171,7 @@ def _prepare(
     others = {contender.name: runners.pop(contender.name).call for contender in contenders if contender.role == "exact"}
     baseline = DEFAULT
     if maker.status == OK:
-        # The others keep SDPA's default where they use it at all: that is what their users get.
+        # Only the base changes: variants that call SDPA keep its default, as their users do.
         base = next(runner for runner in runners.values() if runner.turns == 2)
         default = base.call
         baseline, base.call = best_exact(default, device, others)
@@ -208,7 +208,7 @@ def _results(contenders: Sequence[Contender], runners: dict[str, Runner], seed: 
 
 
 def _times(runner: Runner) -> dict[str, Any]:
-    """Return what one contender took; without figures where it ran out of memory."""
+    """Return the times of one contender; null if it ran out of memory."""
     entry: dict[str, Any] = dict.fromkeys(("median_ms", "p10_ms", "p90_ms", "first_ms", "peak_mb", "chosen"))
     entry |= {"samples": 0, "rejected": 0, "status": runner.status}
     if runner.status == OK:
@@ -221,7 +221,7 @@ def _times(runner: Runner) -> dict[str, Any]:
 
 
 def _ratio(base: Runner, other: Runner, seed: int) -> dict[str, Any]:
-    """Return base time / other time over the rounds in which both are to be believed, and its interval."""
+    """Return base time / other time over the rounds in which both were undisturbed, and its interval."""
     if base.status != OK or other.status != OK:
         return {"ratio": None, "interval": None}
     (base_ms, base_good), (other_ms, other_good) = base.by_round(), other.by_round()
@@ -229,7 +229,7 @@ def _ratio(base: Runner, other: Runner, seed: int) -> dict[str, Any]:
 
 
 def _spread(base: Runner, seed: int) -> dict[str, Any]:
-    """Return the base against itself: its first turns over its second ones."""
+    """Return the ratio of the base's first turns to its second ones."""
     if base.status != OK:
         return {"ratio": None, "interval": None}
     (first, second), (first_good, second_good) = base.by_turn()
@@ -237,21 +237,21 @@ def _spread(base: Runner, seed: int) -> dict[str, Any]:
 
 
 def _paired(base: np.ndarray, other: np.ndarray, good: np.ndarray, seed: int) -> dict[str, Any]:
-    # Where too few rounds are undisturbed for both, the disturbed ones still say more than those few.
+    # All rounds, disturbed ones too, are better evidence than very few undisturbed ones.
     kept = good if good.sum() >= min(ENOUGH_PAIRS, good.size / 2) else np.ones_like(good)
     ratio = float(np.median(base[kept]) / np.median(other[kept]))
     return {"ratio": ratio, "interval": list(ratio_interval(base[kept].tolist(), other[kept].tolist(), seed))}
 
 
 def _share(ratio: dict[str, Any], ceiling: dict[str, Any] | None) -> float | None:
-    """Return measured speed-up / the ceiling's; None where removing attention altogether gains nothing."""
+    """Return the speed-up as a fraction of the ceiling's; None if removing attention gains nothing."""
     if ratio["ratio"] is None or ceiling is None or ceiling["ratio"] is None or ceiling["interval"][0] <= 1:
         return None
     return ratio["ratio"] / ceiling["ratio"]
 
 
 def _verdict(ratio: dict[str, Any], spread: dict[str, Any]) -> str | None:
-    """Say whether the gain is worth having and more than what the base differs from itself."""
+    """Return "faster" if the gain is worthwhile, significant and above noise."""
     if ratio["ratio"] is None:
         return None
     noise = max(spread["interval"][1], 1 / spread["interval"][0])

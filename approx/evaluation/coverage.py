@@ -1,4 +1,4 @@
-"""On which of the inputs a converted model computes anything but exact attention: the only ones that can show a loss."""
+"""The inputs on which a converted model approximates attention; only these can show a loss."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from approx.tasks.task import Task
 
 @dataclass(frozen=True)
 class Coverage:
-    """Where one model approximates.
+    """The inputs on which one model approximates.
 
     Args:
-        examples: Whether it does, one an example, in the order of the split: in any of the windows that the example is read in.
-        tokens: Share of all real tokens that lie in windows in which it does.
+        examples: Whether it approximates in any window of the example; one per example, in the order of the split.
+        tokens: Share of all real tokens that are in such windows.
     """
 
     examples: list[bool]
     tokens: float
 
     def to_dict(self) -> dict[str, Any]:
-        """What a record keeps of it."""
+        """The entry of a record."""
         return {"examples": sum(self.examples), "tokens": self.tokens}
 
 
 def coverage(subject: Subject, task: Task, prepared: Prepared) -> Coverage | None:
-    """Tell from the lengths of the inputs on which of them a model approximates.
+    """Compute from the lengths of the inputs on which of them a model approximates.
 
-    Nothing is run, so it is the same whether outputs are computed or were kept. A batch that is halved because memory ends is
-    counted as it was planned.
+    The model does not run, so cached outputs give the same result. A batch halved for lack of memory counts as planned.
 
     Returns:
-        None for a model that is not converted.
+        The coverage; None for a model that is not converted.
     """
     if subject.approximates is None:
         return None

@@ -1,4 +1,4 @@
-"""Several processes at one evaluation, as `torchrun` and `accelerate launch` start them; one alone needs nothing."""
+"""Evaluation in several processes, started by `torchrun` or `accelerate launch`; a single process needs no setup."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ T = TypeVar("T")
 
 
 def place() -> tuple[int, int]:
-    """The number of this process, from 0, and how many there are; joins them if that was not done.
+    """Rank of this process and number of processes; sets up communication on the first call.
 
     Raises:
-        ApproxError: if there are several and accelerate is not installed.
+        ApproxError: if there are several processes and accelerate is not installed.
     """
     state = _state()
     return (0, 1) if state is None else (state.process_index, state.num_processes)
 
 
 def leads() -> bool:
-    """Whether this process is the one that writes and speaks."""
+    """Whether this process writes files and prints."""
     return place()[0] == 0
 
 
 def agree(value: T) -> T:
-    """The first process's value, in all of them."""
+    """Return the first process's value in every process."""
     if _state() is None:
         return value
     from accelerate.utils import broadcast_object_list
@@ -38,7 +38,7 @@ def agree(value: T) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """The values of all processes, in all of them."""
+    """Return the values of all processes in every process."""
     if _state() is None:
         return [value]
     from accelerate.utils import gather_object
@@ -47,18 +47,18 @@ def gather(value: T) -> list[T]:
 
 
 def _state() -> Any:
-    """What accelerate knows of the processes, which a Trainer in this one shares; None where this is the only one."""
+    """Accelerate's state, shared with a Trainer in this process; None for a single process."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     try:
         from accelerate import PartialState
     except ImportError as error:
         raise ApproxError(
-            f"{os.environ['WORLD_SIZE']} processes were started, and the package accelerate, which joins them, is not "
-            f"installed ({error}). Install it (pip install 'approx-attention[train]'), or start one process.",
+            f"{os.environ['WORLD_SIZE']} processes need the package accelerate, which is not installed ({error}). Install it "
+            "(pip install 'approx-attention[train]'), or start one process.",
             Exit.MISSING,
         ) from None
     if not torch.distributed.is_initialized():
         atexit.register(lambda: PartialState().destroy_process_group())
-    # NCCL, which accelerate takes on GPUs, refuses two processes on one of them.
+    # NCCL, accelerate's choice on GPUs, does not allow two processes on one GPU.
     return PartialState(cpu=torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

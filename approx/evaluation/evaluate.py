@@ -1,6 +1,6 @@
-"""Base and converted through the same door: the same tokens, in the same order, in the same batches.
+"""Score base and converted models on the same tokens, in the same order, in the same batches.
 
-What was converted how is not known here; whoever has models and a task can compare them.
+Nothing here depends on how a model was converted, so any models can be compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from approx.tasks.task import Encoding, Task
 __all__ = ["Progress", "Subject", "evaluate", "predict", "prepare"]
 
 Progress = Callable[[int, int], None]
-"""Called with the number of inputs that are done and the number there are, over all models."""
+"""Called with the number of inputs done and their total number, over all models."""
 
 
 def evaluate(
@@ -46,30 +46,30 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score models on one split of a task and compare each with the first.
 
-    Under `torchrun` and its kin the batches are shared out; every process returns the same.
+    Under `torchrun` or `accelerate launch`, the processes share the batches, and each returns the same result.
 
     Args:
-        subjects: Name -> what is measured; the first is the base.
-        task: What they are measured on.
-        options: How; the defaults without it.
-        data: Local files in the task's official layout; None means its own source.
-        seed: Of the resampling.
-        device: Where the models run; they stay there.
-        progress: Told after every batch.
+        subjects: Name -> model to score; the first is the base.
+        task: The task.
+        options: Options; None uses the defaults.
+        data: Local files in the task's official layout; None uses the task's own source.
+        seed: Seed of the resampling.
+        device: Device to run on; the models stay there.
+        progress: Called after every batch.
         outputs: Parquet file for the per-example outputs.
-        kept: Folder of ledgers: batches of a subject with an identity are kept there and never computed twice.
+        kept: Folder of ledgers that store the outputs of subjects with an identity, so that no batch is computed twice.
 
     Returns:
         One entry of a record's `quality` (see `approx.evaluation.record`).
 
     Raises:
-        ApproxError: if there are no examples, a model does not fit the task or its inputs, or memory ends.
+        ApproxError: if there are no examples, a model does not fit the task or its inputs, or memory runs out.
     """
     options = options or EvaluateOptions()
     models = list(subjects.values())
-    # Before the data is read, which can take long.
+    # Reading the data can take long, so mistakes are reported before.
     for subject in models:
-        with _named(subject):
+        with _attributed(subject):
             task.check(subject.model)
     loaded = task.load(data, options.split, options.limit, streaming=options.streaming)
     prepared = prepare(
@@ -94,11 +94,11 @@ def evaluate(
 
     predictions = {subject.name: predicted(subject) for subject in models}
     labels = [example.label for example in examples]
-    covered = {subject.name: found for subject in models if (found := coverage(subject, task, prepared)) is not None}
+    covered = {subject.name: one for subject in models if (one := coverage(subject, task, prepared)) is not None}
     if outputs is not None and distributed.leads():
         columns = {"id": [example.id for example in examples], "label": labels, "tokens": prepared.lengths}
-        columns |= {f"prediction/{name}": found for name, found in predictions.items()}
-        columns |= {f"approximated/{name}": found.examples for name, found in covered.items()}
+        columns |= {f"prediction/{name}": values for name, values in predictions.items()}
+        columns |= {f"approximated/{name}": one.examples for name, one in covered.items()}
         write_outputs(outputs, columns)
     margin = options.margin / (100 if METRICS[task.metrics[0]].fraction else 1)
     entry = compare(task, examples, prepared.lengths, predictions, margin=margin, seed=seed, covered=covered)
@@ -138,61 +138,63 @@ def predict(
     """Run one model over a prepared split.
 
     Args:
-        subject: The model; it is moved to the device and left in the mode it was in.
-        task: Reads the predictions off its outputs.
-        prepared: The same for every model that is compared.
-        device: Where to run.
-        advance: Told how many inputs are done, after every batch.
-        kept: Folder of ledgers; None keeps nothing.
-        halve: Whether a batch for which memory does not suffice is halved.
+        subject: The model; it is moved to the device and keeps its training mode.
+        task: Makes predictions from the model's outputs.
+        prepared: The split; the same for every compared model.
+        device: Device to run on.
+        advance: Called with the number of inputs done after every batch.
+        kept: Folder of ledgers; None stores no outputs.
+        halve: Whether to halve a batch that does not fit in memory.
 
     Returns:
-        One prediction an example, in the order of the split.
+        One prediction per example, in the order of the split.
 
     Raises:
-        ApproxError: if the outputs are not finite, or the device's memory does not suffice.
+        ApproxError: if outputs are not finite, or memory runs out.
     """
     rank, world = distributed.place()
     ledger = None
     if kept is not None and subject.identity is not None:
         about = (task.name, vars(task), prepared.encodings, prepared.batches, str(torch.device(device).type))
         ledger = Ledger(kept, fingerprint(subject.identity, *about), rank)
-    said = distributed.agree(ledger.read() if ledger else {})
-    waiting = [number for number in range(len(prepared.batches)) if number not in said]
-    done = sum(len(prepared.batches[number]) for number in said)
+    parts_by_batch = distributed.agree(ledger.read() if ledger else {})
+    waiting = [number for number in range(len(prepared.batches)) if number not in parts_by_batch]
+    done = sum(len(prepared.batches[number]) for number in parts_by_batch)
     model, was_training = subject.model.to(device), subject.model.training
     model.eval()
     try:
         for number in waiting[rank::world]:
             rows = prepared.batches[number]
-            with _named(subject):
-                parts = _said(subject, task, [prepared.encodings[row] for row in rows], device, halve)
-            said[number] = ledger.write(number, parts) if ledger else parts
+            with _attributed(subject):
+                parts = _predict_batch(subject, task, [prepared.encodings[row] for row in rows], device, halve)
+            parts_by_batch[number] = ledger.write(number, parts) if ledger else parts
             done += len(rows) * world
             if advance:
                 advance(min(done, len(prepared.encodings)))
     finally:
         model.train(was_training)
-    for shared in distributed.gather({number: said[number] for number in waiting[rank::world]}):
-        said |= shared
+    for shared in distributed.gather({number: parts_by_batch[number] for number in waiting[rank::world]}):
+        parts_by_batch |= shared
     if advance:
         advance(len(prepared.encodings))
-    found = {
-        row: part for number, rows in enumerate(prepared.batches) for row, part in zip(rows, said[number], strict=True)
+    by_row = {
+        row: part
+        for number, rows in enumerate(prepared.batches)
+        for row, part in zip(rows, parts_by_batch[number], strict=True)
     }
     parts_of: list[list[Any]] = [[] for _ in prepared.split.examples]
     for row, owner in enumerate(prepared.owners):
-        parts_of[owner].append(found[row])
+        parts_of[owner].append(by_row[row])
     return [task.combine(example, parts) for example, parts in zip(prepared.split.examples, parts_of, strict=True)]
 
 
-def _said(
+def _predict_batch(
     subject: Subject, task: Task, encodings: list[Encoding], device: str | torch.device, halve: bool
 ) -> list[Any]:
-    """What a model says of a batch, in halves if need be."""
+    """Predict a batch, in halves if memory runs out."""
     try:
         batch = {
-            # Sounds are in single precision, whatever the model computes in.
+            # Sounds are float32, but the model may compute in another dtype.
             name: value.to(device, subject.model.dtype if value.is_floating_point() else None)
             for name, value in task.collate(encodings, subject.processor).items()
         }
@@ -204,19 +206,21 @@ def _said(
     if not halve or not middle:
         longest = max(map(task.tokens, encodings))
         raise ApproxError(
-            f"the memory of {device} does not suffice for batches of {len(encodings)} inputs of up to {longest} tokens. Use a "
-            "smaller --batch-size or another --device.",
+            f"{device} ran out of memory at a batch of {len(encodings)} inputs of up to {longest} tokens. Use a smaller "
+            "--batch-size or another --device.",
             Exit.MISSING,
         )
-    # Outside of the handler, which would hold on to the memory of what failed.
+    # Outside the handler, whose traceback keeps the tensors of the failed call alive.
     return [
-        part for half in (encodings[:middle], encodings[middle:]) for part in _said(subject, task, half, device, halve)
+        part
+        for half in (encodings[:middle], encodings[middle:])
+        for part in _predict_batch(subject, task, half, device, halve)
     ]
 
 
 @contextmanager
-def _named(subject: Subject) -> Iterator[None]:
-    """Say whose an error is."""
+def _attributed(subject: Subject) -> Iterator[None]:
+    """Begin errors with the name of the model."""
     try:
         yield
     except ApproxError as error:

@@ -1,4 +1,4 @@
-"""What every model of a comparison reads: each example tokenised once, checked, and put into batches."""
+"""The inputs of a comparison: each example tokenised once, checked, and put into batches for all models."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import nn
 from approx.errors import ApproxError, Exit
 from approx.tasks.task import Encoding, Example, Split, Task
 
-# So many examples show whether two tokenizers are the same; a different one hardly survives the first.
+# Examples on which tokenizers are compared; different ones usually differ on the first.
 _TOKENIZER_PROBES = 16
-# A batch of any size: large enough to keep a machine busy, small enough for most memories.
+# Tokens of a batch of automatic size: large enough to keep a machine busy, small enough for most memories.
 _TOKENS_A_BATCH = 16_384
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: a model with a task head, and the tokenizer or feature extractor stored with it.
+    """A model with a task head, and its tokenizer or feature extractor.
 
     Args:
-        name: As the record calls it: `exact`, `improved-clustered 25`.
+        name: Its name in the record: `exact`, `improved-clustered 25`.
         model: A transformers model.
-        processor: Its tokenizer.
-        identity: A hash of all that its outputs depend on: weights, plan, dtype, code. None keeps no outputs.
-        reseeded: The same with every seed of what it draws raised by a number, as long as the context lasts; None where it
-            draws nothing.
-        approximates: Whether it computes anything but exact attention on an input of so many positions (the first number) in
-            a batch whose longest input has so many (the second); None for a model that is not converted.
+        processor: Its tokenizer or feature extractor.
+        identity: Hash of everything its outputs depend on: weights, plan, dtype, code. With None, outputs are not stored.
+        reseeded: Context manager that yields the model with every seed raised by a number; None if nothing in it is
+            random.
+        approximates: (positions of an input, positions of the longest input of its batch) -> whether attention is
+            approximated; None for a model that is not converted.
     """
 
     name: str
@@ -44,15 +44,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A split as every model of a comparison reads it.
+    """A split, tokenised for every model of a comparison.
 
     Args:
         split: The examples.
-        encodings: One an example, or several where it is read in windows, without padding, in the order of the examples.
-        owners: Example of each encoding.
-        lengths: Tokens of each example, over all of its windows.
-        truncated: How many examples were cut.
-        batches: Encodings of each batch; those of like length stand together, the longest first.
+        encodings: One per example, or one per window of it, without padding, in the order of the examples.
+        owners: Index of the example of each encoding.
+        lengths: Tokens of each example, over all its windows.
+        truncated: Number of truncated examples.
+        batches: Indexes of the encodings of each batch, sorted by length, longest first.
     """
 
     split: Split
@@ -75,25 +75,24 @@ def prepare(
     """Tokenise every example once, check that every model can read it, and form the batches.
 
     Args:
-        subjects: The models; the first one's tokenizer is used for all.
-        task: Encodes.
+        subjects: The models; all use the first one's tokenizer.
+        task: Encodes the examples.
         split: At least one example.
-        batch_size: Inputs a batch; None takes as many as hold about 16,384 tokens.
-        max_length: Read no more tokens than this.
-        truncate: Cut longer inputs and count them, instead of refusing.
+        batch_size: Inputs per batch; None fills batches with about 16,384 tokens.
+        max_length: Maximum number of tokens to read.
+        truncate: Truncate longer inputs and count them, instead of raising.
 
     Raises:
         ApproxError: if tokenizers differ, an input is empty or too long, or a token is not in a vocabulary.
     """
     if batch_size is not None and batch_size < 1:
-        raise ApproxError(f"--batch-size {batch_size} asked for; it must be at least 1.")
+        raise ApproxError(f"--batch-size is {batch_size}; it must be at least 1.")
     if not split.examples:
         raise ApproxError(f"{task.name}: 0 rows after filtering.", Exit.UNAVAILABLE)
     processor = subjects[0].processor
     if processor is None:
         raise ApproxError(
-            f"{subjects[0].name} has no tokenizer beside its weights, which {task.name} needs. "
-            "Put the tokenizer's files into its folder.",
+            f"{subjects[0].name} has no tokenizer, which {task.name} needs. Put the tokenizer's files into its folder.",
             Exit.UNAVAILABLE,
         )
     _check_tokenizers(subjects, task, split.examples[:_TOKENIZER_PROBES])
@@ -107,7 +106,7 @@ def prepare(
         raise ApproxError(
             f"{len(long)} of {len(encoded)} examples of {task.name} are too long: {split.examples[worst].id} has "
             f"{length} tokens, the limit is {limit} {remedy.format(length=length)}, "
-            "or give --truncate to cut and count such examples."
+            "or truncate and count such examples with --truncate."
         )
     for row in long:
         encoded[row] = task.encode(split.examples[row], processor, limit)
@@ -118,7 +117,7 @@ def prepare(
     owners = [row for row, windows in enumerate(encoded) for _ in windows]
     encodings = [window for windows in encoded for window in windows]
     _check_tokens(subjects, split.examples, encodings, owners)
-    # The longest first, so that memory ends in the first batch or not at all.
+    # Longest first, so that memory runs out in the first batch or not at all.
     company = [
         [_company(task.company(encoding, subject.processor, subject.model.config), row) for subject in subjects]
         for row, encoding in enumerate(encodings)
@@ -134,9 +133,9 @@ def prepare(
     return Prepared(split, encodings, owners, lengths, len(long), batches)
 
 
-def _company(asked: int | None, row: int) -> int:
-    # A number that no other row has.
-    return -1 - row if asked is None else asked
+def _company(number: int | None, row: int) -> int:
+    # Rows without company must not share a batch, so each gets a number of its own.
+    return -1 - row if number is None else number
 
 
 def _check_tokenizers(subjects: Sequence[Subject], task: Task, probes: Sequence[Example]) -> None:
@@ -147,7 +146,7 @@ def _check_tokenizers(subjects: Sequence[Subject], task: Task, probes: Sequence[
         for example in probes:
             if task.encode(example, other.processor) != task.encode(example, base.processor):
                 raise ApproxError(
-                    f"{other.name} and {base.name} read different tokens for {example.id}: their tokenizers differ. "
+                    f"The tokenizers of {other.name} and {base.name} differ: they give different tokens for {example.id}. "
                     "Compare a converted checkpoint with the base it was made from.",
                 )
 
@@ -160,14 +159,14 @@ def _check_tokens(
         vocabulary = getattr(subject.model.config, "vocab_size", None)
         if vocabulary is not None and highest >= vocabulary:
             raise ApproxError(
-                f"{examples[owners[row]].id} has token {highest}, but {subject.name} knows the tokens 0-{vocabulary - 1}: "
-                "the tokenizer beside it belongs to another model. Put the model's own tokenizer there.",
+                f"{examples[owners[row]].id} has token {highest}, but the vocabulary of {subject.name} is 0-{vocabulary - 1}: "
+                "its tokenizer belongs to another model. Put the model's own tokenizer into its folder.",
                 Exit.UNAVAILABLE,
             )
 
 
 def _limit(subjects: Sequence[Subject], max_length: int | None) -> tuple[int | None, str]:
-    """Return the most tokens that all may read, None without a limit, and what to do about longer inputs."""
+    """Return the longest input that all models accept (None if unlimited), and the remedy for longer ones."""
     limits = [
         (positions, f"(the positions of {subject.name}). Convert with --max-length {{length}} to extend them")
         for subject in subjects
@@ -179,7 +178,7 @@ def _limit(subjects: Sequence[Subject], max_length: int | None) -> tuple[int | N
 
 
 def _positions(model: Any) -> int | None:
-    """Return how many tokens a model reads; None where nothing limits them."""
+    """Return the maximum input length of a model; None if unlimited."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         return None

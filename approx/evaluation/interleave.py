@@ -1,4 +1,4 @@
-"""Contenders run side by side in rounds, so that whatever the machine does meanwhile befalls them all."""
+"""Run contenders side by side in rounds, so that disturbances of the machine affect all of them."""
 
 import gc
 import time
@@ -19,11 +19,11 @@ OK, OUT_OF_MEMORY = "ok", "out of memory"
 
 @dataclass(eq=False)
 class Runner:
-    """One contender at one batch size and length: its call, and what was seen of it.
+    """One contender at one batch size and length: its call and its measurements.
 
     Args:
-        call: Executes one forward.
-        turns: How often it runs in each round; a runner with two turns can be compared with itself.
+        call: Runs one forward pass.
+        turns: Turns in each round; a runner with two turns can be compared with itself.
     """
 
     call: Callable[[], object]
@@ -36,21 +36,21 @@ class Runner:
     rounds: list[list[Sample]] = field(default_factory=list)
 
     def attempt(self, action: Callable[[], T]) -> T | None:
-        """Do something for this runner; running out of memory becomes its status, and the answer is None."""
+        """Run an action; if memory runs out, set the status and return None."""
         try:
             return action()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             self.status = OUT_OF_MEMORY
-        # Outside of the handler, where the traceback no longer holds the tensors of the failed call.
+        # Outside the handler, whose traceback keeps the tensors of the failed call alive.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return None
 
     def by_turn(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return milliseconds [turns, rounds] and which of them are to be believed."""
+        """Return milliseconds [turns, rounds] and which of them were undisturbed."""
         samples = [sample for turns in self.rounds for sample in turns]
         shape = (len(self.rounds), self.turns)
         return (
@@ -59,7 +59,7 @@ class Runner:
         )
 
     def by_round(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return milliseconds [rounds], the mean of a round's believable turns, and which rounds have any."""
+        """Return milliseconds [rounds], the mean of a round's undisturbed turns, and which rounds have any."""
         ms, good = self.by_turn()
         mean = (ms * good).sum(0) / np.maximum(good.sum(0), 1)
         return np.asarray(np.where(good.any(0), mean, ms.mean(0))), np.asarray(good.any(0))
@@ -75,18 +75,18 @@ def race(
     block_ms: float = BLOCK_MS,
     memory: bool = True,
 ) -> None:
-    """Warm every runner up, measure its memory, then let them take turns round by round.
+    """Warm up every runner, measure its memory, then time all of them in rounds.
 
-    The order rotates by one place a round (A B C, B C A, …), so that nobody always runs behind the same one.
+    The order rotates by one place per round (A B C, B C A, …), so that no runner always follows the same one.
 
     Args:
-        runners: Filled in place; those that run out of memory drop out with that status.
-        device: Where they run.
-        rounds: At least so many; rounds that were disturbed are made up for by at most as many again.
-        seconds: At least so long.
-        warm_up_seconds: At most so long for each.
-        block_ms: A repetition takes so long at least.
-        memory: Whether memory is measured, which runs everybody once more.
+        runners: Updated in place; a runner that runs out of memory drops out.
+        device: The device.
+        rounds: Minimum number of rounds; disturbed ones are repeated, at most doubling the number.
+        seconds: Minimum duration of all rounds.
+        warm_up_seconds: Maximum warm-up of each runner.
+        block_ms: Minimum duration of a repetition.
+        memory: Whether to measure memory, which takes one more call.
     """
     for runner in runners:
         if runner.status != OK:
@@ -114,7 +114,7 @@ def race(
 
 
 def _order(runners: Sequence[Runner]) -> list[Runner]:
-    """Return everybody's turns: second turns come half a round after the first, or drift could not show."""
+    """Return the order of turns; second turns come half a round after the first, so that drift shows."""
     once, twice = list(runners), [runner for runner in runners if runner.turns == 2]
     for runner in twice:
         place = once.index(runner) + 1 + len(once) // 2
@@ -135,5 +135,5 @@ def _round(order: list[Runner], device: torch.device) -> None:
 
 
 def _believable(runners: Sequence[Runner]) -> int:
-    """Return the rounds that can be believed of the runner that has fewest of them."""
+    """Return the smallest number of undisturbed rounds of any runner."""
     return min((int(runner.by_round()[1].sum()) for runner in runners if runner.status == OK), default=0)

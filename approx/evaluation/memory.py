@@ -1,4 +1,4 @@
-"""How much memory one call needs, and what happens when there is not enough."""
+"""Measure the memory of a call, and detect running out of memory."""
 
 import gc
 import os
@@ -13,13 +13,11 @@ from torch.autograd.profiler_util import MEMORY_EVENT_NAME
 
 
 def peak_mb(call: Callable[[], object], device: torch.device) -> float:
-    """Measure the megabytes (1e6 bytes) that one untimed call needs beyond what is there before it.
+    """Measure the peak memory of one untimed call in megabytes (1e6 bytes), beyond what was allocated before.
 
-    CUDA: the caching allocator's own peak. CPU: the running sum of every allocation and release that
-    PyTorch's allocator reports to its profiler, at its highest. That counts tensors and the temporaries
-    inside operators to the byte and gives the same figure every time; the resident set of the process
-    does not, because freed pages stay in it. Scratch space that MKL or oneDNN takes for itself is not
-    counted.
+    CUDA: the caching allocator's own peak. CPU: the peak of the running sum of all allocations and releases that
+    PyTorch's allocator reports to its profiler. It counts tensors and temporaries to the byte and is reproducible,
+    unlike the resident set of the process, which keeps freed pages. Scratch space of MKL and oneDNN is not counted.
     """
     gc.collect()
     if device.type == "cuda":
@@ -33,7 +31,7 @@ def peak_mb(call: Callable[[], object], device: torch.device) -> float:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         call()
-    # A profile that has ended always has results; the stub knows neither that nor the method `nbytes`.
+    # The stubs lack `nbytes`, and do not know that a finished profile has results.
     events: list[Any] = profile.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     total = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -44,7 +42,7 @@ def peak_mb(call: Callable[[], object], device: torch.device) -> float:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says that memory ran out, on either kind of device."""
+    """Whether an error means that memory ran out, on CPU or GPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     words = (
@@ -59,11 +57,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_limit(device: torch.device) -> Iterator[None]:
-    """Turn running out of CPU memory into an exception, for as long as the context lasts.
+    """Make running out of CPU memory raise an exception within the context.
 
-    Linux hands out more memory than there is and kills the process that uses it; a limit on the
-    process's data, set to what it has plus what is available, makes the allocation fail instead.
-    Does nothing on CUDA, which raises by itself, and where there is no /proc.
+    Linux overcommits memory and kills the process that uses it. A limit on the process's data, at its current size
+    plus the available memory, makes the allocation fail instead. Does nothing on CUDA, which raises by itself, and
+    on systems without /proc.
     """
     status = Path("/proc/self/status")
     if device.type != "cpu" or not status.exists():
@@ -84,7 +82,7 @@ def memory_limit(device: torch.device) -> Iterator[None]:
 
 
 def _available_bytes() -> int:
-    """Return the memory still to be had: the machine's, or the container's where that is less."""
+    """Return the available memory: the machine's or the container's, whichever is less."""
     available = psutil.virtual_memory().available
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":

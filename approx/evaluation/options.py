@@ -1,4 +1,4 @@
-"""What can be asked of a comparison: options of evaluate and of bench, each said once."""
+"""The options of evaluate and bench."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,17 +8,17 @@ from approx.validation import Count, Counts, Model
 
 
 class EvaluateOptions(Model):
-    """How models are scored.
+    """Options of an evaluation.
 
     Attributes:
-        split: Which split; the task's own default without it.
-        limit: Use only the first so many examples; the result is then labelled a subset.
-        streaming: Whether a hub dataset is read as it is downloaded, no further than the limit, and not kept.
-        batch_size: Inputs per batch, or `auto`: as many as fit, by their length.
-        margin: Loss in points that would be acceptable.
-        max_length: Read no more tokens than this, with `truncate`; as many as the positions allow without it.
-        truncate: Whether inputs that are longer are cut instead of refused.
-        seeds: How many draws of each variant's mechanisms are scored, its own first.
+        split: Split to use; the task's default if not given.
+        limit: Use only the first examples, this many; the result is labelled a subset.
+        streaming: Read a hub dataset while it downloads, up to the limit, without storing it.
+        batch_size: Inputs per batch; `auto` chooses it by their length.
+        margin: Acceptable loss, in points.
+        max_length: Maximum number of tokens to read; the positions of the model if not given.
+        truncate: Truncate longer inputs instead of raising an error.
+        seeds: Number of random seeds to score for each variant, its own first.
     """
 
     split: str | None = None
@@ -32,18 +32,18 @@ class EvaluateOptions(Model):
 
     @property
     def inputs_per_batch(self) -> int | None:
-        """Inputs a batch; None where their length decides."""
+        """Inputs per batch; None to choose it by their length."""
         return None if self.batch_size == "auto" else self.batch_size
 
 
 class EvaluateStage(EvaluateOptions):
-    """One task on which base and variants are compared.
+    """One task to compare base and variants on.
 
     Attributes:
         task: Name of the task, e.g. `glue/sst2`.
-        data: Folder or file in the official layout; the hub or the task's generator without it.
-        settings: Of the task itself, e.g. the length of generated documents.
-        fast_products: Whether all models run within `approx.fast_products()`.
+        data: Folder or file in the official layout; the hub or the task's generator if not given.
+        settings: Settings of the task, e.g. the length of generated documents.
+        fast_products: Run all models within `approx.fast_products()`.
     """
 
     task: Annotated[str, Field(examples=["glue/sst2"])]
@@ -53,16 +53,16 @@ class EvaluateStage(EvaluateOptions):
 
 
 class BenchStage(Model):
-    """One grid of lengths and batch sizes at which base and variants are timed.
+    """One grid of lengths and batch sizes to time base and variants at.
 
     Attributes:
         lengths: Tokens per sequence.
         batches: Sequences per call.
-        max_length: Extend the position tables to so many tokens, for the timing only.
+        max_length: Extend the position tables to this many tokens, for timing only.
         inputs: `real` (texts of the first task) or `synthetic` (random tokens).
-        rounds: Rounds at least; disturbed ones are made up for by at most as many again.
-        seconds: Seconds of rounds at least, for each length and batch size.
-        fast_products: Whether all models run within `approx.fast_products()`.
+        rounds: Minimum number of rounds; disturbed ones are repeated, at most doubling the number.
+        seconds: Minimum duration of all rounds, for each length and batch size.
+        fast_products: Run all models within `approx.fast_products()`.
     """
 
     lengths: Annotated[Counts, Field(examples=["[128, 512]"])]

@@ -1,4 +1,4 @@
-"""From the predictions of several models on the same examples to one entry of a record's quality table."""
+"""Compare the predictions of several models on the same examples, for one quality entry of a record."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def compare(
     seed: int,
     covered: Mapping[str, Coverage] | None = None,
 ) -> dict[str, Any]:
-    """Score every model and compare each with the first, which is the base.
+    """Score every model and compare each with the first, the base.
 
-    Accuracy is compared by exact McNemar, any other metric by a paired bootstrap that computes it again.
+    Accuracy is compared by the exact McNemar test, any other metric by a paired bootstrap.
 
     Args:
-        task: Whose first metric is compared; the others are only scored.
-        examples: In the order of the predictions.
+        task: The task; its first metric is compared, the others are only scored.
+        examples: The examples, in the order of the predictions.
         lengths: Tokens of each example, for the slices.
         predictions: Name of a model -> its predictions; the base comes first.
-        margin: The loss that is acceptable, in the units of the score.
-        seed: Of the bootstrap.
-        covered: Name of each converted model -> on which examples it approximates.
+        margin: The acceptable loss, in the units of the score.
+        seed: Seed of the bootstrap.
+        covered: Name of each converted model -> the inputs on which it approximates.
 
     Returns:
         `metric`, `fraction`, `lower_is_better`, `sliced_by`, `slice_metric`, `groups`, `base` and `variants` of a quality entry
@@ -55,17 +55,17 @@ def compare(
     """
     labels, groups = [example.label for example in examples], _groups(examples)
     metric = METRICS[task.metrics[0]]
-    evidence = {name: metric.evidence(found, labels) for name, found in predictions.items()}
+    evidence = {name: metric.evidence(values, labels) for name, values in predictions.items()}
     correct = {
-        # Right and wrong make the score only where it is nothing but the share of the right ones.
-        name: task.correct(found, labels) if metric.key == "accuracy" and groups is None else None
-        for name, found in predictions.items()
+        # The McNemar test applies only if the score is the share of correct, independent examples.
+        name: task.correct(values, labels) if metric.key == "accuracy" and groups is None else None
+        for name, values in predictions.items()
     }
     base, *others = predictions
     variants = []
     for name in others:
-        found = _compare(metric, (evidence[base], evidence[name]), (correct[base], correct[name]), groups, seed)
-        gain = found.interval
+        comparison = _compare(metric, (evidence[base], evidence[name]), (correct[base], correct[name]), groups, seed)
+        gain = comparison.interval
         if gain is not None and metric.lower_is_better:
             gain = (-gain[1], -gain[0])
         reach = (covered or {}).get(name)
@@ -74,11 +74,11 @@ def compare(
             {
                 "name": name,
                 "scores": task.score(predictions[name], labels),
-                "difference": found.difference,
-                "interval": None if found.interval is None else list(found.interval),
-                "confidence": found.confidence,
-                "test": found.test,
-                "p_value": found.p_value,
+                "difference": comparison.difference,
+                "interval": None if comparison.interval is None else list(comparison.interval),
+                "confidence": comparison.confidence,
+                "test": comparison.test,
+                "p_value": comparison.p_value,
                 "margin": margin,
                 "verdict": judged,
                 "needed_examples": needed,
@@ -103,16 +103,16 @@ def compare(
 
 
 def over_tasks(quality: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Quality entries with `p_adjusted` beside each p-value: raised by Holm over the tasks of a variant, null for one task."""
+    """Add `p_adjusted` to quality entries: the p-value, Holm-adjusted over a variant's tasks; null for a single task."""
     names = [entry["name"] for task in quality for entry in task["variants"]]
     return _adjusted(quality, names)
 
 
 def over_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records that are read together: their p-values are raised by Holm over all tasks on which a plan was tried.
+    """Holm-adjust the p-values of several records over all tasks that a plan was evaluated on.
 
-    A plan is the same if it gives every layer the same, whatever the checkpoints and the variants are called: a task often
-    has a checkpoint of its own. One record stays what it is.
+    Plans are equal if their layers are, regardless of the names of variants and checkpoints, since each task often has its
+    own checkpoint. A single record is returned unchanged.
     """
     if len(records) < 2:
         return list(records)
@@ -130,7 +130,7 @@ def over_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _adjusted(quality: Sequence[dict[str, Any]], families: Sequence[str]) -> list[dict[str, Any]]:
-    """Quality entries with the p-values of each family, one an entry of a variant, raised by Holm."""
+    """Holm-adjust the p-values of each family; `families` has one entry per variant of each task."""
     p_values = [entry["p_value"] for task in quality for entry in task["variants"]]
     raised: dict[int, float] = {}
     for family in dict.fromkeys(families):
@@ -145,7 +145,7 @@ def _adjusted(quality: Sequence[dict[str, Any]], families: Sequence[str]) -> lis
 
 
 def over_seeds(scores: Sequence[float]) -> dict[str, Any]:
-    """What scores say that differ in nothing but what was drawn; none where nothing is drawn."""
+    """Summarise scores that differ only in the seed; empty if nothing is random."""
     return {
         "seeds": list(range(len(scores))),
         "scores": list(scores),
@@ -191,7 +191,7 @@ def _interval(
 
 
 def _groups(examples: Sequence[Example]) -> NDArray[np.intp] | None:
-    """Number of each example's group; None where examples are independent."""
+    """Number of each example's group; None if examples are independent."""
     if all(example.group is None for example in examples):
         return None
     return np.unique([example.group or example.id for example in examples], return_inverse=True)[1]
@@ -200,7 +200,7 @@ def _groups(examples: Sequence[Example]) -> NDArray[np.intp] | None:
 def _slices(
     task: Task, labels: Sequence[Any], lengths: Sequence[int], base: Sequence[Any], converted: Sequence[Any]
 ) -> list[dict[str, Any]]:
-    """Score both in each slice of the task."""
+    """Score base and converted in each slice of the task."""
     metric = METRICS[task.slice_metric or task.metrics[0]]
     pairs = zip(task.slices(labels, lengths, base), task.slices(labels, lengths, converted), strict=True)
     return [

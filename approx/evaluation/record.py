@@ -1,7 +1,6 @@
-"""The record: one JSON file that holds a whole run, and the only thing a report is made from.
+"""The record: one JSON file that holds a whole run, and the only input of a report.
 
-A record is a plain dict, so that it reads the same in every program. `approx.evaluation.record_model` says what stands in it,
-and is what it is checked against when it is written and when it is read.
+A record is a plain dict. `approx.evaluation.record_model` describes it, and validates it on writing and reading.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from approx.validation import validate
 from approx_kernels.runtime.atomic_file import atomic_file
 
 SCHEMA = 1
-# Mistakes of a damaged record that are told.
-_TOLD = 12
+# Mistakes of a damaged record that its error lists.
+_SHOWN = 12
 
 Record = dict[str, Any]
 
 
 def save(path: Path, record: Record) -> None:
-    """Write a record whole or not at all.
+    """Write a record atomically.
 
     Args:
-        path: The file; its folder is made. An older record is replaced in one step.
-        record: As `RecordModel` describes it.
+        path: The file; its folder is created. An older record is replaced.
+        record: The record; see `RecordModel`.
 
     Raises:
-        ApproxError: if it is not as described, a number is not finite, or the file cannot be written.
+        ApproxError: if the record is invalid, a number is not finite, or the file cannot be written.
     """
     _check(record, f"The record for {path}", Exit.INTERNAL)
     try:
@@ -50,7 +49,7 @@ def load(path: Path) -> Record:
     """Read a record.
 
     Raises:
-        ApproxError: if there is none, it is damaged, of another schema, or not as described, with what is wrong.
+        ApproxError: if the record is missing, damaged, invalid, or of another schema; lists what is wrong.
     """
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
@@ -66,11 +65,11 @@ def load(path: Path) -> Record:
 
 
 def environment(threads: int | None = None, gpu: str | None = None) -> dict[str, Any]:
-    """Describe the machine and the versions that a measurement was made with.
+    """Describe the machine and the versions of a measurement.
 
     Args:
-        threads: How many torch computes with; None where nobody asked torch.
-        gpu: The device's name as torch gives it; None on a CPU.
+        threads: Threads of torch; None if torch was not used.
+        gpu: Torch's name of the device; None on a CPU.
     """
     packages = {"approx": "approx-attention", "torch": "torch", "transformers": "transformers", "triton": "triton"}
     return {
@@ -86,11 +85,11 @@ def environment(threads: int | None = None, gpu: str | None = None) -> dict[str,
 
 
 def write_outputs(path: Path, columns: dict[str, Sequence[Any]]) -> None:
-    """Write per-example outputs as parquet, whole or not at all.
+    """Write per-example outputs as parquet, atomically.
 
     Args:
-        path: The file; its folder is made.
-        columns: Name -> one value an example, all equally long.
+        path: The file; its folder is created.
+        columns: Name -> one value per example.
     """
     import pyarrow
     import pyarrow.parquet
@@ -110,13 +109,13 @@ def _check(record: Any, what: str, exit_code: Exit) -> None:
         )
     _, mistakes = validate(RecordModel, record, "record")
     if mistakes:
-        told = "; ".join(one.text.rstrip(".") for one in mistakes[:_TOLD])
-        more = f"; and {len(mistakes) - _TOLD} more" if len(mistakes) > _TOLD else ""
-        raise ApproxError(f"{what} is damaged: {told}{more}. Make it again with the command that made it.", exit_code)
+        listed = "; ".join(one.text.rstrip(".") for one in mistakes[:_SHOWN])
+        more = f"; and {len(mistakes) - _SHOWN} more" if len(mistakes) > _SHOWN else ""
+        raise ApproxError(f"{what} is damaged: {listed}{more}. Make it again with the command that made it.", exit_code)
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _write(path: Path, write: Callable[[Path], Any]) -> None:
@@ -131,7 +130,7 @@ def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        # A plain checkout is not installed; its package says its version itself.
+        # A checkout that is not installed has no metadata.
         return getattr(sys.modules.get("approx"), "__version__", None) if package == "approx-attention" else None
 
 
@@ -146,17 +145,17 @@ def _processor() -> str:
 
 def _git_commit() -> str | None:
     def git(*arguments: str) -> str:
-        found = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), *arguments],
             capture_output=True,
             text=True,
             check=True,
             timeout=10,
         )
-        return found.stdout.strip()
+        return process.stdout.strip()
 
     try:
-        # Installed into an environment inside somebody's repository, the commit would be that repository's.
+        # An environment inside another repository would give that repository's commit.
         git("ls-files", "--error-unmatch", Path(__file__).name)
         changed = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
         return git("rev-parse", "HEAD") + changed

@@ -1,9 +1,9 @@
-"""What stands in a record, key by key; `docs/schema/record.json` is made of this.
+"""The keys of a record; `docs/schema/record.json` is generated from this.
 
-Scores are fractions (0.8956), margins are fractions of the same score (0.005), times are milliseconds, memory is megabytes
-(10^6 bytes), a difference is converted minus base, a ratio is base time / variant time, and an interval is [low, high].
-Not measured is null, never 0 or NaN. Keys with a default are missing in older records. Further keys may stand beside these;
-a reader ignores those that it does not know.
+Scores are fractions (0.8956), margins are fractions of the same score (0.005), times are in milliseconds, memory is in
+megabytes (10^6 bytes), a difference is converted minus base, a ratio is base time / variant time, an interval is
+[low, high]. Values that were not measured are null, never 0 or NaN. Keys with a default may be missing in older records.
+Records may have further keys; readers ignore keys that they do not know.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class RecipeText(Written):
-    """The recipe that the record was made by.
+    """The recipe of the run.
 
     Attributes:
-        text: As it was read.
-        sha256: Of the text.
+        text: The text of the file.
+        sha256: Hash of the text.
     """
 
     text: str
@@ -33,16 +33,16 @@ class RecipeText(Written):
 
 
 class Checkpoint(Written):
-    """The base.
+    """The base checkpoint.
 
     Attributes:
-        name: As it was given.
-        revision: Commit of the hub.
-        weights_sha256: Of its weights.
-        family: As config.json names it.
-        parameters: How many.
-        layers: How many have self-attention.
-        positions: How many it takes; null where there is no limit.
+        name: Its name, as given.
+        revision: Commit on the hub.
+        weights_sha256: Hash of its weights.
+        family: Model type in config.json.
+        parameters: Number of parameters.
+        layers: Number of layers with self-attention.
+        positions: Maximum number of positions; null if unlimited.
     """
 
     name: str
@@ -58,10 +58,10 @@ class Layer(Written):
     """A converted layer, or a group of its heads.
 
     Attributes:
-        layer: Its number.
-        heads: If it is split: numbers and ranges.
-        mechanism: Name of the registry.
-        settings: Of the mechanism.
+        layer: Number of the layer.
+        heads: Numbers and ranges of the heads; `all` if the layer is not split.
+        mechanism: Name of the mechanism.
+        settings: Settings of the mechanism.
     """
 
     layer: int
@@ -71,13 +71,13 @@ class Layer(Written):
 
 
 class Variant(Written):
-    """What was compared with the base.
+    """A model compared with the base.
 
     Attributes:
-        name: In all tables.
-        layers: What was exchanged.
+        name: Its name in all tables.
+        layers: The converted layers.
         verified: Whether its conversion passed its checks.
-        receipt: Of the conversion (see `approx.checkpoints.receipt`), or null.
+        receipt: Receipt of the conversion (see `approx.checkpoints.receipt`), or null.
     """
 
     name: str
@@ -91,7 +91,7 @@ class BaseQuality(Written):
 
     Attributes:
         scores: Metric -> score.
-        interval: Of the metric; null where there is one example or group.
+        interval: Interval of the metric; null for a single example or group.
     """
 
     scores: Scores
@@ -99,10 +99,10 @@ class BaseQuality(Written):
 
 
 class Approximated(Written):
-    """How much of the inputs is approximated at all.
+    """The share of the inputs on which attention is approximated.
 
     Attributes:
-        examples: On how many of them anything but exact attention is computed, in any window that they are read in.
+        examples: Number of examples with attention approximated in any of their windows.
         tokens: Share of all real tokens in such windows.
     """
 
@@ -111,15 +111,15 @@ class Approximated(Written):
 
 
 class Seeds(Written):
-    """Draws of the mechanisms; all empty or null where nothing is drawn.
+    """Scores over random seeds of the mechanisms; all empty or null if nothing is random.
 
     Attributes:
-        seeds: What was added to the seed of each layer, 0 first.
-        scores: Of the metric, one a seed.
-        mean: Of the scores.
-        sd: Of the scores.
-        low: The lowest.
-        high: The highest.
+        seeds: Offsets added to the seed of each layer, 0 first.
+        scores: Score of each seed.
+        mean: Mean score.
+        sd: Standard deviation of the scores.
+        low: Lowest score.
+        high: Highest score.
     """
 
     seeds: list[int]
@@ -131,14 +131,14 @@ class Seeds(Written):
 
 
 class Slice(Written):
-    """Examples of some lengths.
+    """Examples in a range of lengths.
 
     Attributes:
-        from_: The shortest.
-        to: The first that is longer; null where there is none.
-        examples: How many.
-        base: Score by the metric of slices.
-        converted: The same of the variant.
+        from_: Lower end, inclusive.
+        to: Upper end, exclusive; null if open.
+        examples: Number of examples.
+        base: Score of the base, by the metric of slices.
+        converted: Score of the variant.
     """
 
     from_: int | None = Field(alias="from")
@@ -152,21 +152,21 @@ class QualityVariant(Written):
     """One variant on one task.
 
     Attributes:
-        name: Of the variant.
+        name: Name of the variant.
         scores: Metric -> score.
         difference: Converted minus base.
-        interval: Of the difference.
-        confidence: Of the interval, such as 0.95.
-        test: That the p-value is of.
-        p_value: Of the hypothesis that nothing changed.
-        margin: Loss that was acceptable.
+        interval: Interval of the difference.
+        confidence: Confidence of the interval, such as 0.95.
+        test: Name of the statistical test.
+        p_value: p-value under the hypothesis of no change.
+        margin: Acceptable loss.
         verdict: See `approx.evaluation.statistics.verdict`.
-        p_adjusted: p_value raised by Holm over the tasks of the variant, or of its plan where records are read together;
-            null if there is one.
-        needed_examples: How many would settle an inconclusive verdict.
-        approximated: Null for a model that is not converted.
-        seeds: Only if asked for.
-        slices: By length.
+        p_adjusted: p_value, Holm-adjusted over the tasks of the variant, or of its plan in a report of several records;
+            null for a single task.
+        needed_examples: Number of examples that would settle an inconclusive verdict.
+        approximated: Inputs with attention approximated; null for a model that is not converted.
+        seeds: Scores over seeds; null if only one was scored.
+        slices: Scores by length.
     """
 
     name: str
@@ -189,8 +189,8 @@ class Tokens(Written):
     """Lengths of the inputs.
 
     Attributes:
-        median: The lower one.
-        longest: Of all.
+        median: Lower median.
+        longest: Maximum.
     """
 
     median: Count
@@ -201,22 +201,22 @@ class Quality(Written):
     """One task.
 
     Attributes:
-        task: Its name.
-        split: Its split.
-        metric: That verdicts are about.
-        fraction: Whether it is told in percent and points.
-        lower_is_better: Whether a lower score is a better one.
-        examples: How many.
-        sliced_by: What the bounds of slices count.
+        task: Name of the task.
+        split: Name of the split.
+        metric: Metric of differences and verdicts.
+        fraction: Whether the score is a fraction, shown in percent and points.
+        lower_is_better: Whether lower scores are better.
+        examples: Number of examples.
+        sliced_by: Unit of the bounds of slices.
         slice_metric: Metric of the slices.
         subset: Whether examples were left out.
-        truncated: Examples that were cut.
-        groups: Speakers or documents that are drawn together; null where examples are independent.
+        truncated: Number of truncated examples.
+        groups: Number of speakers or documents that are resampled as a whole; null if examples are independent.
         tokens: Lengths of the inputs.
         notes: What was left out or changed when the examples were read.
         base: Scores of the base.
-        variants: Of the variants, in order.
-        outputs: Name of the parquet of per-example outputs, beside the record.
+        variants: Scores of the variants, in order.
+        outputs: Name of the parquet file of per-example outputs, beside the record.
         fast_products: Whether all models ran within `approx.fast_products()`.
     """
 
@@ -240,22 +240,22 @@ class Quality(Written):
 
 
 class RecordModel(Written):
-    """A whole run, and the only thing a report is made from.
+    """A whole run, and the only input of a report.
 
     Attributes:
-        schema_: 1; a reader refuses any other.
-        title: Of the report.
-        notice: A sentence that stands above everything else, such as "A demonstration, not a benchmark."
-        command: What was typed.
-        seed: Of everything random.
-        recipe: That it was made by.
+        schema_: 1; readers reject any other.
+        title: Title of the report.
+        notice: A sentence shown above everything else, such as "A demonstration, not a benchmark."
+        command: The command as typed.
+        seed: Seed of all random choices.
+        recipe: The recipe of the run.
         checkpoint: The base.
-        variants: What was compared with it.
-        quality: Tasks.
-        speed: Lengths and batch sizes.
-        crossover: Where variants begin to be faster.
-        trainings: What was trained, in order.
-        environment: Machine and versions, as `approx.evaluation.record.environment` returns them.
+        variants: Models compared with the base.
+        quality: Scores of each task.
+        speed: Times at each length and batch size.
+        crossover: Lengths from which variants are faster.
+        trainings: Trainings of variants, in order.
+        environment: Machine and versions, from `approx.evaluation.record.environment`.
     """
 
     schema_: Literal[1] = Field(alias="schema")

@@ -1,4 +1,4 @@
-"""What a record says of speed, key by key: times are milliseconds, a ratio is base time / variant time."""
+"""The keys of a record about speed: times are in milliseconds, a ratio is base time / variant time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Timing(Written):
         median_ms: Median.
         p10_ms: First decile.
         p90_ms: Last decile.
-        first_ms: Of the first call.
-        samples: How many were kept.
-        rejected: How many were disturbed.
-        peak_mb: Memory at most.
+        first_ms: Time of the first call.
+        samples: Number of repetitions used.
+        rejected: Number of disturbed repetitions.
+        peak_mb: Peak memory.
         status: `ok` or `out of memory`.
-        chosen: Op -> the implementation that it ran in, such as `cpu` or `triton`; `reference` and `tiles` are plain PyTorch.
+        chosen: Op -> the implementation it used, such as `cpu` or `triton`; `reference` and `tiles` are plain PyTorch.
     """
 
     median_ms: float | None
@@ -42,7 +42,7 @@ class Relative(Timing):
 
     Attributes:
         ratio: Base time / its time.
-        interval: Of the ratio.
+        interval: Interval of the ratio.
     """
 
     ratio: float | None
@@ -53,8 +53,8 @@ class SpeedVariant(Relative):
     """One variant at one size.
 
     Attributes:
-        name: Of the variant.
-        share_of_ceiling: How much of what attention could give was obtained.
+        name: Name of the variant.
+        share_of_ceiling: Its ratio divided by the ceiling's.
         verdict: `faster` or `exact is better here`; null without a ratio.
     """
 
@@ -67,8 +67,8 @@ class Spread(Written):
     """The base against itself.
 
     Attributes:
-        ratio: Near 1.
-        interval: Of the ratio.
+        ratio: First turns / second turns, near 1.
+        interval: Interval of the ratio.
     """
 
     ratio: float | None
@@ -80,20 +80,20 @@ class Speed(Written):
 
     Attributes:
         device: `cpu` or `cuda`.
-        dtype: That the models compute in.
-        threads: Of torch.
+        dtype: Dtype that the models compute in.
+        threads: Threads of torch.
         batch: Sequences per call.
         length: Tokens per sequence.
-        mode: What a run is.
+        mode: What is timed: `forward`.
         inputs: `real` or `synthetic`.
-        baseline: The exact attention that is the base, the fastest of all tried.
-        crowded: Whether other programs used the cores all the while.
+        baseline: The exact attention of the base, the fastest on this machine.
+        crowded: Whether other programs used the cores throughout.
         fast_products: Whether all models ran within `approx.fast_products()`.
-        base: The base.
-        default: PyTorch's default SDPA; null where that is the base.
-        ceiling: The model without attention.
+        base: Times of the base.
+        default: Times of PyTorch's default SDPA; null if that is the base.
+        ceiling: Times of the model without attention.
         spread: The base against itself.
-        variants: In order.
+        variants: Times of the variants, in order.
     """
 
     device: str
@@ -114,14 +114,14 @@ class Speed(Written):
 
 
 class Crossover(Written):
-    """Where a variant begins to be faster.
+    """The length from which a variant is faster.
 
     Attributes:
-        name: Of the variant.
+        name: Name of the variant.
         batch: Sequences per call.
-        dtype: That the models compute in.
+        dtype: Dtype that the models compute in.
         device: `cpu` or `cuda`.
-        length: First length with a ratio interval above 1; null where there is none.
+        length: First length from which on the ratio interval is above 1; null if there is none.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""What a difference between two models is worth: tests, intervals and verdicts. Needs no torch.
+"""Tests, intervals and verdicts for the difference between two models. Needs no torch.
 
-Everywhere a difference is converted minus base, so a loss is negative, and a confidence of 0.95 means a
-two-sided interval. Everything drawn at random is drawn from the seed that is given.
+A difference is always converted minus base, so a loss is negative. Intervals are two-sided. All random draws come from
+the given seed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Interval = tuple[float, float]
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 POWER = 0.8
-"""The chance with which `needed_examples` promises a settled verdict."""
+"""The probability that `needed_examples` examples settle the verdict."""
 TESTED = 0.1
-"""The share of the inputs that must be approximated before a small loss says anything about the approximation."""
+"""The minimum share of approximated inputs for a verdict on a small loss."""
 
 
 @dataclass(frozen=True)
 class Comparison:
     """A difference of two scores on the same examples, converted minus base, in the units of the score.
 
-    One example, or one group of them, says nothing about others: then there is no interval.
+    A single example, or a single group, gives no interval.
     """
 
     difference: float
@@ -41,18 +41,18 @@ class Comparison:
 
 
 def compare_correct(base: ArrayLike, converted: ArrayLike, confidence: float = CONFIDENCE) -> Comparison:
-    """Compare two accuracies by the examples on which only one of the models is right.
+    """Compare two accuracies by the examples on which only one of the models is correct.
 
-    The p-value is the exact McNemar test's. The interval is the adjusted Wald interval, which keeps its
-    coverage for few and even for no discordant examples, where Wald's own shrinks to a point.
+    The p-value is from the exact McNemar test. The interval is the adjusted Wald interval, which keeps its coverage for
+    few or no discordant examples, where the Wald interval shrinks to a point.
 
     Source: McNemar 1947; Bonett and Price, 2012, "Adjusted Wald confidence interval for a difference of
     binomial proportions based on paired data".
 
     Args:
-        base: Whether the base is right, one an example.
-        converted: Whether the converted model is right, in the same order.
-        confidence: Of the interval.
+        base: Whether the base is correct, one per example.
+        converted: Whether the converted model is correct, in the same order.
+        confidence: Confidence of the interval.
     """
     first, second = np.asarray(base, bool), np.asarray(converted, bool)
     total = _paired(first, second)
@@ -75,33 +75,32 @@ def compare_scores(
     confidence: float = CONFIDENCE,
     resamples: int = RESAMPLES,
 ) -> Comparison:
-    """Compare two scores that are no mean over examples (F1, Matthews, correlations) by paired bootstrap.
+    """Compare two scores that are not means over examples (F1, Matthews, correlations) by paired bootstrap.
 
-    Examples are drawn with replacement, both models on the same ones, and the metric is computed again. Examples of
-    one group are alike, so whole groups are drawn.
+    Examples are drawn with replacement, the same for both models, and the metric is recomputed. Examples of one group
+    are correlated, so whole groups are drawn.
 
-    The bootstrap gives the standard error, corrected for the n - 1 that it leaves out, and the interval reaches as far as
-    Student's t for n - 1 says, n being the number of examples or groups; the p-value is that interval's own: it is below
-    1 - confidence exactly where 0 lies outside. Percentiles of what was drawn call equal models different in 6 % of cases
-    at hundreds of examples and in 10-20 % at 5-20 groups; this keeps to 5 % in both, down to 3 groups, and under heavy
-    tails (bench/calibration.py counts it).
+    The bootstrap gives the standard error, corrected for narrowness by sqrt(n / (n - 1)), where n is the number of
+    examples or groups. The interval is a Student's t interval with n - 1 degrees of freedom; the p-value is below
+    1 - confidence exactly if 0 is outside the interval. Percentile intervals call equal models different in 6 % of cases
+    at hundreds of examples and in 10-20 % at 5-20 groups; this interval keeps to 5 % in both, down to 3 groups, and
+    under heavy tails (measured by bench/calibration.py).
 
-    Such an interval shrinks to a point where hardly a prediction changed, as if examples not seen could not change
-    either, and a loss that comes from a few examples in hundreds seems surer than it is. For a score between 0 and 1 one
-    example more each way, wholly lost and wholly won, is therefore added to the variance, as in the interval for
-    accuracies; where nothing changed that is the rule of three.
+    If hardly any prediction changes, such an interval shrinks to a point, and a loss from a few examples in hundreds
+    looks too certain. For a score between 0 and 1, the variance of one wholly lost and one wholly won example is
+    therefore added, as in the interval for accuracies; if nothing changed, this amounts to the rule of three.
 
     Source: Efron and Tibshirani, 1993, "An Introduction to the Bootstrap", chapters 6 and 12; Hesterberg, 2015, "What
     Teachers Should Know About the Bootstrap", on narrowness; Bonett and Price, 2012, on the examples added.
 
     Args:
-        difference: Rows of examples -> the metric of the converted model minus the base's on these rows.
-        examples: How many there are.
-        seed: Of the resampling.
-        groups: Number of each example's group, from 0; None where examples are independent.
-        bounded: Whether the score lies between 0 and 1.
-        confidence: Of the interval.
-        resamples: How many times the metric is computed again.
+        difference: Rows of examples -> the converted model's metric on them minus the base's.
+        examples: Number of examples.
+        seed: Seed of the resampling.
+        groups: Number of each example's group, from 0; None if examples are independent.
+        bounded: Whether the score is between 0 and 1.
+        confidence: Confidence of the interval.
+        resamples: Number of bootstrap resamples.
     """
     observed = difference(np.arange(examples))
     independent = _independent(examples, groups)
@@ -117,22 +116,22 @@ def compare_scores(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Raise p-values for how many they are: the chance of any false alarm among them then stays at the level.
+    """Adjust p-values for multiple tests, controlling the family-wise error rate.
 
     Source: Holm, 1979, "A simple sequentially rejective multiple test procedure".
     """
-    found = np.asarray(p_values, float)
-    order = np.argsort(found)
-    adjusted = np.empty_like(found)
-    adjusted[order] = np.maximum.accumulate(found[order] * np.arange(found.size, 0, -1)).clip(max=1.0)
+    values = np.asarray(p_values, float)
+    order = np.argsort(values)
+    adjusted = np.empty_like(values)
+    adjusted[order] = np.maximum.accumulate(values[order] * np.arange(values.size, 0, -1)).clip(max=1.0)
     return adjusted.tolist()
 
 
 def accuracy_interval(correct: ArrayLike, confidence: float = CONFIDENCE) -> Interval:
     """Return the Wilson score interval of one accuracy."""
     flags = np.asarray(correct, bool)
-    found = binomtest(int(flags.sum()), flags.size).proportion_ci(confidence, method="wilson")
-    return float(found.low), float(found.high)
+    interval = binomtest(int(flags.sum()), flags.size).proportion_ci(confidence, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def score_interval(
@@ -144,10 +143,10 @@ def score_interval(
     confidence: float = CONFIDENCE,
     resamples: int = RESAMPLES,
 ) -> Interval | None:
-    """Return the bootstrap interval of one score; `score` takes the rows it is computed on.
+    """Return the bootstrap interval of one score; `score` takes the rows to compute it on.
 
-    Percentiles, which never leave the range of a score, moved out as far as Student's t is wider than the normal
-    distribution. None for one example or one group.
+    Percentiles, which stay within the range of the score, expanded by the ratio of Student's t to the normal
+    distribution. None for a single example or group.
 
     Source: Hesterberg, 2015, "What Teachers Should Know About the Bootstrap", expanded percentiles.
     """
@@ -161,33 +160,32 @@ def score_interval(
 def verdict(
     interval: Interval | None, margin: float, examples: int, approximated: int | None = None
 ) -> tuple[str, int | None]:
-    """Judge a difference by its interval against the loss that is acceptable.
+    """Compare the interval of a difference with the acceptable loss.
 
-    With the loss known to lie between `low` and `high` (the interval of base minus converted):
-    `loss beyond margin` when low > margin; `loss within margin` when high <= margin and low > 0;
-    `no loss` when high <= margin and low <= 0; otherwise `inconclusive`: the interval holds the margin, or there is none.
+    With `low` and `high` the interval of base minus converted:
+    `loss beyond margin` if low > margin; `loss within margin` if high <= margin and low > 0;
+    `no loss` if high <= margin and low <= 0; otherwise `inconclusive`: the interval includes the margin, or there is none.
 
-    Where a converted model computes exact attention on more than nine tenths of the examples, a small loss says nothing
-    about its approximation: the verdict is then `not tested: exact on N % of these inputs`. A loss that is beyond the margin
-    all the same stays what it is.
+    If a converted model computes exact attention on more than nine tenths of the examples, a small loss says nothing
+    about its approximation: the verdict is `not tested: exact on N % of these inputs`, unless the loss is beyond the
+    margin anyway.
 
     Args:
-        interval: Of converted minus base, as `Comparison` gives it.
+        interval: Interval of converted minus base, as in `Comparison`.
         margin: The acceptable loss, in the units of the score, at least 0.
-        examples: How many the interval was computed on.
-        approximated: On how many of them the model computes anything but exact attention; None for a model that is not
-            converted.
+        examples: Number of examples of the interval.
+        approximated: Number of examples on which the model approximates; None for a model that is not converted.
 
     Returns:
-        The verdict, and for `inconclusive` about how many examples of the same kind would settle it with a
-        chance of 80 % if the loss is what it seems; None where it is settled, or where no number would
-        settle it because the loss seems to be the margin itself. Where examples come in groups, as many more groups are
-        meant as examples; of few groups it says too many rather than too few.
+        The verdict. For `inconclusive` also the approximate number of similar examples that would settle it with a
+        probability of 80 % if the true loss is the measured one; None if the verdict is settled, or if the measured
+        loss equals the margin, so that no number would settle it. With groups, the number of groups grows in proportion;
+        for few groups, the estimate is too high rather than too low.
     """
     if interval is not None and -interval[1] > margin:
         return "loss beyond margin", None
     if approximated is not None and approximated < TESTED * examples:
-        # Rounded down, so that 100 % means all of them.
+        # Rounded down: 100 % means all inputs.
         return f"not tested: exact on {100 * (examples - approximated) // examples} % of these inputs", None
     if interval is None:
         return "inconclusive", None
@@ -195,7 +193,7 @@ def verdict(
     if high <= margin:
         return ("loss within margin" if low > 0 else "no loss"), None
     half, distance = (high - low) / 2, abs(margin - (high + low) / 2)
-    # Intervals shrink with the root of the number of examples; the second term buys the power.
+    # Intervals shrink with the square root of the number of examples; the second term is for the power.
     shrink = half * (1 + _quantile(2 * POWER - 1) / _quantile(CONFIDENCE)) / distance if distance else math.inf
     return "inconclusive", None if shrink > 1e3 else math.ceil(examples * shrink**2)
 
@@ -207,16 +205,16 @@ def ratio_interval(
     confidence: float = CONFIDENCE,
     resamples: int = RESAMPLES,
 ) -> Interval:
-    """Return the bootstrap interval of median(base) / median(other), drawing rounds, not samples.
+    """Return the bootstrap interval of median(base) / median(other), resampling rounds.
 
-    Both of a round are drawn together, so what slows a whole round down cancels out.
+    The two samples of a round are drawn together, so a slowdown of a whole round cancels out.
 
     Args:
-        base_samples: One measurement a round (a time, or anything positive).
-        other_samples: The other's, of the same rounds in the same order.
-        seed: Of the resampling.
-        confidence: Of the interval.
-        resamples: How many times the rounds are drawn again.
+        base_samples: One positive measurement per round, such as a time.
+        other_samples: Measurements of the other contender in the same rounds.
+        seed: Seed of the resampling.
+        confidence: Confidence of the interval.
+        resamples: Number of bootstrap resamples.
     """
     base, other = np.asarray(base_samples, float), np.asarray(other_samples, float)
     rows = np.random.default_rng(seed).integers(_paired(base, other), size=(resamples, base.size))
@@ -228,7 +226,7 @@ def _independent(examples: int, groups: NDArray[np.intp] | None) -> int:
 
 
 def _narrowness(independent: int) -> float:
-    """How much wider samples spread than a bootstrap of one of them, which takes its mean for the true one."""
+    """Correction of the bootstrap's standard error, which divides by n instead of n - 1."""
     return math.sqrt(independent / (independent - 1))
 
 
@@ -258,5 +256,5 @@ def _quantile(confidence: float) -> float:
 
 def _paired(first: NDArray[np.generic], second: NDArray[np.generic]) -> int:
     if first.shape != second.shape or not first.size:
-        raise ValueError(f"paired samples must be equally many, at least one; got {first.size} and {second.size}")
+        raise ValueError(f"paired samples need equal sizes of at least 1; got {first.size} and {second.size}")
     return first.size

@@ -1,4 +1,4 @@
-"""How one call is timed: warm-up, repetitions, and the gate that rejects disturbed ones."""
+"""Time one call: warm-up, repetitions, and rejection of disturbed ones."""
 
 import math
 import statistics
@@ -10,9 +10,9 @@ import numpy as np
 import psutil
 import torch
 
-# A repetition is long enough to be told from the clock's own noise.
+# Minimum duration of a repetition, well above the noise of the clock.
 BLOCK_MS = 10.0
-# A repetition that had less than this part of the cores it can use was disturbed by other processes.
+# A repetition with less than this share of the cores it can use was disturbed by other processes.
 GATE = 0.85
 # Warm-up ends when two consecutive medians, of this many calls each, agree to this fraction.
 WINDOW = 3
@@ -21,17 +21,16 @@ AGREEMENT = 0.02
 
 @dataclass(frozen=True)
 class Sample:
-    """One repetition: milliseconds of a call, and the share of the threads' time it had the cores."""
+    """One repetition: milliseconds per call, and CPU time as a share of all threads' time."""
 
     ms: float
     busy: float
 
 
 def timed(call: Callable[[], object], repeats: int, device: torch.device) -> Sample:
-    """Time `repeats` calls in a row and return the mean of one.
+    """Time `repeats` consecutive calls and return their mean.
 
-    CUDA events measure the device's time between two points of its queue; on the CPU it is the wall clock,
-    with the CPU time of all threads beside it.
+    On CUDA, events measure the device's time; on the CPU, wall clock and CPU time of all threads are measured.
     """
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -53,8 +52,7 @@ def warm_up(call: Callable[[], object], device: torch.device, seconds: float) ->
     """Call until the time is stable or `seconds` have passed.
 
     Returns:
-        Milliseconds of the very first call (it compiles, allocates and fills caches), and the median of
-        the last ones.
+        Milliseconds of the first call, which compiles, allocates and fills caches, and the median of the last calls.
     """
     first = timed(call, 1, device).ms
     times: list[float] = []
@@ -69,31 +67,31 @@ def warm_up(call: Callable[[], object], device: torch.device, seconds: float) ->
 
 
 def repeats_for(ms: float, block_ms: float = BLOCK_MS) -> int:
-    """Return how many calls make one repetition of `block_ms`, for a call that takes `ms`."""
+    """Return the number of calls that fill a repetition of `block_ms` if each takes `ms`."""
     return max(1, math.ceil(block_ms / max(ms, 1e-3)))
 
 
 def undisturbed(samples: list[Sample]) -> np.ndarray:
-    """Tell which repetitions of one call are to be believed, [rounds] bool.
+    """Return which repetitions of one call were undisturbed, [rounds] bool.
 
-    A call that uses half of the threads by its nature has half of their time at best, so each call is held
-    against its own best share (the 90th percentile) and not against all of the cores.
+    A call may use only some of the threads, so its share of CPU time is compared with its own 90th percentile, not with
+    all cores.
     """
     busy = np.array([sample.busy for sample in samples])
     return busy >= GATE * np.quantile(busy, 0.9) if len(busy) else np.zeros(0, dtype=bool)
 
 
 class Neighbours:
-    """Watches what other processes take of the machine's cores between its making and `crowded()`.
+    """Measures the CPU time of other processes from its construction to `crowded()`.
 
-    The gate above compares a call with its own best moments and cannot see a load that never lets up.
+    `undisturbed` compares a call with its own best repetitions, so it cannot see a constant load.
     """
 
     def __init__(self) -> None:
         self._begun = self._now()
 
     def crowded(self) -> bool:
-        """Tell whether others left fewer cores than this process's threads could use."""
+        """Whether other processes left fewer cores than this process's threads can use."""
         wall, busy, own = (now - then for now, then in zip(self._now(), self._begun, strict=True))
         taken = max(busy - own, 0.0) / max(wall, 1e-9)
         return (psutil.cpu_count() or 1) - taken < GATE * torch.get_num_threads()

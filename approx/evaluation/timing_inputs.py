@@ -1,4 +1,4 @@
-"""Real inputs of any length for timing: the texts or the recordings of a task, joined into one stream and cut to size."""
+"""Real inputs of any length for timing: the texts or recordings of a task, joined and cut to size."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain, cycle, islice
@@ -14,28 +14,28 @@ from approx.tasks.task import Example, Task
 def text_inputs(
     task: Task, examples: Sequence[Example], processor: Any, device: torch.device | str
 ) -> Callable[[int, int], dict[str, Tensor]]:
-    """Make inputs of any batch size and length out of the texts of a task.
+    """Make inputs of any batch size and length from the texts of a task.
 
-    The cost of clustering, hashing and top-k depends on the data, so random tokens would time something else. Rows begin
-    and end with the special tokens that the tokenizer puts there; a text that is too short is used again.
+    The cost of clustering, hashing and top-k depends on the data, so random tokens would not be representative. Rows
+    begin and end with the tokenizer's special tokens; short texts are repeated.
 
     Args:
-        task: Its `encode` makes tokens of an example.
+        task: The task, whose `encode` tokenises an example.
         examples: At least one.
         processor: The tokenizer.
-        device: Where the tensors go.
+        device: Device of the tensors.
 
     Returns:
         (batch size B, tokens L) -> `{"input_ids": [B, L]}`.
 
     Raises:
-        ApproxError: if the texts hold nothing but special tokens.
+        ApproxError: if the texts have only special tokens.
     """
     rows = [window["input_ids"] for example in examples for window in task.encode(example, processor)]
     special = set(processor.all_special_ids)
     content = [token for token in chain.from_iterable(rows) if token not in special]
     if not content:
-        raise ApproxError(f"The texts of {task.name} hold no tokens to time on.", Exit.UNAVAILABLE)
+        raise ApproxError(f"The texts of {task.name} have no tokens to time on.", Exit.UNAVAILABLE)
     first = rows[0]
     begin = first[:1] if first[0] in special else []
     end = first[-1:] if first[-1] in special and len(first) > 1 else []
@@ -57,15 +57,15 @@ def sound_inputs(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> Callable[[int, int], dict[str, Tensor]]:
-    """Make inputs of any batch size and length out of the recordings of a task, joined; too short ones are used again.
+    """Make inputs of any batch size and length from the joined recordings of a task; short ones are repeated.
 
     Args:
-        task: Its `encode` and `collate` make samples of an example.
+        task: The task, whose `encode` and `collate` make samples of an example.
         examples: At least one.
-        processor: With a feature extractor.
-        samples: Positions -> samples that give so many.
-        device: Where the tensors go.
-        dtype: Of the tensors.
+        processor: A processor with a feature extractor.
+        samples: Number of positions -> number of samples.
+        device: Device of the tensors.
+        dtype: Dtype of the tensors.
 
     Returns:
         (batch size B, positions L) -> `{"input_values": [B, samples(L)]}`.

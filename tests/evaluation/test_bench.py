@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic and its data points; nothing here asserts how fast this machine is."""
+"""The calculations of bench; nothing here depends on the speed of this machine."""
 
 import pytest
 import torch
@@ -39,10 +39,10 @@ def test_a_bench_has_a_row_for_every_batch_and_length():
         Contender("free", lambda q: q, "ceiling"),
         Contender("variant", lambda q: attend(q[:, :, ::2])),
     ]
-    found = run_bench(contenders, progress=lambda *where: seen.append(where))
-    assert [(row["batch"], row["length"]) for row in found["speed"]] == [(1, 16), (1, 32), (2, 16), (2, 32)]
+    results = run_bench(contenders, progress=lambda *where: seen.append(where))
+    assert [(row["batch"], row["length"]) for row in results["speed"]] == [(1, 16), (1, 32), (2, 16), (2, 32)]
     assert [done for done, _, _ in seen] == [0, 1, 2, 3, 4]
-    for row in found["speed"]:
+    for row in results["speed"]:
         assert row["device"] == "cpu"
         assert row["dtype"] == "float32"
         assert row["threads"] == torch.get_num_threads()
@@ -55,7 +55,7 @@ def test_a_bench_has_a_row_for_every_batch_and_length():
         assert all(entry["peak_mb"] is not None and entry["first_ms"] > 0 for entry in (row["base"], *row["variants"]))
         for entry in (row["ceiling"], row["spread"], *row["variants"]):
             assert entry["interval"][0] <= entry["interval"][1]
-    assert {(entry["name"], entry["batch"]) for entry in found["crossover"]} == {("variant", 1), ("variant", 2)}
+    assert {(entry["name"], entry["batch"]) for entry in results["crossover"]} == {("variant", 1), ("variant", 2)}
 
 
 def test_what_each_contender_ran_in_is_asked_once_and_not_while_it_is_timed():
@@ -74,7 +74,7 @@ def test_what_each_contender_ran_in_is_asked_once_and_not_while_it_is_timed():
     (row,) = run_bench(contenders, lengths=[16], batches=[1], chosen_in=chosen_in)["speed"]
     assert row["base"]["chosen"] == {"attention": "exact"}
     assert row["variants"][0]["chosen"] == {"attention": "variant"}
-    # With another back end as the base the default is asked too.
+    # If another back end is the base, the default is timed too.
     assert asked[:2] == [["exact"], ["variant"]]
     assert calls[-len(asked) :] == [name for names in asked for name in names]
     assert run_bench(contenders, lengths=[16], batches=[1])["speed"][0]["base"]["chosen"] is None
@@ -95,12 +95,12 @@ def test_out_of_memory_is_a_data_point(error: Exception):
             raise error
         return q
 
-    found = run_bench([Contender("exact", attend, "base"), Contender("greedy", greedy)], batches=[1])
-    short, long = (row["variants"][0] for row in found["speed"])
+    results = run_bench([Contender("exact", attend, "base"), Contender("greedy", greedy)], batches=[1])
+    short, long = (row["variants"][0] for row in results["speed"])
     assert short["status"] == "ok"
     assert long["status"] == "out of memory"
     assert all(long[key] is None for key in ("median_ms", "ratio", "interval", "share_of_ceiling", "verdict", "chosen"))
-    assert found["speed"][1]["base"]["status"] == "ok"
+    assert results["speed"][1]["base"]["status"] == "ok"
 
 
 def test_exact_out_of_memory_leaves_the_variant_its_times_and_the_crossover():
@@ -110,14 +110,14 @@ def test_exact_out_of_memory_leaves_the_variant_its_times_and_the_crossover():
         return q
 
     contenders = [Contender("exact", exact, "base"), Contender("slow", lambda q: [attend(q) for _ in range(20)])]
-    found = run_bench(contenders, batches=[1])
-    row = found["speed"][1]
+    results = run_bench(contenders, batches=[1])
+    row = results["speed"][1]
     assert row["base"]["status"] == "out of memory"
     assert row["baseline"] == "default SDPA"
     assert row["spread"] == {"ratio": None, "interval": None}
     assert row["variants"][0]["median_ms"] > 0
     assert row["variants"][0]["ratio"] is None
-    assert found["crossover"][0]["length"] == 32
+    assert results["crossover"][0]["length"] == 32
 
 
 def test_running_out_in_the_middle_of_the_rounds_drops_only_that_contender():
@@ -130,11 +130,11 @@ def test_running_out_in_the_middle_of_the_rounds_drops_only_that_contender():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return q
 
-    found = run_bench([Contender("exact", attend, "base"), Contender("tiring", tiring)], lengths=[16], batches=[1])
-    assert found["speed"][0]["variants"][0]["status"] == "out of memory"
-    assert found["speed"][0]["base"]["samples"] >= 1
-    # Nobody gave a ceiling.
-    assert found["speed"][0]["ceiling"] is None
+    results = run_bench([Contender("exact", attend, "base"), Contender("tiring", tiring)], lengths=[16], batches=[1])
+    assert results["speed"][0]["variants"][0]["status"] == "out of memory"
+    assert results["speed"][0]["base"]["samples"] >= 1
+    # Without a ceiling.
+    assert results["speed"][0]["ceiling"] is None
 
 
 def test_a_faster_exact_way_becomes_the_base_and_the_default_is_timed_beside_it():
@@ -158,8 +158,8 @@ def test_inputs_that_do_not_fit_are_a_row_too():
     def too_big(batch: int, length: int) -> torch.Tensor:
         return torch.empty(batch * length * 2**50, dtype=torch.uint8)
 
-    found = run_bench([Contender("exact", attend, "base"), Contender("v", attend)], make_inputs=too_big)
-    assert all(row["base"]["status"] == "out of memory" for row in found["speed"])
+    results = run_bench([Contender("exact", attend, "base"), Contender("v", attend)], make_inputs=too_big)
+    assert all(row["base"]["status"] == "out of memory" for row in results["speed"])
 
 
 def test_other_errors_are_not_swallowed():
@@ -256,32 +256,32 @@ def row(length: int, low: float | None, base: str = "ok", status: str = "ok", ba
     ],
 )
 def test_crossover(rows: list[dict], expected: int | None):
-    (found,) = crossover(rows)
-    assert found == {"name": "v", "batch": 1, "dtype": "float32", "device": "cpu", "length": expected}
+    (entry,) = crossover(rows)
+    assert entry == {"name": "v", "batch": 1, "dtype": "float32", "device": "cpu", "length": expected}
 
 
 def test_crossover_of_each_batch_size():
-    found = crossover([row(128, 0.8), row(128, 1.5, batch=8)])
-    assert {entry["batch"]: entry["length"] for entry in found} == {1: None, 8: 128}
+    entries = crossover([row(128, 0.8), row(128, 1.5, batch=8)])
+    assert {entry["batch"]: entry["length"] for entry in entries} == {1: None, 8: 128}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_events_and_memory():
     device = torch.device("cuda")
-    found = bench(
+    results = bench(
         [Contender("exact", attend, "base"), Contender("free", lambda q: q, "ceiling")],
         BenchStage(lengths=[512], rounds=4, seconds=0.0),
         make_inputs=lambda batch, length: torch.randn(batch, 2, length, 64, device=device, dtype=torch.float16),
         device=device,
         dtype="float16",
     )
-    assert found["speed"][0]["base"]["median_ms"] > 0
-    assert found["speed"][0]["base"]["peak_mb"] >= 512 * 64 * 2 * 2 / 1e6
+    assert results["speed"][0]["base"]["median_ms"] > 0
+    assert results["speed"][0]["base"]["peak_mb"] >= 512 * 64 * 2 * 2 / 1e6
 
 
 def test_a_round_counts_only_where_neither_of_the_two_was_disturbed():
-    """Each was disturbed in 12 rounds of 40, and never at the same time, so most rounds are not to be believed."""
+    """Each runner is disturbed in 12 of 40 rounds, never at the same time, so most rounds have a disturbed one."""
     base, other = Runner(lambda: None), Runner(lambda: None)
     base.rounds = [[Sample(20.0, 0.2)]] * 12 + [[Sample(2.0, 1.0)]] * 28
     other.rounds = [[Sample(1.0, 1.0)]] * 28 + [[Sample(50.0, 0.2)]] * 12

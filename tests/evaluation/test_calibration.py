@@ -70,12 +70,12 @@ def test_a_loss_that_is_the_margin_is_rarely_settled(world, repetitions):
     ids=lambda value: value.name if isinstance(value, World) else "",
 )
 def test_a_planted_loss_of_a_point_is_found_with_the_power_that_is_stated(world, repetitions):
-    found = settled(world._replace(count=needed(world, RESAMPLES)), 0.0, repetitions, RESAMPLES)
-    assert found == pytest.approx(statistics.POWER, abs=0.05 + error(statistics.POWER, repetitions))
+    rate = settled(world._replace(count=needed(world, RESAMPLES)), 0.0, repetitions, RESAMPLES)
+    assert rate == pytest.approx(statistics.POWER, abs=0.05 + error(statistics.POWER, repetitions))
 
 
 def test_what_an_inconclusive_pilot_asks_for_settles_pilots_of_that_size():
-    # If the loss is what it seemed: more examples of the same kind are the pilot's own, drawn again.
+    # If the true loss is the measured one: more similar examples are resampled from the pilot's own.
     generator, rates = np.random.default_rng(5), []
     while len(rates) < 60:
         base, converted, _ = right(generator, 400, 0.06)
@@ -89,8 +89,8 @@ def test_what_an_inconclusive_pilot_asks_for_settles_pilots_of_that_size():
 
 
 def test_percentiles_would_be_too_narrow_for_few_speakers():
-    """Why the interval is Student's: the simulation does tell a wrong interval from a right one."""
-    world, found = World("wer", speakers, 8), 0
+    """Why the interval uses Student's t: the simulation detects an interval that is too narrow."""
+    world, missed = World("wer", speakers, 8), 0
     generator = np.random.default_rng(0)
     for repetition in range(150):
         pair = world.models(generator, 8, 0.0)
@@ -102,15 +102,15 @@ def test_percentiles_would_be_too_narrow_for_few_speakers():
         rows = np.random.default_rng(repetition).integers(8, size=(500, 8))
         first, second = (drawn[..., 0] / drawn[..., 1] for drawn in (total[rows].sum(1) for total in totals))
         low, high = np.quantile(second - first, [0.025, 0.975])
-        found += not low <= 0 <= high
+        missed += not low <= 0 <= high
         assert compared(world, pair, repetition, 50).interval is not None
-    assert found / 150 > 0.07
+    assert missed / 150 > 0.07
 
 
 def test_a_test_against_zero_and_its_interval_agree():
     generator = np.random.default_rng(3)
     for seed in range(200):
         values = generator.normal(0.2, 1, 80)
-        found = compare_scores(lambda rows, values=values: float(values[rows].mean()), 80, seed=seed, resamples=50)
-        assert found.interval is not None
-        assert (found.p_value < 0.05) == (not found.interval[0] <= 0 <= found.interval[1])
+        comparison = compare_scores(lambda rows, values=values: float(values[rows].mean()), 80, seed=seed, resamples=50)
+        assert comparison.interval is not None
+        assert (comparison.p_value < 0.05) == (not comparison.interval[0] <= 0 <= comparison.interval[1])

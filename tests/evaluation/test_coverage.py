@@ -1,4 +1,4 @@
-"""On which inputs a model approximates is counted right, and the verdict listens."""
+"""The count of inputs on which a model approximates, and its effect on the verdict."""
 
 import copy
 from pathlib import Path
@@ -29,7 +29,7 @@ def data(tmp_path) -> Path:
 
 
 def subject(start: int, exact_below: int = 0, name: str = "other", **more) -> Subject:
-    """A model said to approximate from `start` real tokens on, in batches that are at least `exact_below` wide."""
+    """A model that claims to approximate from `start` real tokens on, in batches at least `exact_below` wide."""
     model = more.pop("model", None) or tiny_model(2)
     return Subject(
         name, model, tiny_tokenizer(), approximates=lambda n, widest: n >= start and widest >= exact_below, **more
@@ -39,14 +39,14 @@ def subject(start: int, exact_below: int = 0, name: str = "other", **more) -> Su
 def test_examples_and_tokens_are_counted_by_their_own_lengths_and_not_by_the_padding(data):
     one = subject(8)
     prepared = prepare([one], SST2, SST2.load(data), batch_size=10)
-    found = coverage(one, SST2, prepared)
+    covered = coverage(one, SST2, prepared)
     long = [words + 2 >= 8 for words in WORDS]
-    assert found is not None
-    assert found.examples == long
-    assert found.tokens == sum(w + 2 for w, reached in zip(WORDS, long, strict=True) if reached) / sum(
+    assert covered is not None
+    assert covered.examples == long
+    assert covered.tokens == sum(w + 2 for w, reached in zip(WORDS, long, strict=True) if reached) / sum(
         words + 2 for words in WORDS
     )
-    assert found.to_dict() == {"examples": 4, "tokens": found.tokens}
+    assert covered.to_dict() == {"examples": 4, "tokens": covered.tokens}
 
 
 def test_exact_below_is_compared_with_the_longest_input_of_the_batch(data):
@@ -54,7 +54,7 @@ def test_exact_below_is_compared_with_the_longest_input_of_the_batch(data):
     whole, pairs = (coverage(one, SST2, prepare([one], SST2, SST2.load(data), batch_size=n)) for n in (10, 2))
     assert whole is not None
     assert pairs is not None
-    # Sorted by length the batches of two are 14 10, 10 8, 7 6, 5 5, 4 3.
+    # Sorted by length, the batches of two are 14 10, 10 8, 7 6, 5 5, 4 3.
     assert sum(whole.examples) == 8
     assert sum(pairs.examples) == 4
 
@@ -76,12 +76,12 @@ def test_an_example_is_approximated_if_any_window_of_it_is(tmp_path):
     one = Subject("other", model, tiny_tokenizer(), approximates=lambda n, widest: n >= 8)
     prepared = prepare([one], task, task.load(tmp_path / "text.txt"), batch_size=4)
     windows = [task.positions(encoding, model.config) for encoding in prepared.encodings]
-    found = coverage(one, task, prepared)
-    assert found is not None
-    # The first example is read in windows of 5 and 6 tokens, for there is nothing before it.
+    covered = coverage(one, task, prepared)
+    assert covered is not None
+    # The first example has windows of 5 and 6 tokens, since no text is before it.
     assert windows[:4] == [5, 6, 8, 8]
-    assert found.examples == [False] + [True] * (len(found.examples) - 1)
-    assert found.tokens == sum(n for n in windows if n >= 8) / sum(windows)
+    assert covered.examples == [False] + [True] * (len(covered.examples) - 1)
+    assert covered.tokens == sum(n for n in windows if n >= 8) / sum(windows)
 
 
 def test_nothing_is_said_of_a_model_that_is_not_converted(data):
@@ -124,8 +124,8 @@ def test_the_base_has_no_verdict_and_a_stock_variant_keeps_its_own():
     examples = [Example(str(row), {}, 1) for row in range(400)]
     predictions = {"exact": [1] * 400, "stock": [1] * 400, "converted": [1] * 400}
     covered = {"converted": Coverage([True] * 39 + [False] * 361, 0.2)}
-    found = compare(SST2, examples, [9] * 400, predictions, margin=0.02, seed=0, covered=covered)
-    stock, converted = found["variants"]
+    covered = compare(SST2, examples, [9] * 400, predictions, margin=0.02, seed=0, covered=covered)
+    stock, converted = covered["variants"]
     assert (stock["verdict"], stock["approximated"]) == ("no loss", None)
     assert converted["verdict"] == "not tested: exact on 90 % of these inputs"
     assert converted["approximated"] == {"examples": 39, "tokens": 0.2}
@@ -158,7 +158,7 @@ def test_a_split_in_another_order_counts_the_same(data):
     split = SST2.load(data)
     turned = Split(split.name, split.examples[::-1], split.subset)
     one = subject(8)
-    found, other = (coverage(one, SST2, prepare([one], SST2, part, batch_size=3)) for part in (split, turned))
-    assert found is not None
+    covered, other = (coverage(one, SST2, prepare([one], SST2, part, batch_size=3)) for part in (split, turned))
+    assert covered is not None
     assert other is not None
-    assert found.examples == other.examples[::-1]
+    assert covered.examples == other.examples[::-1]

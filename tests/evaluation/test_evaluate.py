@@ -1,4 +1,4 @@
-"""Base and converted on the same tokens in the same batches, and every input that would crash or mislead."""
+"""Base and converted models get the same tokens in the same batches, and invalid inputs are errors."""
 
 import copy
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def data(tmp_path) -> Path:
 
 
 def labelled(labels: list, groups: list[str] | None = None) -> list[Example]:
-    """Examples of nothing but labels, and of the groups that they belong to."""
+    """Examples with labels and groups but no inputs."""
     return [Example(str(row), {}, label, groups[row] if groups else None) for row, label in enumerate(labels)]
 
 
@@ -115,7 +115,7 @@ def test_metrics_that_are_no_mean_are_compared_by_bootstrap():
     labels = generator.integers(2, size=400).tolist()
     base = [int(label) if generator.random() < 0.9 else 1 - label for label in labels]
     lost = [prediction if generator.random() < 0.7 else 1 - prediction for prediction in base]
-    found = compare(
+    entry = compare(
         open_task("glue/mrpc"),
         labelled(labels),
         [20] * 400,
@@ -123,10 +123,10 @@ def test_metrics_that_are_no_mean_are_compared_by_bootstrap():
         margin=0.02,
         seed=0,
     )
-    assert found["metric"] == "f1"
-    assert set(found["base"]["scores"]) == {"f1", "accuracy"}
-    assert found["base"]["interval"][0] < found["base"]["scores"]["f1"] < found["base"]["interval"][1]
-    same, worse = found["variants"]
+    assert entry["metric"] == "f1"
+    assert set(entry["base"]["scores"]) == {"f1", "accuracy"}
+    assert entry["base"]["interval"][0] < entry["base"]["scores"]["f1"] < entry["base"]["interval"][1]
+    same, worse = entry["variants"]
     assert (same["test"], same["difference"], same["verdict"]) == ("paired bootstrap", 0.0, "no loss")
     assert worse["verdict"] == "loss beyond margin"
     assert worse["p_value"] < 0.01
@@ -136,7 +136,7 @@ def test_regression_is_compared_by_correlation():
     labels = np.linspace(0, 5, 300)
     base = (labels + np.random.default_rng(0).normal(0, 0.5, 300)).tolist()
     constant = [2.5] * 300
-    found = compare(
+    entry = compare(
         open_task("glue/stsb"),
         labelled(labels.tolist()),
         [20] * 300,
@@ -144,12 +144,12 @@ def test_regression_is_compared_by_correlation():
         margin=0.01,
         seed=0,
     )
-    assert found["variants"][0]["scores"] == {"pearson": 0.0, "spearman": 0.0}
-    assert found["variants"][0]["verdict"] == "loss beyond margin"
+    assert entry["variants"][0]["scores"] == {"pearson": 0.0, "spearman": 0.0}
+    assert entry["variants"][0]["verdict"] == "loss beyond margin"
 
 
 def test_examples_of_a_group_are_drawn_together():
-    # Twenty copies of each of ten answers are worth ten examples, not two hundred.
+    # Twenty copies of ten answers are worth ten examples, not two hundred.
     labels, base = [1, 0] * 5, [1, 0, 1, 1, 1, 0, 1, 0, 0, 0]
     lost = [1, 0, 1, 1, 1, 0, 0, 0, 0, 1]
     repeated = [[value for value in values for _ in range(20)] for values in (labels, base, lost)]
@@ -234,7 +234,7 @@ def test_without_a_batch_size_a_batch_holds_as_much_as_is_short(data):
 def test_tokens_that_a_model_does_not_know_are_refused(data):
     models = subjects(tiny_model(2, vocabulary=10))
     refused(
-        r"has token 13, but exact knows the tokens 0-9: the tokenizer beside it",
+        r"has token 13, but the vocabulary of exact is 0-9: its tokenizer",
         Exit.UNAVAILABLE,
         lambda: evaluate(models, SST2, data=data),
     )
@@ -244,7 +244,7 @@ def test_two_tokenizers_are_not_compared(data):
     other = tiny_tokenizer()
     other.add_tokens(["film is", "very good"])
     models = {**subjects(tiny_model(2)), "converted": Subject("converted", tiny_model(2, vocabulary=20), other)}
-    refused("converted and exact read different tokens", Exit.USAGE, lambda: evaluate(models, SST2, data=data))
+    refused("The tokenizers of converted and exact differ", Exit.USAGE, lambda: evaluate(models, SST2, data=data))
 
 
 def test_what_does_not_fit_the_task_is_refused_by_name(data):
@@ -277,7 +277,7 @@ def test_memory_that_ends_names_the_remedy(data, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(model, "forward", exhausted)
-    refused("exact: the memory of cpu.*--batch-size", Exit.MISSING, lambda: evaluate(subjects(model), SST2, data=data))
+    refused("exact: cpu ran out of memory.*--batch-size", Exit.MISSING, lambda: evaluate(subjects(model), SST2, data=data))
 
 
 @pytest.mark.gpu

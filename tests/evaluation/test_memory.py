@@ -1,4 +1,4 @@
-"""Memory: what a call needs, how much there is, and what an error says of it."""
+"""Memory: what a call needs, how much is available, and how errors are recognised."""
 
 import gc
 from pathlib import Path
@@ -15,7 +15,7 @@ MEGABYTE = 1_000_000
 
 
 class Ring:
-    """Something that nothing but the garbage collector frees."""
+    """An object that only the garbage collector frees."""
 
     def __init__(self, held: torch.Tensor) -> None:
         self.held, self.itself = held, self

@@ -1,4 +1,4 @@
-"""One model over a split: batches that memory does not suffice for, and seeds that are scored beside a model's own."""
+"""Running one model over a split: batches that do not fit in memory, and further seeds."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ SPLIT = Split("dev", [Example(str(row), {"text": "good " * (row + 1)}, row % 2) 
 
 
 class Parrot(torch.nn.Module):
-    """Says of every input whether its length, or else its length and a number more, is odd; large batches do not fit."""
+    """A model that predicts whether the length of an input plus a number is odd; large batches do not fit."""
 
     def __init__(self, largest: int = 100, more: int = 0) -> None:
         super().__init__()
@@ -36,10 +36,10 @@ class Parrot(torch.nn.Module):
 def test_a_batch_for_which_memory_does_not_suffice_is_halved_until_it_fits():
     subject = Subject("parrot", Parrot(largest=2), tiny_tokenizer())
     prepared = prepare([subject], SST2, SPLIT, batch_size=7)
-    # Two special tokens stand around the words.
+    # The words are between two special tokens.
     assert predict(subject, SST2, prepared, halve=True) == [(row + 1) % 2 for row in range(7)]
     assert subject.model.sizes == [7, 3, 1, 2, 4, 2, 2]
-    with pytest.raises(ApproxError, match=r"batches of 7 inputs of up to 9 tokens.*--batch-size") as caught:
+    with pytest.raises(ApproxError, match=r"a batch of 7 inputs of up to 9 tokens.*--batch-size") as caught:
         predict(subject, SST2, prepared)
     assert caught.value.exit_code == Exit.MISSING
 
@@ -54,7 +54,7 @@ def test_seeds_are_scored_one_by_one_beside_the_models_own():
 
     class Given(Glue):
         def check(self, model: object) -> None:
-            """A parrot has no head."""
+            """Skip the check, since the fake model has no head."""
 
         def load(self, *_, **__) -> Split:
             return SPLIT
@@ -69,7 +69,7 @@ def test_seeds_are_scored_one_by_one_beside_the_models_own():
         subjects, Given("sst2"), EvaluateOptions(seeds=3), progress=lambda done, total: seen.append((done, total))
     )
     drawn, fixed = entry["variants"]
-    # Labels are 0, 1, 0, …: the model itself is always wrong, one more always right, two more wrong again.
+    # Labels are 0, 1, 0, …: the model itself is always wrong, with seed + 1 always right, with seed + 2 wrong again.
     assert raised == [1, 2]
     assert drawn["scores"]["accuracy"] == 0.0
     assert drawn["seeds"]["scores"] == [0.0, 1.0, 0.0]

@@ -1,4 +1,4 @@
-"""Outputs kept batch by batch: nothing is computed twice, nothing stale is found, and a kill costs one batch."""
+"""Outputs are stored batch by batch: none is computed twice, none is stale, and a kill costs one batch."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from approx.tasks import open_task
 from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
 
 HERE = Path(__file__).parent
-# Run by `python` and by `torchrun`: evaluates two models on the data given, and may kill itself after some batches.
+# Run by `python` and `torchrun`: evaluates two models, and may kill itself after some batches.
 SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
@@ -80,14 +80,14 @@ def test_what_outputs_depend_on_finds_another_ledger(data, tmp_path):
     (data / "dev.tsv").write_text(text.replace("very", "not", 1))
     evaluated(data, kept, counted=counted)
     assert len(counted) == 46
-    # A label is no input: the score changes, the outputs do not.
+    # A label is not an input: the score changes, the outputs do not.
     (data / "dev.tsv").write_text(text.replace("\t1", "\t0", 1))
     evaluated(data, kept, counted=counted)
     assert len(counted) == 46
 
 
 def test_another_kind_of_device_finds_another_ledger(data, tmp_path):
-    """Tensors of the device `meta` hold no numbers, so the model that stands here says the same of every input."""
+    """Tensors on the device `meta` have no values, so this fake model predicts the same for every input."""
     task, calls = open_task("glue/sst2"), []
 
     class Constant(torch.nn.Module):
@@ -142,7 +142,7 @@ def test_fingerprints_tell_arrays_and_order_apart():
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
     assert len({fingerprint(first), fingerprint(second), fingerprint("a", "b"), fingerprint("b", "a")}) == 4
     assert fingerprint(torch.float32) != fingerprint(torch.bfloat16)
-    # Of long ones NumPy prints the ends only.
+    # NumPy prints only the ends of long arrays.
     long = [np.zeros(5000), np.zeros(5000)]
     long[1][2500] = 1e-9
     assert fingerprint(long[0]) != fingerprint(long[1])
@@ -178,7 +178,7 @@ def test_a_killed_evaluation_goes_on_and_ends_the_same(data, tmp_path):
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not list(tmp_path.glob("out.json*"))
     resumed = evaluated(data, kept, counted=counted)
-    # Twelve or thirteen of twenty batches are there: at most one is lost.
+    # Twelve or thirteen of twenty batches are stored: at most one is lost.
     assert len(counted) in (7, 8)
     assert json.dumps(resumed) == json.dumps(evaluated(data, None))
 
@@ -190,7 +190,7 @@ def test_two_processes_say_what_one_says(data, tmp_path):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], data, kept, out
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    # Ten batches a model make five for each process; nine are left to be shared out unevenly after one is known.
+    # Ten batches per model are five for each process; with one stored, nine are divided unevenly.
     alone = json.dumps(evaluated(data, None))
     for said in ("plain0", "plain1", "kept0", "kept1"):
         assert Path(f"{out}{said}").read_text() == alone

@@ -1,4 +1,4 @@
-"""Holm over tasks: within a record by variant, over records that are read together by plan; and the seed of resampling."""
+"""Holm over tasks, by variant within a record and by plan over several records; and the seed of resampling."""
 
 import numpy as np
 import pytest
@@ -38,8 +38,8 @@ def test_records_that_are_read_together_share_a_family_where_the_plan_is_the_sam
         record("linear", "first", task(first=0.01)),
         record("local", "second", task(second=0.04), task(second=0.5)),
     ]
-    found = [adjusted(one["quality"]) for one in over_records(records)]
-    assert found == [[[pytest.approx(0.03)]], [[None]], [[pytest.approx(0.08)], [0.5]]]
+    adjusted_values = [adjusted(one["quality"]) for one in over_records(records)]
+    assert adjusted_values == [[[pytest.approx(0.03)]], [[None]], [[pytest.approx(0.08)], [0.5]]]
     assert over_records(records[:1]) == records[:1]
 
 
@@ -48,26 +48,26 @@ def test_the_seed_of_an_evaluation_decides_its_resampling_and_nothing_else(tmp_p
     (tmp_path / "dev.tsv").write_text("index\tsentence1\tsentence2\tscore\n" + "".join(rows))
     subjects = {name: Subject(name, tiny_model(1), tiny_tokenizer()) for name in ("exact", "other")}
 
-    def found(seed: int) -> dict:
+    def variant(seed: int) -> dict:
         return evaluate(subjects, open_task("glue/stsb"), data=tmp_path / "dev.tsv", seed=seed)["variants"][0]
 
-    first, other = found(1), found(2)
-    assert found(1) == first
+    first, other = variant(1), variant(2)
+    assert variant(1) == first
     assert first["difference"] == other["difference"]
     assert not np.array_equal(first["interval"], other["interval"])
 
 
 @pytest.mark.parametrize(("name", "certain"), [("glue/mrpc", False), ("lm", True)])
 def test_equal_predictions_prove_no_loss_only_where_a_score_has_no_bounds(name, certain):
-    """Of an F1 score examples not seen may change; without bounds nothing can be said of them."""
+    """The interval of a bounded score allows for unseen changes; an unbounded score has no such term."""
     said = (
         [{"loss": 2.0 + row % 3, "count": 4, "places": {"1": [2.0 + row % 3, 4]}} for row in range(30)]
         if certain
         else [0, 1, 1] * 10
     )
     examples = [Example(str(row), {}, 20 if certain else row % 2) for row in range(30)]
-    found = compare(open_task(name), examples, [20] * 30, {"a": said, "b": said}, margin=0.01, seed=0)
-    low, high = found["variants"][0]["interval"]
+    entry = compare(open_task(name), examples, [20] * 30, {"a": said, "b": said}, margin=0.01, seed=0)
+    low, high = entry["variants"][0]["interval"]
     assert (low == high == 0.0) is certain
 
 
@@ -77,11 +77,11 @@ def test_an_entry_holds_each_figure_under_its_own_name():
     lengths = [9] * 8 + [20] * 12
     covered = {"other": Coverage([True] * 5 + [False] * 15, 0.25)}
     predictions = {"exact": base, "other": [0, 0, *base[2:]]}
-    found = compare(open_task("glue/sst2"), examples, lengths, predictions, margin=0.02, seed=0, covered=covered)
-    (variant,) = found.pop("variants")
-    low, high = found["base"].pop("interval")
+    entry = compare(open_task("glue/sst2"), examples, lengths, predictions, margin=0.02, seed=0, covered=covered)
+    (variant,) = entry.pop("variants")
+    low, high = entry["base"].pop("interval")
     assert low < 0.95 < high
-    assert found == {
+    assert entry == {
         "metric": "accuracy",
         "fraction": True,
         "lower_is_better": False,

@@ -1,4 +1,4 @@
-"""Records are written whole or not at all, read strictly, and imported without torch."""
+"""Records are written atomically and read strictly, and the module does not import torch."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_the_same_record_is_the_same_bytes(tmp_path):
             json.dumps({**RECORD, "checkpoint": None}),
             "record.checkpoint: a mapping of keys and values is needed, found None",
         ),
-        (json.dumps({**RECORD, "seed": float("nan")}), "is damaged: NaN is not a number of JSON"),
+        (json.dumps({**RECORD, "seed": float("nan")}), "is damaged: NaN is not a JSON number"),
         (
             json.dumps({**RECORD, "quality": [SCORED]}),
             r"quality\[0\].base.scores.accuracy: a number is needed, found 'high'",
@@ -152,19 +152,19 @@ def test_outputs_are_a_parquet_of_equal_columns(tmp_path):
 
 
 def test_the_environment_names_what_a_measurement_depends_on():
-    found = records.environment(threads=2, gpu="a card")
-    assert list(found) == [
+    environment = records.environment(threads=2, gpu="a card")
+    assert list(environment) == [
         *("approx", "torch", "transformers", "triton", "python", "platform", "processor", "cores", "threads"),
         *("gpu", "git_commit"),
     ]
-    assert (found["threads"], found["gpu"]) == (2, "a card")
-    assert found["torch"]
-    assert found["processor"]
-    json.dumps(found)
+    assert (environment["threads"], environment["gpu"]) == (2, "a card")
+    assert environment["torch"]
+    assert environment["processor"]
+    json.dumps(environment)
 
 
 def test_a_commit_of_somebody_elses_repository_is_not_ours(tmp_path):
-    """As when approx is installed into an environment inside a repository."""
+    """Simulate approx installed into an environment inside a repository."""
     package = tmp_path / "site-packages" / "approx"
     source = Path(records.__file__).parent.parent
     needed = (
@@ -178,16 +178,16 @@ def test_a_commit_of_somebody_elses_repository_is_not_ours(tmp_path):
     for name in (f"{module}.py" for module in needed):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_bytes((source / name).read_bytes())
-        # Without it a folder of the same name that is a package comes first, wherever it lies on the path.
+        # Without it, a package folder of the same name comes first, anywhere on the path.
         (package / name).with_name("__init__.py").touch()
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
     code = "from approx.evaluation.record import environment; print(environment()['git_commit'])"
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=package.parent, capture_output=True, text=True, check=True, timeout=60
     )
-    assert found.stdout.strip() == "None"
+    assert process.stdout.strip() == "None"
 
 
 def test_records_and_statistics_need_no_torch():
@@ -197,8 +197,8 @@ def test_records_and_statistics_need_no_torch():
         "print(sorted({'torch', 'transformers', 'datasets'} & sys.modules.keys()))"
     )
     root = Path(records.__file__).parent.parent.parent
-    found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
-    assert found.stdout.strip() == "[]", found.stderr
+    process = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    assert process.stdout.strip() == "[]", process.stderr
 
 
 def test_the_commit_is_named_and_whether_its_files_were_changed_since(tmp_path, monkeypatch):
@@ -208,7 +208,7 @@ def test_the_commit_is_named_and_whether_its_files_were_changed_since(tmp_path, 
         subprocess.run([*git, *command], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     monkeypatch.setattr(records, "__file__", str(tmp_path / "record.py"))
-    # What git does not follow is no part of it.
+    # Untracked files do not count.
     (tmp_path / "untracked").touch()
     assert records.environment()["git_commit"] == head
     (tmp_path / "record.py").write_text("second\n")

@@ -1,4 +1,4 @@
-"""Tests, intervals and verdicts, held to scipy where it has them and to simulation where it has not."""
+"""Tests, intervals and verdicts, compared with scipy where possible and otherwise with simulation."""
 
 import math
 from typing import Any
@@ -29,18 +29,18 @@ def flags(both: int, lost: int, won: int, neither: int) -> tuple[list[bool], lis
 
 @pytest.mark.parametrize(("lost", "won"), [(0, 0), (1, 0), (7, 2), (2, 7), (40, 30), (500, 400)])
 def test_the_p_value_is_the_exact_binomial_of_the_discordant_examples(lost, won):
-    found = compare_correct(*flags(700, lost, won, 100))
-    assert found.p_value == (stats.binomtest(lost, lost + won, 0.5).pvalue if lost + won else 1.0)
-    assert found.difference == pytest.approx((won - lost) / (800 + lost + won))
-    assert found.interval is not None
-    assert found.interval[0] <= found.difference <= found.interval[1]
+    comparison = compare_correct(*flags(700, lost, won, 100))
+    assert comparison.p_value == (stats.binomtest(lost, lost + won, 0.5).pvalue if lost + won else 1.0)
+    assert comparison.difference == pytest.approx((won - lost) / (800 + lost + won))
+    assert comparison.interval is not None
+    assert comparison.interval[0] <= comparison.difference <= comparison.interval[1]
 
 
 def test_the_interval_of_a_difference_of_accuracies_is_that_of_the_paper():
     # Bonett and Price 2012, by hand: p12 = 21/874, p21 = 11/874.
-    found = compare_correct(*flags(700, 20, 10, 142)).interval
+    interval = compare_correct(*flags(700, 20, 10, 142)).interval
     centre, half = -10 / 874, 1.959964 * math.sqrt((32 / 874 - (10 / 874) ** 2) / 874)
-    assert found == pytest.approx((centre - half, centre + half), abs=1e-6)
+    assert interval == pytest.approx((centre - half, centre + half), abs=1e-6)
 
 
 def test_the_interval_of_an_accuracy_is_wilsons():
@@ -57,12 +57,12 @@ def test_identical_predictions_on_few_examples_settle_nothing():
 
 def test_the_bootstrap_agrees_with_theory_on_a_mean():
     values = np.random.default_rng(1).normal(0.3, 1.0, 400)
-    found = compare_scores(lambda rows: float(values[rows].mean()), 400, seed=0)
+    comparison = compare_scores(lambda rows: float(values[rows].mean()), 400, seed=0)
     exact: Any = stats.ttest_1samp(values, 0)
-    assert found.interval == pytest.approx(exact.confidence_interval(0.95), abs=0.005)
-    assert found.p_value == pytest.approx(exact.pvalue, rel=0.8)
+    assert comparison.interval == pytest.approx(exact.confidence_interval(0.95), abs=0.005)
+    assert comparison.p_value == pytest.approx(exact.pvalue, rel=0.8)
     assert score_interval(lambda rows: float(values[rows].mean()), 400, seed=0) == pytest.approx(
-        found.interval, abs=0.01
+        comparison.interval, abs=0.01
     )
 
 
@@ -86,21 +86,21 @@ def test_the_p_value_is_the_one_at_which_the_interval_touches_zero(bounded):
 def test_few_groups_have_the_interval_of_their_means():
     groups = np.repeat(np.arange(4), 25)
     means = np.array([0.1, 0.3, 0.2, 0.5])
-    found = compare_scores(
+    comparison = compare_scores(
         lambda rows: float(means[groups[rows]].mean()), 100, seed=0, groups=groups, bounded=False, resamples=20_000
     )
-    assert found.test == "paired bootstrap over 4 groups"
+    assert comparison.test == "paired bootstrap over 4 groups"
     exact: Any = stats.ttest_1samp(means, 0)
-    assert found.interval == pytest.approx(exact.confidence_interval(0.95), abs=0.01)
-    assert found.p_value == pytest.approx(exact.pvalue, abs=0.003)
+    assert comparison.interval == pytest.approx(exact.confidence_interval(0.95), abs=0.01)
+    assert comparison.p_value == pytest.approx(exact.pvalue, abs=0.003)
 
 
 @pytest.mark.parametrize("groups", [None, np.zeros(20, int)])
 def test_one_example_or_group_settles_nothing(groups):
     count = 1 if groups is None else 20
-    found = compare_scores(lambda rows: -0.3, count, seed=0, groups=groups, resamples=10)
-    assert (found.difference, found.interval, found.p_value) == (-0.3, None, 1.0)
-    assert verdict(found.interval, 0.01, count) == ("inconclusive", None)
+    comparison = compare_scores(lambda rows: -0.3, count, seed=0, groups=groups, resamples=10)
+    assert (comparison.difference, comparison.interval, comparison.p_value) == (-0.3, None, 1.0)
+    assert verdict(comparison.interval, 0.01, count) == ("inconclusive", None)
     assert score_interval(lambda rows: 0.5, count, seed=0, groups=groups, resamples=10) is None
     assert verdict(compare_correct([True], [False]).interval, 0.01, 1)[0] == "inconclusive"
 
@@ -145,8 +145,8 @@ def test_what_is_drawn_depends_on_the_seed_alone():
     ],
 )
 def test_verdicts_follow_from_the_interval_of_the_loss(loss, expected):
-    found, needed = verdict((-loss[1], -loss[0]), 0.005, 872)
-    assert found == expected
+    judged, needed = verdict((-loss[1], -loss[0]), 0.005, 872)
+    assert judged == expected
     assert (needed is None) == (expected != "inconclusive")
     if needed is not None:
         assert needed > 872
@@ -189,9 +189,9 @@ def test_drawing_rounds_cancels_what_slows_a_whole_round_down():
 
 
 def test_unpaired_samples_are_refused():
-    with pytest.raises(ValueError, match="equally many"):
+    with pytest.raises(ValueError, match="equal sizes"):
         ratio_interval([1.0, 2.0], [1.0])
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="at least 1"):
         compare_correct([], [])
 
 
@@ -204,12 +204,12 @@ def test_without_a_change_the_interval_is_that_of_one_example_more_each_way():
 
 def test_where_every_resample_gives_the_same_the_p_value_is_all_or_nothing():
     for difference, p_value in ((0.0, 1.0), (-0.25, 0.0)):
-        found = compare_scores(lambda rows, same=difference: same, 50, seed=0, bounded=False, resamples=20)
-        assert (found.p_value, found.interval) == (p_value, (difference, difference))
+        comparison = compare_scores(lambda rows, same=difference: same, 50, seed=0, bounded=False, resamples=20)
+        assert (comparison.p_value, comparison.interval) == (p_value, (difference, difference))
 
 
 def test_the_interval_of_a_score_reaches_as_far_as_students_t_says():
-    """Scores as a bootstrap of five examples would draw them from a normal distribution of spread 1."""
+    """Scores like those of a bootstrap of five examples from a normal distribution with standard deviation 1."""
     drawn = iter(stats.norm.ppf((np.arange(20_000) + 0.5) / 20_000))
     interval = score_interval(lambda rows: float(next(drawn)), 5, seed=0, resamples=20_000)
     reach = float(stats.t.ppf(0.975, 4)) * math.sqrt(5 / 4)

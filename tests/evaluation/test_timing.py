@@ -1,4 +1,4 @@
-"""How contenders are run side by side, timed and weighed; nothing here asserts how fast this machine is."""
+"""Running, timing and comparing contenders; nothing here depends on the speed of this machine."""
 
 import math
 import time
@@ -51,10 +51,10 @@ def test_the_second_turn_of_the_base_is_half_a_round_away():
 
 def test_disturbed_repetitions_are_rejected_but_never_all():
     assert undisturbed([Sample(1, 0.99), Sample(1, 0.97), Sample(2, 0.5)]).tolist() == [True, True, False]
-    # A call that uses one of two threads by its nature is held against itself.
+    # A call that uses one of two threads is compared with itself.
     assert undisturbed([Sample(1, 0.5), Sample(1, 0.49)]).all()
     assert undisturbed([Sample(1, 0.0)]).all()
-    # Most repetitions may be disturbed: what counts is the share that the call reaches at its best.
+    # Most repetitions may be disturbed: the reference is the call's best share.
     assert undisturbed([Sample(2, 0.5)] * 7 + [Sample(1, 1.0)] * 3).tolist() == [False] * 7 + [True] * 3
     assert len(undisturbed([])) == 0
 
@@ -66,7 +66,7 @@ def test_a_believable_turn_stands_for_its_round():
     assert ms.tolist() == [2.0, 1.0]
     assert good.all()
     assert runner.by_turn()[0].tolist() == [[1.0, 1.0], [3.0, 9.0]]
-    # Of a round with no believable turn all count, and it is told that none can be believed.
+    # If all turns of a round are disturbed, all of them count, and the round is marked as disturbed.
     runner.rounds += [[Sample(4, 0.1), Sample(8, 0.1)], [Sample(5, 1.0), Sample(7, 1.0)]]
     ms, good = runner.by_round()
     assert ms.tolist() == [2.0, 1.0, 6.0, 6.0]
@@ -92,7 +92,7 @@ def test_timing_counts_calls():
 @pytest.mark.parametrize(
     ("times", "calls", "middle"),
     [
-        # The first call stands apart; then two medians of three calls must agree.
+        # The first call is reported separately; then two medians of three calls must agree.
         ([100, 5, 5, 5, 5, 5, 5], 7, 5),
         ([100, 9, 9, 9, 5, 5, 5, 5, 5], 9, 5),
         ([5, 5.09, 5.09, 5.09, 5, 5, 5], 7, 5),
@@ -116,7 +116,7 @@ def test_warm_up_that_never_agrees_ends_with_its_time(monkeypatch: pytest.Monkey
 
 
 def test_neighbours_watch_the_whole_machine(monkeypatch: pytest.MonkeyPatch):
-    # Ten seconds of wall clock: this process used 10 core-seconds, the others what is given.
+    # Ten seconds of wall clock: this process uses 10 core-seconds, the others as given.
     for others, crowded in ((0.0, False), (10.0 * (psutil.cpu_count() or 1), True)):
         neighbours = Neighbours()
         wall, busy, own = neighbours._begun
@@ -182,10 +182,10 @@ def test_a_back_end_that_refuses_the_inputs_is_passed_over(monkeypatch: pytest.M
     [
         (10.0, 7.0, 9.0, "way"),
         (10.0, 9.0, 7.0, "math SDPA"),
-        # Noise must not choose: without a gain of 2 % the default stays.
+        # Noise must not choose the baseline: without a gain of 2 % the default stays.
         (10.0, 9.9, 9.9, "default SDPA"),
         (10.0, 9.7, 10.0, "way"),
-        # What is half as slow again is out of the running.
+        # Candidates 1.5 times slower are not timed further.
         (15.1, 10.0, 30.0, "way"),
         (10.0, 30.0, 30.0, "default SDPA"),
     ],
@@ -202,9 +202,9 @@ def test_the_baseline_is_the_fastest_by_a_clear_gain(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(baselines, "_through", lambda back_end, call: calls["math SDPA"])
     monkeypatch.setattr(baselines, "timed", clock)
-    found = baselines.best_exact(calls["default SDPA"], CPU, {"way": calls["way"]})
-    assert found == (chosen, calls[chosen])
-    # One call shows who is hopeless; the others have five turns each, if they are several.
+    best = baselines.best_exact(calls["default SDPA"], CPU, {"way": calls["way"]})
+    assert best == (chosen, calls[chosen])
+    # One call rules out slow candidates; if several remain, each has five turns.
     assert timings[:3] == [("default SDPA", 1), ("way", 1), ("math SDPA", 1)]
     near = [name for name, call in calls.items() if took[call] < 1.5 * min(took.values())]
     assert [name for name, _ in timings[3:]] == (near * 5 if len(near) > 1 else [])

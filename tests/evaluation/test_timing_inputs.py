@@ -21,7 +21,7 @@ CONTENT = [4, 5, 6, 7, 8, 9]
 
 @pytest.fixture(autouse=True)
 def bounded() -> Iterator[None]:
-    """A stream has no end, and a row cut wrong would take all memory that there is: it fails at a gigabyte instead."""
+    """Limit memory to a gigabyte: the stream is infinite, so a wrongly cut row would take all memory."""
     resource, status = pytest.importorskip("resource"), Path("/proc/self/status")
     if not status.exists():
         yield
@@ -71,13 +71,13 @@ def test_a_token_that_is_the_only_one_of_its_row_stands_at_the_beginning_alone()
 
 
 def test_texts_of_nothing_but_special_tokens_are_refused():
-    with pytest.raises(ApproxError, match="The texts of glue/sst2 hold no tokens to time on") as caught:
+    with pytest.raises(ApproxError, match="The texts of glue/sst2 have no tokens to time on") as caught:
         text_inputs(SST2, [Example("a", {"text": ""}, 0)], tiny_tokenizer(), "cpu")
     assert caught.value.exit_code == Exit.UNAVAILABLE
 
 
 class Sounds(Glue):
-    """Recordings that are numbers already."""
+    """Recordings that are already decoded."""
 
     input_name = "input_values"
 
@@ -93,7 +93,7 @@ def test_recordings_are_joined_and_cut_to_as_many_samples_as_give_the_positions(
     make = sound_inputs(Sounds("sst2"), examples, None, lambda length: 2 * length, "cpu", torch.float64)
     values = make(2, 2)["input_values"]
     assert values.dtype == torch.float64
-    # What is too short is used again.
+    # Short recordings are repeated.
     assert values.tolist() == [[1, 2, 3, 4], [5, 1, 2, 3]]
     assert make(1, 1)["input_values"].tolist() == [[1, 2]]
     assert make(1, 5)["input_values"].tolist() == [[1, 2, 3, 4, 5, 1, 2, 3, 4, 5]]

@@ -40,7 +40,7 @@ def test_a_small_pattern_is_drawn_as_it_is(drawn):
         assert (note, beside) == ("", "")
         assert [view.shape[-1] for view in views] == [length]
         assert steps.shape[-1] == length
-    with pytest.raises(ApproxError, match="drawn over 48 tokens: 0 to 47"):
+    with pytest.raises(ApproxError, match="drawn over 48 tokens, 0 to 47"):
         drawn(48, node=48)
     assert drawn(48, node=47)[1][1]["node"] == 47
 
@@ -50,7 +50,7 @@ def test_a_large_one_is_drawn_shrunk_and_as_it_is(drawn):
     assert title.startswith("strided: 49 tokens, ")
     assert note.startswith("drawn with 16 tokens, ")
     assert note.endswith(", and at full length: a point stands for many pairs, paler if few are seen")
-    assert beside == note.partition(", and as it is")[0]
+    assert beside == note.partition(", and at full length")[0]
     assert [view.shape[-1] for view in views] == [16, 49]
     assert steps.shape[-1] == 16
     assert drawn(49, length=48)[1][0][2].shape[-1] == 48

@@ -1,8 +1,7 @@
-"""Where the work of a sweep is done: processes of this machine, jobs of a cluster, or tasks of Ray.
+"""Executors for the work of a sweep: processes on this machine, jobs of a cluster, or tasks of Ray.
 
-An executor is called with a function and items, and yields each item with its result, or with the error that lost it,
-as they finish. The function must be importable by its name; it is given an item and the number of threads it may compute
-with (None: as many as torch sees).
+An executor takes a function and items, and yields each item with its result or its error as it finishes. The function
+must be importable by name; it is called with an item and the number of threads to use (None: torch's default).
 """
 
 import importlib
@@ -32,7 +31,7 @@ R = TypeVar("R")
 Work = Callable[[T, int | None], R]
 
 EXECUTORS = ("local", "submitit", "ray")
-# What submitit gives a job by itself is five minutes.
+# Submitit's own default is five minutes.
 _MINUTES = 240
 
 
@@ -40,30 +39,30 @@ class Executor(Protocol):
     """Maps items to results as they finish."""
 
     def map(self, work: Work, items: Sequence[T], *, alone: bool = False) -> Iterator[tuple[T, Any]]:
-        """Yield each item with its result, or with the exception that lost it.
+        """Yield each item with its result, or with its exception.
 
         Args:
             work: The function.
-            items: What it is called with.
-            alone: Whether no two of them may share a machine, because they are timed.
+            items: Its arguments.
+            alone: Whether no two items may share a machine, because they are timed.
         """
         ...
 
 
 def choose(name: str, *, jobs: int | None, options: dict[str, Any], folder: Path) -> Executor:
-    """Make an executor by its name.
+    """Make an executor by name.
 
     Args:
         name: One of `EXECUTORS`.
-        jobs: How many items are worked on at once; 1 on this machine and no limit elsewhere without it.
-        options: Of the cluster.
-        folder: Where a cluster keeps its logs; all of its machines must see it.
+        jobs: Maximum number of items at once; by default 1 on this machine and unlimited elsewhere.
+        options: Options of the cluster.
+        folder: Folder for the logs of a cluster, visible to all of its machines.
 
     Raises:
-        ApproxError: if there is no such executor, its package is missing, or an option is not known.
+        ApproxError: if the executor or an option is unknown, or its package is missing.
     """
     if name not in EXECUTORS:
-        raise ApproxError(f"The executor '{name}' was asked for; allowed are {', '.join(EXECUTORS)}.")
+        raise ApproxError(f"The executor '{name}' is unknown; allowed are {', '.join(EXECUTORS)}.")
     if name == "local":
         if options:
             raise ApproxError(
@@ -79,7 +78,7 @@ def choose(name: str, *, jobs: int | None, options: dict[str, Any], folder: Path
 
 
 class Here:
-    """This process, which an error ends."""
+    """Runs the work in this process; an error ends it."""
 
     def map(self, work: Work, items: Sequence[T], *, alone: bool = False) -> Iterator[tuple[T, Any]]:
         """See `Executor`."""
@@ -89,10 +88,10 @@ class Here:
 
 @dataclass(frozen=True)
 class Local:
-    """Processes of this machine, which share its cores.
+    """Processes on this machine, which share its cores.
 
     Args:
-        jobs: How many at once.
+        jobs: Number of processes.
     """
 
     jobs: int
@@ -103,21 +102,21 @@ class Local:
         threads = max(1, torch.get_num_threads() // jobs)
         lost: list[T] = []
         yield from self._pooled(work, items, jobs, threads, lost)
-        # Whoever was at work when a process died may have killed it, or only have been near: each gets one of its own.
+        # Any item in flight may have crashed the worker; retry each alone.
         for item in lost:
             dead: list[T] = []
             yield from self._pooled(work, [item], 1, threads, dead)
             for culprit in dead:
-                yield culprit, ApproxError("Its process died, most likely for want of memory.", Exit.MISSING)
+                yield culprit, ApproxError("Its process died, most likely because memory ran out.", Exit.MISSING)
 
     def _pooled(
         self, work: Work, items: Sequence[T], jobs: int, threads: int, lost: list[T]
     ) -> Iterator[tuple[T, Any]]:
         context = processes()
         lifeline, end = context.Pipe(duplex=False)
-        told = lifeline, dict(os.environ)
-        # The end is held by this process alone, so that it breaks however this process goes.
-        with lifeline, closing(end), ProcessPoolExecutor(jobs, context, _start, told) as pool:
+        arguments = lifeline, dict(os.environ)
+        # Only this process holds the end of the pipe, so the pipe breaks even if this process is killed.
+        with lifeline, closing(end), ProcessPoolExecutor(jobs, context, _start, arguments) as pool:
             futures: dict[Future[Any], T] = {}
             try:
                 for item in items:
@@ -132,28 +131,28 @@ class Local:
                     else:
                         yield futures[future], error or future.result()
             except BaseException:
-                # Nobody waits for what is still at work.
+                # Closing the pipe ends the workers, so that shutdown does not wait for them.
                 end.close()
                 pool.shutdown(cancel_futures=True)
                 raise
 
 
 def processes() -> BaseContext:
-    """How processes are made: forked from one that has done the imports that take seconds, where that can be forked."""
-    # Libraries of macOS do not survive it, nor does what has looked for GPUs, and the imports may.
+    """The way to start workers: forked from a server that has done the slow imports, or spawned if forking is unsafe."""
+    # Libraries of macOS do not survive a fork, nor does CUDA, which the imports may initialise.
     if sys.platform != "linux" or torch.cuda.is_available():
         return get_context("spawn")
     context = get_context("forkserver")
-    # The file of one family brings what those of all import.
+    # One family imports almost everything that the others need.
     context.set_forkserver_preload(["transformers.models.bert.modeling_bert"])
     return context
 
 
 def _start(lifeline: Connection, environment: dict[str, str]) -> None:
-    """Begin a worker: Ctrl-C is the parent's business, and with the parent the worker goes."""
+    """Initialise a worker: it ignores Ctrl-C, which the parent handles, and exits with the parent."""
     import signal
 
-    # What it was forked from has the environment of the moment when that began.
+    # The fork server has the environment of its own start.
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -168,13 +167,13 @@ def _start(lifeline: Connection, environment: dict[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Submitit:
-    """Jobs of a SLURM cluster, by submitit; `cluster=local` among the options starts them on this machine.
+    """Jobs of a SLURM cluster, started by submitit; the option `cluster=local` starts them on this machine.
 
     Args:
-        jobs: How many at once.
-        options: Of submitit's `AutoExecutor`: `slurm_partition`, `timeout_min`, `cpus_per_task`, `mem_gb` and so on.
-        folder: For scripts and logs.
-        seconds: Between two looks at the jobs.
+        jobs: Maximum number of jobs at once.
+        options: Options of submitit's `AutoExecutor`: `slurm_partition`, `timeout_min`, `cpus_per_task`, `mem_gb`, …
+        folder: Folder for scripts and logs.
+        seconds: Polling interval.
     """
 
     jobs: int | None
@@ -183,14 +182,14 @@ class Submitit:
     seconds: float = 1.0
 
     def map(self, work: Work, items: Sequence[T], *, alone: bool = False) -> Iterator[tuple[T, Any]]:
-        """See `Executor`; a SLURM job is thought to be alone where its partition shares no nodes."""
+        """See `Executor`; a SLURM job counts as alone, which needs a partition that does not share nodes."""
         submitit = importlib.import_module("submitit")
         options = {"timeout_min": _MINUTES, "name": "approx-sweep", **self.options}
         cluster = options.pop("cluster", "slurm")
         if cluster == "slurm" and shutil.which("sbatch") is None:
             raise ApproxError(
-                "The executor 'submitit' needs SLURM, and there is no sbatch here. Call it where jobs are submitted, or try it "
-                "on this machine by --set-executor cluster=local.",
+                "The executor 'submitit' needs SLURM, but sbatch is not installed. Run the command on a login node, or try it on "
+                "this machine with --set-executor cluster=local.",
                 Exit.MISSING,
             )
         here = cluster != "slurm"
@@ -200,7 +199,7 @@ class Submitit:
             executor = submitit.AutoExecutor(folder=self.folder, cluster=cluster)
             executor.update_parameters(**options)
         except (NameError, ValueError, AssertionError, TypeError) as error:
-            raise ApproxError(f"--set-executor does not fit submitit: {' '.join(str(error).split())}") from None
+            raise ApproxError(f"Submitit rejects --set-executor: {' '.join(str(error).split())}") from None
         waiting, running = list(items), dict[Any, T]()
         try:
             while waiting or running:
@@ -226,15 +225,15 @@ class Ray:
     """Tasks of a Ray cluster, or of Ray on this machine.
 
     Args:
-        jobs: How many at once on this machine; the resources of a cluster say it there.
-        options: `address` of a cluster; all others are those of a task, such as `num_cpus` and `num_gpus`.
+        jobs: Number of tasks at once on this machine; on a cluster its resources decide.
+        options: `address` of a cluster, and options of a task, such as `num_cpus` and `num_gpus`.
     """
 
     jobs: int | None
     options: dict[str, Any]
 
     def map(self, work: Work, items: Sequence[T], *, alone: bool = False) -> Iterator[tuple[T, Any]]:
-        """See `Executor`; a task that is to be alone asks for all the cores of this machine."""
+        """See `Executor`; a task that must be alone requests all cores of this machine."""
         ray = importlib.import_module("ray")
         options = dict(self.options)
         address, cores = options.pop("address", None), torch.get_num_threads()
@@ -251,10 +250,10 @@ class Ray:
                 (reference,), _ = ray.wait(list(waiting))
                 item = waiting.pop(reference)
                 try:
-                    found = ray.get(reference)
+                    result = ray.get(reference)
                 except ray.exceptions.RayError as error:
-                    found = error
-                yield item, found
+                    result = error
+                yield item, result
         finally:
             if started:
                 ray.shutdown()
@@ -262,7 +261,7 @@ class Ray:
 
 @contextmanager
 def _importable() -> Iterator[None]:
-    """Let what is started inside find this package, which need not be installed, where this process does."""
+    """Let processes started within the context import this package even if it is not installed."""
     places = [str(Path(sys.modules["approx"].__path__[0]).parent), str(_parent("approx_kernels"))]
     given = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*places, *([given] if given else [])])

@@ -1,4 +1,4 @@
-"""Find in seconds what would otherwise be found after minutes: mistakes of a recipe and of its data, before any work."""
+"""Find mistakes in a recipe and its data before any work, in seconds instead of minutes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,55 +24,55 @@ _REPEATED = 0.02
 
 
 def check(recipe: Recipe, *, offline: bool) -> dict[str, Plan]:
-    """Check a recipe against its checkpoint; no weight is read.
+    """Check a recipe against its checkpoint, without reading weights.
 
     Args:
-        recipe: With the mistakes that showed when it was read.
-        offline: Whether only local files and the hub's cache may be used.
+        recipe: The recipe, with the mistakes that reading it revealed.
+        offline: Whether to use only local files and the hub's cache.
 
     Returns:
         Name of each variant -> its plan.
 
     Raises:
-        ApproxError: with all mistakes at once, a line each; the exit code is the lowest that any of them asks for.
+        ApproxError: with all mistakes, one per line; the exit code is their lowest.
     """
-    found = [ApproxError(mistake) for mistake in recipe.mistakes]
+    errors = [ApproxError(mistake) for mistake in recipe.mistakes]
     facts: Anatomy | None = None
     plans: dict[str, Plan] = {}
     try:
-        # Empty where the file names none, which is among its mistakes.
+        # Without a checkpoint, its absence is already among the mistakes.
         facts = _facts(recipe, offline) if recipe.checkpoint else None
     except ApproxError as error:
-        found += _at(recipe.at("checkpoint"), error)
+        errors += _at(recipe.at("checkpoint"), error)
     for name, rules in recipe.variants.items():
         plans[name] = Plan(tuple(rules))
         if facts is not None:
             try:
                 plans[name].resolve(facts)
             except ApproxError as error:
-                found += _at(recipe.at("variants", name) + f"Variant '{name}': ", error)
+                errors += _at(recipe.at("variants", name) + f"Variant '{name}': ", error)
     try:
         device = choose_device(recipe.device)
         if any(stage.fast_products for stage in (*recipe.evaluate, *recipe.bench)):
             refuse(device, "float32" if recipe.dtype == "auto" else recipe.dtype)
     except ApproxError as error:
-        found.append(error)
+        errors.append(error)
     for number, stage in enumerate(recipe.evaluate):
-        found += [one for error in _task_mistakes(stage) for one in _at(recipe.at("evaluate", number), error)]
+        errors += [one for error in _task_mistakes(stage) for one in _at(recipe.at("evaluate", number), error)]
     for number, heal in enumerate(recipe.heal):
-        found += [one for error in _training_mistakes(heal) for one in _at(recipe.at("heal", number), error)]
+        errors += [one for error in _training_mistakes(heal) for one in _at(recipe.at("heal", number), error)]
     for number, stage in enumerate(recipe.bench):
-        found += [one for error in _length_mistakes(stage, facts) for one in _at(recipe.at("bench", number), error)]
-    if found:
-        raise ApproxError("\n".join(map(str, found)), min(error.exit_code for error in found))
+        errors += [one for error in _length_mistakes(stage, facts) for one in _at(recipe.at("bench", number), error)]
+    if errors:
+        raise ApproxError("\n".join(map(str, errors)), min(error.exit_code for error in errors))
     return plans
 
 
 def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> str:
-    """Check that a checkpoint can do a task on its data, without running it.
+    """Check that a checkpoint fits a task and its data, without running it.
 
     Returns:
-        A hash of what it would read: the examples as they are loaded and as its tokenizer cuts them.
+        A hash of the loaded examples and their tokens.
 
     Raises:
         ApproxError: if head, labels, data, tokenizer or lengths do not fit.
@@ -90,10 +90,10 @@ def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> str:
 
 
 def refuse_trained_on(heals: Sequence[FinetuneStage], stage: EvaluateStage) -> None:
-    """Refuse an evaluation of examples that a training sees.
+    """Refuse an evaluation on training examples.
 
     Raises:
-        ApproxError: with how many they are.
+        ApproxError: if the evaluation and a training share examples.
     """
     if not heals:
         return
@@ -116,23 +116,23 @@ def refuse_trained_on(heals: Sequence[FinetuneStage], stage: EvaluateStage) -> N
 
 
 def _training_mistakes(heal: FinetuneStage) -> list[ApproxError]:
-    found = []
+    errors = []
     if (heal.task is None) == (heal.text is None):
-        found.append(ApproxError("Heal: give either 'task' or 'text', whose examples are trained on."))
+        errors.append(ApproxError("Heal: give either 'task' or 'text', whose examples are trained on."))
     try:
         if heal.task is not None:
             open_task(heal.task, **heal.settings)
     except ApproxError as error:
-        found.append(error)
+        errors.append(error)
     for path in [*([heal.data] if heal.data else []), *(heal.text or [])]:
         if not Path(path).exists():
             text = f"Heal: {path} does not exist. Fix the path in the recipe."
-            found.append(ApproxError(text + _from_where(path), Exit.UNAVAILABLE))
-    return found
+            errors.append(ApproxError(text + _from_where(path), Exit.UNAVAILABLE))
+    return errors
 
 
 def _at(place: str, error: ApproxError) -> list[ApproxError]:
-    """The mistakes of an error with the place in front of each."""
+    """One error per line of an error, with the place in front."""
     return [ApproxError(f"{place}{line}", error.exit_code) for line in str(error).splitlines()]
 
 
@@ -157,15 +157,15 @@ def _facts(recipe: Recipe, offline: bool) -> Anatomy:
 
 
 def _task_mistakes(stage: EvaluateStage) -> list[ApproxError]:
-    found = []
+    errors = []
     try:
         task_of(stage)
     except ApproxError as error:
-        found.append(error)
+        errors.append(error)
     if stage.data is not None and not Path(stage.data).exists():
         text = f"Data {stage.data} of task {stage.task} does not exist. Fix the path in the recipe."
-        found.append(ApproxError(text + _from_where(stage.data), Exit.UNAVAILABLE))
-    return found
+        errors.append(ApproxError(text + _from_where(stage.data), Exit.UNAVAILABLE))
+    return errors
 
 
 def _length_mistakes(stage: BenchStage, facts: Anatomy | None) -> list[ApproxError]:
@@ -173,11 +173,11 @@ def _length_mistakes(stage: BenchStage, facts: Anatomy | None) -> list[ApproxErr
         return []
     return [
         ApproxError(
-            f"Bench: length {max(stage.lengths)} was asked for, but {facts.architecture} takes {facts.positions} positions. "
-            f"Ask for shorter ones, or add 'max_length: {max(stage.lengths)}' to extend them for the timing."
+            f"Bench: length {max(stage.lengths)} is too long: {facts.architecture} takes {facts.positions} positions. "
+            f"Use shorter lengths, or add 'max_length: {max(stage.lengths)}' to extend the positions for timing."
         )
     ]
 
 
 def _from_where(path: str) -> str:
-    return "" if Path(path).is_absolute() else f" Paths in a recipe are meant from the current folder, {Path.cwd()}."
+    return "" if Path(path).is_absolute() else f" Paths in a recipe are relative to the current folder, {Path.cwd()}."

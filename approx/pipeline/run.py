@@ -1,4 +1,4 @@
-"""A run: the stages of one recipe, in order: convert every variant, evaluate, bench, report."""
+"""Run the stages of one recipe in order: convert every variant, evaluate, bench, report."""
 
 import shutil
 from functools import partial
@@ -33,25 +33,24 @@ def run(
     command: str = "",
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Carry a whole recipe out.
+    """Run a whole recipe.
 
-    Every finished stage is kept in `out`, so a run that was cut goes on where it stopped.
+    Finished stages are stored in `out`, so an interrupted run continues where it stopped.
 
     Args:
-        recipe: What to do.
-        out: Folder of this run; the record is `out/record.json`, the report `out/report/index.html`.
-        resume: Go on with an earlier run of the same recipe in `out`.
-        force: Start over, deleting an earlier run in `out`.
-        offline: Whether only local files and the hub's cache may be used.
-        command: As typed, for the record.
+        recipe: The recipe.
+        out: Folder of the run; the record is `out/record.json`, the report `out/report/index.html`.
+        resume: Continue an earlier run of the same recipe in `out`.
+        force: Delete an earlier run in `out` and start over.
+        offline: Whether to use only local files and the hub's cache.
+        command: The command as typed, for the record.
         progress: Called with stage, done and total.
 
     Returns:
         The record.
 
     Raises:
-        ApproxError: if the recipe does not fit the checkpoint (with all its mistakes), `out` holds another run, or a stage
-            fails.
+        ApproxError: if the recipe has mistakes (with all of them), `out` holds another run, or a stage fails.
     """
     _refuse(recipe, out, resume=resume, force=force)
     plans = check(recipe, offline=offline)
@@ -59,7 +58,7 @@ def run(
     study = Study(recipe, recipe.checkpoint, out, offline, command, progress)
     base = study.open()[BASE]
     environment = record.environment(torch.get_num_threads())
-    # Which commit it is says nothing that the hash of the code does not say better.
+    # The keys already include a hash of the code.
     machine = {key: value for key, value in environment.items() if key not in ("approx", "git_commit")}
     study.begin(machine, computed_by(base.model.device))
     _claim(recipe, out, force=force)
@@ -97,7 +96,7 @@ def _healed(study: Study, recipe: Recipe, converted: Conversions, out: Path) -> 
 
 
 def _report(study: Study, recipe: Recipe, folders: Conversions, parts: list[Stage]) -> dict[str, Any]:
-    """Put what was measured together, as a record and for people; it takes no time, so it is not kept."""
+    """Write record and report from the results of all stages; fast, so its outcome is not stored."""
     results = [outcome["result"] for part in parts if (outcome := study.store.read(part))]
     made = study.record(
         folders,
@@ -117,10 +116,10 @@ def _told(study: Study, stage: Stage) -> dict[str, Any] | None:
 
 
 def _refuse(recipe: Recipe, out: Path, *, resume: bool, force: bool) -> None:
-    """Refuse a folder with something else in it: a run is neither mixed with another nor deleted unasked."""
+    """Raise if the folder holds anything but a run that may be continued or replaced."""
     claim = out / _CLAIM
     if out.exists() and not out.is_dir():
-        raise ApproxError(f"{out} is a file; the folder of a run was asked for. Choose another output.", Exit.REFUSED)
+        raise ApproxError(f"{out} is a file, not a folder. Choose another output folder.", Exit.REFUSED)
     if not out.is_dir() or not any(out.iterdir()) or (force and claim.is_file()):
         return
     if not claim.is_file():
@@ -137,7 +136,7 @@ def _refuse(recipe: Recipe, out: Path, *, resume: bool, force: bool) -> None:
 
 
 def _claim(recipe: Recipe, out: Path, *, force: bool) -> None:
-    """Take `out` for this run; with `force` what an earlier run made goes, and nothing else that lies there."""
+    """Mark `out` as the folder of this run; with `force`, first delete the files of an earlier run, and only those."""
     if force and out.is_dir():
         for path in (*(out / name for name in _OWN), *out.glob("outputs-*.parquet")):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

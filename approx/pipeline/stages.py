@@ -1,4 +1,4 @@
-"""The stages of runs and sweeps: a conversion, an evaluation, a timing; and what each depends on."""
+"""The stages of runs and sweeps: conversion, evaluation, bench; and what each depends on."""
 
 import hashlib
 import shutil
@@ -31,20 +31,20 @@ from approx.pipeline.store import Stage, Store, stage_key
 from approx.planning.plan import Plan
 from approx.recipe import BASE, Recipe
 
-# Label of a folder -> the conversion that makes it.
+# Label of a converted folder -> the stage that makes it.
 Conversions = Mapping[str, Stage]
 
 
 class Study:
-    """One checkpoint and what is done with it.
+    """One checkpoint with the stages of a recipe or grid.
 
     Args:
-        asked: The recipe or the grid.
+        asked: The recipe or grid.
         checkpoint: Name of the base.
-        out: Folder of the run or the sweep.
-        offline: Whether only local files and the hub's cache may be used.
-        command: For the records.
-        progress: Called with what a stage does, done and total; pickled where stages leave this process.
+        out: Folder of the run or sweep.
+        offline: Whether to use only local files and the hub's cache.
+        command: The command, for the records.
+        progress: Called with a stage's activity, done and total; pickled if stages run in other processes.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Study:
         self._opened: dict[str, Checkpoint] = {}
 
     def begin(self, *about: Any) -> None:
-        """Load the base and read the data, which the keys depend on, and on what else is given.
+        """Load the base and read the data, which the keys depend on, together with `about`.
 
         Raises:
             ApproxError: if the base cannot be loaded, or a task does not fit it or its data.
@@ -70,10 +70,10 @@ class Study:
         self._about = (identity(base), beside(base.source.folder), asked.device, asked.dtype, asked.seed, *about)
 
     def open(self, conversions: Conversions | None = None) -> dict[str, Checkpoint]:
-        """The base and what it was converted to, by label; each is loaded once in this process.
+        """The base and the converted checkpoints, by label; each is loaded once per process.
 
         Raises:
-            ApproxError: if one cannot be loaded.
+            ApproxError: if a checkpoint cannot be loaded.
         """
         names = {BASE: self.checkpoint, **{label: str(one.product) for label, one in (conversions or {}).items()}}
         for label, name in names.items():
@@ -83,16 +83,16 @@ class Study:
         return {label: self._opened[name] for label, name in names.items()}
 
     def close(self) -> None:
-        """Forget what was loaded, before stages leave this process."""
+        """Drop the loaded models, before stages are sent to other processes."""
         self._opened.clear()
 
     def record(self, conversions: Conversions, **more: Any) -> dict[str, Any]:
-        """A record of what was measured."""
+        """A record of measurements."""
         about = {"title": self.asked.title, "notice": self.asked.notice, "seed": self.asked.seed}
         return make_record(self.open(conversions), command=self._command, **about, **more)
 
     def convert(self, plan: Plan, label: str, place: Path | None = None) -> Stage:
-        """The conversion by a plan, into a folder named by its key or at a place of one's own."""
+        """The stage that converts by a plan, into `place` or a folder named by its key."""
         plan = with_separator(plan, lambda: of_checkpoint(self.open()[BASE].source))
         given = self.asked.calibrate if isinstance(self.asked, Recipe) else None
         file = None if given is None else Path(given)
@@ -114,13 +114,13 @@ class Study:
     def evaluate(
         self, number: int, conversions: Conversions, place: Path | None = None, after: Sequence[Stage] = ()
     ) -> Stage:
-        """The comparison of folders with their base on a task; without folders the scores of the base.
+        """The stage that compares converted folders with their base on a task, or scores only the base.
 
         Args:
-            number: Of the task.
-            conversions: Of the folders.
-            place: File for the per-example outputs; one beside the outcome without it.
-            after: Stages whose kept outputs this one uses.
+            number: Number of the task.
+            conversions: The conversions to compare; empty scores the base.
+            place: File for the per-example outputs; by default beside the outcome.
+            after: Stages whose stored outputs this one uses.
         """
         task = self.asked.evaluate[number]
         key = self._key("evaluate", conversions, {**task.model_dump(), "data": self._data[number]})
@@ -129,7 +129,7 @@ class Study:
         return Stage(name, key, partial(self._evaluate, number, conversions, outputs), inputs, product=outputs)
 
     def bench(self, grid: BenchStage, conversions: Conversions) -> Stage:
-        """The timing of folders and their base, on the texts of the first task or on random tokens."""
+        """The stage that times converted folders and their base, on the texts of the first task or on random tokens."""
         texts = self.asked.evaluate[0] if grid.inputs == "real" else None
         key = self._key("bench", conversions, texts and (self._data[0], texts.settings), grid.model_dump())
         name = f"bench {_labels(conversions)} at {', '.join(map(str, grid.lengths))} tokens"
@@ -140,7 +140,7 @@ class Study:
 
     def _convert(self, plan: Plan, label: str, folder: Path, calibrate: Path | None, replace: bool) -> None:
         self._progress(f"convert to {label}", 0, 1)
-        # A folder with the key in its name is this one: it got its name when it was complete and verified.
+        # A folder named by its key is complete and verified, since it is named last.
         if replace or not folder.is_dir():
             convert.convert(self.checkpoint, folder, plan, calibrate=calibrate, force=replace, **self._where)
         self._progress(f"convert to {label}", 1, 1)

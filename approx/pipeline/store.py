@@ -1,7 +1,7 @@
-"""The store of finished stages: what was computed is kept under a hash of all that it depends on, and computed once.
+"""The store of finished stages: each outcome is stored under a hash of everything it depends on, and computed once.
 
-A stage is idempotent, and its outcome is one file, written whole. So stages may be computed anywhere, in any order, twice or
-at once, and whatever kills the work, finished stages stay.
+A stage is idempotent, and its outcome is one file, written atomically. So stages can run anywhere, in any order, twice or
+in parallel, and finished stages survive any crash.
 """
 
 import hashlib
@@ -32,15 +32,15 @@ class Stage:
     """One piece of work.
 
     Attributes:
-        name: What it does, in words: `evaluate clustered clusters=25 on needle`.
-        key: Of `stage_key`.
-        compute: Makes the product, and returns the result, plain data; pickled where it leaves this process.
+        name: Description: `evaluate clustered clusters=25 on needle`.
+        key: From `stage_key`.
+        compute: Makes the product and returns the result, plain data; pickled if it runs in another process.
         inputs: Stages that must be done before.
-        product: The file or folder that it makes, if any; without it, or with another in its place, it is not done.
-        alone: Whether nothing may compute beside it, because it is timed.
-        noun: What it is, for errors of the stages that need it.
-        kept: Whether its outcome is kept; otherwise it is computed every time.
-        about: What whoever asked for it wants to know beside its outcome; nothing depends on it.
+        product: The file or folder that it makes, if any; if it is missing or different, the stage is not done.
+        alone: Whether nothing may run in parallel, because it is timed.
+        noun: The kind of stage, for errors of stages that depend on it.
+        kept: Whether to store its outcome; otherwise it is computed every time.
+        about: Further data for the caller; nothing depends on it.
     """
 
     name: str
@@ -55,21 +55,21 @@ class Stage:
 
 
 def stage_key(kind: str, *parts: Any) -> str:
-    """Hash all that a stage depends on: its kind, its settings, its inputs' keys or hashes, and the code that computes."""
+    """Hash everything a stage depends on: its kind, its settings, the keys or hashes of its inputs, and the code."""
     return fingerprint(kind, *parts, code())
 
 
 class Store:
-    """The outcomes of stages, in the folder `stages` of a run or a sweep, a file each."""
+    """The outcomes of stages, one file each, in the folder `stages` of a run or sweep."""
 
     def __init__(self, out: Path) -> None:
         self.folder = out / "stages"
 
     def read(self, stage: Stage) -> Outcome | None:
-        """The outcome of a stage; None where it was not computed, or its file is damaged.
+        """The outcome of a stage; None if it was not computed or its file is damaged.
 
         Returns:
-            `status` (`done` or `failed`), `result`, `error`, `exit_code`, `seconds` and what says which stage it is.
+            `status` (`done` or `failed`), `result`, `error`, `exit_code`, `seconds`, and the key and name of the stage.
         """
         try:
             outcome = json.loads(self._file(stage).read_text(encoding="utf-8"))
@@ -87,10 +87,10 @@ class Store:
         return "missing" if outcome["status"] == "done" and not whole else outcome["status"]
 
     def keep(self, stage: Stage, status: str = "done", **more: Any) -> Outcome:
-        """Keep what came of a stage.
+        """Store the outcome of a stage.
 
         Raises:
-            ApproxError: if its result is not plain data.
+            ApproxError: if the result is not plain data.
         """
         outcome = {"schema": SCHEMA, "key": stage.key, "name": stage.name, "status": status, "result": None}
         outcome |= {"product": _hash(stage.product), "error": None, "exit_code": 0, **more}
@@ -98,16 +98,16 @@ class Store:
             if stage.kept:
                 write_whole(self._file(stage), json.dumps(outcome, allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise ApproxError(f"The result of '{stage.name}' cannot be kept: {error}.", Exit.INTERNAL) from None
+            raise ApproxError(f"The result of '{stage.name}' cannot be stored: {error}.", Exit.INTERNAL) from None
         return outcome
 
     def keep_failure(self, stage: Stage, error: BaseException) -> Outcome:
-        """Keep why a stage failed; the next time it is tried again."""
+        """Store the error of a failed stage; the next run tries it again."""
         if isinstance(error, ApproxError):
             return self.keep(stage, "failed", error=str(error), exit_code=error.exit_code)
-        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         trace = "".join(traceback.format_exception(error))
-        return self.keep(stage, "failed", error=told, exit_code=Exit.INTERNAL, traceback=trace)
+        return self.keep(stage, "failed", error=message, exit_code=Exit.INTERNAL, traceback=trace)
 
     def _file(self, stage: Stage) -> Path:
         return self.folder / f"{stage.key}.json"
@@ -118,18 +118,18 @@ def complete(
 ) -> dict[str, Outcome]:
     """Compute the stages that are missing or failed.
 
-    A stage that only others need is left out where none of them is computed.
+    A stage needed only by others is skipped if none of them is computed.
 
     Args:
-        stages: In the order in which they are computed, where their inputs allow it; those of the same key are one, and what
-            they need is computed whether it is listed or not.
-        store: Where finished ones are kept.
-        executor: Where they are computed.
-        keep_going: Whether a stage that fails stops only those that need it; otherwise its error is raised.
-        progress: Called with the name of the stage that began or was finished last, done and total.
+        stages: The stages, computed in this order as far as their inputs allow; stages with the same key are one. Inputs are
+            computed whether they are listed or not.
+        store: The store of outcomes.
+        executor: Runs the stages.
+        keep_going: Whether a failed stage stops only those that depend on it; otherwise its error is raised.
+        progress: Called with the name of the stage that started or finished last, done and total.
 
     Returns:
-        Key -> outcome, of each that was computed.
+        Key -> outcome of each computed stage.
     """
     waiting = _unfinished(_with_inputs(stages), store)
     total, done = max(len(waiting), 1), 0
@@ -160,7 +160,7 @@ def complete(
             done += 1
             progress(stage.name, done, total)
     for leftover in store.folder.glob(".*.tmp"):
-        # Of processes that were killed.
+        # Killed processes leave these files.
         leftover.unlink(missing_ok=True)
     return computed
 
@@ -179,7 +179,7 @@ def _compute(store: Store, keep_going: bool, stage: Stage, threads: int | None) 
 
 
 def _with_inputs(stages: Sequence[Stage]) -> dict[str, Stage]:
-    """The stages and all that they need, each behind its inputs, by key."""
+    """The stages and their inputs by key, each after its inputs."""
     every: dict[str, Stage] = {}
     for stage in stages:
         if stage.key not in every:
@@ -189,19 +189,19 @@ def _with_inputs(stages: Sequence[Stage]) -> dict[str, Stage]:
 
 
 def _unfinished(stages: dict[str, Stage], store: Store) -> dict[str, Stage]:
-    """The stages to compute: those that no other needs, and what these need, without what is done."""
+    """The stages to compute: those that no other needs and their inputs, except the finished ones."""
     needed = {one.key for stage in stages.values() for one in stage.inputs}
-    looked_at, unfinished = [key for key in stages if key not in needed], set[str]()
-    while looked_at:
-        key = looked_at.pop()
+    queue, unfinished = [key for key in stages if key not in needed], set[str]()
+    while queue:
+        key = queue.pop()
         if key not in unfinished and store.state(stages[key]) != "done":
             unfinished.add(key)
-            looked_at += [one.key for one in stages[key].inputs]
+            queue += [one.key for one in stages[key].inputs]
     return {key: stage for key, stage in stages.items() if key in unfinished}
 
 
 def _hash(product: Path | None) -> str | None:
-    """Of a file, or of what tells a checkpoint's folder: its manifest is among that."""
+    """Hash a file, or the files of a checkpoint's folder other than weights; the manifest among them hashes the weights."""
     if product is None or not product.exists():
         return None
     return beside(product) if product.is_dir() else hashlib.sha256(product.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""A sweep: the stages of a grid, computed where they are missing, and what they say together."""
+"""A sweep: compute the missing stages of a grid, and combine their results."""
 
 import copy
 import json
@@ -29,13 +29,13 @@ _OWN = ("stages", "converted", "records", "jobs", "sweep.json", "sweep.csv", "sw
 def cells(
     grid: Grid, out: Path, *, offline: bool = False, command: str = "", progress: Progress = silent
 ) -> list[Stage]:
-    """The cells of a grid: for each checkpoint its plans' conversions, its own scores, and plan × task × seed.
+    """The cells of a grid: for each checkpoint its conversions, its own scores, and plan × task × seed.
 
-    The base is loaded and the data read, since the keys depend on them; nothing is computed and nothing written.
+    The base and the data are loaded, since the keys depend on them; nothing is computed or written.
 
     Raises:
-        ApproxError: with all mistakes of the grid at once, or if a task does not fit a checkpoint or its data, or `out` is
-            something else than the folder of a sweep.
+        ApproxError: with all mistakes of the grid at once; if a task does not fit a checkpoint or its data; or if `out` is
+            not the folder of a sweep.
     """
     names = {path.name for path in out.iterdir()} if out.is_dir() else set()
     if out.exists() and (not out.is_dir() or (names and not names & set(_OWN))):
@@ -55,21 +55,20 @@ def cells(
 def sweep(
     grid: Grid, out: Path, todo: Sequence[Stage], executor: Executor, *, progress: Progress = silent
 ) -> dict[str, Any]:
-    """Compute the cells that are missing or failed, and put all of them together.
+    """Compute the cells that are missing or failed, and combine all of them.
 
-    A cell that fails stops only those that need it; the next sweep tries it again. Whatever kills a sweep, finished cells
-    stay.
+    A failed cell stops only those that depend on it; the next sweep tries it again. Finished cells survive any crash.
 
     Args:
-        grid: What to do.
+        grid: The grid.
         out: The folder that the cells were made for.
-        todo: Of `cells`.
-        executor: Where they are computed.
-        progress: Called with the cell that was finished last, done and total.
+        todo: Cells from `cells`.
+        executor: Runs the cells.
+        progress: Called with the cell that finished last, done and total.
 
     Returns:
-        What `sweep.json` holds (see `approx.publishing.sweep.collect`); beside it `computed`, how many cells were, and
-        `tables`, laid out for people.
+        The content of `sweep.json` (see `approx.publishing.sweep.collect`), `computed`: the number of computed cells, and
+        `tables`: the formatted tables.
     """
     computed = complete(
         todo, Store(out), executor, keep_going=True,
@@ -80,22 +79,22 @@ def sweep(
 
 
 def _checked(grid: Grid, offline: bool) -> dict[str, Plan]:
-    """The plans, or all mistakes, each told once."""
+    """Return the plans, or raise all mistakes, each once."""
     plans: dict[str, Plan] = {}
-    told: dict[str, str] = {}
+    lines: dict[str, str] = {}
     codes: list[Exit] = []
-    # A grid that names no checkpoint, or none that can be read, is told the rest of its mistakes too.
+    # Without a usable checkpoint, the other mistakes are still reported.
     for name in grid.checkpoint or [""]:
         try:
             plans = check(grid.recipe(name), offline=offline)
         except ApproxError as error:
             codes.append(error.exit_code)
             for line in str(error).splitlines():
-                # What is wrong with a variant is wrong with many of its plans.
+                # A mistake in a variant is repeated for many of its plans.
                 place, variant, _ = line.partition("Variant '")
-                told.setdefault(place + line.partition("': ")[2] if variant else line, line)
-    if told:
-        raise ApproxError("\n".join(told.values()), min(codes))
+                lines.setdefault(place + line.partition("': ")[2] if variant else line, line)
+    if lines:
+        raise ApproxError("\n".join(lines.values()), min(codes))
     return plans
 
 
@@ -114,19 +113,19 @@ def _cells(grid: Grid, plans: dict[str, Plan], study: Study) -> Iterator[Stage]:
                     made.append(study.heal(heal.training, label, made[-1]))
             measured = {label: made[-1]}
             made += [study.evaluate(task, measured, after=[base]) for task, base in enumerate(bases)]
-            # What is drawn changes what is said, not how long it takes.
+            # The seed changes scores, not speed.
             made += [study.bench(lengths, measured) for lengths in grid.bench if number == 0]
             about |= {"plan": name, "seed": seed if drawn else None, "label": label}
             yield from (replace(stage, about={**about, "kind": stage.name.partition(" ")[0]}) for stage in made)
 
 
 def _outcome(cell: Stage, store: Store) -> Outcome | None:
-    """What came of a cell, as tables take it; None where it was not computed."""
+    """The outcome of a cell, for the tables; None if it was not computed."""
     outcome = store.read(cell)
     if outcome is None:
         return None
     made = outcome["result"] if cell.about["kind"] in ("base", "evaluate", "bench") else None
-    # Another plan may share the stage, or this one had another name when it was computed.
+    # Another plan may share the stage, or the plan had another name when it was computed.
     for part in (*made["quality"], *made["speed"], made) if made else ():
         for variant in part["variants"]:
             variant["name"] = cell.about["label"]
@@ -134,7 +133,7 @@ def _outcome(cell: Stage, store: Store) -> Outcome | None:
 
 
 def _written(grid: Grid, out: Path, outcomes: list[Outcome]) -> dict[str, Any]:
-    """Write the tables and the records; returns what `sweep.json` holds."""
+    """Write the tables and the records; return the content of `sweep.json`."""
     recipe = {"text": grid.text, "sha256": grid.sha256}
     about = {"schema": 1, "title": grid.title, "notice": grid.notice, "grid": recipe, "seeds": grid.seeds}
     made = {**about, **tables.collect(outcomes, {name: point.values for name, point in grid.points.items()})}
@@ -142,14 +141,14 @@ def _written(grid: Grid, out: Path, outcomes: list[Outcome]) -> dict[str, Any]:
     write_whole(out / "sweep.csv", tables.comma_separated(made))
     write_whole(out / "sweep.md", tables.markdown(made))
     shutil.rmtree(out / "records", ignore_errors=True)
-    parts = [found["record"] for found in outcomes if found["record"] and found["record"]["variants"]]
+    parts = [outcome["record"] for outcome in outcomes if outcome["record"] and outcome["record"]["variants"]]
     for name, one in _records(parts):
         record.save(out / "records" / f"{name}.json", {**one, "recipe": recipe})
     return made
 
 
 def _records(parts: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What `approx report` reads: the quality of all plans together, and the speed of each plan on each machine."""
+    """The records for `approx report`: one with the quality of all plans, and one for the speed of each plan and machine."""
     joined: dict[str, dict[str, Any]] = {}
     for part in parts:
         base, label = slug(Path(part["checkpoint"]["name"]).name), slug(part["variants"][0]["name"])
@@ -166,13 +165,13 @@ def _records(parts: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]
         whole["speed"] += part["speed"]
         for entry in part["quality"]:
             same = (one for one in whole["quality"] if tables.same_task(one, entry))
-            if (found := next(same, None)) is None:
+            if (task := next(same, None)) is None:
                 whole["quality"].append(copy.deepcopy(entry))
             else:
-                found["variants"] += entry["variants"]
+                task["variants"] += entry["variants"]
     for name, whole in joined.items():
         for entry in whole["quality"]:
-            # They lie beside the cells, a file each.
+            # The outputs are one file per cell, not one beside the record.
             entry["outputs"] = None
         whole["crossover"] = crossover(whole["speed"])
         yield name.removesuffix(".0"), whole

@@ -15,7 +15,7 @@ def collected(executor, items, **more) -> dict:
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
-    """The tests' folder, for processes that are not told this one's path."""
+    """Put the tests' folder on the path of child processes."""
     places = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
 
@@ -23,21 +23,21 @@ def importable(monkeypatch):
 @pytest.mark.slow
 def test_here_an_item_that_kills_its_process_or_fails_costs_no_other(tmp_path):
     executor = choose("local", jobs=2, options={}, folder=tmp_path)
-    found = collected(executor, ["a", "dies", "b", "fails"])
-    assert [found[item][0] for item in ("a", "b")] == ["a", "b"]
-    assert os.getpid() not in {found[item][2] for item in ("a", "b")}
-    assert isinstance(found["dies"], ApproxError)
-    assert "Its process died" in str(found["dies"])
-    assert str(found["fails"]) == "it fails"
+    results = collected(executor, ["a", "dies", "b", "fails"])
+    assert [results[item][0] for item in ("a", "b")] == ["a", "b"]
+    assert os.getpid() not in {results[item][2] for item in ("a", "b")}
+    assert isinstance(results["dies"], ApproxError)
+    assert "Its process died" in str(results["dies"])
+    assert str(results["fails"]) == "it fails"
 
 
 def test_here_what_is_timed_is_alone_with_all_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     executor = choose("local", jobs=4, options={}, folder=tmp_path)
     together, alone = collected(executor, list("abcd")), collected(executor, ["a", "b"], alone=True)
-    assert {found[1] for found in together.values()} == {2}
-    assert {found[1] for found in alone.values()} == {8}
-    assert len({found[2] for found in alone.values()}) == 1
+    assert {result[1] for result in together.values()} == {2}
+    assert {result[1] for result in alone.values()} == {8}
+    assert len({result[2] for result in alone.values()}) == 1
 
 
 def test_whoever_stops_early_leaves_no_process(tmp_path):
@@ -53,9 +53,9 @@ def test_whoever_stops_early_leaves_no_process(tmp_path):
 def test_submitit_runs_jobs_and_tells_of_those_that_were_lost(tmp_path):
     pytest.importorskip("submitit")
     executor = choose("submitit", jobs=2, options={"cluster": "local", "timeout_min": 5}, folder=tmp_path / "jobs")
-    found = collected(executor, ["a", "fails"])
-    assert found["a"][:2] == ("a", max(1, torch.get_num_threads() // 2))
-    assert "it fails" in str(found["fails"])
+    results = collected(executor, ["a", "fails"])
+    assert results["a"][:2] == ("a", max(1, torch.get_num_threads() // 2))
+    assert "it fails" in str(results["fails"])
 
 
 def test_submitit_leaves_this_process_its_environment(tmp_path):
@@ -67,7 +67,7 @@ def test_submitit_leaves_this_process_its_environment(tmp_path):
 
 
 def test_a_job_of_slurm_has_a_name_and_hours_unless_other_options_are_given(tmp_path, monkeypatch):
-    """A SLURM that takes no job, and keeps what submitit wanted to give it."""
+    """Uses a fake SLURM that rejects jobs and stores their scripts."""
     submitit = pytest.importorskip("submitit")
     for command in ("sbatch", "srun"):
         (tmp_path / command).write_text('#!/bin/sh\ncp "$1" "$0.given"\nexit 1\n')
@@ -82,9 +82,9 @@ def test_a_job_of_slurm_has_a_name_and_hours_unless_other_options_are_given(tmp_
 
 def test_ray_runs_tasks_and_tells_of_those_that_were_lost(tmp_path):
     pytest.importorskip("ray")
-    found = collected(choose("ray", jobs=1, options={}, folder=tmp_path), ["a", "fails"])
-    assert found["a"][0] == "a"
-    assert "it fails" in str(found["fails"])
+    results = collected(choose("ray", jobs=1, options={}, folder=tmp_path), ["a", "fails"])
+    assert results["a"][0] == "a"
+    assert "it fails" in str(results["fails"])
 
 
 def test_what_cannot_be_chosen_is_refused(tmp_path, monkeypatch):
@@ -103,8 +103,8 @@ def test_what_cannot_be_chosen_is_refused(tmp_path, monkeypatch):
 def test_submitit_without_slurm_or_with_a_mistyped_option_is_refused(tmp_path, monkeypatch):
     pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ApproxError, match="there is no sbatch here") as caught:
+    with pytest.raises(ApproxError, match="sbatch is not installed") as caught:
         collected(Submitit(None, {}, tmp_path), ["a"])
     assert caught.value.exit_code == Exit.MISSING
-    with pytest.raises(ApproxError, match=r"--set-executor does not fit submitit: .*partitoin"):
+    with pytest.raises(ApproxError, match=r"Submitit rejects --set-executor: .*partitoin"):
         collected(Submitit(None, {"cluster": "local", "slurm_partitoin": "cpu"}, tmp_path), ["a"])

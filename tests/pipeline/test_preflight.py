@@ -1,4 +1,4 @@
-"""What is found before any work: paths that lead nowhere, and from where they were meant."""
+"""Mistakes reported before any work: paths that do not exist, and the folder they are relative to."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def mistakes(recipe: Recipe) -> tuple[str, Exit]:
 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_a_path_that_leads_nowhere_is_told_and_a_relative_one_with_the_folder_it_is_meant_from(base, absolute):
-    hint = "" if absolute else f" Paths in a recipe are meant from the current folder, {Path.cwd()}."
+    hint = "" if absolute else f" Paths in a recipe are relative to the current folder, {Path.cwd()}."
     path = "/no/where" if absolute else "no/where"
     text, code = mistakes(Recipe(title="a title", checkpoint=base, variants=PLAN, calibrate=path, device="cpu"))
     assert text.startswith(f"Calibrate: {path} cannot be read: ")
@@ -66,7 +66,7 @@ def test_what_fits_gives_the_plans_and_its_lengths_may_be_all_positions(base):
     assert list(check(fits, offline=True)) == ["linear"]
     for stage in (BenchStage(lengths=[8, 33]), BenchStage(lengths=[65], max_length=64)):
         text, code = mistakes(Recipe(title="a title", checkpoint=base, variants=PLAN, bench=[stage], device="cpu"))
-        assert f"length {max(stage.lengths)} was asked for" in text
+        assert f"length {max(stage.lengths)} is too long" in text
         assert code == Exit.USAGE
 
 

@@ -22,24 +22,24 @@ TIMES |= {"rejected", "peak_mb", "baseline", "crowded", "status", "chosen"}
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory) -> Path:
-    """The recipe of a study, its checkpoint and data."""
+    """A recipe with its checkpoint and data."""
     folder = tmp_path_factory.mktemp("study")
     return small_recipe(folder / "small.yaml", tiny_checkpoint(folder / "base"), tiny_data(folder))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_repository(tmp_path_factory):
-    """The commit is part of what a stage depends on, and somebody may edit the checkout meanwhile."""
+    """Fix the hash of the code, since the checkout may be edited while tests run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GIT_DIR", str(tmp_path_factory.mktemp("no repository")))
         yield
 
 
 def without_times(made: dict) -> dict:
-    """A record without what differs between two runs on the same machine."""
+    """A record without the values that differ between two runs on the same machine."""
     made = copy.deepcopy(made)
     for row in made["speed"]:
-        # It is there where another exact attention was faster, which times decide.
+        # It depends on times: it exists if another exact attention was faster.
         del row["default"]
         for entry in (row, row["base"], row["ceiling"], row["spread"], *row["variants"]):
             for key in TIMES & entry.keys():
@@ -50,7 +50,7 @@ def without_times(made: dict) -> dict:
 
 
 def kept(out: Path) -> dict[str, int]:
-    """The finished stages of a run, and when each was finished last."""
+    """The finished stages of a run, with the time of their last completion."""
     files = sorted(out.glob("stages/*.json"), key=lambda path: path.stat().st_mtime_ns)
     return {json.loads(path.read_text("utf-8"))["name"]: path.stat().st_mtime_ns for path in files}
 
@@ -66,9 +66,9 @@ def check(made: dict, study: Path, out: Path) -> None:
     assert [row["inputs"] for row in made["speed"]] == ["real", "real", "synthetic"]
     for row in made["speed"]:
         local, linear = (set(entry["chosen"]) for entry in row["variants"])
-        # The plan of the second leaves a layer exact.
+        # The second plan leaves a layer exact.
         assert (local, linear) == ({"local_attention"}, {"linear_attention", "fastest_attention", "exact_attention"})
-    # One crossover a variant, over all the grids together.
+    # One crossover per variant, over all grids.
     assert [row["name"] for row in made["crossover"]] == ["local 2", "linear"]
     assert (out / made["quality"][0]["outputs"]).is_file()
     assert (out / "report" / "index.html").is_file()
@@ -77,7 +77,7 @@ def check(made: dict, study: Path, out: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_at_any_stage_it_goes_on_and_ends_with_the_same_record(study, tmp_path):
-    """SIGKILL as soon as a stage is finished, twice; what was finished is never made again."""
+    """Kill the run twice as soon as a stage is finished; finished stages are not computed again."""
     whole = run(recipe.read(study), tmp_path / "whole", command="approx run small")
     check(whole, study, tmp_path / "whole")
     out, seen = tmp_path / "run", {}
@@ -133,7 +133,7 @@ def test_it_goes_on_with_what_still_stands_where_a_file_has_changed(study, tmp_p
     file.write_text(f"{text}calibrate: {tmp_path / 'seen.txt'}\n", encoding="utf-8")
 
     def stages() -> tuple[float, set[str]]:
-        """The base's score, and which stages were made."""
+        """The base's score, and the computed stages."""
         before = kept(out)
         made = run(recipe.read(file), out, resume=out.exists())
         after = {name.split()[0] for name, _ in kept(out).items() - before.items()}
@@ -147,7 +147,7 @@ def test_it_goes_on_with_what_still_stands_where_a_file_has_changed(study, tmp_p
     (data / "dev.tsv").write_text("\n".join([rows[0], *turned]) + "\n", encoding="utf-8")
     assert stages() == (pytest.approx(1 - score), {"evaluate", "bench"})
     (tmp_path / "seen.txt").write_text("not very dull bad fine " * 40, encoding="utf-8")
-    # Other centroids are other weights, and what was measured with the earlier ones does not stand.
+    # Other centroids are other weights, so earlier results are invalid.
     assert stages()[1] == {"convert", "evaluate", "bench"}
 
 
@@ -195,7 +195,7 @@ MISTAKES = {
     "  two: [{mechanism: local, settings: {lft: 1}}, 3]\n": "recipe.variants.two[1]: a mapping of keys and values is needed, found 3",
     "  - {task: glue/sst, data: nowhere}\n": "Unknown task 'glue/sst'. Did you mean 'glue/sst2'?",
     "  - {task: glue/sst2, data: nowhere}\n": "Data nowhere of task glue/sst2 does not exist",
-    "  - {lengths: 99}\n": "length 99 was asked for, but BertForSequenceClassification takes 32 positions",
+    "  - {lengths: 99}\n": "length 99 is too long: BertForSequenceClassification takes 32 positions",
 }
 
 
@@ -220,7 +220,7 @@ def test_all_mistakes_are_told_before_any_work(study, tmp_path):
 @pytest.mark.parametrize(
     ("change", "code", "text"),
     [
-        (("checkpoint: /", "checkpoint: ./nowhere/"), Exit.UNAVAILABLE, "meant from the current folder"),
+        (("checkpoint: /", "checkpoint: ./nowhere/"), Exit.UNAVAILABLE, "relative to the current folder"),
         (("task: glue/sst2", "task: glue/cola"), Exit.UNSUPPORTED, "has the labels unacceptable, acceptable"),
         (("margin: 0.5", "split: test"), Exit.UNAVAILABLE, "looked for SST-2/test.tsv"),
         (("margin: 0.5", "max_length: 3"), Exit.USAGE, "the limit is 3"),

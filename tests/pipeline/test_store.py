@@ -1,4 +1,4 @@
-"""The store and the loop over stages, shown by stages that only note that they were computed."""
+"""The store and the loop over stages, with stages that only record that they were computed."""
 
 import json
 from dataclasses import replace
@@ -71,7 +71,7 @@ def test_an_outcome_of_an_older_form_is_not_read(store, stage):
 
 
 def test_a_stage_whose_product_is_gone_or_is_anothers_is_computed_again(store, tmp_path):
-    """Two stages write to one place; each is done only while its own product lies there."""
+    """Two stages write the same file; each is done only while the file is its own product."""
 
     def writes(text: str) -> Stage:
         file = tmp_path / "outputs"
@@ -129,7 +129,7 @@ def test_what_only_finished_stages_need_is_not_computed(store, stage, made, tmp_
     folder.rmdir()
     done(needed, scored, store=store)
     assert made == ["needed", "scored"]
-    # What is not kept is computed each time, and so is what it lacks.
+    # A stage that is not stored is computed each time, with its missing inputs.
     done(needed, scored, report, store=store)
     done(needed, scored, report, store=store)
     assert made == ["needed", "scored", "needed", "report", "needed", "report"]

@@ -18,7 +18,7 @@ from tiny_study import tiny_checkpoint, tiny_data
 
 
 class Here:
-    """An executor without processes, which notes what it was given."""
+    """An executor without processes that records its items."""
 
     def __init__(self) -> None:
         self.given: list[Stage] = []
@@ -30,7 +30,7 @@ class Here:
 
 
 def swept(read: grid.Grid, out: Path) -> tuple[dict, list[str]]:
-    """What a sweep says, and the titles of the cells that it computed."""
+    """The result of a sweep, and the titles of the computed cells."""
     executor = Here()
     told: list[tuple[str, int, int]] = []
     made = stage.sweep(
@@ -46,14 +46,14 @@ def swept(read: grid.Grid, out: Path) -> tuple[dict, list[str]]:
 def titles(read: grid.Grid) -> dict[str, str]:
     told: list[tuple[str, int, int]] = []
     listed = stage.cells(read, Path("nowhere"), progress=lambda *where: told.append(where))
-    found = {cell.name: cell.key for cell in listed}
+    keys = {cell.name: cell.key for cell in listed}
     assert told == [("open the base, read the data", done, 1) for done in (0, 1)]
-    return found
+    return keys
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory) -> Path:
-    """A grid: two seeds of a plan that draws, two values of one that does not, timed at one length."""
+    """A grid with two seeds of a random plan and two values of a deterministic one, timed at one length."""
     folder = tmp_path_factory.mktemp("sweep")
     text = f"""title: A tiny sweep
 checkpoint: {tiny_checkpoint(folder / "base")}
@@ -109,7 +109,7 @@ def test_seeds_are_put_together_and_plans_are_sorted_by_their_loss(whole):
     scores = [one["scores"]["accuracy"] for one in by_plan["clustered"]["by_seed"]]
     assert by_plan["clustered"]["score"]["mean"] == pytest.approx(sum(scores) / 2)
     assert by_plan["clustered"]["difference"]["sd"] is not None
-    # Nothing is drawn there, so one seed says all, with its interval.
+    # The plan is deterministic, so there is one seed, with its interval.
     assert by_plan["local right=1"]["difference"]["sd"] is None
     assert by_plan["local right=1"]["interval"] is not None
     assert by_plan["local right=1"]["values"] == {"right": 1}
@@ -149,7 +149,7 @@ def test_again_it_computes_what_is_missing_and_nothing_else(whole, study, tmp_pa
     made, computed = swept(read, out)
     assert computed == [ALL[4], ALL[6]]
     assert made["quality"] == whole[0]["quality"]
-    # A converted folder that nobody needs is not made again.
+    # A converted folder that no cell needs is not made again.
     shutil.rmtree(out / "converted")
     assert swept(read, out)[1] == []
 
@@ -169,7 +169,7 @@ def test_a_cell_that_fails_stops_no_other_and_is_tried_again(whole, study, tmp_p
     assert (one["title"], one["exit_code"]) == (ALL[5], Exit.UNAVAILABLE)
     assert [len(row["by_seed"]) for row in made["quality"]] == [1, 1]
     assert ALL[5] in (out / "sweep.md").read_text("utf-8")
-    # Taken away, the damaged folder is made again for the one cell that needs it.
+    # The removed folder is made again for the one cell that needs it.
     shutil.rmtree(folder)
     made, computed = swept(read, out)
     assert computed == [ALL[2], ALL[5]]
@@ -181,7 +181,7 @@ def test_a_conversion_that_fails_takes_its_cells_with_it(edited, tmp_path):
     read = edited("settings: {left: 1}, grid: {right: [1]}", "settings: {left: 1, right: 2}")
     out = tmp_path / "out"
     (out / "converted").mkdir(parents=True)
-    # Something lies where the folder should be made.
+    # A file is in the place of the folder.
     (out / "converted" / titles(read)["convert local"][:16]).write_text("x", encoding="utf-8")
     made, computed = swept(read, out)
     assert computed == [*ALL[:3], "convert local", *ALL[4:6], ALL[7]]
@@ -201,13 +201,13 @@ def test_a_key_depends_on_all_that_its_cell_depends_on_and_on_nothing_else(study
     assert {title for title in known if other[title] != known[title]} == {
         title for title in ALL if "convert" not in title
     }
-    # A grid that grows keeps what it has; a variant that is called otherwise, too.
+    # Finished cells stay valid when the grid grows or a variant is renamed.
     grown = titles(edited("right: [1]", "right: [1, 2]"))
     assert known.items() <= grown.items()
     assert len(grown) == len(known) + 3
     assert set(titles(edited("  clustered:", "  groups:")).values()) == set(known.values())
     assert not set(titles(edited("bits: 8", "bits: 9")).values()) & {known[t] for t in ALL if "clustered" in t}
-    # Each setting of a measurement counts for what it measures.
+    # Each setting of a measurement is part of its key.
     for change, word in ((("margin: 0.5", "margin: 0.6"), "evaluate"), (("rounds: 3", "rounds: 4"), "bench")):
         other = titles(edited(*change))
         assert {title for title in known if other[title] != known[title]} == {t for t in ALL if t.startswith(word)}
@@ -231,7 +231,7 @@ def test_a_folder_with_something_else_is_refused(study, tmp_path):
 
 @pytest.mark.slow
 def test_interrupted_and_killed_it_goes_on_and_says_the_same(whole, study, tmp_path):
-    """Ctrl-C after the first cell, SIGKILL after the fourth, in processes of their own; nothing is computed twice."""
+    """Interrupt after the first cell and kill after the fourth, in separate processes; nothing is computed twice."""
     out = tmp_path / "out"
     kept: dict[str, int] = {}
     for how, code, cells in ((signal.SIGINT, Exit.INTERRUPTED, 1), (signal.SIGKILL, -signal.SIGKILL, 4)):

@@ -1,4 +1,4 @@
-"""The tasks: an explicit registry, name -> what makes the task."""
+"""The tasks, in an explicit registry."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ TASKS: dict[str, Callable[..., Task]] = {
     Needle.name: Needle,
     Copying.name: Copying,
 }
-"""Names as on the command line and in recipes; calling an entry, with the task's settings, makes the task."""
+"""Name on the command line and in recipes -> function that makes the task from its settings."""
 
 
 def open_task(name: str, **settings: Any) -> Task:
-    """Make a task by its name.
+    """Make a task by name.
 
     Args:
         name: A key of `TASKS`.
-        settings: The task's own settings, such as the length of generated documents (`needle`); GLUE has none.
+        settings: Settings of the task, such as the length of generated documents (`needle`); GLUE has none.
 
     Raises:
-        ApproxError: if there is no such task, or no such setting.
+        ApproxError: if the task or a setting is unknown.
     """
     if name not in TASKS:
         raise ApproxError(f"Unknown task '{name}'.{did_you_mean(name, TASKS)} Known: {', '.join(TASKS)}.")
     try:
         return TASKS[name](**settings)
     except TypeError as error:
-        raise ApproxError(f"The settings of task '{name}' do not fit: {str(error).rpartition('() ')[2]}.") from None
+        raise ApproxError(f"Wrong settings for task '{name}': {str(error).rpartition('() ')[2]}.") from None

@@ -1,6 +1,6 @@
-"""Answers to questions as SQuAD compares them.
+"""Normalisation of answers for SQuAD.
 
-Source: the normalisation of the official scoring, https://rajpurkar.github.io/SQuAD-explorer/.
+Source: the official scoring, https://rajpurkar.github.io/SQuAD-explorer/.
 """
 
 import re

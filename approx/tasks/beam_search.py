@@ -1,4 +1,4 @@
-"""The likeliest text of a CTC model's outputs, over all the ways to say it, and with a language model if there is one.
+"""CTC prefix beam search for the likeliest text, optionally with a language model.
 
 Source: Hannun et al., 2014, "First-Pass Large Vocabulary Continuous Speech Recognition using Bi-Directional Recurrent DNNs",
 arXiv 1408.2873, algorithm 1.
@@ -19,86 +19,86 @@ from approx.tasks.ngram import BEGIN, END, NGram
 
 Prefix = tuple[int, ...]
 Bonus = Callable[[Prefix, bool], float]
-"""What is added to the log probability of a text, by its characters and whether it is whole."""
+"""(characters of a text, whether it is complete) -> bonus for its log probability."""
 
-# Characters that are so much less likely than a frame's likeliest are not tried.
+# Characters less likely than a frame's likeliest by more than this are not tried.
 _HOPELESS = math.log(1e-6)
 _NEVER = -math.inf
 
 
 def beam_search(frames: NDArray[np.float64], blank: int, beams: int, bonus: Bonus | None = None) -> Prefix:
-    """The characters of the likeliest text, summed over all paths that give it.
+    """The characters of the likeliest text, by the sum over all its alignments.
 
     Args:
         frames: Log probabilities of the outputs, [frames, outputs].
-        blank: The output that stands between characters.
-        beams: How many beginnings of a text are kept after each frame.
-        bonus: What a language model adds; None adds nothing.
+        blank: Index of the blank.
+        beams: Number of prefixes kept after each frame.
+        bonus: Bonus of a language model; None for none.
     """
 
     def rank(entry: tuple[Prefix, Sequence[float]]) -> float:
         return _sum(*entry[1]) + (bonus(entry[0], False) if bonus else 0.0)
 
-    # Log probabilities that a beginning is said with a blank behind it, and without.
+    # Log probabilities of a prefix that ends with a blank, and without one.
     kept: dict[Prefix, Sequence[float]] = {(): (0.0, _NEVER)}
     for frame in frames:
-        found: defaultdict[Prefix, list[float]] = defaultdict(lambda: [_NEVER, _NEVER])
+        extended: defaultdict[Prefix, list[float]] = defaultdict(lambda: [_NEVER, _NEVER])
         likely = [(int(place), float(frame[place])) for place in np.flatnonzero(frame >= frame.max() + _HOPELESS)]
         for prefix, (closed, opened) in kept.items():
             either = _sum(closed, opened)
             for character, chance in likely:
                 if character == blank:
-                    found[prefix][0] = _sum(found[prefix][0], either + chance)
+                    extended[prefix][0] = _sum(extended[prefix][0], either + chance)
                     continue
-                longer, before = found[(*prefix, character)], either
+                longer, before = extended[(*prefix, character)], either
                 if prefix and character == prefix[-1]:
-                    # Without a blank between them, two frames say one character.
-                    found[prefix][1] = _sum(found[prefix][1], opened + chance)
+                    # Two equal frames without a blank between them are one character.
+                    extended[prefix][1] = _sum(extended[prefix][1], opened + chance)
                     before = closed
                 longer[1] = _sum(longer[1], before + chance)
-        kept = dict(heapq.nlargest(beams, found.items(), key=rank))
+        kept = dict(heapq.nlargest(beams, extended.items(), key=rank))
     return max(kept, key=lambda prefix: _sum(*kept[prefix]) + (bonus(prefix, True) if bonus else 0.0))
 
 
 class WordBonus:
-    """What an n-gram model of words says of the characters of a text; each word counts when it is whole.
+    """Bonus of an n-gram model of words for the characters of a text; a word counts once it is complete.
 
     Args:
         ngram: The model.
-        weight: Of its log probabilities.
-        reward: For each word, since every further one costs probability.
+        weight: Weight of its log probabilities.
+        reward: Bonus for each word, which makes up for the model's preference for few words.
         spelling: Text of each output.
-        space: The output between words.
+        space: Index of the output between words.
     """
 
     def __init__(self, ngram: NGram, weight: float, reward: float, spelling: Sequence[str], space: int) -> None:
         self._ngram, self._weight, self._reward = ngram, weight * math.log(10), reward
         self._spelling, self._space = spelling, space
-        # The sum so far, the words before, and the letters of the word that is not whole yet.
+        # The score so far, the words before, and the letters of the incomplete word.
         self._known: dict[Prefix, tuple[float, tuple[str, ...], str]] = {(): (0.0, (BEGIN,), "")}
 
     def __call__(self, prefix: Prefix, whole: bool) -> float:
-        """In nats, as `beam_search` adds it."""
-        found, before, word = self._at(prefix)
+        """The bonus in nats."""
+        score, before, word = self._at(prefix)
         if not whole:
-            return found
-        found, before = self._ended(found, before, word)
-        return found + self._weight * self._ngram.score(before, END)
+            return score
+        score, before = self._ended(score, before, word)
+        return score + self._weight * self._ngram.score(before, END)
 
     def _at(self, prefix: Prefix) -> tuple[float, tuple[str, ...], str]:
         if prefix not in self._known:
-            found, before, word = self._at(prefix[:-1])
+            score, before, word = self._at(prefix[:-1])
             if prefix[-1] == self._space:
-                self._known[prefix] = (*self._ended(found, before, word), "")
+                self._known[prefix] = (*self._ended(score, before, word), "")
             else:
-                self._known[prefix] = (found, before, word + self._spelling[prefix[-1]])
+                self._known[prefix] = (score, before, word + self._spelling[prefix[-1]])
         return self._known[prefix]
 
-    def _ended(self, found: float, before: tuple[str, ...], word: str) -> tuple[float, Any]:
+    def _ended(self, score: float, before: tuple[str, ...], word: str) -> tuple[float, Any]:
         if not word:
-            return found, before
+            return score, before
         more = self._weight * self._ngram.score(before, word) + self._reward
-        return found + more, (*before[-self._ngram.order :], word)
+        return score + more, (*before[-self._ngram.order :], word)
 
 
 def _sum(first: float, second: float) -> float:

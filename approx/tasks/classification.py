@@ -1,4 +1,4 @@
-"""Classification and regression of texts: all that such tasks share but their examples."""
+"""Classification and regression of texts: everything but the examples."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from approx.tasks.task import Encoding, Example, Task
 
 
 class SequenceClassification(Task):
-    """A class, or a number, for one text or a pair (`Example.inputs`: `text` and perhaps `text_pair`).
+    """A class, or a number, for one text or a pair (`Example.inputs`: `text` and optionally `text_pair`).
 
-    Predictions are indices into `labels`; without labels the task is regression and they are floats.
+    Predictions are indices into `labels`; a task without labels is a regression, with floats.
     """
 
     head: ClassVar[Head] = SEQUENCE_CLASSIFICATION
 
     def check(self, model: Any) -> None:
-        """Refuse a model without a classification head, or with other labels than the task's."""
+        """Raise if the model has no classification head, or other labels than the task."""
         super().check(model)
         self._order(model.config)
 
@@ -31,15 +31,16 @@ class SequenceClassification(Task):
             example.inputs.get("text_pair"),
             truncation=max_length is not None,
             max_length=max_length,
-            # Lengths are checked against the model's positions, which say more than the tokenizer's warning.
+            # No warning about length: it is checked against the model's positions.
             verbose=False,
         )
         return [dict(encoding)]
 
     def company(self, encoding: Encoding, processor: Any, config: Any) -> int | None:
-        """The exact length, where the model does not know the tokenizer's padding.
+        """The exact length if config and tokenizer have different padding tokens; None if the config has none.
 
-        A decoder's head reads the last token of a row that is not the padding of its config; without one it takes no batch.
+        A decoder's head reads the last token of a row that is not the config's padding token. Without a padding token,
+        it takes no batches.
         """
         if config.pad_token_id is None:
             return None
@@ -52,7 +53,7 @@ class SequenceClassification(Task):
     def targets(
         self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
     ) -> dict[str, Any]:
-        """`labels` [B]: the model's output for the class of each example, or the number."""
+        """`labels` [B]: index of the model's output for the class of each example, or the number."""
         import torch
 
         labels = [example.label for example in examples]
@@ -62,9 +63,9 @@ class SequenceClassification(Task):
         return {"labels": torch.tensor([order.index(label) for label in labels])}
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
-        """Take the likeliest class of each row, or the regressed number."""
+        """The likeliest class of each row, or the predicted number."""
         logits = outputs.logits.float()
-        # An argmax over NaN is class 0, and would pass for a prediction.
+        # The argmax of NaN is 0, which looks like a prediction.
         if not logits.isfinite().all():
             raise ApproxError("its logits are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
         if not self.labels:
@@ -73,26 +74,26 @@ class SequenceClassification(Task):
         return [order[index] for index in logits.argmax(-1).tolist()]
 
     def _order(self, config: Any) -> list[int]:
-        """Index in `labels` of each of the model's outputs, by name where the names mean something."""
+        """Index in `labels` of each of the model's outputs, by name unless the names are generic."""
         wanted = list(self.labels) or ["score"]
-        found = [str(config.id2label[index]) for index in range(config.num_labels)]
-        if len(found) != len(wanted):
+        names = [str(config.id2label[index]) for index in range(config.num_labels)]
+        if len(names) != len(wanted):
             raise ApproxError(
                 f"{self.name} has {len(wanted)} outputs ({', '.join(wanted)}), "
-                f"but the model has {len(found)} ({', '.join(found)}). Use a checkpoint fine-tuned on {self.name}.",
+                f"but the model has {len(names)} ({', '.join(names)}). Use a checkpoint fine-tuned on {self.name}.",
                 Exit.UNSUPPORTED,
             )
-        unnamed = all(name in (f"LABEL_{index}", str(index)) for index, name in enumerate(found))
+        unnamed = all(name in (f"LABEL_{index}", str(index)) for index, name in enumerate(names))
         if unnamed or not self.labels:
             return list(range(len(wanted)))
         plain = [_plain(name) for name in wanted]
-        if sorted(map(_plain, found)) != sorted(plain):
+        if sorted(map(_plain, names)) != sorted(plain):
             raise ApproxError(
-                f"{self.name} has the labels {', '.join(wanted)}, but the model's are {', '.join(found)}. "
-                "Use a checkpoint of this task, or name its outputs so in id2label of config.json.",
+                f"{self.name} has the labels {', '.join(wanted)}, but the model's are {', '.join(names)}. "
+                "Use a checkpoint for this task, or set these names in id2label of config.json.",
                 Exit.UNSUPPORTED,
             )
-        return [plain.index(_plain(name)) for name in found]
+        return [plain.index(_plain(name)) for name in names]
 
 
 def _plain(name: str) -> str:

@@ -1,7 +1,7 @@
-"""Copying sequences: can a causal model say a sequence again?
+"""Copying sequences: can a causal model repeat a sequence?
 
-Source: Katharopoulos et al., 2020, "Transformers are RNNs", arXiv 2006.16236, section 4.1; the form of the sequences is that
-of Kitaev et al., 2020, "Reformer", arXiv 2001.04451.
+Source: Katharopoulos et al., 2020, "Transformers are RNNs", arXiv 2006.16236, section 4.1; the sequences have the form in
+Kitaev et al., 2020, "Reformer", arXiv 2001.04451.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from approx.tasks.task import Encoding, Example
 SEPARATOR = "|"
 SYMBOLS = string.ascii_lowercase + string.ascii_uppercase
 
-# Of a sequence: a separator, at least one symbol, a separator and the copy.
+# A separator, one symbol, a separator and the copy.
 _SHORTEST = 4
-# What a model says that is none of the symbols.
+# Stands for a predicted token that is not a symbol.
 _NO_SYMBOL = "?"
 
 
 class Copying(Generated):
-    """Sequences `| w | w`: every symbol of the second w is predicted from all before it.
+    """Sequences `| w | w`: every symbol of the second w is predicted from all tokens before it.
 
-    Symbols are drawn alike and the length of w from a half to all of what `length` allows, so that nothing but w itself says
-    how it goes on. A guess among the symbols is right once in `symbols` times. A model has to be trained on such sequences
-    (the split `train`); the paper uses 10 symbols and lengths of 128, and of up to 512.
+    Symbols are uniform, and the length of w is uniform between half and all of what `length` allows, so only w itself
+    predicts the copy. Guessing is correct once in `symbols` times. Train the model on such sequences (the split `train`);
+    the paper uses 10 symbols and lengths of 128 and up to 512.
 
     Args:
-        length: Tokens of the longest sequences, separators included; what the tokenizer puts in front of a text is added.
-        symbols: How many different ones there are: the letters a, b, …, then A, B, ….
+        length: Tokens of the longest sequences, separators included, without the tokenizer's special tokens.
+        symbols: Number of different symbols: the letters a, b, …, then A, B, ….
         examples: Rows of a split.
-        seed: What every row is drawn from, together with its split and its own number.
+        seed: Seed of all rows, together with the split and the number of the row.
 
     Raises:
-        ApproxError: if a setting is not a whole number or out of range.
+        ApproxError: if a setting is not a whole number or is out of range.
     """
 
     name = "copy"
@@ -66,7 +66,7 @@ class Copying(Generated):
         return Example(name, {"text": " ".join([SEPARATOR, *copied, SEPARATOR, *copied])}, copied)
 
     def check(self, model: Any) -> None:
-        """Refuse a model without a head that predicts tokens, or one that sees the tokens it should predict."""
+        """Raise if the model has no language-modelling head, or is not causal."""
         super().check(model)
         check_causal(self.name, model)
 
@@ -74,7 +74,7 @@ class Copying(Generated):
         """The tokens of a sequence, after what the tokenizer puts in front, and the symbols of its copy.
 
         Raises:
-            ApproxError: if the tokenizer does not read one token a symbol, or the sequence is to be cut.
+            ApproxError: if the tokenizer does not give one token per symbol, or the sequence would be truncated.
         """
         front, of_symbol = _alphabet(processor, self.symbols)
         start, *rest = processor(example.inputs["text"], add_special_tokens=False, verbose=False)["input_ids"]
@@ -84,8 +84,8 @@ class Copying(Generated):
         ids = [*front, start, *rest]
         if max_length is not None and len(ids) > max_length:
             raise ApproxError(
-                f"{example.id} has {len(ids)} tokens, the limit is {max_length}, and a copy that is cut cannot be scored. Ask "
-                f"for shorter sequences with the setting 'length', {max_length - len(front)} or less."
+                f"{example.id} has {len(ids)} tokens, but the limit is {max_length}, and a truncated copy cannot be scored. "
+                f"Set 'length' to {max_length - len(front)} or less."
             )
         symbols = {token: word for word, token in of_symbol.items()}
         return [{"input_ids": ids, "copied": len(example.label), "symbols": symbols}]
@@ -101,27 +101,27 @@ class Copying(Generated):
     def targets(
         self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
     ) -> dict[str, Any]:
-        """`labels` [B, L]: the symbols of the copy, at their own places; transformers shifts them."""
+        """`labels` [B, L]: the symbols of the copy, at their own positions; transformers shifts them."""
         return {"labels": padded_labels([last_tokens(one["input_ids"], one["copied"]) for one in encodings])}
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
-        """The likeliest symbol at each place of the copy, given the true ones before it; `?` for no symbol."""
-        said = []
+        """The likeliest symbol at each position of the copy, given the true ones before it; `?` for other tokens."""
+        texts = []
         for logits, one in zip(outputs.logits, encodings, strict=True):
             end = len(one["input_ids"]) - 1
             scored = logits[end - one["copied"] : end].float()
-            # An argmax over NaN is token 0, and would pass for a prediction.
+            # The argmax of NaN is 0, which looks like a prediction.
             if not scored.isfinite().all():
                 raise ApproxError("its logits are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
-            said.append("".join(one["symbols"].get(token, _NO_SYMBOL) for token in scored.argmax(-1).tolist()))
-        return said
+            texts.append("".join(one["symbols"].get(token, _NO_SYMBOL) for token in scored.argmax(-1).tolist()))
+        return texts
 
 
 @functools.lru_cache(maxsize=8)
 def _alphabet(processor: Any, symbols: int) -> tuple[list[int], dict[str, int]]:
-    """What a tokenizer puts in front of a text, and its token of each symbol and of the separator after a space."""
+    """The tokenizer's special tokens before a text, and its token for each symbol and the separator after a space."""
     words = [*SYMBOLS[:symbols], SEPARATOR]
-    # The first word of a text has no space before it, and often another token.
+    # Without a space before it, the first word of a text often has another token.
     text = " ".join([SEPARATOR, *words])
     framed = processor(text, return_special_tokens_mask=True, verbose=False)
     front = framed["input_ids"][: framed["special_tokens_mask"].index(0)] if 0 in framed["special_tokens_mask"] else []
@@ -133,7 +133,7 @@ def _alphabet(processor: Any, symbols: int) -> tuple[list[int], dict[str, int]]:
 
 def _unreadable(processor: Any, text: str) -> ApproxError:
     return ApproxError(
-        f"{Copying.name} needs a tokenizer that reads one token a symbol, each its own; {type(processor).__name__} reads "
-        f"{' '.join(processor.tokenize(text))[:80]!r} in {text[:40]!r}. Use a checkpoint trained on such sequences.",
+        f"{Copying.name} needs a tokenizer with one token per symbol; {type(processor).__name__} gives "
+        f"{' '.join(processor.tokenize(text))[:80]!r} for {text[:40]!r}. Use a checkpoint trained on such sequences.",
         Exit.UNSUPPORTED,
     )

@@ -28,19 +28,19 @@ _IMDB_ROWS = 25_000
 
 
 class Documents(SequenceClassification):
-    """The class of a text, of any length; IMDb's reviews unless a file is given.
+    """The class of a text of any length; by default the reviews of IMDb.
 
-    Inputs longer than the model's positions are refused, or with `truncate` cut and counted: compare a checkpoint whose
-    positions were extended with one whose were not to see what the rest of a text is worth.
+    Inputs longer than the model's positions are an error, or with `truncate` are truncated and counted. To see what the
+    rest of a text is worth, compare a checkpoint with extended positions with one without.
 
     Args:
-        labels: Names of the classes in the order of the model's outputs, in a list or with commas between them; a file may
-            hold names or numbers.
+        labels: Names of the classes in the order of the model's outputs, as a list or separated by commas; files may hold
+            names or numbers.
         text: Column of the text in a file.
         label: Column of the class in a file.
 
     Raises:
-        ApproxError: if there are fewer than two labels, or one twice.
+        ApproxError: if there are fewer than two labels, or a label twice.
     """
 
     name = "documents"
@@ -51,8 +51,8 @@ class Documents(SequenceClassification):
         names = names_setting(self.name, "labels", labels)
         if len(names) < 2 or len(set(names)) < len(names):
             raise ApproxError(
-                f"The setting 'labels' of the task '{self.name}' is {labels!r}; it has to name two classes or more, each "
-                "once, in the order of the model's outputs."
+                f"The setting 'labels' of the task '{self.name}' is {labels!r}; it must name at least two different "
+                "classes, in the order of the model's outputs."
             )
         self.labels = names
         self._columns = str(text), str(label)
@@ -60,17 +60,17 @@ class Documents(SequenceClassification):
     def load(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
-        """Load a split, `test` unless another is asked for.
+        """Load a split; the default is `test`.
 
         Args:
             data: A file (.jsonl, .csv, .tsv, each also .gz) with a column for the text and one for the label, a folder
-                that holds one named after the split, or IMDb's own folder aclImdb; None means IMDb on the hub.
-            split: Its name.
+                with a file named after the split, or IMDb's own folder aclImdb; None uses IMDb from the hub.
+            split: Name of the split.
             limit: Keep the first `limit` texts; the classes take turns, since many sources are sorted by class.
-            streaming: Read the hub dataset as it is downloaded, until every class has its share of the limit.
+            streaming: Read the hub dataset while it downloads, until every class has its share of the limit.
 
         Raises:
-            ApproxError: if nothing is found, a line is damaged or has an unknown label, or no text is left.
+            ApproxError: if the data do not exist, a line is damaged or has an unknown label, or no text is left.
         """
         if limit is not None:
             whole_setting(self.name, "limit", limit, 1)
@@ -92,18 +92,19 @@ class Documents(SequenceClassification):
         if data.is_file():
             if not data.name.removesuffix(".gz").endswith(_FORMATS):
                 raise ApproxError(
-                    f"{self.name}: {data} is none of {', '.join(_FORMATS)} (or these with .gz).", Exit.UNAVAILABLE
+                    f"{self.name}: {data} is not a {', '.join(_FORMATS)} file (or one of these with .gz).",
+                    Exit.UNAVAILABLE,
                 )
             return data
         if not data.is_dir():
-            raise ApproxError(f"{self.name}: there is no file or folder {data}.", Exit.UNAVAILABLE)
+            raise ApproxError(f"{self.name}: {data} does not exist.", Exit.UNAVAILABLE)
         known = [path for path in sorted(data.iterdir()) if path.name.removesuffix(".gz").endswith(_FORMATS)]
-        found = [path for path in known if path.name.startswith(wanted)]
-        if len(found) == 1:
-            return found[0]
+        matches = [path for path in known if path.name.startswith(wanted)]
+        if len(matches) == 1:
+            return matches[0]
         there = ", ".join(path.name for path in known) or f"no {', '.join(_FORMATS)}"
         raise ApproxError(
-            f"{self.name}: looked for {wanted}.jsonl or the like, or {wanted}/pos and {wanted}/neg, in {data}; found {there}. "
+            f"{self.name}: looked for {wanted}{{{','.join(_FORMATS)}}}, or {wanted}/pos and {wanted}/neg, in {data}; found {there}. "
             "Give the file itself with --data, or another --split.",
             Exit.UNAVAILABLE,
         )
@@ -115,8 +116,8 @@ class Documents(SequenceClassification):
             missing = [column for column in self._columns if row.get(column) is None]
             if missing:
                 raise ApproxError(
-                    f"{path}, line {number}: no {' and no '.join(missing)}; it has {', '.join(map(str, row))[:200]}. Name the "
-                    "columns with the task's settings text and label.",
+                    f"{path}, line {number}: no column {' and no '.join(missing)}; the columns are "
+                    f"{', '.join(map(str, row))[:200]}. Name the columns with the task's settings text and label.",
                     Exit.UNAVAILABLE,
                 )
             label = self._label(row[label_column], f"{path}, line {number}")
@@ -144,19 +145,19 @@ class Documents(SequenceClassification):
             return int(text)
         known = ", ".join(f"{name} or {index}" for index, name in enumerate(self.labels))
         raise ApproxError(
-            f"{place}: unknown label '{text[:60]}'; known are {known}. Name the classes with the task's setting labels.",
+            f"{place}: unknown label '{text[:60]}'. Known: {known}. Name the classes with the task's setting labels.",
             Exit.UNAVAILABLE,
         )
 
 
 def _imdb_folder(data: Path, split: str) -> Path | None:
-    """The folder of the split in IMDb's own layout, if that is what `data` is."""
+    """The folder of the split if `data` has IMDb's own layout, else None."""
     candidates = (data / "aclImdb" / split, data / split, data)
     return next((path for path in candidates if all((path / name).is_dir() for name in _IMDB_FOLDERS)), None)
 
 
 def _taking_turns(rows: Iterator[Example], count: int, limit: int | None) -> Iterator[Example]:
-    """The `count` classes in turn, so that the first rows are not all of one class; read until a limit is sure to be met."""
+    """Yield rows of the `count` classes in turn; read until the limit is certain to be met."""
     classes: list[list[Example]] = [[] for _ in range(count)]
     for row in rows:
         classes[row.label].append(row)
@@ -167,8 +168,8 @@ def _taking_turns(rows: Iterator[Example], count: int, limit: int | None) -> Ite
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and rows of a file of one row a line (or, within quotes, several lines of a csv)."""
-    # Long documents are what this task is for; the reader's own limit is 128 KiB.
+    """Line numbers and rows of a file; quoted cells of a csv may span lines."""
+    # The csv reader's own limit of 128 KiB is too short for documents.
     csv.field_size_limit(2**31 - 1)
     try:
         with (

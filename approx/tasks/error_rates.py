@@ -1,4 +1,4 @@
-"""Error rates of transcripts, over the alignments of jiwer."""
+"""Error rates of transcripts, from alignments by jiwer."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from approx.tasks.metric import TaskMetric
 
 
 class WordErrorRate(TaskMetric):
-    """Words replaced, left out or put in, by words of the transcripts."""
+    """Substituted, deleted and inserted words, divided by the words of the transcripts."""
 
     key = "wer"
     feature = "string"
     source = "https://jitsi.github.io/jiwer/"
     lower_is_better = True
-    # More words can be put in than there are.
+    # More words can be inserted than the transcript has.
     bounded = False
 
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
-        """Errors and words of each utterance, [n, 2]; words are compared as they are written."""
+        """Errors and words of each utterance, [n, 2]; words are compared verbatim."""
         import jiwer
 
         return _errors(jiwer.process_words, predictions, labels)
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
-        """Errors of all utterances by their words."""
+        """Errors / words, over all utterances."""
         errors, words = evidence.sum(0)
         return float(errors / words)
 
 
 class CharacterErrorRate(WordErrorRate):
-    """Characters replaced, left out or put in, by characters of the transcripts; spaces count."""
+    """Substituted, deleted and inserted characters, divided by the characters of the transcripts; spaces count."""
 
     key = "cer"
 
@@ -48,7 +48,9 @@ class CharacterErrorRate(WordErrorRate):
         return _errors(jiwer.process_characters, predictions, labels)
 
 
-def _errors(align: Callable[..., Any], said: Sequence[str], given: Sequence[str]) -> NDArray[np.float64]:
-    found = [align(label, prediction) for prediction, label in zip(said, given, strict=True)]
-    wrong = [one.substitutions + one.deletions for one in found]
-    return np.asarray([(bad + one.insertions, bad + one.hits) for bad, one in zip(wrong, found, strict=True)], float)
+def _errors(align: Callable[..., Any], predictions: Sequence[str], labels: Sequence[str]) -> NDArray[np.float64]:
+    alignments = [align(label, prediction) for prediction, label in zip(predictions, labels, strict=True)]
+    wrong = [one.substitutions + one.deletions for one in alignments]
+    return np.asarray(
+        [(bad + one.insertions, bad + one.hits) for bad, one in zip(wrong, alignments, strict=True)], float
+    )

@@ -1,4 +1,4 @@
-"""What tasks share whose examples are made, not read: the splits, and a row that never depends on its neighbours."""
+"""Tasks with generated examples: the splits, and rows that do not depend on their neighbours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SPLITS = ("train", "dev")
 
 
 class Generated(Task):
-    """A task that draws its rows from a seed, `train` and `dev` apart."""
+    """A task that generates its rows from a seed; `train` and `dev` have different rows."""
 
     size: int
     """Rows of a split."""
@@ -23,19 +23,19 @@ class Generated(Task):
 
     @abstractmethod
     def example(self, split: str, row: int, random: np.random.Generator) -> Example:
-        """Make a row of a split from what is drawn for it."""
+        """Make a row of a split with its own random generator."""
 
     def load(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
-        """Generate a split: `dev` (the default) or `train`.
+        """Generate a split, `dev` (the default) or `train`.
 
         Raises:
-            ApproxError: if a data folder is given, the split is unknown or the limit is below 1.
+            ApproxError: if data are given, the split is unknown or the limit is below 1.
         """
         if data is not None:
             raise ApproxError(
-                f"The task '{self.name}' generates its examples and reads none from {data}. Omit the data."
+                f"The task '{self.name}' generates its examples and cannot read {data}. Leave out --data."
             )
         split = split or "dev"
         if split not in _SPLITS:
@@ -43,7 +43,7 @@ class Generated(Task):
         if limit is not None:
             whole_setting(self.name, "limit", limit, 1)
         rows = range(min(self.size, limit or self.size))
-        # A generator per row: a row is the same whatever the number of rows around it.
+        # With a generator per row, a row does not depend on the number of rows.
         drawn = (np.random.default_rng([self.seed, _SPLITS.index(split), row]) for row in rows)
         examples = [self.example(split, row, random) for row, random in zip(rows, drawn, strict=True)]
         return Split(split, examples, subset=len(rows) < self.size)

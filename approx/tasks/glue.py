@@ -1,7 +1,6 @@
 """GLUE: classification and similarity of single sentences and pairs.
 
-Read from the official tsv files or from the hub dataset `nyu-mll/glue`; rows, their order and their ids are the
-same either way.
+Read from the official tsv files or the hub dataset `nyu-mll/glue`, with the same rows, order and ids.
 
 Source: Wang et al., 2018, "GLUE: A Multi-Task Benchmark and Analysis Platform for Natural Language
 Understanding", arXiv 1804.07461.
@@ -26,10 +25,10 @@ HUB_DATASET = "nyu-mll/glue"
 
 @dataclass(frozen=True)
 class _Subset:
-    """Where one of the ten keeps its rows, and what they mean.
+    """Files and columns of one of the ten tasks.
 
-    `texts` and `label` are columns of the tsv, `hub_texts` those of the hub dataset, whose label column is
-    `label` throughout. `header` names the columns of a tsv that has no header line.
+    `texts` and `label` are columns of the tsv, `hub_texts` columns of the hub dataset, whose label column is always
+    `label`. `header` names the columns of a tsv without a header line.
     """
 
     folder: str
@@ -86,7 +85,7 @@ GLUE: dict[str, _Subset] = {
         "WNLI", "wnli", _PAIR, _PAIR, "label", ("not_entailment", "entailment"), ("accuracy",), 635, 71
     ),
 }  # fmt: skip
-"""The ten, in the order and with the labels of the hub dataset."""
+"""The ten tasks, in the order and with the labels of the hub dataset."""
 
 
 class Glue(SequenceClassification):
@@ -107,17 +106,17 @@ class Glue(SequenceClassification):
     def load(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
-        """Load a split, `dev` unless another is asked for (`train`; the labels of `test` are not public).
+        """Load a split, `dev` (the default) or `train`; the labels of `test` are not public.
 
         Args:
-            data: The tsv, its folder (`SST-2`), or the folder above; None means the hub dataset.
-            split: Its name. A tsv with another name than the official one gives its own name to the split.
+            data: The tsv, its folder (`SST-2`), or the parent folder; None uses the hub dataset.
+            split: Name of the split. A tsv without the official name gives its own name to the split.
             limit: Keep the first `limit` rows.
-            streaming: Read the hub dataset as it is downloaded, up to the limit.
+            streaming: Read the hub dataset while it downloads, up to the limit.
 
         Raises:
-            ApproxError: if there is no such file or dataset, a line is damaged or has an unknown label, or
-                no row is left.
+            ApproxError: if the file or dataset does not exist, a line is damaged or has an unknown label, or no row is
+                left.
         """
         if limit is not None and limit < 1:
             raise ApproxError(f"--limit {limit} leaves no rows; it must be at least 1.")
@@ -145,17 +144,17 @@ class Glue(SequenceClassification):
                 raise ApproxError(f"--data is the file {data}, but --split is {wanted}. Leave --split out.")
             return data
         if not data.is_dir():
-            raise ApproxError(f"{self.name}: there is no file or folder {data}.", Exit.UNAVAILABLE)
+            raise ApproxError(f"{self.name}: {data} does not exist.", Exit.UNAVAILABLE)
         folders = [folder for folder in (data / self._subset.folder, data) if folder.is_dir()]
         official = folders[0] / f"{wanted}.tsv"
         # Excerpts carry the split's name and more: dev_matched_1k.tsv.
         candidates = [official] if official.is_file() else sorted(folders[0].glob(f"{wanted}*.tsv"))
         if len(candidates) == 1:
             return candidates[0]
-        found = ", ".join(path.name for path in sorted(folders[0].glob("*.tsv"))) or "no tsv"
+        there = ", ".join(path.name for path in sorted(folders[0].glob("*.tsv"))) or "no tsv"
         raise ApproxError(
             f"{self.name}: looked for {self._subset.folder}/{wanted}.tsv and {wanted}.tsv in {data}, "
-            f"found {found}. Give the file itself with --data, or another --split.",
+            f"found {there}. Give the file itself with --data, or another --split.",
             Exit.UNAVAILABLE,
         )
 
@@ -206,7 +205,7 @@ class Glue(SequenceClassification):
         if text.isdecimal() and int(text) < len(self.labels):
             return int(text)
         known = ", ".join(f"{name} or {index}" for index, name in enumerate(self.labels))
-        raise ValueError(f"unknown label '{text}'; {self.name} has {known}.")
+        raise ValueError(f"unknown label '{text}'. {self.name} has {known}.")
 
 
 def _inputs(texts: list[str]) -> dict[str, Any]:
@@ -214,7 +213,7 @@ def _inputs(texts: list[str]) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield line numbers and cells; quotes mean nothing in these files, and MRPC's may start with a BOM."""
+    """Yield line numbers and cells; quotes have no meaning in these files, and MRPC may start with a BOM."""
     try:
         with path.open(encoding="utf-8-sig", newline="\n") as file:
             for number, line in enumerate(file, start=1):

@@ -1,4 +1,4 @@
-"""The head that a task needs of a model, and the auto class of transformers that makes models with it."""
+"""The model head that a task needs, and the auto class of transformers for it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Head:
     """A task head.
 
     Args:
-        name: As messages call it: `question-answering`.
-        auto_class: Name of transformers' auto class, `AutoModelForQuestionAnswering`.
-        older: Another ending of the names of its model classes.
+        name: Its name in messages: `question-answering`.
+        auto_class: Name of transformers' auto class: `AutoModelForQuestionAnswering`.
+        older: Another suffix of the names of its model classes.
     """
 
     name: str
@@ -20,7 +20,7 @@ class Head:
     older: str | None = None
 
     def is_of(self, model_class: type) -> bool:
-        """Whether a model class has this head: transformers names its classes by family and head."""
+        """Whether a model class has this head, by its name: transformers names classes by family and head."""
         endings = [self.auto_class.removeprefix("AutoModel"), *([self.older] if self.older else [])]
         return model_class.__name__.endswith(tuple(endings))
 

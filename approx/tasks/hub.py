@@ -1,4 +1,4 @@
-"""Datasets of the hub, or a plain answer within seconds why there is none."""
+"""Load datasets from the hub, or report within seconds why they are not available."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _PATIENCE_SECONDS = 5.0
 
 
 def load_rows(dataset: str, config: str, split: str, *, streaming: bool = False) -> Any:
-    """Load one split of a hub dataset, from the local cache where the hub cannot be reached.
+    """Load one split of a hub dataset, from the local cache if the hub cannot be reached.
 
     Args:
-        dataset: Its id, `nyu-mll/glue`.
-        config: Its configuration, `sst2`.
-        split: As the dataset names it, `validation`.
-        streaming: Download rows as they are read and keep none; otherwise all splits of the configuration are downloaded.
+        dataset: Id of the dataset: `nyu-mll/glue`.
+        config: Its configuration: `sst2`.
+        split: The dataset's own name of the split: `validation`.
+        streaming: Download rows while they are read and store none; otherwise download all splits of the configuration.
 
     Returns:
-        A `datasets.Dataset`, or for streaming a `datasets.IterableDataset`; read that one through `streamed`.
+        A `datasets.Dataset`, or for streaming a `datasets.IterableDataset`, to be read through `streamed`.
 
     Raises:
-        ApproxError: if it is neither on the hub nor in the cache, with the reason.
+        ApproxError: if the dataset is neither on the hub nor in the cache, with the reason.
     """
-    # Slow to import, and tasks on local files need none of it.
+    # Slow imports that tasks on local files do not need.
     from datasets import config as settings
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
 
-    asked = f"{dataset} ({config}, {split})"
+    wanted = f"{dataset} ({config}, {split})"
     offline = settings.HF_HUB_OFFLINE
     online = not offline and reachable(settings.HF_ENDPOINT)
-    # Otherwise every file would be tried several times before the cache is looked at: half a minute.
+    # Otherwise every file is retried several times before the cache is used, which takes half a minute.
     settings.HF_HUB_OFFLINE = not online
     try:
         return load_dataset(dataset, config, split=split, streaming=streaming)
@@ -49,8 +49,8 @@ def load_rows(dataset: str, config: str, split: str, *, streaming: bool = False)
         else:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ApproxError(
-            f"The dataset {asked} could not be loaded: {reason}. Give the official files with --data DIR, or "
-            f"{'connect to the network' if streaming else 'load the dataset once with a network'}.",
+            f"The dataset {wanted} could not be loaded: {reason}. Give the official files with --data DIR, or "
+            f"{'connect to the network' if streaming else 'load the dataset once with a network connection'}.",
             Exit.UNAVAILABLE,
         ) from None
     finally:
@@ -58,38 +58,38 @@ def load_rows(dataset: str, config: str, split: str, *, streaming: bool = False)
 
 
 def read_rows(dataset: str, config: str, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
-    """The rows of a split of a hub dataset, one by one; streamed, no more is downloaded than what is read.
+    """Yield the rows of a split of a hub dataset; when streaming, only the rows that are read are downloaded.
 
     Raises:
-        ApproxError: as `load_rows` and `streamed` do.
+        ApproxError: see `load_rows` and `streamed`.
     """
     rows = load_rows(dataset, config, split, streaming=streaming)
     yield from streamed(rows, dataset) if streaming else rows
 
 
 def streamed(rows: Any, dataset: str) -> Iterator[dict[str, Any]]:
-    """The rows of a dataset that is downloaded while it is read.
+    """Yield the rows of a dataset while it downloads.
 
     Raises:
-        ApproxError: if the download breaks off.
+        ApproxError: if the download fails.
     """
     try:
         yield from rows
-    # What the libraries for the many kinds of storage raise has nothing in common.
+    # The libraries for the different kinds of storage have no common exception.
     except Exception as error:
         raise ApproxError(
-            f"The download of {dataset} broke off: {' '.join(str(error).split())[:200] or type(error).__name__}. Try again, or "
+            f"The download of {dataset} failed: {' '.join(str(error).split())[:200] or type(error).__name__}. Try again, or "
             "give the official files with --data DIR.",
             Exit.UNAVAILABLE,
         ) from error
 
 
 def reachable(endpoint: str) -> bool:
-    """Whether a hub answers at all, within seconds."""
+    """Whether a hub responds within seconds."""
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_PATIENCE_SECONDS).close()
     except urllib.error.HTTPError:
-        # A refusal is an answer.
+        # An error status is a response.
         return True
     except OSError:
         return False

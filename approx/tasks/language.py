@@ -22,14 +22,14 @@ from approx.tasks.text import Text, by_place, place_slices, tokenised
 class LanguageModelling(Text):
     """Perplexity and bits per byte of a causal model, by a sliding window.
 
-    Every token is scored once, in a window that shows it at least `window - stride` tokens before it, except at the
-    beginning of the text. Bits per byte do not depend on the tokenizer. A tokenizer with a token for the beginning of a
-    text gets it there, so that the first word is scored too.
+    Every token is scored once, in a window with at least `window - stride` tokens before it, except at the beginning of
+    the text. Bits per byte do not depend on the tokenizer. If the tokenizer has a beginning-of-text token, the text begins
+    with it, so that the first token is scored too.
 
     Args:
-        window: Tokens of a window; None means the model's positions, or 1,024 where nothing limits them.
-        stride: Tokens scored in a window, at most, and fewer than it holds; None means half a window.
-        stretch: Characters of an example, about; examples are what is resampled.
+        window: Tokens of a window; None uses the model's positions, or 1,024 if they are unlimited.
+        stride: Maximum number of tokens scored in a window, less than its length; None uses half a window.
+        stretch: Approximate number of characters of an example; examples are the unit of resampling.
 
     Raises:
         ApproxError: if a setting is out of range.
@@ -47,20 +47,20 @@ class LanguageModelling(Text):
         self._stride = None if stride is None else whole_setting(self.name, "stride", stride, 1, window and window - 1)
 
     def check(self, model: Any) -> None:
-        """Refuse a model without a head that predicts tokens, or one that sees the tokens it should predict."""
+        """Raise if the model has no language-modelling head, or is not causal."""
         super().check(model)
         check_causal(self.name, model)
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
         """The windows that score the tokens of a stretch."""
         window = window_within(self.name, self._window, max_length, max_length or 1024)
-        # The first token of a window is only looked at.
+        # The first token of a window is context only.
         stride = min(max(window // 2, 1), window - 1) if self._stride is None else self._stride
         whole_setting(self.name, "stride", stride, 1, window - 1)
         tokens, starts = tokenised(processor, example.inputs["text"])
         first, last = np.searchsorted(starts, [example.inputs["start"], example.inputs["end"]])
         begun = [] if processor.bos_token_id is None else [processor.bos_token_id]
-        # Without a token to begin with, nothing predicts the first one.
+        # Without a beginning-of-text token, the first token cannot be predicted.
         first = max(int(first), 1 - len(begun))
         windows = []
         while first < last:
@@ -76,36 +76,36 @@ class LanguageModelling(Text):
     def targets(
         self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
     ) -> dict[str, Any]:
-        """`labels` [B, L]: the tokens that a window scores, at their own places; transformers shifts them."""
+        """`labels` [B, L]: the tokens that a window scores, at their own positions; transformers shifts them."""
         return {"labels": padded_labels([last_tokens(one["input_ids"], one["scored"]) for one in encodings])}
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
         """The summed loss of each window's scored tokens, in nats, by the number of tokens before them."""
         import torch
 
-        said = []
+        predictions = []
         for logits, one in zip(outputs.logits, encodings, strict=True):
             ids, scored = one["input_ids"], one["scored"]
             targets = torch.tensor(ids[len(ids) - scored :], device=logits.device)
             rows = logits[len(ids) - scored - 1 : len(ids) - 1].float()
             losses = torch.nn.functional.cross_entropy(rows, targets, reduction="none")
-            said.append({"places": by_place(losses, range(len(ids) - scored, len(ids)))})
-        return said
+            predictions.append({"places": by_place(losses, range(len(ids) - scored, len(ids)))})
+        return predictions
 
     def slices(
         self, labels: Sequence[Any], lengths: Sequence[int], predictions: Sequence[Any]
     ) -> Iterator[tuple[int, int, list[Any], list[Any]]]:
-        """By the number of tokens before a scored one, in its window."""
+        """Slice by the number of tokens before a scored one in its window."""
         return place_slices(labels, predictions)
 
 
 def last_tokens(ids: Sequence[int], count: int) -> list[int]:
-    """Labels of a row whose last `count` tokens are to be predicted."""
+    """Labels of a row with only the last `count` tokens scored."""
     return [*[IGNORED] * (len(ids) - count), *ids[len(ids) - count :]]
 
 
 def check_causal(task: str, model: Any) -> None:
-    """Refuse a model that sees the tokens it should predict.
+    """Raise if a model is not causal.
 
     Raises:
         ApproxError: naming the task and the model.
@@ -119,7 +119,7 @@ def check_causal(task: str, model: Any) -> None:
     model.train(training)
     if (early[0] - early[1]).abs().max() > 1e-3 * early.abs().max():
         raise ApproxError(
-            f"{task} needs a causal model, but what this {type(model).__name__} says at a token depends on the tokens behind it. "
-            "Use the task mlm, or set is_decoder in its config.",
+            f"{task} needs a causal model, but the output of this {type(model).__name__} depends on later tokens. Use the task "
+            "mlm, or set is_decoder in its config.",
             Exit.UNSUPPORTED,
         )

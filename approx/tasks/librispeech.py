@@ -1,4 +1,4 @@
-"""LibriSpeech: read speech and its words.
+"""LibriSpeech: read speech with transcripts.
 
 Read from the official folders (`*.trans.txt` beside FLAC or WAV) or from the hub; ids are the same either way.
 
@@ -37,11 +37,11 @@ LIBRISPEECH = {
 
 
 class LibriSpeech(Transcription):
-    """One split of LibriSpeech. Recordings of another rate than 16 kHz are resampled, which is told.
+    """One split of LibriSpeech. Recordings at other rates than 16 kHz are resampled, with a note.
 
     Args:
         split: A key of `LIBRISPEECH`.
-        settings: How to decode, as `Transcription` takes it: `beams`, `ngram`, `ngram_weight`, `word_reward`.
+        settings: Decoding settings of `Transcription`: `beams`, `ngram`, `ngram_weight`, `word_reward`.
     """
 
     dataset = _HUB_DATASET
@@ -57,24 +57,24 @@ class LibriSpeech(Transcription):
         """Load the utterances.
 
         Args:
-            data: The folder `LibriSpeech`, the split's own folder, one above these, or any other folder with transcripts
-                in the same layout; None means the hub, from where rows are streamed and kept as they are stored (350 MB
-                for test-clean).
-            split: The one in the task's name, or None.
+            data: The folder `LibriSpeech`, the folder of the split, their parent, or any folder with transcripts in the
+                same layout; None streams from the hub and keeps the encoded recordings in memory (350 MB for
+                test-clean).
+            split: The split in the task's name, or None.
             limit: Keep the first `limit` utterances.
-            streaming: The hub dataset is always read so: one of its configurations holds hundreds of hours.
+            streaming: No effect: the hub dataset is always streamed, since a configuration has hundreds of hours.
 
         Raises:
-            ApproxError: if a package, a folder or a recording is missing or damaged, or nothing is left.
+            ApproxError: if a package, a folder or a recording is missing or damaged, or no utterance is left.
         """
-        # Not after hours of transcribing.
+        # A missing package must not show after hours of transcribing.
         for package in ("soundfile", "jiwer"):
             _needed(package)
         if limit is not None:
             whole_setting(self.name, "limit", limit, 1)
         if split not in (None, self._split):
             raise ApproxError(
-                f"--split {split} was given, but the task is {self.name}. Name the split in the task alone."
+                f"--split {split} contradicts the task {self.name}. Leave out --split, or change the split in the task's name."
             )
         notes = []
         if data is None:
@@ -106,24 +106,24 @@ class LibriSpeech(Transcription):
         if named in LIBRISPEECH and named != self._split:
             splits = [named]
         if splits or not any(data.rglob("*.trans.txt")):
-            found = ", ".join(splits) or "no transcripts (*.trans.txt)"
-            raise ApproxError(f"{self.name}: looked for {self._split} in {data}, found {found}.", Exit.UNAVAILABLE)
+            there = ", ".join(splits) or "no transcripts (*.trans.txt)"
+            raise ApproxError(f"{self.name}: looked for {self._split} in {data}, found {there}.", Exit.UNAVAILABLE)
         return data
 
     def _file_rows(self, folder: Path, notes: list[str]) -> Iterator[Example]:
         transcribed = set()
         for path in sorted(folder.rglob("*.trans.txt")):
             for number, name, text in _transcripts(path):
-                stored = [found for suffix in _SUFFIXES if (found := path.parent / (name + suffix)).is_file()]
+                stored = [file for suffix in _SUFFIXES if (file := path.parent / (name + suffix)).is_file()]
                 if not stored:
                     raise ApproxError(
-                        f"{path}, line {number}: there is no {name}.flac or {name}.wav beside it. Unpack the archive again, or "
-                        "remove the line.",
+                        f"{path}, line {number}: {name}.flac or {name}.wav is missing. Unpack the archive again, or remove the "
+                        "line.",
                         Exit.UNAVAILABLE,
                     )
                 transcribed.add(path.parent / name)
                 yield _example(name, text, Recording.of(str(stored[0]), stored[0]))
-        # Not reached under a limit, where nobody has looked at the rest.
+        # With a limit, this is not reached: the rest was not read.
         sounds = {path.with_suffix("") for suffix in _SUFFIXES for path in folder.rglob(f"*{suffix}")}
         if surplus := len(sounds - transcribed):
             notes.append(f"left out, without a transcript: {surplus}")
@@ -132,7 +132,7 @@ class LibriSpeech(Transcription):
         from datasets import Audio
 
         config, split, _ = LIBRISPEECH[self._split]
-        # A configuration holds the hundreds of hours of its train splits, too.
+        # Without streaming, the train splits of the configuration would be downloaded, too.
         rows = load_rows(_HUB_DATASET, config, split, streaming=True).cast_column("audio", Audio(decode=False))
         for row in streamed(rows, _HUB_DATASET):
             source = row["audio"]["bytes"] or Path(row["audio"]["path"])
@@ -140,7 +140,7 @@ class LibriSpeech(Transcription):
 
 
 def _example(name: str, text: str, recording: Recording) -> Example:
-    # Utterances of one speaker are alike; the id is speaker-chapter-number.
+    # Utterances of one speaker are correlated; the id is speaker-chapter-number.
     return Example(name, {"recording": recording}, " ".join(text.upper().split()), group=name.partition("-")[0])
 
 

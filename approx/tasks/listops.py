@@ -22,13 +22,13 @@ OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 DIGITS = tuple("0123456789")
 END = "]"
 WORDS = (*OPERATORS, *DIGITS, END, "(", ")")
-"""Every word of an expression; a tokenizer that knows them reads one token a word."""
+"""Every word of an expression; a tokenizer that knows them gives one token per word."""
 
 PRESETS = {
     "original": {"depth": 20, "arguments": 5, "shortest": 3, "longest": 100_000},
     "long-range-arena": {"depth": 10, "arguments": 10, "shortest": 500, "longest": 2000},
 }
-# The chance that an argument is an expression; otherwise it is a digit.
+# The probability that an argument is an expression; otherwise it is a digit.
 _NESTED = 0.25
 _SPLITS = ("train", "val", "test")
 _COLUMNS = ("Source", "Target")
@@ -41,11 +41,11 @@ class ListOps(SequenceClassification):
     Args:
         preset: A key of `PRESETS`, for generated expressions.
         examples: Rows of a generated split.
-        brackets: Whether the round brackets of the original notation, which carry no meaning, are kept.
-        seed: What every generated row is drawn from, together with its split and its own number.
+        brackets: Whether to keep the round brackets of the original notation, which have no meaning.
+        seed: Seed of all generated rows, together with the split and the number of the row.
 
     Raises:
-        ApproxError: if there is no such preset, or a number is out of range.
+        ApproxError: if the preset is unknown, or a number is out of range.
     """
 
     name = "listops"
@@ -61,7 +61,7 @@ class ListOps(SequenceClassification):
         self._size = whole_setting(self.name, "examples", examples, 1)
         if not isinstance(brackets, bool):
             raise ApproxError(
-                f"The setting 'brackets' of the task '{self.name}' is {brackets!r}; it has to be true or false."
+                f"The setting 'brackets' of the task '{self.name}' is {brackets!r}; it must be true or false."
             )
         self._brackets = brackets
         self._seed = whole_setting(self.name, "seed", seed, 0)
@@ -69,15 +69,15 @@ class ListOps(SequenceClassification):
     def load(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
-        """Generate a split (`test`, the default, `val` or `train`), or read one.
+        """Generate or read a split: `test` (the default), `val` or `train`.
 
         Args:
-            data: A published tsv, of either source, or its folder; None generates.
-            split: Its name.
+            data: A published tsv of either source, or its folder; None generates the split.
+            split: Name of the split.
             limit: Keep the first `limit` expressions.
 
         Raises:
-            ApproxError: if the split is unknown, nothing is found, or a line is not an expression with its value.
+            ApproxError: if the split is unknown, the data do not exist, or a line is not an expression with its value.
         """
         wanted = split or "test"
         if limit is not None:
@@ -98,9 +98,9 @@ class ListOps(SequenceClassification):
         if data.is_file():
             return data
         known = sorted(data.glob("*.tsv")) if data.is_dir() else []
-        found = [path for path in known if path.stem.removeprefix("basic_").startswith(wanted)]
-        if len(found) == 1:
-            return found[0]
+        matches = [path for path in known if path.stem.removeprefix("basic_").startswith(wanted)]
+        if len(matches) == 1:
+            return matches[0]
         there = ", ".join(path.name for path in known) or "no tsv"
         raise ApproxError(
             f"{self.name}: looked for {wanted}*.tsv or basic_{wanted}.tsv in {data}, found {there}. Give the file itself with "
@@ -119,23 +119,23 @@ class ListOps(SequenceClassification):
             if not line.strip():
                 continue
             cells = line.split("\t")
-            # The older files name the value first.
+            # In the older files the value comes first.
             expression, value = (
                 cells if titled and len(cells) == 2 else (cells[1], cells[0]) if len(cells) == 2 else ("", "")
             )
             words = expression.split()
             if value not in DIGITS or not words or not set(words) <= set(WORDS):
                 raise ApproxError(
-                    f"{path}, line {number}: no expression with its value between 0 and 9: {line[:60]!r}. Fix or remove the "
+                    f"{path}, line {number}: not an expression with a value from 0 to 9: {line[:60]!r}. Fix or remove the "
                     "line, or download the file again.",
                     Exit.UNAVAILABLE,
                 )
             yield self._example(f"{path.stem}-{number}", words, DIGITS.index(value))
 
     def _generated(self, split: str, row: int, seen: set[str]) -> Example:
-        """A row that none before it repeats: short expressions would otherwise make up most of a split."""
+        """A row that differs from all before it: otherwise short expressions would be most of a split."""
         limits = PRESETS[self._preset]
-        # A generator per row: a row is the same whatever the number of rows around it.
+        # With a generator per row, a row does not depend on the number of rows.
         random = np.random.default_rng([self._seed, _SPLITS.index(split), row])
         while True:
             tree = _grow(random, 1, limits["depth"], limits["arguments"])
@@ -164,10 +164,10 @@ def evaluate(tree: _Tree) -> int:
 
 
 def parse(words: list[str]) -> _Tree:
-    """The expression that some words write, with or without round brackets.
+    """Parse the words of an expression, with or without round brackets.
 
     Raises:
-        ValueError: if they write none.
+        ValueError: if they are not an expression.
     """
     stack: list[list[_Tree]] = [[]]
     operators: list[str] = []
@@ -177,7 +177,7 @@ def parse(words: list[str]) -> _Tree:
             stack.append([])
         elif word == END:
             if not operators or not stack[-1]:
-                raise ValueError("an expression ends that has not begun, or is empty")
+                raise ValueError("an expression is empty, or ends without a beginning")
             arguments = stack.pop()
             stack[-1].append((operators.pop(), arguments))
         elif word in DIGITS:
@@ -185,7 +185,7 @@ def parse(words: list[str]) -> _Tree:
         elif word not in "()":
             raise ValueError(f"unknown word '{word}'")
     if operators or len(stack[0]) != 1:
-        raise ValueError("not one whole expression")
+        raise ValueError("not one complete expression")
     return stack[0][0]
 
 

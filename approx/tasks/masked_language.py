@@ -20,13 +20,13 @@ from approx.tasks.text import Text, by_place, place_slices, tokenised
 
 
 class MaskedLanguageModelling(Text):
-    """The loss of a masked model on hidden tokens, in nats: what it would be trained on, with the same tokens hidden always.
+    """The loss of a masked model on hidden tokens, in nats: its training loss, with a fixed choice of hidden tokens.
 
     Args:
-        window: Tokens of a window, special ones included; None means the model's positions, or 512 where nothing limits
-            them.
-        hidden: Share of the tokens that is hidden.
-        stretch: Characters of an example, about; one that is longer than a window is read in several.
+        window: Tokens of a window, special tokens included; None uses the model's positions, or 512 if they are
+            unlimited.
+        hidden: Share of hidden tokens.
+        stretch: Approximate number of characters of an example; an example longer than a window is read in several.
 
     Raises:
         ApproxError: if a setting is out of range.
@@ -44,9 +44,9 @@ class MaskedLanguageModelling(Text):
         self._hidden = number_setting(self.name, "hidden", hidden, 0, 1)
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
-        """Windows of a stretch with tokens hidden; the same ones whatever else is evaluated."""
+        """Windows of a stretch with hidden tokens; the choice does not depend on other examples."""
         if processor.mask_token_id is None:
-            raise ApproxError(f"{self.name} needs a tokenizer with a token for hidden ones; this one has none.")
+            raise ApproxError(f"{self.name} needs a tokenizer with a mask token; this one has none.")
         window = window_within(self.name, self._window, max_length, max_length or 512)
         room = window - processor.num_special_tokens_to_add()
         tokens, starts = tokenised(processor, example.inputs["text"])
@@ -60,7 +60,7 @@ class MaskedLanguageModelling(Text):
         windows = []
         for begin in range(int(first), int(last), room):
             ids = tokens[begin : min(begin + room, int(last))]
-            # A generator per window, from the name of the stretch: a window is the same whatever stands around it.
+            # With a generator per window, a window does not depend on the text around it.
             random = np.random.default_rng([zlib.crc32(example.id.encode()), begin])
             chosen = random.random(len(ids)) < self._hidden
             chosen[int(random.integers(len(ids)))] = True
@@ -72,7 +72,7 @@ class MaskedLanguageModelling(Text):
     def targets(
         self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
     ) -> dict[str, Any]:
-        """`labels` [B, L]: the hidden tokens, at their places."""
+        """`labels` [B, L]: the hidden tokens, at their positions."""
         hidden = [dict(one["targets"]) for one in encodings]
         rows = zip(hidden, encodings, strict=True)
         return {
@@ -85,16 +85,16 @@ class MaskedLanguageModelling(Text):
         """The summed loss of each window's hidden tokens, in nats, by their place."""
         import torch
 
-        said = []
+        predictions = []
         for logits, one in zip(outputs.logits, encodings, strict=True):
             places, ids = zip(*one["targets"], strict=True)
             targets = torch.tensor(ids, device=logits.device)
             losses = torch.nn.functional.cross_entropy(logits[list(places)].float(), targets, reduction="none")
-            said.append({"places": by_place(losses, places)})
-        return said
+            predictions.append({"places": by_place(losses, places)})
+        return predictions
 
     def slices(
         self, labels: Sequence[Any], lengths: Sequence[int], predictions: Sequence[Any]
     ) -> Iterator[tuple[int, int, list[Any], list[Any]]]:
-        """By the place of a hidden token in its window."""
+        """Slice by the place of a hidden token in its window."""
         return place_slices(labels, predictions)

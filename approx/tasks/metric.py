@@ -1,7 +1,7 @@
-"""What a metric is: a number computed in two steps, the evidence of each example, and the total of some examples'.
+"""Metrics, computed in two steps: the evidence of each example, and the total over examples.
 
-The bootstrap takes thousands of totals of the same evidence, so a total is a few array operations: scikit-learn's functions,
-which the tests hold them to, spend a hundred times as long on checking their input.
+The bootstrap computes thousands of totals of the same evidence, so a total is a few array operations. The tests compare
+them with scikit-learn's functions, which take a hundred times as long to check their input.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class TaskMetric(evaluate.Metric):
     source: ClassVar[str]
     lower_is_better: ClassVar[bool] = False
     fraction: ClassVar[bool] = True
-    """Whether it is a fraction, told in percent and points; otherwise it is told in its own units."""
+    """Whether it is a fraction, shown in percent and points; otherwise it has its own units."""
     bounded: ClassVar[bool] = True
-    """Whether it lies between 0 and 1, or for a correlation -1 and 1."""
+    """Whether it is between 0 and 1, or for a correlation between -1 and 1."""
 
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
-        """What the score is computed from, a row an example, [n, k]; here the prediction beside the label."""
+        """The input of `total`, one row per example, [n, k]; by default prediction and label."""
         return np.stack([np.asarray(predictions, float), np.asarray(labels, float)], axis=1)
 
     @staticmethod
     @abstractmethod
     def total(evidence: NDArray[np.float64]) -> float:
-        """The score of the examples whose evidence this is, at least one."""
+        """The score of one or more examples from their evidence."""
 
     @classmethod
     def value(cls, predictions: Sequence[Any], labels: Sequence[Any]) -> float:
@@ -48,14 +48,14 @@ class TaskMetric(evaluate.Metric):
 
     @classmethod
     def _features(cls) -> dict[str, Any]:
-        """Types of a prediction and of a label, as datasets name them."""
+        """Types of a prediction and a label, in terms of the library datasets."""
         return dict.fromkeys(("predictions", "references"), datasets.Value(cls.feature))
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
             description=type(self).__doc__ or "",
             citation="",
-            inputs_description="predictions and references, one of each an example",
+            inputs_description="one prediction and one reference per example",
             features=datasets.Features(self._features()),
             reference_urls=[self.source],
         )

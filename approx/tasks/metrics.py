@@ -1,6 +1,6 @@
-"""Metrics of Hugging Face's `evaluate` that need no network, unlike `evaluate.load`, which fetches scripts.
+"""Metrics that need no network, unlike `evaluate.load`, which downloads scripts.
 
-Each is an `evaluate.Metric`, for Trainer and its kin; `approx.tasks.metric` says what else it is.
+Each is an `evaluate.Metric`, for Trainer and similar code; see `approx.tasks.metric`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from approx.tasks.metric import TaskMetric
 
 
 class Accuracy(TaskMetric):
-    """The share of examples whose class is right."""
+    """The share of examples with the correct class."""
 
     key = "accuracy"
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.accuracy_score.html"
@@ -29,7 +29,7 @@ class Accuracy(TaskMetric):
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
         """Whether each prediction is the label, [n, 1]."""
         pairs = zip(predictions, labels, strict=True)
-        return np.asarray([said == label for said, label in pairs], float)[:, None]
+        return np.asarray([prediction == label for prediction, label in pairs], float)[:, None]
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
@@ -38,9 +38,9 @@ class Accuracy(TaskMetric):
 
 
 class TokenAccuracy(TaskMetric):
-    """The share of tokens that are right, over all sequences.
+    """The share of correct tokens over all sequences.
 
-    A prediction and its label are texts of equal length, a character for each token.
+    A prediction and its label are texts of equal length with one character per token.
     """
 
     key = "token_accuracy"
@@ -49,20 +49,20 @@ class TokenAccuracy(TaskMetric):
 
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
-        """Right tokens and tokens of each sequence, [n, 2]."""
+        """Correct tokens and tokens of each sequence, [n, 2]."""
         pairs = zip(predictions, labels, strict=True)
-        right = [sum(one == other for one, other in zip(said, label, strict=True)) for said, label in pairs]
+        right = [sum(one == other for one, other in zip(prediction, label, strict=True)) for prediction, label in pairs]
         return np.stack([right, [len(label) for label in labels]], axis=1).astype(float)
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
-        """Right tokens by tokens."""
+        """Correct tokens / tokens."""
         right, count = evidence.sum(0)
         return float(right / count)
 
 
 class F1(TaskMetric):
-    """The harmonic mean of precision and recall of class 1; 0 where class 1 neither occurs nor is predicted."""
+    """The harmonic mean of precision and recall of class 1; 0 if class 1 neither occurs nor is predicted."""
 
     key = "f1"
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.f1_score.html"
@@ -75,7 +75,7 @@ class F1(TaskMetric):
 
 
 class Matthews(TaskMetric):
-    """Matthews' correlation, which for two classes is Pearson's correlation of zeros and ones."""
+    """Matthews correlation, which for two classes is the Pearson correlation of zeros and ones."""
 
     key = "matthews"
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.matthews_corrcoef.html"
@@ -87,7 +87,7 @@ class Matthews(TaskMetric):
 
 
 class Pearson(TaskMetric):
-    """Pearson's correlation of predicted and true numbers."""
+    """Pearson correlation of predicted and true numbers."""
 
     key = "pearson"
     feature = "float64"
@@ -100,7 +100,7 @@ class Pearson(TaskMetric):
 
 
 class Spearman(TaskMetric):
-    """Spearman's correlation: Pearson's of the ranks, ties sharing their mean rank."""
+    """Spearman correlation: the Pearson correlation of ranks; ties share their mean rank."""
 
     key = "spearman"
     feature = "float64"
@@ -113,9 +113,9 @@ class Spearman(TaskMetric):
 
 
 class ExactMatch(TaskMetric):
-    """The share of questions whose answer is one of the given ones, by SQuAD's normalisation.
+    """The share of questions whose answer is among the reference answers, after SQuAD's normalisation.
 
-    A question's labels are its answers; none at all means that the right answer is none, the empty text.
+    The label of a question is its list of answers; if it is empty, the correct answer is the empty text.
     """
 
     key = "exact_match"
@@ -130,7 +130,10 @@ class ExactMatch(TaskMetric):
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
         """Whether each answer matches, [n, 1]."""
         pairs = zip(predictions, labels, strict=True)
-        matches = [any(answer_words(said) == answer_words(one) for one in answers or [""]) for said, answers in pairs]
+        matches = [
+            any(answer_words(prediction) == answer_words(one) for one in answers or [""])
+            for prediction, answers in pairs
+        ]
         return np.asarray(matches, float)[:, None]
 
     @staticmethod
@@ -140,9 +143,9 @@ class ExactMatch(TaskMetric):
 
 
 class AnswerF1(ExactMatch):
-    """The words that an answer shares with the given one that it is closest to, as F1; the mean over questions.
+    """The word overlap of an answer with the closest reference answer, as F1; the mean over questions.
 
-    Where an answer is asked for, one without words shares none, even with a given one that is nothing but punctuation.
+    If there are reference answers, an answer without words scores 0, even if a reference is only punctuation.
     """
 
     key = "answer_f1"
@@ -151,11 +154,11 @@ class AnswerF1(ExactMatch):
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
         """F1 of each answer, [n, 1]."""
         pairs = zip(predictions, labels, strict=True)
-        found = [
-            max(_overlap(said, one) for one in answers) if answers else float(not answer_words(said))
-            for said, answers in pairs
+        scores = [
+            max(_overlap(prediction, one) for one in answers) if answers else float(not answer_words(prediction))
+            for prediction, answers in pairs
         ]
-        return np.asarray(found)[:, None]
+        return np.asarray(scores)[:, None]
 
 
 class MaskedLoss(TaskMetric):
@@ -172,18 +175,18 @@ class MaskedLoss(TaskMetric):
 
     @classmethod
     def _features(cls) -> dict[str, Any]:
-        said = {"loss": datasets.Value("float64"), "count": datasets.Value("int64")}
-        return {"predictions": said, "references": datasets.Value("int64")}
+        loss = {"loss": datasets.Value("float64"), "count": datasets.Value("int64")}
+        return {"predictions": loss, "references": datasets.Value("int64")}
 
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
         """Nats, tokens and bytes of each stretch of text, [n, 3]; the label is its number of bytes."""
-        said = zip(predictions, labels, strict=True)
-        return np.asarray([(one["loss"], one["count"], size) for one, size in said], float)
+        pairs = zip(predictions, labels, strict=True)
+        return np.asarray([(one["loss"], one["count"], size) for one, size in pairs], float)
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
-        """Nats a token."""
+        """Nats per token."""
         loss, count, _ = evidence.sum(0)
         return float(loss / count)
 
@@ -196,26 +199,26 @@ class Perplexity(MaskedLoss):
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
-        """Perplexity over all tokens; infinite losses are refused before, and huge ones give infinity."""
+        """Perplexity over all tokens; huge losses give infinity."""
         with np.errstate(over="ignore"):
             return float(np.exp(MaskedLoss.total(evidence)))
 
 
 class BitsPerByte(MaskedLoss):
-    """The loss in bits, by byte of the text and so independent of how it was cut into tokens."""
+    """The loss in bits per byte of the text, which does not depend on the tokenizer."""
 
     key = "bits_per_byte"
     source = "https://arxiv.org/abs/2101.00027"
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
-        """Bits a byte."""
+        """Bits per byte."""
         loss, _, size = evidence.sum(0)
         return float(loss / np.log(2) / size)
 
 
-def _overlap(said: str, given: str) -> float:
-    first, second = answer_words(said), answer_words(given)
+def _overlap(prediction: str, given: str) -> float:
+    first, second = answer_words(prediction), answer_words(given)
     shared = sum((Counter(first) & Counter(second)).values())
     return 2 * shared / (len(first) + len(second)) if shared else 0.0
 
@@ -242,7 +245,7 @@ METRICS: dict[str, type[TaskMetric]] = {
 
 
 def _correlation(evidence: NDArray[np.float64]) -> float:
-    # A collapsed model predicts a constant; its score must be one that can be compared and stored.
+    # The correlation with the constant predictions of a collapsed model is NaN, which cannot be compared or stored.
     if not np.ptp(evidence, axis=0).all():
         return 0.0
     return float(np.corrcoef(*evidence.T)[0, 1])

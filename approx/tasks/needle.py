@@ -1,4 +1,4 @@
-"""A generated needle in a long document: which value does the key have that the question names?"""
+"""Find a generated needle in a long document: the value of the key in the question."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ _SYLLABLES = [consonant + vowel for consonant, vowel in product("dklmprtv", "ao"
 FILLERS = tuple(first + second for first, second in product(_SYLLABLES, repeat=2))
 NEEDLES = tuple(f"{key}:{value}" for key, value in product(KEYS, VALUES))
 WORDS = (QUESTION, *KEYS, *NEEDLES, *FILLERS)
-"""Every word that an example may hold; a tokenizer that knows them reads one token a word."""
+"""Every word of the examples; a tokenizer that knows them gives one token per word."""
 
 _SPECIAL_TOKENS = 2
 _QUESTION_WORDS = 2
 
 
 class Needle(Generated, SequenceClassification):
-    """Documents of made-up words that hide `needles` pairs `key:value`, anywhere and in any order.
+    """Documents of made-up words that hide `needles` pairs `key:value` at random places.
 
-    A text is the question (`find` and a key) and then the document; the label is the value of that key. All
-    the other pairs are distractors, so neither counting values nor reading around the question gives more than
-    a guess: one of thousands of words has to be found by its content, at any distance. A demonstration of
-    what a mechanism keeps, and no benchmark of language.
+    A text is the question (`find` and a key), followed by the document; the label is the value of that key. All other
+    pairs are distractors, so a model must find one of thousands of words by its content, at any distance; counting
+    values or reading near the question is no better than guessing. This demonstrates what a mechanism keeps; it is not a
+    benchmark of language.
 
     Args:
-        length: Tokens of every example, with the two special tokens that a BERT tokenizer puts around the text.
+        length: Tokens of every example, including the two special tokens of a BERT tokenizer.
         examples: Rows of a split.
-        needles: Pairs in every document, all of different keys.
-        seed: What every row is drawn from, together with its split and its own number.
+        needles: Pairs in every document, with different keys.
+        seed: Seed of all rows, together with the split and the number of the row.
 
     Raises:
-        ApproxError: if a setting is not a whole number, or the needles fit neither the keys nor the length.
+        ApproxError: if a setting is not a whole number, or there are more needles than keys or than the length allows.
     """
 
     name = "needle"
@@ -61,7 +61,7 @@ class Needle(Generated, SequenceClassification):
         self.length, self.size, self.needles, self.seed = length, examples, needles, seed
 
     def example(self, split: str, row: int, random: np.random.Generator) -> Example:
-        """A document; the classes of the rows take turns."""
+        """A document; the classes take turns from row to row."""
         keys = random.permutation(len(KEYS))[: self.needles]
         values = random.integers(len(VALUES), size=self.needles)
         values[0] = row % len(VALUES)

@@ -1,7 +1,7 @@
-"""N-gram language models in the ARPA format, which KenLM, SRILM and LibriSpeech's own models are published in.
+"""N-gram language models in the ARPA format, used by KenLM, SRILM and LibriSpeech's own models.
 
-Source: Katz, 1987, "Estimation of Probabilities from Sparse Data"; the format is that of Doug Paul's at MIT, as SRILM's
-manual page ngram-format describes it.
+Source: Katz, 1987, "Estimation of Probabilities from Sparse Data"; the format is described by SRILM's manual page
+ngram-format.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ BEGIN, END, _UNKNOWN = "<s>", "</s>", "<unk>"
 
 @dataclass(frozen=True)
 class NGram:
-    """Probabilities of words after words.
+    """An n-gram model with back-off.
 
     Args:
-        sha256: Of the file; two models are equal if their files are.
+        sha256: Hash of the file; models with equal files are equal.
         order: Words of the longest entries.
-        entries: Words -> log10 of the probability of the last after the others, and of the weight of shorter entries for
-            words that follow them.
-        lower: Whether the model is written in lower case.
+        entries: Words -> log10 probability of the last word given the others, and log10 back-off weight.
+        lower: Whether the words are in lower case.
     """
 
     sha256: str
@@ -36,20 +35,19 @@ class NGram:
     lower: bool = field(compare=False, repr=False)
 
     def score(self, before: tuple[str, ...], word: str) -> float:
-        """Log10 of the probability of a word after others, of which the last ones count.
+        """Log10 probability of a word given the words before it.
 
-        Case does not matter. A word that the model does not know is its `<unk>`, or as likely as its rarest word where it
-        has none.
+        Case does not matter. An unknown word counts as `<unk>`; without `<unk>`, it is as likely as the rarest word.
 
         Args:
-            before: `<s>` first, at the beginning of a text.
-            word: `</s>` for the end.
+            before: The words before, starting with `<s>` at the beginning of a text; only the last ones count.
+            word: The word, or `</s>` for the end.
         """
         words = tuple(map(self._known, (*before[max(0, len(before) - self.order + 1) :], word)))
         weight = 0.0
         for start in range(len(words)):
-            if (found := self.entries.get(words[start:])) is not None:
-                return weight + found[0]
+            if (entry := self.entries.get(words[start:])) is not None:
+                return weight + entry[0]
             weight += self.entries.get(words[start:-1], (0.0, 0.0))[1]
         return weight + self._rarest
 
@@ -68,13 +66,13 @@ def read_ngram(path: Path) -> NGram:
     """Read a model, .arpa or .arpa.gz.
 
     Raises:
-        ApproxError: if it cannot be read or is not in the ARPA format, with the line.
+        ApproxError: if the file cannot be read or is not in the ARPA format, with the line.
     """
     try:
         stored = path.stat()
     except OSError as error:
         raise ApproxError(f"The n-gram model {path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
-    # A recipe opens its tasks several times, and millions of lines take a minute.
+    # Cached, since a recipe opens its tasks several times and millions of lines take a minute.
     return _read(path.absolute(), stored.st_size, stored.st_mtime_ns)
 
 
@@ -102,17 +100,19 @@ def _read(path: Path, size: int, changed: int) -> NGram:
     except (ValueError, EOFError) as error:
         raise _damaged(path, f"line {number}: {error}") from None
     if not any(len(words) == 1 and words[0] not in (BEGIN, END, _UNKNOWN) for words in entries):
-        raise _damaged(path, "it holds no words")
+        raise _damaged(path, "it has no words")
     if not ended:
-        raise _damaged(path, "it does not end as it should")
+        raise _damaged(path, "it has no \\end\\")
     lower = all(word == word.lower() for words in entries if len(words) == 1 for word in words)
     return NGram(hashlib.sha256(raw).hexdigest(), order, entries, lower)
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    # Not splitlines(), which knows ends of lines that may stand within a word.
+    # Not splitlines(), which also splits at characters that may be in a word.
     return ((number, line.strip()) for number, line in enumerate(text.split("\n"), start=1))
 
 
 def _damaged(path: Path, reason: str) -> ApproxError:
-    return ApproxError(f"{path} is no n-gram model in the ARPA format ({reason}). Get it again.", Exit.UNAVAILABLE)
+    return ApproxError(
+        f"{path} is not an n-gram model in the ARPA format ({reason}). Download it again.", Exit.UNAVAILABLE
+    )

@@ -1,4 +1,4 @@
-"""Texts of several lengths, and what a model is to say of them, as one batch."""
+"""Pad inputs and labels of different lengths to one batch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 IGNORED = -100
-"""The label that transformers' losses leave out."""
+"""The label that transformers' losses ignore."""
 
 
 def padded(encodings: Sequence[Mapping[str, Any]], processor: Any) -> dict[str, Any]:
-    """Pad the inputs of a batch to the longest, [B, L], on the right, where padding moves no token from its place.
+    """Pad the inputs of a batch to the longest, [B, L], on the right.
 
-    Absolute positions are counted from the left, and a causal model sees nothing to the right of a token. Padding is masked,
-    so any token may stand in for it where the tokenizer has none.
+    Padding on the right moves no token, and a causal model does not see it. It is masked, so any token will do if the
+    tokenizer has no padding token.
     """
     import torch
 
@@ -31,7 +31,7 @@ def padded(encodings: Sequence[Mapping[str, Any]], processor: Any) -> dict[str, 
 
 
 def padded_labels(rows: Sequence[Sequence[int]]) -> Any:
-    """Labels of several lengths as one tensor, [B, L], padded on the right with what transformers' losses leave out."""
+    """Labels of different lengths as one tensor, [B, L], padded on the right with `IGNORED`."""
     import torch
 
     longest = max(map(len, rows))

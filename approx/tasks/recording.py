@@ -1,4 +1,4 @@
-"""Recordings of speech: looked at when a task is loaded, decoded when their batch is due."""
+"""Recordings of speech, inspected when a task is loaded and decoded for each batch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _SHORTEST_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Recording:
-    """One recording, FLAC or WAV, as it is stored; hours of decoded sound would not fit into memory.
+    """One encoded recording, FLAC or WAV; hours of decoded sound would not fit into memory.
 
-    Two recordings are equal, and are written alike, if their bytes are, wherever they lie.
+    Recordings are equal, and have the same repr, if their bytes are equal.
 
     Args:
-        sha256: Of its bytes.
-        samples: How many it has.
-        rate: Samples a second.
-        name: What errors call it.
-        source: Its file, or its bytes.
+        sha256: Hash of its bytes.
+        samples: Number of samples.
+        rate: Samples per second.
+        name: Its name in errors.
+        source: Its file or its bytes.
     """
 
     sha256: str
@@ -39,56 +39,56 @@ class Recording:
 
     @classmethod
     def of(cls, name: str, source: Path | bytes) -> Recording:
-        """Look at a recording without decoding it.
+        """Inspect a recording without decoding it.
 
         Raises:
-            ApproxError: if it cannot be read, has several channels, or is too short to hold a sound.
+            ApproxError: if it cannot be read, has several channels, or is shorter than 0.1 seconds.
         """
         import soundfile
 
         stored = _stored(name, source)
         try:
-            found = soundfile.info(io.BytesIO(stored))
+            info = soundfile.info(io.BytesIO(stored))
         except soundfile.SoundFileError as error:
             raise _damaged(name, error) from None
-        if found.channels != 1:
-            raise ApproxError(f"{name} has {found.channels} channels. Mix them into one first.", Exit.UNAVAILABLE)
-        if found.frames < _SHORTEST_SECONDS * found.samplerate:
+        if info.channels != 1:
+            raise ApproxError(f"{name} has {info.channels} channels. Mix them to one.", Exit.UNAVAILABLE)
+        if info.frames < _SHORTEST_SECONDS * info.samplerate:
             raise ApproxError(
-                f"{name} holds {found.frames} samples at {found.samplerate:,} Hz, less than {_SHORTEST_SECONDS} seconds. "
-                "Remove it with its transcript, or get it again.",
+                f"{name} has {info.frames} samples at {info.samplerate:,} Hz, less than {_SHORTEST_SECONDS} seconds. "
+                "Remove it with its transcript, or download it again.",
                 Exit.UNAVAILABLE,
             )
-        return cls(hashlib.sha256(stored).hexdigest(), found.frames, found.samplerate, name, source)
+        return cls(hashlib.sha256(stored).hexdigest(), info.frames, info.samplerate, name, source)
 
     def samples_at(self, rate: int) -> int:
-        """How many samples it has after resampling."""
+        """Number of samples after resampling."""
         return ceil(self.samples * rate / self.rate)
 
     def decoded(self, rate: int) -> NDArray[np.float32]:
-        """Decode it, and resample it with a polyphase filter if it has another rate.
+        """Decode the recording, and resample it with a polyphase filter if it has another rate.
 
         Args:
-            rate: Samples a second.
+            rate: Samples per second.
 
         Returns:
-            [samples_at(rate)], between -1 and 1.
+            Samples [samples_at(rate)], between -1 and 1.
 
         Raises:
-            ApproxError: if it is damaged, or has changed since it was looked at.
+            ApproxError: if it is damaged, or has changed since it was inspected.
         """
         import soundfile
         from scipy.signal import resample_poly
 
         stored = _stored(self.name, self.source)
         if hashlib.sha256(stored).hexdigest() != self.sha256:
-            raise ApproxError(f"{self.name} was changed while it was in use. Run the command again.", Exit.UNAVAILABLE)
+            raise ApproxError(f"{self.name} changed while it was in use. Run the command again.", Exit.UNAVAILABLE)
         try:
             sound, _ = soundfile.read(io.BytesIO(stored), dtype="float32")
         except soundfile.SoundFileError as error:
             raise _damaged(self.name, error) from None
         if len(sound) != self.samples:
-            raise _damaged(self.name, f"{len(sound):,} of {self.samples:,} samples are there")
+            raise _damaged(self.name, f"only {len(sound):,} of {self.samples:,} samples")
         if self.rate == rate:
             return np.asarray(sound, np.float32)
         common = gcd(rate, self.rate)
@@ -105,4 +105,4 @@ def _stored(name: str, source: Path | bytes) -> bytes:
 
 
 def _damaged(name: str, reason: Any) -> ApproxError:
-    return ApproxError(f"{name} is not a recording that can be read ({reason}). Get it again.", Exit.UNAVAILABLE)
+    return ApproxError(f"{name} is not a readable recording ({reason}). Download it again.", Exit.UNAVAILABLE)

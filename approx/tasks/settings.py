@@ -1,4 +1,4 @@
-"""Settings of tasks: read as they are typed, refused where they cannot be."""
+"""Validation of task settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BETWEEN_NAMES = re.compile(r"\s*,(?!_)\s*")
 
 
 def whole_setting(task: str, setting: str, value: Any, least: int, most: int | None = None) -> int:
-    """The value of a task's setting, if it is a whole number within its bounds.
+    """Return the value of a setting if it is a whole number within its bounds.
 
     Raises:
         ApproxError: otherwise, naming the setting, the value and what is allowed.
@@ -23,15 +23,15 @@ def whole_setting(task: str, setting: str, value: Any, least: int, most: int | N
         return value
     allowed = f"at least {least}" if most is None else f"from {least} to {most}"
     raise ApproxError(
-        f"The setting '{setting}' of the task '{task}' is {value!r}; it has to be a whole number {allowed}."
+        f"The setting '{setting}' of the task '{task}' is {value!r}; it must be a whole number {allowed}."
     )
 
 
 def names_setting(task: str, setting: str, value: Any) -> tuple[str, ...]:
-    """The names that a task's setting lists: a list, or a text with commas between them.
+    """Return the names in a setting: a list, or a text with commas between them.
 
     Raises:
-        ApproxError: if it is neither, or there is none, naming the setting, the value and what is allowed.
+        ApproxError: if it is neither or empty, naming the setting, the value and what is allowed.
     """
     listed = _BETWEEN_NAMES.split(value.strip()) if isinstance(value, str) else value
     if isinstance(listed, list | tuple) and listed and all(isinstance(name, str | int) for name in listed):
@@ -39,12 +39,12 @@ def names_setting(task: str, setting: str, value: Any) -> tuple[str, ...]:
         if all(names):
             return names
     raise ApproxError(
-        f"The setting '{setting}' of the task '{task}' is {value!r}; it has to be a list of names, e.g. {setting}=one,two."
+        f"The setting '{setting}' of the task '{task}' is {value!r}; it must be a list of names, e.g. {setting}=one,two."
     )
 
 
 def number_setting(task: str, setting: str, value: Any, above: float, below: float) -> float:
-    """The value of a task's setting, if it is a number between two others.
+    """Return the value of a setting if it is a number strictly between two bounds.
 
     Raises:
         ApproxError: otherwise, naming the setting, the value and what is allowed.
@@ -52,14 +52,14 @@ def number_setting(task: str, setting: str, value: Any, above: float, below: flo
     if isinstance(value, int | float) and not isinstance(value, bool) and above < value < below:
         return float(value)
     bounds = "finite number" if math.isinf(below) else f"number above {above:g} and below {below:g}"
-    raise ApproxError(f"The setting '{setting}' of the task '{task}' is {value!r}; it has to be a {bounds}.")
+    raise ApproxError(f"The setting '{setting}' of the task '{task}' is {value!r}; it must be a {bounds}.")
 
 
 def window_within(task: str, window: int | None, limit: int | None, default: int) -> int:
-    """Tokens of a window: what was asked for, or else the default where it is within the limit.
+    """Return the tokens of a window: the setting, or by default the smaller of default and limit.
 
     Raises:
-        ApproxError: if more was asked for than the limit.
+        ApproxError: if the setting exceeds the limit.
     """
     if window is None:
         return default if limit is None else min(default, limit)

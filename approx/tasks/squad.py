@@ -1,6 +1,6 @@
-"""SQuAD: the answer to a question, as a span of the text it is about, or none.
+"""SQuAD: the answer to a question, as a span of a text, or none.
 
-Read from the official JSON files or from the hub; questions, their order and their ids are the same either way.
+Read from the official JSON files or the hub, with the same questions, order and ids.
 
 Source: Rajpurkar et al., 2016, "SQuAD: 100,000+ Questions for Machine Comprehension of Text", arXiv 1606.05250;
 Rajpurkar, Jia, Liang, 2018, "Know What You Don't Know", arXiv 1806.03822.
@@ -29,20 +29,20 @@ _WINDOW = 384
 
 
 class Squad(Task):
-    """Extractive question answering, of version 1.1 or, with questions that have no answer, 2.0.
+    """Extractive question answering, version 1.1, or 2.0 with unanswerable questions.
 
-    A text longer than the window is read in windows that overlap; of all windows the likeliest span is the answer, by the
-    sum of its start and end logits, unless (2.0) the score of having none is higher by more than `no_answer_margin`.
+    A text longer than the window is read in overlapping windows. The answer is the span with the highest sum of start and
+    end logits over all windows, unless (2.0) the no-answer score is higher by more than `no_answer_margin`.
 
     Args:
         version: 1 or 2.
-        window: Tokens of a window, question and special tokens included, at most; None means 384, or the model's positions
-            where these are fewer.
+        window: Maximum tokens of a window, including question and special tokens; None uses 384, or the model's positions
+            if they are fewer.
         stride: Tokens that neighbouring windows share.
-        best: Starts and ends of a window that are looked at, the likeliest ones.
-        longest_answer: Tokens of an answer, at most.
-        no_answer_margin: How far the score of no answer must exceed the best answer's.
-        articles: Titles of the articles to ask about, in a list or with commas between them; None asks about all.
+        best: Number of likeliest starts and ends considered in a window.
+        longest_answer: Maximum tokens of an answer.
+        no_answer_margin: How far the no-answer score must exceed the best answer's.
+        articles: Titles of the articles to use, as a list or separated by commas; None uses all.
 
     Raises:
         ApproxError: if a setting is out of range.
@@ -77,16 +77,16 @@ class Squad(Task):
     def load(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
-        """Load a split, `dev` unless `train` is asked for.
+        """Load a split, `dev` (the default) or `train`.
 
         Args:
-            data: The JSON file or its folder; None means the hub dataset, whose rows carry no articles' order.
+            data: The JSON file or its folder; None uses the hub dataset.
             split: `dev` or `train`.
             limit: Keep the first `limit` questions.
-            streaming: Read the hub dataset as it is downloaded, up to the limit.
+            streaming: Read the hub dataset while it downloads, up to the limit.
 
         Raises:
-            ApproxError: if there is no such file or dataset, it is damaged, or no question is left.
+            ApproxError: if the file or dataset does not exist or is damaged, or no question is left.
         """
         if limit is not None:
             whole_setting(self.name, "limit", limit, 1)
@@ -98,7 +98,7 @@ class Squad(Task):
             name, rows = source.stem, self._file_rows(source)
         kept, titles, total = [], set(), 0
         for title, example in rows:
-            # The row behind the last one that is kept shows that there are more.
+            # One row more than the limit shows that the result is a subset.
             if limit is not None and total > len(kept) == limit and titles.issuperset(self._articles or ()):
                 break
             titles.add(title)
@@ -108,7 +108,7 @@ class Squad(Task):
         unknown = [title for title in self._articles or () if title not in titles]
         if unknown:
             hint = did_you_mean(unknown[0], titles)
-            raise ApproxError(f"{self.name}: there is no article '{unknown[0]}' among {len(titles)}.{hint}")
+            raise ApproxError(f"{self.name}: unknown article '{unknown[0]}'; there are {len(titles)}.{hint}")
         if not kept:
             raise ApproxError(f"{self.name}: 0 questions in {data or 'the hub dataset'}.", Exit.UNAVAILABLE)
         official = name in ("dev", "train") or re.fullmatch(r"(dev|train)-v[\d.]+", name)
@@ -118,11 +118,11 @@ class Squad(Task):
         if data.is_file():
             return data
         if not data.is_dir():
-            raise ApproxError(f"{self.name}: there is no file or folder {data}.", Exit.UNAVAILABLE)
+            raise ApproxError(f"{self.name}: {data} does not exist.", Exit.UNAVAILABLE)
         official = f"{wanted}-v{'1.1' if self._version == 1 else '2.0'}"
-        found = [path for folder in (data / "squad", data) for path in sorted(folder.glob(f"{official}*.json"))]
-        if found:
-            return found[0]
+        matches = [path for folder in (data / "squad", data) for path in sorted(folder.glob(f"{official}*.json"))]
+        if matches:
+            return matches[0]
         there = ", ".join(path.name for path in sorted(data.glob("*.json"))) or "no json"
         raise ApproxError(
             f"{self.name}: looked for {official}.json in {data}, found {there}. Give the file itself with --data.",
@@ -134,10 +134,10 @@ class Squad(Task):
             articles = json.loads(path.read_text(encoding="utf-8"))["data"]
             for article in articles:
                 for paragraph in article["paragraphs"]:
-                    for asked in paragraph["qas"]:
-                        answers = [(one["text"], one.get("answer_start")) for one in asked.get("answers", ())]
-                        impossible = bool(asked.get("is_impossible", False))
-                        made = self._example(asked, paragraph["context"], answers, impossible, str(path))
+                    for question in paragraph["qas"]:
+                        answers = [(one["text"], one.get("answer_start")) for one in question.get("answers", ())]
+                        impossible = bool(question.get("is_impossible", False))
+                        made = self._example(question, paragraph["context"], answers, impossible, str(path))
                         yield article["title"], made
         except OSError as error:
             raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
@@ -161,36 +161,41 @@ class Squad(Task):
             yield row["title"], self._example(row, row["context"], answers, impossible, self.dataset)
 
     def _example(
-        self, asked: dict[str, Any], context: str, answers: list[tuple[str, int | None]], impossible: bool, place: str
+        self,
+        question: dict[str, Any],
+        context: str,
+        answers: list[tuple[str, int | None]],
+        impossible: bool,
+        place: str,
     ) -> Example:
         if not answers and not impossible:
             raise ApproxError(
-                f"{place}: question {asked['id']} has no answers, so it cannot be scored. Use a split with answers, or "
-                "squad_v2 where it is marked as impossible.",
+                f"{place}: question {question['id']} has no answers and cannot be scored. Use a split with answers, or squad_v2 "
+                "if the question is marked as impossible.",
                 Exit.UNAVAILABLE,
             )
         if impossible and self._version == 1:
-            raise ApproxError(f"{place}: question {asked['id']} is marked as impossible. Use the task squad_v2.")
-        # The official scoring of 2.0 passes over what is nothing but punctuation or an article, that of 1.1 does not.
+            raise ApproxError(f"{place}: question {question['id']} is marked as impossible. Use the task squad_v2.")
+        # The official scoring of 2.0, unlike 1.1, ignores answers that are only punctuation or an article.
         answers = [one for one in answers if not impossible and (self._version == 1 or answer_words(one[0]))]
-        inputs = {"question": asked["question"].strip(), "context": context}
+        inputs = {"question": question["question"].strip(), "context": context}
         if answers and answers[0][1] is not None:
             inputs["answer_start"] = answers[0][1]
-        return Example(str(asked["id"]), inputs, [text for text, _ in answers])
+        return Example(str(question["id"]), inputs, [text for text, _ in answers])
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
-        """Tokenise question and text, in windows that overlap; the place of each token of the text is kept."""
+        """Tokenise question and text in overlapping windows, with the character offsets of the text's tokens."""
         if not getattr(processor, "is_fast", False):
             raise ApproxError(
-                f"{self.name} needs to know where in the text a token stands, which {type(processor).__name__} cannot "
-                "tell. Put the tokenizer's tokenizer.json into the checkpoint's folder.",
+                f"{self.name} needs the positions of tokens in the text, which {type(processor).__name__} does not give. "
+                "Put the tokenizer's tokenizer.json into the checkpoint's folder.",
                 Exit.UNSUPPORTED,
             )
         window = window_within(self.name, self._window, max_length, _WINDOW)
-        asked = len(processor(example.inputs["question"])["input_ids"]) + processor.num_special_tokens_to_add(pair=True)
-        if asked + self._stride >= window:
+        taken = len(processor(example.inputs["question"])["input_ids"]) + processor.num_special_tokens_to_add(pair=True)
+        if taken + self._stride >= window:
             raise ApproxError(
-                f"{example.id}: the question takes {asked} tokens, which leaves no room for a text in windows of {window} "
+                f"{example.id}: the question has {taken} tokens, which leaves no room for the text in windows of {window} "
                 f"tokens that share {self._stride}. Set a larger window or a smaller stride.",
             )
         windows = processor(
@@ -222,7 +227,7 @@ class Squad(Task):
     def targets(
         self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
     ) -> dict[str, Any]:
-        """The first and the last token of the first answer, [B] each; token 0 where the window does not hold all of it."""
+        """First and last token of the first answer, [B] each; 0 if the window does not contain the whole answer."""
         import torch
 
         spans = [_tokens_of_answer(*pair) for pair in zip(examples, encodings, strict=True)]
@@ -230,14 +235,14 @@ class Squad(Task):
         return {"start_positions": starts, "end_positions": ends}
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
-        """The likeliest spans of each window, `[score, first character, end]`, and the score of no answer."""
+        """The likeliest spans of each window, `[score, first character, end]`, and the no-answer score."""
         starts, ends = outputs.start_logits.float(), outputs.end_logits.float()
         if not (starts.isfinite().all() and ends.isfinite().all()):
             raise ApproxError("its logits are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
         best = min(self._best, starts.shape[1])
         first, last = starts.topk(best).indices.tolist(), ends.topk(best).indices.tolist()
         starts, ends = starts.tolist(), ends.tolist()
-        said = []
+        predictions = []
         for row, encoding in enumerate(encodings):
             offsets = encoding["offsets"]
             places = {index: span for index, span in enumerate(offsets) if span is not None}
@@ -248,8 +253,8 @@ class Squad(Task):
                 if begin in places and end in places and begin <= end < begin + self._longest
             ]
             spans.sort(key=lambda span: -span[0])
-            said.append({"none": starts[row][0] + ends[row][0], "spans": spans[: self._best]})
-        return said
+            predictions.append({"none": starts[row][0] + ends[row][0], "spans": spans[: self._best]})
+        return predictions
 
     def combine(self, example: Example, parts: list[Any]) -> str:
         """The text of the likeliest span of all windows; empty for no answer."""
@@ -263,7 +268,7 @@ class Squad(Task):
 
 
 def _tokens_of_answer(example: Example, encoding: Encoding) -> tuple[int, int]:
-    """First and last token of an example's first answer in a window; 0 and 0 where the window does not hold all of it."""
+    """First and last token of the first answer in a window; 0 and 0 if the window does not contain the whole answer."""
     if not example.label:
         return 0, 0
     start = example.inputs.get("answer_start", example.inputs["context"].find(example.label[0]))

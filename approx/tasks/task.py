@@ -1,7 +1,7 @@
-"""What a task is: labelled examples, their tokens, predictions read off a model's outputs, and their score.
+"""The base class of tasks: labelled examples, their encodings, predictions from a model's outputs, and scores.
 
-Adding a task: one file, one line in `TASKS`, one test. A classification of texts subclasses
-`SequenceClassification` and says only `name`, `labels`, `metrics` and how its examples are loaded.
+To add a task, write one file, one line in `TASKS` and one test. A classification of texts subclasses
+`SequenceClassification` and defines only `name`, `labels`, `metrics` and `load`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from approx.errors import ApproxError, Exit
 from approx.tasks.head import Head
 
 Encoding = dict[str, Any]
-"""What a model reads of one example, or of one window of it, without padding, by the names of the model's inputs.
+"""The model's inputs for one example or one window of it, by name, without padding.
 
-A task may keep things for itself under further names; its `collate` leaves them out.
+A task may store its own data under other names; its `collate` leaves them out.
 """
 
 
@@ -27,11 +27,11 @@ class Example:
     """One labelled example.
 
     Args:
-        id: Stable name: the same row of the same source has the same id everywhere and under every limit.
-        inputs: What the model reads, by name. Text tasks: `text`, and `text_pair` for the second of a pair.
-        label: What a prediction is compared with: an index into `Task.labels`, or a float for regression.
-        group: Examples of one group (a speaker, a document) are alike, and are drawn together when scores are
-            resampled; None where examples are independent.
+        id: Stable name: a row of a source always has the same id, under any limit.
+        inputs: The input data by name. Text tasks: `text`, and `text_pair` for the second text of a pair.
+        label: The correct prediction: an index into `Task.labels`, or a float for regression.
+        group: Examples of one group (a speaker, a document) are correlated and resampled together; None if examples are
+            independent.
     """
 
     id: str
@@ -45,10 +45,10 @@ class Split:
     """The examples of one split, in the order of their source.
 
     Args:
-        name: The split as records name it: `dev`, `train`, or the stem of a file given by hand.
+        name: Name of the split in records: `dev`, `train`, or the stem of the user's file.
         examples: At least one example.
-        subset: Whether rows of the full split are missing; then its score is told as a subset's.
-        notes: What was left out or changed on the way; told beside the score.
+        subset: Whether rows of the full split are missing, which is shown beside the score.
+        notes: What was left out or changed, shown beside the score.
     """
 
     name: str
@@ -58,32 +58,32 @@ class Split:
 
 
 class Task(ABC):
-    """One task: where its examples come from, how a model reads them, how its answers are scored.
+    """One task: how to load its examples, encode them, and score predictions.
 
-    A task holds no model and no data; the same object serves every checkpoint. `processor` is always what
-    transformers loads beside a model: a tokenizer or a feature extractor.
+    A task holds no model and no data, so one object serves all checkpoints. `processor` is the tokenizer or feature
+    extractor that transformers loads with a model.
     """
 
     name: str
-    """As on the command line, in a recipe and in a record: `glue/sst2`."""
+    """Name on the command line, in recipes and in records: `glue/sst2`."""
     head: ClassVar[Head]
-    """The head a model needs."""
+    """The head that a model needs."""
     metrics: tuple[str, ...]
-    """Names in `approx.tasks.metrics.METRICS`; the first is the one that is compared."""
+    """Names in `approx.tasks.metrics.METRICS`; models are compared by the first."""
     dataset: str | None = None
-    """Its dataset on the hub; None where examples are generated or come from files alone."""
+    """Its dataset on the hub; None if examples are generated or only in files."""
     labels: tuple[str, ...] = ()
     """Names of the classes in the order of their indices; empty for regression."""
     slice_metric: str | None = None
-    """The metric that slices are scored by, where it is not the first."""
+    """The metric of slices, if it is not the first."""
     sliced_by: ClassVar[str] = "tokens"
-    """What the bounds of a slice count: the tokens of an example."""
+    """The unit of a slice's bounds: tokens of an example."""
     windowed: ClassVar[bool] = False
-    """Whether an example that is longer than a model's positions is read in several windows."""
+    """Whether an example longer than a model's positions is read in several windows."""
     draws: ClassVar[bool] = False
-    """Whether part of an encoding is drawn from the id of its example, as hidden tokens are."""
+    """Whether parts of an encoding, such as hidden tokens, are drawn at random from the id of the example."""
     input_name: ClassVar[str] = "input_ids"
-    """The main input of the models that it is for, by transformers' name."""
+    """Transformers' name of the main input of suitable models."""
 
     @abstractmethod
     def load(
@@ -92,25 +92,25 @@ class Task(ABC):
         """Load a split.
 
         Args:
-            data: A file or folder in the official layout; None means the task's own source (a hub dataset,
-                or a seeded generator).
-            split: None means the task's default, the one its score is usually told on.
+            data: A file or folder in the official layout; None uses the task's own source (a hub dataset or a seeded
+                generator).
+            split: None uses the task's default, the usual split for scores.
             limit: Keep the first `limit` rows.
-            streaming: Read a hub dataset as it is downloaded, keep nothing of it and stop at the limit, instead of
-                downloading all of its splits into the cache; the examples are the same. Nothing to all other sources.
+            streaming: Read a hub dataset while it downloads, up to the limit and without storing it, instead of
+                downloading all splits into the cache. The examples are the same; other sources ignore it.
 
         Raises:
-            ApproxError: if nothing is found, a row is damaged or unlabelled, or no row is left.
+            ApproxError: if the data do not exist, a row is damaged or unlabelled, or no row is left.
         """
 
     def examples(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> list[Example]:
-        """Return the examples of `load`, for those who need no more than these."""
+        """Return only the examples of `load`."""
         return self.load(data, split, limit, streaming=streaming).examples
 
     def check(self, model: Any) -> None:
-        """Refuse a model that cannot do this task.
+        """Check that a model fits this task.
 
         Raises:
             ApproxError: if its head or its labels differ from the task's.
@@ -118,8 +118,7 @@ class Task(ABC):
         if not self.head.is_of(type(model)):
             raise ApproxError(
                 f"{self.name} needs a {self.head.name} head, but the model is a {type(model).__name__}. "
-                f"Fine-tune the checkpoint on the task, or choose a task for its head ({self.head.auto_class} makes the one "
-                "that is needed).",
+                f"Fine-tune the checkpoint on the task (with {self.head.auto_class}), or choose a task for its head.",
                 Exit.UNSUPPORTED,
             )
 
@@ -128,10 +127,10 @@ class Task(ABC):
         """Turn one example into the model's inputs, without padding: one encoding, or several windows.
 
         Args:
-            example: One of `load`.
+            example: An example from `load`.
             processor: The tokenizer or feature extractor of the checkpoint.
-            max_length: The most tokens of an encoding: longer examples are read in windows by a windowed task and cut
-                by others. None means no limit.
+            max_length: Maximum tokens of an encoding: windowed tasks read longer examples in windows, others truncate
+                them. None means no limit.
         """
 
     def tokens(self, encoding: Encoding) -> int:
@@ -139,18 +138,18 @@ class Task(ABC):
         return len(next(iter(encoding.values()), ()))
 
     def positions(self, encoding: Encoding, config: Any) -> int:
-        """Positions that the model's attention has for an encoding, padding aside: here one a token.
+        """Positions of an encoding in the model's attention, without padding; by default one per token.
 
         Args:
-            encoding: One of `encode`.
+            encoding: An encoding from `encode`.
             config: The model's configuration.
         """
         return self.tokens(encoding)
 
     def company(self, encoding: Encoding, processor: Any, config: Any) -> int | None:
-        """A number that encodings must have in common to share a batch, or None for one that has to be alone.
+        """Only encodings with the same number share a batch; None for one that must be alone.
 
-        Where padding leaves no trace, as here, any may share one.
+        By default all may share a batch, since padding does not change outputs.
         """
         return 0
 
@@ -162,48 +161,48 @@ class Task(ABC):
     def targets(
         self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
     ) -> dict[str, Any]:
-        """What a model is trained to say of a batch: the inputs from which transformers' models compute their loss.
+        """The training targets of a batch: the inputs from which transformers' models compute their loss.
 
         Args:
-            examples: The example that each encoding is of.
-            encodings: The rows of the batch, as `encode` made them and `collate` pads them.
+            examples: The example of each encoding.
+            encodings: The rows of the batch, from `encode`.
             processor: The tokenizer or feature extractor of the checkpoint.
-            config: The model's configuration; it says which output stands for which label.
+            config: The model's configuration, which maps outputs to labels.
 
         Returns:
             Tensors by the names of the model's inputs: `labels`, [B] or [B, L], or `start_positions` and `end_positions`,
-            [B]. In [B, L] what does not count is -100.
+            [B]. In [B, L], ignored tokens are -100.
         """
 
     @abstractmethod
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
-        """Read what each row says off a model's outputs.
+        """Make the prediction of each row from the model's outputs.
 
         Args:
-            outputs: What the model returned for the batch.
-            encodings: The rows of the batch, as `encode` made them.
-            config: The model's configuration; it says which output stands for which label.
+            outputs: The model's outputs for the batch.
+            encodings: The rows of the batch, from `encode`.
+            config: The model's configuration, which maps outputs to labels.
 
         Returns:
-            B values that JSON can hold: predictions, or parts of one that `combine` puts together.
+            B JSON values: predictions, or parts of predictions for `combine`.
 
         Raises:
             ApproxError: if the outputs are not finite.
         """
 
     def combine(self, example: Example, parts: list[Any]) -> Any:
-        """Make the prediction of an example, comparable with its label, of what its windows say."""
+        """Combine the predictions of an example's windows to one that is comparable with its label."""
         return parts[0]
 
     def score(self, predictions: Sequence[Any], labels: Sequence[Any], metrics: Sequence[str] = ()) -> dict[str, float]:
         """Score predictions, paired with labels by position.
 
         Args:
-            predictions: As `predict` returns them.
-            labels: Each example's label, in the same order.
-            metrics: Which of `self.metrics`; empty means all.
+            predictions: Predictions from `predict` or `combine`.
+            labels: The label of each example, in the same order.
+            metrics: Names from `self.metrics`; empty uses all.
         """
-        # The metric library is slow to import, and a list of tasks needs none of it.
+        # The metric library is slow to import, and listing tasks does not need it.
         from approx.tasks.metrics import METRICS
 
         return {name: METRICS[name].value(predictions, labels) for name in metrics or self.metrics}
@@ -211,15 +210,15 @@ class Task(ABC):
     def slices(
         self, labels: Sequence[Any], lengths: Sequence[int], predictions: Sequence[Any]
     ) -> Iterator[tuple[int, int, list[Any], list[Any]]]:
-        """Cut what was predicted into slices, whose scores may differ: here by the length of the input.
+        """Divide predictions into slices to score separately; by default by the length of the input.
 
         Args:
-            labels: One an example.
+            labels: One per example.
             lengths: Tokens of each example.
-            predictions: One an example.
+            predictions: One per example.
 
         Yields:
-            Of each slice that is not empty its first and its last bound, the latter excluded, its predictions and labels.
+            For each non-empty slice: lower bound, upper bound (exclusive), predictions, labels.
         """
         for start, end in doubling(max(lengths)):
             rows = [row for row, length in enumerate(lengths) if start <= length < end]
@@ -227,14 +226,14 @@ class Task(ABC):
                 yield start, end, [predictions[row] for row in rows], [labels[row] for row in rows]
 
     def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> list[bool] | None:
-        """Say of each prediction whether it is right, or None where right and wrong do not exist."""
+        """Whether each prediction is correct; None if predictions are not simply correct or wrong."""
         if not self.labels:
             return None
         return [prediction == label for prediction, label in zip(predictions, labels, strict=True)]
 
 
 def doubling(most: int, first: int = 16) -> Iterator[tuple[int, int]]:
-    """Bounds of slices up to `most`: 0 to `first`, and then each reaches to twice the one before."""
+    """Bounds of slices up to `most`: 0 to `first`, and then doubling."""
     start, end = 0, first
     while start <= most:
         yield start, end

@@ -1,4 +1,4 @@
-"""A text as a task's data: found, read, cut into stretches, tokenised once, and scored by the place of its tokens."""
+"""A text as a task's data: read, cut into stretches, tokenised once, and scored by the place of its tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SUFFIXES = (".txt", ".txt.gz", ".tokens", ".raw")
 
 
 class Text(Task):
-    """A text, cut between words into stretches of about so many characters; each stretch is an example."""
+    """A text, cut between words into stretches of about `stretch` characters; each stretch is an example."""
 
     metrics: tuple[str, ...]
     dataset = _HUB_DATASET
@@ -36,17 +36,17 @@ class Text(Task):
     def load(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
-        """Load a text, `test` of wikitext-2 unless another is asked for.
+        """Load a text; the default split is `test` of wikitext-2.
 
         Args:
-            data: A text file (.txt, .tokens, .raw, also .gz), or a folder that holds one named after the split; None
-                means wikitext-2 on the hub.
-            split: Its name.
+            data: A text file (.txt, .tokens, .raw, also .gz), or a folder with a file named after the split; None uses
+                wikitext-2 from the hub.
+            split: Name of the split.
             limit: Keep the first `limit` stretches.
-            streaming: Read the hub dataset as it is downloaded, until there are enough stretches.
+            streaming: Read the hub dataset while it downloads, until there are enough stretches.
 
         Raises:
-            ApproxError: if there is no such file or dataset, or it holds no words.
+            ApproxError: if the file or dataset does not exist or has no words.
         """
         if limit is not None:
             whole_setting(self.name, "limit", limit, 1)
@@ -63,12 +63,12 @@ class Text(Task):
         return Split(name, kept, subset=len(kept) < len(stretches))
 
     def _beginning(self, rows: Iterator[dict[str, Any]], limit: int | None) -> str:
-        """As much of a text in rows as holds more stretches than the limit."""
+        """The beginning of a text in rows, long enough for more stretches than the limit."""
         text = ""
         looked_at = 0
         for row in rows:
             text += row["text"]
-            # Looking at it as often as it has doubled costs no more than looking twice at the end.
+            # Counting only when the text has doubled keeps the total cost linear.
             if limit is not None and len(text) > max(limit * self._stretch, 2 * looked_at):
                 looked_at = len(text)
                 if sum(1 for _ in self._stretches(text, "")) > limit + 1:
@@ -79,9 +79,9 @@ class Text(Task):
         if data.is_file():
             return data
         known = [path for path in sorted(data.glob("*")) if path.name.endswith(_SUFFIXES)] if data.is_dir() else []
-        found = [path for path in known if split is None or split in path.name]
-        if len(found) == 1:
-            return found[0]
+        matches = [path for path in known if split is None or split in path.name]
+        if len(matches) == 1:
+            return matches[0]
         there = ", ".join(path.name for path in known) or "no text"
         raise ApproxError(
             f"{self.name}: looked for one text file{f' of the split {split}' if split else ''} in {data}, found {there}. "
@@ -92,7 +92,7 @@ class Text(Task):
     def _stretches(self, text: str, name: str) -> Iterator[Example]:
         start = 0
         while start < len(text):
-            # A tokenizer joins a word with the space before it, so stretches begin with a space.
+            # Tokens include the space before a word, so stretches begin with a space.
             cut = re.compile(r"\s").search(text, start + self._stretch)
             end = cut.start() if cut else len(text)
             size = len(text[start:end].encode())
@@ -115,15 +115,15 @@ class Text(Task):
         return {"loss": loss, "count": int(count), "places": places}
 
     def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> None:
-        """Right and wrong do not exist."""
+        """Return None: predictions are not correct or wrong."""
 
 
 @functools.lru_cache(maxsize=2)
 def tokenised(processor: Any, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens of a whole text, and the character at which each begins; a text is tokenised once for all its stretches."""
+    """Tokens of a whole text, and the index of the first character of each; cached for all stretches of a text."""
     if not getattr(processor, "is_fast", False):
         raise ApproxError(
-            f"Language modelling needs to know where in the text a token stands, which {type(processor).__name__} cannot tell. "
+            f"Language modelling needs the positions of tokens in the text, which {type(processor).__name__} does not give. "
             "Put the tokenizer's tokenizer.json into the checkpoint's folder.",
             Exit.UNSUPPORTED,
         )
@@ -132,28 +132,28 @@ def tokenised(processor: Any, text: str) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 def by_place(losses: Any, places: Sequence[int]) -> dict[str, list[float]]:
-    """Sum and number of losses for each slice of places: up to 16, and then each slice reaches to twice the place."""
+    """Sum and number of losses in each slice of places; the slices end at 16, 32, 64, …"""
     if not losses.isfinite().all():
         raise ApproxError("its losses are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
-    found: dict[str, list[float]] = {}
+    sums: dict[str, list[float]] = {}
     counts = np.asarray(places)
     values = losses.double().cpu().numpy()
     for start, end in doubling(int(counts.max(initial=0))):
         inside = (counts >= start) & (counts < end)
         if inside.any():
-            found[str(start)] = [float(values[inside].sum()), int(inside.sum())]
-    return found
+            sums[str(start)] = [float(values[inside].sum()), int(inside.sum())]
+    return sums
 
 
 def place_slices(labels: Sequence[Any], predictions: Sequence[Any]) -> Iterator[tuple[int, int, list[Any], list[Any]]]:
-    """Slices by place of predictions that have their losses by place, as `Task.slices` yields them."""
-    deepest = max(int(place) for said in predictions for place in said["places"])
+    """Slices, as from `Task.slices`, of predictions that hold their losses by place."""
+    deepest = max(int(place) for prediction in predictions for place in prediction["places"])
     for start, end in doubling(deepest):
-        rows = [row for row, said in enumerate(predictions) if str(start) in said["places"]]
+        rows = [row for row, prediction in enumerate(predictions) if str(start) in prediction["places"]]
         parts = [predictions[row]["places"][str(start)] for row in rows]
         if rows:
-            said = [{"loss": loss, "count": int(count)} for loss, count in parts]
-            yield start, end, said, [labels[row] for row in rows]
+            inside = [{"loss": loss, "count": int(count)} for loss, count in parts]
+            yield start, end, inside, [labels[row] for row in rows]
 
 
 def _read(path: Path) -> str:

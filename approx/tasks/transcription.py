@@ -22,40 +22,40 @@ from approx.tasks.settings import number_setting, whole_setting
 from approx.tasks.task import Encoding, Example, Task, doubling
 
 RATE = 16_000
-"""Samples a second that models read."""
-# Frames a second, and samples of one, of Wav2Vec2 and HuBERT.
+"""Sampling rate of the models, in samples per second."""
+# Frames per second, and samples per frame, of Wav2Vec2 and HuBERT.
 _FRAMES, _HOP = 50, 320
 _FIRST_SLICE_SECONDS = 5
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """How a checkpoint reads sound and spells words: checkpoints that are compared have the same."""
+    """Feature extractor and tokenizer of a checkpoint; equal for checkpoints that can be compared."""
 
     sha256: str
     processor: Any = field(compare=False, repr=False)
 
 
 class Transcription(Task):
-    """Words for a recording (`Example.inputs`: `recording`, an `approx.tasks.recording.Recording`; the label is its text).
+    """The text of a recording (`Example.inputs`: `recording`, an `approx.tasks.recording.Recording`; the label is its text).
 
-    Decoding is greedy, the likeliest character of every frame, unless beams are asked for; a language model is asked where one
-    is named, and not because it lies beside a checkpoint.
+    Decoding is greedy, the likeliest character of every frame, or by beam search. A language model is used only if
+    `ngram` names one, even if there is one beside the checkpoint.
 
-    Tokens are frames of 20 ms, what the attention of Wav2Vec2 and HuBERT sees. Words are compared without regard to case, in
-    which vocabularies differ: predictions are in upper case, and labels have to be.
+    Tokens are frames of 20 ms, the positions of attention in Wav2Vec2 and HuBERT. Case is ignored, since vocabularies
+    differ in it: predictions are in upper case, and labels must be.
 
-    A model that takes an attention mask reads batches of several lengths. One that takes none (its first layer is normalised
-    over time, `feat_extract_norm: group`) would hear the padding, so its batches hold recordings of one length only.
+    A model with an attention mask takes batches of mixed lengths. One without (its first layer is normalised over time,
+    `feat_extract_norm: group`) would see the padding, so its batches have recordings of one length only.
 
     Args:
-        beams: Beginnings of a text that are followed; 1 is greedy.
-        ngram: A model of words in the ARPA format, .arpa or .arpa.gz, that has a say in what the beams are worth.
-        ngram_weight: Of its log probabilities.
-        word_reward: In nats for each word, against its preference for few words; only beside an n-gram model.
+        beams: Number of beams; 1 is greedy.
+        ngram: An n-gram model of words in the ARPA format, .arpa or .arpa.gz, that scores the beams.
+        ngram_weight: Weight of its log probabilities.
+        word_reward: Bonus in nats for each word, which makes up for its preference for few words; only with an n-gram model.
 
     Raises:
-        ApproxError: if a setting is out of range, or the model cannot be read.
+        ApproxError: if a setting is out of range, or the n-gram model cannot be read.
     """
 
     head: ClassVar[Head] = CTC
@@ -68,15 +68,13 @@ class Transcription(Task):
     ) -> None:
         self._beams = whole_setting(self.name, "beams", beams, 1)
         if ngram is not None and beams == 1:
-            raise ApproxError(
-                f"An n-gram model was given to {self.name}, but decoding by one beam asks none. Set beams, e.g. beams=32."
-            )
+            raise ApproxError(f"{self.name} uses an n-gram model only with several beams. Set beams, e.g. beams=32.")
         self._ngram_weight = number_setting(self.name, "ngram_weight", ngram_weight, -math.inf, math.inf)
         self._word_reward = number_setting(self.name, "word_reward", word_reward, -math.inf, math.inf)
         self._ngram = None if ngram is None else read_ngram(Path(ngram))
 
     def check(self, model: Any) -> None:
-        """Refuse a model without a CTC head, or whose head has no output for the blank between characters."""
+        """Raise if the model has no CTC head, or its head has no output for the blank."""
         super().check(model)
         config = model.config
         if config.pad_token_id is None or not 0 <= config.pad_token_id < config.vocab_size:
@@ -87,27 +85,27 @@ class Transcription(Task):
             )
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
-        """Note how long the recording is at 16 kHz, cut to `max_length` frames; `collate` decodes it."""
+        """Encode the recording with its length at 16 kHz, cut to `max_length` frames; `collate` decodes it."""
         samples = example.inputs["recording"].samples_at(RATE)
         samples = samples if max_length is None else min(samples, max_length * _HOP)
         return [{"recording": example.inputs["recording"], "samples": samples, "reader": _reader(processor)}]
 
     def tokens(self, encoding: Encoding) -> int:
-        """Frames of 20 ms, the last one perhaps not full."""
+        """Frames of 20 ms, rounded up."""
         return -(-encoding["samples"] // _HOP)
 
     def positions(self, encoding: Encoding, config: Any) -> int:
-        """Frames that the convolutions make of the recording."""
+        """Output frames of the convolutions."""
         return _outputs_of(encoding["samples"], config)
 
     def company(self, encoding: Encoding, processor: Any, config: Any) -> int:
-        """The exact length, where no mask keeps a model from hearing the padding."""
+        """The exact length for a model that does not mask padding."""
         masked = processor.feature_extractor.return_attention_mask and config.feat_extract_norm == "layer"
-        # Behind an adapter it is not known here which outputs are padding.
+        # With an adapter, the positions of padding in the outputs are unknown here.
         return 0 if masked and not getattr(config, "add_adapter", False) else encoding["samples"]
 
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
-        """Decode and pad: `input_values` [B, samples], and a mask of the same shape where the checkpoint takes one."""
+        """Decode and pad: `input_values` [B, samples], and a mask of the same shape if the checkpoint takes one."""
         sounds = [one["recording"].decoded(RATE)[: one["samples"]] for one in encodings]
         return dict(processor.feature_extractor(sounds, sampling_rate=RATE, padding=True, return_tensors="pt"))
 
@@ -121,22 +119,23 @@ class Transcription(Task):
         return {"labels": padded_labels([tokenizer(text)["input_ids"] for text in texts])}
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[str]:
-        """The text of each row, repetitions and blanks taken out, in upper case."""
+        """The text of each row without repetitions and blanks, in upper case."""
         tokenizer = encodings[0]["reader"].processor.tokenizer
         if outputs.logits.shape[-1] > len(tokenizer) or tokenizer.pad_token_id != config.pad_token_id:
             raise ApproxError(
-                f"its {outputs.logits.shape[-1]} outputs with the blank {config.pad_token_id} are not the {len(tokenizer)} "
-                f"characters of the tokenizer, whose blank is {tokenizer.pad_token_id}. Put the model's own tokenizer there.",
+                f"its {outputs.logits.shape[-1]} outputs with the blank {config.pad_token_id} do not match the {len(tokenizer)} "
+                f"characters of the tokenizer with the blank {tokenizer.pad_token_id}. Put the model's own tokenizer into its "
+                "folder.",
                 Exit.UNAVAILABLE,
             )
-        said = []
+        texts = []
         for logits, one in zip(outputs.logits.float(), encodings, strict=True):
-            heard = logits[: _outputs_of(one["samples"], config)]
-            # An argmax over NaN is the first character, and would pass for a prediction.
-            if not heard.isfinite().all():
+            frames = logits[: _outputs_of(one["samples"], config)]
+            # The argmax of NaN is 0, which looks like a prediction.
+            if not frames.isfinite().all():
                 raise ApproxError("its logits are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
-            said.append((self._searched(heard, tokenizer) if self._beams > 1 else _greedy(heard, tokenizer)).upper())
-        return said
+            texts.append((self._searched(frames, tokenizer) if self._beams > 1 else _greedy(frames, tokenizer)).upper())
+        return texts
 
     def _searched(self, logits: Any, tokenizer: Any) -> str:
         frames = logits.double().log_softmax(-1).cpu().numpy()
@@ -145,17 +144,17 @@ class Transcription(Task):
             spelling = tokenizer.convert_ids_to_tokens(list(range(frames.shape[1])))
             space = tokenizer.word_delimiter_token_id
             bonus = WordBonus(self._ngram, self._ngram_weight, self._word_reward, spelling, space)
-        found = beam_search(frames, tokenizer.pad_token_id, self._beams, bonus)
-        # Two like characters in a row are two: the blank between them is gone.
-        return tokenizer.decode(list(found), group_tokens=False)
+        characters = beam_search(frames, tokenizer.pad_token_id, self._beams, bonus)
+        # The blanks are already removed, so repeated characters must stay.
+        return tokenizer.decode(list(characters), group_tokens=False)
 
     def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> None:
-        """Right and wrong are matters of words, not of utterances."""
+        """Return None: words, not utterances, are correct or wrong."""
 
     def slices(
         self, labels: Sequence[Any], lengths: Sequence[int], predictions: Sequence[Any]
     ) -> Iterator[tuple[int, int, list[Any], list[Any]]]:
-        """By the length of the recording, in seconds."""
+        """Slice by the length of the recording in seconds."""
         seconds = [length // _FRAMES for length in lengths]
         for start, end in doubling(max(seconds), _FIRST_SLICE_SECONDS):
             rows = [row for row, length in enumerate(seconds) if start <= length < end]
@@ -169,17 +168,17 @@ def _greedy(logits: Any, tokenizer: Any) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _reader(processor: Any) -> _Reader:
-    """What a checkpoint's processor is, if it is one for speech."""
+    """The reader of a checkpoint's processor; raises if it is not for speech."""
     extractor, tokenizer = (getattr(processor, part, None) for part in ("feature_extractor", "tokenizer"))
     if tokenizer is None or extractor is None or not hasattr(extractor, "return_attention_mask"):
         raise ApproxError(
-            f"The checkpoint has a {type(processor).__name__} and no processor for speech: transcribing needs a feature extractor "
+            f"The checkpoint has a {type(processor).__name__} instead of a speech processor: transcribing needs a feature extractor "
             "(preprocessor_config.json) and a tokenizer (vocab.json, tokenizer_config.json) beside the weights.",
             Exit.UNAVAILABLE,
         )
     if extractor.sampling_rate != RATE:
         raise ApproxError(
-            f"The checkpoint hears {extractor.sampling_rate:,} samples a second; {RATE:,} is what is supported. Use a checkpoint for "
+            f"The checkpoint takes {extractor.sampling_rate:,} samples per second; only {RATE:,} is supported. Use a checkpoint for "
             "that rate.",
             Exit.UNSUPPORTED,
         )
@@ -189,7 +188,7 @@ def _reader(processor: Any) -> _Reader:
 
 
 def _outputs_of(samples: int, config: Any) -> int:
-    """Frames that the convolutions make of so many samples."""
+    """Output frames of the convolutions for a number of samples."""
     for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
         samples = (samples - kernel) // stride + 1
     return samples

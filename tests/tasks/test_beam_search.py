@@ -1,4 +1,4 @@
-"""Beam search: the likeliest text over all paths, with the say of an n-gram model, read from ARPA files."""
+"""Beam search: the likeliest text over all paths, with an n-gram model read from ARPA files."""
 
 import gzip
 import itertools
@@ -57,12 +57,12 @@ def test_it_finds_the_text_whose_paths_are_likeliest_together(rows):
         text = tuple(character for character, _ in itertools.groupby(path) if character)
         score = sum(frame[character] for frame, character in zip(frames, path, strict=True))
         chances[text] = chances.get(text, 0) + math.exp(score)
-    found = beam_search(frames, 0, beams=1000)
-    assert chances[found] == pytest.approx(max(chances.values()))
+    best = beam_search(frames, 0, beams=1000)
+    assert chances[best] == pytest.approx(max(chances.values()))
 
 
 def test_it_differs_from_the_likeliest_path():
-    # The likeliest path is blank throughout, with 0.36; "a" is said by three paths, with 0.64.
+    # The likeliest path is all blanks, with 0.36; "a" has three paths, with 0.64.
     assert beam_search(probabilities([0.6, 0.4], [0.6, 0.4]), 0, beams=2) == (1,)
 
 
@@ -97,7 +97,7 @@ def test_a_model_of_single_words_is_whole(arpa):
 
 
 def test_the_words_decide_between_sounds_that_are_alike(arpa):
-    # A C A B or P: what was heard says P, the words say B.
+    # A C A B or P: the frames prefer P, the words prefer B.
     spelling, frames = ["<pad>", "|", "A", "B", "C", "P"], []
     for heard in ("A", "|", "C", "A", "BP"):
         chances = [0.01] * 6
@@ -134,10 +134,10 @@ def test_a_task_transcribes_by_beams(arpa, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"beams": 0}, "has to be a whole number at least 1"),
+        ({"beams": 0}, "must be a whole number at least 1"),
         ({"ngram": "words.arpa"}, "Set beams"),
         ({"beams": 8, "ngram": "nowhere.arpa"}, "nowhere.arpa cannot be read"),
-        ({"beams": 8, "ngram_weight": "much"}, "has to be a finite number"),
+        ({"beams": 8, "ngram_weight": "much"}, "must be a finite number"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, words):
@@ -148,13 +148,13 @@ def test_settings_that_cannot_be_are_refused(settings, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds no words"),
-        ("two words\n", "holds no words"),
+        ("", "has no words"),
+        ("two words\n", "has no words"),
         (ARPA.replace("-0.7\tA", "much\tA"), r"line 9: could not convert"),
         (ARPA.replace("A CAB", "A"), r"line 14: 1 words where 2 are expected"),
-        (ARPA.replace("\\end\\", ""), "does not end as it should"),
-        ("\\1-grams:\n-1 <unk>\n-99 <s>\n-1.5 </s>\n\\end\\\n", "holds no words"),
-        ("\\2-grams:\n-0.1 A CAB\n\\end\\\n", "holds no words"),
+        (ARPA.replace("\\end\\", ""), "it has no \\\\end"),
+        ("\\1-grams:\n-1 <unk>\n-99 <s>\n-1.5 </s>\n\\end\\\n", "has no words"),
+        ("\\2-grams:\n-0.1 A CAB\n\\end\\\n", "has no words"),
     ],
     ids=["empty", "text", "no number", "one word", "cut", "no words of its own", "no single words"],
 )

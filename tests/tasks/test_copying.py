@@ -1,4 +1,4 @@
-"""Copying: what knows the sequence scores 1, what guesses scores chance, and every symbol is scored at its own place."""
+"""Copying: a perfect model scores 1, a guessing one scores chance, and every symbol is scored at its own position."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def tokenizer(words=WORDS, front=False):
 
 
 def score(task, say, front=False):
-    """Scores of what says the logits of a batch, given its tokens."""
+    """Scores of a fake model that maps the tokens of a batch to logits."""
     processor, examples = tokenizer(front=front), task.examples()
     encodings = [task.encode(example, processor)[0] for example in examples]
     ids = task.collate(encodings, processor)["input_ids"]
@@ -42,8 +42,8 @@ def one_hot(ids):
 
 @pytest.mark.parametrize("front", [False, True])
 def test_what_knows_the_next_token_scores_1(front):
-    found = score(open_task("copy", examples=50), lambda ids: one_hot(ids.roll(-1, 1)), front)
-    assert found == {"token_accuracy": 1.0, "accuracy": 1.0}
+    scores = score(open_task("copy", examples=50), lambda ids: one_hot(ids.roll(-1, 1)), front)
+    assert scores == {"token_accuracy": 1.0, "accuracy": 1.0}
 
 
 def test_what_guesses_among_the_symbols_scores_chance():
@@ -52,16 +52,16 @@ def test_what_guesses_among_the_symbols_scores_chance():
         logits[..., 4:14] += 1
         return logits
 
-    found = score(open_task("copy", examples=400), guess)
+    scores = score(open_task("copy", examples=400), guess)
     # 400 sequences of 47 symbols: four standard deviations.
-    assert found["token_accuracy"] == pytest.approx(0.1, abs=0.009)
-    assert found["accuracy"] == 0
+    assert scores["token_accuracy"] == pytest.approx(0.1, abs=0.009)
+    assert scores["accuracy"] == 0
 
 
 def test_one_wrong_symbol_costs_a_token_and_a_sequence():
     def nearly(ids):
         logits = one_hot(ids.roll(-1, 1))
-        # The first sequence's first copied symbol becomes a separator, and the second's is no symbol at all.
+        # The first copied symbol becomes a separator in the first sequence, and an unknown token in the second.
         for row, token in enumerate((3, 0)):
             place = (ids[row] == 3).nonzero()[1].item()
             logits[row, place] = one_hot(torch.tensor(token)) * 2
@@ -109,7 +109,7 @@ def test_a_causal_model_is_compared_end_to_end():
     assert entry["variants"][0]["test"] == "paired bootstrap"
     with pytest.raises(ApproxError, match=r"limit is 32 .*positions of exact"):
         evaluate({"exact": Subject("exact", model, tokenizer())}, open_task("copy", length=64))
-    with pytest.raises(ApproxError, match=r"a copy that is cut cannot be scored\. .*setting 'length', 32 or less"):
+    with pytest.raises(ApproxError, match=r"a truncated copy cannot be scored\. Set 'length' to 32 or less"):
         evaluate(
             {"exact": Subject("exact", model, tokenizer())},
             open_task("copy", length=64),
@@ -123,7 +123,7 @@ def test_a_tokenizer_that_does_not_read_symbols_is_refused():
     pieces = Tokenizer(models.BPE({"a": 0, "b": 1, "|": 2}, []))
     for other in (tiny_tokenizer(), tokenizer(WORDS[:8]), PreTrainedTokenizerFast(tokenizer_object=pieces)):
         task = open_task("copy", length=8)
-        with pytest.raises(ApproxError, match="needs a tokenizer that reads one token a symbol") as caught:
+        with pytest.raises(ApproxError, match="needs a tokenizer with one token per symbol") as caught:
             task.encode(task.examples()[0], other)
         assert caught.value.exit_code == Exit.UNSUPPORTED
 
@@ -135,7 +135,7 @@ def test_logits_that_are_not_finite_are_no_prediction():
 
 
 def test_what_is_not_there_or_cannot_be_is_refused(tmp_path):
-    with pytest.raises(ApproxError, match="reads none from"):
+    with pytest.raises(ApproxError, match="cannot read"):
         open_task("copy").load(tmp_path)
     with pytest.raises(ApproxError, match=r"'test'.*train, dev"):
         open_task("copy").load(split="test")

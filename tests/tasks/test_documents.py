@@ -1,4 +1,4 @@
-"""Long texts with labels, from files of several kinds and from IMDb's own folder, and every damaged line by its number."""
+"""Long texts with labels from several kinds of files and IMDb's own folder; errors name the damaged line."""
 
 import csv
 import gzip
@@ -87,8 +87,8 @@ def test_other_columns_and_classes_are_named_by_settings(tmp_path):
     ("text", "words"),
     [
         ('{"text": "a", "label": "positive"}\n{"text"', "line 2 is not JSON"),
-        ('{"text": "a", "label": "good"}\n', "line 1: unknown label 'good'; known are negative or 0, positive or 1"),
-        ('{"text": "a"}\n', "line 1: no label; it has text"),
+        ('{"text": "a", "label": "good"}\n', "line 1: unknown label 'good'. Known: negative or 0, positive or 1"),
+        ('{"text": "a"}\n', "line 1: no column label; the columns are text"),
         ("[1]\n", "line 1 is not a JSON object"),
         ("\n", "0 texts in"),
     ],
@@ -102,18 +102,18 @@ def test_damaged_lines_are_named(tmp_path, text, words):
 
 
 def test_a_damaged_archive_and_a_missing_file_are_named(tmp_path):
-    with pytest.raises(ApproxError, match=r"looked for test\.jsonl or the like.*found no \.jsonl"):
+    with pytest.raises(ApproxError, match=r"looked for test{\.jsonl,\.csv,\.tsv}.*found no \.jsonl"):
         open_task("documents").load(tmp_path)
     (tmp_path / "test.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(ApproxError, match="is damaged"):
         open_task("documents").load(tmp_path)
-    with pytest.raises(ApproxError, match=r"is none of \.jsonl"):
+    with pytest.raises(ApproxError, match=r"is not a \.jsonl"):
         open_task("documents").load(Path(__file__))
 
 
 @pytest.mark.parametrize("labels", [["one"], ["same", "same"]])
 def test_labels_that_name_no_classes_are_refused(labels):
-    with pytest.raises(ApproxError, match="has to name two classes or more"):
+    with pytest.raises(ApproxError, match="must name at least two different classes"):
         open_task("documents", labels=labels)
 
 

@@ -93,7 +93,7 @@ def test_another_files_rows_are_not_called_a_subset(folder):
         ("sentence\tlabel\nfine\t1\ttoo many\n", r"dev.tsv, line 2: 3 columns"),
         (
             "sentence\tlabel\nfine\t2\n",
-            r"dev.tsv, line 2: unknown label '2'; glue/sst2 has negative or 0, positive or 1",
+            r"dev.tsv, line 2: unknown label '2'. glue/sst2 has negative or 0, positive or 1",
         ),
         ("sentence\tlabel\nfine\t-1\n", r"line 2: unknown label '-1'"),
         ("sentence\tlabel\n", r"glue/sst2: 0 rows in .*dev.tsv"),
@@ -125,7 +125,7 @@ def test_missing_files_name_what_was_looked_for_and_found(folder):
     with pytest.raises(ApproxError, match=r"looked for SST-2/train.tsv and train.tsv in .*found dev.tsv") as caught:
         open_task("glue/sst2").load(folder, split="train")
     assert caught.value.exit_code == Exit.UNAVAILABLE
-    with pytest.raises(ApproxError, match="there is no file or folder"):
+    with pytest.raises(ApproxError, match="does not exist"):
         open_task("glue/sst2").load(folder / "nowhere")
     with pytest.raises(ApproxError, match="Leave --split out"):
         open_task("glue/sst2").load(folder / "SST-2/dev.tsv", split="train")
@@ -135,7 +135,7 @@ def test_missing_files_name_what_was_looked_for_and_found(folder):
         open_task("glue/mnli").load(folder)
 
 
-# The configuration, the split and the columns of texts of each on the hub.
+# The configuration, split and text columns of each task on the hub.
 HUB = {
     "cola": ("cola", "validation", "sentence"),
     "sst2": ("sst2", "validation", "sentence"),
@@ -152,7 +152,7 @@ HUB = {
 
 @pytest.fixture
 def hub_on_disk(tmp_path, monkeypatch):
-    """Lay rows out in a folder as the hub has them, which `datasets` loads as it loads the hub's."""
+    """Write rows to a folder in the layout of the hub, so that `datasets` loads them as from the hub."""
     monkeypatch.setattr(glue, "HUB_DATASET", str(tmp_path / "hub"))
     monkeypatch.setattr(settings, "HF_DATASETS_CACHE", tmp_path / "cache")
 
@@ -190,7 +190,7 @@ def test_without_a_network_the_remedy_is_local_files(monkeypatch, tmp_path):
     with pytest.raises(ApproxError, match=r"offline mode is on.*--data DIR") as caught:
         open_task("glue/sst2").load()
     assert caught.value.exit_code == Exit.UNAVAILABLE
-    # A closed port refuses at once, as a machine without a network does.
+    # A closed port fails at once, like a machine without a network.
     monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(settings, "HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ApproxError, match=r"127.0.0.1:9 cannot be reached"):
@@ -198,7 +198,7 @@ def test_without_a_network_the_remedy_is_local_files(monkeypatch, tmp_path):
     assert settings.HF_HUB_OFFLINE is False
 
 
-# Rows of train and dev, as the configurations of nyu-mll/glue count them.
+# Rows of train and dev in the configurations of nyu-mll/glue.
 ROWS = {
     "cola": (8551, 1043), "sst2": (67349, 872), "mrpc": (3668, 408), "stsb": (5749, 1500), "qqp": (363846, 40430),
     "mnli": (392702, 9815), "mnli-mm": (392702, 9832), "qnli": (104743, 5463), "rte": (2490, 277), "wnli": (635, 71),
@@ -243,7 +243,7 @@ def test_all_ten_are_registered():
 
 
 def test_each_subset_is_scored_as_the_benchmark_scores_it():
-    """Wang et al. 2019, table 1; the first metric is the one that is compared."""
+    """Wang et al. 2019, table 1; models are compared by the first metric."""
     special = {
         "cola": ("matthews",),
         "mrpc": ("f1", "accuracy"),

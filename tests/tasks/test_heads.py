@@ -1,4 +1,4 @@
-"""Every head of every family that has it: its tasks take it, converted or not, and batches change no prediction."""
+"""Every head of every family works with its tasks, converted or not, and batching does not change predictions."""
 
 import copy
 import json
@@ -64,7 +64,7 @@ def model_of(architecture, **changes):
 
 
 def tokenizer_of(config):
-    """Words, with the special tokens that the family's tokenizers have and put around a text."""
+    """A tokenizer of words with the special tokens of the family."""
     family = config.model_type
     special = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
     if config.pad_token_id == 1:
@@ -88,7 +88,7 @@ def tokenizer_of(config):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """The same dozen sentences as pairs with a score, as texts with questions, and as one text."""
+    """A dozen sentences as scored pairs, as texts with questions, and as one text."""
     folder, random = tmp_path_factory.mktemp("heads"), np.random.default_rng(0)
     rows = [" ".join(random.choice(WORDS[:10], size=random.integers(1, 15))) for _ in range(12)]
     pairs = [f"{first}\t{second}\t{row / 4}" for row, (first, second) in enumerate(zip(rows, rows[::-1], strict=True))]
@@ -111,7 +111,7 @@ def predictions(model, processor, task, data, batch_size):
 
 
 def numbers(said):
-    """What can be compared within rounding; answers and symbols are texts."""
+    """Predictions for a comparison within rounding; answers and symbols stay texts."""
     return said if not isinstance(said[0], dict) else [one["loss"] for one in said]
 
 
@@ -126,7 +126,7 @@ def same(first, second):
 def test_base_and_converted_are_compared_and_batches_change_nothing(architecture, name, settings, data):
     model, task = model_of(architecture), open_task(name, **settings)
     processor = tokenizer_of(model.config)
-    # Where a tokenizer pads, and whether it can, is nothing to a model whose padding is masked.
+    # With masked padding, the tokenizer's padding side and token do not matter.
     processor.padding_side = "left"
     converted = copy.deepcopy(model)
     approx.convert(converted, approx.Plan.of("local", left=2, right=2))
@@ -191,7 +191,7 @@ def test_a_task_refuses_every_other_head(name):
 
 
 def batch_of(task, model, processor, data, count=4):
-    """The first rows of a task as a model reads them, and what it is to say."""
+    """The first rows of a task as model inputs, with their targets."""
     pairs = [(each, one) for each in task.load(data).examples for one in task.encode(each, processor, 64)][:count]
     examples, encodings = zip(*pairs, strict=True)
     targets = task.targets(examples, encodings, processor, model.config)
@@ -281,7 +281,7 @@ def test_answers_are_trained_where_a_window_holds_them(tmp_path):
     assert said == {"second": {(34, 42)}, "unplaced": {(12, 21)}}
     assert context[34:42] == "the film"
     assert context[12:21] == "very dull"
-    # Some windows hold nothing of an answer.
+    # Some windows do not contain the answer.
     assert len([one for one in examples if one.id == "second"]) > 1
 
 

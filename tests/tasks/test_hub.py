@@ -1,4 +1,4 @@
-"""A hub that answers, if only with a refusal, is asked; one that does not is left alone."""
+"""A hub that responds, even with an error, is used; one that does not respond is not."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,13 +11,13 @@ from approx.tasks import hub
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """A hub that has nothing."""
+    """A hub that responds with 404 to everything."""
 
     def do_HEAD(self):
         self.send_error(404)
 
     def log_message(self, format, *args):
-        """Nothing on the terminal."""
+        """Do not log."""
 
 
 @pytest.fixture

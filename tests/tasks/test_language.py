@@ -1,4 +1,4 @@
-"""Language modelling: every token scored once, sums equal to the model's own loss, slices by place, texts of all kinds."""
+"""Language modelling: every token is scored once, losses equal the model's own, slices are by place; kinds of texts."""
 
 import gzip
 import math
@@ -48,9 +48,9 @@ def test_a_window_over_everything_gives_the_models_own_loss(data, stretch):
     model, ids = causal(), tiny_tokenizer()(TEXT, add_special_tokens=False, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         loss = model(input_ids=ids, labels=ids).loss.item()
-    found = score(model, open_task("lm", stretch=stretch), data)
-    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
-    assert found["bits_per_byte"] == pytest.approx(loss * (ids.shape[1] - 1) / math.log(2) / len(TEXT), rel=1e-5)
+    scores = score(model, open_task("lm", stretch=stretch), data)
+    assert scores["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert scores["bits_per_byte"] == pytest.approx(loss * (ids.shape[1] - 1) / math.log(2) / len(TEXT), rel=1e-5)
 
 
 @given(window=st.integers(2, 64), stride=st.integers(1, 64), stretch=st.integers(1, 400))
@@ -127,8 +127,8 @@ def test_the_masked_loss_is_that_of_the_hidden_tokens(data):
             losses += [out.loss.item()] * len(one["targets"])
     assert restored == ids
     subject = Subject("exact", model, tokenizer)
-    found = evaluate({"exact": subject}, task, data=data)["base"]["scores"]["masked_loss"]
-    assert found == pytest.approx(np.mean(losses), rel=1e-5)
+    measured = evaluate({"exact": subject}, task, data=data)["base"]["scores"]["masked_loss"]
+    assert measured == pytest.approx(np.mean(losses), rel=1e-5)
     assert 0.1 < len(losses) / len(ids) < 0.3
 
 
@@ -143,12 +143,12 @@ def test_scores_add_up_over_stretches():
 def test_heads_and_models_that_see_ahead_are_refused():
     with pytest.raises(ApproxError, match=r"needs a causal language-modelling head.*AutoModelForCausalLM"):
         open_task("lm").check(tiny_model(2))
-    with pytest.raises(ApproxError, match="depends on the tokens behind it"):
+    with pytest.raises(ApproxError, match="depends on later tokens"):
         open_task("lm").check(BertLMHeadModel(masked()))
     open_task("lm").check(BertLMHeadModel(masked(is_decoder=True)))
     quiet = BertLMHeadModel(masked())
     quiet.register_forward_hook(lambda *call: setattr(call[-1], "logits", call[-1].logits * 1e-3))
-    with pytest.raises(ApproxError, match="depends on the tokens behind it"):
+    with pytest.raises(ApproxError, match="depends on later tokens"):
         open_task("lm").check(quiet)
     with pytest.raises(ApproxError, match=r"needs a masked language-modelling head.*AutoModelForMaskedLM"):
         open_task("mlm").check(causal())

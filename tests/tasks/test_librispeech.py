@@ -1,4 +1,4 @@
-"""LibriSpeech: the official folders, the hub's parquet, recordings of all kinds, and every mistake in them."""
+"""LibriSpeech: official folders, the hub's parquet, kinds of recordings, and mistakes in them."""
 
 import sys
 
@@ -52,7 +52,7 @@ def test_a_split_is_whole_with_all_its_utterances_under_its_own_name(tmp_path, m
 
 
 def test_the_splits_are_those_that_were_published():
-    """Configurations and splits of openslr/librispeech_asr on the hub, and the utterances that its card counts."""
+    """Configurations and splits of openslr/librispeech_asr, with the number of utterances from its dataset card."""
     rows = [2703, 2864, 2620, 2939, 28539, 104014, 148688]
     names = [
         "dev-clean",
@@ -92,7 +92,7 @@ def test_the_parquet_of_the_hub_is_streamed(tmp_path, monkeypatch):
     assert sorted(streamed.examples, key=lambda one: one.id) == sorted(local.examples, key=lambda one: one.id)
     assert [example.id for example in TASK.load(limit=2).examples] == [row["id"] for row in rows[:2]]
     (hub / "clean" / "test.parquet").write_bytes(b"PAR1 cut off")
-    refused("(could not be loaded|The download of .*hub broke off)", Exit.UNAVAILABLE, TASK.load)
+    refused("(could not be loaded|The download of .*hub failed)", Exit.UNAVAILABLE, TASK.load)
 
 
 def test_another_rate_is_resampled_and_told(tmp_path):
@@ -128,7 +128,7 @@ def test_a_mistake_in_the_files_is_named(tmp_path):
         return TASK.load(folder)
 
     transcripts.write_text(words + "\n10-7-0001 NOT THERE\n")
-    refused(r"10-7.trans.txt, line 3: there is no 10-7-0001.flac or 10-7-0001.wav", Exit.UNAVAILABLE, load)
+    refused(r"10-7.trans.txt, line 3: 10-7-0001.flac or 10-7-0001.wav is missing", Exit.UNAVAILABLE, load)
     transcripts.write_text("10-7-0000\n")
     refused("line 1: no words after the id '10-7-0000'", Exit.UNAVAILABLE, load)
     transcripts.write_bytes(b"10-7-0000 \xff\xfe\n")
@@ -138,17 +138,17 @@ def test_a_mistake_in_the_files_is_named(tmp_path):
     transcripts.write_text(words)
     for broken in (b"", b"fLaC", b"version https://git-lfs.github.com/spec/v1\n", stored[:20]):
         recording.write_bytes(broken)
-        refused("10-7-0000.flac is not a recording that can be read", Exit.UNAVAILABLE, load)
+        refused("10-7-0000.flac is not a readable recording", Exit.UNAVAILABLE, load)
     soundfile.write(recording, np.zeros((8000, 2)), 16_000)
     refused("has 2 channels", Exit.UNAVAILABLE, load)
     soundfile.write(recording, np.zeros(100), 16_000)
-    refused("holds 100 samples at 16,000 Hz, less than 0.1 seconds", Exit.UNAVAILABLE, load)
-    # The header is whole, so that this shows when it is decoded.
+    refused("has 100 samples at 16,000 Hz, less than 0.1 seconds", Exit.UNAVAILABLE, load)
+    # The header is intact, so the damage shows only in decoding.
     recording.write_bytes(stored[: len(stored) // 2])
     cut = load().examples[0].inputs["recording"]
-    refused("10-7-0000.flac is not a recording that can be read", Exit.UNAVAILABLE, lambda: cut.decoded(16_000))
+    refused("10-7-0000.flac is not a readable recording", Exit.UNAVAILABLE, lambda: cut.decoded(16_000))
     recording.write_bytes(stored)
-    refused("was changed while it was in use", Exit.UNAVAILABLE, lambda: cut.decoded(16_000))
+    refused("changed while it was in use", Exit.UNAVAILABLE, lambda: cut.decoded(16_000))
 
 
 def test_a_folder_without_the_split_says_what_it_has(tmp_path):
@@ -158,7 +158,7 @@ def test_a_folder_without_the_split_says_what_it_has(tmp_path):
     (tmp_path / "empty").mkdir()
     refused("found no transcripts", Exit.UNAVAILABLE, lambda: TASK.load(tmp_path / "empty"))
     refused("is not a folder", Exit.UNAVAILABLE, lambda: TASK.load(tmp_path / "test-clean.tar.gz"))
-    refused("--split dev-other was given, but the task is", Exit.USAGE, lambda: TASK.load(folder, "dev-other"))
+    refused("--split dev-other contradicts the task", Exit.USAGE, lambda: TASK.load(folder, "dev-other"))
     refused("'limit'.*is 0", Exit.USAGE, lambda: TASK.load(folder, limit=0))
 
 

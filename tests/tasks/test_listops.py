@@ -1,4 +1,4 @@
-"""ListOps: values by the rules, rows that never change, lengths within the preset, and the published files."""
+"""ListOps: correct values, reproducible rows, lengths within the preset, and the published files."""
 
 import pytest
 from hypothesis import given
@@ -70,7 +70,7 @@ def test_both_published_layouts_are_read(tmp_path):
 @pytest.mark.parametrize("line", ["x\t[MIN 4 2 ]", "2 [MIN 4 2 ]", "2\t[MIN four ]", "2\t"])
 def test_damaged_lines_are_named(tmp_path, line):
     (tmp_path / "test.tsv").write_text(f"2\t[MIN 4 2 ]\n{line}\n")
-    with pytest.raises(ApproxError, match=r"test.tsv, line 2: no expression with its value"):
+    with pytest.raises(ApproxError, match=r"test.tsv, line 2: not an expression with a value"):
         open_task("listops").load(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The generated documents: repeatable, balanced, of exactly the asked length, and solvable only by looking."""
+"""The generated documents: reproducible, balanced, of exact length, and unsolvable without finding the needle."""
 
 from collections import Counter
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_labels_take_turns_and_needles_lie_anywhere():
     ]
     # Uniform over the document: a quarter of the answers in each quarter, within four standard deviations.
     assert all(66 <= count <= 134 for count in Counter(place * 4 // 2048 for place in places).values())
-    # The commonest value of a document is little better than a guess.
+    # The most frequent value of a document is little better than a guess.
     popular = [Counter(word.split(":")[1] for word in words if ":" in word).most_common(1)[0][0] for words in documents]
     assert sum(VALUES.index(value) == e.label for value, e in zip(popular, examples, strict=True)) < 160
 
@@ -81,7 +81,7 @@ def test_settings_that_cannot_be_are_refused(settings, words):
 
 def test_loading_what_is_not_there_is_refused(tmp_path):
     task = Needle(length=64)
-    with pytest.raises(ApproxError, match="reads none from"):
+    with pytest.raises(ApproxError, match="cannot read"):
         task.load(tmp_path)
     with pytest.raises(ApproxError, match=r"'test'.*train, dev"):
         task.load(split="test")
@@ -96,7 +96,7 @@ def test_the_embedded_model_is_small():
 def test_the_embedded_model_finds_the_needle():
     model = AutoModelForSequenceClassification.from_pretrained(QUICKSTART).eval()
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART)
-    # Another seed than the one it was trained and measured with.
+    # Not the seed of training and of the record.
     task = Needle(length=2048, examples=40, seed=1)
     task.check(model)
     predictions = []

@@ -1,4 +1,4 @@
-"""Settings of tasks: what is allowed to the last number, and the defaults that published scores stand on."""
+"""Settings of tasks: their exact bounds, and the defaults behind published scores."""
 
 import inspect
 import re
@@ -9,7 +9,7 @@ from approx.errors import ApproxError, Exit
 from approx.tasks import TASKS, open_task
 from approx.tasks.text import tokenised
 
-# Task, setting, least and most, and the other settings that it goes with.
+# Task, setting, minimum, maximum, and other settings that it needs.
 BOUNDS = [
     ("squad", "window", 16, None, {"stride": 0}),
     ("squad", "stride", 0, 383, {}),
@@ -48,7 +48,7 @@ DEFAULTS = {
 def test_a_whole_number_is_taken_within_its_bounds_and_refused_beyond(name, setting, least, most, others):
     for value in (least, most or 10**6):
         open_task(name, **{setting: value}, **others)
-    told = f"The setting '{setting}' of the task '{name}' is {{}}; it has to be a whole number "
+    told = f"The setting '{setting}' of the task '{name}' is {{}}; it must be a whole number "
     told += f"at least {least}." if most is None else f"from {least} to {most}."
     for value in (least - 1, least + 0.5, *([] if most is None else [most + 1])):
         with pytest.raises(ApproxError, match=re.escape(told.format(value))) as caught:
@@ -58,11 +58,11 @@ def test_a_whole_number_is_taken_within_its_bounds_and_refused_beyond(name, sett
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_defaults_are_those_of_published_scores(name):
-    found = {each.name: each.default for each in inspect.signature(TASKS[name]).parameters.values()}
-    assert found.items() >= DEFAULTS[name].items()
+    defaults = {each.name: each.default for each in inspect.signature(TASKS[name]).parameters.values()}
+    assert defaults.items() >= DEFAULTS[name].items()
 
 
 def test_language_modelling_needs_to_know_where_tokens_stand():
-    with pytest.raises(ApproxError, match=r"object cannot tell.*tokenizer\.json") as caught:
+    with pytest.raises(ApproxError, match=r"object does not give.*tokenizer\.json") as caught:
         tokenised(object(), "a text")
     assert caught.value.exit_code == Exit.UNSUPPORTED

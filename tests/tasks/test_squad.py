@@ -1,4 +1,4 @@
-"""SQuAD: windows that lose no word, spans read back as text, no answer, the official layout and its mistakes."""
+"""SQuAD: windows without gaps, spans as text, no answer, the official layout and mistakes in it."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ def logits(width, *likely):
 def test_the_official_layout_is_read(tmp_path):
     split = open_task("squad").load(written(tmp_path, QUESTION))
     assert (split.name, split.subset) == ("dev-v1.1", False)
-    # Scoring needs no places of the answers.
+    # Scoring does not need the positions of answers.
     assert split.examples == [Example("q1", {"question": "what is good", "context": CONTEXT}, ["the film"])]
 
 
@@ -85,7 +85,7 @@ def test_answers_lie_within_the_text_and_are_short_enough():
     example = Example("a", {"question": "film is good", "context": CONTEXT}, [])
     (one,) = task.encode(example, tokenizer)
     first = next(index for index, span in enumerate(one["offsets"]) if span)
-    # Likeliest are a span of the question, one that runs backwards and one that is too long.
+    # The likeliest spans are invalid: in the question, backwards, too long.
     likely = [(1, 2, 9.0), (first + 3, first, 8.0), (first, first + 3, 7.0), (first + 1, first + 2, 1.0)]
     (part,) = task.predict(logits(len(one["input_ids"]), *likely), [one], None)
     assert all(len(CONTEXT[begin:end].split()) <= 2 and begin < end for _, begin, end in part["spans"])
@@ -127,13 +127,13 @@ def test_a_prediction_file_scores_what_the_official_rules_say(tmp_path_factory, 
     task, layout = ("squad", "1.1") if version == 1 else ("squad_v2", "2.0")
     examples = open_task(task).examples(written(folder, *questions, version=layout))
     scores = [official(predictions[question["id"]], question["answers"], version) for question in questions]
-    found = [predictions[example.id] for example in examples], [example.label for example in examples]
+    paired = [predictions[example.id] for example in examples], [example.label for example in examples]
     exact, f1 = (sum(column) / len(asked) for column in zip(*scores, strict=True))
-    assert (ExactMatch.value(*found), AnswerF1.value(*found)) == pytest.approx((exact, f1))
+    assert (ExactMatch.value(*paired), AnswerF1.value(*paired)) == pytest.approx((exact, f1))
 
 
 def official(said, answers, version):
-    """Exact match and F1 of one question by the rules of evaluate-v1.1.py and evaluate-v2.0.py, in other words."""
+    """Exact match and F1 of one question, an independent implementation of evaluate-v1.1.py and evaluate-v2.0.py."""
     given_answers = [answer["text"] for answer in answers]
     if version == 2:
         given_answers = [text for text in given_answers if answer_words(text)] or [""]
@@ -215,13 +215,13 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     (tmp_path / "dev-v1.1.json").write_text('{"data": [')
     with pytest.raises(ApproxError, match="not in the official layout"):
         open_task("squad").load(tmp_path)
-    with pytest.raises(ApproxError, match=r"no article 'Film' among 1. Did you mean 'Films'"):
+    with pytest.raises(ApproxError, match=r"unknown article 'Film'; there are 1. Did you mean 'Films'"):
         open_task("squad", articles=["Film"]).load(written(tmp_path, QUESTION))
 
 
 def test_a_question_without_room_for_its_text_is_refused():
     example = Example("long", {"question": " ".join(["film"] * 30), "context": CONTEXT}, [])
-    with pytest.raises(ApproxError, match="leaves no room for a text in windows of 32"):
+    with pytest.raises(ApproxError, match="leaves no room for the text in windows of 32"):
         open_task("squad", window=32, stride=4).encode(example, tiny_tokenizer())
     with pytest.raises(ApproxError, match="is 64, but the limit is 32 tokens"):
         open_task("squad", window=64, stride=4).encode(example, tiny_tokenizer(), 32)
@@ -233,7 +233,7 @@ def test_another_head_is_refused():
 
 
 def test_of_more_spans_than_are_kept_the_likeliest_stay():
-    """The three likeliest starts, 6, 5 and 1, of which only the last lies before the likeliest end, 2."""
+    """The three likeliest starts are 6, 5 and 1; only the last is before the likeliest end, 2."""
     starts, ends = torch.zeros(1, 9), torch.zeros(1, 9)
     starts[0, [6, 5, 1]] = torch.tensor([10.0, 9.0, 8.0])
     ends[0, [2, 7, 8]] = torch.tensor([20.0, 1.0, 0.5])

@@ -1,4 +1,4 @@
-"""Hub datasets that are read while they are downloaded: the same examples, and nothing read behind the limit."""
+"""Streamed hub datasets: the same examples, and nothing read beyond the limit."""
 
 import json
 
@@ -39,7 +39,7 @@ PLACES = {
 
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
-    """Put rows where a task's dataset is, in two files of which the second may be damaged, and give the task."""
+    """Write a task's dataset as two files, the second optionally damaged, and return the task."""
     monkeypatch.setattr(settings, "HF_DATASETS_CACHE", tmp_path / "cache")
 
     def store(name, damaged):
@@ -75,7 +75,7 @@ def test_nothing_is_read_behind_the_limit(name, stored):
     task = stored(name, damaged=True)
     split = task.load(limit=6, streaming=True)
     assert (len(split.examples), split.subset) == (6, True)
-    with pytest.raises(ApproxError, match=r"The download of .*damaged broke off: .* Try again") as caught:
+    with pytest.raises(ApproxError, match=r"The download of .*damaged failed: .* Try again") as caught:
         task.load(streaming=True)
     assert caught.value.exit_code == Exit.UNAVAILABLE
 
@@ -117,7 +117,7 @@ def test_the_beginning_of_a_text_holds_the_stretches_of_the_limit_and_shows_whet
 
 
 def test_a_text_is_read_no_further_than_the_row_that_shows_more_than_the_limit():
-    # Stretches of two characters: the first row holds as many as the limit, the second shows that there are more.
+    # Stretches of two characters: the first row reaches the limit, the second shows that there are more.
     rows = iter([{"text": "a " * 50}, {"text": "a " * 10}, {"text": "not read"}])
     assert len(LanguageModelling(stretch=2)._beginning(rows, 50)) == 120
     assert next(rows) == {"text": "not read"}

@@ -1,4 +1,4 @@
-"""What every classification of texts shares: the registry, the label order, padding, predictions."""
+"""The registry, and what all classifications of texts share: label order, padding, predictions."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def test_an_unknown_task_gets_a_suggestion(asked, meant):
 
 
 def test_an_unknown_setting_is_named():
-    with pytest.raises(ApproxError, match=r"settings of task 'glue/sst2' do not fit: .*'words'"):
+    with pytest.raises(ApproxError, match=r"settings for task 'glue/sst2': .*'words'"):
         open_task("glue/sst2", words=3)
 
 
@@ -89,8 +89,8 @@ def test_regression_predicts_numbers():
 
 def test_slices_go_by_the_length_of_the_input_and_empty_ones_are_left_out():
     lengths, labels, said = [3, 70, 15, 16, 64, 63], list("abcdef"), list("ABCDEF")
-    found = list(open_task("glue/sst2").slices(labels, lengths, said))
-    assert found == [
+    slices = list(open_task("glue/sst2").slices(labels, lengths, said))
+    assert slices == [
         (0, 16, ["A", "C"], ["a", "c"]),
         (16, 32, ["D"], ["d"]),
         (32, 64, ["F"], ["f"]),
@@ -139,12 +139,12 @@ def test_names_are_a_list_or_a_text_with_commas(given):
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        ("squad", {"articles": 5}, "'articles' of the task 'squad' is 5; it has to be a list of names"),
-        ("squad", {"articles": []}, r"is \[\]; it has to be a list"),
-        ("squad_v2", {"no_answer_margin": "high"}, "'no_answer_margin' .* is 'high'; it has to be a finite number"),
+        ("squad", {"articles": 5}, "'articles' of the task 'squad' is 5; it must be a list of names"),
+        ("squad", {"articles": []}, r"is \[\]; it must be a list"),
+        ("squad_v2", {"no_answer_margin": "high"}, "'no_answer_margin' .* is 'high'; it must be a finite number"),
         ("squad_v2", {"no_answer_margin": float("nan")}, "finite number"),
-        ("documents", {"labels": "good,"}, "'labels' .* it has to be a list of names, e.g. labels=one,two"),
-        ("mlm", {"hidden": 1}, "'hidden' .* is 1; it has to be a number above 0 and below 1"),
+        ("documents", {"labels": "good,"}, "'labels' .* it must be a list of names, e.g. labels=one,two"),
+        ("mlm", {"hidden": 1}, "'hidden' .* is 1; it must be a number above 0 and below 1"),
         ("mlm", {"hidden": "half"}, "number above 0"),
         ("listops", {"brackets": "maybe"}, "'brackets' .* true or false"),
         ("lm", {"window": True}, "'window' .* is True"),

@@ -1,4 +1,4 @@
-"""Transcription: padding that nobody hears, greedy decoding, checkpoints that cannot do it."""
+"""Transcription: padding has no effect, greedy decoding, unsuitable checkpoints."""
 
 from types import SimpleNamespace
 
@@ -36,7 +36,7 @@ def refused(text, exit_code, action):
 
 
 def logits(model, processor, encodings):
-    """Of each row those outputs that are no padding."""
+    """The outputs of each row without padding."""
     with torch.inference_mode():
         rows = model(**TASK.collate(encodings, processor)).logits
     frames = [model._get_feat_extract_output_lengths(one["samples"]) for one in encodings]
@@ -53,8 +53,8 @@ def test_recordings_sound_alike_alone_and_in_a_batch(data, tmp_path, norm, famil
     assert predict(subject, TASK, alone) == predict(subject, TASK, together)
     for rows in together.batches:
         encodings = [together.encodings[row] for row in rows]
-        for one, found in zip(encodings, logits(model, processor, encodings), strict=True):
-            torch.testing.assert_close(found, logits(model, processor, [one])[0], atol=2e-5, rtol=1e-4)
+        for one, batched in zip(encodings, logits(model, processor, encodings), strict=True):
+            torch.testing.assert_close(batched, logits(model, processor, [one])[0], atol=2e-5, rtol=1e-4)
 
 
 def test_without_a_mask_padding_would_be_heard(data, tmp_path):
@@ -66,7 +66,7 @@ def test_without_a_mask_padding_would_be_heard(data, tmp_path):
 
 
 def test_positions_are_the_frames_that_attention_sees(data, tmp_path):
-    # The first convolution is wider than its step, as in Wav2Vec2, so the last frame is not heard.
+    # The first convolution is wider than its stride, as in Wav2Vec2, so the last frame has no output.
     model, processor = recogniser(conv_kernel=(20, 8, 4)), speech_processor(tmp_path)
     encodings = [TASK.encode(example, processor)[0] for example in TASK.load(data).examples]
     with torch.inference_mode():
@@ -119,7 +119,7 @@ def test_models_are_compared_by_words_over_speakers(data, tmp_path):
     assert set(entry["base"]["scores"]) == {"wer", "cer"}
     assert [(part["from"], part["to"], part["examples"]) for part in entry["variants"][0]["slices"]] == [(0, 5, 7)]
     assert entry["tokens"] == {"median": 35, "longest": 65}, "frames of 20 ms"
-    # Not the seconds that its slices are bounded by.
+    # Not the seconds of the slices' bounds.
     assert longest_input(entry) == 66
 
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_brings_its_processor(data, tmp_path):
         subject = Subject("exact", loaded.model, checkpoint.processor(loaded.source))
         return evaluate({"exact": subject}, TASK, data=data)["base"]["scores"]
 
-    refused("(tokenizer|no processor for speech)", Exit.UNAVAILABLE, measured)
+    refused("(tokenizer|instead of a speech processor)", Exit.UNAVAILABLE, measured)
     processor.save_pretrained(folder)
     expected = evaluate({"exact": Subject("exact", model, processor)}, TASK, data=data)["base"]["scores"]
     assert measured() == expected
@@ -168,10 +168,10 @@ def test_what_cannot_transcribe_is_refused(data, tmp_path):
     deaf = Subject("deaf", recogniser(), processor.feature_extractor)
     slow = Subject("slow", recogniser(), speech_processor(tmp_path / "slow", sampling_rate=8000))
     for text, code, subjects in (
-        ("poor: its 32 outputs with the blank 0 are not the 8 characters", Exit.UNAVAILABLE, [poor]),
-        ("no processor for speech", Exit.UNAVAILABLE, [deaf]),
-        ("hears 8,000 samples a second; 16,000", Exit.UNSUPPORTED, [slow]),
-        ("poor and exact read different tokens", Exit.USAGE, [base, poor]),
+        ("poor: its 32 outputs with the blank 0 do not match the 8 characters", Exit.UNAVAILABLE, [poor]),
+        ("instead of a speech processor", Exit.UNAVAILABLE, [deaf]),
+        ("takes 8,000 samples per second; only 16,000", Exit.UNSUPPORTED, [slow]),
+        ("The tokenizers of poor and exact differ", Exit.USAGE, [base, poor]),
     ):
         models = {subject.name: subject for subject in subjects}
         refused(text, code, lambda models=models: evaluate(models, TASK, data=data))

@@ -1,4 +1,4 @@
-"""Replace the attention of a pretrained transformer, and measure what that costs and gains.
+"""Replace the attention of a pretrained transformer and measure the change in quality and speed.
 
     import approx
 
@@ -6,8 +6,8 @@
     receipt = approx.convert(model, approx.Plan.of("improved-clustered", clusters=25))
     model.save_pretrained("converted")
 
-Importing this package teaches transformers' auto classes the converted families, so that such folders load without a
-trust flag. It imports neither torch nor transformers itself.
+Importing this package registers the converted families with transformers' auto classes, so that converted folders load
+without a trust flag. It imports neither torch nor transformers.
 """
 
 import importlib
@@ -27,7 +27,7 @@ register_when_asked()
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on demand, so that the import stays light.
+    # Loaded on demand, because torch and transformers are slow to import.
     if name not in __all__:
         raise AttributeError(f"module 'approx' has no attribute '{name}'")
     return getattr(importlib.import_module("approx.api"), name)

@@ -1,4 +1,4 @@
-"""What Python users import from `approx`: the stages one by one, as the commands of the same names run them."""
+"""The Python API of `approx`: the stages, as in the commands of the same names."""
 
 import copy
 from contextlib import nullcontext
@@ -143,41 +143,41 @@ def evaluate(
     progress: Progress = silent,
     **options: Any,
 ) -> dict[str, Any]:
-    """Score a model on a task, against its exact base on the same examples in the same order.
+    """Score a model on a task and compare it with its exact base on the same examples.
 
     Args:
-        model: A folder, a model id of the hub, or `quickstart`; or a loaded model, which stays on its device and in its
-            dtype. Of loaded models no outputs are kept.
+        model: A folder, a hub model id, or `quickstart`; or a loaded model, which keeps its device and dtype, and whose
+            outputs are not stored.
         task: Name of the task, e.g. `glue/sst2`.
-        against: The base to compare with. Without it a converted checkpoint is compared with its own weights under exact
+        against: The base to compare with. By default a converted checkpoint is compared with its own weights under exact
             attention, and a stock one with nothing.
-        processor: The tokenizer or processor of loaded models.
-        outputs: Where the outputs of each example go, as parquet.
-        fresh: Whether nothing that was kept of earlier evaluations is used, and nothing is kept.
-        seed: Of the bootstrap.
+        processor: The tokenizer or processor of a loaded model.
+        outputs: Parquet file for the outputs of each example.
+        fresh: Whether to ignore stored outputs and store none.
+        seed: Seed of the bootstrap.
         device: `auto`, `cpu` or `cuda`.
-        dtype: `auto` or a torch dtype's name.
-        offline: Whether only local files and the hub's cache may be used.
-        command: As typed, for the record.
+        dtype: `auto` or the name of a torch dtype.
+        offline: Whether to use only local files and the hub's cache.
+        command: The command as typed, for the record.
         progress: Called with stage, done and total.
-        options: As of `approx.evaluation.options.EvaluateStage`: data, split, limit, margin, settings, …
+        options: Options of `approx.evaluation.options.EvaluateStage`: data, split, limit, margin, settings, …
 
     Returns:
         A record.
 
     Raises:
-        ApproxError: if an option is unknown or out of range, or checkpoint, task and data do not go together.
+        ApproxError: if an option is unknown or out of range, or checkpoint, task and data do not fit.
     """
     stage = build(EvaluateStage, "evaluate", task=task, **options)
-    # A mistyped task is told before any weight is loaded.
+    # Mistakes in the task must show before weights are loaded.
     task_of(stage)
     opened = _opened(model, against, device, dtype, offline, processor)
     label = _label(model)
     if stage.seeds > 1 and len(opened) == 1:
         raise ApproxError(
-            f"{stage.seeds} seeds were asked for, but {opened[BASE].source.name} is not converted, so nothing in it is drawn."
+            f"Several seeds need a converted checkpoint, but {opened[BASE].source.name} is not converted. Leave out --seeds."
         )
-    # What was done to a loaded model besides its weights and config is not known, so its outputs have no key.
+    # A loaded model may differ in more than its weights and config, so its outputs have no key.
     fresh = fresh or not isinstance(model, str) or not isinstance(against, str | None)
     quality = measure_quality(opened, stage, seed=seed, outputs=outputs, fresh=fresh, progress=progress)
     return make_record(opened, title=f"{label} on {task}", seed=seed, command=command, quality=[quality])
@@ -199,22 +199,22 @@ def bench(
     progress: Progress = silent,
     **options: Any,
 ) -> dict[str, Any]:
-    """Time a checkpoint side by side with exact attention and with no attention at all.
+    """Time a checkpoint side by side with exact attention and with no attention.
 
     Args:
-        name: The checkpoint; a folder, a model id of the hub, or `quickstart`.
+        name: The checkpoint: a folder, a hub model id, or `quickstart`.
         lengths: Tokens per sequence.
-        against: The exact base, if `name` is converted; its own weights under exact attention without it.
-        task: Task whose texts are the inputs; random tokens without it.
+        against: The exact base of a converted checkpoint; by default its own weights under exact attention.
+        task: Task whose examples are the inputs; by default random inputs.
         data: The task's files in their official layout.
-        settings: Of the task itself.
-        seed: Of the inputs and the bootstrap.
+        settings: Settings of the task.
+        seed: Seed of the inputs and the bootstrap.
         device: `auto`, `cpu` or `cuda`.
-        dtype: `auto` or a torch dtype's name.
-        offline: Whether only local files and the hub's cache may be used.
-        command: As typed, for the record.
+        dtype: `auto` or the name of a torch dtype.
+        offline: Whether to use only local files and the hub's cache.
+        command: The command as typed, for the record.
         progress: Called with stage, done and total.
-        options: As of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, fast_products.
+        options: Options of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, fast_products.
 
     Returns:
         A record.
@@ -235,7 +235,7 @@ def bench(
 def _opened(
     model: str | Any, against: str | Any | None, device: str, dtype: str, offline: bool, processor: Any = None
 ) -> dict[str, checkpoint.Checkpoint]:
-    """The base, and what is compared with it."""
+    """The base, and the model to compare with it."""
 
     def opened(label: str, one: str | Any) -> checkpoint.Checkpoint:
         if not isinstance(one, str):
@@ -256,6 +256,6 @@ def _opened(
 
 
 def _label(model: str | Any) -> str:
-    """Name of a model in tables and records, where the path to it says nothing."""
+    """Name of a model in tables and records: its path without the parent folders."""
     label = Path(model).resolve().name if isinstance(model, str) else type(model).__name__
     return label if label not in (BASE, CEILING) else f"{label} (converted)"

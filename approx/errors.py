@@ -1,4 +1,4 @@
-"""The one error that a user can fix, and the exit codes of the command line."""
+"""The error that users can fix, and the exit codes of the command line."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Exit(IntEnum):
-    """Exit codes of the command line; every command uses this list and no other number."""
+    """Exit codes of the command line; commands use no others."""
 
     OK = 0
     INTERNAL = 1
@@ -22,13 +22,13 @@ class Exit(IntEnum):
 
 
 class ApproxError(ValueError):
-    """Something the user can fix.
+    """An error that the user can fix.
 
     The message says what was asked, what was found, what is allowed and how to fix it.
 
     Args:
-        message: One or more plain sentences; each of several mistakes is on its own line.
-        exit_code: What the command line exits with.
+        message: One or more plain sentences; several mistakes are on separate lines.
+        exit_code: Exit code of the command line.
     """
 
     def __init__(self, message: str, exit_code: Exit = Exit.USAGE) -> None:
@@ -37,9 +37,9 @@ class ApproxError(ValueError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` Did you mean …?` with the known name that is nearest, or nothing where none is near.
+    """` Did you mean …?` with the closest known name, or an empty text if none is close.
 
-    People leave out what stands before a slash, so the last parts of names are compared too.
+    Users often leave out the part before a slash, so the last parts of names are compared too.
     """
     whole = list(known)
     last = {one.rpartition("/")[2]: one for one in whole}
@@ -49,6 +49,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a message, cut where it is long."""
+    """A value for a message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""A grid: one short YAML file that says which plans to compare, over which values of their settings and which seeds."""
+"""A grid: a YAML file with plans to compare over values of their settings and over seeds."""
 
 import itertools
 import json
@@ -15,16 +15,16 @@ from approx.planning.rule import KEYS, Rule, unwrapped
 from approx.recipe import Recipe, Study
 from approx.validation import Mistake, listed, validate
 
-# What else of a rule a grid may go through; every other key of a grid is a setting.
+# The keys of a rule that a grid may vary; all other keys of a grid are settings.
 _OF_THE_RULE = ("mechanism", "layers", "heads", "exact_below")
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class GridRule(Rule):
-    """A rule that stands for several.
+    """A rule with several values for some of its keys.
 
     Attributes:
-        mechanism: As in a plan, or in the grid.
+        mechanism: Name of the mechanism, unless the grid lists mechanisms.
         grid: Setting (or one of the rule's `layers`, `heads`, `mechanism` and `exact_below`) -> the values to compare.
     """
 
@@ -45,9 +45,9 @@ class Point(NamedTuple):
     """One plan of a grid.
 
     Attributes:
-        variant: Name of the variant that it belongs to.
+        variant: Name of its variant.
         plan: Its rules.
-        values: What the grid chose for it: key -> value.
+        values: Key of the grid -> the chosen value.
     """
 
     variant: str
@@ -56,13 +56,13 @@ class Point(NamedTuple):
 
 
 class Grid(Study):
-    """Everything `approx sweep` needs; what is not said here is as in a recipe.
+    """The input of `approx sweep`; other keys are as in a recipe.
 
     Attributes:
-        checkpoint: Checkpoints that all the tasks fit.
+        checkpoint: One or more checkpoints, suitable for all tasks.
         variants: Name -> a rule or a list of rules. A rule with a `grid` stands for all combinations of its values.
-        seeds: Of the mechanisms; plans that draw nothing at random are measured once.
-        seed: Of everything else that is random.
+        seeds: Seeds of the mechanisms; plans without randomness are measured once.
+        seed: Seed of all other random choices.
     """
 
     checkpoint: Annotated[
@@ -97,38 +97,38 @@ def read(path: Path) -> Grid:
     """Read a grid.
 
     Args:
-        path: Of the YAML file; paths inside it are meant from the folder that the command runs in.
+        path: The YAML file; paths in it are relative to the current folder.
 
     Returns:
-        What could be read; what could not is among its `mistakes`, each with its line and the nearest known name.
+        The valid part of the file, with `mistakes` for the rest, each with its line and the closest known name.
 
     Raises:
-        ApproxError: if there is no such file, or it is no YAML mapping.
+        ApproxError: if the file does not exist or is not a YAML mapping.
     """
     return Grid.parse(path, "grid", {"title": "", "checkpoint": [""], "variants": {}}, _loose_ends)
 
 
 def _loose_ends(grid: Grid) -> Iterator[Mistake]:
-    """What is wrong with a grid as a whole; the points are made on the way."""
+    """Check the grid as a whole, and make its points."""
     for key in ("checkpoint", "seeds"):
         for value in _repeated(getattr(grid, key)):
             yield Mistake((key,), f"grid.{key}: {shown(value)} is given twice.")
     if grid.revision is not None and len(grid.checkpoint) > 1:
-        said = "a revision belongs to one checkpoint, and several are given. Leave it out."
-        yield Mistake(("revision",), f"grid.revision: {said}")
+        text = "a revision needs a single checkpoint, but several are given. Leave it out."
+        yield Mistake(("revision",), f"grid.revision: {text}")
     for number, heal in enumerate(grid.heal):
         if heal.exact:
-            said = "a sweep compares with the base as it is. Leave it out, or train the base in a recipe."
-            yield Mistake(("heal", number), f"grid.heal: exact: {said}")
+            text = "a sweep compares with the untrained base. Leave it out, or train the base in a recipe."
+            yield Mistake(("heal", number), f"grid.heal: exact: {text}")
     for variant, rules in grid.variants.items():
         mistakes: list[Mistake] = []
         for point in _points(variant, rules, mistakes):
             name = " ".join([point.variant, *(f"{key}={_text(value)}" for key, value in point.values.items())])
             if name in grid.points:
-                said = f"two plans would be called '{name}'. Rename one."
-                yield Mistake(("variants", variant), f"grid.variants: {said}")
+                text = f"two plans are called '{name}'. Rename one."
+                yield Mistake(("variants", variant), f"grid.variants: {text}")
             grid.points[name] = point
-        # A value that does not fit its key is wrong in each combination.
+        # An invalid value is reported for each combination.
         yield from dict.fromkeys(mistakes)
 
 
@@ -143,7 +143,7 @@ def _points(variant: str, rules: list[GridRule], mistakes: list[Mistake]) -> Ite
         for key, values in rule.grid.items():
             place, where = (*places[number], "grid", key), f"{wheres[number]}.grid.{key}"
             if getattr(rule, key) != getattr(Rule(""), key) if key in _OF_THE_RULE else key in rule.settings:
-                mistakes.append(Mistake(place, f"{where}: it is also given outside of the grid. Keep one of them."))
+                mistakes.append(Mistake(place, f"{where}: it is also given outside the grid. Keep one of them."))
             elif twice := _repeated(values):
                 mistakes.append(Mistake(place, f"{where}: {shown(twice[0])} is listed twice."))
             else:
@@ -167,7 +167,7 @@ def _points(variant: str, rules: list[GridRule], mistakes: list[Mistake]) -> Ite
 
 
 def _repeated(values: list[Any]) -> list[Any]:
-    """What stands in a list a second time; 1 and true are not the same."""
+    """The repeated values of a list; 1 and true are different."""
     texts = [_text(value) for value in values]
     return [value for place, value in enumerate(values) if texts[place] in texts[:place]]
 

@@ -9,22 +9,22 @@ from approx.planning import anatomy, cost
 from approx.planning.plan import Plan
 from approx.planning.resolve import described, site_record
 
-# A ceiling below this is worth a warning.
+# A ceiling below this causes a warning.
 _HARDLY = 1.1
-# What is said of a layer that keeps exact attention.
+# The entry of a layer that keeps exact attention.
 _EXACT = {"heads": "all", "mechanism": None, "settings": {}, "exact_below": 0, "recompute": False}
 
 
 def inspect(name: str, *, revision: str | None = None, offline: bool = False) -> dict[str, Any]:
-    """What a checkpoint is, from its config alone.
+    """Describe a checkpoint from its config alone.
 
     Args:
-        name: A folder, a model id of the hub, or `quickstart`.
-        revision: Commit of the hub.
-        offline: Whether only local files and the hub's cache may be used.
+        name: A folder, a hub model id, or `quickstart`.
+        revision: Commit on the hub.
+        offline: Whether to use only local files and the hub's cache.
 
     Raises:
-        ApproxError: if it is not there or not supported.
+        ApproxError: if the checkpoint does not exist or is not supported.
     """
     source = checkpoint.locate(name, revision=revision, offline=offline)
     facts = anatomy.anatomy(families.stock_config(source.config), source.stock_class)
@@ -59,14 +59,14 @@ def inspect(name: str, *, revision: str | None = None, offline: bool = False) ->
 def plan(
     name: str, chosen: Plan, lengths: list[int], *, revision: str | None = None, offline: bool = False
 ) -> dict[str, Any]:
-    """What a plan would do to a checkpoint, and what it would cost and gain by the count of operations.
+    """Show which layers a plan changes, and predict its cost and speed-up by counting operations.
 
     Args:
-        name: A folder, a model id of the hub, or `quickstart`.
+        name: A folder, a hub model id, or `quickstart`.
         chosen: The plan.
-        lengths: Positions to count at.
-        revision: Commit of the hub.
-        offline: Whether only local files and the hub's cache may be used.
+        lengths: Sequence lengths to count at, in tokens.
+        revision: Commit on the hub.
+        offline: Whether to use only local files and the hub's cache.
 
     Raises:
         ApproxError: with every mistake of the plan.
@@ -91,13 +91,13 @@ def plan(
 
 
 def _warnings(facts: anatomy.Anatomy, costs: list[cost.Cost]) -> list[str]:
-    said = []
+    warnings = []
     worse = [c.length for c in costs if c.flops_planned >= c.flops_exact]
     if worse:
-        said.append(
-            f"At {_listed(worse)} tokens the plan needs as many operations as exact attention or more: nothing to gain."
+        warnings.append(
+            f"At {_listed(worse)} tokens the plan needs at least as many operations as exact attention: no gain."
         )
-    said += [
+    warnings += [
         f"At {c.length} tokens attention is {1 - 1 / c.ceiling:.0%} of all operations: no mechanism can gain more than "
         f"{c.ceiling:.2f}×."
         for c in costs
@@ -105,10 +105,10 @@ def _warnings(facts: anatomy.Anatomy, costs: list[cost.Cost]) -> list[str]:
     ]
     long = [c.length for c in costs if facts.positions is not None and c.length > facts.positions]
     if long:
-        said.append(
+        warnings.append(
             f"The model takes {facts.positions} positions: for {_listed(long)} tokens convert with --max-length {max(long)}."
         )
-    return said
+    return warnings
 
 
 def _listed(numbers: list[int]) -> str:

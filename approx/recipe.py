@@ -1,4 +1,4 @@
-"""A recipe: one short YAML file that says what to convert, how, and what to measure."""
+"""A recipe: a YAML file that says what to convert, how, and what to measure."""
 
 import hashlib
 import re
@@ -16,10 +16,10 @@ from approx.planning.rule import Rules
 from approx.validation import Mistake, Model, listed, salvage, told
 
 BASE, CEILING = "exact", "attention-free"
-"""Names of the two lines that every report has: the base itself, and the base with its attention replaced by its values."""
+"""Names of two lines in every report: the base, and the base with its attention replaced by its values."""
 
 HEALED, TRAINED = ", healed", f"{BASE}, trained"
-"""What the name of a variant ends with once it was trained, and the name of the base that had the same training."""
+"""The end of a healed variant's name, and the name of the base after the same training."""
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -27,20 +27,20 @@ CHOICES = {"device": get_args(Device), "dtype": get_args(Dtype)}
 
 
 class Study(Model):
-    """What a recipe and a grid have in common.
+    """The common keys of recipes and grids.
 
     Attributes:
-        title: Of the report.
-        checkpoint: What is converted.
+        title: Title of the report.
+        checkpoint: The checkpoint to convert.
         variants: Name -> rules.
-        evaluate: Tasks, in order.
-        bench: Grids of lengths and batch sizes, in order.
-        heal: Training of the variants after their conversion, one after the other.
-        revision: Commit of the hub.
-        notice: A sentence that the report shows above everything else.
-        seed: Of everything random.
+        evaluate: Tasks to evaluate on, in order.
+        bench: Grids of lengths and batch sizes to time at, in order.
+        heal: Trainings of the converted variants, in order.
+        revision: Commit on the hub.
+        notice: A sentence shown above everything else in the report.
+        seed: Seed of all random choices.
         device: `auto`, `cpu` or `cuda`.
-        dtype: `auto` (what the checkpoint says), `float32`, `bfloat16` or `float16`.
+        dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
     """
 
     title: str
@@ -66,21 +66,21 @@ class Study(Model):
 
     @property
     def text(self) -> str:
-        """The file as it was read."""
+        """The text of the file."""
         return self._text
 
     @property
     def mistakes(self) -> tuple[str, ...]:
-        """What is wrong with the file, a sentence each; whoever uses it adds what is wrong with the checkpoint."""
+        """The mistakes in the file, one sentence each; mistakes concerning the checkpoint are found later."""
         return self._mistakes
 
     @property
     def sha256(self) -> str:
-        """Of the file's text."""
+        """Hash of the file's text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def at(self, *path: Any) -> str:
-        """Where a part of the file stands, to begin a message with; empty where there is no file."""
+        """File and line of a part, as the beginning of a message; empty if there is no file."""
         return self._places.get(path, "")
 
     @classmethod
@@ -90,21 +90,21 @@ class Study(Model):
         """Read a file.
 
         Args:
-            path: Of the YAML file.
-            what: What such a file is called: `recipe`.
-            blanks: What stands for keys that are needed and missing or wrong.
-            more: Finds what else is wrong.
+            path: The YAML file.
+            what: The kind of file: `recipe`.
+            blanks: Values for required keys that are missing or wrong.
+            more: Finds further mistakes.
 
         Returns:
-            What could be read; what could not is among its `mistakes`.
+            The valid part of the file, with `mistakes` for the rest.
 
         Raises:
-            ApproxError: if there is no such file, or it is no YAML mapping.
+            ApproxError: if the file does not exist or is not a YAML mapping.
         """
         document = yaml_text.read(path, what)
         if not isinstance(document.data, dict):
             raise ApproxError(
-                f"{what.capitalize()} {path} holds no mapping of keys and values, but {shown(document.data)}. "
+                f"{what.capitalize()} {path} is not a mapping of keys and values, but {shown(document.data)}. "
                 "Its keys are title, checkpoint, variants, …"
             )
         made, mistakes = salvage(cls, document.data, what, blanks)
@@ -114,7 +114,7 @@ class Study(Model):
         parts = {part: part for part in [("checkpoint",), *(("variants", name) for name in made.variants)]}
         for key in ("evaluate", "bench", "heal"):
             count = len(getattr(made, key))
-            # Where a stage was left out, the others have other numbers than in the file.
+            # If an invalid stage was left out, the numbers differ from those in the file.
             whole = len(listed(document.data.get(key))) == count
             parts |= {(key, number): (key, number) if whole else (key,) for number in range(count)}
         made._places = {part: f"{path}, line {document.line(place)}: " for part, place in parts.items()}
@@ -122,12 +122,12 @@ class Study(Model):
 
 
 class Recipe(Study):
-    """Everything `approx run` needs.
+    """The input of `approx run`.
 
     Attributes:
-        checkpoint: A folder, a model id of the hub, or `quickstart`.
+        checkpoint: A folder, a hub model id, or `quickstart`.
         variants: Name -> plan: a rule or a list of rules.
-        calibrate: A text, or for speech a recording, as `approx convert --calibrate` takes it.
+        calibrate: A text, or for speech a recording, as in `approx convert --calibrate`.
     """
 
     checkpoint: str
@@ -139,26 +139,26 @@ def read(path: Path) -> Recipe:
     """Read a recipe.
 
     Args:
-        path: Of the YAML file; paths inside it are meant from the folder that the command runs in.
+        path: The YAML file; paths in it are relative to the current folder.
 
     Returns:
-        What could be read; what could not is among its `mistakes`, each with its line and the nearest known name.
+        The valid part of the file, with `mistakes` for the rest, each with its line and the closest known name.
 
     Raises:
-        ApproxError: if there is no such file, or it is no YAML mapping.
+        ApproxError: if the file does not exist or is not a YAML mapping.
     """
     return Recipe.parse(path, "recipe", {"title": "", "checkpoint": "", "variants": {}})
 
 
 def find(name: str, what: str = "recipe") -> Path:
-    """The file of a recipe, or of a grid: a path, or the name of one that comes with the package.
+    """The file of a recipe or grid, given by its path or by the name of one that comes with the package.
 
     Raises:
-        ApproxError: if there is no such file and no such recipe.
+        ApproxError: if there is neither.
     """
     if Path(name).is_file():
         return Path(name)
-    # Installed, recipes lie inside the package; in a checkout they lie beside it.
+    # Recipes are inside the installed package, but beside it in a checkout.
     folders = [Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes"]
     files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
     known = {path.stem: path for path in files if path.stem.endswith("-grid") == (what == "grid")}
@@ -171,7 +171,7 @@ def find(name: str, what: str = "recipe") -> Path:
 
 
 def _loose_ends(made: Study, data: dict[str, Any], what: str) -> Iterator[Mistake]:
-    """What is wrong with a recipe or a grid as a whole: names of variants, nothing to measure."""
+    """Check a recipe or grid as a whole: names of variants, something to measure."""
     if not data.get("variants", True):
         example = "at least one variant is needed, e.g. {linear: {mechanism: linear}}."
         yield Mistake(("variants",), f"{what}.variants: {example}")
@@ -179,12 +179,12 @@ def _loose_ends(made: Study, data: dict[str, Any], what: str) -> Iterator[Mistak
     for name in made.variants:
         place, where = ("variants", name), f"{what}.variants"
         if name in (BASE, CEILING) or name.endswith(HEALED):
-            yield Mistake(place, f"{where}: '{name}' is the name of a line of every report. Choose another name.")
+            yield Mistake(place, f"{where}: '{name}' is reserved for a line of every report. Choose another name.")
         elif slug(name) in slugs:
             yield Mistake(place, f"{where}: '{name}' and '{slugs[slug(name)]}' would share a folder. Rename one.")
         else:
             slugs[slug(name)] = name
-    # Of the file, not of what could be read of it: a mistake is told once.
+    # Checked in the file, not in its valid part: invalid stages are already reported.
     if not data.get("evaluate") and not data.get("bench"):
         yield Mistake((), f"{what}: nothing is measured. Add 'evaluate', 'bench' or both.")
     for number, stage in enumerate(made.heal):
@@ -194,7 +194,7 @@ def _loose_ends(made: Study, data: dict[str, Any], what: str) -> Iterator[Mistak
                 known = f"Known: {', '.join(made.variants)}."
                 yield Mistake(("heal", number), f"{what}.heal: there is no variant '{name}'.{hint} {known}")
     if any(stage.inputs == "real" for stage in made.bench) and not data.get("evaluate"):
-        advice = "real inputs are texts of a task. Add 'evaluate', or set 'inputs: synthetic'."
+        advice = "real inputs come from a task. Add 'evaluate', or set 'inputs: synthetic'."
         yield Mistake(("bench",), f"{what}.bench: {advice}")
 
 

@@ -1,4 +1,4 @@
-"""Register the converted families with transformers when somebody first asks its auto classes for a checkpoint."""
+"""Register the converted families with transformers when its auto classes first load a checkpoint."""
 
 import importlib
 from collections.abc import Callable
@@ -9,10 +9,9 @@ import wrapt
 
 
 def register_when_asked() -> None:
-    """Make the first `AutoConfig.from_pretrained` register the converted families; every auto class goes through it.
+    """Make the first `AutoConfig.from_pretrained`, which every auto class calls, register the converted families.
 
-    Not sooner: transformers imports its auto classes in the middle of importing a model family, which is no time to import
-    other families.
+    Registering earlier would import model families while transformers is in the middle of importing one.
     """
     wrapt.register_post_import_hook(_watch, "transformers.models.auto.configuration_auto")
 
@@ -22,7 +21,6 @@ def _watch(module: ModuleType) -> None:
 
 
 def _register_first(wrapped: Callable[..., Any], instance: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Looked up by name, so that importing the package stays free of torch until somebody needs it; it registers as it is
-    # imported, and importing it again costs nothing.
+    # Imported here, so that importing approx does not import torch. The module registers the families on import.
     importlib.import_module("approx.checkpoints.families")
     return wrapped(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Plain data becomes typed: all mistakes at once, each a sentence that says where, what is needed and what stands there."""
+"""Validate plain data into typed models, reporting all mistakes, each as a sentence with place, expectation and value."""
 
 import re
 import typing
@@ -16,23 +16,23 @@ Path = tuple[Any, ...]
 
 
 class Model(BaseModel):
-    """What files are read into: nothing unknown, nothing converted, no infinity; made once and not changed."""
+    """Base of models for user files: frozen and strict, with no unknown keys and no infinities."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Written(BaseModel):
-    """What programs write and read again: nothing converted, no infinity; a later version may say more."""
+    """Base of models for files written by programs: strict, no infinities; unknown keys of later versions are allowed."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
 class Mistake(NamedTuple):
-    """One thing that is wrong.
+    """One mistake.
 
     Attributes:
-        path: Keys and indexes of the value in the file, for its line.
-        text: Where it is and what is wrong, a sentence.
+        path: Keys and indexes of the value in the file, to look up its line.
+        text: A sentence with its place and what is wrong.
     """
 
     path: Path
@@ -40,7 +40,7 @@ class Mistake(NamedTuple):
 
 
 def listed(value: Any) -> Any:
-    """A single value stands for a list of one."""
+    """Turn a single value into a list."""
     return value if isinstance(value, list | tuple) else [value]
 
 
@@ -53,7 +53,7 @@ _MAPPING = "a mapping of keys and values"
 _NEEDED = {
     "bool_type": "true or false", "dict_type": _MAPPING, "model_type": _MAPPING, "dataclass_type": _MAPPING,
     "float_type": "a number", "finite_number": "a finite number", "int_type": "a whole number",
-    "list_type": "a list", "tuple_type": "a list", "string_type": "a text",
+    "list_type": "a list", "tuple_type": "a list", "string_type": "text",
     "too_short": "a list of at least {min_length}", "too_long": "a list of at most {max_length}",
     "greater_than": "a finite number above {gt}", "less_than": "a finite number below {lt}",
     "greater_than_equal": "a finite number of at least {ge}", "less_than_equal": "a finite number of at most {le}",
@@ -61,29 +61,29 @@ _NEEDED = {
 
 
 def validate(kind: type[T], data: Any, root: str, around: Path = ()) -> tuple[T | None, list[Mistake]]:
-    """Make a model or a dataclass of plain data.
+    """Validate plain data as a model or dataclass.
 
     Args:
-        kind: What to make.
-        data: Of a file, or of a part of one.
-        root: What the data are called in sentences: `recipe`.
+        kind: The model or dataclass.
+        data: The data of a file or a part of it.
+        root: Name of the data in messages: `recipe`.
         around: Path of the part within its file.
 
     Returns:
-        What was made, or None and everything that is wrong.
+        The model and no mistakes, or None and all mistakes.
     """
     try:
         return TypeAdapter(kind).validate_python(data), []
     except ValidationError as error:
         wrong = _mistakes(error, kind, data)
-        return None, [Mistake((*around, *path), f"{named(root, place)}: {said}") for path, place, said in wrong]
+        return None, [Mistake((*around, *path), f"{named(root, place)}: {text}") for path, place, text in wrong]
 
 
 def build(kind: type[T], what: str, **given: Any) -> T:
-    """Make a model of keywords.
+    """Make a model from keywords.
 
     Raises:
-        ApproxError: with every mistake in them.
+        ApproxError: with all mistakes.
     """
     made, mistakes = validate(kind, given, what)
     if made is None:
@@ -92,21 +92,21 @@ def build(kind: type[T], what: str, **given: Any) -> T:
 
 
 def salvage(kind: type[T], data: Mapping[Any, Any], root: str, blanks: Mapping[str, Any]) -> tuple[T, list[Mistake]]:
-    """Make as much as can be made of plain data, so that what else is wrong can be told too.
+    """Make a model from the valid part of plain data, so that further checks can report more mistakes.
 
     Args:
-        kind: The model to make.
+        kind: The model.
         data: A mapping.
-        root: What the data are called in sentences: `recipe`.
-        blanks: Valid values of the keys that are needed, for those that are missing or wrong.
+        root: Name of the data in messages: `recipe`.
+        blanks: Valid values for required keys that are missing or wrong.
 
     Returns:
-        The model of what is right, and everything that is wrong.
+        The model of the valid part, and all mistakes.
     """
     made, mistakes = validate(kind, data, root)
     wrong = mistakes
     while made is None:
-        # Later items of a list go first, so that earlier ones keep their indexes.
+        # Later items of a list are removed first, so that earlier ones keep their indexes.
         kept = data
         for path in sorted({one.path for one in wrong if one.path}, key=_order, reverse=True):
             kept = _without(kept, path)
@@ -117,12 +117,12 @@ def salvage(kind: type[T], data: Mapping[Any, Any], root: str, blanks: Mapping[s
 
 
 def told(mistakes: Iterable[Mistake], source: str, document: Document | None = None) -> list[str]:
-    """The mistakes as lines that begin with their source; in the order of the file, with its lines and repeated keys."""
+    """Mistakes as lines that begin with the source; with a document in file order, with line numbers and repeated keys."""
     if document is None:
         return [f"{source}, {one.text}" for one in mistakes]
-    said = [(document.line(one.path), one.text) for one in mistakes]
-    said += [(line, f"the key '{key}' is given twice. Keep one of them.") for line, key in document.repeated()]
-    return [f"{source}, line {line}, {text}" for line, text in sorted(said, key=lambda pair: pair[0])]
+    lines = [(document.line(one.path), one.text) for one in mistakes]
+    lines += [(line, f"the key '{key}' is given twice. Keep one of them.") for line, key in document.repeated()]
+    return [f"{source}, line {line}, {text}" for line, text in sorted(lines, key=lambda pair: pair[0])]
 
 
 def named(root: str, path: Path) -> str:
@@ -131,7 +131,7 @@ def named(root: str, path: Path) -> str:
 
 
 def _mistakes(error: ValidationError, kind: Any, data: Any) -> list[tuple[Path, Path, str]]:
-    """Path, place in words, and what is wrong: a key that is missing or unknown is told of the mapping around it."""
+    """Path, place, and what is wrong; unknown keys are reported for the mapping that contains them."""
     unknown, wrong = [], []
     needed: dict[Path, tuple[Any, list[str]]] = {}
     choices: dict[Path, list[str]] = {}
@@ -146,9 +146,9 @@ def _mistakes(error: ValidationError, kind: Any, data: Any) -> list[tuple[Path, 
             place = path[:-1] if path[-1:] == loc[-1:] else path
             unknown.append((path, place, f"unknown key '{loc[-1]}'.{hint} Known: {', '.join(known)}."))
         elif name == "invalid_key" or loc[-1:] == ("[key]",):
-            wrong.append((path, path[:-1], f"names are texts, found {shown(one['input'])}. Put it in quotes."))
+            wrong.append((path, path[:-1], f"names must be text, found {shown(one['input'])}. Put it in quotes."))
         else:
-            # All members of a union say what they would need.
+            # Each member of a union reports its own expectation.
             words = needed.setdefault(path, (one["input"], []))[1]
             if name == "literal_error":
                 choices[path] = re.findall(r"'([^']*)'", one.get("ctx", {})["expected"])
@@ -168,7 +168,7 @@ def _needed(name: str, message: str, about: Mapping[str, Any]) -> str:
 
 
 def _in_data(loc: Path, data: Any) -> Path:
-    """Where a validator's location is in the data: single values and `{rules: [...]}` stand for lists, unions have names."""
+    """Path in the data of a validator's location, which differs for `{rules: [...]}`, single values and unions."""
     path = []
     for step in loc:
         if (
@@ -199,7 +199,7 @@ def _fields(kind: Any, loc: Path) -> dict[str, FieldInfo]:
 
 
 def _owned(annotation: Any) -> dict[str, FieldInfo]:
-    """The fields of the first model within an annotation."""
+    """The fields of the first model in an annotation."""
     own = getattr(annotation, "model_fields", None) or getattr(annotation, "__pydantic_fields__", None)
     return own or next((inner for part in typing.get_args(annotation) if (inner := _owned(part))), {})
 

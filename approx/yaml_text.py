@@ -1,4 +1,4 @@
-"""YAML as people write it: 1e-6 is a number, a key given twice is found, and every value knows its line."""
+"""Read YAML: 1e-6 is a number, repeated keys are detected, and every value has its line."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ import yaml
 
 from approx.errors import ApproxError
 
-# PyYAML on its own wants 1.0e-6.
+# PyYAML's own pattern accepts only 1.0e-6.
 _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
 
 
@@ -23,12 +23,12 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 @dataclass(frozen=True)
 class Document:
-    """A YAML or JSON text that was read.
+    """A parsed YAML or JSON text.
 
     Attributes:
-        text: As it was read.
-        data: What it says.
-        node: The same with the place of each value.
+        text: The text.
+        data: Its content.
+        node: Its syntax tree, with the line of each value.
     """
 
     text: str
@@ -36,7 +36,7 @@ class Document:
     node: yaml.Node | None
 
     def line(self, path: Sequence[Any]) -> int:
-        """The line, from 1, of the value at a path of keys and indexes, or of the nearest thing around it."""
+        """The line, from 1, of the value at a path of keys and indexes, or of its nearest parent."""
         node, line = self.node, 1
         for step in path:
             if isinstance(node, yaml.MappingNode):
@@ -51,7 +51,7 @@ class Document:
         return line
 
     def repeated(self) -> Iterator[tuple[int, str]]:
-        """Line and key of each key that stands in its mapping a second time; it would silently win."""
+        """Line and name of each repeated key; PyYAML silently uses the last one."""
         todo, seen = [self.node], set()
         while todo:
             node = todo.pop()
@@ -79,7 +79,7 @@ def load(text: str) -> Document:
         node = loader.get_single_node()
         return Document(text, None if node is None else loader.construct_document(node), node)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        # PyYAML lets these through for dates, numbers and tags that are none.
+        # PyYAML raises these for invalid dates, numbers and tags.
         raise yaml.YAMLError(str(error)) from None
     finally:
         loader.dispose()
@@ -89,11 +89,11 @@ def read(path: Path, what: str) -> Document:
     """Read a file.
 
     Args:
-        path: Of the YAML or JSON file.
-        what: What such a file is called: `recipe`.
+        path: The YAML or JSON file.
+        what: The kind of file: `recipe`.
 
     Raises:
-        ApproxError: if there is no such file, or it is neither YAML nor JSON.
+        ApproxError: if the file cannot be read, or is neither YAML nor JSON.
     """
     called = f"{what.capitalize()} {path}"
     try:

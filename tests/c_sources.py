@@ -1,4 +1,4 @@
-"""The C sources of the kernels, and whether tests may do without one: only where there is no compiler at all."""
+"""The C sources of the kernels; tests that need them are skipped only without a compiler."""
 
 import ctypes
 
@@ -9,17 +9,17 @@ from approx_kernels.cpu.sources import names, source
 
 
 def sources() -> dict[str, str]:
-    """Every text that is compiled by itself, by its file."""
+    """Every separately compiled source, by its file."""
     return {name: source(name) for name in names()}
 
 
 _COMPILER, _WHY = find_compiler()
-# Where there is a compiler, C that does not compile is an error and no reason to skip.
+# With a compiler, C that does not compile is an error, not a reason to skip.
 needs_compiler = pytest.mark.skipif(_COMPILER is None, reason=_WHY)
 
 
 def compiled(source: str) -> ctypes.CDLL:
-    """The functions of a source."""
-    found = load(source)
-    assert not isinstance(found, str), found
-    return found
+    """Compile and load a source."""
+    library = load(source)
+    assert not isinstance(library, str), library
+    return library

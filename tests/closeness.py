@@ -1,4 +1,4 @@
-"""Closeness to an exact result, with a tolerance that a reference sets and nobody chooses."""
+"""Closeness to an exact result, with a tolerance measured on a reference."""
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def error_and_budget(actual: Tensor, reference: Tensor, exact64: Tensor, factor:
 
 
 def at_real_queries(out: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Outputs [B, H, L, E] with 0 at padded queries, whose outputs have no meaning; as they are where L differs from S."""
+    """Outputs [B, H, L, E] with 0 at padded queries, whose outputs have no meaning; unchanged if L differs from S."""
     if key_mask is None or out.shape[2] != key_mask.shape[1]:
         return out
     return out.masked_fill(~key_mask[:, None, :, None], 0.0)

@@ -1,4 +1,4 @@
-"""What every test stands on: no network, one thread, fixed seeds, and real data where this machine has it."""
+"""The environment of all tests: no network, one thread, fixed seeds, and optional real data."""
 
 import atexit
 import gc
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-# Read once at import by the libraries concerned, and inherited by the processes that tests start.
+# Libraries read these on import, and child processes inherit them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# As the command line does, which a test may call after another has imported transformers.
+# As in the command line, which would set it too late if another test has imported transformers.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,11 +27,10 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
-# A runner in the background ignores Ctrl-C, and so would every process that a test starts and interrupts.
+# If the test runner ignores Ctrl-C, as in the background, so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Outputs that one test keeps must not be found by another run of the tests, nor by another worker of this one; but what one
-# worker has compiled serves all of them.
+# Stored outputs must not be shared with other runs or workers, but compiled code is shared by all workers.
 if "APPROX_TESTS_RUN" not in os.environ:
     os.environ["APPROX_TESTS_RUN"] = tempfile.mkdtemp(prefix="approx-tests-")
     atexit.register(shutil.rmtree, os.environ["APPROX_TESTS_RUN"], ignore_errors=True)
@@ -40,7 +39,7 @@ COMPILED.mkdir(mode=0o700, exist_ok=True)
 os.environ["APPROX_CACHE"] = tempfile.mkdtemp(dir=COMPILED.parent)
 Path(os.environ["APPROX_CACHE"], "compiled").symlink_to(COMPILED)
 
-# The same examples in every run; a loaded machine may take its time over one.
+# The same examples in every run, without a deadline, since the machine may be busy.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 settings.load_profile("suite")
 
@@ -48,13 +47,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_finish():
-    # What was imported stays; benchmarks collect garbage between repetitions, and would walk through all of it.
+    # Benchmarks collect garbage between repetitions and would traverse all imported modules.
     gc.freeze()
 
 
 def pytest_sessionfinish(session):
     gc.unfreeze()
-    # Processes that run tests for another have none.
+    # Worker processes have no terminal reporter.
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter and unexpected_skips(_skips(reporter), os.environ.get("APPROX_EXPECTED_SKIPS")):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -76,7 +75,7 @@ def _skips(reporter) -> Counter[str]:
 
 
 def unexpected_skips(reasons: Mapping[str, int], expected: str | None) -> list[str]:
-    """Reasons that a file lists less often or not at all, a line each; none where no file is named."""
+    """Skips beyond those that the file lists, one line per reason; empty without a file."""
     if not expected:
         return []
     listed = tomllib.loads((ROOT / expected).read_text(encoding="utf-8"))["skips"]
@@ -93,7 +92,7 @@ def seeded():
 
 @pytest.fixture
 def own_cache(monkeypatch, tmp_path) -> Path:
-    """A cache folder of the test's own, in which there is nothing but what has been compiled."""
+    """A cache folder for one test, empty except for compiled code."""
     folder = tmp_path / "cache"
     folder.mkdir()
     (folder / "compiled").symlink_to(COMPILED)
@@ -103,13 +102,13 @@ def own_cache(monkeypatch, tmp_path) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real data; the test is skipped where there is none."""
+    """The folder of real data; without it, the test is skipped."""
     return _folder("APPROX_DATA_DIR", "data")
 
 
 @pytest.fixture(scope="session")
 def shared_checkpoints() -> Path:
-    """The folder of trained exact checkpoints; the test is skipped where there is none."""
+    """The folder of trained exact checkpoints; without it, the test is skipped."""
     return _folder("APPROX_CHECKPOINTS_DIR", "checkpoints")
 
 

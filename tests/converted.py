@@ -1,4 +1,4 @@
-"""Converted folders in processes of their own."""
+"""Load converted folders in separate processes."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def auto_class(architecture):
 
 
 def run(*command, **more):
-    """A child process that sees neither this repository nor a terminal."""
+    """Run a child process without access to this repository or a terminal."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         [sys.executable, *map(str, command)],

@@ -1,4 +1,4 @@
-"""Tiny decoders that say different things, their prompts, and what they generate."""
+"""Tiny decoders with varied output, their prompts, and their generation."""
 
 from typing import Any
 
@@ -26,10 +26,10 @@ def rule(name, layers="all", **more):
 
 
 def decoder(architecture, *rules):
-    """A model whose weights are large enough for it to say different things."""
+    """A model with weights large enough for varied output."""
     spread = "init_std" if architecture.startswith("Whisper") else "initializer_range"
     model = tiny(architecture, seed=3, **{spread: 0.6})
-    # The embedding of padding is 0, and so are all scores of a query or key that it makes: no order among them.
+    # The embedding of padding is 0, so all scores of its queries and keys are tied at 0.
     table = model.get_input_embeddings().weight.data
     table[0] = -table[1]
     if rules:
@@ -38,7 +38,7 @@ def decoder(architecture, *rules):
 
 
 def prompts(model):
-    """Three prompts of different lengths, padded on the left as decoders want it; speech for Whisper."""
+    """Three prompts of different lengths, padded on the left; speech for Whisper."""
     if model.main_input_name == "input_features":
         inputs = example_inputs(model, 6, batch=2)
         return {"input_features": inputs["input_features"], "decoder_input_ids": inputs["decoder_input_ids"]}
@@ -49,17 +49,17 @@ def prompts(model):
 
 
 def generated(model, inputs, **ways):
-    """Tokens, and the logits of every step."""
+    """Generated tokens, and the logits of every step."""
     torch.manual_seed(1)
     # Without an end token every row runs to the full length.
     ways = {"max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0} | ways
-    found = model.generate(**inputs, return_dict_in_generate=True, output_logits=True, **ways)
-    return found.sequences, torch.stack(found.logits)
+    output = model.generate(**inputs, return_dict_in_generate=True, output_logits=True, **ways)
+    return output.sequences, torch.stack(output.logits)
 
 
-def assert_same(found, expected):
-    (tokens, logits), (other_tokens, other_logits) = found, expected
+def assert_same(actual, expected):
+    (tokens, logits), (other_tokens, other_logits) = actual, expected
     assert torch.equal(tokens, other_tokens)
-    # Single tokens may be computed in another order than many, and weights as large as these make much of the last digits.
+    # Single tokens may be summed in another order than many, and large weights amplify the rounding.
     torch.testing.assert_close(logits, other_logits, rtol=1e-4, atol=5e-4)
     assert tokens[:, -NEW:].unique().numel() > 1

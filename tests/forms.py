@@ -1,4 +1,4 @@
-"""Every mechanism in every form it has, small enough to approximate, and inputs of any shape for it."""
+"""Every mechanism in all its forms, small enough to approximate, with inputs of any shape."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from approx.mechanisms import MECHANISMS
 
-# Small enough that every mechanism really approximates on a few dozen tokens.
+# Small enough for every mechanism to approximate on a few dozen tokens.
 SMALL = {
     "clustered": {"clusters": 4, "iterations": 3, "chunk": 4},
     "improved-clustered": {"clusters": 4, "topk": 5, "iterations": 3, "chunk": 4},
@@ -23,13 +23,13 @@ SMALL = {
     "lsh": {"rounds": 3, "cluster": 4},
     "adaptive-span": {"max_span": 3, "ramp": 2},
 }
-# Settings that change what is computed, each under the name of its mechanism and words of its own.
+# Settings that change the computation, named by mechanism and a description.
 VARIANTS = {
     "ltr four ways": {"both_directions": True, "mode": "heads"},
     "bigbird compatible": {"block": 3, "random": 2, "compatible": True},
     "clustered frozen": {"clusters": 4, "frozen": True},
     "improved-clustered frozen": {"clusters": 4, "topk": 5, "frozen": True},
-    # Its features can all be 0, where any eps shows in the sum of the weights.
+    # All features can be 0; then eps shows in the sum of the weights.
     "linear t2r": {"feature_map": "t2r", "eps": 1e-12},
     "linear hedgehog window": {"feature_map": "hedgehog", "window": 4},
     "lsh dedup": {"rounds": 3, "cluster": 4, "dedup": True},
@@ -45,7 +45,7 @@ FORMS = [
     for causal in (False, True)
     if (mechanism.supports_causal if causal else mechanism.supports_bidirectional)
 ]
-# Their keys are made from the queries, so there are as many: nothing on top of a cache.
+# Keys are made from the queries, so there are as many, and no cache.
 SELF_ONLY = ("lsh shared",)
 CAUSAL = [name for name, causal in FORMS if causal]
 MASKS = ["none", "right", "left", "arbitrary", "one row empty"]
@@ -59,7 +59,7 @@ def over(forms):
 over_forms = over(FORMS)
 over_two_lengths = over([(name, causal) for name, causal in FORMS if name not in SELF_ONLY])
 few = settings(max_examples=4, deadline=None)
-# Half of them short: most edges lie there, and little time.
+# Half of them are short, which covers most edge cases in little time.
 lengths = st.integers(1, 20) | st.integers(1, 300)
 sizes = st.sampled_from([24, 32, 64, 128, 1, 4])
 shapes = st.fixed_dictionaries(
@@ -85,7 +85,7 @@ def make(name, causal, *, heads, size, **changed):
 def draw(*, batch, heads, length, size, values, seed, keys=None):
     generator = torch.Generator().manual_seed(seed)
     keys = length if keys is None else keys
-    # Laid out as a model lays them out: heads beside each other in memory.
+    # In the memory layout of a model, with heads adjacent.
     return (
         torch.randn(batch, n, heads, d, generator=generator).transpose(1, 2)
         for n, d in ((length, size), (keys, size), (keys, values))
@@ -93,7 +93,7 @@ def draw(*, batch, heads, length, size, values, seed, keys=None):
 
 
 def draw_mask(kind, *, batch, length, seed, **_):
-    """[B, S] bool; a row is empty only where the kind says so."""
+    """Mask [B, S] bool; rows are empty only in the kind that says so."""
     generator = torch.Generator().manual_seed(seed + 1)
     real = torch.randint(1, length + 1, (batch, 1), generator=generator)
     position = torch.arange(length)

@@ -1,4 +1,4 @@
-"""The command line in a process of its own, to be interrupted or killed."""
+"""Run the command line in a separate process, to interrupt or kill it."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from approx.pipeline.executors import processes
 
 
 def start(*words: object, errors: Path) -> BaseProcess:
-    """Start `approx` with these words; what it says of its work goes into a file."""
+    """Start `approx`; its messages go to a file."""
     context: BaseContext = processes()
     process = context.Process(target=_run, args=([str(word) for word in words], str(errors), dict(os.environ)))  # pyright: ignore[reportAttributeAccessIssue]  # every context has it
     process.start()
@@ -19,7 +19,7 @@ def start(*words: object, errors: Path) -> BaseProcess:
 
 
 def ended(process: BaseProcess, how: signal.Signals) -> int | None:
-    """Send a signal and wait for the end; its exit code."""
+    """Send a signal, wait for the end, and return the exit code."""
     assert process.pid
     os.kill(process.pid, how)
     process.join(300)
@@ -29,7 +29,7 @@ def ended(process: BaseProcess, how: signal.Signals) -> int | None:
 def _run(words: list[str], errors: str, environment: dict[str, str]) -> None:
     from approx.cli import main
 
-    # What it was forked from has the environment of the moment when that began.
+    # The fork server has the environment of its own start.
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)

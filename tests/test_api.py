@@ -1,4 +1,4 @@
-"""The stages as commands run them: their defaults, what they call a checkpoint, what they refuse."""
+"""The Python API: defaults, names of checkpoints, errors."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tiny_study import tiny_checkpoint, tiny_data
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
-    """A stock checkpoint, a converted one with the name of the base's line in reports, and data."""
+    """A stock checkpoint, a converted one with the reserved name `exact`, and data."""
     folder = tmp_path_factory.mktemp("stages")
     stock = tiny_checkpoint(folder / "stock")
     opened = checkpoint.load(str(stock))
@@ -54,7 +54,7 @@ def test_only_names_of_lines_that_every_report_has_are_told_apart():
 def test_draws_are_scored_of_what_draws_and_refused_for_a_stock_checkpoint(study):
     stock, converted, data = study
     asked = {"data": data, "limit": 4, "seeds": 2, "seed": 5, "device": "cpu", "command": "typed"}
-    with pytest.raises(ApproxError, match=r"2 seeds were asked for, but .*stock is not converted"):
+    with pytest.raises(ApproxError, match=r"Several seeds need a converted checkpoint, but .*stock is not converted"):
         api.evaluate(stock, "glue/sst2", **asked)
     made = api.evaluate(converted, "glue/sst2", against=stock, **asked)
     assert (made["title"], made["seed"], made["command"]) == (f"{BASE} (converted) on glue/sst2", 5, "typed")
@@ -97,7 +97,7 @@ def test_a_model_in_memory_is_evaluated_as_its_folder_is(study, own_cache):
     assert not (own_cache / "outputs").exists()
     assert [one["name"] for one in made["variants"]] == ["ApproxBertForSequenceClassification"]
     assert [(one["layer"], one["mechanism"]) for one in made["variants"][0]["layers"]] == [(1, "clustered")]
-    # Its own weights under exact attention are the base, and the model is left as it was.
+    # The base is its own weights under exact attention, and the model does not change.
     assert opened.model.state_dict().keys() == before.keys()
     assert type(opened.model).__name__ == "ApproxBertForSequenceClassification"
     of_folder = api.evaluate(converted, "glue/sst2", **asked)
@@ -113,7 +113,7 @@ def test_a_model_in_memory_is_evaluated_as_its_folder_is(study, own_cache):
 
 def test_a_model_in_memory_needs_its_processor_and_no_wrapper(study):
     model = checkpoint.load(study[0]).model
-    with pytest.raises(ApproxError, match="was given without the tokenizer"):
+    with pytest.raises(ApproxError, match="needs its tokenizer"):
         api.evaluate(model, "glue/sst2", data=study[2])
-    with pytest.raises(ApproxError, match="A Sequential was given to measure"):
+    with pytest.raises(ApproxError, match="A Sequential cannot be measured"):
         api.evaluate(torch.nn.Sequential(model), "glue/sst2", processor=object(), data=study[2])

@@ -1,4 +1,4 @@
-"""The benchmark on CPUs, run on inputs of a few tokens: what it measures, keeps, leaves and writes."""
+"""The CPU benchmark on inputs of a few tokens: what it measures, stores, skips and writes."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from bench.parts import find
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """Run the benchmark on one thread, with rates that nobody measures and without peers; its record."""
+    """Run the benchmark on one thread with fixed rates and without peers; return its record."""
     monkeypatch.setattr(cpu, "SECONDS", 0.0)
     for name, few in (("WARM_UP_SECONDS", 0.0), ("ROUNDS", 2), ("FEW", 2)):
         monkeypatch.setattr(cpu, name, few)
@@ -51,7 +51,7 @@ def test_every_mechanism_takes_part_and_what_was_not_measured_is_said(bench):
     for part in made["parts"]:
         assert part["command"].startswith("python bench/cpu.py -o ")
         assert f"| commit | {cpu_page._commit(part)} |" in page
-        # Ops that an earlier part ran are among them.
+        # Includes ops of earlier parts.
         assert set(part["chosen"].values()) & {"cpu", "reference"}
     assert "git_commit" not in made["environment"]
 
@@ -190,7 +190,7 @@ def test_a_target_that_is_not_reached_has_a_reason(suite, name, batch, contender
 
 
 def raced(ratios, **about):
-    """A part in which each was so many times as fast as SDPA."""
+    """A part with contenders of given speed relative to SDPA."""
     place = {"suite": "roberta", "mode": "forward", "dtype": "float32", "threads": 2, "length": 512, "batch": 1}
     rows = [
         {

@@ -1,4 +1,4 @@
-"""What a record of settings says about defaults: the rules, and that every setting which is swept exists."""
+"""Choosing defaults from a record of settings: the rules, and that every swept setting exists."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The benchmark of estimates: its peers are the formulas they are said to be, and the record becomes a page."""
+"""The benchmark of estimates: its peers implement their formulas, and the record becomes a page."""
 
 import torch
 

@@ -46,14 +46,14 @@ PARTS = (
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """One head, and few mechanisms."""
+    """Use one head and few mechanisms."""
     monkeypatch.setattr(gpu_cases, "HEADS", 1)
     monkeypatch.setattr(gpu_cases, "FEW", ("flash", "linear"))
 
 
 @pytest.fixture
 def measured(tiny, tmp_path, monkeypatch):
-    """The folder of a run over three small parts, whose jobs all run in this process."""
+    """The folder of a run over three small parts, with all jobs in this process."""
     monkeypatch.setattr(gpu_models, "LAYERS", 1)
     monkeypatch.setattr(gpu, "planned", lambda: iter(PARTS))
     monkeypatch.setattr(gpu_plan, "checked", list)
@@ -103,7 +103,7 @@ def test_everything_is_verified_before_it_is_timed_and_the_page_says_what_the_re
     assert gpu.main(["-o", str(measured), "--redraw"]) == Exit.OK
     assert capsys.readouterr().out == text
 
-    # The same figures, as if they were of the inputs that the targets are about.
+    # The same figures, attributed to the inputs of the targets.
     part = made["parts"][0] | {"dtype": "bfloat16", "length": 2048, "batch": 8, "way": "graph"}
     asked = {row[0]: row[3] for row in gpu_targets.judged(made | {"parts": [part]})}
     over = gpu_targets.over_floor({"rates": made["rates"]}, part, "linear")

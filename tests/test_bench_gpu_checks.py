@@ -1,4 +1,4 @@
-"""What the GPU script verified becomes what `auto` takes: all of an op's cases must be right, and of today's sources."""
+"""`auto` uses kernels that the GPU script verified: all cases of an op must be right, with the present sources."""
 
 import argparse
 from functools import partial
@@ -68,7 +68,7 @@ def test_every_op_and_every_mechanism_that_runs_one_is_in_the_checks():
     asked = gpu_plan.checked()
     assert {op for one in asked for op in gpu_checks.ops_of(one["suite"], one["name"])} == set(checked.OPS)
     assert {one["dtype"] for one in asked} == {"bfloat16", "float16", "float32"}
-    # Those through PyTorch alone, and one that is made of others.
+    # Ops that use PyTorch alone, and one made of other ops.
     assert set(MECHANISMS) - set(gpu_checks.RUN_BY) <= {"full", "sdpa", "exact", "head-groups"}
 
 
@@ -118,12 +118,12 @@ def test_a_run_keeps_what_it_found_and_the_doctor_and_the_page_say_so(tmp_path, 
         assert any(op in line and well == right for _, well, line in lines)
     if not right:
         assert (
-            "linear_attention failed its check in float32, so `auto` takes PyTorch: linear in attention failed"
+            "linear_attention failed its check in float32, so `auto` uses PyTorch: linear in attention failed"
             in next(line for _, _, line in lines).partition(": out at")[0]
         )
     assert "not checked on this GPU" in lines[-1][2]
     assert "topk_attention" in lines[-1][2]
-    # Another probe of exact attention leaves it as it is.
+    # Another probe of exact attention does not change it.
     findings.keep("cpu", "exact attention, float32", {"way": "x"})
     findings.forget(but=checked.ABOUT)
     assert check_of("linear_attention", "cpu") is not None

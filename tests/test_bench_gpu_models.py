@@ -1,4 +1,4 @@
-"""Models under every mechanism on a GPU: what is asked of transformers on the way."""
+"""Models under every mechanism on a GPU: their use of transformers."""
 
 from transformers.utils import import_utils
 

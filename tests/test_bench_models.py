@@ -1,4 +1,4 @@
-"""The scripts that train models to be measured: what they write can be opened, and what they hold out was not trained on."""
+"""The scripts that train models for reports: their output can be opened, and held-out data was not trained on."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ PHASES = (long_documents_model.Phase(8, 2, 2), long_documents_model.Phase(40, 1,
 
 @pytest.fixture
 def documents(tmp_path, monkeypatch):
-    """What the script for long documents makes of a few texts and a tiny BERT; the start, and its folder."""
+    """Run the script for long documents on a few texts and a tiny BERT; return the start and its folder."""
     words = ["the", "film", "is", "not", "very", "good", "bad", "dull", "fine", "long"]
     start = tiny_checkpoint(tmp_path / "start", positions=32)
 
@@ -92,7 +92,7 @@ def test_genres_are_learnt_from_one_half_of_the_documents_and_measured_on_the_ot
     )
     assert all(example.label == (0, 3, 1)[int(example.id[1:]) % 3] for example in split.examples)
     held = {example.id for example in split.examples}
-    # Each other document is read from its words 0, 250 (of 600, at least 250 at the end) on.
+    # The other documents are read from words 0 and 250 on (of 600, at least 250 at the end).
     words = Counter(row["id"] for row in learnt)
     assert set(words) | held == {f"c{row}" for row in range(24)}
     assert not set(words) & held

@@ -1,4 +1,4 @@
-"""Jobs in processes of their own: what kills one or never ends is left out, and all the rest is done."""
+"""Jobs in separate processes: work that crashes or hangs is left out, and the rest is done."""
 
 import time
 from typing import Any

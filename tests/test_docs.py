@@ -1,4 +1,4 @@
-"""README.md and docs/: commands run or at least parse, links lead somewhere, Python compiles, YAML is accepted."""
+"""README.md and docs/: commands run or at least parse, links work, Python compiles, YAML is valid."""
 
 import re
 import shlex
@@ -20,13 +20,13 @@ from test_house import MAY_IMPORT
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "reports" / "README.md"]
-# A comment before a block says that its commands need models, data or hardware of the reader.
+# Marks a block whose commands need the reader's own models, data or hardware.
 EXAMPLE = "<!-- example:"
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page, and whether it is only an example."""
+    """A fenced block of a page, and whether it is marked as an example."""
 
     language: str
     text: str
@@ -34,7 +34,7 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    """The fenced blocks of a page in their order."""
+    """The fenced blocks of a page, in order."""
     made, before, language, lines = [], "", None, []
     for line in text.splitlines():
         if language is None and re.fullmatch(r"```\w+", line):
@@ -62,10 +62,10 @@ def run(*words: str) -> tuple[int, str]:
 
 
 def mistake(words: list[str]) -> str | None:
-    """What is wrong with a command, as far as it shows without running it."""
+    """The mistake in a command, as far as it shows without running it, or None."""
     if "approx" in words:
         ours = words[words.index("approx") + 1 :]
-        # Options are parsed, and unknown ones refused, before --help is looked at.
+        # Unknown options are rejected even with --help.
         code, output = run(*ours, "--help")
         if code != 0:
             return output
@@ -85,13 +85,13 @@ def mistake(words: list[str]) -> str | None:
 
 
 def slugs(text: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """The anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def dead_links(page: Path, text: str) -> list[str]:
-    """Relative links of a page that lead nowhere."""
+    """Broken relative links of a page."""
     dead = []
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         file, _, anchor = target.partition("#")
@@ -127,9 +127,9 @@ def test_the_index_names_every_page():
 
 
 def test_commands_and_options_exist():
-    found = of("bash")
-    assert len(found) > 10
-    wrong = {shlex.join(words): mistake(words) for _, block in found for words in commands(block)}
+    examples = of("bash")
+    assert len(examples) > 10
+    wrong = {shlex.join(words): mistake(words) for _, block in examples for words in commands(block)}
     assert {line: said for line, said in wrong.items() if said} == {}
 
 
@@ -155,9 +155,9 @@ def test_an_example_is_told_from_what_runs():
 
 
 def test_python_compiles():
-    found = of("python")
-    assert found
-    for page, block in found:
+    examples = of("python")
+    assert examples
+    for page, block in examples:
         compile(block.text, page.name, "exec")
 
 
@@ -210,6 +210,6 @@ def test_the_map_of_the_house_is_the_one_that_is_enforced():
 
 
 def _exists(module: str) -> bool:
-    """Whether a room that may be imported has been built already."""
+    """Whether a room exists."""
     path = ROOT / ("kernels" if module.startswith("approx_kernels") else "") / module.replace(".", "/")
     return path.is_dir() or path.with_suffix(".py").is_file()

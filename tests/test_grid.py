@@ -46,15 +46,15 @@ def test_a_value_may_be_a_list_and_a_key_may_be_of_the_rule(read):
         ("{mechanism: local, grid: {left: 3}}", "grid.variants.x.grid.left: a list is needed, found 3"),
         ("{mechanism: local, grid: {left: []}}", "left: at least one is needed, found []"),
         ("{mechanism: local, grid: [1, 2]}", "x.grid: a mapping of keys and values is needed, found [1, 2]"),
-        ("{mechanism: local, settings: {left: 1}, grid: {left: [1, 2]}}", "left: it is also given outside of the grid"),
+        ("{mechanism: local, settings: {left: 1}, grid: {left: [1, 2]}}", "left: it is also given outside the grid"),
         ("{mechanism: local, grid: {layers: [0], mechanism: [local]}}", "mechanism: it is also given outside"),
         ("{mechanism: local, grid: {left: [1, 2, 1]}}", "left: 1 is listed twice"),
-        ("{mechanism: local, grid: {left: [1]}}\n  'x left=1': {mechanism: local}", "would be called 'x left=1'"),
+        ("{mechanism: local, grid: {left: [1]}}\n  'x left=1': {mechanism: local}", "are called 'x left=1'"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(read, variant, mistake):
-    found = read(f"  x: {variant}\n").mistakes
-    assert any(mistake in text and "grid.yaml" in text for text in found), found
+    mistakes = read(f"  x: {variant}\n").mistakes
+    assert any(mistake in text and "grid.yaml" in text for text in mistakes), mistakes
 
 
 def test_all_mistakes_are_found_at_once(read):
@@ -69,7 +69,7 @@ def test_all_mistakes_are_found_at_once(read):
     ):
         assert any(text in mistake for mistake in made.mistakes), made.mistakes
     assert any("nothing is measured" in mistake for mistake in made.mistakes)
-    assert any("a revision belongs to one checkpoint" in mistake for mistake in made.mistakes)
+    assert any("a revision needs a single checkpoint" in mistake for mistake in made.mistakes)
     assert any(
         "seeds[1]: a finite number" in mistake
         for mistake in read("  x: {mechanism: local}\n", HEAD + "seeds: [0, -1]\n").mistakes

@@ -16,7 +16,7 @@ from approx.mechanisms import MECHANISMS
 ROOT = Path(__file__).resolve().parent.parent
 HOMES = {"approx": ROOT / "approx", "approx_kernels": ROOT / "kernels" / "approx_kernels"}
 
-# What each room may import of ours besides itself. A module belongs to the longest name that begins its own.
+# The rooms that each room may import besides itself. A module belongs to the longest matching prefix.
 MAY_IMPORT = {
     "approx_kernels": "",
     "approx.errors": "",
@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "approx": "approx",
 }
 
-# These rooms are read where torch is not installed or must not be waited for.
+# These rooms are used without torch, or must import fast.
 WITHOUT_TORCH = (
     "approx.publishing",
     "approx.evaluation.options",
@@ -68,7 +68,7 @@ WITHOUT_TORCH = (
     "approx.grid",
     "approx.errors",
 )
-# These are copied into converted checkpoints, where only torch is certain to be there; triton is optional.
+# These rooms are copied into converted checkpoints, where only torch is guaranteed; triton is optional.
 TRAVELLING = ("approx_kernels", "approx.mechanisms", "approx.seam", "approx.errors")
 FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "misc"}
 
@@ -78,21 +78,21 @@ def within(name: str, room: str) -> bool:
 
 
 def imports(source: str, module: str, is_package: bool = False) -> list[str]:
-    """Names of all that a module imports, inside functions too: `from a.b import c` gives `a.b.c`."""
+    """Names of all imports of a module, in functions too: `from a.b import c` gives `a.b.c`."""
     parts = module.split(".") if is_package else module.split(".")[:-1]
-    found = []
+    names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             start = parts[: len(parts) - node.level + 1] if node.level else []
             stem = ".".join([*start, *([node.module] if node.module else [])])
-            found += [f"{stem}.{alias.name}" for alias in node.names]
-    return found
+            names += [f"{stem}.{alias.name}" for alias in node.names]
+    return names
 
 
 def broken_import_rules(source: str, module: str, is_package: bool = False) -> list[str]:
-    """One sentence for each import of the module that the house forbids."""
+    """One sentence for each forbidden import of a module."""
     room = max((name for name in MAY_IMPORT if within(module, name)), key=len)
     travels = any(within(module, name) for name in TRAVELLING)
     torchless = any(within(module, name) for name in WITHOUT_TORCH) and room != "approx.publishing.push"
@@ -127,32 +127,32 @@ def broken_import_rules(source: str, module: str, is_package: bool = False) -> l
 
 
 def machine_paths(text: str) -> list[str]:
-    """Absolute paths that exist on somebody's machine only."""
+    """Absolute paths that exist only on one machine."""
     return re.findall(r"(?<![\w./:}>~-])/(?:home|mnt|opt|root|tmp|Users|var|work|workspace)/[\w.-]+", text)
 
 
 def python_files() -> list[Path]:
     folders = [ROOT / name for name in ("approx", "kernels", "tests", "bench", "recipes", "reports")]
     files = [*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
-    # What a version wrote stays as it is.
+    # Written by an earlier version; must not change.
     return sorted(file for file in files if "golden-slim" not in file.parts)
 
 
 def modules() -> list[tuple[str, Path]]:
     """Dotted name and file of every module of the two packages."""
-    found = []
+    named = []
     for package, folder in HOMES.items():
         for file in sorted(folder.rglob("*.py")):
             inner = file.relative_to(folder).with_suffix("").parts
-            found.append((".".join([package, *(part for part in inner if part != "__init__")]), file))
-    return found
+            named.append((".".join([package, *(part for part in inner if part != "__init__")]), file))
+    return named
 
 
 NAMES = {name for name, _ in modules()}
 
 
 def silent_or_untyped(*arguments: str, text: str | None = None) -> list[str]:
-    """What ruff says about missing docstrings, missing annotations and print, with pyproject's exceptions."""
+    """Ruff's findings on missing docstrings, missing annotations and print, with pyproject's exceptions."""
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise", *arguments]
     result = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True)
     assert result.returncode in (0, 1), result.stderr
@@ -247,8 +247,8 @@ def test_public_names_are_documented_and_typed_and_only_cli_prints():
     ],
 )
 def test_a_name_that_breaks_those_rules_is_found(rule, source):
-    found = silent_or_untyped("--stdin-filename", "approx/evaluation/sample.py", "-", text=source)
-    assert any(rule in line for line in found)
+    lines = silent_or_untyped("--stdin-filename", "approx/evaluation/sample.py", "-", text=source)
+    assert any(rule in line for line in lines)
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
@@ -269,8 +269,8 @@ def test_nothing_names_a_path_of_one_machine():
     files += [*ROOT.glob("*.md"), *ROOT.glob("*.toml"), ROOT / "Makefile", ROOT / ".ci" / "run"]
     written = {".csv", ".html", ".json", ".md", ".svg", ".yaml"}
     files += [file for name in ("recipes", "reports") for file in (ROOT / name).rglob("*") if file.suffix in written]
-    found = {str(file.relative_to(ROOT)): machine_paths(file.read_text("utf-8")) for file in files}
-    assert {name: paths for name, paths in found.items() if paths} == {}
+    by_file = {str(file.relative_to(ROOT)): machine_paths(file.read_text("utf-8")) for file in files}
+    assert {name: paths for name, paths in by_file.items() if paths} == {}
 
 
 @pytest.mark.parametrize(

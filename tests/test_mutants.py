@@ -1,4 +1,4 @@
-"""`make mutants`: small errors of all kinds, nothing that only tells, and a made-up room whose tests notice one of two."""
+"""`make mutants`: kinds of planted errors, none in messages, and a made-up room whose tests notice one of two."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ TOOL = Path(__file__).parent / "mutants"
 
 
 def changed(source: str, texts: bool = False) -> set[str]:
-    """The lines that replace those of a text, without their indentation."""
+    """The mutated lines of a text, without indentation."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); from changes import mutants_of\n"
     code += f"for one in mutants_of('a.py', sys.stdin.read(), {texts}): print(one.shown()[1])"
     command = [sys.executable, "-c", code, str(TOOL)]
@@ -22,14 +22,14 @@ def changed(source: str, texts: bool = False) -> set[str]:
 
 
 def test_conditions_numbers_arguments_and_statements_are_changed():
-    found = changed("""
+    lines = changed("""
         def f(rows, count=1):
             rows.sort(key=len)
             if rows and count < 2:
                 raise ValueError("no rows")
             return g(rows, strict=True)
     """)
-    assert found >= {
+    assert lines >= {
         "def f(rows, count=2):",
         "pass",
         "rows.sort(key=None)",
@@ -60,7 +60,7 @@ def test_what_only_tells_is_left_alone():
 
 @pytest.mark.slow
 def test_a_room_is_counted_and_its_survivors_are_named(tmp_path):
-    """The tests of this room look at one side of a comparison only."""
+    """The tests of this room check only one side of a comparison."""
     shutil.copytree(TOOL, tmp_path / "tests" / "mutants", ignore=shutil.ignore_patterns("__pycache__"))
     tool = tmp_path / "tests" / "mutants"
     for name, text in {
@@ -87,7 +87,7 @@ def test_a_room_is_counted_and_its_survivors_are_named(tmp_path):
         return done.returncode, done.stdout + done.stderr
 
     code, said = run()
-    # That x > 1 gives the same for 0 and 2 is what these tests cannot see.
+    # These tests cannot detect x > 1, which gives the same for 0 and 2.
     assert code == 1, said
     assert "room: 2 mutants, 2 taken (seed 1); 1 killed, 1 survived, 0 equivalent: 50% of 2" in said
     report = tmp_path / "runs" / "mutants" / "room.toml"
@@ -96,7 +96,7 @@ def test_a_room_is_counted_and_its_survivors_are_named(tmp_path):
     code, said = run()
     assert code == 0, said
     assert "2 taken (seed 1); 1 killed, 0 survived, 1 equivalent: 100% of 1" in said
-    # A test that is new counts at once; what has not changed need not run again where nothing is planted.
+    # A new test counts at once, and unmutated code is not tested again without a change.
     (tool / "equivalent.toml").write_text("")
     with (tmp_path / "tests" / "room" / "test_sign.py").open("a") as file:
         file.write("    assert sign(1)\n")

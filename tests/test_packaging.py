@@ -1,4 +1,4 @@
-"""What is shipped, and that it runs: as wheel, sdist, editable installation and plain checkout."""
+"""The content of the package, and that it runs as wheel, sdist, editable installation and plain checkout."""
 
 import ast
 import os
@@ -17,11 +17,11 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-# Where a checkout keeps what the wheel calls by these names.
+# Top-level name in the wheel -> folder in a checkout.
 HOMES = {"approx": "approx", "approx/recipes": "recipes", "approx_kernels": "kernels/approx_kernels"}
-# The folders and files of a checkout that may not become top-level names in site-packages.
+# Folders and files of a checkout that must not become top-level names in site-packages.
 NOT_SHIPPED = ("bench", "cli", "kernels", "recipes", "reports", "tests")
-# Dependencies that no import statement of ours shows.
+# Dependencies without an import statement in our code.
 BEHIND_OTHERS = {
     "pyarrow": "pandas and datasets write parquet through it",
 }
@@ -49,7 +49,7 @@ def __getattr__(name):
 
 
 def run(*command: str | Path, cwd: Path, path: tuple[Path, ...] = ()) -> str:
-    """Standard output of a new process that finds our code on `path` before anywhere else."""
+    """Standard output of a new process with `path` first on its path."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
     result = subprocess.run(
         [sys.executable, *map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True
@@ -59,32 +59,32 @@ def run(*command: str | Path, cwd: Path, path: tuple[Path, ...] = ()) -> str:
 
 
 def shipped_files() -> set[str]:
-    """Paths in the wheel of everything in the checkout that belongs into it."""
-    found = set()
+    """Paths in the wheel of all files in the checkout that belong in it."""
+    files = set()
     for home, folder in HOMES.items():
         for file in (ROOT / folder).rglob("*"):
             if file.is_file() and "__pycache__" not in file.parts and file != ROOT / "recipes" / "README.md":
-                found.add(f"{home}/{file.relative_to(ROOT / folder).as_posix()}")
-    return found
+                files.add(f"{home}/{file.relative_to(ROOT / folder).as_posix()}")
+    return files
 
 
 def imported(*folders: str) -> set[str]:
-    """Top-level names that the Python files of these folders import and that are not Python's own."""
-    found = set()
+    """Top-level names that the Python files of these folders import, without the standard library."""
+    names = set()
     for file in (file for folder in folders for file in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.Import):
-                found |= {alias.name.split(".")[0] for alias in node.names}
+                names |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.split(".")[0])
+                names.add(node.module.split(".")[0])
     here = {path.stem for folder in ("tests", "tests/mutants", "bench") for path in (ROOT / folder).iterdir()}
     local = {"approx", "approx_kernels", "bench", "cli", "reports", "tests"} | here
-    return found - local - set(sys.stdlib_module_names)
+    return names - local - set(sys.stdlib_module_names)
 
 
 def distributions(names: set[str]) -> set[str]:
     known = packages_distributions()
-    return {canonicalize_name(found) for name in names for found in known.get(name, [name])[:1]}
+    return {canonicalize_name(one) for name in names for one in known.get(name, [name])[:1]}
 
 
 def requirements(*extras: str) -> set[str]:
@@ -117,7 +117,7 @@ def installed(built, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def hugging_face_kernels(tmp_path_factory) -> Path:
-    """A folder with a package `kernels` that transformers takes for Hugging Face's and imports from."""
+    """A folder with a package `kernels` that transformers mistakes for Hugging Face's and imports."""
     from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
     folder = tmp_path_factory.mktemp("hugging-face")
@@ -197,7 +197,7 @@ print(*(importlib.util.find_spec(name).origin for name in ("approx", "approx_ker
 print(*(name for name in {NOT_SHIPPED} if importlib.util.find_spec(name)))
 """
     (tmp_path / "empty").mkdir()
-    # -S: the environment that runs this test may itself hold an editable installation.
+    # -S: the environment of this test may have an editable installation.
     ours, strangers = run("-S", "-c", code, cwd=tmp_path / "empty").splitlines()
     assert ours.split() == [str(source / home / "__init__.py") for home in ("approx", "kernels/approx_kernels")]
     assert strangers == ""
@@ -218,6 +218,6 @@ def test_records_become_reports_without_torch(tmp_path):
 
 @pytest.mark.parametrize("name", ["AutoModel", "BertModel", "GPT2LMHeadModel"])
 def test_transformers_stays_whole_after_importing_approx(name, tmp_path):
-    # Registration happens while transformers is being imported, in whatever order the user's first name brings about.
+    # Registration happens while transformers is being imported, in an order that depends on the user's first import.
     code = f"import approx; from transformers import {name}; print({name}.__name__)"
     assert run("-c", code, cwd=tmp_path, path=(ROOT, ROOT / "kernels")).split() == [name]

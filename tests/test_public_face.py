@@ -1,4 +1,4 @@
-"""`import approx` as a user writes it; each in a process of its own, for imports happen once."""
+"""`import approx` from a user's view; each test in a separate process, since modules are imported once."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def python(code: str, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A folder that transformers' own `save_pretrained` wrote, from the lines of the README."""
+    """A folder written by transformers' own `save_pretrained`, as in the README."""
     import transformers
 
     base = tiny_checkpoint(tmp_path_factory.mktemp("base"))
@@ -53,9 +53,9 @@ def test_the_import_is_light(tmp_path):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_converted_folders_load_without_a_trust_flag_in_every_order_of_imports(saved, tmp_path, order):
-    found = python(ORDERS[order] + LOAD.format(folder=str(saved)), tmp_path).split()
-    assert found[0] == "approx_bert"
-    assert found[1] in ("negative", "positive")
+    words = python(ORDERS[order] + LOAD.format(folder=str(saved)), tmp_path).split()
+    assert words[0] == "approx_bert"
+    assert words[1] in ("negative", "positive")
 
 
 def test_without_the_import_a_converted_folder_fails_loudly(saved, tmp_path):
@@ -80,7 +80,7 @@ def test_the_face_offers_what_it_promises():
 
 
 def test_the_documentation_names_every_mechanism():
-    """Its table is written by hand."""
+    """The table in docs/mechanisms.md is handwritten."""
     from approx.mechanisms import MECHANISMS
 
     text = (ROOT / "docs" / "mechanisms.md").read_text(encoding="utf-8")

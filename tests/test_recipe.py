@@ -43,7 +43,7 @@ def test_a_recipe_is_what_its_file_says(read):
     [
         (("title: A study", "titel: A study"), "unknown key 'titel'. Did you mean 'title'?"),
         (("title: A study", ""), "the key 'title' is missing"),
-        (("title: A study", "title: 3"), "study.yaml, line 2, recipe.title: a text is needed, found 3"),
+        (("title: A study", "title: 3"), "study.yaml, line 2, recipe.title: text is needed, found 3"),
         (("title: A study", "title: x\nseed: 1\nseed: 2"), "'seed' is given twice"),
         (("title: A study", "title: x\nseed: -1"), "recipe.seed: a finite number of at least 0 is needed, found -1"),
         (("title: A study", "title: x\nseed: true"), "recipe.seed: a whole number is needed, found True"),
@@ -66,15 +66,15 @@ def test_a_recipe_is_what_its_file_says(read):
         (("mixed: [", "mixed: [3, "), "recipe.variants.mixed[0]: a mapping of keys and values is needed, found 3"),
         (("mixed: [{mechanism", "mixed: [{mechanisms"), "recipe.variants.mixed[0]: the key 'mechanism' is missing"),
         (("mixed:", "'local-8':"), "would share a folder"),
-        (("mixed:", "3:"), "names are texts, found 3"),
-        (("mixed:", "exact:"), "'exact' is the name of a line of every report"),
-        (("mixed:", "attention-free:"), "'attention-free' is the name of a line of every report"),
+        (("mixed:", "3:"), "names must be text, found 3"),
+        (("mixed:", "exact:"), "'exact' is reserved for a line of every report"),
+        (("mixed:", "attention-free:"), "'attention-free' is reserved for a line of every report"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(read, change, mistake):
     assert change[0] in GOOD
-    found = read(GOOD.replace(*change)).mistakes
-    assert any(mistake in text and "study.yaml" in text for text in found), found
+    mistakes = read(GOOD.replace(*change)).mistakes
+    assert any(mistake in text and "study.yaml" in text for text in mistakes), mistakes
 
 
 def test_all_mistakes_are_found_at_once_and_nothing_is_clamped(read):
@@ -87,7 +87,7 @@ def test_parts_know_their_lines(read):
     made = read(GOOD)
     parts = [("checkpoint",), ("variants", "mixed"), ("evaluate", 0), ("bench", 1)]
     assert [made.at(*part).rpartition("study.yaml")[2] for part in parts] == [f", line {n}: " for n in (3, 6, 7, 10)]
-    # Of stages beside one that is wrong, only the key is certain.
+    # Beside an invalid stage, the line of a valid one is that of its key.
     assert read(GOOD.replace("lengths: 512", "lengths: 0")).at("bench", 0).endswith("study.yaml, line 8: ")
 
 
@@ -96,7 +96,7 @@ def test_nothing_to_measure_and_nothing_to_compare_are_mistakes(read):
     assert any("nothing is measured" in m for m in read(head + "variants: {a: {mechanism: linear}}\n").mistakes)
     assert any("at least one variant" in m for m in read(head + "variants: {}\n").mistakes)
     real = read(head + "variants: {a: {mechanism: linear}}\nbench: {lengths: 8}\n")
-    assert any("real inputs are texts of a task" in m for m in real.mistakes)
+    assert any("real inputs come from a task" in m for m in real.mistakes)
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "", "3", "a: [1", "\t"])

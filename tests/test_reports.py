@@ -1,4 +1,4 @@
-"""What stands under reports/ and in the README is what the records say, and verdicts on these pages are right."""
+"""The pages in reports/ and the README match the records, and their verdicts are right."""
 
 import subprocess
 import sys
@@ -38,8 +38,8 @@ def test_the_papers_rows_are_found_by_their_plans_and_not_by_their_names():
     made = record.load(ROOT / "reports" / "records" / "minilm-sst2.json")
     for entry in (*made["quality"][0]["variants"], *made["variants"]):
         entry["name"] = {"improved-clustered 25": "a", "clustered 25": "b"}.get(entry["name"], entry["name"])
-    found = clustered_paper.rows({"glue/sst2": made})
-    assert [(row.name, row.variant["name"]) for row in found] == [("improved-clustered", "a"), ("clustered", "b")]
+    rows = clustered_paper.rows({"glue/sst2": made})
+    assert [(row.name, row.variant["name"]) for row in rows] == [("improved-clustered", "a"), ("clustered", "b")]
     for layer in made["variants"][0]["layers"]:
         layer["settings"]["clusters"] = 100
     assert [row.name for row in clustered_paper.rows({"glue/sst2": made})] == ["clustered"]

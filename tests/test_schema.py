@@ -1,4 +1,4 @@
-"""The JSON Schemas that editors read say what the models say."""
+"""The JSON Schemas for editors match the models."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests that are skipped are told with their reasons, and fail a run that names what it expects."""
+"""Skipped tests are listed with their reasons, and unexpected ones fail a run that names the expected ones."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Plain data becomes models, and every mistake in them is a sentence that says where it is."""
+"""Validation of plain data: every mistake is a sentence with its place."""
 
 from typing import Annotated, Any, Literal
 
@@ -30,7 +30,7 @@ class Outer(Model):
     ("data", "sentences"),
     [
         ({}, ["x: the key 'title' is missing."]),
-        ({"title": 3}, ["x.title: a text is needed, found 3."]),
+        ({"title": 3}, ["x.title: text is needed, found 3."]),
         ({"title": "a", "inner": {}}, ["x.inner: a list is needed, found {}."]),
         ({"title": "a", "inner": [{}]}, ["x.inner[0]: the key 'size' is missing. Example: size: 8"]),
         ({"title": "a", "inner": [{"size": True}]}, ["x.inner[0].size: a whole number is needed, found True."]),
@@ -42,8 +42,8 @@ class Outer(Model):
             {"title": "a", "named": {"b": {"size": 1, "kind": "nera"}}},
             ["x.named.b.kind: one of near, far is needed, found 'nera'. Did you mean 'near'?"],
         ),
-        ({"title": "a", "named": {3: {"size": 1}}}, ["x.named: names are texts, found 3. Put it in quotes."]),
-        ({"title": "a", 4: 5}, ["x: names are texts, found 4. Put it in quotes."]),
+        ({"title": "a", "named": {3: {"size": 1}}}, ["x.named: names must be text, found 3. Put it in quotes."]),
+        ({"title": "a", 4: 5}, ["x: names must be text, found 4. Put it in quotes."]),
         ({"title": "a", "batch": "many"}, ["x.batch: a whole number or auto is needed, found 'many'."]),
         ({"title": "a", "counts": 0}, ["x.counts: a finite number of at least 1 is needed, found 0."]),
         ({"title": "a", "counts": []}, ["x.counts: at least one is needed, found []."]),

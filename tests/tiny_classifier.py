@@ -1,4 +1,4 @@
-"""A classifier and a tokenizer of a few kilobytes, made here: real transformers objects, with nothing to download."""
+"""A classifier and a tokenizer of a few kilobytes: real transformers objects, without a download."""
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast

@@ -11,7 +11,7 @@ from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec
 
 from zoo import tiny
 
-# One frame in 20 ms, as Wav2Vec2 and HuBERT have them.
+# One frame per 20 ms, as in Wav2Vec2 and HuBERT.
 _FRAMES: dict[str, Any] = {
     "conv_dim": (16, 16, 16),
     "conv_stride": (10, 8, 4),
@@ -28,7 +28,7 @@ def recogniser(norm: str = "layer", family: str = "Wav2Vec2", seed: int = 0, **c
 def speech_processor(
     folder: Path, norm: str = "layer", characters: str = string.ascii_uppercase + "'", **changes: Any
 ) -> Any:
-    """A processor of 32 characters; the folder holds its vocabulary."""
+    """A processor with 32 characters; its vocabulary is written to the folder."""
     vocabulary = ["<pad>", "<s>", "</s>", "<unk>", "|", *characters]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps({one: index for index, one in enumerate(vocabulary)}))
@@ -37,7 +37,7 @@ def speech_processor(
 
 
 def sound(seconds: float, rate: int = 16_000, tone: float = 440.0) -> np.ndarray:
-    """A tone whose strength comes and goes, in a little noise."""
+    """A tone of varying amplitude with a little noise."""
     time = np.arange(int(seconds * rate)) / rate
     noise = np.random.default_rng(int(tone)).normal(size=len(time))
     return (0.4 * np.sin(2 * np.pi * tone * time) * np.sin(2 * np.pi * time) + 0.02 * noise).astype(np.float32)

@@ -29,7 +29,7 @@ def tiny_data(folder: Path, rows: int = 24) -> Path:
 
 
 def tiny_recipe(file: Path, checkpoint: Path, data: Path) -> Path:
-    """One variant, one task, one grid; the quickest whole run there is."""
+    """One variant, one task, one grid: the fastest complete run."""
     file.write_text(
         f"""title: A tiny study
 checkpoint: {checkpoint}

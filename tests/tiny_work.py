@@ -8,7 +8,7 @@ from typing import Any
 
 
 def work(item: str, threads: int | None) -> tuple[str, int | None, int]:
-    """What an item comes to: itself, with how many threads, and where."""
+    """The result of an item: itself, the number of threads, and the process."""
     if item == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if item == "fails":
@@ -17,7 +17,7 @@ def work(item: str, threads: int | None) -> tuple[str, int | None, int]:
 
 
 def stages(given: dict[str, Any], say: Callable[[str], None], without: Mapping[str, str]) -> dict[str, Any]:
-    """Say each of the names given and do what it stands for, but for those that are left out."""
+    """Do the work of each name, except those that are left out."""
     done = []
     for name in given["names"]:
         if name not in without:

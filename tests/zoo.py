@@ -38,7 +38,7 @@ _SPEECH: dict[str, Any] = {
     "do_stable_layer_norm": True,
     "layerdrop": 0.0,
 }
-# Special tokens of the larger vocabularies would lie outside the tiny one.
+# Special tokens of the full vocabularies are outside the tiny one.
 _GPT2: dict[str, Any] = {
     "n_embd": 32,
     "n_layer": 3,
@@ -102,7 +102,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
-# One a family, with the head that its users load most.
+# One per family, with its most common head.
 FAMILIES = (
     "BertForSequenceClassification",
     "RobertaForQuestionAnswering",
@@ -130,7 +130,7 @@ OTHER_HEADS = (
     "Wav2Vec2ForSequenceClassification",
     "Wav2Vec2Model",
 )
-# Families that no part of the code names, found by running them: an encoder with a decoder of tokens, a mixture of experts.
+# Families that the code does not name: an encoder-decoder, a mixture of experts.
 UNNAMED = ("BartForConditionalGeneration", "MixtralForCausalLM")
 CAUSAL = tuple(name for name, kind in MECHANISMS.items() if kind.supports_causal)
 
@@ -144,11 +144,11 @@ def tiny(architecture: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def outputs(model: Any, inputs: dict[str, Tensor] | None = None, **more: Any) -> list[Tensor]:
-    """Every floating-point tensor of the model's output, caches left out."""
+    """Every floating-point tensor of the model's output, except caches."""
     inputs = example_inputs(model, 24, batch=2, padded=7) if inputs is None else inputs
     with torch.no_grad():
-        found = model(**inputs, **more).to_tuple()
-    return [tensor for tensor in found if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+        outputs = model(**inputs, **more).to_tuple()
+    return [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.is_floating_point()]
 
 
 def difference(first: list[Tensor], second: list[Tensor]) -> float:
@@ -158,7 +158,7 @@ def difference(first: list[Tensor], second: list[Tensor]) -> float:
 
 
 def error_of(action: Callable[[], Any]) -> ApproxError | None:
-    """What the action refuses with; None if it succeeds. Any other exception is a failure of the test."""
+    """The ApproxError of an action, or None; any other exception fails the test."""
     try:
         action()
     except ApproxError as error:

@@ -277,7 +277,9 @@ def test_memory_that_ends_names_the_remedy(data, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(model, "forward", exhausted)
-    refused("exact: cpu ran out of memory.*--batch-size", Exit.MISSING, lambda: evaluate(subjects(model), SST2, data=data))
+    refused(
+        "exact: cpu ran out of memory.*--batch-size", Exit.MISSING, lambda: evaluate(subjects(model), SST2, data=data)
+    )
 
 
 @pytest.mark.gpu

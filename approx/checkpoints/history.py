@@ -35,24 +35,24 @@ class CalibrationText(BaseModel):
 
 
 class _Step(BaseModel):
-    """One thing that was done to a checkpoint.
+    """One step applied to a checkpoint.
 
     Attributes:
-        approx: Version that did it.
-        base: What it was done to.
+        approx: Version of approx that applied it.
+        base: The checkpoint it was applied to.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow")  # a later version may say more
+    model_config = ConfigDict(frozen=True, extra="allow")  # a later versions may add fields
 
     approx: str
     base: Base
 
 
 class Conversion(_Step):
-    """The exchange of its attention.
+    """A conversion.
 
     Attributes:
-        action: What was done.
+        action: Kind of the step.
         plan: Rules, as plain data.
         max_length: Number of positions, in tokens, if the table was extended.
         calibration: The calibration text, if it was a file of the user's.
@@ -70,21 +70,21 @@ class Training(_Step):
     """Fine-tuning.
 
     Attributes:
-        action: What was done.
-        recover: Its modes, in order.
+        action: Kind of the step.
+        recover: Modes, in order.
         task: Name of the task, or None for plain text.
-        data_sha256: Of the examples.
-        examples: How many were trained on.
-        held_out: How many chose the best step.
-        steps: Of all modes.
-        seconds: Of all modes.
-        seed: Of order and dropout.
-        teacher: What was distilled, if that was not the same weights with exact attention.
-        measure: Of the held-out examples: a metric, or `loss`.
-        exact: Its value for exact attention before training.
-        before: Its value before training; None where the model has no score.
+        data_sha256: Hash of the examples.
+        examples: Number of training examples.
+        held_out: Number of examples that chose the best step.
+        steps: Steps of all modes.
+        seconds: Time of all modes.
+        seed: Seed of the order of examples and of dropout.
+        teacher: The teacher, if it was not the same weights with exact attention.
+        measure: What was measured on the held-out examples: a metric, or `loss`.
+        exact: Its value with exact attention before training.
+        before: Its value before training; None if the model has no score.
         after: Its value after training.
-        options: All that was asked for.
+        options: Options of the training.
     """
 
     action: Literal["finetune"] = "finetune"
@@ -108,7 +108,7 @@ Step = Annotated[Conversion | Training, Field(discriminator="action")]
 
 
 def history(record: Mapping[str, Any]) -> list[Conversion | Training]:
-    """What was done to a checkpoint, in order.
+    """The steps applied to a checkpoint, in order.
 
     Args:
         record: The field `approx` of its config; empty for a stock checkpoint.
@@ -124,14 +124,16 @@ def history(record: Mapping[str, Any]) -> list[Conversion | Training]:
         return TypeAdapter(list[Step]).validate_python(record.get("history", []))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
+        # The number of the step, its kind, and then the field.
+        number, *kind_and_field = first["loc"] or ("",)
+        place = ".".join(map(str, [number, *kind_and_field[1:]]))
         raise ApproxError(
             f"The history in config.json is damaged: {place}: {first['msg']}. Convert the base again.", Exit.UNAVAILABLE
         ) from None
 
 
 def conversion(record: Mapping[str, Any]) -> Conversion | None:
-    """The conversion in a history; None for a stock checkpoint, and for one that was converted in memory.
+    """The conversion in a history; None for a stock checkpoint and for one converted in memory.
 
     Args and errors: as for `history`.
     """

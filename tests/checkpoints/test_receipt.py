@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from approx.checkpoints.history import Base, Step, history
+from approx.checkpoints.history import Base, Conversion, history
 from approx.checkpoints.receipt import RECEIPT, Check, Receipt, Swapped, read_receipt
 from approx.errors import ApproxError, Exit
 
@@ -44,7 +44,7 @@ def test_verified_means_checked_and_nothing_failed(checks, verified):
 
 
 def test_a_history_is_a_list_of_steps():
-    step = Step(
+    step = Conversion(
         action="convert", approx="0.1.0", base=Base(name="base", revision=None, weights_sha256="ab"),
         plan=[{"layers": "all", "mechanism": "local"}], calibration_length=256,
     )  # fmt: skip

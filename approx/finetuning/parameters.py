@@ -53,16 +53,16 @@ def attention_layers(model: Any, inputs: dict[str, Tensor]) -> dict[str, list[st
         model.train(training)
         for hook in hooks:
             hook.remove()
-    found: dict[str, list[str]] = {"before": [], "after": []}
+    layers: dict[str, list[str]] = {"before": [], "after": []}
     for place, (kind, name) in enumerate(ran):
         if kind == "attention":
             site = names[model.base_model.get_submodule(name)]
             # The projections are children of the attention module; the one of the output may stand beside it.
-            found["before"] += [
+            layers["before"] += [
                 layer for what, layer in ran[:place] if what == "layer" and layer.startswith(f"{site}.")
             ]
-            found["after"] += [layer for what, layer in ran[place + 1 : place + 2] if what == "layer"]
-    return {kind: list(dict.fromkeys(layers)) for kind, layers in found.items()}
+            layers["after"] += [layer for what, layer in ran[place + 1 : place + 2] if what == "layer"]
+    return {kind: list(dict.fromkeys(names)) for kind, names in layers.items()}
 
 
 def chosen_parameters(model: Any, train: str, inputs: dict[str, Tensor]) -> list[str]:

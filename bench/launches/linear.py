@@ -35,9 +35,9 @@ def _both(
         v = torch.empty(2, 1024, 4, size, dtype=dtype).transpose(1, 2)
         mask = torch.ones(2, 1024, dtype=torch.uint8) if masked else None
         made = "given" if features else "elu"
-        found = linear.linear_forward(q, q, v, mask, causal, False, made, 1.0, 1e-6)
-        grad_inverse = found[1] if window else None
-        linear.linear_backward(v, grad_inverse, *found, q, q, v, mask, causal, made, 1.0)
+        outputs = linear.linear_forward(q, q, v, mask, causal, False, made, 1.0, 1e-6)
+        grad_inverse = outputs[1] if window else None
+        linear.linear_backward(v, grad_inverse, *outputs, q, q, v, mask, causal, made, 1.0)
 
     return run
 

@@ -207,5 +207,5 @@ def test_a_loaded_model_is_trained_in_place_without_any_folder(study):
     options = options_of(study).model_dump(exclude_defaults=True)
     done = approx.finetune(model, processor=tiny_tokenizer(), **options)
     assert done["recover"] == ["transfer", "task"]
-    with pytest.raises(ApproxError, match="without the tokenizer"):
+    with pytest.raises(ApproxError, match="tokenizer or processor"):
         approx.finetune(model, **options)

@@ -43,8 +43,8 @@ def run(tensors, impl, key_mask=None, grad=None, **how):
 
 def check(tensors, *given, **how):
     wide = run([x.double() for x in tensors], "reference", *given, **how)
-    plain, found = (run(tensors, impl, *given, **how) for impl in ("reference", "triton"))
-    for name, *each in zip(("out", "dq", "dk", "dv"), found, plain, wide, strict=True):
+    plain, computed = (run(tensors, impl, *given, **how) for impl in ("reference", "triton"))
+    for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
         # Sums chunk by chunk round a little differently from one sum.
         assert_close(name, *each, factor=4.0)
 
@@ -127,8 +127,8 @@ def test_padding_is_not_read(length):
     tensors, real = draw(13, 13, batch=4), mask(13)
     for x in tensors:
         x.masked_fill_(~real[:, None, :, None], torch.nan)
-    found = run([tensors[0][:, :, -length:], *tensors[1:]], "triton", real, **settings(chunk=5))
-    assert all(torch.isfinite(x).all() for x in found)
+    computed = run([tensors[0][:, :, -length:], *tensors[1:]], "triton", real, **settings(chunk=5))
+    assert all(torch.isfinite(x).all() for x in computed)
 
 
 def test_keys_that_lose_their_place():
@@ -140,8 +140,8 @@ def test_keys_that_lose_their_place():
 
 def test_equal_scores_do_not_add_keys():
     q, k, v = draw(30, 30)
-    found = causal_clustered_attention(q, torch.zeros_like(k), v, impl="triton", **settings())
-    torch.testing.assert_close(found, v.cumsum(2) / torch.arange(1, 31, device=DEVICE)[:, None])
+    computed = causal_clustered_attention(q, torch.zeros_like(k), v, impl="triton", **settings())
+    torch.testing.assert_close(computed, v.cumsum(2) / torch.arange(1, 31, device=DEVICE)[:, None])
 
 
 def test_half_precision():
@@ -168,10 +168,10 @@ def test_the_future_changes_no_bit_and_has_no_gradient():
 @pytest.mark.slow
 def test_neighbours_change_no_bit():
     tensors = draw(21, 21, batch=3)
-    found, alone = (
+    computed, alone = (
         run(x, "triton", None, torch.ones(1, device=DEVICE), **settings()) for x in (tensors, [x[1:2] for x in tensors])
     )
-    for each, single in zip(found, alone, strict=True):
+    for each, single in zip(computed, alone, strict=True):
         assert torch.equal(each[1:2], single)
 
 
@@ -183,8 +183,8 @@ def test_strides_do_not_matter():
     leaves = [x.requires_grad_() for x in (*odd, spread)]
     out = causal_clustered_attention(*leaves, impl="triton", **settings())
     # A sum's gradient is one number, seen as many.
-    found = [out, *torch.autograd.grad(out.sum(), leaves)]
-    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+    computed = [out, *torch.autograd.grad(out.sum(), leaves)]
+    assert all(torch.equal(*each) for each in zip(computed, expected, strict=True))
 
 
 @pytest.mark.slow

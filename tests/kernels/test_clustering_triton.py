@@ -27,11 +27,11 @@ def random(size, *, bits, clusters):
 
 def check(n, clusters, size, bits, iterations):
     q, (planes, draws) = draw(n, size), random(size, bits=bits, clusters=clusters)
-    found, expected = (
+    computed, expected = (
         cluster_queries(q, planes, draws, clusters=clusters, iterations=iterations, impl=impl)
         for impl in ("triton", "reference")
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(computed, expected)
 
 
 CASES = [(20, 4, 16, 5, 1), (60, 9, 80, 9, 4), (150, 128, 32, 31, 3), (300, 25, 64, 63, 10), (40, 39, 128, 2, 5)]

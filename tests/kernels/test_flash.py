@@ -43,9 +43,9 @@ def run(tensors, impl, **how):
 def check(tensors, **how):
     wide, seen = run([x.double() for x in tensors], "reference", **how)
     plain, _ = run(tensors, "reference", **how)
-    found, own = run(tensors, "triton", **how)
+    computed, own = run(tensors, "triton", **how)
     assert torch.equal(seen, own)
-    for name, *each in zip(("out", "lse", "dq", "dk", "dv", "dspans"), found, plain, wide, strict=False):
+    for name, *each in zip(("out", "lse", "dq", "dk", "dv", "dspans"), computed, plain, wide, strict=False):
         # Scores become logarithms to the base 2, and sums are rescaled with every tile: a few roundings more.
         assert_close(name, *each, factor=6.0)
 
@@ -148,8 +148,8 @@ def test_padding_is_not_read():
     right = mask("right", 37)
     for x in tensors:
         x[0, :, 20:] = torch.nan
-    found, _ = run(tensors, "triton", key_mask=right)
-    assert all(torch.isfinite(x).all() for x in found)
+    computed, _ = run(tensors, "triton", key_mask=right)
+    assert all(torch.isfinite(x).all() for x in computed)
 
 
 def test_samples_one_behind_the_other_do_not_meet():
@@ -240,9 +240,9 @@ def test_operations_are_counted(right, pairs):
 
 def test_without_kernels_it_is_pytorchs_attention():
     q, k, v = (x.cpu() for x in draw(20, 20))
-    found = flash_attention(q, k, v, causal=True, scale=0.3)
+    computed = flash_attention(q, k, v, causal=True, scale=0.3)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
-    assert torch.equal(found, expected)
+    assert torch.equal(computed, expected)
 
 
 REFUSED = {

@@ -59,9 +59,9 @@ def check(pattern, length, key_mask):
     tensors = [torch.randn(batch, n, 1, 16).transpose(1, 2).to(DEVICE) for n in (length, keys, keys)]
     key_mask = key_mask.to(DEVICE)
     expected = outputs(mechanism, tensors, key_mask, "reference")
-    found = outputs(mechanism, tensors, key_mask, "triton")
+    computed = outputs(mechanism, tensors, key_mask, "triton")
     assert chosen()["flash"] == "triton"
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(computed, expected, strict=True):
         # Both are float32; sums of at most 37 terms of about 1, in two orders.
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
 

@@ -41,8 +41,8 @@ def run(tensors, key_mask, impl, **how):
 
 def check(tensors, key_mask=None, factor=4.0, **how):
     wide = run([x.double() for x in tensors], key_mask, "reference", **how)
-    plain, found = (run(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
-    for name, *each in zip(("out", "dq", "dk", "dv", "dmix"), found, plain, wide, strict=False):
+    plain, computed = (run(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
+    for name, *each in zip(("out", "dq", "dk", "dv", "dmix"), computed, plain, wide, strict=False):
         # Sums tile by tile round a little differently from one sum; the gradient of a share is what is left of two sums.
         assert_close(name, *each, factor=16.0 if name == "dmix" else factor)
 
@@ -176,9 +176,9 @@ def test_windows_in_half_precision():
 @CAUSAL
 def test_a_window_over_everything_is_softmax_attention(causal):
     q, k, v = draw(20, 20)
-    found = linear_attention(q, k, v, causal=causal, window=20, mix=mix(2), scale=0.3, impl="triton")
+    computed = linear_attention(q, k, v, causal=causal, window=20, mix=mix(2), scale=0.3, impl="triton")
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(computed, expected)
 
 
 def test_nobody_sees_keys_of_a_window_twice():
@@ -197,10 +197,10 @@ def test_masked_keys_and_values_are_not_read(causal):
     mask = holes(37)
     for x in (k, v):
         x.masked_fill_(~mask[:, None, :, None], torch.nan)
-    found = run([q, k, v], mask, "triton", causal=causal)
-    assert all(torch.isfinite(x).all() for x in found)
-    assert all((x[1] == 0).all() for x in found)
-    assert all((x[0, 0, 1::3] == 0).all() for x in found[2:])
+    computed = run([q, k, v], mask, "triton", causal=causal)
+    assert all(torch.isfinite(x).all() for x in computed)
+    assert all((x[1] == 0).all() for x in computed)
+    assert all((x[0, 0, 1::3] == 0).all() for x in computed[2:])
 
 
 @CAUSAL
@@ -259,15 +259,15 @@ def test_decoding_overwrites_the_sums(feature_map, features, monkeypatch):
     whole = linear_attention(q.double(), k.double(), v.double(), mask, causal=True, feature_map=feature_map)
     plain = linear_attention(q, k, v, mask, causal=True, feature_map=feature_map, impl="reference")
     state: Any = None
-    found, places = [], set()
+    computed, places = [], set()
     for piece in (slice(0, 20), *(slice(n, n + 1) for n in range(20, 23))):
         given: Any = [x[:, :, piece] for x in (q, k, v)]
         out, state = linear_decode(
             given[0], given[1], given[2], mask[:, piece], state, feature_map=feature_map, impl="triton"
         )
-        found.append(out)
+        computed.append(out)
         places.add(state["sums"].data_ptr())
-    assert_close("out", *(at_real_queries(x, mask) for x in (torch.cat(found, 2), plain, whole)), factor=4.0)
+    assert_close("out", *(at_real_queries(x, mask) for x in (torch.cat(computed, 2), plain, whole)), factor=4.0)
     assert len(places) == 1
     after = linear_decode(q, k, v, mask, feature_map=feature_map, impl="reference")[1]["sums"]
     torch.testing.assert_close(state["sums"], after)

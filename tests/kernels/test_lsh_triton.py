@@ -68,8 +68,8 @@ def run(tensors, impl, key_mask=None, **form):
 
 def check(tensors, *given, **form):
     wide = run([x.double() for x in tensors], "reference", *given, **form)
-    plain, found = (run(tensors, impl, *given, **form) for impl in ("reference", "triton"))
-    for name, *each in zip(("out", "dq", "dk", "dv"), found, plain, wide, strict=True):
+    plain, computed = (run(tensors, impl, *given, **form) for impl in ("reference", "triton"))
+    for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
         # Sums tile by tile and round by round round a few times more than one sum.
         assert_close(name, *each, factor=6.0)
 
@@ -88,10 +88,10 @@ def poisoned(monkeypatch):
 
 def _full_of_nan(make):
     def made(*given):
-        found = make(*given)
-        for x in found if isinstance(found, tuple) else (found,):
+        computed = make(*given)
+        for x in computed if isinstance(computed, tuple) else (computed,):
             x.fill_(torch.nan)
-        return found
+        return computed
 
     return made
 
@@ -150,19 +150,19 @@ def test_it_compiles_without_a_break():
 
     out, expected = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves), call(*leaves)
     torch.testing.assert_close(out, expected)
-    found, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (out, expected))
-    torch.testing.assert_close(found, wanted)
+    computed, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (out, expected))
+    torch.testing.assert_close(computed, wanted)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_queries_that_see_a_rank_stand_together(form):
     q, k, _ = draw(60, 60, batch=4, heads=2)
     projections = drawn(16, form["variant"], form["causal"])
-    found = sorted_rounds(q, k, mask(60), projections=projections, cluster=CLUSTER, buckets=1, **form)
-    low, end = (bound.gather(-1, found.queries.long())[..., None] for bound in (found.low, found.end))
-    begins = torch.arange(0, found.tokens.shape[3], 4, device=DEVICE)
+    computed = sorted_rounds(q, k, mask(60), projections=projections, cluster=CLUSTER, buckets=1, **form)
+    low, end = (bound.gather(-1, computed.queries.long())[..., None] for bound in (computed.low, computed.end))
+    begins = torch.arange(0, computed.tokens.shape[3], 4, device=DEVICE)
     seeing = (low < end) & (low < begins + 4) & (end > begins)
-    observers = launching._observers(found.queries, found.low, found.end, found.tokens.shape[3], 4)
+    observers = launching._observers(computed.queries, computed.low, computed.end, computed.tokens.shape[3], 4)
     first, past = (x[..., None, :] for x in observers)
     place = torch.arange(60, device=DEVICE)[:, None]
     assert torch.equal(seeing, (place >= first) & (place < past))

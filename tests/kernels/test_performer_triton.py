@@ -49,8 +49,8 @@ def run(tensors, key_mask, impl, **how):
 
 def check(tensors, key_mask=None, factor=4.0, **how):
     wide = run([x.double() for x in tensors], key_mask, "reference", **how)
-    plain, found = (run(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
-    for name, *each in zip(("out", "dq", "dk", "dv"), found, plain, wide, strict=True):
+    plain, computed = (run(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
+    for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
         # Sums tile by tile round a little differently from one sum.
         assert_close(name, *each, factor=factor)
 
@@ -191,10 +191,10 @@ def test_masked_keys_and_values_are_not_read(causal):
     real = mask(45)
     for x in (k, v):
         x.masked_fill_(~real[:, None, :, None], torch.nan)
-    found = run([q, k, v], real, "triton", causal=causal)
-    assert all(torch.isfinite(x).all() for x in found)
-    assert all((x[2] == 0).all() for x in found)
-    assert all((x[0, 0, 1::3] == 0).all() for x in found[2:])
+    computed = run([q, k, v], real, "triton", causal=causal)
+    assert all(torch.isfinite(x).all() for x in computed)
+    assert all((x[2] == 0).all() for x in computed)
+    assert all((x[0, 0, 1::3] == 0).all() for x in computed[2:])
 
 
 @CAUSAL
@@ -250,15 +250,15 @@ def test_a_prompt_leaves_the_state_that_tokens_follow(kernel, length, keys):
     q, k, v = draw(length, keys, batch=3)
     how: Any = {"projection": projection(16), "kernel": kernel, "scale": 0.25}
     wide = [x.double() for x in (q, k, v)]
-    found, plain, exact = (
+    computed, plain, exact = (
         performer_decode(*given, key_mask=mask(keys), **how, impl=impl)
         for given, impl in (((q, k, v), "triton"), ((q, k, v), "reference"), (wide, "reference"))
     )
-    outs = [at_real_queries(each[0], mask(keys)) for each in (found, plain, exact)]
+    outs = [at_real_queries(each[0], mask(keys)) for each in (computed, plain, exact)]
     assert_close("out", outs[0], outs[1], outs[2], factor=4.0)
-    assert found[1].keys() == plain[1].keys()
-    for name in found[1]:
-        torch.testing.assert_close(found[1][name], plain[1][name], rtol=1e-4, atol=1e-4)
+    assert computed[1].keys() == plain[1].keys()
+    for name in computed[1]:
+        torch.testing.assert_close(computed[1][name], plain[1][name], rtol=1e-4, atol=1e-4)
 
 
 REFUSED = {

@@ -46,8 +46,8 @@ def run(tensors, impl, key_mask=None, **how):
 
 def check(tensors, *given, **how):
     wide = run([x.double() for x in tensors], "reference", *given, **how)
-    plain, found = (run(tensors, impl, *given, **how) for impl in ("reference", "triton"))
-    for name, *each in zip(("out", "dq", "dk", "dv"), found, plain, wide, strict=True):
+    plain, computed = (run(tensors, impl, *given, **how) for impl in ("reference", "triton"))
+    for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
         # Sums part by part, in logarithms to the base 2, round a few times more than one sum; how often depends on the
         # processor where NumPy's products stand in for a GPU's.
         assert_close(name, *each, factor=10.0)
@@ -95,9 +95,9 @@ def test_it_gives_what_the_reference_gives(queries, keys, square, causal, fill, 
         run([x.to(wide) for x in (q, k, v)], impl, real, topk=topk, causal=causal)
         for impl, wide in (("triton", dtype), ("reference", dtype), ("reference", torch.float64))
     ]
-    for name, found, plain, exact in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+    for name, computed, plain, exact in zip(("out", "dq", "dk", "dv"), *results, strict=True):
         # Gradients of a query that keeps a key or two are differences of next to nothing: what is rounded are their terms.
-        error, own = ((x.double() - exact).square().mean().sqrt() for x in (found, plain))
+        error, own = ((x.double() - exact).square().mean().sqrt() for x in (computed, plain))
         assert error <= 6.0 * max(own, torch.finfo(dtype).eps), name
 
 
@@ -130,8 +130,8 @@ def test_who_keeps_all_keys_attends_exactly(topk, causal):
     (q, k, v), real = draw(25, 25, batch=2), mask(25)[[0, 3]]
     pairs = real[:, None, None].expand(2, 1, 25, 25)
     scores = (q @ k.mT * 0.3).masked_fill(~(pairs.tril() if causal else pairs), -torch.inf)
-    found = attend(q, k, v, real, topk=topk, causal=causal)
-    torch.testing.assert_close(found, scores.softmax(-1).nan_to_num() @ v)
+    computed = attend(q, k, v, real, topk=topk, causal=causal)
+    torch.testing.assert_close(computed, scores.softmax(-1).nan_to_num() @ v)
 
 
 def test_equal_scores_do_not_add_keys():
@@ -231,8 +231,8 @@ def test_strides_do_not_matter():
     q, k, v = draw(20, 20)
     odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
     spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
-    found, expected = run([*odd, spread], "triton"), run([q, k, spread.contiguous()], "triton")
-    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+    computed, expected = run([*odd, spread], "triton"), run([q, k, spread.contiguous()], "triton")
+    assert all(torch.equal(*each) for each in zip(computed, expected, strict=True))
 
 
 @pytest.mark.slow

@@ -95,12 +95,12 @@ def _arguments() -> argparse.Namespace:
 
 def _mutants(folder: Path, texts: bool) -> dict[tuple[str, str, str], Mutant]:
     """Every mutant by its file and its lines before and after; of those that read alike the first."""
-    found: dict[tuple[str, str, str], Mutant] = {}
+    mutants: dict[tuple[str, str, str], Mutant] = {}
     for file in sorted(folder.rglob("*.py")):
         name = file.relative_to(ROOT).as_posix()
         for mutant in mutants_of(name, file.read_text(encoding="utf-8"), texts):
-            found.setdefault((name, *mutant.shown()), mutant)
-    return found
+            mutants.setdefault((name, *mutant.shown()), mutant)
+    return mutants
 
 
 def _shuffled(keys: dict[tuple[str, str, str], Mutant], seed: int) -> list[tuple[str, str, str]]:

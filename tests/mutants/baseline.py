@@ -80,14 +80,14 @@ def _run(room: Room, files: list[str]) -> dict[str, dict[str, Any]]:
     return by_test_file(json.loads(told.read_text()), files, copy)
 
 
-def by_test_file(found: dict[str, Any], files: list[str], copy: Path) -> dict[str, dict[str, Any]]:
+def by_test_file(recorded: dict[str, Any], files: list[str], copy: Path) -> dict[str, dict[str, Any]]:
     """Split what a `Recorder` saw among the test files; lines that only imports ran belong to all of them."""
     result: dict[str, dict[str, Any]] = {name: {"lines": {}, "seconds": {}, "processes": []} for name in files}
-    for test, seconds in found["seconds"].items():
+    for test, seconds in recorded["seconds"].items():
         result[_file_of(test)]["seconds"][test] = seconds
-    for test in found["processes"]:
+    for test in recorded["processes"]:
         result[_file_of(test)]["processes"].append(test)
-    for source, by_line in found["lines"].items():
+    for source, by_line in recorded["lines"].items():
         name = Path(source).relative_to(copy).as_posix()
         for line, tests in by_line.items():
             for file in files if not tests else ():
@@ -111,10 +111,10 @@ def _together(done: Iterable[dict[str, Any]]) -> Baseline:
 
 
 def _digest(files: dict[str, Path], *more: str) -> str:
-    found = hashlib.sha256("\0".join(more).encode())
+    digest = hashlib.sha256("\0".join(more).encode())
     for name, path in files.items():
-        found.update(f"\0{name}\0".encode() + path.read_bytes())
-    return found.hexdigest()
+        digest.update(f"\0{name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _file_of(test: str) -> str:

@@ -74,8 +74,8 @@ def mutants_of(file: str, source: str, texts: bool = False) -> list[Mutant]:
     wrapper = MetadataWrapper(cst.parse_module(source))
     visitor = _Visitor(file, source, wrapper.module, texts)
     wrapper.visit(visitor)
-    found = {(one.start, one.end, one.new): one for one in visitor.found if one.new != source[one.start : one.end]}
-    return list(found.values())
+    mutants = {(one.start, one.end, one.new): one for one in visitor.mutants if one.new != source[one.start : one.end]}
+    return list(mutants.values())
 
 
 class _Visitor(cst.CSTVisitor):
@@ -83,7 +83,7 @@ class _Visitor(cst.CSTVisitor):
 
     def __init__(self, file: str, source: str, module: cst.Module, texts: bool) -> None:
         super().__init__()
-        self.found: list[Mutant] = []
+        self.mutants: list[Mutant] = []
         self._file, self._source, self._module, self._texts = file, source, module, texts
         self._begins = [0]
         for line in source.splitlines(keepends=True):
@@ -122,7 +122,7 @@ class _Visitor(cst.CSTVisitor):
         place: CodeRange = self.get_metadata(WhitespaceInclusivePositionProvider, node)  # type: ignore[assignment]  # no default is asked for
         start = self._begins[place.start.line - 1] + place.start.column
         end = self._begins[place.end.line - 1] + place.end.column
-        self.found.append(Mutant(self._file, self._source, start, end, self._module.code_for_node(changed)))
+        self.mutants.append(Mutant(self._file, self._source, start, end, self._module.code_for_node(changed)))
 
 
 def _changes(node: cst.CSTNode) -> Iterator[cst.CSTNode]:

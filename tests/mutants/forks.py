@@ -21,10 +21,10 @@ def noticed_by(
     """For each mutant the test that noticed it, or None."""
     waiting, idle = list(mutants), list(room.copies)
     running: dict[int, tuple[Mutant, Path, float]] = {}
-    found: dict[Mutant, str | None] = {}
+    noticed: dict[Mutant, str | None] = {}
 
     def settle(mutant: Mutant, test: str | None) -> None:
-        found[mutant] = test
+        noticed[mutant] = test
         tell(mutant, test)
 
     while waiting or running:
@@ -49,7 +49,7 @@ def noticed_by(
                 idle.append(copy)
                 settle(mutant, "no end in sight" if late else _noticed(copy, os.waitstatus_to_exitcode(status)))
         time.sleep(0.05)
-    return found
+    return noticed
 
 
 def _try(room: Room, copy: Path, mutant: Mutant, chosen: dict[str, float]) -> int:

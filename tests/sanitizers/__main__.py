@@ -18,7 +18,7 @@ ROOT = HERE.parent.parent
 # Code that is watched need not be fast, and takes a quarter of the time to compile so.
 FLAGS = "-O0 -g -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer"
 PLANTED = {
-    "heap-buffer-overflow": "int run(int n) { char *x = calloc(n, 1); int found = x[n]; free(x); return found; }",
+    "heap-buffer-overflow": "int run(int n) { char *x = calloc(n, 1); int value = x[n]; free(x); return value; }",
     "signed integer overflow": "int run(int n) { return n + 2147483647; }",
     "outside the range of representable values": "int run(int n) { return (int)(1e10f * n); }",
     "misaligned address": "int run(int n) { char x[64] = {0}; return *(int *)(x + n % 2 + (((uintptr_t)x & 1) ^ 1)); }",
@@ -41,14 +41,14 @@ def main() -> int:
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"No compiler with sanitizers was found: {error}. Install gcc, or set $CC to it.")
         return 2
-    if not Path(found := runtime.stdout.strip()).is_absolute():
+    if not Path(library := runtime.stdout.strip()).is_absolute():
         print(f"{compiler} has no libasan.so. Install the sanitizers of gcc, or set $CC to a gcc that has them.")
         return 2
     # libstdc++ is wanted by PyTorch and must be there before its exceptions are watched.
     standard = subprocess.run([compiler, "-print-file-name=libstdc++.so"], check=True, capture_output=True, text=True)
     environment = os.environ | {
         "CC": compiler,
-        "LD_PRELOAD": f"{found} {standard.stdout.strip()}",
+        "LD_PRELOAD": f"{library} {standard.stdout.strip()}",
         # Python leaves memory to the end of the process.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -86,8 +86,8 @@ def _run_planted(source: str, environment: dict[str, str]) -> str:
         "import sys, tempfile, os\n"
         "os.environ['APPROX_CACHE'] = tempfile.mkdtemp()\n"
         "from approx_kernels.cpu.compile import load\n"
-        "found = load('#include <stdint.h>\\n#include <stdlib.h>\\n' + sys.argv[1])\n"
-        "print(found if isinstance(found, str) else found.run(5))"
+        "library = load('#include <stdint.h>\\n#include <stdlib.h>\\n' + sys.argv[1])\n"
+        "print(library if isinstance(library, str) else library.run(5))"
     )
     ran = subprocess.run(
         [sys.executable, "-c", call, source], env=environment, check=False, capture_output=True, text=True

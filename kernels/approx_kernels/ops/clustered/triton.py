@@ -81,8 +81,8 @@ def _attended(means: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scal
         last = torch.arange(batch * parts, device=k.device)[:, None] % parts == parts - 1
         own = (torch.arange(width, device=k.device) < step) | last
         mask = own if mask is None else mask & own
-    found = flash(rows, k, v, mask, scale=scale, both=False, impl="triton")
-    shared, lse = (x.unflatten(0, (batch, parts)) for x in found)
+    outputs = flash(rows, k, v, mask, scale=scale, both=False, impl="triton")
+    shared, lse = (x.unflatten(0, (batch, parts)) for x in outputs)
     # A part without a real key has no weight, and no gradient that is not a number.
     lse = lse.masked_fill(lse == float("-inf"), -1e30)
     whole = lse.logsumexp(1)

@@ -97,14 +97,14 @@ def _near(q: Tensor, k: Tensor, v: Tensor, before: int, chunk: int, scale: float
     bounds = [each for each in parts if each[0] < each[1]]
     queries = stretches(q, [(max(begin, before) - before, end - before) for begin, end in bounds])
     cut = zip(queries, stretches(k, bounds), stretches(v, bounds), strict=True)
-    found = [
+    outputs = [
         _by_chunk(*own, chunk if each == (first, last) else each[1] - each[0], scale)
         for each, own in zip(bounds, cut, strict=True)
     ]
-    if len(found) == 1:
-        near, lse = found[0]
+    if len(outputs) == 1:
+        near, lse = outputs[0]
     else:
-        near, lse = torch.cat([x for x, _ in found], 2), torch.cat([x for _, x in found], 2)
+        near, lse = torch.cat([x for x, _ in outputs], 2), torch.cat([x for _, x in outputs], 2)
     return near, lse.contiguous()
 
 
@@ -114,8 +114,8 @@ def _by_chunk(q: Tensor, k: Tensor, v: Tensor, chunk: int, scale: float) -> tupl
     if count == 1:
         return flash(q, k, v, scale=scale, right=0, impl="triton")
     q, k, v = (x.unflatten(2, (count, chunk)).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    found = flash(q, k, v, scale=scale, right=0, impl="triton")
-    near, lse = (x.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3) for x in found)
+    outputs = flash(q, k, v, scale=scale, right=0, impl="triton")
+    near, lse = (x.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3) for x in outputs)
     return near, lse
 
 
@@ -134,22 +134,22 @@ def _near_real(
     k, v = (_placed(x, key_mask, place) for x in (k, v))
     place = place[:, : some * chunk] + begin
     near_k, near_v = (k, v) if some == chunks else (_picked(x, place) for x in (k, v))
-    found = _by_chunk(_placed(q, asked, place - (count - queries)), near_k, near_v, chunk, scale)
+    outputs = _by_chunk(_placed(q, asked, place - (count - queries)), near_k, near_v, chunk, scale)
     back = (rank - begin).clamp(0, some * chunk - 1)
-    near, lse = _picked(found[0], back), found[1].gather(2, back[:, None].expand(-1, q.shape[1], -1))
+    near, lse = _picked(outputs[0], back), outputs[1].gather(2, back[:, None].expand(-1, q.shape[1], -1))
     return k, v, near, lse
 
 
 def _placed(x: Tensor, real: Tensor, place: Tensor) -> Tensor:
     """The real tokens of these places among all real ones of their sample; zeros where there is none."""
     tokens = real.logical_not().byte().argsort(stable=True, dim=1)
-    found = _picked(x, tokens.gather(1, place.clamp(0, x.shape[2] - 1)))
+    rows = _picked(x, tokens.gather(1, place.clamp(0, x.shape[2] - 1)))
     inside = (place >= 0) & (place < real.sum(1, keepdim=True))
-    return found.masked_fill(~inside[:, None, :, None], 0.0)
+    return rows.masked_fill(~inside[:, None, :, None], 0.0)
 
 
 def _picked(x: Tensor, index: Tensor) -> Tensor:
     """Tokens [B, m] of each sample of x [B, H, n, D], [B, H, m, D] with the heads of a token beside each other."""
     sample = torch.arange(x.shape[0], device=x.device)[:, None] * x.shape[2]
-    found = x.transpose(1, 2).flatten(0, 1).index_select(0, (index + sample).flatten())
-    return found.unflatten(0, index.shape).transpose(1, 2)
+    rows = x.transpose(1, 2).flatten(0, 1).index_select(0, (index + sample).flatten())
+    return rows.unflatten(0, index.shape).transpose(1, 2)

@@ -103,8 +103,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradients(ctx: Any, grad: Tensor | None, grad_inverse: Tensor | None, *_: Any) -> tuple[Any, ...]:
     grad = torch.zeros_like(ctx.saved_tensors[0]) if grad is None else grad
-    found = linear_backward(grad, grad_inverse, *ctx.saved_tensors, ctx.causal, ctx.feature_map, ctx.input_scale)
-    return *found, *[None] * 6
+    gradients = linear_backward(grad, grad_inverse, *ctx.saved_tensors, ctx.causal, ctx.feature_map, ctx.input_scale)
+    return *gradients, *[None] * 6
 
 
 @custom_op(_fake_forward, flops=_flops_forward, backward=_gradients, save=_save)

@@ -51,12 +51,12 @@ def continue_by_kernels(
     """As `continue_heads` without a window: a whole prompt, or one token, which overwrites the sums of the state."""
     with without_autocast(q.device.type):
         if state is None:
-            found = []
+            parts = []
             for turn, _, learned in own_parts(q, k, None, maps, None):
                 one, keys, values, how = as_features(q[:, turn], k, v, feature_map, learned["maps"], input_scale)
                 out, _, sums, totals = attend(one, keys, values, key_mask, True, *how, eps, whole=True)
-                found.append((out, torch.cat([sums.sum(2), totals.sum(2)[..., None]], -1)))
-            outs, sums = zip(*found, strict=True)
+                parts.append((out, torch.cat([sums.sum(2), totals.sum(2)[..., None]], -1)))
+            outs, sums = zip(*parts, strict=True)
             return in_order(outs), {"sums": joined_sums(sums, maps)}
         if maps is not None:
             # What each query head has learned of keys is its own; so are then the few numbers of one token.

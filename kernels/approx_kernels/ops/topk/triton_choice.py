@@ -55,10 +55,10 @@ def _count(x):
 @jit
 def _reach(Scores, KeyMask, held, until, least, BS: tl.constexpr, BW: tl.constexpr):
     """How many of a row are no less; the first are held in registers, of a longer row the others are read again."""
-    found = _count(held >= least)
+    reached = _count(held >= least)
     for begin in range(BS, until, BW):
-        found += _count(_ranked(Scores, KeyMask, begin, until, BW) >= least)
-    return found
+        reached += _count(_ranked(Scores, KeyMask, begin, until, BW) >= least)
+    return reached
 
 
 @jit(do_not_specialize=LENGTHS)
@@ -78,8 +78,8 @@ def select_kernel(
     # Bit by bit the largest number that K reach, until no more than those do.
     while (reach > kept) & (bit >= 0):
         higher = least ^ (tl.full([], 1, tl.int32) << bit)
-        found = _reach(Scores, KeyMask, held, until, higher, BS, BW)
-        least, reach = tl.where(found >= kept, higher, least), tl.where(found >= kept, found, reach)
+        reached = _reach(Scores, KeyMask, held, until, higher, BS, BW)
+        least, reach = tl.where(reached >= kept, higher, least), tl.where(reached >= kept, reached, reach)
         bit -= 1
     surplus, taken = tl.maximum(reach - kept, 0), tl.zeros([], tl.int32)
     for begin in range(0, until, BW):

@@ -61,9 +61,8 @@ static void settle(candidates *x) {
     int32_t bound = INT32_MIN;
     for (uint32_t bit = 1u << 31; bit && reaching > x->kept; bit >>= 1) {
         int32_t next = (int32_t)((uint32_t)bound + bit);
-        vi below = {0};
-        for (int64_t i = 0; i < count; i += WIDTH) below -= *(vi *)(x->ranks + i) < next;
-        int64_t above = padded(count) - (int64_t)lane_sum(__builtin_convertvector(below, vf));
+        int64_t above = 0;
+        for (int64_t i = 0; i < count; i += WIDTH) above += count_true(*(vi *)(x->ranks + i) >= next);
         if (above >= x->kept) bound = next, reaching = above;
     }
     for (int64_t i = count; reaching > x->kept;)

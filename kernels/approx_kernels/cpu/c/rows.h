@@ -25,8 +25,12 @@ INLINE float number(const int bf16, const void *data, int64_t at) {
 
 INLINE void read_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_t size, float *to) {
     int64_t at = head_of(x, b, h) + i * x.row, d = 0;
-    for (; d + WIDTH <= size; d += WIDTH) *(vf *)(to + d) = numbers(bf16, x.data, at + d);
-    for (; d < size; d++) to[d] = number(bf16, x.data, at + d);
+    if (!bf16) {
+        memcpy(to, (float *)x.data + at, sizeof(float) * size);
+        return;
+    }
+    for (; d + WIDTH <= size; d += WIDTH) *(vf *)(to + d) = numbers(1, x.data, at + d);
+    for (; d < size; d++) to[d] = number(1, x.data, at + d);
 }
 
 INLINE void write_row(tensor x, int bf16, int64_t b, int64_t h, int64_t i, int64_t size, const float *from) {

@@ -11,6 +11,7 @@
 #include <immintrin.h>
 #define WIDTH 16
 #elif defined(__AVX__)
+#include <immintrin.h>
 #define WIDTH 8
 #else
 #define WIDTH 4
@@ -58,6 +59,17 @@ INLINE float lane_most(vf x) {
     return most;
 }
 #endif
+
+/* How many lanes of a comparison are true. */
+INLINE int count_true(vi x) {
+#if WIDTH == 16
+    return __builtin_popcount(_mm512_movepi32_mask((__m512i)x));
+#elif WIDTH == 8
+    return __builtin_popcount((unsigned)_mm256_movemask_ps((__m256)x));
+#else
+    return -(x[0] + x[1] + x[2] + x[3]);
+#endif
+}
 
 INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }

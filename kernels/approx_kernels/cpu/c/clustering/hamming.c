@@ -53,7 +53,6 @@ static void hash(tensor q, int64_t bf16, int64_t b, int64_t h, const int32_t *to
 }
 
 #if defined(__AVX2__) && !defined(__AVX512VPOPCNTDQ__)
-#include <immintrin.h>
 /* Bits set in each of four words: a table of sixteen for each half of a byte, summed over the bytes. */
 INLINE __m256i bits_set(__m256i x) {
     const __m256i table = _mm256_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4, 0, 1, 1, 2, 1, 2, 2, 3, 1, 2,

@@ -173,9 +173,7 @@ static int move_top(head *x, const float *to) {
         *(vf *)(x->fall + d) = vexp(choose(old < new, old - new, new - old));
         *(vf *)(x->top + d) = new;
     }
-    int any = 0;
-    for (int l = 0; l < WIDTH; l++) any |= moved[l] != 0;
-    return any;
+    return count_true(moved) > 0;
 }
 
 /* Let the largest logarithms so far, these keys' among them, be what features are relative to. */
@@ -196,8 +194,7 @@ static int64_t near(head *x, int64_t first, int64_t rows, const float *logs) {
         if (!real(x, first + i)) continue;
         vi far = {0};
         for (int64_t d = 0; d < x->size; d += WIDTH) far |= *(const vf *)(logs + d) - *(vf *)(x->top + d) > RISE;
-        for (int l = 0; l < WIDTH; l++)
-            if (far[l]) return i;
+        if (count_true(far)) return i;
         raise_higher(x, logs);
     }
     return rows;

@@ -18,7 +18,7 @@ class HeadGroups(Mechanism):
     which are modules too.
 
     Args:
-        groups: Pairs of the numbers of some heads and the mechanism made for so many; each head of the layer is in
+        groups: Pairs of head numbers and a mechanism for that many heads; each head of the layer is in
             exactly one of them.
     """
 

@@ -62,7 +62,7 @@ def test_exact_attention_goes_to_pytorchs_fused_kernels_instead_and_says_so(capl
 def test_an_obstacle_is_told_before_a_doubt(caplog):
     caplog.set_level(logging.WARNING)
     assert chosen_for(on_gpu(), op="topk_attention", why="the head size is 24.") == "reference"
-    assert "for 'triton' cannot run: the head size is 24." in caplog.text
+    assert "because 'triton' cannot run: the head size is 24." in caplog.text
     assert "checked" not in caplog.text
 
 

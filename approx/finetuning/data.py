@@ -1,4 +1,4 @@
-"""What a model is trained on: examples of a task, some of them held out, in an order that the seed alone decides."""
+"""Training data: the examples of a task, some of them held out, in an order fixed by the seed."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from approx.tasks import open_task
 from approx.tasks.task import Encoding, Example, Split, Task
 from approx.tasks.text import Text
 
-# Batches that are sorted by length together: inputs of a batch are about as long, and batches still differ.
+# Rows are sorted by length within this many batches, so that the inputs of a batch have similar lengths.
 _SORTED_TOGETHER = 50
 
 
@@ -28,15 +28,15 @@ class TrainingData:
     """Training and held-out examples as one model reads them.
 
     Attributes:
-        task: Encodes them, and gives the targets.
-        split: What is trained on.
-        held_out: What chooses the best step.
+        task: The task, which encodes examples and gives targets.
+        split: Training examples.
+        held_out: Examples that choose the best step.
         rows: Example and window of each training input.
-        encodings: The training inputs, without padding.
-        labelled: Whether a batch carries the targets.
-        limit: Tokens of an input at most; None without a limit.
-        processor: The tokenizer or feature extractor.
-        config: Of the model.
+        encodings: Training inputs, without padding.
+        labelled: Whether batches carry targets.
+        limit: Maximum number of tokens of an input; None for no limit.
+        processor: Tokenizer or feature extractor.
+        config: Config of the model.
     """
 
     task: Task
@@ -51,11 +51,11 @@ class TrainingData:
 
     @property
     def sha256(self) -> str:
-        """Of the examples and of which are held out."""
+        """Hash of the examples and of the choice of held-out ones."""
         return hashlib.sha256(f"{_sha256(self.split.examples)} {_sha256(self.held_out.examples)}".encode()).hexdigest()
 
     def batch(self, rows: Sequence[int], passed: int) -> dict[str, Tensor]:
-        """Some inputs as tensors, [B, L], with their targets; in each pass other tokens of `mlm` are hidden."""
+        """A batch of inputs as tensors, [B, L], with their targets; each pass hides other tokens for `mlm`."""
         examples, encodings = [], []
         for row in rows:
             number, window = self.rows[row]
@@ -71,18 +71,18 @@ class TrainingData:
         return made
 
     def tokens(self, row: int) -> int:
-        """Tokens of an input."""
+        """Number of tokens of an input."""
         return self.task.tokens(self.encodings[row])
 
 
 class Schedule(Dataset[tuple[int, int]]):
-    """The order in which inputs are taken: (row, pass) by place, the same however many processes share a step.
+    """The order of inputs: (row, pass) by position, the same for any number of processes.
 
     Args:
-        data: The inputs.
-        batch_size: Inputs of a step.
-        steps: How many there are.
-        seed: Of the order.
+        data: Training data.
+        batch_size: Inputs per step.
+        steps: Number of steps.
+        seed: Seed of the order.
     """
 
     def __init__(self, data: TrainingData, batch_size: int, steps: int, seed: int) -> None:
@@ -104,7 +104,7 @@ class Schedule(Dataset[tuple[int, int]]):
         rows, size = random.permutation(len(self._lengths)), self._batch
         if len(rows) < size:
             return np.resize(rows, size)
-        # The last rows wait for another pass, in which they will hardly be the last again.
+        # The remaining rows are likely to be taken in the next pass.
         rows = rows[: len(rows) // size * size]
         chunk = size * _SORTED_TOGETHER
         chunks = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]
@@ -114,7 +114,7 @@ class Schedule(Dataset[tuple[int, int]]):
 
 
 def steps_of_pass(rows: int, batch_size: int) -> int:
-    """Steps in which each of so many inputs is seen about once."""
+    """Steps of one pass over the inputs."""
     return max(rows // batch_size, 1)
 
 
@@ -122,8 +122,8 @@ def read(options: FinetuneStage, model: Any, processor: Any, *, labelled: bool, 
     """Read the training examples that the options name.
 
     Args:
-        options: Of the training.
-        model: The model that is trained.
+        options: Options of the training.
+        model: The model to train.
         processor: Its tokenizer or feature extractor.
         labelled: Whether any mode needs targets.
         language: `clm` or `mlm`: how text is predicted.
@@ -176,7 +176,7 @@ def _limit(model: Any, length: int | None) -> int | None:
 
 
 def _texts(files: Sequence[str], language: str, length: int) -> tuple[Task, Split]:
-    # About as many characters as fill a window of English.
+    # A window of English has about four characters per token.
     stretch = 4 * length
     task = (
         open_task("mlm", window=length, stretch=stretch)
@@ -188,7 +188,7 @@ def _texts(files: Sequence[str], language: str, length: int) -> tuple[Task, Spli
 
 
 def _refuse_reported(task: Task, options: FinetuneStage) -> None:
-    """Refuse to train on a split that scores are reported on, unless the settings choose a part of it."""
+    """Refuse to train on a split used for reported scores, unless the settings select a part of it."""
     if options.split == "train" or options.settings:
         return
     raise ApproxError(
@@ -199,7 +199,7 @@ def _refuse_reported(task: Task, options: FinetuneStage) -> None:
 
 
 def _held_out(task: Task, split: Split, count: int, seed: int) -> tuple[list[Example], list[Example]]:
-    """Cut the examples that choose the best step off: whole groups, at most a tenth of all; of a text its end."""
+    """Split off the examples that choose the best step: whole groups, at most a tenth; of a text, its end."""
     examples = split.examples
     if len(examples) < 2:
         raise ApproxError(
@@ -230,7 +230,7 @@ def _held_out(task: Task, split: Split, count: int, seed: int) -> tuple[list[Exa
 
 
 def digest_of(options: FinetuneStage) -> str:
-    """A hash of all examples that the options name, for keys of what was trained on them.
+    """Hash all examples that the options name, for keys of stages.
 
     Raises:
         ApproxError: if there are none.
@@ -243,7 +243,7 @@ def digest_of(options: FinetuneStage) -> str:
 
 
 def overlap(options: FinetuneStage, evaluated: Sequence[Example]) -> int:
-    """How many of the examples of an evaluation are among those that the options train on."""
+    """Count the evaluation examples that are also training examples."""
     if options.task is None:
         return 0
     task = open_task(options.task, **options.settings)
@@ -265,5 +265,5 @@ def _sha256(examples: Sequence[Example]) -> str:
 
 
 def tensors_to(device: torch.device, batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """A batch on a device, its floats (sounds) in the dtype of the model."""
+    """Move a batch to a device; floats (sounds) get the dtype of the model."""
     return {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in batch.items()}

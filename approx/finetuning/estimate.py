@@ -1,4 +1,4 @@
-"""What a training will take, from one step of each mode that is run and not kept."""
+"""Estimate time and memory of a training from one trial step of each mode."""
 
 import time
 from typing import Any
@@ -11,18 +11,18 @@ from approx.finetuning.options import FinetuneStage
 from approx.finetuning.phase import Phase
 from approx.finetuning.preparation import Preparation
 
-# Weight, gradient and AdamW's two averages, in float32.
-_BYTES_OF_TRAINED = 16
+# AdamW's two averages, in float32; the trial step measures the gradients.
+_BYTES_OF_TRAINED = 8
 
 
 def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneStage) -> dict[str, Any]:
-    """Time and memory of a mode, from one forward and backward pass over the longest inputs; the model stays as it is.
+    """Estimate time and memory of a mode from trial steps; the model is not changed.
 
     Args:
         model: The model.
         phase: The mode.
-        prepared: With the examples.
-        options: With the size of adapters.
+        prepared: The prepared training, with its examples.
+        options: Options of the training, with the size of adapters.
 
     Returns:
         `mode`, `steps`, `batch_size`, `learning_rate`, `trained` and `parameters` (how many numbers), `seconds` (at most the
@@ -30,7 +30,7 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
     """
     rows = sorted(range(len(prepared.data.rows)), key=prepared.data.tokens)
     count = phase.batch_size // phase.accumulate
-    # Time is that of usual inputs, memory that of the longest.
+    # Time is measured on inputs of median length, memory on the longest.
     middle = max(len(rows) // 2 - count // 2, 0)
     usual, longest = rows[middle : middle + count], rows[-count:]
 

@@ -1,4 +1,4 @@
-"""Train a loaded model, mode after mode, and say what its score was before and after."""
+"""Train a loaded model mode by mode, and report its score before and after."""
 
 import json
 import shutil
@@ -27,19 +27,19 @@ class BudgetMetError(ApproxError):
 
 @dataclass
 class Healing:
-    """What training did.
+    """The outcome of a training.
 
     Attributes:
-        recover: The modes.
-        phases: What each did.
-        measure: Name of what was measured on the held-out examples: a metric, or `loss`.
-        exact: Its value for the same weights with exact attention, before training; None for a model that is exact.
-        before: Its value before the first step; None where the model has no score.
-        after: Its value afterwards.
-        held_out: How many examples that was.
-        examples: How many were trained on.
-        data_sha256: Of both.
-        options: As they were given.
+        recover: Modes, in order.
+        phases: Outcome of each mode.
+        measure: What was measured on the held-out examples: a metric, or `loss`.
+        exact: Its value with exact attention before training; None for an exact model.
+        before: Its value before the first step; None if the model has no score.
+        after: Its value after training.
+        held_out: Number of held-out examples.
+        examples: Number of training examples.
+        data_sha256: Hash of all examples.
+        options: The options as given.
     """
 
     recover: list[str]
@@ -78,11 +78,11 @@ def finetune(
     Args:
         model: A transformers model, converted or not.
         processor: Its tokenizer or feature extractor.
-        options: What to do.
-        folder: For checkpoints and finished modes; the caller removes it when the model is saved.
-        teacher: The exact model for `distill`; without it a copy of the model with exact attention.
-        resume: Whether to go on from what the folder holds.
-        progress: Called with what happens, steps done and steps in all.
+        options: Options of the training.
+        folder: Folder for checkpoints and finished modes; the caller removes it once the model is saved.
+        teacher: The exact model for `distill`; by default a copy of the model with exact attention.
+        resume: Whether to continue from the state in the folder.
+        progress: Called with the current activity, steps done and total steps.
 
     Raises:
         ApproxError: if a mode cannot be used, the data do not fit, the budget is met already (exit code 8), the folder holds
@@ -139,7 +139,7 @@ def _carried_out(
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     dropped = getattr(model.config, "layerdrop", None)
     if dropped and phase.mode in ("transfer", "distill"):
-        # A layer that is left out has nothing to be compared with.
+        # A skipped layer has no output to compare.
         model.config.layerdrop = 0.0
     try:
         outcome = train(
@@ -178,7 +178,7 @@ def _enough(measure: Measure, exact: float | None, before: float | None, options
 
 
 def _claim(folder: Path, model: Any, prepared: Preparation, options: FinetuneStage, *, resume: bool) -> dict[str, Any]:
-    """Take a folder for this training, or see that what it holds is this training; what is kept of it so far."""
+    """Claim a folder for this training, or check that it holds this training; return the stored state."""
     about = {
         "options": options.model_dump(mode="json", exclude={"time_budget", "report_to"}),
         "data": prepared.data.sha256,
@@ -216,7 +216,7 @@ def _keep(folder: Path, kept: dict[str, Any]) -> None:
 
 
 def _finish(place: Path, model: Any, outcome: Outcome) -> None:
-    """Keep the weights after a mode, and then no checkpoints of it."""
+    """Store the weights after a mode, then remove its checkpoints."""
     if not distributed.leads():
         return
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Train a checkpoint's folder: open it, train, check the result, and only then give the new folder its name."""
+"""Train a checkpoint into a new folder, which gets its name only after the checks."""
 
 import shutil
 from pathlib import Path
@@ -20,9 +20,6 @@ from approx.finetuning.phase import Progress
 from approx.finetuning.preparation import prepare_training
 from approx.version import __version__
 
-# Examples that show whether two tokenizers are the same.
-_PROBES = 16
-
 
 def finetune_folder(
     name: str | Path,
@@ -38,24 +35,24 @@ def finetune_folder(
     device: str = "cpu",
     progress: Progress = lambda what, done, total: None,
 ) -> dict[str, Any]:
-    """Train a checkpoint into a new folder, checked before it gets its name.
+    """Train a checkpoint into a new folder, which gets its name only if every check passes.
 
 
     Args:
         name: A folder, a model id of the hub, or `quickstart`; converted or not.
         out: The folder to make.
-        options: What to do.
-        teacher: The exact model for `distill`; the checkpoint's own weights with exact attention without it.
-        working: Folder of the checkpoints while it trains; beside `out`, with the suffix `.training`, without it.
-        resume: Whether to go on with an unfinished training into `out`.
-        force: Whether an existing `out` is replaced, and an unfinished training into it is started over.
+        options: Options of the training.
+        teacher: The exact model for `distill`; by default the checkpoint's own weights with exact attention.
+        working: Folder for checkpoints during training; by default `out` with the suffix `.training`.
+        resume: Whether to continue an unfinished training into `out`.
+        force: Whether to replace an existing `out` and to start an unfinished training over.
         revision: Commit of the hub.
         offline: Whether only local files and the hub's cache may be used.
-        device: Where it trains.
-        progress: Called with what happens, steps done and steps in all.
+        device: Device to train on.
+        progress: Called with the current activity, steps done and total steps.
 
     Returns:
-        What training did, as plain data, with the checks of the folder.
+        The outcome of the training as plain data, with the checks of the folder.
 
     Raises:
         ApproxError: if the checkpoint, an option or the data are refused, the budget is met already, the loss is not finite, or
@@ -79,7 +76,7 @@ def finetune_folder(
         )  # fmt: skip
     except ApproxError:
         if working.is_dir() and not any(working.glob("*/checkpoint-*")) and not any(working.glob("*/finished.json")):
-            # Nothing in it is worth going on with.
+            # There is no state to continue from.
             shutil.rmtree(working, ignore_errors=True)
         raise
     results: list[Check] = []
@@ -98,7 +95,7 @@ def rehearse(
     offline: bool = False,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """What `finetune_folder` would do: modes, trained parameters, steps; time and memory from a step of each; nothing is written.
+    """Report what `finetune_folder` would do, with time and memory from one step of each mode; nothing is written.
 
     Args and errors: as for `finetune_folder`.
     """
@@ -200,7 +197,7 @@ def _remember(opened: Checkpoint, options: FinetuneStage, done: Healing, taught:
         exact=done.exact,
         before=done.before,
         after=done.after,
-        # Paths say nothing elsewhere and may say too much.
+        # Paths may be private.
         options={name: value for name, value in done.options.items() if name not in ("data", "text")},
     )
     record = opened.model.config.approx

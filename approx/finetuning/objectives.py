@@ -1,4 +1,4 @@
-"""What training makes small: the error of attention, the distance from a teacher, the loss of a task."""
+"""Training losses: the error of attention, the distance from a teacher, the loss of a task."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from approx.finetuning.options import Distillation
 from approx.seam.observe import Call, observe
 from approx_kernels.ops.fastest.api import fastest_attention
 
-# No input is as long.
+# Longer than any input.
 _ALWAYS_EXACT = 2**62
 _TARGETS = ("labels", "start_positions", "end_positions")
 
@@ -24,7 +24,7 @@ class Objective(Protocol):
     """One loss.
 
     Attributes:
-        labelled: Whether its batches carry targets.
+        labelled: Whether batches must carry targets.
     """
 
     labelled: bool
@@ -33,7 +33,7 @@ class Objective(Protocol):
         """The loss of a batch, a scalar.
 
         Args:
-            model: What is called: the model, or what wraps it for several processes.
+            model: The model to call, possibly wrapped for several processes.
             inner: The transformers model inside.
             inputs: A batch, on the model's device.
         """
@@ -41,7 +41,7 @@ class Objective(Protocol):
 
 
 class Supervised:
-    """The loss that transformers' model computes from its targets: of a task, or of language modelling."""
+    """The loss that transformers' models compute from targets: of a task, or of language modelling."""
 
     labelled = True
 
@@ -53,19 +53,18 @@ class Supervised:
 class Transfer:
     """Attention transfer: each mechanism against exact attention on the same queries, keys and values.
 
-    The model runs exact attention meanwhile, so that each layer learns by itself, from what the base would feed it; with
-    `joint` it runs its mechanisms, and a layer learns on what the layers before it make. Nothing but the mechanisms is
-    trained, so no second model is needed, and no activation of the model is kept for the backward pass.
+    The model itself runs exact attention, so each layer learns independently, on the inputs that the base would feed it.
+    With `joint` the model runs its mechanisms, and each layer learns on the outputs of the layers before it. Only the
+    mechanisms are trained, so no second model is needed and the backward pass keeps no activations of the model.
 
-    Source: Zhang et al. 2024, LoLCATs, arXiv 2410.10254; departs from it in the loss, which is relative to the size of the
-    target.
+    Source: Zhang et al. 2024, LoLCATs, arXiv 2410.10254; departs from it in the loss, which is relative to the target.
 
     Args:
-        joint: Whether the mechanisms feed the next layers.
-        match: `outputs` compares [B, H, L, E], `weights` the dense attention weights by their divergence.
-        projections: Names of the parameters of projections that are trained too; the targets are then those of the weights
-            that training began with, and the mechanisms feed the next layers.
-        model: The model, for these weights.
+        joint: Whether later layers receive the outputs of the mechanisms.
+        match: `outputs` compares outputs [B, H, L, E]; `weights` compares dense attention weights by their divergence.
+        projections: Names of projection parameters to train as well. Targets are then computed with the initial weights,
+            and training is joint.
+        model: The model, with its initial weights.
     """
 
     labelled = False
@@ -94,7 +93,7 @@ class Transfer:
         return torch.stack(terms).mean()
 
     def _targets(self, inner: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Exact outputs with the weights that training began with, by path."""
+        """Exact outputs with the initial weights, by path."""
         outputs: dict[str, Tensor] = {}
 
         def keep(call: Call) -> None:
@@ -123,14 +122,14 @@ class Transfer:
 
 
 class Distill:
-    """Distance from a teacher: outputs under a temperature, hidden states and attention outputs of each layer, and labels.
+    """Distance from a teacher: outputs with a temperature, hidden states and attention outputs of each layer, and labels.
 
     Source: Hinton et al. 2015, arXiv 1503.02531, for the outputs; layers as in Jiao et al. 2020, TinyBERT, arXiv 1909.10351,
-    with errors relative to the size of the teacher's activations.
+    with errors relative to the teacher's activations.
 
     Args:
-        teacher: The exact model; it is frozen.
-        weights: Of the parts.
+        teacher: The exact model; its parameters are frozen.
+        weights: Weights of the parts.
     """
 
     def __init__(self, teacher: Any, weights: Distillation) -> None:
@@ -175,7 +174,7 @@ class Distill:
 
 
 def teacher_of(model: Any, revert: Any) -> Any:
-    """The exact model of the same weights: a copy whose config is its own, since the dispatch of attention stands in it."""
+    """Copy a converted model with exact attention; the copy has its own config, which selects the attention."""
     teacher = copy.deepcopy(model)
     revert(teacher)
     return teacher
@@ -183,7 +182,7 @@ def teacher_of(model: Any, revert: Any) -> Any:
 
 @contextmanager
 def exactly(model: Any) -> Iterator[None]:
-    """Exact attention in every layer, as long as the context lasts."""
+    """Run exact attention in every layer within the context."""
     limits = {mechanism: mechanism.exact_below for mechanism in mechanisms(model)}
     for mechanism in limits:
         mechanism.exact_below = _ALWAYS_EXACT
@@ -195,12 +194,12 @@ def exactly(model: Any) -> Iterator[None]:
 
 
 def relative_error(given: Tensor, due: Tensor, real: Tensor | None = None) -> Tensor:
-    """Squared error over the squared size of what is due, a scalar.
+    """Squared error relative to the squared target, a scalar.
 
     Args:
-        given: Any shape.
-        due: The same.
-        real: What counts, 1 or 0, in a shape that broadcasts; all without it.
+        given: Tensor of any shape.
+        due: Target of the same shape.
+        real: 1 where an entry counts and 0 elsewhere, broadcastable; None if all count.
     """
     apart, size = (given.float() - due.float()).square(), due.float().square()
     if real is not None:
@@ -237,7 +236,7 @@ def _weights(call: Call) -> Tensor:
 
 
 def _divergence(given: Tensor, due: Tensor, real: Tensor | None) -> Tensor:
-    """Divergence of weights [B, H, L, S] from those that are due, in nats: the mean over real queries."""
+    """Mean divergence of weights [B, H, L, S] from the target over real queries, in nats."""
     tiny = 1e-6
     apart = (due * (due.clamp(min=tiny).log() - given.float().clamp(min=tiny).log())).sum(-1, keepdim=True)
     if real is None:
@@ -246,19 +245,19 @@ def _divergence(given: Tensor, due: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _distance(given: Tensor, due: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
-    """Distance of outputs: divergence over the last dimension, squared error where that is a single number."""
+    """Distance of outputs: divergence over the last dimension, or squared error if that has size 1."""
     if due.shape[-1] == 1:
         return F.mse_loss(given.float(), due.float())
     log_given, log_due = (F.log_softmax(x.float() / temperature, -1) for x in (given, due))
     apart = (log_due.exp() * (log_due - log_given)).sum(-1) * temperature**2
-    # Outputs [B, L, V] have padding; outputs [B, C] or [B, L], such as where an answer begins, have none that counts.
+    # Only outputs of single tokens, [B, L, V], have padding.
     if apart.dim() == 2 and mask is not None and mask.shape == apart.shape:
         return (apart * mask).sum() / mask.sum().clamp(min=1)
     return apart.mean()
 
 
 def _fitting(mask: Tensor | None, hidden: Tensor) -> Tensor | None:
-    """A mask that broadcasts over hidden states [B, L, D]; None where they have other places, as speech has."""
+    """A mask for hidden states [B, L, D]; None if their positions are not tokens, as for speech."""
     if mask is None or mask.shape != hidden.shape[:2]:
         return None
     return mask[:, :, None].float()

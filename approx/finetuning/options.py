@@ -1,4 +1,4 @@
-"""What can be asked of fine-tuning, each option said once."""
+"""Options of fine-tuning."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _BUDGET = re.compile(r"loss<=(\d+(?:\.\d+)?)")
 
 
 def seconds(duration: str) -> float:
-    """Seconds of a duration such as `90s`, `30m` or `2h`.
+    """Convert a duration to seconds, such as `90s`, `30m` or `2h`.
 
     Raises:
         ValueError: if it is not of that form, or zero.
@@ -27,7 +27,7 @@ def seconds(duration: str) -> float:
 
 
 def allowed_loss(budget: str) -> float:
-    """Points that a model may lose, of a budget such as `loss<=0.5`.
+    """Read the allowed loss in points from a budget such as `loss<=0.5`.
 
     Raises:
         ValueError: if it is not of that form.
@@ -48,14 +48,14 @@ def _checked(read: Callable[[str], float]) -> Callable[[str | None], str | None]
 
 
 class Distillation(Model):
-    """Weights of the parts of the distillation loss; a part of weight 0 is not computed.
+    """Weights of the distillation loss; parts with weight 0 are not computed.
 
     Attributes:
-        logits: Of the divergence between the outputs of teacher and student.
-        hidden: Of the relative squared error of the hidden states of each layer.
-        attention: Of the relative squared error of the attention outputs of each layer.
-        labels: Of the task's own loss.
-        temperature: Divides the logits of both.
+        logits: Weight of the divergence between the outputs of teacher and student.
+        hidden: Weight of the relative squared error of each layer's hidden states.
+        attention: Weight of the relative squared error of each layer's attention outputs.
+        labels: Weight of the task's own loss.
+        temperature: Divisor of the logits of both.
     """
 
     logits: Annotated[float, Field(ge=0)] = 1.0
@@ -69,10 +69,10 @@ class Lora(Model):
     """Low-rank adapters.
 
     Attributes:
-        rank: Of an adapter.
-        alpha: Its output is multiplied by alpha / rank.
-        dropout: Of its input.
-        targets: Names of the layers that get one, such as `query`; without them the projections of every attention layer.
+        rank: Rank of an adapter.
+        alpha: The output of an adapter is multiplied by alpha / rank.
+        dropout: Dropout of the input of an adapter.
+        targets: Names of the layers with adapters, such as `query`; by default the projections of every attention layer.
     """
 
     rank: Count = 8
@@ -85,38 +85,38 @@ class FinetuneStage(Model):
     """How a model is trained.
 
     Attributes:
-        recover: Modes in their order. `transfer` fits the mechanisms to exact attention, layer by layer; `distill` fits the
+        recover: Modes, in order. `transfer` fits the mechanisms to exact attention, layer by layer; `distill` fits the
             model to its base; `task` trains on the labels of the task; `clm` and `mlm` continue pre-training on text; from
             `lora` on, the following modes train low-rank adapters instead of the weights.
-        task: Name of the task whose training examples are used, e.g. `glue/sst2`.
-        data: The task's files in their official layout; the hub or the task's generator without it.
-        text: Files of plain text, in place of a task.
-        split: Of the task.
-        settings: Of the task itself.
-        limit: Use only the first so many examples.
-        length: Tokens of an input at most; the positions of the model without it.
-        batch_size: Inputs of a step, over all processes.
-        accumulate: Forward passes that make up a step.
-        steps: Steps of each mode; one mode's default without it.
-        epochs: Passes over the examples, in place of `steps`.
-        time_budget: Time for all modes together, e.g. `30m`; what ends first counts.
-        learning_rate: The highest, of all modes alike; each mode has its own default.
-        train: Which weights `distill`, `task`, `clm` and `mlm` train: all, those of attention layers, or the task head.
-        projections: Whether `transfer` trains the projections to queries, keys and values too.
-        joint: Whether `transfer` feeds each layer what the converted layers before it give, instead of exact outputs.
-        match: What `transfer` compares: the outputs of attention, or its weights.
-        distill: Weights of its loss.
+        task: Task with the training examples, e.g. `glue/sst2`.
+        data: The task's files in their official layout; by default the hub, or the task's generator.
+        text: Files of plain text, instead of a task.
+        split: Split of the task.
+        settings: Settings of the task.
+        limit: Number of examples to use, from the first.
+        length: Maximum tokens of an input; by default the positions of the model.
+        batch_size: Inputs per step, over all processes.
+        accumulate: Forward passes per step.
+        steps: Steps of each mode.
+        epochs: Passes over the examples, instead of `steps`.
+        time_budget: Time of all modes together, e.g. `30m`; training ends when steps or time run out.
+        learning_rate: Highest learning rate of every mode; each mode has its own default.
+        train: Weights that `distill`, `task`, `clm` and `mlm` train: all, those of attention layers, or the task head.
+        projections: Whether `transfer` also trains the projections to queries, keys and values.
+        joint: Whether `transfer` feeds each layer the outputs of the converted layers before it, not exact outputs.
+        match: What `transfer` compares: outputs of attention, or its weights.
+        distill: Weights of the distillation loss.
         lora: Size of the adapters.
-        penalty: Weight of what mechanisms want to be small, the spans of adaptive-span.
-        validation: Training examples that are held out to choose the best step, at most a tenth of them.
-        evaluate_every: Steps between two validations; about ten in all without it.
-        patience: Validations without progress after which a mode ends.
-        budget: Points of the task's metric that may be lost against exact attention, e.g. `loss<=0.5`; training stops as
-            soon as the validation examples show no more.
-        recompute: Whether layers are computed again in the backward pass, which saves memory.
+        penalty: Weight of the penalty of mechanisms, such as the spans of adaptive-span.
+        validation: Training examples held out to choose the best step, at most a tenth of all.
+        evaluate_every: Steps between validations; by default about ten validations.
+        patience: Number of validations without improvement after which a mode ends.
+        budget: Allowed loss against exact attention, in points of the task's metric, e.g. `loss<=0.5`; training ends when
+            the held-out examples show no larger loss.
+        recompute: Whether to recompute layers in the backward pass, which saves memory.
         bfloat16: Whether the forward pass runs under bfloat16 autocast.
-        report_to: Where transformers' Trainer reports to besides: tensorboard, trackio or wandb.
-        seed: Of the order of the examples and of dropout.
+        report_to: Additional reporting by transformers' Trainer: tensorboard, trackio or wandb.
+        seed: Seed of the order of examples and of dropout.
     """
 
     recover: Annotated[list[Mode], Field(min_length=1), BeforeValidator(listed)] | None = None
@@ -151,16 +151,16 @@ class FinetuneStage(Model):
 
     @property
     def seconds(self) -> float | None:
-        """The time budget."""
+        """The time budget in seconds."""
         return None if self.time_budget is None else seconds(self.time_budget)
 
 
 class HealStage(FinetuneStage):
-    """Training as a stage of a recipe: each variant is measured as it was converted and as it was healed.
+    """Training as a stage of a recipe; each variant is measured before and after it.
 
     Attributes:
-        variants: Names of those that are trained; all of them without it.
-        exact: Whether the base gets the same training (without `transfer` and `distill`) and is measured beside them.
+        variants: Names of the variants to train; by default all.
+        exact: Whether the base gets the same training (without `transfer` and `distill`) for comparison.
     """
 
     variants: list[str] | None = None
@@ -168,12 +168,12 @@ class HealStage(FinetuneStage):
 
     @property
     def training(self) -> FinetuneStage:
-        """What is done to one variant."""
+        """The training of one variant."""
         return FinetuneStage(**{name: getattr(self, name) for name in FinetuneStage.model_fields})
 
     @property
     def of_the_base(self) -> FinetuneStage:
-        """What is done to the base: the modes that need no conversion; without one the default of an exact model."""
+        """The training of the base: only the modes that need no conversion, or the default of an exact model."""
         modes = [mode for mode in self.recover or [] if mode not in ("transfer", "distill")]
         return self.training.model_copy(
             update={"recover": modes if modes and modes[-1] != "lora" else None, "budget": None}

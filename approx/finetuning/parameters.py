@@ -1,4 +1,4 @@
-"""Which parameters a mode trains, and adapters in their place."""
+"""Trained parameters of a mode, and adapters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,19 +18,19 @@ _PROJECTIONS = (nn.Linear, Conv1D)
 
 
 def own_parameters(model: Any) -> list[str]:
-    """Names of the parameters of the mechanisms: feature maps, spans, mixtures."""
+    """Names of the mechanisms' parameters: feature maps, spans, mixtures."""
     return [name for name, _ in model.named_parameters() if ".mechanism." in name]
 
 
 def attention_layers(model: Any, inputs: dict[str, Tensor]) -> dict[str, list[str]]:
-    """The linear layers of each attention block, in the order in which they run.
+    """Find the linear layers around attention, in the order in which they run.
 
     Args:
-        model: Any model whose attention is dispatched.
+        model: Any model that dispatches its attention.
         inputs: A batch on its device.
 
     Returns:
-        `before`: names of those that make queries, keys and values, and `after`: of those that project the output.
+        `before`: names of the projections to queries, keys and values; `after`: names of the output projections.
     """
     sites: list[nn.Module] = []
     modules = dict(model.named_modules())
@@ -57,7 +57,7 @@ def attention_layers(model: Any, inputs: dict[str, Tensor]) -> dict[str, list[st
     for place, (kind, name) in enumerate(ran):
         if kind == "attention":
             site = names[model.base_model.get_submodule(name)]
-            # The projections are children of the attention module; the one of the output may stand beside it.
+            # Input projections are children of the attention module; the output projection may be its sibling.
             layers["before"] += [
                 layer for what, layer in ran[:place] if what == "layer" and layer.startswith(f"{site}.")
             ]
@@ -66,7 +66,7 @@ def attention_layers(model: Any, inputs: dict[str, Tensor]) -> dict[str, list[st
 
 
 def chosen_parameters(model: Any, train: str, inputs: dict[str, Tensor]) -> list[str]:
-    """Names of the parameters that a choice of `train` means; those of mechanisms are always among them.
+    """Names of the parameters selected by `train`; the mechanisms' parameters are always included.
 
     Args:
         model: The model.
@@ -78,7 +78,7 @@ def chosen_parameters(model: Any, train: str, inputs: dict[str, Tensor]) -> list
     """
     names = [name for name, _ in model.named_parameters()]
     if train == "all":
-        # Feature encoders of speech are left alone, as in the original's own fine-tuning.
+        # Feature encoders of speech models stay frozen, as in the original fine-tuning.
         return [name for name in names if ".feature_extractor." not in f".{name}"]
     if train == "head":
         chosen = head_parameters(model)
@@ -90,7 +90,7 @@ def chosen_parameters(model: Any, train: str, inputs: dict[str, Tensor]) -> list
 
 
 def head_parameters(model: Any) -> list[str]:
-    """Names of the parameters of the task head.
+    """Names of the task head's parameters.
 
     Raises:
         ApproxError: if the model has none.
@@ -107,7 +107,7 @@ def head_parameters(model: Any) -> list[str]:
 
 @contextmanager
 def training_only(model: Any, names: list[str]) -> Iterator[None]:
-    """Gradients for the named parameters alone, as long as the context lasts."""
+    """Require gradients of the named parameters only, within the context."""
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     chosen = set(names)
     for name, parameter in model.named_parameters():
@@ -120,12 +120,12 @@ def training_only(model: Any, names: list[str]) -> Iterator[None]:
 
 
 def add_adapters(model: Any, options: Lora, inputs: dict[str, Tensor], seed: int) -> list[str]:
-    """Put low-rank adapters beside linear layers, in place; the model computes what it did before.
+    """Add low-rank adapters to linear layers, in place; outputs do not change.
 
     Source: Hu et al. 2021, LoRA, arXiv 2106.09685, by the package peft.
 
     Returns:
-        Names of their parameters.
+        Names of the adapters' parameters.
 
     Raises:
         ApproxError: if peft is not installed, or no layer has such a name.
@@ -161,7 +161,7 @@ def add_adapters(model: Any, options: Lora, inputs: dict[str, Tensor], seed: int
 
 
 def merge_adapters(model: Any) -> None:
-    """Add adapters to the weights beside them, in place, and take them away."""
+    """Merge adapters into the weights, in place."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in list(model.named_modules()):
@@ -172,10 +172,10 @@ def merge_adapters(model: Any) -> None:
 
 
 def check_modes(modes: list[str], model: Any, *, text: bool, projections: bool) -> None:
-    """Refuse modes that this model cannot use.
+    """Refuse modes that the model cannot use.
 
     Raises:
-        ApproxError: naming the mode and what would do.
+        ApproxError: if a mode cannot be used; the message names an alternative.
     """
     converted = families.is_converted(model)
     if modes[-1] == "lora":
@@ -208,6 +208,6 @@ def check_modes(modes: list[str], model: Any, *, text: bool, projections: bool) 
 
 
 def default_modes(model: Any, *, text: bool, causal: bool) -> list[str]:
-    """What a first-time user gets: attention transfer where mechanisms have parameters, then the loss that matters."""
+    """Default modes: attention transfer if mechanisms have parameters, then the task or language modelling."""
     first = ["transfer"] if families.is_converted(model) and own_parameters(model) else []
     return [*first, ("clm" if causal else "mlm") if text else "task"]

@@ -1,4 +1,4 @@
-"""One mode of training: what was decided about it, what chooses its best step, and what came of it."""
+"""One mode of training: its settings, the measure that chooses its best step, and its outcome."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,30 +6,30 @@ from dataclasses import dataclass, field
 from approx.finetuning.objectives import Objective
 
 Progress = Callable[[str, int, int], None]
-"""Called with what happens, steps done and steps in all."""
+"""Called with the current activity, steps done and total steps."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One mode with all that was decided about it.
+    """One mode with its settings.
 
     Attributes:
-        mode: Its name.
-        objective: What it makes small.
-        trained: Names of the parameters that it trains.
-        steps: How many at most.
-        batch_size: Inputs of a step, over all processes.
-        accumulate: Forward passes of a step.
-        learning_rate: The highest.
-        own_learning_rate: The highest of the parameters of mechanisms.
-        seconds: How long at most; None without a limit.
-        evaluate_every: Steps between two validations.
-        patience: Validations without progress after which it ends.
-        penalty: Weight of what mechanisms want to be small.
-        recompute: Whether layers are computed again in the backward pass.
+        mode: Name of the mode.
+        objective: The loss.
+        trained: Names of the trained parameters.
+        steps: Maximum number of steps.
+        batch_size: Inputs per step, over all processes.
+        accumulate: Forward passes per step.
+        learning_rate: Highest learning rate.
+        own_learning_rate: Highest learning rate of the mechanisms' parameters.
+        seconds: Time limit; None for no limit.
+        evaluate_every: Steps between validations.
+        patience: Validations without improvement after which the mode ends; None for no limit.
+        penalty: Weight of the mechanisms' penalty.
+        recompute: Whether to recompute layers in the backward pass.
         bfloat16: Whether the forward pass runs under autocast.
-        report_to: Where the Trainer reports to besides.
-        seed: Of the order and of dropout.
+        report_to: Additional reporting of the Trainer.
+        seed: Seed of the order of examples and of dropout.
     """
 
     mode: str
@@ -52,13 +52,13 @@ class Phase:
 
 @dataclass
 class Measure:
-    """What chooses the best step.
+    """The measure that chooses the best step.
 
     Attributes:
-        name: Of a metric, or `loss`.
-        lower_is_better: Whether smaller is better.
-        value: Computes it, on the held-out examples; None where a model has no score.
-        enough: With a value this good training ends; None without a budget.
+        name: Name of a metric, or `loss`.
+        lower_is_better: Whether smaller values are better.
+        value: Measures the held-out examples; None if the model has no score.
+        enough: Value at which training ends; None for no budget.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Measure:
     enough: float | None = None
 
     def suffices(self, value: float) -> bool:
-        """Whether a value is within the budget."""
+        """Return whether a value is within the budget."""
         if self.enough is None:
             return False
         return value <= self.enough if self.lower_is_better else value >= self.enough
@@ -75,18 +75,18 @@ class Measure:
 
 @dataclass
 class Outcome:
-    """What one mode did.
+    """The outcome of one mode.
 
     Attributes:
-        mode: Its name.
-        steps: How many were made.
-        best_step: The one whose weights were kept.
-        parameters: How many numbers were trained.
-        tokens: Tokens that were read.
-        seconds: That it took, earlier attempts included.
-        measure: What chose the best step.
-        curve: Step, loss, learning rate and, where it was validated, the value of the measure.
-        ended: Why: `steps`, `time`, `patience` or `budget`.
+        mode: Name of the mode.
+        steps: Number of steps.
+        best_step: Step whose weights were kept.
+        parameters: Number of trained parameters.
+        tokens: Number of training tokens.
+        seconds: Time, including interrupted attempts.
+        measure: Name of the measure that chose the best step.
+        curve: Step, loss, learning rate and, at validations, the value of the measure.
+        ended: Reason for the end: `steps`, `time`, `patience` or `budget`.
     """
 
     mode: str

@@ -1,4 +1,4 @@
-"""What is decided before the first step: the examples, and of each mode its loss, its parameters and its figures."""
+"""Prepare a training: read the examples and choose loss, parameters and settings of each mode."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from approx.finetuning.options import FinetuneStage
 from approx.finetuning.phase import Measure, Phase
 from approx.tasks.metrics import METRICS
 
-# Inputs of a step, learning rate, and the share of a time budget, by mode.
+# Inputs per step, learning rate, and relative share of a time budget, by mode.
 _DEFAULTS = {
     "transfer": (16, 1e-2, 1.0),
     "distill": (32, 1e-4, 3.0),
@@ -27,22 +27,22 @@ _DEFAULTS = {
     "clm": (16, 2e-4, 3.0),
     "mlm": (16, 1e-4, 3.0),
 }
-# Adapters learn well at rates that would destroy whole matrices, and parameters of mechanisms do too.
+# Adapters and mechanisms' parameters tolerate higher rates than full matrices.
 _ADAPTERS_FASTER = _OWN_FASTER = 10.0
 _FEWEST_STEPS, _MOST_STEPS, _VALIDATIONS = 200, 2000, 10
-# Spans are counted in tokens: the weight at which a span of a thousand tokens in each of a hundred heads costs a tenth of a nat.
+# At this weight, spans of 1,000 tokens in 100 heads add 0.1 nats to the loss.
 _SPAN_PENALTY = 1e-6
 
 
 @dataclass
 class Preparation:
-    """Everything that is decided before the first step.
+    """A prepared training.
 
     Attributes:
-        data: The examples.
-        phases: The modes, without `lora`.
-        adapted: Modes that train adapters.
-        measure: Of the held-out examples.
+        data: Training and held-out examples.
+        phases: Modes, without `lora`.
+        adapted: Names of modes that train adapters.
+        measure: Measure of the held-out examples.
     """
 
     data: data.TrainingData
@@ -52,13 +52,13 @@ class Preparation:
 
 
 def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher: Any = None) -> Preparation:
-    """Read the data and decide what each mode does; nothing is trained.
+    """Read the data and prepare each mode; nothing is trained.
 
     Args:
         model: A transformers model, converted or not.
         processor: Its tokenizer or feature extractor.
-        options: What was asked for.
-        teacher: The exact model for `distill`; without it a copy of the model with exact attention.
+        options: Options of the training.
+        teacher: The exact model for `distill`; by default a copy of the model with exact attention.
 
     Raises:
         ApproxError: if a mode cannot be used, or the data do not fit.
@@ -100,7 +100,7 @@ def _phase(
     elif options.epochs is not None:
         steps = max(1, round(options.epochs * one_pass))
     else:
-        # Enough to learn from few examples, and no more of many than a first try should take.
+        # Enough steps for small data sets, and a bound for large ones.
         steps = min(max(one_pass, _FEWEST_STEPS), _MOST_STEPS)
     objective: Objective
     if mode == "transfer":
@@ -108,7 +108,7 @@ def _phase(
         own = parameters.own_parameters(model)
         objective = Transfer(model, joint=options.joint, match=options.match, projections=projections)
         trained = [*own, *projections]
-        # Projections were trained for long; the parameters of mechanisms are new.
+        # Projections are pretrained, so they need a lower rate than new parameters.
         own_rate, rate = rate, rate / 100
     else:
         taught = mode == "distill"
@@ -138,7 +138,7 @@ def _projections(model: Any, sample: dict[str, Any]) -> list[str]:
 
 
 def _measure(model: Any, read: data.TrainingData) -> Measure:
-    """The task's first metric on the held-out examples; a model without a head for it has no score."""
+    """The task's first metric on the held-out examples; no value if the model lacks the head."""
     try:
         read.task.check(model)
     except ApproxError:
@@ -156,7 +156,7 @@ def _measure(model: Any, read: data.TrainingData) -> Measure:
 
 
 def measure_of(phase: Phase, prepared: Preparation, model: Any) -> Measure:
-    """What chooses the best step of a mode: its own loss where it fits something else than the task's targets."""
+    """The measure of a mode: the task's metric, or the mode's own loss for `transfer` or without a score."""
     if prepared.measure.value is not None and phase.mode != "transfer":
         return prepared.measure
     return Measure("loss", True, _held_out_loss(phase, prepared.data, model))

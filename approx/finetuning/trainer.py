@@ -1,4 +1,4 @@
-"""One mode of training: transformers' Trainer with the losses, the validation and the order of examples of this room."""
+"""Train one mode with transformers' Trainer, with our losses, validation and order of examples."""
 
 import json
 import math
@@ -20,27 +20,27 @@ from approx.finetuning.watch import Watch, signals
 from approx_kernels.runtime.atomic_file import write_whole
 
 _COMPLETE = "complete.json"
-# Of the steps, until the learning rate is at its highest.
+# Share of the steps for warm-up.
 _WARM_UP = 0.06
 
 
 class Interrupted(KeyboardInterrupt):
-    """Training was interrupted after a step whose state is kept."""
+    """Training was interrupted; the state after the last step is stored."""
 
 
 def train(
     model: Any, phase: Phase, data: TrainingData, measure: Measure, folder: Path, *, resume: bool, progress: Progress
 ) -> Outcome:
-    """Train a model in place; at the end it has the weights of the best step.
+    """Train a model in place; it ends with the weights of the best step.
 
     Args:
-        model: The model, on any device; it goes where the Trainer trains.
-        phase: What to do.
-        data: The inputs.
-        measure: Chooses the best step.
-        folder: For checkpoints; those of this mode alone.
-        resume: Whether to go on from the last complete checkpoint in it, if there is one.
-        progress: Called with what happens, steps done and steps in all.
+        model: The model; the Trainer moves it to its device.
+        phase: The mode.
+        data: Training data.
+        measure: The measure that chooses the best step.
+        folder: Folder for the checkpoints of this mode.
+        resume: Whether to continue from the last complete checkpoint in the folder, if any.
+        progress: Called with the current activity, steps done and total steps.
 
     Raises:
         ApproxError: if the loss is not finite, the processes cannot share a batch, or the disk does not take a checkpoint.
@@ -71,7 +71,7 @@ def train(
 
 
 def last_complete(folder: Path) -> Path | None:
-    """The checkpoint of the latest step that was written to its end."""
+    """The latest complete checkpoint; None if there is none."""
     whole = [path for path in folder.glob("checkpoint-*") if (path / _COMPLETE).is_file()]
     return max(whole, key=_step, default=None)
 
@@ -91,7 +91,7 @@ class _Trainer(Trainer):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in chosen)
         if phase.recompute:
-            # What observes attention needs the variant that runs a layer again as it was.
+            # Observing attention requires the non-reentrant variant.
             model.gradient_checkpointing_enable({"use_reentrant": False})
         arguments = _arguments(model, phase, measure, folder)
         self.schedule = schedule = Schedule(data, phase.batch_size, phase.steps, phase.seed)
@@ -101,7 +101,7 @@ class _Trainer(Trainer):
         )  # fmt: skip
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
-        # Losses are means over a batch, and every batch has as many inputs (transformers#47688).
+        # Losses are batch means over equally large batches, so the Trainer may average them (transformers#47688).
         self.model_accepts_loss_kwargs = False
 
     def _collated(self, places: list[tuple[int, int]]) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ class _Trainer(Trainer):
         return loss
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW; the parameters of mechanisms have a rate of their own, and only matrices of the base decay."""
+        """AdamW with a separate rate for mechanisms' parameters; only matrices of the base have weight decay."""
         groups: dict[tuple[float, float], list[Tensor]] = {}
         for name, parameter in (self.trained if model is None else model).named_parameters():
             if parameter.requires_grad:
@@ -143,7 +143,7 @@ class _Trainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Linear warm-up, then a cosine to 0 at the last step, or at the end of the time where that comes first."""
+        """Linear warm-up, then cosine decay to 0 at the last step or at the time limit, whichever comes first."""
         self.lr_scheduler = LambdaLR(optimizer or self.optimizer, self._rate)
         self._created_lr_scheduler = True
         return self.lr_scheduler
@@ -154,7 +154,7 @@ class _Trainer(Trainer):
         return warm * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The measure, in place of a loss over the evaluation dataset."""
+        """Validate with our measure instead of a loss over an evaluation dataset."""
         assert self.measure.value is not None  # each mode has a loss at least
         value = self.measure.value()
         self.log({f"eval_{self.measure.name}": value})
@@ -167,7 +167,7 @@ class _Trainer(Trainer):
         folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            # Written last: what a killed run left of a checkpoint lacks it.
+            # Written last, so an incomplete checkpoint lacks it.
             write_whole(folder / _COMPLETE, json.dumps(self.watch.kept()))
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:

@@ -1,4 +1,4 @@
-"""What watches training: time, tokens, random features, what is said meanwhile, and reasons to stop."""
+"""Callback of the Trainer: time, tokens, random features, progress, and reasons to stop."""
 
 import signal
 import threading
@@ -16,7 +16,7 @@ from approx.finetuning.phase import Progress
 
 
 class Watch(TrainerCallback):
-    """Watches the steps: time, tokens, random features, what is said meanwhile, and reasons to stop."""
+    """Tracks time and tokens, redraws random features, reports progress, and stops training."""
 
     def __init__(self, trainer: Any, progress: Progress) -> None:
         self._trainer, self._progress = trainer, progress
@@ -25,11 +25,11 @@ class Watch(TrainerCallback):
         self._loss = self._validation = float("nan")
 
     def seconds(self) -> float:
-        """That training took so far, earlier attempts included."""
+        """Training time so far, including interrupted attempts."""
         return self._before + time.monotonic() - self._began
 
     def share_of_time(self) -> float:
-        """Of the time budget; 0 without one."""
+        """Used share of the time budget; 0 without one."""
         limit = self._trainer.phase.seconds
         return 0.0 if limit is None else self.seconds() / limit
 
@@ -41,19 +41,19 @@ class Watch(TrainerCallback):
         self.tokens += int(counted) * self._trainer.args.world_size
 
     def kept(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """State to store in a checkpoint."""
         return {"seconds": self.seconds(), "tokens": self.tokens}
 
     def take(self, kept: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         self._before, self.tokens, self._began = kept["seconds"], kept["tokens"], time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Remember the loss for the progress line."""
+        """Store the loss for the progress line."""
         self._loss = (logs or {}).get("loss", self._loss)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Draw features again, say how far it is, and stop where there is a reason."""
+        """Redraw random features, report progress, and stop on a signal or at the time limit."""
         inner = self._trainer.accelerator.unwrap_model(self._trainer.model)
         if hasattr(inner, "step_attention"):
             inner.step_attention(state.global_step)
@@ -67,7 +67,7 @@ class Watch(TrainerCallback):
         return control
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> Any:
-        """Stop where the budget is met."""
+        """Stop if the budget is met."""
         self._validation = float((metrics or {}).get(f"eval_{self._trainer.measure.name}", float("nan")))
         if self._trainer.measure.suffices(self._validation):
             self.ended = "budget"
@@ -75,12 +75,12 @@ class Watch(TrainerCallback):
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say why it ended."""
+        """Record early stopping as the reason."""
         if self.ended == "steps" and state.global_step < state.max_steps:
             self.ended = "patience"
 
     def _agreed(self, stop: bool) -> bool:
-        """Whether any process wants to stop."""
+        """Return whether any process wants to stop."""
         if self._trainer.args.world_size == 1:
             return stop
         return bool(self._trainer.accelerator.reduce(torch.tensor(float(stop), device=self._trainer.args.device)) > 0)
@@ -102,7 +102,7 @@ def _told(seconds: float) -> str:
 
 @contextmanager
 def signals(watch: Watch) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end training after the step that runs; a second one ends it at once."""
+    """End training after the current step on Ctrl-C or SIGTERM; a second signal ends it at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Trainings in a report: what each mode did, the held-out scores before and after, and the curve."""
+"""Trainings in a report: modes, held-out scores before and after, and curves."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _ENDED = {
 
 
 def training_table(trained: dict[str, Any]) -> dict[str, Any]:
-    """Lay out one training: a row a mode, and the scores of held-out training examples."""
+    """Lay out one training: a row per mode, and the scores of held-out training examples."""
     scores = [
         ("exact attention, before training", trained["exact"]),
         ("before", trained["before"]),
@@ -43,11 +43,11 @@ def training_table(trained: dict[str, Any]) -> dict[str, Any]:
 
 
 def training_figure(trained: dict[str, Any], colour: str, identity: str) -> Markup:
-    """Draw the loss of each mode against its steps, and below it what chose the best step.
+    """Draw the loss of each mode against its steps, and below it the measure that chose the best step.
 
     Args:
         trained: An entry of "trainings".
-        colour: Of the variant.
+        colour: Colour of the variant.
         identity: Unique in the page.
     """
     phases = trained["phases"]

@@ -179,12 +179,13 @@ def _compute(store: Store, keep_going: bool, stage: Stage, threads: int | None) 
 
 
 def _with_inputs(stages: Sequence[Stage]) -> dict[str, Stage]:
-    """The stages and their inputs by key, each after its inputs."""
+    """The stages by key in their order, then the inputs that are not listed."""
     every: dict[str, Stage] = {}
-    for stage in stages:
+    queue = list(stages)
+    for stage in queue:
         if stage.key not in every:
-            every |= _with_inputs([one for one in stage.inputs if one.key not in every])
             every[stage.key] = stage
+            queue += stage.inputs
     return every
 
 

@@ -174,6 +174,7 @@ def test_a_commit_of_somebody_elses_repository_is_not_ours(tmp_path):
         "evaluation/record",
         "evaluation/record_model",
         "evaluation/record_speed",
+        "evaluation/record_training",
     )
     for name in (f"{module}.py" for module in needed):
         (package / name).parent.mkdir(parents=True, exist_ok=True)

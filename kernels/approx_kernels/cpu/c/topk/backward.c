@@ -29,6 +29,10 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         read_scaled(p->q, p->bf16, b, h, NULL, i, 1, p->size, p->scale, query);
         read_rows(g->grad, p->bf16, b, h, NULL, i, 1, p->values, grad);
         memset(dq, 0, sizeof(float) * size);
+        /* A query without a gradient, such as padding that holds NaN, gives none to its keys. */
+        int64_t asked = 0;
+        for (int64_t e = 0; e < p->values; e++) asked += grad[e] != 0.0f;
+        count = asked ? count : 0;
         for (int64_t j = 0; j < count; j++) weights[j] = dot(size, query, keys + top[j] * size);
         softmax(count, weights);
         for (int64_t j = 0; j < count; j++) stays[j] = kept_key(&p->dropout, of, top[j]);

@@ -166,7 +166,7 @@ def test_the_sdist_holds_what_the_wheel_is_made_from(built):
         assert HOMES[home] + path.removeprefix(home) in names
 
 
-@pytest.mark.parametrize("beside", ["nothing", "kernels of Hugging Face"])
+@pytest.mark.parametrize("beside", ["nothing", pytest.param("kernels of Hugging Face", marks=pytest.mark.slow)])
 def test_the_wheel_runs_from_an_empty_folder(installed, hugging_face_kernels, tmp_path, beside):
     path = (installed, hugging_face_kernels) if beside != "nothing" else (installed,)
     files = run("-c", IMPORT_ALL, cwd=tmp_path, path=path).split()
@@ -177,7 +177,7 @@ def test_the_wheel_runs_from_an_empty_folder(installed, hugging_face_kernels, tm
     assert "Usage" in run("-c", "from approx.cli import main; main()", "--help", cwd=tmp_path, path=path)
 
 
-@pytest.mark.parametrize("beside", ["nothing", "kernels of Hugging Face"])
+@pytest.mark.parametrize("beside", ["nothing", pytest.param("kernels of Hugging Face", marks=pytest.mark.slow)])
 def test_the_checkout_runs_without_installation(source, hugging_face_kernels, tmp_path, beside):
     path = (hugging_face_kernels,) if beside != "nothing" else ()
     doorstep = f"import sys; sys.path.insert(0, {str(source)!r}); import cli\n"
@@ -216,7 +216,9 @@ def test_records_become_reports_without_torch(tmp_path):
     assert run("-c", code, cwd=tmp_path, path=(ROOT, ROOT / "kernels")).strip() == ""
 
 
-@pytest.mark.parametrize("name", ["AutoModel", "BertModel", "GPT2LMHeadModel"])
+@pytest.mark.parametrize(
+    "name", ["AutoModel", *(pytest.param(name, marks=pytest.mark.slow) for name in ("BertModel", "GPT2LMHeadModel"))]
+)
 def test_transformers_stays_whole_after_importing_approx(name, tmp_path):
     # Registration happens while transformers is being imported, in an order that depends on the user's first import.
     code = f"import approx; from transformers import {name}; print({name}.__name__)"

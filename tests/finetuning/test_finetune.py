@@ -73,7 +73,14 @@ def test_the_weights_of_the_best_step_are_kept(sst2, tmp_path, monkeypatch):
     assert any(not torch.equal(x, states[15][name]) for name, x in model.state_dict().items())
 
 
-@pytest.mark.parametrize("mechanism", sorted(MECHANISMS))
+# One of each kind; `make test-all` runs the others.
+QUICK = ("adaptive-span", "clustered", "linear", "performer")
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(MECHANISMS)],
+)
 def test_the_loss_goes_down_with_every_mechanism(mechanism, sst2, tmp_path):
     settings = {"performer": {"redraw_every": 3}, "linear": {"feature_map": "hedgehog"}}.get(mechanism, {})
     try:
@@ -162,6 +169,7 @@ def test_random_features_are_drawn_again_while_it_trains(sst2, tmp_path):
     assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
+@pytest.mark.slow
 def test_spans_get_shorter_with_their_penalty(sst2, tmp_path):
     def spans(penalty: float) -> float:
         model = model_of("adaptive-span", max_span=16, ramp=4)
@@ -174,6 +182,7 @@ def test_spans_get_shorter_with_their_penalty(sst2, tmp_path):
     assert heavy < free
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_recomputed_layers_give_the_same_weights(recompute, sst2, tmp_path):
     model, other = model_of(), model_of()

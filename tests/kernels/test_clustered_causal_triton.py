@@ -85,6 +85,7 @@ def test_chunks_that_the_tokens_fill(keys):
     check(draw(keys, keys), **settings())
 
 
+@pytest.mark.slow
 def test_more_kept_keys_than_a_tile_has():
     check(draw(39, 39), **settings(chunk=19, topk=18))
 
@@ -108,6 +109,7 @@ def test_padding_of_samples_many_few_and_none_of_which_are_real(topk):
     check(draw(21, 21, batch=4), mask(21), **settings(chunk=7, topk=topk))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "masked"), [(1, True), (12, False), (12, True), (30, False)])
 def test_queries_on_a_cache_and_more_queries_than_keys(length, masked):
     real = mask(25)[[1, 3]] if masked else None
@@ -122,6 +124,7 @@ def test_one_chunk_of_padded_samples():
     check(draw(21, 21, batch=4), mask(21), **settings(chunk=21))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [13, 4])
 def test_padding_is_not_read(length):
     tensors, real = draw(13, 13, batch=4), mask(13)
@@ -175,6 +178,7 @@ def test_neighbours_change_no_bit():
         assert torch.equal(each[1:2], single)
 
 
+@pytest.mark.slow
 def test_strides_do_not_matter():
     q, k, v = draw(20, 20)
     odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]

@@ -76,6 +76,7 @@ def test_a_pattern_through_the_kernels(pattern, length):
 RIGHT = torch.arange(37) < torch.tensor([[30], [37], [0], [15]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [37, 20])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=name_of)
 def test_samples_of_several_lengths(pattern, length):

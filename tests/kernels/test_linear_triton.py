@@ -212,6 +212,7 @@ def test_strides_do_not_matter(causal):
     assert torch.equal(linear_attention(odd[0], odd[1], spread, causal=causal, impl="triton"), expected)
 
 
+@pytest.mark.slow
 @CAUSAL
 def test_it_repeats_bit_by_bit(causal):
     tensors = draw(70, 70, heads=1, dtype=torch.float16)

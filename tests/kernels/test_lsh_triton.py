@@ -112,6 +112,7 @@ def test_batches_without_padding(form):
     check(draw(37, 37, heads=2), **form, rounds=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "keys"), [(9, 41), (41, 20)])
 @pytest.mark.parametrize("form", FORMS[:4])
 def test_other_numbers_of_keys_than_of_queries(length, keys, form):

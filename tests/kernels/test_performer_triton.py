@@ -104,6 +104,7 @@ def test_head_sizes(size, values):
     check(draw(20, 20, size=size, values=values), causal=True, features=16)
 
 
+@pytest.mark.slow
 @CAUSAL
 @pytest.mark.parametrize("features", [1, 16, 50])
 def test_numbers_of_features(causal, features):
@@ -139,6 +140,7 @@ RISES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", RISES)
 def test_keys_that_rise_far_above_all_earlier_ones(what):
     steps, expected = RISES[what]
@@ -148,11 +150,13 @@ def test_keys_that_rise_far_above_all_earlier_ones(what):
     assert [[place for place in range(32) if bits >> place & 1] for bits in rises[0, 0].tolist()] == expected
 
 
+@pytest.mark.slow
 def test_rises_under_a_key_mask_and_with_few_queries():
     q, k, v = (x.repeat(3, 1, 1, 1) for x in risen(70, (0, 150), (40, 2)))
     check([q[:, :, 38:], k, v], mask(70), causal=True)
 
 
+@pytest.mark.slow
 def test_rises_in_half_precision():
     # Gradients are differences of keys that are much longer than they; s comes of outputs of 16 bits, as in flash attention.
     # Tensor cores cut features to the 10 bits of a float16, which the interpreter multiplies whole.
@@ -166,6 +170,7 @@ def test_exponents_are_right_where_they_are_large():
     check([q * 8, k * 8, v], causal=False, factor=4.0 if DEVICE == "cpu" else 16.0)
 
 
+@pytest.mark.slow
 @KERNEL
 @pytest.mark.parametrize(("past", "future"), [(1.0, 3.0), (1.0, 100.0), (30.0, 0.01)])
 @pytest.mark.parametrize("cut", [0, 31, 32])
@@ -179,6 +184,7 @@ def test_a_query_cannot_tell_even_by_a_bit_how_large_later_keys_are(kernel, past
     assert torch.equal(before[:, :, : cut + 1], after[:, :, : cut + 1])
 
 
+@pytest.mark.slow
 @CAUSAL
 def test_large_inputs_overflow_nothing(causal):
     tensors = [x * 60 for x in draw(37, 37)]
@@ -205,6 +211,7 @@ def test_strides_do_not_matter(causal):
     assert torch.equal(attend(odd[0], odd[1], spread, causal=causal), attend(q, k, spread.contiguous(), causal=causal))
 
 
+@pytest.mark.slow
 @CAUSAL
 def test_it_repeats_bit_by_bit(causal):
     tensors = draw(70, 70, dtype=torch.float16)

@@ -76,6 +76,7 @@ def mask(length):
     return torch.stack([position % 3 != 0, position < length, position == 4, position < 0])
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(
     queries=st.integers(1, 40),
@@ -124,6 +125,7 @@ def test_many_tokens():
     check(draw(3000, 3000, size=64, values=64, heads=2, batch=4, dtype=HALF), mask(3000), topk=32, causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [25, 10**9])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_who_keeps_all_keys_attends_exactly(topk, causal):
@@ -159,6 +161,7 @@ def held(request, monkeypatch):
     monkeypatch.setattr(triton_launches, "SELECT", {request.param: (cut,)})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("topk", [1, 40])
 def test_the_largest_are_chosen_to_the_last_bit(topk):

@@ -86,6 +86,7 @@ def test_a_variant_that_is_good_enough_already_stays_as_it_is(study, tmp_path):
     ("heal", "code", "message"),
     [
         (f"{HEAL}, variants: [lineal]}}", Exit.USAGE, "there is no variant 'lineal'. Did you mean 'linear'?"),
+        ("{recover: task, task: needle, settings: {lenght: 128}}", Exit.USAGE, "lenght"),
         ("{recover: task}", Exit.USAGE, "give either 'task' or 'text'"),
         ("{recover: mlm, text: nowhere.txt}", Exit.UNAVAILABLE, "nowhere.txt does not exist"),
         (f"{HEAL}, splits: train}}", Exit.USAGE, "Did you mean 'split'?"),

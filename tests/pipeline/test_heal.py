@@ -113,6 +113,17 @@ def test_what_is_evaluated_is_not_trained_on(study, tmp_path):
     assert caught.value.exit_code == Exit.REFUSED
 
 
+def test_a_text_that_is_trained_on_is_not_evaluated_on(study, tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("the film is good " * 100, encoding="utf-8")
+    file = written(
+        study, tmp_path / "r.yaml", f"{{recover: mlm, text: {corpus}}}", evaluate=f"{{task: mlm, data: {corpus}}}"
+    )
+    with pytest.raises(ApproxError, match="is trained on by 'heal'") as caught:
+        run(recipe.read(file), tmp_path / "run")
+    assert caught.value.exit_code == Exit.REFUSED
+
+
 def test_a_sweep_measures_its_plans_as_they_were_healed(study, tmp_path):
     rules = "{linear: {mechanism: linear, settings: {feature_map: hedgehog}, grid: {window: [0, 2]}}, local: {mechanism: local}}"
     file = written(study, tmp_path / "g.yaml", f"{HEAL}, variants: [linear]}}", variants=rules)

@@ -39,7 +39,10 @@ def run(tmp_path, expected, *options):
     [
         ("[skips]\n'no moon' = 1\n'sun' = 1\n", (), 0, "1  there is no moon"),
         ("[skips]\n'no moon' = 1\n", (), 1, "1 skipped, 0 expected: the sun shines"),
-        ("[skips]\n'no moon' = 1\n'sun' = 0\n", ("-n", "1"), 1, "1 skipped, 0 expected: the sun shines"),
+        pytest.param(
+            *("[skips]\n'no moon' = 1\n'sun' = 0\n", ("-n", "1"), 1, "1 skipped, 0 expected: the sun shines"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_ends_as_its_skips_are_expected(tmp_path, expected, options, status, words):

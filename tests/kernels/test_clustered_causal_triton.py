@@ -64,6 +64,7 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch, "empty_like", spoilt(torch.empty_like))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [None, 1, 7], ids=["plain", "top 1", "all but one of a chunk"])
 def test_one_sample(topk):
     check(draw(29, 29), **settings(topk=topk))

@@ -91,6 +91,7 @@ ANY_LENGTH = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ANY_LENGTH, ids=name_of)
 def test_nothing_waits_for_a_mask_while_a_graph_is_captured(pattern, monkeypatch):
     monkeypatch.setattr(padding, "capturing", lambda: True)

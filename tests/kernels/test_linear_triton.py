@@ -156,6 +156,7 @@ def mix(heads):
     return torch.tensor([0.3, 0.8], device=DEVICE)[:heads]
 
 
+@pytest.mark.slow
 @CAUSAL
 @pytest.mark.parametrize(("length", "keys", "window"), [(37, 37, 5), (20, 90, 30), (90, 20, 5), (1, 50, 7)])
 def test_windows(causal, length, keys, window):

@@ -85,6 +85,7 @@ def _full(make):
     return lambda *given: tuple(x.fill_(torch.nan if x.is_floating_point() else -9) for x in make(*given))
 
 
+@pytest.mark.slow
 @KERNEL
 @CAUSAL
 @pytest.mark.parametrize(("length", "keys"), [(37, 37), (1, 100), (20, 150), (70, 37)])

@@ -108,6 +108,7 @@ def test_padding(causal):
     check(draw(35, 35, batch=4), mask(35), causal=causal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "keys"), [(9, 41), (41, 20)])
 def test_other_numbers_of_keys_than_of_queries(length, keys):
     check(draw(length, keys, batch=2, heads=2), mask(keys)[:2], causal=True)

@@ -68,6 +68,8 @@ def test_what_a_model_cannot_hear_is_refused(heard, tmp_path):
         calibration_batch(source, model, 512, recording(tmp_path / "click.wav", sound(0.01)))
     with pytest.raises(ApproxError, match="pixel_values cannot be calibrated"):
         CalibrationFile.read(tmp_path / "words.txt", "pixel_values")
+    with pytest.raises(ApproxError, match=r"cannot be read: .* Leave out --calibrate\."):
+        CalibrationFile.read(tmp_path / "nowhere", "pixel_values")
 
 
 @pytest.mark.parametrize(

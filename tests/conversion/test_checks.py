@@ -10,9 +10,11 @@ from approx.conversion import checks, convert, export, layerwise, regime, surger
 from approx.conversion.layer_error import layer_damage
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
+from approx.mechanisms.local import LocalAttention
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
 from approx.seam.masks import key_mask
+from tiny_speech import recogniser
 from zoo import FAMILIES, outputs, tiny
 
 LOCAL = Plan.of("local", left=3, right=3)
@@ -125,3 +127,24 @@ def test_every_family_is_checked_where_it_approximates(architecture):
         if check.passed:
             assert check.lengths[-1] >= longest.real
             assert "exact" not in check.detail or architecture.startswith("Whisper")
+
+
+def test_a_model_that_normalises_over_padding_says_why_it_is_not_compared():
+    model = recogniser("group")
+    surgery.convert(model, Plan.of("local", left=2, right=2))
+    check = checks.padding(model)
+    assert (check.passed, "normalises over the padding" in check.detail) == (None, True)
+
+
+def test_padding_that_reaches_a_decoder_is_found(monkeypatch):
+    model = tiny("BartForConditionalGeneration")
+    surgery.convert(model, Plan.of("local", left=3))
+    trial = regime.trials(model)[0]
+    assert layerwise.padding(model, trial) < 1e-4
+    attend = LocalAttention.forward
+    monkeypatch.setattr(
+        LocalAttention,
+        "forward",
+        lambda self, q, k, v, key_mask=None, **more: attend(self, q, k, v, None if self.causal else key_mask, **more),
+    )
+    assert layerwise.padding(model, trial) > 1e-2

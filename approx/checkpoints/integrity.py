@@ -1,5 +1,6 @@
 """Check the files of a checkpoint before a model is built from them."""
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -146,3 +147,12 @@ def _pickles(folder: Path, allow_pickle: bool) -> list[Path]:
     for path in pickles:
         _refuse_lfs(path)
     return pickles
+
+
+def state_sha256(model: Any) -> str:
+    """Hash the tensors of a loaded model, with their names and dtypes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -169,6 +169,7 @@ def convert(
     bundle_kernels: options.BundleKernels = False,
 ) -> None:
     """Replace the attention of a checkpoint and write a verified folder that stock transformers can load."""
+    from approx.cli.figures import checks_table
     from approx.conversion import convert as conversion
 
     chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, recompute)
@@ -179,16 +180,12 @@ def convert(
             offline=offline, allow_pickle=allow_pickle, bundle_kernels=bundle_kernels,
             progress=lambda step: bar(f"convert: {step}", next(done, _STEPS - 1), _STEPS),
         )  # fmt: skip
-    checks = table(
-        ["check", "result", "detail"],
-        [[check["name"], _PASSED[check["passed"]], check["detail"]] for check in receipt["checks"]],
-    )
     left = [f"Left exact: layers {', '.join(map(str, receipt['left']))}"] if receipt["left"] else []
     terminal.result(
         {"output": str(output), **receipt},
         _swapped(terminal, receipt),
         f"Layer errors measured on {receipt['measured_on']}.",
-        checks,
+        checks_table(receipt["checks"]),
         *left,
         *(f"Warning: {warning}" for warning in receipt["warnings"]),
         f"Written to {output}",
@@ -203,9 +200,6 @@ def revert(terminal: Terminal, folder: options.Model, output: options.Out, force
 
     conversion.revert(folder, output, force=force)
     terminal.result({"output": str(output)}, f"Base checkpoint of {folder} written to {output}")
-
-
-_PASSED = {True: "passed", False: "FAILED", None: "does not apply"}
 
 
 def _swapped(terminal: Terminal, receipt: dict[str, Any]) -> Any:

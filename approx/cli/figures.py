@@ -14,6 +14,15 @@ _SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "
 _VERDICTS = {"exact is better here": "stay exact"}
 
 
+_PASSED = {True: "passed", False: "FAILED", None: "does not apply"}
+
+
+def checks_table(checks: list[dict[str, Any]]) -> Table:
+    """The checks of a written folder."""
+    rows = [[check["name"], _PASSED[check["passed"]], check["detail"]] for check in checks]
+    return table(["check", "result", "detail"], rows)
+
+
 def quality_table(entry: dict[str, Any]) -> Table:
     """The scores of one task: the base, and the difference of each variant from it."""
     made = tables.quality_table(entry)

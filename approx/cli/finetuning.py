@@ -9,6 +9,7 @@ from approx.cli import options
 from approx.cli.command import command
 from approx.cli.terminal import Terminal, table
 from approx.errors import ApproxError
+from approx.publishing import wording
 
 _PANEL = "Convert"
 _HOW, _MODE = "Training", "Modes"
@@ -162,7 +163,7 @@ def finetune(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Say what would be trained, how long it would take and what memory; write nothing."
+            "--dry-run", help="Show what would be trained, and the time and memory it would take; write nothing."
         ),
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a training that was interrupted.")] = False,
@@ -202,7 +203,7 @@ def finetune(
             **asked,
         )  # fmt: skip
     if distributed.leads():
-        terminal.result(done, *_told(done))
+        terminal.result(done, *_outcome(done))
         for note in done["notes"]:
             terminal.note(note)
 
@@ -224,7 +225,7 @@ def _planned(planned: dict[str, Any]) -> list[Any]:
     rows = [
         [
             phase["mode"], f"{phase['steps']:,}", str(phase["batch_size"]), f"{phase['learning_rate']:.1e}",
-            f"{phase['trained']:,} of {phase['parameters']:,}", _duration(phase["seconds"]), f"{phase['memory_mb']:,.0f}",
+            f"{phase['trained']:,} of {phase['parameters']:,}", wording.duration(phase["seconds"]), f"{phase['memory_mb']:,.0f}",
         ]
         for phase in planned["phases"]
     ]  # fmt: skip
@@ -235,11 +236,13 @@ def _planned(planned: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _told(done: dict[str, Any]) -> list[Any]:
+def _outcome(done: dict[str, Any]) -> list[Any]:
+    from approx.cli.figures import checks_table
+
     rows = [
         [
             phase["mode"], f"{phase['steps']:,}", f"{phase['best_step']:,}", f"{phase['parameters']:,}", f"{phase['tokens']:,}",
-            _duration(phase["seconds"]), _ENDED[phase["ended"]],
+            wording.duration(phase["seconds"]), wording.ENDED[phase["ended"]],
         ]
         for phase in done["phases"]
     ]  # fmt: skip
@@ -258,25 +261,8 @@ def _told(done: dict[str, Any]) -> list[Any]:
         ),
     ]
     if done["checks"]:
-        passed = {True: "passed", False: "FAILED", None: "does not apply"}
-        lines.append(
-            table(
-                ["check", "result", "detail"], [[c["name"], passed[c["passed"]], c["detail"]] for c in done["checks"]]
-            )
-        )
+        lines.append(checks_table(done["checks"]))
     return [
         *lines,
         f"Written to {done['output']}. Score it on the task's own split: approx evaluate {done['output']} --task …",
     ]
-
-
-_ENDED = {
-    "steps": "its steps",
-    "time": "the time budget",
-    "patience": "no progress",
-    "budget": "the budget, which is met",
-}
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

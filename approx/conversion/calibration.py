@@ -1,7 +1,7 @@
 """Calibrate mechanisms on their inputs during one forward pass over a calibration batch."""
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -71,12 +71,17 @@ def evaluating(model: Any) -> Iterator[None]:
         model.train(training)
 
 
-@contextmanager
-def all_open(model: Any) -> Iterator[None]:
+def all_open(model: Any) -> AbstractContextManager[None]:
     """Ignore `exact_below` inside the context, to fit or check mechanisms on shorter inputs than they will run on."""
+    return exact_below(model, 0)
+
+
+@contextmanager
+def exact_below(model: Any, tokens: int) -> Iterator[None]:
+    """Set `exact_below` of every mechanism inside the context."""
     limits = {mechanism: mechanism.exact_below for mechanism in mechanisms(model)}
     for mechanism in limits:
-        mechanism.exact_below = 0
+        mechanism.exact_below = tokens
     try:
         yield
     finally:

@@ -124,6 +124,17 @@ def revert(model: Any) -> None:
     switch(model, record["base"]["implementation"])
 
 
+def use_exact_attention(model: Any) -> None:
+    """Undo `convert` on a model, in place, except for extended positions, so that only attention changes.
+
+    Raises:
+        ApproxError: if the model is not converted.
+    """
+    if families.is_converted(model):
+        model.config.approx["base"]["positions"] = None
+    revert(model)
+
+
 def _own_configs(model: Any) -> None:
     """Give a model copies of its configs, since other models may share the originals."""
     # One memo for all keeps configs, and parts of them, shared between modules.

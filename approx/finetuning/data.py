@@ -139,9 +139,7 @@ def read(options: FinetuneStage, model: Any, processor: Any, *, labelled: bool, 
     if options.text is not None:
         task, split = _texts(options.text, language, limit or 512)
     else:
-        task = open_task(options.task or "", **options.settings)
-        _refuse_reported(task, options)
-        split = task.load(None if options.data is None else Path(options.data), options.split, options.limit)
+        task, split = _of_task(options)
     if labelled:
         task.check(model)
     elif task.input_name != model.main_input_name:
@@ -175,6 +173,12 @@ def _limit(model: Any, length: int | None) -> int | None:
     return length or most
 
 
+def _of_task(options: FinetuneStage) -> tuple[Task, Split]:
+    task = open_task(options.task or "", **options.settings)
+    _refuse_reported(task, options)
+    return task, task.load(None if options.data is None else Path(options.data), options.split, options.limit)
+
+
 def _texts(files: Sequence[str], language: str, length: int) -> tuple[Task, Split]:
     # A window of English has about four characters per token.
     stretch = 4 * length
@@ -188,8 +192,8 @@ def _texts(files: Sequence[str], language: str, length: int) -> tuple[Task, Spli
 
 
 def _refuse_reported(task: Task, options: FinetuneStage) -> None:
-    """Refuse to train on a split used for reported scores, unless the settings select a part of it."""
-    if options.split == "train" or options.settings:
+    """Refuse to train on a split used for reported scores, unless a setting selects a part of it."""
+    if options.split == "train" or (task.part_setting is not None and task.part_setting in options.settings):
         return
     raise ApproxError(
         f"{task.name} would be trained on its split '{options.split}', which scores are reported on. Train on 'train', or choose "
@@ -237,18 +241,14 @@ def digest_of(options: FinetuneStage) -> str:
     """
     if options.text is not None:
         return hashlib.sha256(b"".join(Path(file).read_bytes() for file in options.text)).hexdigest()
-    task = open_task(options.task or "", **options.settings)
-    split = task.load(None if options.data is None else Path(options.data), options.split, options.limit)
-    return _sha256(split.examples)
+    return _sha256(_of_task(options)[1].examples)
 
 
 def overlap(options: FinetuneStage, evaluated: Sequence[Example]) -> int:
     """Count the evaluation examples that are also training examples."""
     if options.task is None:
         return 0
-    task = open_task(options.task, **options.settings)
-    split = task.load(None if options.data is None else Path(options.data), options.split, options.limit)
-    trained = {_told(example) for example in split.examples}
+    trained = {_told(example) for example in _of_task(options)[1].examples}
     return sum(_told(example) in trained for example in evaluated)
 
 

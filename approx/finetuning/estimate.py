@@ -9,7 +9,7 @@ from approx.evaluation.memory import peak_mb
 from approx.finetuning import data, parameters
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.phase import Phase
-from approx.finetuning.preparation import Preparation
+from approx.finetuning.preparation import Preparation, with_adapters
 
 # AdamW's two averages, in float32; the trial step measures the gradients.
 _BYTES_OF_TRAINED = 8
@@ -39,26 +39,30 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
         phase.objective.loss(model, model, inputs).backward()
         model.zero_grad(set_to_none=True)
 
-    named = dict(model.named_parameters())
+    adapted = phase.mode in prepared.adapted
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    if adapted:
+        phase = with_adapters(model, phase, prepared, options)
+    named, training = dict(model.named_parameters()), model.training
     trained = sum(named[name].numel() for name in phase.trained)
-    if phase.mode in prepared.adapted:
-        layers = parameters.attention_layers(
-            model, data.tensors_to(model.device, prepared.data.batch([0], 0), model.dtype)
-        )
-        shapes = [model.get_submodule(layer).weight.shape for kind in layers.values() for layer in kind]
-        trained += sum(options.lora.rank * sum(shape) for shape in shapes)
-    training = model.training
-    with parameters.training_only(model, phase.trained):
-        model.train()
-        try:
-            step(usual)
-            began = time.perf_counter()
-            step(usual)
-            each = time.perf_counter() - began
-            needed = peak_mb(lambda: step(longest), torch.device(model.device))
-        finally:
-            model.train(training)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in named.values())
+    try:
+        for name, parameter in named.items():
+            parameter.requires_grad_(name in set(phase.trained))
+        model.train()
+        step(usual)
+        began = time.perf_counter()
+        step(usual)
+        each = time.perf_counter() - began
+        needed = peak_mb(lambda: step(longest), torch.device(model.device))
+    finally:
+        model.train(training)
+        if adapted:
+            # They have not been trained, so nothing is added.
+            parameters.merge_adapters(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(before[name])
     seconds = each * phase.accumulate * phase.steps
     return {
         "mode": phase.mode,
@@ -66,7 +70,7 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
         "batch_size": phase.batch_size,
         "learning_rate": phase.own_learning_rate if phase.mode == "transfer" else phase.learning_rate,
         "trained": trained,
-        "parameters": sum(parameter.numel() for parameter in named.values()),
+        "parameters": numbers,
         "seconds": round(min(seconds, phase.seconds or seconds), 1),
         "memory_mb": round(needed + (weights + _BYTES_OF_TRAINED * trained) / 1e6, 1),
     }

@@ -2,21 +2,22 @@
 
 import json
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 
 from approx.checkpoints import families
+from approx.checkpoints.integrity import state_sha256
 from approx.errors import ApproxError, Exit
 from approx.evaluation import distributed
-from approx.finetuning import data, parameters
+from approx.finetuning import parameters
 from approx.finetuning.objectives import exactly
 from approx.finetuning.options import FinetuneStage, allowed_loss
 from approx.finetuning.phase import Measure, Outcome, Phase, Progress
-from approx.finetuning.preparation import Preparation, measure_of, prepare_training
-from approx.finetuning.trainer import train
+from approx.finetuning.preparation import Preparation, measure_of, prepare_training, with_adapters
+from approx.finetuning.trainer import disk_errors, train
 from approx.tasks.metrics import METRICS
 from approx_kernels.runtime.atomic_file import write_whole
 
@@ -71,6 +72,7 @@ def finetune(
     folder: Path,
     teacher: Any = None,
     resume: bool = False,
+    restart: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Healing:
     """Train a model in place.
@@ -82,6 +84,7 @@ def finetune(
         folder: Folder for checkpoints and finished modes; the caller removes it once the model is saved.
         teacher: The exact model for `distill`; by default a copy of the model with exact attention.
         resume: Whether to continue from the state in the folder.
+        restart: Whether to delete an unfinished training in the folder, once everything else is checked.
         progress: Called with the current activity, steps done and total steps.
 
     Raises:
@@ -91,6 +94,8 @@ def finetune(
     """
     progress("read the data", 0, 1)
     prepared = prepare_training(model, processor, options, teacher)
+    if restart and distributed.leads():
+        shutil.rmtree(folder, ignore_errors=True)
     begun = _claim(folder, model, prepared, options, resume=resume)
     progress("score before training", 0, 1)
     again = "before" in begun
@@ -108,13 +113,12 @@ def finetune(
                 Exit.REFUSED,
             )
     outcomes = []
-    sample = data.tensors_to(model.device, prepared.data.batch([0], 0), model.dtype)
     for number, phase in enumerate(prepared.phases):
         place = folder / f"{number}-{phase.mode}"
         if (finished := _finished(place, model)) is not None:
             outcomes.append(finished)
             continue
-        outcomes.append(_carried_out(model, phase, prepared, options, place, sample, resume=resume, progress=progress))
+        outcomes.append(_carried_out(model, phase, prepared, options, place, resume=resume, progress=progress))
         if outcomes[-1].ended == "budget":
             break
     progress("score after training", 0, 1)
@@ -128,15 +132,14 @@ def finetune(
 
 
 def _carried_out(
-    model: Any, phase: Phase, prepared: Preparation, options: FinetuneStage, place: Path, sample: dict[str, Any],
+    model: Any, phase: Phase, prepared: Preparation, options: FinetuneStage, place: Path,
     *, resume: bool, progress: Progress,
 ) -> Outcome:  # fmt: skip
-    adapters = []
-    if phase.mode in prepared.adapted:
-        adapters = parameters.add_adapters(model, options.lora, sample, options.seed)
-        head = [name for name in phase.trained if "lora" not in name]
-        phase = replace(phase, trained=[*adapters, *head])
+    # Adapters freeze everything else.
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    adapted = phase.mode in prepared.adapted
+    if adapted:
+        phase = with_adapters(model, phase, prepared, options)
     dropped = getattr(model.config, "layerdrop", None)
     if dropped and phase.mode in ("transfer", "distill"):
         # A skipped layer has no output to compare.
@@ -148,11 +151,12 @@ def _carried_out(
     finally:
         if dropped:
             model.config.layerdrop = dropped
-    if adapters:
-        parameters.merge_adapters(model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(before.get(name, True))
-    _finish(place, model, outcome)
+        if adapted:
+            parameters.merge_adapters(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(before[name])
+    with disk_errors(place):
+        _finish(place, model, outcome)
     return outcome
 
 
@@ -183,6 +187,7 @@ def _claim(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
         "options": options.model_dump(mode="json", exclude={"time_budget", "report_to"}),
         "data": prepared.data.sha256,
         "model": type(model).__name__,
+        "weights": state_sha256(model),
         "sites": (getattr(model.config, "approx", None) or {}).get("sites", {}),
     }
     about = json.loads(json.dumps(about))
@@ -190,7 +195,13 @@ def _claim(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
     if file.is_file() and resume:
         kept = json.loads(file.read_text(encoding="utf-8"))
         if different := [what for what in about if kept["about"].get(what) != about[what]]:
-            words = {"options": "options", "data": "examples", "model": "a model", "sites": "mechanisms"}
+            words = {
+                "options": "options",
+                "data": "examples",
+                "model": "a model",
+                "weights": "weights",
+                "sites": "mechanisms",
+            }
             raise ApproxError(
                 f"{folder} holds an unfinished training with other {', '.join(words[what] for what in different)}. Continue it "
                 "with the same ones, or start over with --force.",

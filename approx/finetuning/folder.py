@@ -62,17 +62,15 @@ def finetune_folder(
     refuse_existing(out, force=force)
     refuse_unwritable(out)
     working = working or out.with_name(f"{out.name}.training")
-    if force and not resume and distributed.leads():
-        shutil.rmtree(working, ignore_errors=True)
     opened, taught = _opened(name, teacher, options, revision, offline, device)
     refuse_losing(opened.source.folder, out)
     reader = checkpoint.processor(opened.source)
     if taught is not None:
-        _same_tokenizer(opened, taught, options)
+        _same_tokenizer(opened, taught)
     try:
         done = finetune(
             opened.model, reader, options, folder=working, teacher=None if taught is None else taught.model,
-            resume=resume, progress=progress,
+            resume=resume, restart=force and not resume, progress=progress,
         )  # fmt: skip
     except ApproxError:
         if working.is_dir() and not any(working.glob("*/checkpoint-*")) and not any(working.glob("*/finished.json")):
@@ -136,7 +134,7 @@ def _opened(
     return opened, taught
 
 
-def _same_tokenizer(opened: Checkpoint, taught: Checkpoint, options: FinetuneStage) -> None:
+def _same_tokenizer(opened: Checkpoint, taught: Checkpoint) -> None:
     own, other = checkpoint.processor(opened.source), checkpoint.processor(taught.source)
     vocabularies = [getattr(each, "get_vocab", dict)() for each in (own, other)]
     if vocabularies[0] != vocabularies[1]:

@@ -1,8 +1,8 @@
 """Training losses: the error of attention, the distance from a teacher, the loss of a task."""
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from approx.conversion.calibration import evaluating, mechanisms
+from approx.conversion import surgery
+from approx.conversion.calibration import all_open, evaluating, exact_below
 from approx.finetuning.options import Distillation
 from approx.seam.observe import Call, observe
 from approx_kernels.ops.fastest.api import fastest_attention
@@ -88,7 +89,7 @@ class Transfer:
                 parts = call.members() if target is None else [call]
                 terms.extend(term for part in parts if (term := self._term(part, target)) is not None)
 
-            with nullcontext() if self._joint else exactly(inner), observe(inner, compare):
+            with all_open(inner) if self._joint else exactly(inner), observe(inner, compare):
                 model(**inputs)
         return torch.stack(terms).mean()
 
@@ -173,24 +174,16 @@ class Distill:
             return model(**inputs, **more), attention
 
 
-def teacher_of(model: Any, revert: Any) -> Any:
+def teacher_of(model: Any) -> Any:
     """Copy a converted model with exact attention; the copy has its own config, which selects the attention."""
     teacher = copy.deepcopy(model)
-    revert(teacher)
+    surgery.use_exact_attention(teacher)
     return teacher
 
 
-@contextmanager
-def exactly(model: Any) -> Iterator[None]:
+def exactly(model: Any) -> AbstractContextManager[None]:
     """Run exact attention in every layer within the context."""
-    limits = {mechanism: mechanism.exact_below for mechanism in mechanisms(model)}
-    for mechanism in limits:
-        mechanism.exact_below = _ALWAYS_EXACT
-    try:
-        yield
-    finally:
-        for mechanism, limit in limits.items():
-            mechanism.exact_below = limit
+    return exact_below(model, _ALWAYS_EXACT)
 
 
 def relative_error(given: Tensor, due: Tensor, real: Tensor | None = None) -> Tensor:

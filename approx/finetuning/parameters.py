@@ -1,7 +1,5 @@
 """Trained parameters of a mode, and adapters."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,20 +103,6 @@ def head_parameters(model: Any) -> list[str]:
     return head
 
 
-@contextmanager
-def training_only(model: Any, names: list[str]) -> Iterator[None]:
-    """Require gradients of the named parameters only, within the context."""
-    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    chosen = set(names)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in chosen)
-    try:
-        yield
-    finally:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(before.get(name, True))
-
-
 def add_adapters(model: Any, options: Lora, inputs: dict[str, Tensor], seed: int) -> list[str]:
     """Add low-rank adapters to linear layers, in place; outputs do not change.
 
@@ -137,22 +121,20 @@ def add_adapters(model: Any, options: Lora, inputs: dict[str, Tensor], seed: int
             f"The mode 'lora' needs the package peft ({error}). Install it: pip install 'approx-attention[train]'.",
             Exit.MISSING,
         ) from None
-    if options.targets is None:
-        layers = attention_layers(model, inputs)
-        targets = [*layers["before"], *layers["after"]]
-    else:
-        targets = options.targets
     known = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, _PROJECTIONS)}
-    if options.targets is not None and not set(targets) <= known:
+    targets = options.targets
+    if targets is None:
+        targets = [name for names in attention_layers(model, inputs).values() for name in names]
+    elif not set(targets) <= known:
         wrong = ", ".join(sorted(set(targets) - known))
         raise ApproxError(
-            f"The lora targets {wrong} are no linear layers of this model. It has: {', '.join(sorted(known))}."
+            f"The lora targets {wrong} are not linear layers of this model. It has: {', '.join(sorted(known))}."
         )
     config = LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank, and a float does
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft only divides by the rank, which works with a float
         lora_dropout=options.dropout,
-        target_modules=targets,  # type: ignore[arg-type]  # peft takes a float
+        target_modules=targets,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -166,7 +148,7 @@ def merge_adapters(model: Any) -> None:
 
     for name, module in list(model.named_modules()):
         if isinstance(module, LoraLayer):
-            module.merge()  # type: ignore[operator]  # a layer of peft is a module too
+            module.merge()  # type: ignore[operator]  # typed as an attribute of a module
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, module.get_base_layer())
 

@@ -3,14 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from approx.checkpoints import families
-from approx.conversion import surgery
 from approx.conversion.calibration import mechanisms
-from approx.errors import ApproxError
+from approx.errors import ApproxError, Exit
 from approx.evaluation import distributed
 from approx.evaluation.evaluate import Subject, predict, prepare
 from approx.finetuning import data, parameters
@@ -43,12 +44,14 @@ class Preparation:
         phases: Modes, without `lora`.
         adapted: Names of modes that train adapters.
         measure: Measure of the held-out examples.
+        sample: One input on the model's device, to find out which layers run.
     """
 
     data: data.TrainingData
     phases: list[Phase]
     adapted: set[str]
     measure: Measure
+    sample: dict[str, Tensor]
 
 
 def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher: Any = None) -> Preparation:
@@ -67,6 +70,9 @@ def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher
     causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     modes: list[str] = list(options.recover or parameters.default_modes(model, text=text, causal=causal))
     parameters.check_modes(modes, model, text=text, projections=options.projections)
+    _refuse_missing("accelerate", "'approx-attention[train]'", "Training")
+    if options.report_to is not None:
+        _refuse_missing(options.report_to, options.report_to, f"Reporting to {options.report_to}")
     masked = type(model).__name__.endswith("ForMaskedLM")
     language = next((mode for mode in modes if mode in ("clm", "mlm")), "mlm" if masked else "clm")
     supervised = {"task", "clm", "mlm"} & set(modes) or ("distill" in modes and options.distill.labels > 0)
@@ -83,7 +89,18 @@ def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher
         phases.append(
             _phase(model, mode, options, read, sample, teacher, shares[mode] / sum(shares.values()), mode in adapted)
         )
-    return Preparation(read, phases, adapted, measure)
+    return Preparation(read, phases, adapted, measure, sample)
+
+
+def with_adapters(model: Any, phase: Phase, prepared: Preparation, options: FinetuneStage) -> Phase:
+    """Add adapters to a model, in place; return the phase that trains them as well."""
+    adapters = parameters.add_adapters(model, options.lora, prepared.sample, options.seed)
+    return replace(phase, trained=[*adapters, *phase.trained])
+
+
+def _refuse_missing(package: str, install: str, what: str) -> None:
+    if find_spec(package) is None:
+        raise ApproxError(f"{what} needs the package {package}. Install it: pip install {install}.", Exit.MISSING)
 
 
 def _phase(
@@ -112,7 +129,7 @@ def _phase(
         own_rate, rate = rate, rate / 100
     else:
         taught = mode == "distill"
-        objective = Distill(teacher or teacher_of(model, surgery.revert), options.distill) if taught else Supervised()
+        objective = Distill(teacher or teacher_of(model), options.distill) if taught else Supervised()
         trained = (
             parameters.own_parameters(model) if adapted else parameters.chosen_parameters(model, options.train, sample)
         )

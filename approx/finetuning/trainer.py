@@ -3,10 +3,13 @@
 import json
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import SequentialSampler
@@ -52,22 +55,29 @@ def train(
         if last is None or not (stale / _COMPLETE).is_file():
             shutil.rmtree(stale)
     try:
-        with signals(trainer.watch):
+        with signals(trainer.watch), disk_errors(folder):
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
-    except OSError as error:
-        kept = last_complete(folder)
-        state = f"; the state after step {_step(kept)} is kept" if kept else ""
-        raise ApproxError(
-            f"A checkpoint could not be written to {folder}: {error.strerror or error}{state}. Free space, then continue with "
-            "--resume.",
-            Exit.UNAVAILABLE,
-        ) from None
     finally:
         if phase.recompute:
-            model.gradient_checkpointing_disable()
+            _recomputing(model, "disable")()
     if trainer.watch.stopped:
         raise Interrupted
     return trainer.outcome()
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Report a checkpoint that cannot be written, and the state that is still there."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        kept = last_complete(folder)
+        state = f"; the state after step {_step(kept)} is kept" if kept else ""
+        raise ApproxError(
+            f"A checkpoint could not be written to {folder}: {getattr(error, 'strerror', None) or error}{state}. Free space, then "
+            "continue with --resume.",
+            Exit.UNAVAILABLE,
+        ) from None
 
 
 def last_complete(folder: Path) -> Path | None:
@@ -92,7 +102,7 @@ class _Trainer(Trainer):
             parameter.requires_grad_(name in chosen)
         if phase.recompute:
             # Observing attention requires the non-reentrant variant.
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            _recomputing(model, "enable")({"use_reentrant": False})
         arguments = _arguments(model, phase, measure, folder)
         self.schedule = schedule = Schedule(data, phase.batch_size, phase.steps, phase.seed)
         super().__init__(
@@ -190,6 +200,12 @@ class _Trainer(Trainer):
             self.phase.mode, self.state.global_step, best, parameters, self.watch.tokens, round(self.watch.seconds(), 1),
             self.measure.name, list(curve.values()), self.watch.ended,
         )  # fmt: skip
+
+
+def _recomputing(model: Any, what: str) -> Any:
+    """Transformers' method to enable or disable recomputation; newer versions have a new name for it."""
+    newer = getattr(model, f"activation_checkpointing_{what}", None)
+    return newer or getattr(model, f"gradient_checkpointing_{what}")
 
 
 def _arguments(model: Any, phase: Phase, measure: Measure, folder: Path) -> TrainingArguments:

@@ -1,15 +1,14 @@
 """Describe a loaded model as a checkpoint without a folder, so that it is measured like any other."""
 
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from approx.checkpoints import families
 from approx.checkpoints.checkpoint import Checkpoint, Source
+from approx.checkpoints.integrity import state_sha256
 from approx.errors import ApproxError
 
 
@@ -44,12 +43,4 @@ def in_memory(model: Any, processor: Any) -> Checkpoint:
         families.is_converted(model),
         processor,
     )
-    return Checkpoint(source, model, _digest(model))
-
-
-def _digest(model: PreTrainedModel) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return Checkpoint(source, model, state_sha256(model))

@@ -74,9 +74,7 @@ def open_all(
 def under_exact_attention(converted: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
     """Convert a checkpoint to its own base, in place: the same weights and positions, with exact attention."""
     source, model = converted.source, converted.model
-    # Extended positions stay, so that only attention differs.
-    model.config.approx["base"]["positions"] = None
-    surgery.revert(model)
+    surgery.use_exact_attention(model)
     stock = dataclasses.replace(
         source, name=f"{source.name} with exact attention", config=model.config, converted=False
     )

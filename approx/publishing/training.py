@@ -9,10 +9,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from approx.publishing import wording
 from approx.publishing.drawing import draw
 
-_ENDED = {
-    "steps": "its steps", "time": "the time budget", "patience": "no progress", "budget": "the budget, which was met",
-}  # fmt: skip
-
 
 def training_table(trained: dict[str, Any]) -> dict[str, Any]:
     """Lay out one training: a row per mode, and the scores of held-out training examples."""
@@ -34,8 +30,8 @@ def training_table(trained: dict[str, Any]) -> dict[str, Any]:
                 "best_step": wording.count(phase["best_step"]),
                 "parameters": wording.count(phase["parameters"]),
                 "tokens": wording.count(phase["tokens"]),
-                "time": _duration(phase["seconds"]),
-                "ended": _ENDED.get(phase["ended"], phase["ended"]),
+                "time": wording.duration(phase["seconds"]),
+                "ended": wording.ENDED.get(phase["ended"], phase["ended"]),
             }
             for phase in trained["phases"]
         ],
@@ -91,7 +87,3 @@ def training_figure(trained: dict[str, Any], colour: str, identity: str) -> Mark
         paint,
         (3.6 * len(phases) + 1.2, 4.4),
     )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -212,3 +212,17 @@ def verdict(entry: dict[str, Any], task: dict[str, Any]) -> str:
         "loss beyond margin": f"a loss beyond the margin of {margin}",
     }
     return meaning[entry["verdict"]]
+
+
+def duration(seconds: float) -> str:
+    """Write a time in seconds, or in minutes if it is longer than two."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+ENDED = {
+    "steps": "its steps",
+    "time": "the time budget",
+    "patience": "no progress",
+    "budget": "the budget, which was met",
+}
+"""Why a mode of training ended."""

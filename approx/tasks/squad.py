@@ -52,6 +52,7 @@ class Squad(Task):
     metrics = ("answer_f1", "exact_match")
     dataset: str
     windowed: ClassVar[bool] = True
+    part_setting: ClassVar[str | None] = "articles"
 
     def __init__(
         self,

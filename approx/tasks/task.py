@@ -80,6 +80,8 @@ class Task(ABC):
     """The unit of a slice's bounds: tokens of an example."""
     windowed: ClassVar[bool] = False
     """Whether an example longer than a model's positions is read in several windows."""
+    part_setting: ClassVar[str | None] = None
+    """The setting that selects a part of a split, if any, such as `articles`."""
     draws: ClassVar[bool] = False
     """Whether parts of an encoding, such as hidden tokens, are drawn at random from the id of the example."""
     input_name: ClassVar[str] = "input_ids"

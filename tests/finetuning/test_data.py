@@ -47,6 +47,9 @@ def test_the_split_that_scores_are_reported_on_is_refused(sst2):
     with pytest.raises(ApproxError, match="scores are reported on") as caught:
         data_of(FinetuneStage(task="glue/sst2", data=sst2, split="dev"))
     assert caught.value.exit_code == Exit.REFUSED
+    # A setting that selects no part of the split does not help.
+    with pytest.raises(ApproxError, match="scores are reported on"):
+        data_of(FinetuneStage(task="needle", settings={"length": 128}, split="dev"))
 
 
 @pytest.mark.parametrize(

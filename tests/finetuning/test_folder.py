@@ -1,6 +1,5 @@
 """Training from folder to folder: the result loads anywhere, says what was done to it, and is complete or absent."""
 
-import errno
 import json
 import resource
 import shutil
@@ -130,6 +129,20 @@ def test_an_interrupted_training_is_kept_beside_and_resumed(study, tmp_path):
     assert weights[0] == weights[1]
 
 
+def test_a_mistake_beside_force_costs_no_unfinished_training(study, tmp_path):
+    options = options_of(study, recover=["task"])
+
+    def stop(what: str, n: int, total: int) -> None:
+        if " | " in what and n == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        finetune_folder(study / "converted", tmp_path / "healed", options, progress=stop)
+    with pytest.raises(ApproxError, match="plain text"):
+        finetune_folder(study / "converted", tmp_path / "healed", options_of(study, recover=["clm"]), force=True)
+    assert list((tmp_path / "healed.training").glob("*/checkpoint-4"))
+
+
 def test_a_full_disk_ends_it_in_one_line_and_what_was_kept_goes_on(study, tmp_path):
     options, limits = options_of(study, recover=["task"]), resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -145,7 +158,6 @@ def test_a_full_disk_ends_it_in_one_line_and_what_was_kept_goes_on(study, tmp_pa
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert caught.value.exit_code == Exit.UNAVAILABLE
-    assert errno.errorcode[errno.EFBIG]
     finetune_folder(study / "converted", tmp_path / "healed", options, resume=True)
     finetune_folder(study / "converted", tmp_path / "whole", options)
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("healed", "whole")]
@@ -178,7 +190,7 @@ def test_what_is_refused_leaves_nothing_behind(study, tmp_path):
     for options, message in [
         (options_of(study, split="dev"), "scores are reported on"),
         (options_of(study, recover=["clm"]), "plain text"),
-        (options_of(study, recover=["lora", "task"], lora={"targets": ["qeury"]}), "no linear layers"),
+        (options_of(study, recover=["lora", "task"], lora={"targets": ["qeury"]}), "not linear layers"),
     ]:
         with pytest.raises(ApproxError, match=message):
             finetune_folder(study / "converted", tmp_path / "healed", options)
@@ -191,6 +203,8 @@ def test_what_is_refused_leaves_nothing_behind(study, tmp_path):
 
 def test_a_rehearsal_measures_a_step_of_each_mode_and_changes_nothing(study):
     before = (study / "converted" / "model.safetensors").read_bytes()
+    # Nothing but adapters is trained here, and a dry run must find something to train all the same.
+    assert rehearse(study / "converted", options_of(study, recover=["lora", "distill"]))["phases"][0]["trained"] > 0
     planned = rehearse(study / "converted", options_of(study, recover=["transfer", "lora", "task"], time_budget="1h"))
     assert [phase["mode"] for phase in planned["phases"]] == ["transfer", "task"]
     transfer, task = planned["phases"]

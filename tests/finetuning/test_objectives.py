@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from approx.conversion import surgery
+from approx.conversion.calibration import mechanisms
 from approx.finetuning.objectives import Distill, Supervised, Transfer, exactly, relative_error, teacher_of
 from approx.finetuning.options import Distillation
-from approx.finetuning.parameters import attention_layers, own_parameters, training_only
+from approx.finetuning.parameters import attention_layers, own_parameters
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
 from zoo import tiny
@@ -35,16 +36,17 @@ def test_transfer_lowers_the_error_of_every_layer_and_trains_nothing_else(archit
     inputs = inputs_of(model)
     objective = Transfer(model, joint=joint, match=match)
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    with training_only(model, own):
-        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        losses = []
-        for _ in range(12):
-            loss = objective.loss(model, model, inputs)
-            optimizer.zero_grad()
-            loss.backward()
-            assert all(p.grad is not None for name, p in model.named_parameters() if name in own)
-            optimizer.step()
-            losses.append(float(loss))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in own)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(12):
+        loss = objective.loss(model, model, inputs)
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is not None for name, p in model.named_parameters() if name in own)
+        optimizer.step()
+        losses.append(float(loss))
     assert losses[-1] < 0.9 * losses[0]
     changed = {name for name, x in model.state_dict().items() if not torch.equal(x, before[name])}
     assert changed == set(own)
@@ -95,7 +97,7 @@ def test_projections_are_held_to_the_outputs_of_those_that_training_began_with()
 
 def test_padding_counts_in_no_loss():
     model = converted("BertForSequenceClassification", **HEDGEHOG)
-    teacher = teacher_of(model, surgery.revert)
+    teacher = teacher_of(model)
     inputs = inputs_of(model)
     other = {**inputs, "input_ids": inputs["input_ids"].clone()}
     other["input_ids"][-1, -6:] = 5
@@ -115,7 +117,7 @@ def test_padding_counts_in_no_loss():
 )
 def test_a_student_that_is_its_teacher_has_no_distance_and_one_that_is_not_comes_nearer(architecture):
     model = converted(architecture, "local", left=1, right=1)
-    teacher = teacher_of(model, surgery.revert)
+    teacher = teacher_of(model)
     assert teacher.config is not model.config
     inputs = inputs_of(model)
     objective = Distill(teacher, Distillation(logits=1.0, hidden=1.0, attention=1.0))
@@ -137,7 +139,7 @@ def test_a_student_that_is_its_teacher_has_no_distance_and_one_that_is_not_comes
 def test_labels_can_be_part_of_a_distillation():
     model = converted("BertForSequenceClassification", "local", left=1, right=1)
     inputs = {**inputs_of(model), "labels": torch.tensor([0, 1])}
-    teacher = teacher_of(model, surgery.revert)
+    teacher = teacher_of(model)
     alone = Distill(teacher, Distillation(logits=0.0, hidden=0.0, labels=2.0)).loss(model, model, inputs)
     assert float(alone) == pytest.approx(2 * float(Supervised().loss(model, model, inputs)), rel=1e-6)
 
@@ -146,3 +148,22 @@ def test_the_relative_error_leaves_out_what_does_not_count():
     given, due = torch.tensor([[1.0, 2.0], [9.0, 9.0]]), torch.tensor([[1.0, 4.0], [0.0, 0.0]])
     assert float(relative_error(given, due, torch.tensor([[1.0], [0.0]]))) == pytest.approx(4 / 17)
     assert float(relative_error(given, due)) == pytest.approx((4 + 162) / 17)
+
+
+def test_a_teacher_keeps_extended_positions():
+    model = tiny("BertForSequenceClassification")
+    surgery.convert(model, Plan.of("local", left=1, right=1), max_length=128)
+    inputs = example_inputs(model, 100, batch=1, padded=0, device=model.device)
+    loss = Distill(teacher_of(model), Distillation()).loss(model, model, inputs)
+    assert torch.isfinite(loss)
+    assert float(loss.detach()) > 0
+
+
+def test_mechanisms_learn_jointly_on_inputs_that_they_would_leave_exact():
+    model = converted("BertForSequenceClassification", **HEDGEHOG)
+    for mechanism in mechanisms(model):
+        mechanism.exact_below = 1000
+    loss = Transfer(model, joint=True, match="outputs").loss(model, model, inputs_of(model))
+    loss.backward()
+    assert float(loss.detach()) > 0
+    assert all(mechanism.exact_below == 1000 for mechanism in mechanisms(model))

@@ -85,6 +85,11 @@ def test_a_training_goes_on_only_with_the_same_options_and_examples(sst2, tmp_pa
         with pytest.raises(ApproxError, match=f"with other .*{word}") as caught:
             trained(model, work, other, resume=True)
         assert caught.value.exit_code == Exit.REFUSED
+    changed = model_of()
+    with torch.no_grad():
+        changed.classifier.bias.add_(1)
+    with pytest.raises(ApproxError, match="with other weights"):
+        trained(changed, work, options, resume=True)
     file = Path(sst2) / "train.tsv"
     before = file.read_text()
     file.write_text(before.replace("\t1", "\t0"))

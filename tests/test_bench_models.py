@@ -2,20 +2,24 @@
 
 import gzip
 import json
+import math
 import sys
 from collections import Counter
 
 import pytest
+import soundfile
 import torch
+from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForSequenceClassification
 
 from approx.checkpoints import checkpoint
 from approx.evaluation.evaluate import Subject, evaluate
 from approx.planning import positions
 from approx.tasks import open_task
-from bench import long_documents_model, speech_model
-from tiny_speech import some_utterances, write_utterances
+from bench import gpt2_model, long_documents_model, roberta_model, speech_model
+from tiny_speech import some_utterances, sound, write_utterances
 from tiny_study import tiny_checkpoint
+from zoo import tiny
 
 PHASES = (long_documents_model.Phase(8, 2, 2), long_documents_model.Phase(40, 1, 2))
 
@@ -100,13 +104,116 @@ def test_genres_are_learnt_from_one_half_of_the_documents_and_measured_on_the_ot
     assert {len(row["text"].split()) for row in learnt} == {600, 350}
 
 
-def test_the_speech_model_transcribes(tmp_path, monkeypatch):
-    write_utterances(tmp_path / "test-other", some_utterances())
-    monkeypatch.setattr(speech_model, "STEPS", 3)
-    given = ["speech_model.py", "-o", str(tmp_path / "out"), "--utterances", str(tmp_path / "test-other")]
-    monkeypatch.setattr(sys, "argv", given)
+def test_the_speech_model_transcribes_voices_and_speakers_it_was_not_trained_on(tmp_path, monkeypatch):
+    texts = ["This is a film. It was good, and I saw it!", "I saw this film. It is 3 hours long. A film it is."]
+    with gzip.open(tmp_path / "train.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    utterances = some_utterances()
+    for split, speakers in (("test-other", "10 11"), ("test-clean", "12"), ("dev-clean", "13")):
+        chosen = {name: said for name, said in utterances.items() if name.split("-")[0] in speakers.split()}
+        write_utterances(tmp_path / "librispeech" / split, chosen)
+    for name, value in {"STEPS": 3, "UTTERANCES": 2, "NEW_UTTERANCES": 1, "NEW_SPEAKERS": ("11",)}.items():
+        monkeypatch.setattr(speech_model, name, value)
+    # espeak-ng is not a Python package, so it may be missing here.
+    monkeypatch.setattr(
+        speech_model, "_say", lambda one, file: soundfile.write(file, sound(0.5, tone=len(one.text)), 16_000)
+    )
+    given = ["--reviews", str(tmp_path / "train.jsonl.gz"), "--librispeech", str(tmp_path / "librispeech")]
+    monkeypatch.setattr(sys, "argv", ["speech_model.py", "-o", str(tmp_path / "out"), *given])
     speech_model.main()
-    opened = checkpoint.load(tmp_path / "out")
+    loaded = {
+        name: open_task("librispeech/train-clean-100").load(tmp_path / "out" / name).examples
+        for name in ("train", "new-voices", "new-speakers")
+    }
+    assert len({example.label for name in ("train", "new-voices") for example in loaded[name]}) == 2 + 1 + 3
+    assert {example.group for example in loaded["new-speakers"]} == {"11", "12"}
+    trained, new = ({example.group for example in loaded[name]} for name in ("train", "new-voices"))
+    assert not trained & new
+    opened = checkpoint.load(tmp_path / "out" / "model")
     subject = Subject("exact", opened.model, checkpoint.processor(opened.source))
-    entry = evaluate({"exact": subject}, open_task("librispeech/test-other"), data=tmp_path)
+    entry = evaluate({"exact": subject}, open_task("librispeech/test-other"), data=tmp_path / "out" / "new-speakers")
     assert entry["base"]["scores"]["wer"] > 0
+
+
+def test_the_first_filters_of_the_speech_model_separate_tones():
+    seconds = torch.arange(speech_model.WINDOW) / speech_model.RATE
+    filters = speech_model.sinusoids()
+    for hertz in (200.0, 1000.0, 5000.0):
+        heard = filters @ torch.sin(2 * torch.pi * hertz * seconds)
+        loudness = heard.view(speech_model.FREQUENCIES, speech_model.PHASES).square().sum(1)
+        mel = 2595 * math.log10(1 + hertz / 700)
+        low, high = (2595 * math.log10(1 + end / 700) for end in (80, 7600))
+        expected = (mel - low) / (high - low) * (speech_model.FREQUENCIES - 1)
+        assert abs(int(loudness.argmax()) - expected) <= 1
+
+
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification", "ForQuestionAnswering"])
+def test_a_roberta_with_the_weights_of_a_bert_gives_its_outputs(head):
+    bert = tiny(f"Bert{head}")
+    roberta = roberta_model.to_roberta(bert)
+    assert type(roberta).__name__ == f"Roberta{head}"
+    assert roberta_model.largest_difference(bert, roberta) == 0
+    with torch.no_grad():
+        roberta.base_model.embeddings.position_embeddings.weight[1].add_(1.0)
+    assert roberta_model.largest_difference(bert, roberta) > 0
+
+
+def test_a_roberta_gets_a_new_task_head(tmp_path, monkeypatch):
+    start = tiny_checkpoint(tmp_path / "start", positions=32)
+    given = ["roberta_model.py", str(start), "-o", str(tmp_path / "out"), "--task-head", "classification"]
+    monkeypatch.setattr(sys, "argv", given)
+    roberta_model.main()
+    old = AutoModelForSequenceClassification.from_pretrained(start)
+    new = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert roberta_model.largest_difference(old.bert, new.roberta) == 0
+    assert not torch.equal(new.classifier.dense.weight, old.bert.pooler.dense.weight)
+
+
+def test_the_probabilities_of_an_ngram_model_sum_to_one():
+    trained = torch.randint(0, 7, (500,), generator=torch.Generator().manual_seed(0)).tolist()
+    for context in ([3, 5, 1], [6, 0, 7]):
+        before = gpt2_model.ngram_perplexities(trained, context, 8)
+        found = [gpt2_model.ngram_perplexities(trained, [*context, token], 8) for token in range(8)]
+        for order, perplexity in before.items():
+            assert sum(each[order] ** -4 / perplexity**-3 for each in found) == pytest.approx(1)
+
+
+def test_an_ngram_model_prefers_what_it_has_read():
+    trained = [1, 2, 3] * 50
+    perplexities = gpt2_model.ngram_perplexities(trained, [1, 2, 3] * 5, 8)
+    assert perplexities["1-gram"] == pytest.approx(3, rel=0.05)
+    assert perplexities["3-gram"] < perplexities["2-gram"] < 1.5
+
+
+def test_the_language_model_is_trained_on_spaced_texts(tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    texts = [f"The lobster no. {row} is well-known, and it is (very) blue.<br /><br />It grows!" for row in range(40)]
+    for name in ("longdocs/brown/train", "longdocs/state_union/docs_a", "imdb/train"):
+        (data / name).parent.mkdir(parents=True)
+        with gzip.open(data / f"{name}.jsonl.gz", "wt") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    (data / "squad").mkdir()
+    paragraphs = [{"context": "Oxygen is an element."}]
+    (data / "squad" / "dev-v2.0.a.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    (data / "lm" / "wikitext-2").mkdir(parents=True)
+    (data / "lm" / "wikitext-2" / "valid.raw.txt").write_text("The lobster is blue . It grows .")
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=400, special_tokens=["<|endoftext|>"])
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save_model(str(tmp_path / "tokenizer"))
+    sizes = {"LAYERS": 1, "HEADS": 2, "HIDDEN": 8, "POSITIONS": 32, "STEPS": 3, "BATCH": 2, "LENGTH": 16}
+    for name, value in sizes.items():
+        monkeypatch.setattr(gpt2_model, name, value)
+    start = tiny_checkpoint(tmp_path / "start", positions=32)
+    given = ["--encoder", str(start), "--tokenizer", str(tmp_path / "tokenizer"), "--data", str(data)]
+    monkeypatch.setattr(sys, "argv", ["gpt2_model.py", "-o", str(tmp_path / "out"), *given])
+    gpt2_model.main()
+    lines = (tmp_path / "out" / "text.txt").read_text().splitlines()
+    assert len(lines) == 3 * 40 + 1
+    assert "The lobster no . 7 is well @-@ known , and it is ( very ) blue . It grows !" in lines
+    figures = json.loads((tmp_path / "out" / "figures.json").read_text())
+    assert set(figures) == {"1-gram", "2-gram", "3-gram", "held-out perplexity"}
+    opened = checkpoint.load(tmp_path / "out" / "model")
+    subject = Subject("exact", opened.model, checkpoint.processor(opened.source))
+    entry = evaluate({"exact": subject}, open_task("lm"), data=data / "lm" / "wikitext-2" / "valid.raw.txt")
+    assert entry["base"]["scores"]["perplexity"] > 1

@@ -162,6 +162,13 @@ def test_a_folder_without_the_split_says_what_it_has(tmp_path):
     refused("'limit'.*is 0", Exit.USAGE, lambda: TASK.load(folder, limit=0))
 
 
+def test_a_training_split_is_what_training_reads(tmp_path):
+    write_utterances(tmp_path / "train-clean-100", some_utterances(3))
+    assert len(open_task("librispeech/train-clean-100").load(tmp_path, "train").examples) == 3
+    write_utterances(tmp_path / "test-clean", some_utterances(3))
+    refused("--split train contradicts the task", Exit.USAGE, lambda: TASK.load(tmp_path, "train"))
+
+
 @pytest.mark.parametrize("package", ["soundfile", "jiwer"])
 def test_a_missing_package_is_named_with_the_command(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)

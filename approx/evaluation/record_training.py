@@ -1,4 +1,4 @@
-"""What a record says of trainings."""
+"""Trainings in a record."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Point(Written):
     """A point of a training curve.
 
     Attributes:
-        step: Steps done.
-        loss: The mean since the point before; null where it was not noted.
-        learning_rate: The highest of all parameters'.
-        validation: Value of the measure on held-out examples.
+        step: Number of steps done.
+        loss: Mean loss since the previous point; null at points that have only a validation.
+        learning_rate: Highest learning rate of all parameters.
+        validation: Value of the measure on the held-out examples.
     """
 
     step: Count
@@ -31,15 +31,15 @@ class TrainingPhase(Written):
     """One mode of a training.
 
     Attributes:
-        mode: Its name.
-        steps: How many were made.
-        best_step: The one whose weights were kept.
-        parameters: How many numbers were trained.
-        tokens: How many were read.
-        seconds: That it took.
-        measure: What chose the best step: a metric, or `loss`.
-        curve: In the order of the steps.
-        ended: By what: `steps`, `time`, `patience` or `budget`.
+        mode: Name of the mode.
+        steps: Number of steps.
+        best_step: Step whose weights were kept.
+        parameters: Number of trained parameters.
+        tokens: Number of training tokens.
+        seconds: Duration.
+        measure: Measure that chose the best step: a metric, or `loss`.
+        curve: Points in the order of the steps.
+        ended: Reason for the end: `steps`, `time`, `patience` or `budget`.
     """
 
     mode: str
@@ -57,16 +57,16 @@ class Trained(Written):
     """The training of a variant, or of the base.
 
     Attributes:
-        name: As a variant.
-        recover: Its modes.
-        phases: What each did.
-        measure: Of the held-out examples.
-        exact: Its value with exact attention, before training.
+        name: Name of the variant.
+        recover: Names of the modes, in order.
+        phases: Outcome of each mode; empty if the budget was met before training.
+        measure: Measure of the held-out examples.
+        exact: Its value with exact attention before training.
         before: Its value before training.
         after: Its value after training.
-        examples: How many were trained on.
-        held_out: How many chose the best step.
-        data_sha256: Of all of them.
+        examples: Number of training examples.
+        held_out: Number of held-out examples, which chose the best step.
+        data_sha256: Hash of all these examples.
     """
 
     name: str

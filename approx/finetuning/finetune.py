@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,6 @@ from approx.finetuning.preparation import Preparation, measure_of, prepare_train
 from approx.finetuning.trainer import disk_errors, train
 from approx.tasks.metrics import METRICS
 from approx_kernels.runtime.atomic_file import write_whole
-
-
-class BudgetMetError(ApproxError):
-    """The budget is met before training."""
 
 
 @dataclass
@@ -62,6 +58,19 @@ class Healing:
     def to_data(self) -> dict[str, Any]:
         """As plain data."""
         return asdict(self)
+
+
+class BudgetMetError(ApproxError):
+    """The budget is met before training.
+
+    Args:
+        message: One line for the user.
+        healing: The outcome, without any mode.
+    """
+
+    def __init__(self, message: str, healing: Healing) -> None:
+        super().__init__(message, Exit.REFUSED)
+        self.healing = healing
 
 
 def finetune(
@@ -110,20 +119,32 @@ def finetune(
             raise BudgetMetError(
                 f"The budget {options.budget} is met before training: {prepared.measure.name} is {before:.4f} on "
                 f"{len(prepared.data.held_out.examples)} held-out examples{beside}. Nothing was trained.",
-                Exit.REFUSED,
+                _healing(prepared, options, [], exact, before, before),
             )
-    outcomes = []
+    outcomes: list[Outcome] = []
+    unused = 0.0
     for number, phase in enumerate(prepared.phases):
+        if phase.seconds is not None:
+            phase = replace(phase, seconds=phase.seconds + unused)
         place = folder / f"{number}-{phase.mode}"
-        if (finished := _finished(place, model)) is not None:
-            outcomes.append(finished)
-            continue
-        outcomes.append(_carried_out(model, phase, prepared, options, place, resume=resume, progress=progress))
+        finished = _finished(place, model)
+        outcomes.append(
+            finished or _carried_out(model, phase, prepared, options, place, resume=resume, progress=progress)
+        )
         if outcomes[-1].ended == "budget":
             break
+        # The next mode gets the time that this one did not need.
+        unused = max((phase.seconds or 0.0) - outcomes[-1].seconds, 0.0)
     progress("score after training", 0, 1)
     model.eval()
     after = None if prepared.measure.value is None else prepared.measure.value()
+    return _healing(prepared, options, outcomes, exact, before, after)
+
+
+def _healing(
+    prepared: Preparation, options: FinetuneStage, outcomes: list[Outcome],
+    exact: float | None, before: float | None, after: float | None,
+) -> Healing:  # fmt: skip
     return Healing(
         [phase.mode for phase in prepared.phases] if not prepared.adapted else list(options.recover or []),
         outcomes, prepared.measure.name, exact, before, after, len(prepared.data.held_out.examples),

@@ -103,16 +103,15 @@ def _report(study: Study, recipe: Recipe, folders: Conversions, parts: list[Stag
         recipe={"text": recipe.text, "sha256": recipe.sha256},
         quality=[entry for result in results for entry in result["quality"]],
         speed=[row for result in results for row in result["speed"]],
-        trainings=[told for one in folders.values() if one.noun == "training" and (told := _told(study, one))],
+        trainings=[
+            outcome["result"]
+            for one in folders.values()
+            if one.noun == "training" and (outcome := study.store.read(one))
+        ],
     )
     record.save(study.out / "record.json", made)
     write_report([made], study.out / "report")
     return made
-
-
-def _told(study: Study, stage: Stage) -> dict[str, Any] | None:
-    outcome = study.store.read(stage)
-    return outcome and outcome["result"]
 
 
 def _refuse(recipe: Recipe, out: Path, *, resume: bool, force: bool) -> None:

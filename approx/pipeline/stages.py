@@ -147,20 +147,22 @@ class Study:
 
     def _heal(
         self, training: FinetuneStage, label: str, source: Stage | None, folder: Path, working: Path, replace: bool
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, Any]:
         start = self.checkpoint if source is None else str(source.product)
         where = self._where if source is None else {}
+        # Trained weights are no longer the base's, so they cannot teach.
+        retrained = source is not None and source.noun == "training" and "distill" in (training.recover or [])
         try:
             done = finetune_folder(
-                start, folder, training, working=working, resume=(working / "training.json").is_file(), force=replace,
+                start, folder, training, teacher=self.checkpoint if retrained else None, working=working, resume=(working / "training.json").is_file(), force=replace,
                 device=choose_device(self.asked.device), **where,
                 progress=lambda what, *more: self._progress(f"heal {label}: {what}", *more),
             )  # fmt: skip
-        except BudgetMetError:
+        except BudgetMetError as met:
             # It is as good as it is asked to be, so it is healed.
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(start, folder)
-            return None
+            done = met.healing.to_data()
         return {"name": label, **{key: value for key, value in done.items() if key not in ("output", "options")}}
 
     def _evaluate(self, number: int, conversions: Conversions, outputs: Path) -> dict[str, Any]:

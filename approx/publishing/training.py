@@ -38,8 +38,10 @@ def training_table(trained: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def training_figure(trained: dict[str, Any], colour: str, identity: str) -> Markup:
+def training_figure(trained: dict[str, Any], colour: str, identity: str) -> Markup | None:
     """Draw the loss of each mode against its steps, and below it the measure that chose the best step.
+
+    Returns None if nothing was trained, because the budget was met already.
 
     Args:
         trained: An entry of "trainings".
@@ -47,6 +49,8 @@ def training_figure(trained: dict[str, Any], colour: str, identity: str) -> Mark
         identity: Unique in the page.
     """
     phases = trained["phases"]
+    if not phases:
+        return None
 
     def paint(axes: Axes) -> None:
         axes.set_axis_off()

@@ -75,11 +75,25 @@ def test_a_variant_that_is_good_enough_already_stays_as_it_is(study, tmp_path):
     heal = f"{HEAL}, variants: [local], budget: loss<=0}}"
     made = run(recipe.read(written(study, tmp_path / "r.yaml", heal)), tmp_path / "run")
     assert "local, healed" in [variant["name"] for variant in made["variants"]]
-    assert made["trainings"] == []
+    (training,) = made["trainings"]
+    assert training["phases"] == []
+    assert training["before"] == training["after"] is not None
+    page = (tmp_path / "run" / "report" / "index.html").read_text(encoding="utf-8")
+    assert "It met its budget before training, so nothing was trained." in page
     healed, converted = (
         tmp_path / "run" / place / "model.safetensors" for place in ("healed/local-0", "converted/local")
     )
     assert healed.read_bytes() == converted.read_bytes()
+
+
+def test_the_teacher_of_a_model_that_was_trained_already_is_the_base(study, tmp_path):
+    heal = f"{HEAL}, variants: [local]}}"
+    heals = f"[{heal}, {heal.replace('recover: task', 'recover: distill')}]"
+    run(recipe.read(written(study, tmp_path / "r.yaml", heals)), tmp_path / "run")
+    opened = checkpoint.load(tmp_path / "run" / "healed" / "local-1")
+    steps = trainings(opened.model.config.approx)
+    assert [step.recover for step in steps] == [["task"], ["distill"]]
+    assert [step.teacher is not None for step in steps] == [False, True]
 
 
 @pytest.mark.parametrize(

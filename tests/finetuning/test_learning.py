@@ -1,0 +1,75 @@
+"""Every mechanism learns in every family: the loss of labels goes down, and gradients pass through the attention."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from approx.conversion import surgery
+from approx.mechanisms import MECHANISMS
+from approx.planning.anatomy import anatomy
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan
+from approx.seam.observe import Call, observe
+from forms import SMALL
+from zoo import FAMILIES, tiny
+
+LENGTH, STEPS = 40, 8
+
+
+def _fits(mechanism: str, architecture: str) -> bool:
+    model = tiny(architecture)
+    kind = MECHANISMS[mechanism]
+    sites = anatomy(model.config, type(model)).sites
+    return all(kind.supports_causal if site.causal else kind.supports_bidirectional for site in sites)
+
+
+PAIRS = [
+    (mechanism, architecture)
+    for mechanism in sorted(MECHANISMS)
+    for architecture in FAMILIES
+    if _fits(mechanism, architecture)
+]
+
+
+# Each family once, with another mechanism; `make test-all` runs the others.
+QUICK = [[pair for pair in PAIRS if pair[1] == architecture][number] for number, architecture in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "architecture"),
+    [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS],
+)
+def test_the_loss_goes_down(mechanism, architecture):
+    model = tiny(architecture)
+    inputs = example_inputs(model, LENGTH, batch=2, padded=7)
+    surgery.convert(model, Plan.of(mechanism, **SMALL.get(mechanism, {})), calibration=inputs)
+    with torch.no_grad():
+        classes = model(**inputs)[0].shape
+    targets = torch.randint(classes[-1], classes[:-1], generator=torch.Generator().manual_seed(0))
+
+    def loss() -> Tensor:
+        return F.cross_entropy(model(**inputs)[0].flatten(0, -2), targets.flatten())
+
+    queries: list[Tensor] = []
+
+    def keep(call: Call) -> None:
+        if call.mechanism is not None:
+            call.q.retain_grad()
+            queries.append(call.q)
+
+    model.train()
+    with observe(model, keep):
+        first = loss()
+    first.backward()
+    assert queries
+    assert all(query.grad is not None and query.grad.isfinite().all() for query in queries)
+    # Attention to a single key does not depend on the query.
+    assert any(bool(query.grad.abs().max() > 0) for query in queries if query.grad is not None)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        last = loss()
+        last.backward()
+        optimizer.step()
+    assert float(last.detach()) < 0.95 * float(first.detach())

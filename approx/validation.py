@@ -121,7 +121,7 @@ def told(mistakes: Iterable[Mistake], source: str, document: Document | None = N
     if document is None:
         return [f"{source}, {one.text}" for one in mistakes]
     lines = [(document.line(one.path), one.text) for one in mistakes]
-    lines += [(line, f"the key '{key}' is given twice. Keep one of them.") for line, key in document.repeated()]
+    lines += [(line, f"the key '{key}' is given twice. Keep one of them.") for line, key in document.repeated]
     return [f"{source}, line {line}, {text}" for line, text in sorted(lines, key=lambda pair: pair[0])]
 
 

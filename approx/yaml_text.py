@@ -29,18 +29,21 @@ class Document:
         text: The text.
         data: Its content.
         node: Its syntax tree, with the line of each value.
+        repeated: Line and name of each repeated key; PyYAML silently uses the last one.
     """
 
     text: str
     data: Any
     node: yaml.Node | None
+    repeated: tuple[tuple[int, str], ...]
 
     def line(self, path: Sequence[Any]) -> int:
         """The line, from 1, of the value at a path of keys and indexes, or of its nearest parent."""
         node, line = self.node, 1
         for step in path:
             if isinstance(node, yaml.MappingNode):
-                pair = next((pair for pair in node.value if pair[0].value == str(step)), None)
+                # Merged keys (<<) stand before the mapping's own, which override them.
+                pair = next((pair for pair in reversed(node.value) if pair[0].value == str(step)), None)
             elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
                 pair = (node.value[step], node.value[step])
             else:
@@ -50,22 +53,22 @@ class Document:
             line, node = pair[0].start_mark.line + 1, pair[1]
         return line
 
-    def repeated(self) -> Iterator[tuple[int, str]]:
-        """Line and name of each repeated key; PyYAML silently uses the last one."""
-        todo, seen = [self.node], set()
-        while todo:
-            node = todo.pop()
-            if node is None or id(node) in seen:
-                continue
-            seen.add(id(node))
-            if isinstance(node, yaml.MappingNode):
-                keys = [str(key.value) for key, _ in node.value]
-                for place, (key, _) in enumerate(node.value):
-                    if keys[place] in keys[:place]:
-                        yield key.start_mark.line + 1, keys[place]
-                todo += [part for pair in node.value for part in pair]
-            elif isinstance(node, yaml.SequenceNode):
-                todo += node.value
+
+def _repeated(document: yaml.Node | None) -> Iterator[tuple[int, str]]:
+    todo, seen = [document], set()
+    while todo:
+        node = todo.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            keys = [str(key.value) for key, _ in node.value]
+            for place, (key, _) in enumerate(node.value):
+                if keys[place] in keys[:place]:
+                    yield key.start_mark.line + 1, keys[place]
+            todo += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            todo += node.value
 
 
 def load(text: str) -> Document:
@@ -77,7 +80,9 @@ def load(text: str) -> Document:
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
-        return Document(text, None if node is None else loader.construct_document(node), node)
+        # Constructing replaces merge keys by the merged ones.
+        repeated = tuple(_repeated(node))
+        return Document(text, None if node is None else loader.construct_document(node), node, repeated)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         # PyYAML raises these for invalid dates, numbers and tags.
         raise yaml.YAMLError(str(error)) from None

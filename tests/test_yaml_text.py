@@ -21,12 +21,12 @@ def test_numbers_are_what_they_look_like(text, value):
     document = yaml_text.load(f"x: {text}")
     assert document.data == {"x": value}
     assert type(document.data["x"]) is type(value)
-    assert not list(document.repeated())
+    assert not list(document.repeated)
 
 
 def test_a_key_given_twice_is_found_at_every_depth():
     document = yaml_text.load("a: 1\nb: {c: 1,\n  c: 2}\nd: &d [{e: 1, e: 2}]\nf: *d\na: 2\n")
-    assert sorted(document.repeated()) == [(3, "c"), (4, "e"), (6, "a")]
+    assert sorted(document.repeated) == [(3, "c"), (4, "e"), (6, "a")]
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,12 @@ def test_every_value_knows_its_line(path, line):
 def test_what_is_no_yaml_is_refused(text):
     with pytest.raises(yaml.YAMLError):
         yaml_text.load(text)
+
+
+def test_keys_that_override_merged_ones_are_not_repeated():
+    document = load("a: &a {b: 1, c: 2}\nd:\n  <<: *a\n  b: 3\n")
+    assert document.data["d"] == {"b": 3, "c": 2}
+    assert document.repeated == ()
+    assert document.line(["d", "b"]) == 4
+    assert document.line(["d", "c"]) == 1
+    assert load("a: &a {b: 1}\nd:\n  <<: *a\n  b: 3\n  b: 4\n").repeated == ((5, "b"),)

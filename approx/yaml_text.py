@@ -42,8 +42,10 @@ class Document:
         node, line = self.node, 1
         for step in path:
             if isinstance(node, yaml.MappingNode):
-                # Merged keys (<<) stand before the mapping's own, which override them.
-                pair = next((pair for pair in reversed(node.value) if pair[0].value == str(step)), None)
+                pairs = [pair for pair in node.value if pair[0].value == str(step)]
+                # The mapping's own keys override merged ones (<<), which stand above it in the text.
+                own = [pair for pair in pairs if pair[0].start_mark.index >= node.start_mark.index]
+                pair = next(iter(own or pairs), None)
             elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
                 pair = (node.value[step], node.value[step])
             else:

@@ -56,9 +56,9 @@ def test_what_is_no_yaml_is_refused(text):
 
 
 def test_keys_that_override_merged_ones_are_not_repeated():
-    document = load("a: &a {b: 1, c: 2}\nd:\n  <<: *a\n  b: 3\n")
+    document = yaml_text.load("a: &a {b: 1, c: 2}\nd:\n  <<: *a\n  b: 3\n")
     assert document.data["d"] == {"b": 3, "c": 2}
     assert document.repeated == ()
     assert document.line(["d", "b"]) == 4
     assert document.line(["d", "c"]) == 1
-    assert load("a: &a {b: 1}\nd:\n  <<: *a\n  b: 3\n  b: 4\n").repeated == ((5, "b"),)
+    assert yaml_text.load("a: &a {b: 1}\nd:\n  <<: *a\n  b: 3\n  b: 4\n").repeated == ((5, "b"),)

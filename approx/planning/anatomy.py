@@ -84,6 +84,10 @@ class Anatomy:
         return self.flops_fixed + self.flops_per_position * length + self.flops_per_pair * length**2
 
 
+# Parts of a config that do not affect the attention, but differ between copies of one checkpoint.
+_ORIGINS = ("_name_or_path", "architectures")
+
+
 @dataclass(frozen=True)
 class _Kind:
     """A model class with a config; equal ones are observed once."""
@@ -138,7 +142,8 @@ def anatomy(config: Any, model_class: type) -> Anatomy:
             "DistilBERT, ELECTRA, GPT-2, Llama, Wav2Vec2, HuBERT, ViT and Whisper, can be converted.",
             Exit.UNSUPPORTED,
         )
-    return _observe(_Kind(model_class, repr(config.to_dict()), copy.deepcopy(config)))
+    settings = {name: value for name, value in config.to_dict().items() if name not in _ORIGINS}
+    return _observe(_Kind(model_class, repr(settings), copy.deepcopy(config)))
 
 
 @lru_cache(maxsize=64)

@@ -1,16 +1,18 @@
 """Names that do not exist, and files changed at random, raise our own error at once."""
 
 import json
+import math
 import shutil
 import struct
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from approx.checkpoints import checkpoint
+from approx.checkpoints import checkpoint, integrity
 from approx.conversion import convert
 from approx.errors import ApproxError, Exit
 from approx.planning.anatomy import anatomy
@@ -96,3 +98,14 @@ def survives(folder):
     error = error_of(open_and_look)
     assert error is None or error.exit_code in (Exit.UNAVAILABLE, Exit.UNSUPPORTED)
     shutil.rmtree(folder.parent)
+
+
+@pytest.mark.parametrize("numbers", [[1.0, math.nan], [math.inf, 1.0], [math.inf, -math.inf]])
+def test_a_number_that_is_not_finite_is_found(numbers):
+    tensors = [("ids", torch.tensor([1, 2])), ("weight", torch.tensor(numbers))]
+    with pytest.raises(ApproxError, match="NaN or infinite numbers in weight"):
+        integrity.refuse_non_finite(tensors, "it")
+
+
+def test_a_sum_that_overflows_is_no_mistake_of_a_checkpoint():
+    integrity.refuse_non_finite([("weight", torch.tensor([3e38, 3e38]))], "it")

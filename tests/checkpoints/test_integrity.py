@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from approx.checkpoints import checkpoint, integrity
+from approx.checkpoints import checkpoint
 from approx.conversion import convert
 from approx.errors import ApproxError, Exit
 from approx.planning.plan import Plan
@@ -298,23 +298,3 @@ def test_a_pickle_that_is_none(bad, content):
     to_pickle(bad)
     (bad / "pytorch_model.bin").write_bytes(content)
     refused(bad, Exit.UNAVAILABLE, str(bad), allow_pickle=True)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "finite"),
-    [
-        ([1.0, float("nan")], False),
-        ([float("inf"), 1.0], False),
-        ([float("inf"), float("-inf")], False),
-        # Their sum overflows.
-        ([3e38, 3e38], True),
-        ([1.0, -1.0], True),
-    ],
-)
-def test_numbers_are_finite_if_each_is(numbers, finite):
-    tensors = [("weight", torch.tensor(numbers)), ("ids", torch.tensor([1, 2]))]
-    if finite:
-        integrity.refuse_non_finite(tensors, "it")
-    else:
-        with pytest.raises(ApproxError, match="NaN or infinite numbers in weight"):
-            integrity.refuse_non_finite(tensors, "it")

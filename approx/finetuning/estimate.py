@@ -59,8 +59,7 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
     finally:
         model.train(training)
         if adapted:
-            # They have not been trained, so nothing is added.
-            parameters.merge_adapters(model)
+            parameters.remove_adapters(model, merge=False)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(before[name])
     seconds = each * phase.accumulate * phase.steps

@@ -165,6 +165,7 @@ def _carried_out(
     if dropped and phase.mode in ("transfer", "distill"):
         # A skipped layer has no output to compare.
         model.config.layerdrop = 0.0
+    outcome = None
     try:
         outcome = train(
             model, phase, prepared.data, measure_of(phase, prepared, model), place, resume=resume, progress=progress
@@ -173,7 +174,8 @@ def _carried_out(
         if dropped:
             model.config.layerdrop = dropped
         if adapted:
-            parameters.merge_adapters(model)
+            # After a failure the weights are those from before this mode.
+            parameters.remove_adapters(model, merge=outcome is not None)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(before[name])
     with disk_errors(place):

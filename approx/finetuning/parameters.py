@@ -142,13 +142,14 @@ def add_adapters(model: Any, options: Lora, inputs: dict[str, Tensor], seed: int
     return [name for name, _ in model.named_parameters() if ".lora_" in name]
 
 
-def merge_adapters(model: Any) -> None:
-    """Merge adapters into the weights, in place."""
+def remove_adapters(model: Any, *, merge: bool) -> None:
+    """Remove adapters, in place; with `merge` the weights take over what they learned."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in list(model.named_modules()):
         if isinstance(module, LoraLayer):
-            module.merge()  # type: ignore[operator]  # typed as an attribute of a module
+            if merge:
+                module.merge()  # type: ignore[operator]  # typed as an attribute of a module
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, module.get_base_layer())
 

@@ -143,6 +143,23 @@ def test_adapters_leave_a_model_as_trainable_as_it_was(sst2, tmp_path):
     assert not any("lora" in name for name in model.state_dict())
 
 
+def test_a_failure_leaves_the_weights_without_adapters(sst2, tmp_path):
+    pytest.importorskip("peft")
+    model = model_of()
+    before = copy.deepcopy(model.state_dict())
+
+    def fail(what: str, n: int, total: int) -> None:
+        if " | " in what and n == 3:
+            raise RuntimeError("interrupted")
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        trained(model, tmp_path / "work", options_of(sst2, recover=["lora", "distill"]), progress=fail)
+    assert model.state_dict().keys() == before.keys()
+    adapted = [name for name in before if "attention" in name and ".mechanism." not in name]
+    assert adapted
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in adapted)
+
+
 def test_reporting_needs_its_package_before_any_work(sst2, tmp_path, monkeypatch):
     monkeypatch.setattr("approx.finetuning.preparation.find_spec", lambda name: None if name == "trackio" else name)
     with pytest.raises(ApproxError, match="pip install trackio") as caught:

@@ -12,8 +12,8 @@ from approx.finetuning.parameters import (
     check_modes,
     chosen_parameters,
     default_modes,
-    merge_adapters,
     own_parameters,
+    remove_adapters,
 )
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
@@ -93,7 +93,7 @@ def test_adapters_change_nothing_at_first_and_are_merged_without_a_trace(archite
         for name in names:
             model.get_parameter(name).add_(0.05)
         trained = model(**inputs)[0]
-        merge_adapters(model)
+        remove_adapters(model, merge=True)
         merged = model(**inputs)[0]
     assert not torch.allclose(first, trained, atol=1e-4)
     assert torch.allclose(trained, merged, atol=1e-5)

@@ -57,6 +57,15 @@ def finetune(
             min=8, help="Tokens of an input at most. Default: the positions of the model.", rich_help_panel="Task"
         ),
     ] = None,
+    min_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of an input at least; short inputs may be exact and teach nothing.",
+            show_default=False,
+            rich_help_panel="Task",
+        ),
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -184,7 +193,8 @@ def finetune(
     asked: dict[str, Any] = {
         "recover": None if recover is None else [mode.strip() for mode in recover.split(",")],
         "task": task, "data": data, "text": None if not text else [str(path) for path in text], "split": split,
-        "limit": limit, "settings": options.read_settings(set_), "length": length, "budget": budget,
+        "limit": limit, "settings": options.read_settings(set_), "length": length, "min_length": min_length,
+        "budget": budget,
         "time_budget": time_budget, "steps": max_steps, "epochs": epochs, "batch_size": batch_size,
         "accumulate": accumulate, "learning_rate": learning_rate, "validation": validation,
         "evaluate_every": evaluate_every, "patience": patience, "train": train, "projections": projections, "joint": joint,
@@ -196,6 +206,8 @@ def finetune(
     if dry_run:
         planned = api.rehearse_finetuning(model, **about, **asked)
         terminal.result(planned, *_planned(planned))
+        for note in planned["notes"]:
+            terminal.note(note)
         return
     with terminal.progress() as bar:
         done = api.finetune(

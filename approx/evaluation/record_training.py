@@ -67,6 +67,7 @@ class Trained(Written):
         examples: Number of training examples.
         held_out: Number of held-out examples, which chose the best step.
         data_sha256: Hash of all these examples.
+        approximated: Share of the training inputs on which the variant approximates; null for the base.
     """
 
     name: str
@@ -79,3 +80,4 @@ class Trained(Written):
     examples: Count
     held_out: Count
     data_sha256: str
+    approximated: float | None = None

@@ -37,6 +37,8 @@ class Healing:
         examples: Number of training examples.
         data_sha256: Hash of all examples.
         options: The options as given.
+        approximated: Share of the training inputs on which the mechanisms approximate; None for an exact model.
+        notes: What a user should know.
     """
 
     recover: list[str]
@@ -49,6 +51,8 @@ class Healing:
     examples: int
     data_sha256: str
     options: dict[str, Any]
+    approximated: float | None
+    notes: list[str]
 
     @property
     def steps(self) -> int:
@@ -148,7 +152,8 @@ def _healing(
     return Healing(
         [phase.mode for phase in prepared.phases] if not prepared.adapted else list(options.recover or []),
         outcomes, prepared.measure.name, exact, before, after, len(prepared.data.held_out.examples),
-        len(prepared.data.split.examples), prepared.data.sha256, options.model_dump(mode="json", exclude_none=True),
+        len(prepared.data.split.examples), prepared.data.sha256, options.model_dump(mode="json", exclude_none=True), prepared.approximated,
+        prepared.notes,
     )  # fmt: skip
 
 

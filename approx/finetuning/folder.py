@@ -81,7 +81,8 @@ def finetune_folder(
     if distributed.leads():
         results = _written(opened, out, options, done, taught, force=force, progress=progress)
         shutil.rmtree(working, ignore_errors=True)
-    return {"output": str(out), **done.to_data(), "checks": [vars(check) for check in results], "notes": opened.notes}
+    notes = [*opened.notes, *done.notes]
+    return {"output": str(out), **done.to_data(), "checks": [vars(check) for check in results], "notes": notes}
 
 
 def rehearse(
@@ -106,6 +107,8 @@ def rehearse(
         "held_out": len(prepared.data.held_out.examples),
         "measure": prepared.measure.name,
         "phases": [estimate(opened.model, phase, prepared, options) for phase in prepared.phases],
+        "approximated": prepared.approximated,
+        "notes": [*opened.notes, *prepared.notes],
     }
 
 

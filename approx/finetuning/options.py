@@ -95,6 +95,7 @@ class FinetuneStage(Model):
         settings: Settings of the task.
         limit: Number of examples to use, from the first.
         length: Maximum tokens of an input; by default the positions of the model.
+        min_length: Minimum tokens of an input. Inputs that the mechanisms compute exactly teach them nothing.
         batch_size: Inputs per step, over all processes.
         accumulate: Forward passes per step.
         steps: Steps of each mode.
@@ -127,6 +128,7 @@ class FinetuneStage(Model):
     settings: dict[str, Any] = Field(default_factory=dict)
     limit: Count | None = None
     length: Annotated[int | None, Field(ge=8)] = None
+    min_length: Count | None = None
     batch_size: Count | None = None
     accumulate: Count = 1
     steps: Count | None = None

@@ -31,6 +31,8 @@ _DEFAULTS = {
 # Adapters and mechanisms' parameters tolerate higher rates than full matrices.
 _ADAPTERS_FASTER = _OWN_FASTER = 10.0
 _FEWEST_STEPS, _MOST_STEPS, _VALIDATIONS = 200, 2000, 10
+# With a smaller share of approximated inputs, much of the training is lost.
+_ENOUGH_APPROXIMATED = 0.8
 # At this weight, spans of 1,000 tokens in 100 heads add 0.1 nats to the loss.
 _SPAN_PENALTY = 1e-6
 
@@ -45,6 +47,8 @@ class Preparation:
         adapted: Names of modes that train adapters.
         measure: Measure of the held-out examples.
         sample: One input on the model's device, to find out which layers run.
+        approximated: Share of the training inputs on which the mechanisms approximate; None for an exact model.
+        approximates_from: Tokens of the shortest of these inputs; None if there are none.
     """
 
     data: data.TrainingData
@@ -52,6 +56,18 @@ class Preparation:
     adapted: set[str]
     measure: Measure
     sample: dict[str, Tensor]
+    approximated: float | None = None
+    approximates_from: int | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know before training."""
+        if self.approximated is None or self.approximated > _ENOUGH_APPROXIMATED:
+            return []
+        note = f"The mechanisms approximate on {100 * self.approximated:.0f} % of the training inputs; the others teach them nothing."
+        if self.approximates_from is None:
+            return [f"{note} Train on longer inputs."]
+        return [f"{note} --min-length {self.approximates_from} leaves those out."]
 
 
 def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher: Any = None) -> Preparation:
@@ -89,7 +105,17 @@ def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher
         phases.append(
             _phase(model, mode, options, read, sample, teacher, shares[mode] / sum(shares.values()), mode in adapted)
         )
-    return Preparation(read, phases, adapted, measure, sample)
+    return Preparation(read, phases, adapted, measure, sample, *_approximated(model, read))
+
+
+def _approximated(model: Any, read: data.TrainingData) -> tuple[float | None, int | None]:
+    """The share of the inputs on which a model approximates, and the tokens of the shortest of them."""
+    if not families.is_converted(model):
+        return None, None
+    positions = [read.task.positions(encoding, model.config) for encoding in read.encodings]
+    known = {length: model.approximates(length, length) for length in set(positions)}
+    rows = [row for row, length in enumerate(positions) if known[length]]
+    return len(rows) / len(positions), min((read.tokens(row) for row in rows), default=None)
 
 
 def with_adapters(model: Any, phase: Phase, prepared: Preparation, options: FinetuneStage) -> Phase:

@@ -163,7 +163,10 @@ class Study:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(start, folder)
             done = met.healing.to_data()
-        return {"name": label, **{key: value for key, value in done.items() if key not in ("output", "options")}}
+        return {
+            "name": label,
+            **{key: value for key, value in done.items() if key not in ("output", "options", "notes")},
+        }
 
     def _evaluate(self, number: int, conversions: Conversions, outputs: Path) -> dict[str, Any]:
         opened, task, seed = self.open(conversions), self.asked.evaluate[number], self.asked.seed

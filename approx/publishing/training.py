@@ -22,6 +22,7 @@ def training_table(trained: dict[str, Any]) -> dict[str, Any]:
         "measure": trained["measure"],
         "examples": wording.count(trained["examples"]),
         "held_out": wording.count(trained["held_out"]),
+        "approximated": wording.percent(trained["approximated"]) if trained.get("approximated") is not None else None,
         "scores": [(name, wording.decimal(value, 4)) for name, value in scores if value is not None],
         "rows": [
             {

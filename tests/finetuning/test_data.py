@@ -52,6 +52,17 @@ def test_the_split_that_scores_are_reported_on_is_refused(sst2):
         data_of(FinetuneStage(task="needle", settings={"length": 128}, split="dev"))
 
 
+def test_short_inputs_are_left_out_where_asked(sst2):
+    every, longer = (data_of(FinetuneStage(task="glue/sst2", data=sst2, min_length=least)) for least in (None, 7))
+    lengths = [longer.tokens(row) for row in range(len(longer.rows))]
+    assert min(lengths) >= 7 > min(every.tokens(row) for row in range(len(every.rows)))
+    examples = {example.id for data in (longer.split, longer.held_out) for example in data.examples}
+    assert 0 < len(examples) < 40
+    with pytest.raises(ApproxError, match="no training example has the 1000 tokens of --min-length") as caught:
+        data_of(FinetuneStage(task="glue/sst2", data=sst2, min_length=1000))
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

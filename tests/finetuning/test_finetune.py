@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import threading
 import time
 from pathlib import Path
@@ -158,6 +159,32 @@ def test_a_failure_leaves_the_weights_without_adapters(sst2, tmp_path):
     adapted = [name for name in before if "attention" in name and ".mechanism." not in name]
     assert adapted
     assert all(torch.equal(model.state_dict()[name], before[name]) for name in adapted)
+
+
+@pytest.mark.parametrize(
+    ("reach", "share", "said"),
+    [(1, 1.0, ""), (6, 0.0, "approximate on 0 % of the training inputs; .* Train on longer")],
+)
+def test_inputs_that_stay_exact_are_counted(sst2, tmp_path, reach, share, said):
+    model = model_of("local", left=reach, right=reach)
+    done = trained(model, tmp_path / "work", options_of(sst2, steps=1))
+    assert done.approximated == share
+    assert len(done.notes) == bool(said)
+    assert re.search(said, " ".join(done.notes))
+
+
+def test_the_shortest_input_that_is_approximated_is_named(sst2, tmp_path):
+    lines = [
+        "sentence\tlabel",
+        *(f"{row.partition(chr(9))[0]}{' the film' * (number % 3)}\t1" for number, row in enumerate(ROWS)),
+    ]
+    (Path(sst2) / "train.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    done = trained(model_of("local", left=6, right=6), tmp_path / "work", options_of(sst2, steps=1))
+    assert done.approximated == pytest.approx(2 / 3, abs=0.05)
+    (note,) = done.notes
+    assert "--min-length 8 leaves those out." in note
+    longer = options_of(sst2, steps=1, min_length=8)
+    assert trained(model_of("local", left=6, right=6), tmp_path / "longer", longer).approximated == 1.0
 
 
 def test_reporting_needs_its_package_before_any_work(sst2, tmp_path, monkeypatch):

@@ -61,16 +61,20 @@ def examples_read(task: Task, split: Split) -> str:
 
 
 @functools.cache
-def code() -> str:
+def code(rooms: tuple[str, ...] = _COMPUTES) -> str:
     """Hash the code that results depend on, so that results of other code are not reused.
 
     Commands, pipeline and publishing do not compute results and are left out, as are docstrings and comments.
+
+    Args:
+        rooms: Packages of approx to include, besides the kernels. Training is left out by default: no measurement of a
+            finished model depends on it.
     """
     hashed = hashlib.sha256()
-    for package, rooms in (("approx", _COMPUTES), ("approx_kernels", ("",))):
+    for package, parts in (("approx", rooms), ("approx_kernels", ("",))):
         spec = find_spec(package)
         for place in map(Path, (spec.submodule_search_locations if spec else None) or ()):
-            for path in sorted(path for room in rooms for path in (place / room).rglob("*") if path.is_file()):
+            for path in sorted(path for room in parts for path in (place / room).rglob("*") if path.is_file()):
                 if path.suffix in (".py", ".c", ".h"):
                     source = path.read_bytes()
                     computes = what_computes(source) if path.suffix == ".py" else source

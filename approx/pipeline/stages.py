@@ -16,7 +16,7 @@ from approx.finetuning.finetune import BudgetMetError
 from approx.finetuning.folder import finetune_folder
 from approx.finetuning.options import FinetuneStage
 from approx.grid import Grid
-from approx.measuring.identity import beside, identity
+from approx.measuring.identity import beside, code, identity
 from approx.measuring.measure import (
     Progress,
     choose_device,
@@ -105,7 +105,8 @@ class Study:
     def heal(self, training: FinetuneStage, label: str, source: Stage | None, place: Path | None = None) -> Stage:
         """The training of a converted folder, or of the base, into a folder named by its key or at a place of one's own."""
         options = training.model_dump(mode="json", exclude={"report_to"})
-        key = stage_key("heal", *self._about, source and source.key, options, digest_of(training), place and place.name)
+        about = (*self._about, code(("finetuning",)))
+        key = stage_key("heal", *about, source and source.key, options, digest_of(training), place and place.name)
         folder = place or self.out / "healed" / key[:16]
         make = partial(self._heal, training, label, source, folder, self.out / "training" / key[:16], place is not None)
         inputs = () if source is None else (source,)

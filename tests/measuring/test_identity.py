@@ -119,7 +119,8 @@ def test_only_what_computes_counts_of_a_source(old, new, same):
 
 def test_the_code_that_computes_counts_and_commands_pages_and_docstrings_do_not(tmp_path, monkeypatch):
     homes = {name: tmp_path / name for name in ("approx", "approx_kernels")}
-    for file in ("approx/cli/run.py", "approx/publishing/page.py", "approx/tasks/glue.py", "approx_kernels/ops/op.py"):
+    files = ("cli/run.py", "publishing/page.py", "tasks/glue.py", "finetuning/trainer.py")
+    for file in (*(f"approx/{file}" for file in files), "approx_kernels/ops/op.py"):
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).write_text(SOURCE, encoding="utf-8")
     (tmp_path / "approx_kernels" / "ops" / "op.c").write_text("int x;", encoding="utf-8")
@@ -127,10 +128,10 @@ def test_the_code_that_computes_counts_and_commands_pages_and_docstrings_do_not(
         "approx.measuring.identity.find_spec", lambda name: SimpleNamespace(submodule_search_locations=[homes[name]])
     )
 
-    def changed(file: str, text: str) -> bool:
-        known, path = code.__wrapped__(), tmp_path / file
+    def changed(file: str, text: str, *rooms: tuple[str, ...]) -> bool:
+        known, path = code.__wrapped__(*rooms), tmp_path / file
         path.write_text(text, encoding="utf-8")
-        return code.__wrapped__() != known
+        return code.__wrapped__(*rooms) != known
 
     other = SOURCE.replace("by=2", "by=3")
     assert not changed("approx/cli/run.py", other)
@@ -139,3 +140,5 @@ def test_the_code_that_computes_counts_and_commands_pages_and_docstrings_do_not(
     assert changed("approx/tasks/glue.py", other)
     assert changed("approx_kernels/ops/op.py", other)
     assert changed("approx_kernels/ops/op.c", "int y;")
+    assert not changed("approx/finetuning/trainer.py", other)
+    assert changed("approx/finetuning/trainer.py", SOURCE, ("finetuning",))

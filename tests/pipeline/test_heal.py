@@ -10,9 +10,12 @@ from approx import grid, recipe
 from approx.checkpoints import checkpoint
 from approx.checkpoints.history import trainings
 from approx.errors import ApproxError, Exit
+from approx.pipeline import stages
 from approx.pipeline.executors import Here
 from approx.pipeline.run import run
+from approx.pipeline.stages import Study
 from approx.pipeline.sweep import cells, sweep
+from approx.planning.plan import Plan
 from tiny_study import SENTENCES, tiny_checkpoint
 
 HEAL = "{recover: task, task: glue/sst2, data: DATA, steps: 3, batch_size: 4, learning_rate: 0.001, evaluate_every: 2"
@@ -94,6 +97,20 @@ def test_the_teacher_of_a_model_that_was_trained_already_is_the_base(study, tmp_
     steps = trainings(opened.model.config.approx)
     assert [step.recover for step in steps] == [["task"], ["distill"]]
     assert [step.teacher is not None for step in steps] == [False, True]
+
+
+def test_a_training_by_other_code_is_another_stage(study, tmp_path, monkeypatch):
+    asked = recipe.read(written(study, tmp_path / "r.yaml", f"{HEAL}, variants: [local]}}"))
+
+    def keys() -> list[str]:
+        begun = Study(asked, asked.checkpoint, tmp_path / "run", True, "")
+        begun.begin()
+        (heal,) = asked.heal
+        return [begun.convert(Plan.of("local"), "local").key, begun.heal(heal.training, "x", None).key]
+
+    before = keys()
+    monkeypatch.setattr(stages, "code", lambda rooms: "other")
+    assert [one == other for one, other in zip(keys(), before, strict=True)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from approx.finetuning.estimate import estimate
 from approx.finetuning.finetune import Healing, finetune
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.phase import Progress
-from approx.finetuning.preparation import prepare_training
+from approx.finetuning.preparation import prepare_training, refuse_sharding
 from approx.version import __version__
 
 
@@ -58,6 +58,7 @@ def finetune_folder(
         ApproxError: if the checkpoint, an option or the data are refused, the budget is met already, the loss is not finite, or
             a check fails (exit code 6; the result is kept beside `out` with the suffix `.failed`).
     """
+    refuse_sharding()
     out = Path(out)
     refuse_existing(out, force=force)
     refuse_unwritable(out)
@@ -98,6 +99,7 @@ def rehearse(
 
     Args and errors: as for `finetune_folder`.
     """
+    refuse_sharding()
     opened, taught = _opened(name, teacher, options, revision, offline, device)
     reader = checkpoint.processor(opened.source)
     prepared = prepare_training(opened.model, reader, options, None if taught is None else taught.model)

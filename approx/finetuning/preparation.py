@@ -1,6 +1,7 @@
 """Prepare a training: read the examples and choose loss, parameters and settings of each mode."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -80,8 +81,9 @@ def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher
         teacher: The exact model for `distill`; by default a copy of the model with exact attention.
 
     Raises:
-        ApproxError: if a mode cannot be used, or the data do not fit.
+        ApproxError: if a mode cannot be used, the data do not fit, or FSDP was asked for.
     """
+    refuse_sharding()
     text = options.text is not None
     causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     modes: list[str] = list(options.recover or parameters.default_modes(model, text=text, causal=causal))
@@ -122,6 +124,24 @@ def with_adapters(model: Any, phase: Phase, prepared: Preparation, options: Fine
     """Add adapters to a model, in place; return the phase that trains them as well."""
     adapters = parameters.add_adapters(model, options.lora, prepared.sample, options.seed)
     return replace(phase, trained=[*adapters, *phase.trained])
+
+
+def refuse_sharding() -> None:
+    """Refuse FSDP, which `accelerate launch` asks for in the environment.
+
+    Raises:
+        ApproxError: if FSDP was asked for.
+    """
+    # Between the Trainer's steps, every process validates, compares and saves whole weights. On CPUs accelerate ignores the
+    # variable, so nothing that was asked for would happen there either.
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        raise ApproxError(
+            "FSDP was asked for (ACCELERATE_USE_FSDP=true), but training needs the whole model in each process; it runs with data "
+            "parallelism, DDP. Start the same command with torchrun instead of accelerate launch: torchrun --nproc-per-node "
+            f"{count} --no-python approx finetune …",
+            Exit.UNSUPPORTED,
+        )
 
 
 def _refuse_missing(package: str, install: str, what: str) -> None:

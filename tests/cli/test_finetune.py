@@ -108,6 +108,35 @@ def test_without_an_output_or_examples_it_says_what_is_missing(study):
     assert (answer.code, "neither was given" in answer.err) == (2, True)
 
 
+@pytest.mark.parametrize("more", [["-o", "healed"], ["--dry-run"]])
+def test_fsdp_is_refused_before_anything_is_read(tmp_path, monkeypatch, more):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    answer = call("finetune", tmp_path / "absent", "--task", "glue/sst2", *more)
+    assert (answer.code, answer.err.count("error: ")) == (3, 1), answer.err
+    for words in ("FSDP was asked for", "DDP", "torchrun --nproc-per-node 3 --no-python approx finetune"):
+        assert words in answer.err
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    assert "FSDP" not in call("finetune", tmp_path / "absent", "--task", "glue/sst2", *more).err
+
+
+@pytest.mark.slow
+def test_accelerate_launch_asks_for_fsdp_by_the_variable_that_is_refused(study, tmp_path):
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"]
+    launch += ["--num_processes", "2", "--dynamo_backend", "no", "--use_fsdp", "--fsdp_version", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    done = subprocess.run(
+        [*launch, ROOT / "cli.py", *words_of(study, "-o", tmp_path / "healed")],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "FSDP was asked for" in done.stderr, done.stderr[-3000:]
+    assert "--nproc-per-node 2 " in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_to_the_same_weights(study, tmp_path):
     """SIGKILL in the middle of steps, of a checkpoint, of a mode; then Ctrl-C, which ends in a line of its own."""

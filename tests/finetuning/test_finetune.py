@@ -215,6 +215,14 @@ def test_a_batch_that_cannot_be_shared_evenly_is_refused(sst2, tmp_path):
         trained(model_of(), tmp_path / "work", options_of(sst2, accumulate=3))
 
 
+def test_fsdp_is_refused_for_a_model_in_memory(sst2, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "TRUE")
+    with pytest.raises(ApproxError, match="FSDP was asked for") as refused:
+        trained(model_of(), tmp_path / "work", options_of(sst2))
+    assert refused.value.exit_code == Exit.UNSUPPORTED
+    assert not (tmp_path / "work").exists()
+
+
 def test_random_features_are_drawn_again_while_it_trains(sst2, tmp_path):
     model = model_of("performer", features=8, redraw_every=2)
     before = [x.clone() for name, x in model.state_dict().items() if name.endswith("projection")]

@@ -220,8 +220,10 @@ def _claim(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
     }
     about = json.loads(json.dumps(about))
     file = folder / "training.json"
-    if file.is_file() and resume:
-        kept = json.loads(file.read_text(encoding="utf-8"))
+    # The leading process removes and writes this file, maybe before another one looks for it.
+    found = distributed.agree(file.read_text(encoding="utf-8") if distributed.leads() and file.is_file() else None)
+    if found and resume:
+        kept = json.loads(found)
         if different := [what for what in about if kept["about"].get(what) != about[what]]:
             words = {
                 "options": "options",
@@ -236,7 +238,7 @@ def _claim(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
                 Exit.REFUSED,
             )
         return kept
-    if file.is_file():
+    if found:
         raise ApproxError(
             f"{folder} holds an unfinished training. Continue it with --resume, or start over with --force.",
             Exit.REFUSED,
@@ -256,6 +258,8 @@ def _keep(folder: Path, kept: dict[str, Any]) -> None:
 
 def _finish(place: Path, model: Any, outcome: Outcome) -> None:
     """Store the weights after a mode, then remove its checkpoints."""
+    # The other processes may still read the best checkpoint.
+    distributed.gather(None)
     if not distributed.leads():
         return
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}

@@ -129,7 +129,7 @@ def test_accelerate_launch_asks_for_fsdp_by_the_variable_that_is_refused(study, 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     done = subprocess.run(
         [*launch, ROOT / "cli.py", *words_of(study, "-o", tmp_path / "healed")],
-        env=environment, capture_output=True, text=True, timeout=300,
+        env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode != 0
     assert "FSDP was asked for" in done.stderr, done.stderr[-3000:]

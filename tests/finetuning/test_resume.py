@@ -1,6 +1,9 @@
 """Interrupted training goes on to the same weights, and only where it is the same training."""
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.finetuning.trainer import Interrupted, last_complete
+from conftest import ROOT
 from tiny_training import model_of, options_of, trained
 
 
@@ -102,3 +106,46 @@ def test_a_training_goes_on_only_with_the_same_options_and_examples(sst2, tmp_pa
     trained(model_of(), work, options_of(sst2, steps=6, time_budget="2h"), resume=True)
     with pytest.raises(ApproxError, match="nothing to resume"):
         trained(model_of(), tmp_path / "other", options, resume=True)
+
+
+# Once the second process is late, so that the folder is claimed before it looks, and once the first, which removes the old state.
+# The second is also late to load the best step, whose checkpoint the first removes.
+LATE = """
+import os, sys, time
+from pathlib import Path
+from approx.evaluation import distributed
+from approx.finetuning.trainer import Trainer
+from tiny_training import model_of, options_of, trained
+
+load = Trainer._load_best_model
+
+def load_late(trainer):
+    time.sleep(3 * int(os.environ["RANK"]))
+    assert Path(trainer.state.best_model_checkpoint).is_dir()
+    load(trainer)
+
+Trainer._load_best_model = load_late
+data, folder = sys.argv[1:]
+for late in (1, 0):
+    distributed.gather(None)
+
+    def progress(what, done, total):
+        if what == "read the data" and int(os.environ["RANK"]) == late:
+            time.sleep(3)
+
+    trained(model_of(), Path(folder), options_of(data, steps=2, evaluate_every=1), restart=late == 0, progress=progress)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_late_takes_part_in_the_same_training(sst2, tmp_path):
+    (tmp_path / "late.py").write_text(LATE, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))}
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            tmp_path / "late.py", sst2, tmp_path / "work",
+        ],
+        env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -38,7 +38,7 @@ class Watch(TrainerCallback):
         main = next((x for name, x in inputs.items() if name.startswith("input_")), None)
         mask = inputs.get("attention_mask")
         counted = mask.sum().item() if mask is not None else 0 if main is None else main.shape[:2].numel()
-        self.tokens += int(counted) * self._trainer.args.world_size
+        self.tokens += int(counted) // self._trainer.data.task.input_per_token * self._trainer.args.world_size
 
     def kept(self) -> dict[str, Any]:
         """State to store in a checkpoint."""

@@ -86,6 +86,8 @@ class Task(ABC):
     """Whether parts of an encoding, such as hidden tokens, are drawn at random from the id of the example."""
     input_name: ClassVar[str] = "input_ids"
     """Transformers' name of the main input of suitable models."""
+    input_per_token: ClassVar[int] = 1
+    """Numbers in the input for each token, such as the samples of a frame of sound."""
 
     @abstractmethod
     def load(

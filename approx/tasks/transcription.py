@@ -62,6 +62,7 @@ class Transcription(Task):
     metrics = ("wer", "cer")
     sliced_by: ClassVar[str] = "seconds"
     input_name: ClassVar[str] = "input_values"
+    input_per_token: ClassVar[int] = _HOP
 
     def __init__(
         self, beams: int = 1, ngram: str | None = None, ngram_weight: float = 0.5, word_reward: float = 1.5

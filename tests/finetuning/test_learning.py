@@ -6,12 +6,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx.conversion import surgery
+from approx.finetuning.finetune import finetune
+from approx.finetuning.options import FinetuneStage
 from approx.mechanisms import MECHANISMS
 from approx.planning.anatomy import anatomy
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
 from approx.seam.observe import Call, observe
 from forms import SMALL
+from tiny_speech import recogniser, some_utterances, sound, speech_processor, write_utterances
 from zoo import FAMILIES, tiny
 
 LENGTH, STEPS = 40, 8
@@ -73,3 +76,25 @@ def test_the_loss_goes_down(mechanism, architecture):
         last.backward()
         optimizer.step()
     assert float(last.detach()) < 0.95 * float(first.detach())
+
+
+def test_speech_is_learnt_and_counted_in_frames(tmp_path):
+    spoken = {name: (words, sound(1.0, tone=300)) for name, (words, _) in some_utterances(6).items()}
+    write_utterances(tmp_path / "train-clean-100", spoken)
+    model = recogniser()
+    surgery.convert(model, Plan.of("local", left=2, right=2))
+    options = FinetuneStage(
+        task="librispeech/train-clean-100",
+        data=str(tmp_path),
+        steps=6,
+        batch_size=2,
+        learning_rate=3e-3,
+        evaluate_every=6,
+    )
+    done = finetune(model, speech_processor(tmp_path / "processor"), options, folder=tmp_path / "work")
+    (phase,) = done.phases
+    assert (phase.mode, done.measure) == ("task", "wer")
+    # Twelve seconds of 50 frames.
+    assert phase.tokens == 6 * 2 * 50
+    losses = [point["loss"] for point in phase.curve if "loss" in point]
+    assert losses[-1] < losses[0]

@@ -12,6 +12,7 @@ from approx.checkpoints.checkpoint import load
 from approx.conversion.surgery import convert, revert
 from approx.errors import ApproxError
 from approx.evaluation.options import BenchStage, EvaluateStage
+from approx.evaluation.record_model import Record
 from approx.finetuning.options import FinetuneStage
 from approx.inspection import inspect, plan
 from approx.measuring.in_memory import in_memory
@@ -142,7 +143,7 @@ def evaluate(
     command: str = "",
     progress: Progress = silent,
     **options: Any,
-) -> dict[str, Any]:
+) -> Record:
     """Score a model on a task and compare it with its exact base on the same examples.
 
     Args:
@@ -163,7 +164,7 @@ def evaluate(
         options: Options of `approx.evaluation.options.EvaluateStage`: data, split, limit, margin, settings, …
 
     Returns:
-        A record.
+        The record; `to_data()` gives it as plain data.
 
     Raises:
         ApproxError: if an option is unknown or out of range, or checkpoint, task and data do not fit.
@@ -198,7 +199,7 @@ def bench(
     command: str = "",
     progress: Progress = silent,
     **options: Any,
-) -> dict[str, Any]:
+) -> Record:
     """Time a checkpoint side by side with exact attention and with no attention.
 
     Args:
@@ -217,7 +218,7 @@ def bench(
         options: Options of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, fast_products.
 
     Returns:
-        A record.
+        The record; `to_data()` gives it as plain data.
 
     Raises:
         ApproxError: if an option is unknown or out of range, the lengths do not fit the positions, or the base is not exact.

@@ -26,6 +26,11 @@ class Written(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
+    def to_data(self) -> dict[str, Any]:
+        """As plain data, with the names of the keys in files; keys that were not given are left out."""
+        # Wrong types are found by validation; a warning would only repeat it.
+        return self.model_dump(by_alias=True, exclude_unset=True, warnings=False)
+
 
 class Mistake(NamedTuple):
     """One mistake.

@@ -6,9 +6,10 @@ healing, for 25 clusters, found by 10 iterations, and, where they are improved, 
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from approx.evaluation import record
+from approx.evaluation.record_model import Layer, Quality, QualityVariant, Record, Scores, Tokens
 from approx.publishing import wording
 
 NAME = "clustered-paper"
@@ -40,8 +41,8 @@ class Row(NamedTuple):
     """One mechanism on one task, as published and as measured."""
 
     name: str
-    task: dict[str, Any]
-    variant: dict[str, Any]
+    task: Quality
+    variant: QualityVariant
     iterations: int
     published: float
     published_exact: float
@@ -49,12 +50,12 @@ class Row(NamedTuple):
     @property
     def exact(self) -> float:
         """Our score of exact attention."""
-        return self.task["base"]["scores"][self.task["metric"]]
+        return self.task.base.scores[self.task.metric]
 
     @property
     def left(self) -> Interval:
         """Interval of the share of the exact score that is left; the exact score is taken as known."""
-        low, high = self.variant["interval"]
+        low, high = _interval(self.variant)
         return 1 + low / self.exact, 1 + high / self.exact
 
 
@@ -78,7 +79,7 @@ def verdict(published_share: float, left: Interval) -> str:
     return f"does not hold: here {WORDS[ours.pop()]}" if len(ours) == 1 else "does not hold: the interval lies outside"
 
 
-def rows(records: dict[str, dict[str, Any]]) -> list[Row]:
+def rows(records: dict[str, Record]) -> list[Row]:
     """The rows of the paper's table that were measured, in its order.
 
     Args:
@@ -89,27 +90,27 @@ def rows(records: dict[str, dict[str, Any]]) -> list[Row]:
         if name not in records:
             continue
         made = records[name]
-        task = next(entry for entry in made["quality"] if entry["task"] == name)
-        plans = {variant["name"]: variant["layers"] for variant in made["variants"]}
+        task = next(entry for entry in made.quality if entry.task == name)
+        plans = {variant.name: variant.layers for variant in made.variants}
         for mechanism, score in zip(MECHANISMS, scores, strict=True):
             found += [
-                Row(mechanism, task, variant, plans[variant["name"]][0]["settings"]["iterations"], score, exact)
-                for variant in task["variants"]
-                if all(_as_published(layer, mechanism, task) for layer in plans[variant["name"]])
+                Row(mechanism, task, variant, plans[variant.name][0].settings["iterations"], score, exact)
+                for variant in task.variants
+                if all(_as_published(layer, mechanism, task) for layer in plans[variant.name])
             ]
     return found
 
 
-def _as_published(layer: dict[str, Any], mechanism: str, task: dict[str, Any]) -> bool:
-    settings = layer["settings"]
+def _as_published(layer: Layer, mechanism: str, task: Quality) -> bool:
+    settings = layer.settings
     # Without a number of clusters there are 25 for inputs of up to 512 tokens; SQuAD is read in windows of 384.
-    short = task["task"] == "squad" or task["tokens"]["longest"] <= LONGEST
+    short = task.task == "squad" or _tokens(task).longest <= LONGEST
     clusters = settings.get("clusters") or (CLUSTERS if short else None)
     given = (clusters, settings.get("topk", KEYS), settings.get("frozen", False))
-    return layer["mechanism"] == mechanism and given == (CLUSTERS, KEYS, False)
+    return layer.mechanism == mechanism and given == (CLUSTERS, KEYS, False)
 
 
-def page(records: dict[str, dict[str, Any]]) -> str:
+def page(records: dict[str, Record]) -> str:
     """The page in Markdown.
 
     Args:
@@ -142,76 +143,86 @@ def page(records: dict[str, dict[str, Any]]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    low, high = (100 * end for end in row.variant["interval"])
+    low, high = (100 * end for end in _interval(row.variant))
     share = row.published / row.published_exact
-    score = row.variant["scores"][row.task["metric"]]
+    score = row.variant.scores[row.task.metric]
     return [
-        row.task["task"],
+        row.task.task,
         f"{row.name} {CLUSTERS}, {row.iterations} iterations",
         f"{100 * row.published_exact:.1f} → {100 * row.published:.1f}",
         f"{100 * row.exact:.1f} → {100 * score:.1f}",
-        f"{100 * row.variant['difference']:+.1f} ({low:+.1f} … {high:+.1f})",
+        f"{100 * row.variant.difference:+.1f} ({low:+.1f} … {high:+.1f})",
         f"{100 * row.left[0]:.1f} … {100 * row.left[1]:.1f} % (published {100 * share:.1f} %)",
         WORDS[class_of(share)],
-        f"**{verdict(share, row.left) if wording.tested(row.variant) else row.variant['verdict']}**",
+        f"**{verdict(share, row.left) if wording.tested(row.variant) else row.variant.verdict}**",
     ]
 
 
-def _rest(records: dict[str, dict[str, Any]]) -> str:
+def _rest(records: dict[str, Record]) -> str:
     rest = {name: scores for name, scores in PUBLISHED.items() if name not in records}
     lines = [f"| task | exact | {' | '.join(f'{name} {CLUSTERS}' for name in MECHANISMS)} |", "|---|--:|--:|--:|"]
     lines += [f"| {name} | {' | '.join(f'{100 * score:.1f}' for score in scores)} |" for name, scores in rest.items()]
     return "\n".join(lines)
 
 
-def _model(records: dict[str, dict[str, Any]]) -> str:
-    checkpoint = next(iter(records.values()))["checkpoint"]
-    return f"{checkpoint['family']}, {checkpoint['layers']} layers, {checkpoint['parameters'] / 1e6:.0f} M parameters"
+def _model(records: dict[str, Record]) -> str:
+    checkpoint = next(iter(records.values())).checkpoint
+    return f"{checkpoint.family}, {checkpoint.layers} layers, {checkpoint.parameters / 1e6:.0f} M parameters"
 
 
-def _short(name: str, made: dict[str, Any]) -> str:
+def _short(name: str, made: Record) -> str:
     """What to bear in mind where inputs are so short that hardly a key is left out."""
-    task = next(entry for entry in made["quality"] if entry["task"] == name)
-    if task["tokens"]["median"] > KEYS:
+    task = next(entry for entry in made.quality if entry.task == name)
+    if _tokens(task).median > KEYS:
         return ""
     return (
         f" At least half of the inputs of {name} have no more than {KEYS} tokens, on which improved clusters are exact."
     )
 
 
-def _told(records: dict[str, dict[str, Any]]) -> str:
+def _told(records: dict[str, Record]) -> str:
     """What the scores stand on."""
-    entries = [next(entry for entry in made["quality"] if entry["task"] == name) for name, made in records.items()]
+    entries = [next(entry for entry in made.quality if entry.task == name) for name, made in records.items()]
     return ", ".join(
-        f"{entry['examples']:,} examples of {entry['task']}{' (a subset)' if entry['subset'] else ''} of "
-        f"{entry['tokens']['median']} tokens in the median"
+        f"{entry.examples:,} examples of {entry.task}{' (a subset)' if entry.subset else ''} of "
+        f"{_tokens(entry).median} tokens in the median"
         for entry in entries
     )
 
 
-def _all(name: str, made: dict[str, Any]) -> list[str]:
-    task = next(entry for entry in made["quality"] if entry["task"] == name)
-    metrics = list(task["base"]["scores"])
+def _all(name: str, made: Record) -> list[str]:
+    task = next(entry for entry in made.quality if entry.task == name)
+    metrics = list(task.base.scores)
     lines = [
-        f"| {task['task']} | {' | '.join(metric.replace('_', ' ') for metric in metrics)} | difference (95 %) | verdict "
+        f"| {task.task} | {' | '.join(metric.replace('_', ' ') for metric in metrics)} | difference (95 %) | verdict "
         "| approximated on |",
         "|---|" + "--:|" * len(metrics) + "---|---|---|",
-        f"| exact | {_scores(task['base'], metrics)} | | | |",
+        f"| exact | {_scores(task.base.scores, metrics)} | | | |",
     ]
-    for variant in task["variants"]:
-        low, high = (100 * end for end in variant["interval"])
-        difference = f"{100 * variant['difference']:+.1f} ({low:+.1f} … {high:+.1f})"
-        said = f"{variant['verdict']} | {wording.approximated(variant, task)}"
-        lines.append(f"| {variant['name']} | {_scores(variant, metrics)} | {difference} | {said} |")
-    margin = 100 * task["variants"][0]["margin"]
+    for variant in task.variants:
+        low, high = (100 * end for end in _interval(variant))
+        difference = f"{100 * variant.difference:+.1f} ({low:+.1f} … {high:+.1f})"
+        said = f"{variant.verdict} | {wording.approximated(variant, task)}"
+        lines.append(f"| {variant.name} | {_scores(variant.scores, metrics)} | {difference} | {said} |")
+    margin = 100 * (task.variants[0].margin or 0)
     return [
         "\n".join(lines),
-        f"The difference is that of the first score; the margin of the verdict is {margin:g} points. `{made['command']}`",
+        f"The difference is that of the first score; the margin of the verdict is {margin:g} points. `{made.command}`",
     ]
 
 
-def _scores(entry: dict[str, Any], metrics: list[str]) -> str:
-    return " | ".join(f"{100 * entry['scores'][metric]:.1f}" for metric in metrics)
+def _scores(scores: Scores, metrics: list[str]) -> str:
+    return " | ".join(f"{100 * scores[metric]:.1f}" for metric in metrics)
+
+
+def _interval(entry: QualityVariant) -> list[float]:
+    assert entry.interval is not None
+    return entry.interval
+
+
+def _tokens(task: Quality) -> Tokens:
+    assert task.tokens is not None
+    return task.tokens
 
 
 def write(folder: Path, out: Path) -> None:

@@ -1,9 +1,10 @@
 """What healing gives back: the table of docs/healing.md, from the records named heal-*."""
 
 from pathlib import Path
-from typing import Any
 
 from approx.evaluation import record
+from approx.evaluation.record_model import QualityVariant, Record
+from approx.evaluation.record_training import Trained
 from approx.publishing import wording
 from approx.recipe import BASE, HEALED, TRAINED
 from approx.tasks.metrics import METRICS
@@ -19,37 +20,37 @@ def in_page(page: str, records: Path) -> str:
     return "\n".join([f"{before}{_BEGIN}", *tables, f"{_END}{after}"])
 
 
-def table(made: dict[str, Any], name: str) -> str:
+def table(made: Record, name: str) -> str:
     """One record: a row for each variant, with its score before and after training, for each of its tasks."""
     rows = [
-        f"**[{made['title']}](../reports/{name}/report.md)**",
+        f"**[{made.title}](../reports/{name}/report.md)**",
         "",
         "| attention | without training | healed | against exact attention | training |",
         "|---|--:|--:|--:|---|",
     ]
-    trained = {one["name"]: one for one in made["trainings"]}
-    for entry in made["quality"]:
-        metric = entry["metric"]
-        scored = {one["name"]: one for one in entry["variants"]}
-        exact = entry["base"]["scores"][metric]
-        if len(made["quality"]) > 1:
-            rows.append(f"| *{entry['task']}, {entry['split']}* | | | | |")
+    trained = {one.name: one for one in made.trainings}
+    for entry in made.quality:
+        metric = entry.metric
+        scored = {one.name: one for one in entry.variants}
+        exact = entry.base.scores[metric]
+        if len(made.quality) > 1:
+            rows.append(f"| *{entry.task}, {entry.split}* | | | | |")
         after = scored.get(TRAINED)
         cells = [_score(metric, exact), "–" if after is None else _with_interval(metric, after)]
-        told = "" if after is None else against(metric, after["scores"][metric], exact)
+        told = "" if after is None else against(metric, after.scores[metric], exact)
         rows.append(f"| {BASE} | {' | '.join(cells)} | {told} | {_training(trained.get(TRAINED))} |")
-        for variant in made["variants"]:
-            healed = scored.get(variant["name"] + HEALED)
+        for variant in made.variants:
+            healed = scored.get(variant.name + HEALED)
             if healed is None:
                 continue
-            value = healed["scores"][metric]
+            value = healed.scores[metric]
             cells = [
-                _score(metric, scored[variant["name"]]["scores"][metric]),
+                _score(metric, scored[variant.name].scores[metric]),
                 _with_interval(metric, healed),
                 against(metric, value, exact),
-                _training(trained.get(healed["name"])),
+                _training(trained.get(healed.name)),
             ]
-            rows.append(f"| {variant['name']} | {' | '.join(cells)} |")
+            rows.append(f"| {variant.name} | {' | '.join(cells)} |")
     return "\n".join([*rows, ""])
 
 
@@ -66,17 +67,17 @@ def _score(metric: str, value: float) -> str:
     return f"{100 * value:.1f}" if METRICS[metric].fraction else f"{value:.2f}"
 
 
-def _with_interval(metric: str, variant: dict[str, Any]) -> str:
-    score = _score(metric, variant["scores"][metric])
-    if not wording.tested(variant):
+def _with_interval(metric: str, variant: QualityVariant) -> str:
+    score = _score(metric, variant.scores[metric])
+    if not wording.tested(variant) or variant.interval is None:
         return score
     scale = 100 if METRICS[metric].fraction else 1
-    low, high = (scale * end for end in variant["interval"])
+    low, high = (scale * end for end in variant.interval)
     return f"{score} ({low:+.1f} … {high:+.1f})"
 
 
-def _training(told: dict[str, Any] | None) -> str:
+def _training(told: Trained | None) -> str:
     if told is None:
         return ""
-    parts = [f"{phase['mode']} {wording.count(phase['steps'])} steps" for phase in told["phases"]]
-    return f"{', '.join(parts)}; {wording.duration(sum(phase['seconds'] for phase in told['phases']))}"
+    parts = [f"{phase.mode} {wording.count(phase.steps)} steps" for phase in told.phases]
+    return f"{', '.join(parts)}; {wording.duration(sum(phase.seconds for phase in told.phases))}"

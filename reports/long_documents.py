@@ -2,12 +2,14 @@
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import yaml
 
 from approx.evaluation import record
+from approx.evaluation.record_model import Quality, Record
+from approx.evaluation.record_speed import Speed
 from approx.evaluation.statistics import accuracy_interval
 
 NAMES = ("long-documents", "genres")
@@ -30,15 +32,14 @@ class Point(NamedTuple):
     milliseconds: float | None
 
 
-def points(task: dict[str, Any], length: int, speed: list[dict[str, Any]]) -> list[Point]:
+def points(task: Quality, length: int, speed: list[Speed]) -> list[Point]:
     """Exact attention and every variant of one task that was read to `length` tokens."""
-    row = next((row for row in speed if row["length"] == length and row["batch"] == 1), None)
-    times = {} if row is None else {BASE: row["base"], **{entry["name"]: entry for entry in row["variants"]}}
-    scores = {BASE: task["base"]["scores"], **{entry["name"]: entry["scores"] for entry in task["variants"]}}
-    return [
-        Point(name, length, found[task["metric"]], times.get(name, {}).get("median_ms"))
-        for name, found in scores.items()
-    ]
+    row = next((row for row in speed if row.length == length and row.batch == 1), None)
+    times: dict[str, float | None] = {}
+    if row is not None:
+        times = {BASE: row.base.median_ms, **{entry.name: entry.median_ms for entry in row.variants}}
+    scores = {BASE: task.base.scores, **{entry.name: entry.scores for entry in task.variants}}
+    return [Point(name, length, found[task.metric], times.get(name)) for name, found in scores.items()]
 
 
 def best(timed: list[Point]) -> list[Point]:
@@ -97,37 +98,38 @@ def verdict(found: list[Point], examples: int) -> str:
     )
 
 
-def page(made: dict[str, Any]) -> str:
+def page(made: Record) -> str:
     """The page in Markdown."""
-    stages = yaml.safe_load(made["recipe"]["text"])["evaluate"]
-    texts: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for stage, task in zip(stages, made["quality"], strict=True):
+    assert made.recipe is not None
+    stages = yaml.safe_load(made.recipe.text)["evaluate"]
+    texts: dict[str, list[tuple[int, Quality]]] = {}
+    for stage, task in zip(stages, made.quality, strict=True):
         texts.setdefault(Path(stage["data"]).name.partition(".")[0], []).append((stage["max_length"], task))
     parts = [
-        f"# {made['title']}",
-        f"A {made['checkpoint']['family']} of {made['checkpoint']['layers']} layers with "
-        f"{made['checkpoint']['positions']:,} positions, fine-tuned for minutes with exact attention on texts of which most were read "
+        f"# {made.title}",
+        f"A {made.checkpoint.family} of {made.checkpoint.layers} layers with "
+        f"{made.checkpoint.positions:,} positions, fine-tuned for minutes with exact attention on texts of which most were read "
         "in part (`bench/long_documents_model.py`); none of the texts below was trained on. Accuracy in per cent; in brackets the "
         "difference from exact attention at the same length, with its 95 % interval, in points. *ms* is the median time of a "
         "forward of one text that fills the length.",
     ]
     for name, entries in texts.items():
-        found = [point for length, task in entries for point in points(task, length, made["speed"])]
-        parts += [f"## {name}", _counts(entries), _table(entries, found), verdict(found, entries[0][1]["examples"])]
-    machine = made["environment"]
+        found = [point for length, task in entries for point in points(task, length, made.speed)]
+        parts += [f"## {name}", _counts(entries), _table(entries, found), verdict(found, entries[0][1].examples)]
+    machine = made.environment
     parts.append(
-        f"{machine['processor']}, {machine['threads']} {'thread' if machine['threads'] == 1 else 'threads'}, torch {machine['torch']}; `{made['command']}`. "
+        f"{machine['processor']}, {machine['threads']} {'thread' if machine['threads'] == 1 else 'threads'}, torch {machine['torch']}; `{made.command}`. "
         "[The whole report](report.md)."
     )
     return "\n\n".join(parts) + "\n"
 
 
-def _counts(entries: list[tuple[int, dict[str, Any]]]) -> str:
-    cut = ", ".join(f"{task['truncated']:,} at {length:,}" for length, task in entries)
-    return f"{entries[0][1]['examples']:,} texts, of which are cut: {cut}."
+def _counts(entries: list[tuple[int, Quality]]) -> str:
+    cut = ", ".join(f"{task.truncated:,} at {length:,}" for length, task in entries)
+    return f"{entries[0][1].examples:,} texts, of which are cut: {cut}."
 
 
-def _table(entries: list[tuple[int, dict[str, Any]]], found: list[Point]) -> str:
+def _table(entries: list[tuple[int, Quality]], found: list[Point]) -> str:
     on_front = best(found)
     lines = ["| attention | " + " | ".join(f"{length:,} tokens | ms" for length, _ in entries) + " |"]
     lines.append("|---|" + "---|--:|" * len(entries))
@@ -149,10 +151,10 @@ def _table(entries: list[tuple[int, dict[str, Any]]], found: list[Point]) -> str
     return "\n".join([*lines, "", note])
 
 
-def _interval(task: dict[str, Any], name: str) -> tuple[float, float]:
-    if name == BASE:
-        return task["base"]["interval"]
-    return next(entry for entry in task["variants"] if entry["name"] == name)["interval"]
+def _interval(task: Quality, name: str) -> list[float]:
+    scored = task.base if name == BASE else next(entry for entry in task.variants if entry.name == name)
+    assert scored.interval is not None
+    return scored.interval
 
 
 def write(folder: Path, out: Path) -> None:

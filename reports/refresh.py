@@ -17,10 +17,13 @@ sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (
 
 from approx.cli.figures import quality_table, speed_tables
 from approx.evaluation import record
+from approx.evaluation.record_model import Quality, Record, Scores
+from approx.evaluation.record_speed import Speed
 from approx.patterns import figures, find_pattern, pattern_names
 from approx.patterns.study import draw
 from approx.publishing import wording
 from approx.publishing.report import write_report
+from approx.publishing.summary import variant_of
 from approx.recipe import HEALED, TRAINED
 from bench import growth
 from reports import clustered_paper, cpu_speed, healing, long_documents
@@ -58,16 +61,16 @@ def in_readme(readme: str, records: Path) -> str:
     return readme
 
 
-def printed(made: dict[str, Any]) -> str:
+def printed(made: Record) -> str:
     """What `approx run` prints of a record, of its last length alone, as a block of Markdown."""
     console = Console(width=WIDTH, file=io.StringIO(), markup=False, highlight=False)
-    for shown in (*map(quality_table, made["quality"]), *speed_tables(made["speed"][-1:])):
+    for shown in (*map(quality_table, made.quality), *speed_tables(made.speed[-1:])):
         console.print(shown)
     written = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
     return "\n".join(["```text", *(line.rstrip() for line in written.splitlines() if line.strip()), "```"])
 
 
-def results(long: dict[str, Any], squad: dict[str, Any], unhealed: dict[str, Any]) -> str:
+def results(long: Record, squad: Record, unhealed: Record) -> str:
     """The README's table: quality and speed at the same lengths, a row for each variant of both records.
 
     Args:
@@ -75,76 +78,79 @@ def results(long: dict[str, Any], squad: dict[str, Any], unhealed: dict[str, Any
         squad: A record of SQuAD with healed variants, timed at `SQUAD_LENGTH`.
         unhealed: A record of the same questions, for variants that were not healed.
     """
-    read = {entry["tokens"]["median"]: entry for entry in long["quality"]}
+    read = {entry.tokens.median: entry for entry in long.quality if entry.tokens}
     columns = [(read[length], _timed(long, length)) for length in LENGTHS]
-    columns.append((squad["quality"][0], _timed(squad, SQUAD_LENGTH)))
+    columns.append((squad.quality[0], _timed(squad, SQUAD_LENGTH)))
     heads = [f"documents of {length:,} tokens: accuracy | speed" for length in LENGTHS]
     heads.append("SQuAD: F1 | healed | speed")
     rows = [["attention", *heads], ["---", *["---|--:"] * len(LENGTHS), "---|---|--:"]]
-    exact = [f"{_score(entry, entry['base'])} | {_exact(speed)}" for entry, speed in columns]
+    exact = [f"{_score(entry, entry.base.scores)} | {_exact(speed)}" for entry, speed in columns]
     rows.append(["exact", *exact[:-1], exact[-1].replace(" | ", f" | {_quality(columns[-1][0], TRAINED)} | ")])
     rows.append(["*no attention: the ceiling*", *(f"– | {_ceiling(speed)}" for _, speed in columns[:-1])])
     rows[-1].append(f"– | – | {_ceiling(columns[-1][1])}")
-    names = [variant["name"] for variant in long["variants"]]
-    names += [variant["name"] for variant in squad["variants"] if not variant["name"].endswith((HEALED, TRAINED))]
+    names = [variant.name for variant in long.variants]
+    names += [variant.name for variant in squad.variants if not variant.name.endswith((HEALED, TRAINED))]
     for name in dict.fromkeys(names):
         row = [f"{_quality(entry, name)} | {_speed(speed, name)}" for entry, speed in columns[:-1]]
         entry, speed = columns[-1]
-        known = entry if any(variant["name"] == name for variant in entry["variants"]) else unhealed["quality"][0]
+        known = entry if any(variant.name == name for variant in entry.variants) else unhealed.quality[0]
         row.append(f"{_quality(known, name)} | {_quality(entry, name + HEALED)} | {_speed(speed, name + HEALED)}")
         rows.append([f"`{name.partition(' ')[0]}`{name.partition(' ')[1]}{name.partition(' ')[2]}", *row])
-    machine, entry, tokens = long["environment"], read[LENGTHS[-1]], squad["quality"][0]["tokens"]
+    machine, entry, tokens = long.environment, read[LENGTHS[-1]], squad.quality[0].tokens
+    (variant, *_), timed = entry.variants, long.speed[0]
+    assert variant.margin is not None
+    assert tokens is not None
     caption = (
         "Scores in per cent; in brackets the 95 % interval of the difference from exact attention, in points; **bold: no loss** "
-        f"beyond {100 * entry['variants'][0]['margin']:.0f} point. Speed: time of the best exact attention of the machine divided "
-        f"by that of the row; {long['speed'][0]['dtype']}, batch {long['speed'][0]['batch']}, {machine['processor']} (SQuAD: "
-        f"{squad['environment']['processor']}), {machine['threads']} threads, torch {machine['torch']}; bold is faster beyond the noise. Documents: {entry['examples']} texts "
+        f"beyond {100 * variant.margin:.0f} point. Speed: time of the best exact attention of the machine divided "
+        f"by that of the row; {timed.dtype}, batch {timed.batch}, {machine['processor']} (SQuAD: "
+        f"{squad.environment['processor']}), {machine['threads']} threads, torch {machine['torch']}; bold is faster beyond the noise. Documents: {entry.examples} texts "
         "of the Brown corpus, cut to that length; a small model trained for minutes, mostly on shorter texts, so compare within a column. "
         "Their speeds are of an earlier version, whose converted models had faster linear layers too, so not all of a gain is attention's. "
-        f"SQuAD: {squad['quality'][0]['examples']:,} questions of {tokens['median']} tokens in the median and {tokens['longest']} at "
+        f"SQuAD: {squad.quality[0].examples:,} questions of {tokens.median} tokens in the median and {tokens.longest} at "
         f"most, timed at {SQUAD_LENGTH}; **healed** is after [minutes of training](docs/healing.md) on other articles, which exact "
         "attention got too. Every mechanism at its defaults, unless its settings are named."
     )
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", caption])
 
 
-def _timed(made: dict[str, Any], length: int) -> dict[str, Any] | None:
-    return next((row for row in made["speed"] if row["length"] == length), None)
+def _timed(made: Record, length: int) -> Speed | None:
+    return next((row for row in made.speed if row.length == length), None)
 
 
-def _score(entry: dict[str, Any], scored: dict[str, Any]) -> str:
-    return f"{100 * scored['scores'][entry['metric']]:.1f}"
+def _score(entry: Quality, scores: Scores) -> str:
+    return f"{100 * scores[entry.metric]:.1f}"
 
 
-def _quality(entry: dict[str, Any], name: str) -> str:
-    variant = next((variant for variant in entry["variants"] if variant["name"] == name), None)
+def _quality(entry: Quality, name: str) -> str:
+    variant = variant_of(entry.variants, name)
     if variant is None:
         return "–"
-    score = _score(entry, variant)
-    if not wording.tested(variant):
-        return f"{score}, {variant['verdict']}"
-    low, high = (100 * end for end in variant["interval"])
-    shown = f"**{score}**" if variant["verdict"] == "no loss" else score
+    score = _score(entry, variant.scores)
+    if not wording.tested(variant) or variant.interval is None:
+        return f"{score}, {variant.verdict}"
+    low, high = (100 * end for end in variant.interval)
+    shown = f"**{score}**" if variant.verdict == "no loss" else score
     return f"{shown} ({low:+.1f} … {high:+.1f})"
 
 
-def _exact(speed: dict[str, Any] | None) -> str:
-    return "not timed" if speed is None else f"1 ({speed['base']['median_ms']:.0f} ms)"
+def _exact(speed: Speed | None) -> str:
+    return "not timed" if speed is None else f"1 ({speed.base.median_ms:.0f} ms)"
 
 
-def _ceiling(speed: dict[str, Any] | None) -> str:
-    return "not timed" if speed is None or speed["ceiling"] is None else f"{speed['ceiling']['ratio']:.2f}×"
+def _ceiling(speed: Speed | None) -> str:
+    return "not timed" if speed is None or speed.ceiling is None else f"{speed.ceiling.ratio:.2f}×"
 
 
-def _speed(speed: dict[str, Any] | None, name: str) -> str:
+def _speed(speed: Speed | None, name: str) -> str:
     if speed is None:
         return "not timed"
-    variant = next((variant for variant in speed["variants"] if variant["name"] == name), None)
+    variant = variant_of(speed.variants, name)
     if variant is None:
         return "–"
-    if variant["ratio"] is None:
-        return variant["status"]
-    return f"**{variant['ratio']:.2f}×**" if variant["interval"][0] > 1 else f"{variant['ratio']:.2f}×"
+    if variant.ratio is None or variant.interval is None:
+        return variant.status
+    return f"**{variant.ratio:.2f}×**" if variant.interval[0] > 1 else f"{variant.ratio:.2f}×"
 
 
 def patterns(out: Path) -> None:

@@ -36,10 +36,10 @@ def test_a_record_of_speed_says_what_was_asked_for(study):
         command="typed",
         progress=lambda *at: told.append(at),
     )
-    assert (made["title"], made["seed"], made["command"]) == (f"Speed of {BASE} (converted)", 5, "typed")
-    assert [one["name"] for one in made["variants"]] == [f"{BASE} (converted)"]
-    assert [(row["length"], row["batch"], row["inputs"]) for row in made["speed"]] == [(8, 1, "synthetic")]
-    assert made["quality"] == []
+    assert (made.title, made.seed, made.command) == (f"Speed of {BASE} (converted)", 5, "typed")
+    assert [one.name for one in made.variants] == [f"{BASE} (converted)"]
+    assert [(row.length, row.batch, row.inputs) for row in made.speed] == [(8, 1, "synthetic")]
+    assert made.quality == []
     assert told[-1] == ("bench", 1, 1)
 
 
@@ -57,10 +57,10 @@ def test_draws_are_scored_of_what_draws_and_refused_for_a_stock_checkpoint(study
     with pytest.raises(ApproxError, match=r"Several seeds need a converted checkpoint, but .*stock is not converted"):
         api.evaluate(stock, "glue/sst2", **asked)
     made = api.evaluate(converted, "glue/sst2", against=stock, **asked)
-    assert (made["title"], made["seed"], made["command"]) == (f"{BASE} (converted) on glue/sst2", 5, "typed")
-    (entry,) = made["quality"]
-    assert len(entry["variants"][0]["seeds"]["scores"]) == 2
-    assert made["speed"] == []
+    assert (made.title, made.seed, made.command) == (f"{BASE} (converted) on glue/sst2", 5, "typed")
+    (entry,) = made.quality
+    assert len(entry.variants[0].seeds.scores) == 2
+    assert made.speed == []
 
 
 def test_a_base_that_is_converted_itself_is_refused(study):
@@ -95,8 +95,8 @@ def test_a_model_in_memory_is_evaluated_as_its_folder_is(study, own_cache):
     before = {name: tensor.clone() for name, tensor in opened.model.state_dict().items()}
     made = api.evaluate(opened.model, "glue/sst2", processor=processor, **asked)
     assert not (own_cache / "outputs").exists()
-    assert [one["name"] for one in made["variants"]] == ["ApproxBertForSequenceClassification"]
-    assert [(one["layer"], one["mechanism"]) for one in made["variants"][0]["layers"]] == [(1, "clustered")]
+    assert [one.name for one in made.variants] == ["ApproxBertForSequenceClassification"]
+    assert [(one.layer, one.mechanism) for one in made.variants[0].layers] == [(1, "clustered")]
     # The base is its own weights under exact attention, and the model does not change.
     assert opened.model.state_dict().keys() == before.keys()
     assert type(opened.model).__name__ == "ApproxBertForSequenceClassification"
@@ -104,10 +104,7 @@ def test_a_model_in_memory_is_evaluated_as_its_folder_is(study, own_cache):
     against = api.evaluate(
         opened.model, "glue/sst2", against=checkpoint.load(stock).model, processor=processor, **asked
     )
-    scores = [
-        (one["quality"][0]["base"]["scores"], one["quality"][0]["variants"][0]["scores"])
-        for one in (made, of_folder, against)
-    ]
+    scores = [(one.quality[0].base.scores, one.quality[0].variants[0].scores) for one in (made, of_folder, against)]
     assert scores[0] == scores[1] == scores[2]
 
 

@@ -132,7 +132,7 @@ def test_the_speech_model_transcribes_voices_and_speakers_it_was_not_trained_on(
     opened = checkpoint.load(tmp_path / "out" / "model")
     subject = Subject("exact", opened.model, checkpoint.processor(opened.source))
     entry = evaluate({"exact": subject}, open_task("librispeech/test-other"), data=tmp_path / "out" / "new-speakers")
-    assert entry["base"]["scores"]["wer"] > 0
+    assert entry.base.scores["wer"] > 0
 
 
 def test_the_first_filters_of_the_speech_model_separate_tones():
@@ -216,4 +216,4 @@ def test_the_language_model_is_trained_on_spaced_texts(tmp_path, monkeypatch):
     opened = checkpoint.load(tmp_path / "out" / "model")
     subject = Subject("exact", opened.model, checkpoint.processor(opened.source))
     entry = evaluate({"exact": subject}, open_task("lm"), data=data / "lm" / "wikitext-2" / "valid.raw.txt")
-    assert entry["base"]["scores"]["perplexity"] > 1
+    assert entry.base.scores["perplexity"] > 1

@@ -41,15 +41,17 @@ MAY_IMPORT = {
     "approx.measuring": "approx.errors approx.version approx.recipe approx.evaluation approx.tasks approx.conversion approx.planning"
     " approx.checkpoints approx.seam approx_kernels",
     "approx.search": "approx.errors approx.measuring approx.conversion",
-    "approx.publishing": "approx.errors approx.version approx.evaluation.record approx_kernels.runtime.atomic_file",
+    "approx.publishing": "approx.errors approx.version approx.evaluation.record approx.evaluation.record_model"
+    " approx.evaluation.record_speed approx.evaluation.record_training approx_kernels.runtime.atomic_file",
     "approx.publishing.push": "approx.errors approx.version approx.evaluation.record approx.publishing"
     " approx.conversion.export",
-    "approx.patterns": "approx.errors approx.mechanisms approx.publishing approx.evaluation.bench approx.evaluation.options approx_kernels",
+    "approx.patterns": "approx.errors approx.mechanisms approx.publishing approx.evaluation.bench approx.evaluation.options"
+    " approx.evaluation.record_speed approx_kernels",
     "approx.doctor": "approx.errors approx.measuring approx.tasks approx_kernels",
     "approx.pipeline": "approx.errors approx.version approx.recipe approx.grid approx.search approx.publishing approx.measuring"
     " approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",
     "approx.inspection": "approx.errors approx.planning approx.checkpoints",
-    "approx.api": "approx.inspection approx.errors approx.validation approx.evaluation.options approx.recipe approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
+    "approx.api": "approx.inspection approx.errors approx.validation approx.evaluation.options approx.evaluation.record_model approx.recipe approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
     "approx.cli": "approx approx_kernels.runtime.atomic_file",
     "approx": "approx",
 }

@@ -3,13 +3,14 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from approx.evaluation import record
+from approx.evaluation.record_model import Record
 from reports import clustered_paper, long_documents
 from reports.long_documents import Point
+from typed import part_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,12 +37,12 @@ def test_a_finding_of_the_paper_holds_where_the_whole_interval_is_of_its_class(p
 
 def test_the_papers_rows_are_found_by_their_plans_and_not_by_their_names():
     made = record.load(ROOT / "reports" / "records" / "minilm-sst2.json")
-    for entry in (*made["quality"][0]["variants"], *made["variants"]):
-        entry["name"] = {"improved-clustered 25": "a", "clustered 25": "b"}.get(entry["name"], entry["name"])
+    for entry in (*made.quality[0].variants, *made.variants):
+        entry.name = {"improved-clustered 25": "a", "clustered 25": "b"}.get(entry.name, entry.name)
     rows = clustered_paper.rows({"glue/sst2": made})
-    assert [(row.name, row.variant["name"]) for row in rows] == [("improved-clustered", "a"), ("clustered", "b")]
-    for layer in made["variants"][0]["layers"]:
-        layer["settings"]["clusters"] = 100
+    assert [(row.name, row.variant.name) for row in rows] == [("improved-clustered", "a"), ("clustered", "b")]
+    for layer in made.variants[0].layers:
+        layer.settings["clusters"] = 100
     assert [row.name for row in clustered_paper.rows({"glue/sst2": made})] == ["clustered"]
 
 
@@ -52,7 +53,7 @@ def test_a_page_says_which_of_the_papers_tasks_was_not_measured():
     assert "| glue/sst2 | 94.7" not in rest
 
 
-def a_record(times: dict[tuple[str, int], float], scores: dict[tuple[str, int], float]) -> dict[str, Any]:
+def a_record(times: dict[tuple[str, int], float], scores: dict[tuple[str, int], float]) -> Record:
     """Two lengths, exact attention and one other."""
     quality = [
         {
@@ -77,11 +78,16 @@ def a_record(times: dict[tuple[str, int], float], scores: dict[tuple[str, int], 
     stages = "".join(
         f"  - {{task: documents, data: x/reviews.jsonl, max_length: {length}}}\n" for length in (512, 2048)
     )
-    return {
-        "title": "Long", "command": "approx run x", "recipe": {"text": f"evaluate:\n{stages}"}, "quality": quality, "speed": speed,
-        "checkpoint": {"family": "bert", "layers": 6, "positions": 2048},
-        "environment": {"processor": "p", "threads": 2, "torch": "2"},
-    }  # fmt: skip
+    return part_of(
+        Record,
+        title="Long",
+        command="approx run x",
+        recipe={"text": f"evaluate:\n{stages}"},
+        quality=quality,
+        speed=speed,
+        checkpoint={"family": "bert", "layers": 6, "positions": 2048},
+        environment={"processor": "p", "threads": 2, "torch": "2"},
+    )
 
 
 TIMES = {("exact", 512): 10.0, ("local", 512): 11.0, ("exact", 2048): 90.0, ("local", 2048): 50.0}

@@ -6,6 +6,8 @@ from typing import Any
 from rich.table import Table
 
 from approx.cli.terminal import table
+from approx.evaluation.record_model import Quality
+from approx.evaluation.record_speed import Ratio, Speed, SpeedVariant, Timing
 from approx.publishing import tables, wording
 from approx.recipe import BASE, CEILING
 
@@ -23,7 +25,7 @@ def checks_table(checks: list[dict[str, Any]]) -> Table:
     return table(["check", "result", "detail"], rows)
 
 
-def quality_table(entry: dict[str, Any]) -> Table:
+def quality_table(entry: Quality) -> Table:
     """The scores of one task: the base, and the difference of each variant from it."""
     made = tables.quality_table(entry)
     rows = [[BASE, made["base"]["score"], "", made["base"]["interval"], "", "", ""]]
@@ -40,35 +42,36 @@ def quality_table(entry: dict[str, Any]) -> Table:
     )
 
 
-def speed_tables(speed: list[dict[str, Any]]) -> list[Table]:
+def speed_tables(speed: list[Speed]) -> list[Table]:
     """The times at all lengths and batch sizes: exact attention, no attention, and the variants."""
     if not speed:
         return []
     first = speed[0]
-    inputs = " and ".join(dict.fromkeys(entry["inputs"] for entry in speed))
-    title = f"Median time of one forward pass: {inputs} inputs, {first['dtype']} on {first['device']}"
-    if first["device"] == "cpu":
-        title += f", {first['threads']} thread{'s'[: first['threads'] > 1]}"
-    title += ", fast products" * first.get("fast_products", False)
+    inputs = " and ".join(dict.fromkeys(entry.inputs for entry in speed))
+    title = f"Median time of one forward pass: {inputs} inputs, {first.dtype} on {first.device}"
+    if first.device == "cpu":
+        title += f", {first.threads} thread{'s'[: first.threads > 1]}"
+    title += ", fast products" * first.fast_products
     return [table(_SPEED, [row for entry in speed for row in _speed_rows(entry)], title=title)]
 
 
-def _speed_rows(entry: dict[str, Any]) -> Iterator[list[str] | None]:
-    timed = [(BASE, entry["base"])]
-    if entry["ceiling"]:
-        timed.append((CEILING, entry["ceiling"]))
-    timed += [(row["name"], row) for row in entry["variants"]]
+def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
+    timed: list[tuple[str, Timing]] = [(BASE, entry.base)]
+    if entry.ceiling:
+        timed.append((CEILING, entry.ceiling))
+    timed += [(row.name, row) for row in entry.variants]
     for number, (name, row) in enumerate(timed):
-        share, verdict = row.get("share_of_ceiling"), row.get("verdict") or ""
+        ratio, interval = (row.ratio, row.interval) if isinstance(row, Ratio) else (None, None)
+        share, verdict = (row.share_of_ceiling, row.verdict or "") if isinstance(row, SpeedVariant) else (None, "")
         yield [
-            "" if number or entry["batch"] == 1 else str(entry["batch"]),
-            "" if number else str(entry["length"]),
+            "" if number or entry.batch == 1 else str(entry.batch),
+            "" if number else str(entry.length),
             name,
-            wording.milliseconds(row["median_ms"]),
-            wording.times(row.get("ratio")),
-            wording.between(row.get("interval")),
+            wording.milliseconds(row.median_ms),
+            wording.times(ratio),
+            wording.between(interval),
             wording.percent(share),
-            wording.milliseconds(row.get("peak_mb")),
-            row["status"] if row["status"] != "ok" else _VERDICTS.get(verdict, verdict),
+            wording.milliseconds(row.peak_mb),
+            row.status if row.status != "ok" else _VERDICTS.get(verdict, verdict),
         ]
     yield None

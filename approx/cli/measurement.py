@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,7 +10,9 @@ from approx.cli import options
 from approx.cli.command import command, scrubbed, typed_command
 from approx.cli.terminal import Terminal
 from approx.errors import ApproxError, Exit
-from approx.publishing import wording
+
+if TYPE_CHECKING:
+    from approx.evaluation.record_model import QualityVariant
 
 _PANEL = "Measure"
 
@@ -137,22 +139,24 @@ def evaluate(
     if output is not None:
         record.save(output, made)
         terminal.note(f"Record written to {output}, the outputs of each example to {outputs}")
-    terminal.result(made, *map(quality_table, made["quality"]))
+    terminal.result(made.to_data(), *map(quality_table, made.quality))
     if fail_over:
-        variants = [variant for entry in made["quality"] for variant in entry["variants"]]
+        variants = [variant for entry in made.quality for variant in entry.variants]
         _check_losses(variants, task, margin, allow_untested)
 
 
-def _check_losses(variants: list[dict[str, Any]], task: str, margin: float, allow_untested: bool) -> None:
+def _check_losses(variants: "list[QualityVariant]", task: str, margin: float, allow_untested: bool) -> None:
     """Raise for a loss that is beyond the margin or untested."""
+    from approx.publishing import wording
+
     if not variants:
         raise ApproxError("--fail-over needs a base to compare with. Name it with --against.")
-    if any(variant["verdict"] == "loss beyond margin" for variant in variants):
+    if any(variant.verdict == "loss beyond margin" for variant in variants):
         raise ApproxError(f"The loss on {task} is beyond the margin of {margin} points.", Exit.THRESHOLD)
     untested = [variant for variant in variants if not wording.tested(variant)]
     if untested and not allow_untested:
         raise ApproxError(
-            f"The loss on {task} is {untested[0]['verdict']}, and --fail-over accepts only a tested loss. Evaluate on longer "
+            f"The loss on {task} is {untested[0].verdict}, and --fail-over accepts only a tested loss. Evaluate on longer "
             "inputs, or add --allow-untested.",
             Exit.THRESHOLD,
         )
@@ -202,7 +206,7 @@ def bench(
     if output is not None:
         record.save(output, made)
         terminal.note(f"Record written to {output}")
-    terminal.result(made, *speed_tables(made["speed"]))
+    terminal.result(made.to_data(), *speed_tables(made.speed))
 
 
 def report(
@@ -249,6 +253,6 @@ def run(
             # Without --resume, so that the command reproduces the record.
             command=scrubbed(shlex.join(["approx", "run", recipe])), progress=bar,
         )  # fmt: skip
-    tables = [*map(quality_table, made["quality"]), *speed_tables(made["speed"])]
+    tables = [*map(quality_table, made.quality), *speed_tables(made.speed)]
     files = [f"Record: {folder / 'record.json'}", f"Report: {folder / 'report' / 'index.html'}"]
-    terminal.result(made, *([read.notice] if read.notice else []), *tables, *files)
+    terminal.result(made.to_data(), *([read.notice] if read.notice else []), *tables, *files)

@@ -71,10 +71,16 @@ def pattern(
         timed_on = choose_device(device)
     files = [] if no_draw else study.draw(chosen, folder, length=draw_length, node=node)
     with terminal.progress() as bar:
-        figures = study.report(chosen, block=block, device=timed_on, progress=bar)
-    figures["files"] = [str(file) for file in files]
-    drawn = [f"Pictures: {', '.join(figures['files'])}"] if files else []
-    terminal.result(figures, _counts(figures), _flow(figures), *speed_tables(figures.get("speed", [])), *drawn)
+        found = study.report(chosen, block=block, device=timed_on, progress=bar)
+    written = [str(file) for file in files]
+    drawn = [f"Pictures: {', '.join(written)}"] if files else []
+    terminal.result(
+        {**found.to_data(), "files": written},
+        _counts(found.figures),
+        _flow(found.figures),
+        *speed_tables(found.speed),
+        *drawn,
+    )
 
 
 def _counts(figures: dict[str, Any]) -> Table:

@@ -83,21 +83,22 @@ def sweep(
     if dry_run:
         _list(terminal, cells, [Store(folder).state(cell) for cell in cells])
         return
-    for one in made["failed"]:
-        terminal.note(f"Failed: {one['title']}: {one['error']}")
-    shown = [table(one["columns"], one["rows"], title=one["title"]) for one in made["tables"]]
+    failed = made.results.failed
+    for one in failed:
+        terminal.note(f"Failed: {one.title}: {one.error}")
+    shown = [table(one.columns, one.rows, title=one.title) for one in made.tables]
     files = [f"Tables: {folder / 'sweep.md'}, sweep.csv and sweep.json", f"Records: {folder / 'records'}"]
     terminal.result(
-        {key: value for key, value in made.items() if key != "tables"},
+        made.data,
         *([read.notice] if read.notice else []),
         *shown,
-        f"{made['computed']} of {len({cell.key for cell in cells})} cells were computed; the others existed already.",
+        f"{made.computed} of {len({cell.key for cell in cells})} cells were computed; the others existed already.",
         *files,
     )
-    if made["failed"]:
-        count, codes = len(made["failed"]), [one["exit_code"] for one in made["failed"]]
+    if failed:
+        count, codes = len(failed), [one.exit_code for one in failed]
         raise ApproxError(
-            f"{count} cell{'s' if count > 1 else ''} failed: {made['failed'][0]['error']} Run the same command to try again.",
+            f"{count} cell{'s' if count > 1 else ''} failed: {failed[0].error} Run the same command to try again.",
             Exit(min(codes)),
         )
 

@@ -19,6 +19,7 @@ from approx.evaluation.baseline import BACK_ENDS, DEFAULT, best_exact
 from approx.evaluation.interleave import OK, Runner, race
 from approx.evaluation.memory import memory_limit
 from approx.evaluation.options import BenchStage
+from approx.evaluation.record_speed import Crossover, Ratio, Relative, Speed, SpeedVariant, Spread, Timing
 from approx.evaluation.statistics import ratio_interval
 from approx.evaluation.timing import Neighbours
 
@@ -56,7 +57,7 @@ def bench(
     seed: int = 0,
     chosen_in: Callable[[Callable[[], object]], dict[str, str]] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
-) -> dict[str, list[dict[str, Any]]]:
+) -> list[Speed]:
     """Time every contender at every batch size and length.
 
     Args:
@@ -72,7 +73,7 @@ def bench(
         progress: Called with rows done, the total number of rows, and a description of the next row.
 
     Returns:
-        The "speed" and "crossover" entries of a record (`approx.evaluation.record`).
+        The "speed" of a record: a row for each batch size and length.
 
     Raises:
         ApproxError: if roles or names are invalid, or the device is neither.
@@ -80,7 +81,7 @@ def bench(
     device = torch.device(device)
     _check(contenders, device)
     grid = [(batch, length) for batch in sorted(set(options.batches)) for length in sorted(set(options.lengths))]
-    speed: list[dict[str, Any]] = []
+    speed: list[Speed] = []
     for done, (batch, length) in enumerate(grid):
         if progress:
             progress(done, len(grid), f"batch {batch}, {length} tokens")
@@ -100,39 +101,41 @@ def bench(
                     if runner.status == OK:
                         runner.chosen = runner.attempt(partial(chosen_in, runner.call))
         speed.append(
-            {
-                "device": device.type,
-                "dtype": str(dtype).removeprefix("torch."),
-                "threads": torch.get_num_threads(),
-                "batch": batch,
-                "length": length,
-                "mode": "forward",
-                "inputs": options.inputs,
-                "baseline": baseline,
-                "crowded": device.type == "cpu" and neighbours.crowded(),
+            Speed(
+                device=device.type,
+                dtype=str(dtype).removeprefix("torch."),
+                threads=torch.get_num_threads(),
+                batch=batch,
+                length=length,
+                mode="forward",
+                inputs=options.inputs,
+                baseline=baseline,
+                crowded=device.type == "cpu" and neighbours.crowded(),
                 **_results(contenders, runners, seed),
-            }
+            )
         )
     if progress:
         progress(len(grid), len(grid), "")
-    return {"speed": speed, "crossover": crossover(speed)}
+    return speed
 
 
-def crossover(speed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def crossover(speed: Sequence[Speed]) -> list[Crossover]:
     """Find the length from which each variant is faster, for each batch size, dtype and device.
 
     That is the first measured length such that there and at every longer one, the interval of the ratio is above 1
     or only exact attention runs out of memory; None if there is no such length.
     """
     first: dict[tuple[str, int, str, str], int | None] = {}
-    for row in sorted(speed, key=lambda row: row["length"]):
-        for variant in row["variants"]:
-            key = (variant["name"], row["batch"], row["dtype"], row["device"])
-            only_this_runs = variant["status"] == OK != row["base"]["status"]
-            wins = only_this_runs or (variant["interval"] is not None and variant["interval"][0] > 1)
-            first[key] = (first.get(key) or row["length"]) if wins else None
-    names = ("name", "batch", "dtype", "device")
-    return [{**dict(zip(names, key, strict=True)), "length": length} for key, length in first.items()]
+    for row in sorted(speed, key=lambda row: row.length):
+        for variant in row.variants:
+            key = (variant.name, row.batch, row.dtype, row.device)
+            only_this_runs = variant.status == OK != row.base.status
+            wins = only_this_runs or (variant.interval is not None and variant.interval[0] > 1)
+            first[key] = (first.get(key) or row.length) if wins else None
+    return [
+        Crossover(name=name, batch=batch, dtype=dtype, device=device, length=length)
+        for (name, batch, dtype, device), length in first.items()
+    ]
 
 
 def _check(contenders: Sequence[Contender], device: torch.device) -> None:
@@ -185,30 +188,28 @@ def _results(contenders: Sequence[Contender], runners: dict[str, Runner], seed: 
     for contender in contenders:
         of_role[contender.role].append(contender.name)
     base = runners[of_role["base"][0]]
+
+    def relative(name: str) -> Relative:
+        return Relative(**_times(runners[name]), **vars(_ratio(base, runners[name], seed)))
+
     spread = _spread(base, seed)
-    ceiling = None
-    for name in of_role["ceiling"]:
-        ceiling = {**_times(runners[name]), **_ratio(base, runners[name], seed)}
-    variants = []
-    for name in of_role["variant"]:
-        ratio = _ratio(base, runners[name], seed)
-        variants.append(
-            {
-                "name": name,
-                **_times(runners[name]),
-                **ratio,
-                "share_of_ceiling": _share(ratio, ceiling),
-                "verdict": _verdict(ratio, spread),
-            }
+    ceiling = next(map(relative, of_role["ceiling"]), None)
+    variants = [
+        SpeedVariant(
+            name=name,
+            **vars(timed),
+            share_of_ceiling=_share(timed, ceiling),
+            verdict=_verdict(timed, spread),
         )
-    default = None
-    if DEFAULT in runners:
-        default = {**_times(runners[DEFAULT]), **_ratio(base, runners[DEFAULT], seed)}
-    return {"base": _times(base), "default": default, "ceiling": ceiling, "spread": spread, "variants": variants}
+        for name, timed in zip(of_role["variant"], map(relative, of_role["variant"]), strict=True)
+    ]
+    default = relative(DEFAULT) if DEFAULT in runners else None
+    base_times = Timing(**_times(base))
+    return {"base": base_times, "default": default, "ceiling": ceiling, "spread": spread, "variants": variants}
 
 
 def _times(runner: Runner) -> dict[str, Any]:
-    """Return the times of one contender; null if it ran out of memory."""
+    """Return the keys of `Timing` of one contender; null if it ran out of memory."""
     entry: dict[str, Any] = dict.fromkeys(("median_ms", "p10_ms", "p90_ms", "first_ms", "peak_mb", "chosen"))
     entry |= {"samples": 0, "rejected": 0, "status": runner.status}
     if runner.status == OK:
@@ -220,40 +221,40 @@ def _times(runner: Runner) -> dict[str, Any]:
     return entry
 
 
-def _ratio(base: Runner, other: Runner, seed: int) -> dict[str, Any]:
+def _ratio(base: Runner, other: Runner, seed: int) -> Ratio:
     """Return base time / other time over the rounds in which both were undisturbed, and its interval."""
     if base.status != OK or other.status != OK:
-        return {"ratio": None, "interval": None}
+        return Ratio(ratio=None, interval=None)
     (base_ms, base_good), (other_ms, other_good) = base.by_round(), other.by_round()
     return _paired(base_ms, other_ms, base_good & other_good, seed)
 
 
-def _spread(base: Runner, seed: int) -> dict[str, Any]:
+def _spread(base: Runner, seed: int) -> Spread:
     """Return the ratio of the base's first turns to its second ones."""
     if base.status != OK:
-        return {"ratio": None, "interval": None}
+        return Spread(ratio=None, interval=None)
     (first, second), (first_good, second_good) = base.by_turn()
-    return _paired(first, second, first_good & second_good, seed)
+    return Spread(**vars(_paired(first, second, first_good & second_good, seed)))
 
 
-def _paired(base: np.ndarray, other: np.ndarray, good: np.ndarray, seed: int) -> dict[str, Any]:
+def _paired(base: np.ndarray, other: np.ndarray, good: np.ndarray, seed: int) -> Ratio:
     # All rounds, disturbed ones too, are better evidence than very few undisturbed ones.
     kept = good if good.sum() >= min(ENOUGH_PAIRS, good.size / 2) else np.ones_like(good)
     ratio = float(np.median(base[kept]) / np.median(other[kept]))
-    return {"ratio": ratio, "interval": list(ratio_interval(base[kept].tolist(), other[kept].tolist(), seed))}
+    return Ratio(ratio=ratio, interval=list(ratio_interval(base[kept].tolist(), other[kept].tolist(), seed)))
 
 
-def _share(ratio: dict[str, Any], ceiling: dict[str, Any] | None) -> float | None:
+def _share(ratio: Ratio, ceiling: Ratio | None) -> float | None:
     """Return the speed-up as a fraction of the ceiling's; None if removing attention gains nothing."""
-    if ratio["ratio"] is None or ceiling is None or ceiling["ratio"] is None or ceiling["interval"][0] <= 1:
+    if ratio.ratio is None or ceiling is None or ceiling.ratio is None or not ceiling.interval:
         return None
-    return ratio["ratio"] / ceiling["ratio"]
+    return ratio.ratio / ceiling.ratio if ceiling.interval[0] > 1 else None
 
 
-def _verdict(ratio: dict[str, Any], spread: dict[str, Any]) -> str | None:
+def _verdict(ratio: Ratio, spread: Ratio) -> str | None:
     """Return "faster" if the gain is worthwhile, significant and above noise."""
-    if ratio["ratio"] is None:
+    if ratio.ratio is None or ratio.interval is None or spread.interval is None:
         return None
-    noise = max(spread["interval"][1], 1 / spread["interval"][0])
-    faster = ratio["ratio"] >= WORTHWHILE and ratio["interval"][0] > 1 and ratio["ratio"] > noise
+    noise = max(spread.interval[1], 1 / spread.interval[0])
+    faster = ratio.ratio >= WORTHWHILE and ratio.interval[0] > 1 and ratio.ratio > noise
     return "faster" if faster else "exact is better here"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from approx.evaluation.inputs import Prepared, Subject
+from approx.evaluation.record_model import Approximated
 from approx.tasks.task import Task
 
 
@@ -21,9 +21,10 @@ class Coverage:
     examples: list[bool]
     tokens: float
 
-    def to_dict(self) -> dict[str, Any]:
+    @property
+    def counted(self) -> Approximated:
         """The entry of a record."""
-        return {"examples": sum(self.examples), "tokens": self.tokens}
+        return Approximated(examples=sum(self.examples), tokens=self.tokens)
 
 
 def coverage(subject: Subject, task: Task, prepared: Prepared) -> Coverage | None:

@@ -23,6 +23,7 @@ from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.prediction_cache import Ledger, fingerprint
 from approx.evaluation.quality import compare, over_seeds
 from approx.evaluation.record import write_outputs
+from approx.evaluation.record_model import Quality, Tokens
 from approx.tasks.metrics import METRICS
 from approx.tasks.task import Encoding, Task
 
@@ -43,7 +44,7 @@ def evaluate(
     progress: Progress | None = None,
     outputs: Path | None = None,
     kept: Path | None = None,
-) -> dict[str, Any]:
+) -> Quality:
     """Score models on one split of a task and compare each with the first.
 
     Under `torchrun` or `accelerate launch`, the processes share the batches, and each returns the same result.
@@ -60,7 +61,7 @@ def evaluate(
         kept: Folder of ledgers that store the outputs of subjects with an identity, so that no batch is computed twice.
 
     Returns:
-        One entry of a record's `quality` (see `approx.evaluation.record`).
+        One entry of a record's `quality`.
 
     Raises:
         ApproxError: if there are no examples, a model does not fit the task or its inputs, or memory runs out.
@@ -101,27 +102,27 @@ def evaluate(
         columns |= {f"approximated/{name}": one.examples for name, one in covered.items()}
         write_outputs(outputs, columns)
     margin = options.margin / (100 if METRICS[task.metrics[0]].fraction else 1)
-    entry = compare(task, examples, prepared.lengths, predictions, margin=margin, seed=seed, covered=covered)
+    compared = compare(task, examples, prepared.lengths, predictions, margin=margin, seed=seed, covered=covered)
     if options.seeds > 1:
-        for subject, variant in zip(models[1:], entry["variants"], strict=True):
+        for subject, variant in zip(models[1:], compared.variants, strict=True):
             scores = []
             if subject.reseeded:
-                scores = [variant["scores"][entry["metric"]]]
+                scores = [variant.scores[compared.metric]]
                 for raised in range(1, options.seeds):
                     with subject.reseeded(raised) as other:
-                        scores.append(task.score(predicted(other), labels, [entry["metric"]])[entry["metric"]])
-            variant["seeds"] = over_seeds(scores)
-    return {
-        "task": task.name,
-        "split": loaded.name,
-        "examples": len(examples),
-        "subset": loaded.subset,
-        "truncated": prepared.truncated,
-        "notes": [*loaded.notes, *([f"read to {options.max_length:,} tokens"] if options.max_length else [])],
-        "tokens": {"median": median_low(prepared.lengths), "longest": max(prepared.lengths)},
-        **entry,
-        "outputs": outputs.name if outputs is not None else None,
-    }
+                        scores.append(task.score(predicted(other), labels, [compared.metric])[compared.metric])
+            variant.seeds = over_seeds(scores)
+    return Quality(
+        task=task.name,
+        split=loaded.name,
+        examples=len(examples),
+        subset=loaded.subset,
+        truncated=prepared.truncated,
+        notes=[*loaded.notes, *([f"read to {options.max_length:,} tokens"] if options.max_length else [])],
+        tokens=Tokens(median=median_low(prepared.lengths), longest=max(prepared.lengths)),
+        **vars(compared),
+        outputs=outputs.name if outputs is not None else None,
+    )
 
 
 @torch.inference_mode()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
-from itertools import count
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from approx.evaluation.coverage import Coverage
+from approx.evaluation.record_model import BaseQuality, Quality, QualityVariant, Record, Seeds, Slice
 from approx.evaluation.statistics import (
     Comparison,
     Interval,
@@ -26,6 +27,20 @@ from approx.tasks.metrics import METRICS, TaskMetric
 from approx.tasks.task import Example, Task
 
 
+@dataclass(frozen=True)
+class Compared:
+    """The part of a quality entry that follows from predictions; see `approx.evaluation.record_model.Quality`."""
+
+    metric: str
+    fraction: bool
+    lower_is_better: bool
+    sliced_by: str
+    slice_metric: str
+    groups: int | None
+    base: BaseQuality
+    variants: list[QualityVariant]
+
+
 def compare(
     task: Task,
     examples: Sequence[Example],
@@ -35,7 +50,7 @@ def compare(
     margin: float,
     seed: int,
     covered: Mapping[str, Coverage] | None = None,
-) -> dict[str, Any]:
+) -> Compared:
     """Score every model and compare each with the first, the base.
 
     Accuracy is compared by the exact McNemar test, any other metric by a paired bootstrap.
@@ -48,10 +63,6 @@ def compare(
         margin: The acceptable loss, in the units of the score.
         seed: Seed of the bootstrap.
         covered: Name of each converted model -> the inputs on which it approximates.
-
-    Returns:
-        `metric`, `fraction`, `lower_is_better`, `sliced_by`, `slice_metric`, `groups`, `base` and `variants` of a quality entry
-        (see `approx.evaluation.record`).
     """
     labels, groups = [example.label for example in examples], _groups(examples)
     metric = METRICS[task.metrics[0]]
@@ -71,44 +82,43 @@ def compare(
         reach = (covered or {}).get(name)
         judged, needed = verdict(gain, margin, len(labels), None if reach is None else sum(reach.examples))
         variants.append(
-            {
-                "name": name,
-                "scores": task.score(predictions[name], labels),
-                "difference": comparison.difference,
-                "interval": None if comparison.interval is None else list(comparison.interval),
-                "confidence": comparison.confidence,
-                "test": comparison.test,
-                "p_value": comparison.p_value,
-                "margin": margin,
-                "verdict": judged,
-                "needed_examples": needed,
-                "approximated": None if reach is None else reach.to_dict(),
-                "slices": _slices(task, labels, lengths, predictions[base], predictions[name]),
-            }
+            QualityVariant(
+                name=name,
+                scores=task.score(predictions[name], labels),
+                difference=comparison.difference,
+                interval=None if comparison.interval is None else list(comparison.interval),
+                confidence=comparison.confidence,
+                test=comparison.test,
+                p_value=comparison.p_value,
+                margin=margin,
+                verdict=judged,
+                needed_examples=needed,
+                approximated=None if reach is None else reach.counted,
+                slices=_slices(task, labels, lengths, predictions[base], predictions[name]),
+            )
         )
     interval = _interval(metric, evidence[base], correct[base], groups, seed)
-    return {
-        "metric": metric.key,
-        "fraction": metric.fraction,
-        "lower_is_better": metric.lower_is_better,
-        "sliced_by": task.sliced_by,
-        "slice_metric": task.slice_metric or metric.key,
-        "groups": None if groups is None else int(groups.max()) + 1,
-        "base": {
-            "scores": task.score(predictions[base], labels),
-            "interval": None if interval is None else list(interval),
-        },
-        "variants": variants,
-    }
+    return Compared(
+        metric=metric.key,
+        fraction=metric.fraction,
+        lower_is_better=metric.lower_is_better,
+        sliced_by=task.sliced_by,
+        slice_metric=task.slice_metric or metric.key,
+        groups=None if groups is None else int(groups.max()) + 1,
+        base=BaseQuality(
+            scores=task.score(predictions[base], labels), interval=None if interval is None else list(interval)
+        ),
+        variants=variants,
+    )
 
 
-def over_tasks(quality: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def over_tasks(quality: Sequence[Quality]) -> list[Quality]:
     """Add `p_adjusted` to quality entries: the p-value, Holm-adjusted over a variant's tasks; null for a single task."""
-    names = [entry["name"] for task in quality for entry in task["variants"]]
-    return _adjusted(quality, names)
+    names = [entry.name for task in quality for entry in task.variants]
+    return list(_adjusted(quality, names))
 
 
-def over_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def over_records(records: Sequence[Record]) -> list[Record]:
     """Holm-adjust the p-values of several records over all tasks that a plan was evaluated on.
 
     Plans are equal if their layers are, regardless of the names of variants and checkpoints, since each task often has its
@@ -117,43 +127,47 @@ def over_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     if len(records) < 2:
         return list(records)
     plans = [
-        {one["name"]: json.dumps(one["layers"], sort_keys=True) for one in record["variants"]} for record in records
+        {one.name: json.dumps([layer.to_data() for layer in one.layers], sort_keys=True) for one in record.variants}
+        for record in records
     ]
     families = [
-        plan[entry["name"]]
+        plan[entry.name]
         for record, plan in zip(records, plans, strict=True)
-        for task in record["quality"]
-        for entry in task["variants"]
+        for task in record.quality
+        for entry in task.variants
     ]
-    adjusted = iter(_adjusted([task for record in records for task in record["quality"]], families))
-    return [{**record, "quality": [next(adjusted) for _ in record["quality"]]} for record in records]
+    adjusted = _adjusted([task for record in records for task in record.quality], families)
+    return [record.model_copy(update={"quality": [next(adjusted) for _ in record.quality]}) for record in records]
 
 
-def _adjusted(quality: Sequence[dict[str, Any]], families: Sequence[str]) -> list[dict[str, Any]]:
+def _adjusted(quality: Sequence[Quality], families: Sequence[str]) -> Iterator[Quality]:
     """Holm-adjust the p-values of each family; `families` has one entry per variant of each task."""
-    p_values = [entry["p_value"] for task in quality for entry in task["variants"]]
+    p_values = [entry.p_value for task in quality for entry in task.variants]
     raised: dict[int, float] = {}
     for family in dict.fromkeys(families):
-        rows = [row for row, other in enumerate(families) if other == family]
-        if len(rows) > 1:
-            raised |= zip(rows, holm([p_values[row] for row in rows]), strict=True)
-    turn = count()
-    return [
-        {**task, "variants": [{**entry, "p_adjusted": raised.get(next(turn))} for entry in task["variants"]]}
-        for task in quality
-    ]
+        known = {
+            row: value
+            for row, (other, value) in enumerate(zip(families, p_values, strict=True))
+            if other == family and value is not None
+        }
+        if len(known) > 1:
+            raised |= zip(known, holm(list(known.values())), strict=True)
+    values = iter([raised.get(row) for row in range(len(p_values))])
+    for task in quality:
+        variants = [entry.model_copy(update={"p_adjusted": next(values)}) for entry in task.variants]
+        yield task.model_copy(update={"variants": variants})
 
 
-def over_seeds(scores: Sequence[float]) -> dict[str, Any]:
+def over_seeds(scores: Sequence[float]) -> Seeds:
     """Summarise scores that differ only in the seed; empty if nothing is random."""
-    return {
-        "seeds": list(range(len(scores))),
-        "scores": list(scores),
-        "mean": statistics.fmean(scores) if scores else None,
-        "sd": statistics.stdev(scores) if len(scores) > 1 else None,
-        "low": min(scores, default=None),
-        "high": max(scores, default=None),
-    }
+    return Seeds(
+        seeds=list(range(len(scores))),
+        scores=list(scores),
+        mean=statistics.fmean(scores) if scores else None,
+        sd=statistics.stdev(scores) if len(scores) > 1 else None,
+        low=min(scores, default=None),
+        high=max(scores, default=None),
+    )
 
 
 Evidence = NDArray[np.float64]
@@ -199,17 +213,17 @@ def _groups(examples: Sequence[Example]) -> NDArray[np.intp] | None:
 
 def _slices(
     task: Task, labels: Sequence[Any], lengths: Sequence[int], base: Sequence[Any], converted: Sequence[Any]
-) -> list[dict[str, Any]]:
+) -> list[Slice]:
     """Score base and converted in each slice of the task."""
     metric = METRICS[task.slice_metric or task.metrics[0]]
     pairs = zip(task.slices(labels, lengths, base), task.slices(labels, lengths, converted), strict=True)
     return [
-        {
-            "from": start,
-            "to": end,
-            "examples": len(part_labels),
-            "base": metric.value(part, part_labels),
-            "converted": metric.value(other, part_labels),
-        }
+        Slice.of(
+            start,
+            end,
+            examples=len(part_labels),
+            base=metric.value(part, part_labels),
+            converted=metric.value(other, part_labels),
+        )
         for (start, end, part, part_labels), (_, _, other, _) in pairs
     ]

@@ -1,6 +1,6 @@
 """The record: one JSON file that holds a whole run, and the only input of a report.
 
-A record is a plain dict. `approx.evaluation.record_model` describes it, and validates it on writing and reading.
+`approx.evaluation.record_model` describes it; it is validated on reading and on writing.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from approx.errors import ApproxError, Exit
-from approx.evaluation.record_model import RecordModel
+from approx.evaluation.record_model import Record
 from approx.validation import validate
 from approx_kernels.runtime.atomic_file import atomic_file
 
-SCHEMA = 1
+SCHEMA: Final = 1
 # Mistakes of a damaged record that its error lists.
 _SHOWN = 12
-
-Record = dict[str, Any]
 
 
 def save(path: Path, record: Record) -> None:
@@ -32,14 +30,16 @@ def save(path: Path, record: Record) -> None:
 
     Args:
         path: The file; its folder is created. An older record is replaced.
-        record: The record; see `RecordModel`.
+        record: The record. Keys that it was not made with are left out.
 
     Raises:
         ApproxError: if the record is invalid, a number is not finite, or the file cannot be written.
     """
-    _check(record, f"The record for {path}", Exit.INTERNAL)
+    data = record.to_data()
+    # Parts may have been changed since they were validated.
+    validated(data, f"The record for {path}", Exit.INTERNAL)
     try:
-        text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     except ValueError as error:
         raise ApproxError(f"The record for {path} cannot be stored: {error}.", Exit.INTERNAL) from None
     _write(Path(path), lambda temporary: temporary.write_text(text, encoding="utf-8"))
@@ -52,7 +52,7 @@ def load(path: Path) -> Record:
         ApproxError: if the record is missing, damaged, invalid, or of another schema; lists what is wrong.
     """
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except OSError as error:
         raise ApproxError(f"The record {path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
     except ValueError as error:
@@ -60,7 +60,33 @@ def load(path: Path) -> Record:
             f"The record {path} is damaged: {error}. Make it again with the command that made it.",
             Exit.UNAVAILABLE,
         ) from None
-    _check(record, f"The record {path}", Exit.UNAVAILABLE)
+    return validated(data, f"The record {path}", Exit.UNAVAILABLE)
+
+
+def validated(data: Any, what: str, exit_code: Exit) -> Record:
+    """Make a record from plain data.
+
+    Args:
+        data: The content of a file, or the stored result of a stage.
+        what: Begins the error: `The record speed.json`.
+        exit_code: Exit code of the error.
+
+    Raises:
+        ApproxError: if the data are invalid or of another schema; lists what is wrong.
+    """
+    if not isinstance(data, dict) or "schema" not in data:
+        raise ApproxError(f"{what} is not a record: it has no key 'schema'.", exit_code)
+    if data["schema"] != SCHEMA:
+        raise ApproxError(
+            f"{what} has schema {data['schema']}, but this version of approx reads schema {SCHEMA}. "
+            "Make the record again, or use the version that made it.",
+            exit_code,
+        )
+    record, mistakes = validate(Record, data, "record")
+    if record is None:
+        listed = "; ".join(one.text.rstrip(".") for one in mistakes[:_SHOWN])
+        more = f"; and {len(mistakes) - _SHOWN} more" if len(mistakes) > _SHOWN else ""
+        raise ApproxError(f"{what} is damaged: {listed}{more}. Make it again with the command that made it.", exit_code)
     return record
 
 
@@ -96,22 +122,6 @@ def write_outputs(path: Path, columns: dict[str, Sequence[Any]]) -> None:
 
     table = pyarrow.table({name: list(values) for name, values in columns.items()})
     _write(Path(path), lambda temporary: pyarrow.parquet.write_table(table, temporary))
-
-
-def _check(record: Any, what: str, exit_code: Exit) -> None:
-    if not isinstance(record, dict) or "schema" not in record:
-        raise ApproxError(f"{what} is not a record: it has no key 'schema'.", exit_code)
-    if record["schema"] != SCHEMA:
-        raise ApproxError(
-            f"{what} has schema {record['schema']}, but this version of approx reads schema {SCHEMA}. "
-            "Make the record again, or use the version that made it.",
-            exit_code,
-        )
-    _, mistakes = validate(RecordModel, record, "record")
-    if mistakes:
-        listed = "; ".join(one.text.rstrip(".") for one in mistakes[:_SHOWN])
-        more = f"; and {len(mistakes) - _SHOWN} more" if len(mistakes) > _SHOWN else ""
-        raise ApproxError(f"{what} is damaged: {listed}{more}. Make it again with the command that made it.", exit_code)
 
 
 def _refuse_constant(name: str) -> None:

@@ -3,7 +3,8 @@
 Scores are fractions (0.8956), margins are fractions of the same score (0.005), times are in milliseconds, memory is in
 megabytes (10^6 bytes), a difference is converted minus base, a ratio is base time / variant time, an interval is
 [low, high]. Values that were not measured are null, never 0 or NaN. Keys with a default may be missing in older records.
-Records may have further keys; readers ignore keys that they do not know.
+Records may have further keys; readers ignore keys that they do not know. The models have their keys in the order of the
+files, so that a record is written as it was read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from approx.evaluation.record_speed import Crossover, Interval, Speed
 from approx.evaluation.record_training import Trained
 from approx.validation import Written
 
-Scores = dict[str, float | None]
+Scores = dict[str, float]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -147,6 +148,11 @@ class Slice(Written):
     base: float | None
     converted: float | None
 
+    @classmethod
+    def of(cls, start: int | None, to: int | None, **more: Any) -> Slice:
+        """Make a slice; `from` is a word of Python, so no keyword can have its name."""
+        return cls(**{"from": start, "to": to, **more})
+
 
 class QualityVariant(Written):
     """One variant on one task.
@@ -161,28 +167,28 @@ class QualityVariant(Written):
         p_value: p-value under the hypothesis of no change.
         margin: Acceptable loss.
         verdict: See `approx.evaluation.statistics.verdict`.
-        p_adjusted: p_value, Holm-adjusted over the tasks of the variant, or of its plan in a report of several records;
-            null for a single task.
         needed_examples: Number of examples that would settle an inconclusive verdict.
         approximated: Inputs with attention approximated; null for a model that is not converted.
-        seeds: Scores over seeds; null if only one was scored.
         slices: Scores by length.
+        seeds: Scores over seeds; null if only one was scored.
+        p_adjusted: p_value, Holm-adjusted over the tasks of the variant, or of its plan in a report of several records;
+            null for a single task.
     """
 
     name: str
     scores: Scores
-    difference: float | None
+    difference: float
     interval: Interval | None
     confidence: float | None = None
     test: str | None = None
     p_value: float | None = None
     margin: float | None = None
     verdict: str
-    p_adjusted: float | None = None
     needed_examples: int | None = None
     approximated: Approximated | None = None
-    seeds: Seeds | None = None
     slices: list[Slice] = Field(default_factory=list)
+    seeds: Seeds | None = None
+    p_adjusted: float | None = None
 
 
 class Tokens(Written):
@@ -203,17 +209,17 @@ class Quality(Written):
     Attributes:
         task: Name of the task.
         split: Name of the split.
+        examples: Number of examples.
+        subset: Whether examples were left out.
+        truncated: Number of truncated examples.
+        notes: What was left out or changed when the examples were read.
+        tokens: Lengths of the inputs.
         metric: Metric of differences and verdicts.
         fraction: Whether the score is a fraction, shown in percent and points.
         lower_is_better: Whether lower scores are better.
-        examples: Number of examples.
         sliced_by: Unit of the bounds of slices.
         slice_metric: Metric of the slices.
-        subset: Whether examples were left out.
-        truncated: Number of truncated examples.
         groups: Number of speakers or documents that are resampled as a whole; null if examples are independent.
-        tokens: Lengths of the inputs.
-        notes: What was left out or changed when the examples were read.
         base: Scores of the base.
         variants: Scores of the variants, in order.
         outputs: Name of the parquet file of per-example outputs, beside the record.
@@ -222,24 +228,24 @@ class Quality(Written):
 
     task: str
     split: str
+    examples: Count
+    subset: bool
+    truncated: Count
+    notes: list[str] = Field(default_factory=list)
+    tokens: Tokens | None = None
     metric: str
     fraction: bool = True
     lower_is_better: bool = False
-    examples: Count
     sliced_by: str | None = None
     slice_metric: str | None = None
-    subset: bool
-    truncated: Count
     groups: int | None = None
-    tokens: Tokens | None = None
-    notes: list[str] = Field(default_factory=list)
     base: BaseQuality
     variants: list[QualityVariant]
     outputs: str | None
     fast_products: bool = False
 
 
-class RecordModel(Written):
+class Record(Written):
     """A whole run, and the only input of a report.
 
     Attributes:

@@ -19,26 +19,26 @@ class Timing(Written):
         p10_ms: First decile.
         p90_ms: Last decile.
         first_ms: Time of the first call.
+        peak_mb: Peak memory.
+        chosen: Op -> the implementation it used, such as `cpu` or `triton`; `reference` and `tiles` are plain PyTorch.
         samples: Number of repetitions used.
         rejected: Number of disturbed repetitions.
-        peak_mb: Peak memory.
         status: `ok` or `out of memory`.
-        chosen: Op -> the implementation it used, such as `cpu` or `triton`; `reference` and `tiles` are plain PyTorch.
     """
 
     median_ms: float | None
     p10_ms: float | None = None
     p90_ms: float | None = None
     first_ms: float | None = None
+    peak_mb: float | None
+    chosen: dict[str, str] | None = None
     samples: int = 0
     rejected: int = 0
-    peak_mb: float | None
     status: str
-    chosen: dict[str, str] | None = None
 
 
-class Relative(Timing):
-    """Times of one model, and its speed relative to the base.
+class Ratio(Written):
+    """The speed of one model relative to that of the base.
 
     Attributes:
         ratio: Base time / its time.
@@ -49,30 +49,38 @@ class Relative(Timing):
     interval: Interval | None
 
 
-class SpeedVariant(Relative):
-    """One variant at one size.
+class Relative(Ratio, Timing):
+    """Times of one model, and its speed relative to the base."""
+
+
+class Named(Written):
+    """What has a name.
 
     Attributes:
         name: Name of the variant.
+    """
+
+    name: str
+
+
+class SpeedVariant(Relative, Named):
+    """One variant at one size.
+
+    Attributes:
         share_of_ceiling: Its ratio divided by the ceiling's.
         verdict: `faster` or `exact is better here`; null without a ratio.
     """
 
-    name: str
     share_of_ceiling: float | None = None
     verdict: str | None = None
 
 
-class Spread(Written):
+class Spread(Ratio):
     """The base against itself.
 
     Attributes:
         ratio: First turns / second turns, near 1.
-        interval: Interval of the ratio.
     """
-
-    ratio: float | None
-    interval: Interval | None
 
 
 class Speed(Written):
@@ -88,12 +96,12 @@ class Speed(Written):
         inputs: `real` or `synthetic`.
         baseline: The exact attention of the base, the fastest on this machine.
         crowded: Whether other programs used the cores throughout.
-        fast_products: Whether all models ran within `approx.fast_products()`.
         base: Times of the base.
         default: Times of PyTorch's default SDPA; null if that is the base.
         ceiling: Times of the model without attention.
         spread: The base against itself.
         variants: Times of the variants, in order.
+        fast_products: Whether all models ran within `approx.fast_products()`.
     """
 
     device: str
@@ -105,12 +113,12 @@ class Speed(Written):
     inputs: Literal["real", "synthetic"]
     baseline: str
     crowded: bool = False
-    fast_products: bool = False
     base: Timing
     default: Relative | None = None
     ceiling: Relative | None = None
     spread: Spread | None = None
     variants: list[SpeedVariant]
+    fast_products: bool = False
 
 
 class Crossover(Written):

@@ -64,8 +64,8 @@ class Trained(Written):
         exact: Its value with exact attention before training.
         before: Its value before training.
         after: Its value after training.
-        examples: Number of training examples.
         held_out: Number of held-out examples, which chose the best step.
+        examples: Number of training examples.
         data_sha256: Hash of all these examples.
         approximated: Share of the training inputs on which the variant approximates; null for the base.
     """
@@ -77,7 +77,7 @@ class Trained(Written):
     exact: float | None
     before: float | None
     after: float | None
-    examples: Count
     held_out: Count
+    examples: Count
     data_sha256: str
     approximated: float | None = None

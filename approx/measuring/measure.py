@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,15 @@ from approx.checkpoints import checkpoint, families
 from approx.checkpoints.receipt import read_receipt
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
-from approx.evaluation import record
+from approx.evaluation import record, record_model
 from approx.evaluation.bench import Contender, bench, crossover
 from approx.evaluation.evaluate import Subject, evaluate
 from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.evaluation.prediction_cache import default_folder, fingerprint
 from approx.evaluation.quality import over_tasks
+from approx.evaluation.record_model import Layer, Quality, RecipeText, Record, Variant
+from approx.evaluation.record_speed import Speed
+from approx.evaluation.record_training import Trained
 from approx.evaluation.timing_inputs import sound_inputs, text_inputs
 from approx.measuring.identity import computed_by, identity
 from approx.measuring.products import products_for
@@ -104,7 +107,7 @@ def measure_quality(
     outputs: Path | None,
     fresh: bool,
     progress: Progress,
-) -> dict[str, Any]:
+) -> Quality:
     """The `quality` entry of a record; the first checkpoint is the base of all others.
 
     With `fresh`, stored outputs are ignored and none are stored.
@@ -129,8 +132,8 @@ def measure_quality(
             kept=None if fresh else default_folder(),
             progress=lambda done, total: progress(f"evaluate {stage.task}", done, total),
         )
-    notes = [*entry["notes"], *(["fast float32 products"] if stage.fast_products else [])]
-    return entry | {"notes": notes, "fast_products": stage.fast_products}
+    notes = [*entry.notes, *(["fast float32 products"] if stage.fast_products else [])]
+    return entry.model_copy(update={"notes": notes, "fast_products": stage.fast_products})
 
 
 def measure_speed(
@@ -140,7 +143,7 @@ def measure_speed(
     *,
     seed: int,
     progress: Progress,
-) -> list[dict[str, Any]]:
+) -> list[Speed]:
     """The `speed` entries of a record; the first checkpoint is the exact base of all others."""
     models = {label: _long_enough(one.model, stage.max_length) for label, one in opened.items()}
     base, source = models[BASE], opened[BASE].source
@@ -171,7 +174,7 @@ def measure_speed(
         *(Contender(label, forward(model)) for label, model in models.items() if label != BASE),
     ]
     with products_for(models.values(), stage.fast_products):
-        raced = bench(
+        speed = bench(
             contenders,
             stage,
             make_inputs=_input_maker(base, source, texts, seed),
@@ -181,7 +184,7 @@ def measure_speed(
             chosen_in=chosen_in,
             progress=lambda done, total, what: progress(f"bench {what}".strip(), done, total),
         )
-    return [{**row, "fast_products": stage.fast_products} for row in raced["speed"]]
+    return [row.model_copy(update={"fast_products": stage.fast_products}) for row in speed]
 
 
 def make_record(
@@ -190,58 +193,63 @@ def make_record(
     title: str,
     seed: int,
     command: str,
-    quality: list[dict[str, Any]] | None = None,
-    speed: list[dict[str, Any]] | None = None,
-    trainings: list[dict[str, Any]] | None = None,
+    quality: Sequence[Quality] = (),
+    speed: Sequence[Speed] = (),
+    trainings: Sequence[Trained] = (),
     notice: str | None = None,
-    recipe: dict[str, str] | None = None,
-) -> dict[str, Any]:
+    recipe: RecipeText | None = None,
+) -> Record:
     """Make a record; the first checkpoint is the base, the others are its variants."""
     base, *variants = opened.items()
     source, model = base[1].source, base[1].model
     facts = anatomy.anatomy(families.stock_config(source.config), source.stock_class)
-    return {
-        "schema": record.SCHEMA,
-        "title": title,
-        "notice": notice,
-        "command": command,
-        "seed": seed,
-        "recipe": recipe,
-        "checkpoint": {
-            "name": source.name,
-            "revision": source.revision,
-            "weights_sha256": base[1].weights_sha256,
-            "family": facts.family,
-            "parameters": facts.parameters,
-            "layers": len(facts.sites),
-            "positions": facts.positions,
-        },
-        "variants": [_variant(label, one) for label, one in variants],
-        "quality": over_tasks(quality or []),
-        "speed": speed or [],
-        "crossover": crossover(speed or []),
-        "trainings": trainings or [],
-        "environment": record.environment(
+    return Record(
+        schema=record.SCHEMA,
+        title=title,
+        notice=notice,
+        command=command,
+        seed=seed,
+        recipe=recipe,
+        checkpoint=record_model.Checkpoint(
+            name=source.name,
+            revision=source.revision,
+            weights_sha256=base[1].weights_sha256,
+            family=facts.family,
+            parameters=facts.parameters,
+            layers=len(facts.sites),
+            positions=facts.positions,
+        ),
+        variants=[_variant(label, one) for label, one in variants],
+        quality=over_tasks(quality),
+        speed=list(speed),
+        crossover=crossover(speed),
+        trainings=list(trainings),
+        environment=record.environment(
             threads=torch.get_num_threads(),
             gpu=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None,
         ),
-    }
+    )
 
 
-def _variant(label: str, one: checkpoint.Checkpoint) -> dict[str, Any]:
+def _variant(label: str, one: checkpoint.Checkpoint) -> Variant:
     sites = (one.source.raw.get("approx") or {}).get("sites", {})
     receipt = read_receipt(one.source.folder)
-    return {
-        "name": label,
-        "layers": [
-            {key: part[key] for key in ("layer", *(["heads"] if "groups" in site else []), "mechanism", "settings")}
+    return Variant(
+        name=label,
+        layers=[
+            Layer(
+                **{
+                    key: part[key]
+                    for key in ("layer", *(["heads"] if "groups" in site else []), "mechanism", "settings")
+                }
+            )
             for site in sorted(sites.values(), key=lambda site: site["layer"])
             for part in described(site)
         ],
         # Of what was not converted there is nothing to verify.
-        "verified": not one.source.converted or (receipt is not None and receipt.verified),
-        "receipt": None if receipt is None else receipt.model_dump(mode="json"),
-    }
+        verified=not one.source.converted or (receipt is not None and receipt.verified),
+        receipt=None if receipt is None else receipt.model_dump(mode="json"),
+    )
 
 
 def _long_enough(model: Any, length: int | None) -> Any:

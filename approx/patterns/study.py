@@ -1,6 +1,7 @@
 """The figures, pictures and optionally the speed of one sparse pattern."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from approx.errors import ApproxError, Exit
 from approx.evaluation.bench import Contender, bench
 from approx.evaluation.options import BenchStage
+from approx.evaluation.record_speed import Speed
 from approx.patterns import Pattern, figures
 from approx.publishing.patterns import flow_picture, steps_picture
 from approx.publishing.pictures import write_pictures
@@ -18,6 +20,23 @@ from approx_kernels.dispatch.implementation import chosen_in
 HEADS, HEAD_DIM = 12, 64
 # A flow graph of more positions is not legible.
 MOST_DRAWN = 48
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is known of a pattern.
+
+    Attributes:
+        figures: The figures of `approx.patterns.figures`.
+        speed: Times of one layer's attention, as in a record; empty if nothing was timed.
+    """
+
+    figures: dict[str, Any]
+    speed: list[Speed]
+
+    def to_data(self) -> dict[str, Any]:
+        """The figures as plain data, with `speed` if anything was timed."""
+        return self.figures | ({"speed": [row.to_data() for row in self.speed]} if self.speed else {})
 
 
 def draw(
@@ -72,24 +91,19 @@ def draw(
 
 def report(
     pattern: Pattern, *, block: int = 64, device: str | None = None, progress: Callable[[str, int, int], None]
-) -> dict[str, Any]:
-    """Return the figures of a pattern and, with a device, its speed against exact attention.
+) -> Study:
+    """Count a pattern and, with a device, time it against exact attention.
 
     Args:
         pattern: The pattern.
         block: Side of the tiles of the block density.
         device: Device to time one layer's attention on, with 12 heads of size 64 in float32; None times nothing.
         progress: Called with stage, done and total.
-
-    Returns:
-        The figures of `approx.patterns.figures`, and `speed`: rows as in a record.
     """
     progress(f"count {pattern.name}", 0, 1)
-    result = figures(pattern, block)
+    counted = figures(pattern, block)
     progress(f"count {pattern.name}", 1, 1)
-    if device is not None:
-        result["speed"] = _speed(pattern, device, progress)
-    return result
+    return Study(counted, [] if device is None else _speed(pattern, device, progress))
 
 
 def refuse_existing(folder: Path, force: bool) -> None:
@@ -108,7 +122,7 @@ def refuse_existing(folder: Path, force: bool) -> None:
         )
 
 
-def _speed(pattern: Pattern, device: str, progress: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
+def _speed(pattern: Pattern, device: str, progress: Callable[[str, int, int], None]) -> list[Speed]:
     ours = {name: made.to(device).eval() for name, made in pattern.mechanisms(HEADS, HEAD_DIM).items()}
 
     def make_inputs(batch: int, length: int) -> tuple[torch.Tensor, ...]:
@@ -132,7 +146,7 @@ def _speed(pattern: Pattern, device: str, progress: Callable[[str, int, int], No
         dtype="float32",
         chosen_in=chosen_in,
         progress=lambda done, total, what: progress(f"time {what}", done, total),
-    )["speed"]
+    )
 
 
 def _named(pattern: Pattern) -> str:

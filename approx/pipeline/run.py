@@ -3,17 +3,18 @@
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
+from approx.evaluation.record_model import RecipeText, Record
+from approx.evaluation.record_training import Trained
 from approx.measuring.identity import computed_by
 from approx.measuring.measure import Progress, silent
 from approx.pipeline.executors import Here
 from approx.pipeline.preflight import check
-from approx.pipeline.stages import Conversions, Study
+from approx.pipeline.stages import Conversions, Study, measured
 from approx.pipeline.store import Stage, complete
 from approx.publishing.report import write_report
 from approx.recipe import BASE, HEALED, TRAINED, Recipe, slug
@@ -32,7 +33,7 @@ def run(
     offline: bool = False,
     command: str = "",
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Record:
     """Run a whole recipe.
 
     Finished stages are stored in `out`, so an interrupted run continues where it stopped.
@@ -95,16 +96,16 @@ def _healed(study: Study, recipe: Recipe, converted: Conversions, out: Path) -> 
     return stages
 
 
-def _report(study: Study, recipe: Recipe, folders: Conversions, parts: list[Stage]) -> dict[str, Any]:
+def _report(study: Study, recipe: Recipe, folders: Conversions, parts: list[Stage]) -> Record:
     """Write record and report from the results of all stages; fast, so its outcome is not stored."""
-    results = [outcome["result"] for part in parts if (outcome := study.store.read(part))]
+    results = [measured(outcome) for part in parts if (outcome := study.store.read(part))]
     made = study.record(
         folders,
-        recipe={"text": recipe.text, "sha256": recipe.sha256},
-        quality=[entry for result in results for entry in result["quality"]],
-        speed=[row for result in results for row in result["speed"]],
+        recipe=RecipeText(text=recipe.text, sha256=recipe.sha256),
+        quality=[entry for result in results for entry in result.quality],
+        speed=[row for result in results for row in result.speed],
         trainings=[
-            outcome["result"]
+            Trained(**outcome["result"])
             for one in folders.values()
             if one.noun == "training" and (outcome := study.store.read(one))
         ],

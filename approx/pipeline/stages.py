@@ -10,7 +10,10 @@ from typing import Any
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.conversion import convert
 from approx.conversion.separator import of_checkpoint, with_separator
+from approx.errors import Exit
+from approx.evaluation import record
 from approx.evaluation.options import BenchStage, EvaluateStage
+from approx.evaluation.record_model import Record
 from approx.finetuning.data import digest_of
 from approx.finetuning.finetune import BudgetMetError
 from approx.finetuning.folder import finetune_folder
@@ -27,7 +30,7 @@ from approx.measuring.measure import (
     silent,
 )
 from approx.pipeline.preflight import refuse_trained_on, rehearse
-from approx.pipeline.store import Stage, Store, stage_key
+from approx.pipeline.store import Outcome, Stage, Store, stage_key
 from approx.planning.plan import Plan
 from approx.recipe import BASE, Recipe
 
@@ -86,8 +89,8 @@ class Study:
         """Drop the loaded models, before stages are sent to other processes."""
         self._opened.clear()
 
-    def record(self, conversions: Conversions, **more: Any) -> dict[str, Any]:
-        """A record of measurements."""
+    def record(self, conversions: Conversions, **more: Any) -> Record:
+        """A record of measurements; the keywords are those of `make_record`."""
         about = {"title": self.asked.title, "notice": self.asked.notice, "seed": self.asked.seed}
         return make_record(self.open(conversions), command=self._command, **about, **more)
 
@@ -172,11 +175,20 @@ class Study:
     def _evaluate(self, number: int, conversions: Conversions, outputs: Path) -> dict[str, Any]:
         opened, task, seed = self.open(conversions), self.asked.evaluate[number], self.asked.seed
         entry = measure_quality(opened, task, seed=seed, outputs=outputs, fresh=False, progress=self._progress)
-        return self.record(conversions, quality=[entry])
+        return self.record(conversions, quality=[entry]).to_data()
 
     def _bench(self, grid: BenchStage, texts: EvaluateStage | None, conversions: Conversions) -> dict[str, Any]:
         speed = measure_speed(self.open(conversions), grid, texts, seed=self.asked.seed, progress=self._progress)
-        return self.record(conversions, speed=speed)
+        return self.record(conversions, speed=speed).to_data()
+
+
+def measured(outcome: Outcome) -> Record:
+    """The record of an evaluation or bench, from its stored outcome.
+
+    Raises:
+        ApproxError: if it is not a record.
+    """
+    return record.validated(outcome["result"], f"The outcome of '{outcome['name']}'", Exit.INTERNAL)
 
 
 def _labels(conversions: Conversions) -> str:

@@ -34,7 +34,7 @@ class Stage:
     Attributes:
         name: Description: `evaluate clustered clusters=25 on needle`.
         key: From `stage_key`.
-        compute: Makes the product and returns the result, plain data; pickled if it runs in another process.
+        compute: Makes the product and returns the result, plain data if it is stored; pickled if it runs in another process.
         inputs: Stages that must be done before.
         product: The file or folder that it makes, if any; if it is missing or different, the stage is not done.
         alone: Whether nothing may run in parallel, because it is timed.

@@ -1,29 +1,47 @@
 """A sweep: compute the missing stages of a grid, and combine their results."""
 
-import copy
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import crossover
+from approx.evaluation.record_model import RecipeText, Record
 from approx.grid import Grid
 from approx.measuring.measure import Progress, silent
 from approx.pipeline.executors import Executor
 from approx.pipeline.preflight import check
-from approx.pipeline.stages import Study
-from approx.pipeline.store import Outcome, Stage, Store, complete
+from approx.pipeline.stages import Study, measured
+from approx.pipeline.store import Stage, Store, complete
 from approx.planning.plan import Plan
 from approx.planning.seeding import seeded
 from approx.publishing import sweep as tables
+from approx.publishing.sweep_rows import Cell, Results, collect, machine, same_task
 from approx.recipe import slug
 from approx_kernels.runtime.atomic_file import write_whole
 
 _OWN = ("stages", "converted", "records", "jobs", "sweep.json", "sweep.csv", "sweep.md")
+
+
+@dataclass(frozen=True)
+class Swept:
+    """The outcome of a sweep.
+
+    Attributes:
+        results: What its cells came to.
+        tables: The formatted tables.
+        computed: Number of cells that were computed; the others existed already.
+        data: The content of `sweep.json`, and `computed`.
+    """
+
+    results: Results
+    tables: list[tables.Table]
+    computed: int
+    data: dict[str, Any]
 
 
 def cells(
@@ -52,9 +70,7 @@ def cells(
     return sorted(made, key=lambda cell: (cell.alone, bool(cell.inputs)))
 
 
-def sweep(
-    grid: Grid, out: Path, todo: Sequence[Stage], executor: Executor, *, progress: Progress = silent
-) -> dict[str, Any]:
+def sweep(grid: Grid, out: Path, todo: Sequence[Stage], executor: Executor, *, progress: Progress = silent) -> Swept:
     """Compute the cells that are missing or failed, and combine all of them.
 
     A failed cell stops only those that depend on it; the next sweep tries it again. Finished cells survive any crash.
@@ -65,17 +81,14 @@ def sweep(
         todo: Cells from `cells`.
         executor: Runs the cells.
         progress: Called with the cell that finished last, done and total.
-
-    Returns:
-        The content of `sweep.json` (see `approx.publishing.sweep.collect`), `computed`: the number of computed cells, and
-        `tables`: the formatted tables.
     """
     computed = complete(
         todo, Store(out), executor, keep_going=True,
         progress=lambda name, *where: progress(f"sweep: {name}" if name else "sweep", *where),
     )  # fmt: skip
-    made = _written(grid, out, [outcome for cell in todo if (outcome := _outcome(cell, Store(out))) is not None])
-    return {**made, "computed": len(computed), "tables": tables.layout(made)}
+    return _written(
+        grid, out, [cell for stage in todo if (cell := _cell(stage, Store(out))) is not None], len(computed)
+    )
 
 
 def _checked(grid: Grid, offline: bool) -> dict[str, Plan]:
@@ -119,59 +132,62 @@ def _cells(grid: Grid, plans: dict[str, Plan], study: Study) -> Iterator[Stage]:
             yield from (replace(stage, about={**about, "kind": stage.name.partition(" ")[0]}) for stage in made)
 
 
-def _outcome(cell: Stage, store: Store) -> Outcome | None:
+def _cell(stage: Stage, store: Store) -> Cell | None:
     """The outcome of a cell, for the tables; None if it was not computed."""
-    outcome = store.read(cell)
+    outcome = store.read(stage)
     if outcome is None:
         return None
-    made = outcome["result"] if cell.about["kind"] in ("base", "evaluate", "bench") else None
-    # Another plan may share the stage, or the plan had another name when it was computed.
-    for part in (*made["quality"], *made["speed"], made) if made else ():
-        for variant in part["variants"]:
-            variant["name"] = cell.about["label"]
-    return {**outcome, **cell.about, "title": cell.name, "record": made}
+    made = None
+    if stage.about["kind"] in ("base", "evaluate", "bench") and outcome["result"] is not None:
+        made = measured(outcome)
+        # Another plan may share the stage, or the plan had another name when it was computed.
+        for part in (*made.quality, *made.speed, made):
+            for variant in part.variants:
+                variant.name = stage.about["label"]
+    about = {name: stage.about[name] for name in ("kind", "checkpoint", "plan", "seed")}
+    return Cell(stage.key, stage.name, **about, error=outcome["error"], exit_code=outcome["exit_code"], record=made)
 
 
-def _written(grid: Grid, out: Path, outcomes: list[Outcome]) -> dict[str, Any]:
-    """Write the tables and the records; return the content of `sweep.json`."""
-    recipe = {"text": grid.text, "sha256": grid.sha256}
-    about = {"schema": 1, "title": grid.title, "notice": grid.notice, "grid": recipe, "seeds": grid.seeds}
-    made = {**about, **tables.collect(outcomes, {name: point.values for name, point in grid.points.items()})}
+def _written(grid: Grid, out: Path, found: list[Cell], computed: int) -> Swept:
+    """Write the tables and the records."""
+    recipe = RecipeText(text=grid.text, sha256=grid.sha256)
+    results = collect(found, {name: point.values for name, point in grid.points.items()})
+    about = {"schema": 1, "title": grid.title, "notice": grid.notice, "grid": recipe.to_data(), "seeds": grid.seeds}
+    made = {**about, **results.to_data()}
     write_whole(out / "sweep.json", json.dumps(made, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    write_whole(out / "sweep.csv", tables.comma_separated(made))
-    write_whole(out / "sweep.md", tables.markdown(made))
+    write_whole(out / "sweep.csv", tables.comma_separated(results))
+    write_whole(out / "sweep.md", tables.markdown(grid.title, grid.notice, results))
     shutil.rmtree(out / "records", ignore_errors=True)
-    parts = [outcome["record"] for outcome in outcomes if outcome["record"] and outcome["record"]["variants"]]
-    for name, one in _records(parts):
-        record.save(out / "records" / f"{name}.json", {**one, "recipe": recipe})
-    return made
+    for name, one in _records([cell.record for cell in found if cell.record and cell.record.variants]):
+        record.save(out / "records" / f"{name}.json", one.model_copy(update={"recipe": recipe}))
+    return Swept(results, tables.layout(results), computed, {**made, "computed": computed})
 
 
-def _records(parts: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _records(parts: list[Record]) -> Iterator[tuple[str, Record]]:
     """The records for `approx report`: one with the quality of all plans, and one for the speed of each plan and machine."""
-    joined: dict[str, dict[str, Any]] = {}
+    joined: dict[str, Record] = {}
     for part in parts:
-        base, label = slug(Path(part["checkpoint"]["name"]).name), slug(part["variants"][0]["name"])
-        machine = tables.machine(part)
-        alike = [name for name, one in joined.items() if name.startswith(f"{base}-speed-{label}.")]
-        place = next((n for n, name in enumerate(alike) if tables.machine(joined[name]) == machine), len(alike))
-        name = f"{base}-quality" if part["quality"] else f"{base}-speed-{label}.{place}"
+        base, label = slug(Path(part.checkpoint.name).name), slug(part.variants[0].name)
+        place_of = machine(part)
+        alike = [name for name in joined if name.startswith(f"{base}-speed-{label}.")]
+        place = next((n for n, name in enumerate(alike) if machine(joined[name]) == place_of), len(alike))
+        name = f"{base}-quality" if part.quality else f"{base}-speed-{label}.{place}"
         if name not in joined:
-            joined[name] = copy.deepcopy(part)
+            joined[name] = part.model_copy(deep=True)
             continue
         whole = joined[name]
-        known = {variant["name"] for variant in whole["variants"]}
-        whole["variants"] += [variant for variant in part["variants"] if variant["name"] not in known]
-        whole["speed"] += part["speed"]
-        for entry in part["quality"]:
-            same = (one for one in whole["quality"] if tables.same_task(one, entry))
+        known = {variant.name for variant in whole.variants}
+        whole.variants += [variant for variant in part.variants if variant.name not in known]
+        whole.speed += part.speed
+        for entry in part.quality:
+            same = (one for one in whole.quality if same_task(one, entry))
             if (task := next(same, None)) is None:
-                whole["quality"].append(copy.deepcopy(entry))
+                whole.quality.append(entry.model_copy(deep=True))
             else:
-                task["variants"] += entry["variants"]
+                task.variants += entry.variants
     for name, whole in joined.items():
-        for entry in whole["quality"]:
+        for entry in whole.quality:
             # The outputs are one file per cell, not one beside the record.
-            entry["outputs"] = None
-        whole["crossover"] = crossover(whole["speed"])
+            entry.outputs = None
+        whole.crossover = crossover(whole.speed)
         yield name.removesuffix(".0"), whole

@@ -6,6 +6,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from approx.evaluation.record_model import Checkpoint, Quality, Record
+from approx.evaluation.record_speed import Speed
 from approx.publishing import wording
 from approx.publishing.drawing import INK
 from approx.publishing.plots import colours, quality_figure, speed_figure
@@ -28,17 +30,17 @@ _ENVIRONMENT_LABELS = {
 }
 
 
-def html(records: list[dict[str, Any]]) -> str:
+def html(records: list[Record]) -> str:
     """Render records as one offline page."""
     return _render("page.html.j2", records, autoescape=True)
 
 
-def markdown(records: list[dict[str, Any]]) -> str:
+def markdown(records: list[Record]) -> str:
     """Render records as Markdown: the same words and tables, without the plots."""
     return _render("report.md.j2", records, autoescape=False)
 
 
-def _render(template: str, records: list[dict[str, Any]], autoescape: bool) -> str:
+def _render(template: str, records: list[Record], autoescape: bool) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=autoescape,
@@ -48,27 +50,26 @@ def _render(template: str, records: list[dict[str, Any]], autoescape: bool) -> s
         keep_trailing_newline=True,
     )
     environment.filters["cell"] = _cell
-    titles = [record["title"] for record in records]
+    titles = [record.title for record in records]
     title = titles[0] if len(titles) == 1 else f"{len(titles)} reports"
     sections = [_section(record, f"r{number}") for number, record in enumerate(records, start=1)]
     return environment.get_template(template).render(title=title, sections=sections)
 
 
-def _section(record: dict[str, Any], identity: str) -> dict[str, Any]:
+def _section(record: Record, identity: str) -> dict[str, Any]:
     """The content of one record's section; `identity` is the prefix of all its ids."""
-    groups = speed_groups(record)
-    tasks = record.get("quality") or []
+    groups = speed_groups(record.speed)
+    tasks = record.quality
     return {
         "id": identity,
-        "title": record["title"],
-        "notice": record["notice"],
-        "checkpoint": _checkpoint(record["checkpoint"]),
+        "title": record.title,
+        "notice": record.notice,
+        "checkpoint": _checkpoint(record.checkpoint),
         "colours": colours(record),
         "answers": answers(record),
         "quality": [quality_table(task) for task in tasks],
         "speed": [
-            speed_table(rows, record["crossover"])
-            | {"figure": speed_figure(rows, record, f"{identity}-speed-{number}")}
+            speed_table(rows, record.crossover) | {"figure": speed_figure(rows, record, f"{identity}-speed-{number}")}
             for number, rows in enumerate(groups)
         ],
         "both": _both(record, groups, tasks, identity),
@@ -76,34 +77,32 @@ def _section(record: dict[str, Any], identity: str) -> dict[str, Any]:
             training_table(trained)
             | {
                 "figure": training_figure(
-                    trained, colours(record).get(trained["name"], INK), f"{identity}-training-{number}"
+                    trained, colours(record).get(trained.name, INK), f"{identity}-training-{number}"
                 )
             }
-            for number, trained in enumerate(record.get("trainings") or [])
+            for number, trained in enumerate(record.trainings)
         ],
         "plans": [
             {
-                "name": variant["name"],
-                "verified": variant["verified"],
+                "name": variant.name,
+                "verified": variant.verified,
                 "lines": plan_lines(variant),
-                "receipt": _pretty(variant["receipt"]),
+                "receipt": _pretty(variant.receipt),
             }
-            for variant in record["variants"]
+            for variant in record.variants
         ],
-        "layer_errors": layer_error_table(record["variants"]),
+        "layer_errors": layer_error_table(record.variants),
         "environment": [
             (_ENVIRONMENT_LABELS.get(key, key), wording.NOTHING if value is None else str(value))
-            for key, value in record["environment"].items()
+            for key, value in record.environment.items()
         ],
-        "recipe": record["recipe"],
-        "command": record["command"],
-        "seed": record["seed"],
+        "recipe": record.recipe,
+        "command": record.command,
+        "seed": record.seed,
     }
 
 
-def _both(
-    record: dict[str, Any], groups: list[list[dict[str, Any]]], tasks: list[dict[str, Any]], identity: str
-) -> list[dict[str, Any]]:
+def _both(record: Record, groups: list[list[Speed]], tasks: list[Quality], identity: str) -> list[dict[str, Any]]:
     """Plot quality against speed for each task and setting for which a variant has both."""
     figures = []
     for number, task in enumerate(tasks):
@@ -114,17 +113,15 @@ def _both(
     return figures
 
 
-def _checkpoint(checkpoint: dict[str, Any]) -> list[tuple[str, str]]:
-    parameters = checkpoint["parameters"]
-    size = f"{parameters / 1e6:,.1f} million" if parameters is not None else wording.NOTHING
+def _checkpoint(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     return [
-        ("checkpoint", str(checkpoint["name"])),
-        ("revision", str(checkpoint["revision"] or wording.NOTHING)),
-        ("family", str(checkpoint["family"])),
-        ("parameters", size),
-        ("layers", wording.count(checkpoint["layers"])),
-        ("positions", wording.count(checkpoint["positions"])),
-        ("weights (sha256)", str(checkpoint["weights_sha256"] or wording.NOTHING)),
+        ("checkpoint", checkpoint.name),
+        ("revision", checkpoint.revision or wording.NOTHING),
+        ("family", checkpoint.family),
+        ("parameters", f"{checkpoint.parameters / 1e6:,.1f} million"),
+        ("layers", wording.count(checkpoint.layers)),
+        ("positions", wording.count(checkpoint.positions)),
+        ("weights (sha256)", checkpoint.weights_sha256 or wording.NOTHING),
     ]
 
 

@@ -2,12 +2,13 @@
 
 import zlib
 from collections import Counter
-from typing import Any
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from approx.evaluation.record_model import Quality, Record
+from approx.evaluation.record_speed import Speed
 from approx.publishing import wording
 from approx.publishing.drawing import INK, draw
 from approx.publishing.summary import longest_input, standing, variant_of
@@ -30,20 +31,20 @@ _POINTS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100)
 _LEGEND_CHARACTERS = 40
 
 
-def colours(record: dict[str, Any]) -> dict[str, str]:
+def colours(record: Record) -> dict[str, str]:
     """The colour of each variant: that of the mechanism of most of its converted layers."""
     chosen = {}
-    for variant in record["variants"]:
-        counts = Counter(layer["mechanism"] for layer in variant["layers"])
+    for variant in record.variants:
+        counts = Counter(layer.mechanism for layer in variant.layers)
         approximate = {name: number for name, number in counts.items() if name not in _EXACT} or counts
         mechanism = min(approximate, key=lambda name: (-approximate[name], name)) if approximate else "full"
         # Python's own hash of a string differs between processes.
         other = _OTHER_COLOURS[zlib.crc32(mechanism.encode()) % len(_OTHER_COLOURS)]
-        chosen[variant["name"]] = COLOURS.get(mechanism, other)
+        chosen[variant.name] = COLOURS.get(mechanism, other)
     return chosen
 
 
-def speed_figure(rows: list[dict[str, Any]], record: dict[str, Any], identity: str) -> Markup:
+def speed_figure(rows: list[Speed], record: Record, identity: str) -> Markup:
     """Plot speed relative to exact attention against length, with the ceiling, for one machine and setting.
 
     Args:
@@ -51,21 +52,20 @@ def speed_figure(rows: list[dict[str, Any]], record: dict[str, Any], identity: s
         record: Their record.
         identity: Unique in the page; prefix of all ids in the drawing.
     """
-    measured = [row["length"] for row in rows]
+    measured = [row.length for row in rows]
 
     def paint(axes: Axes) -> None:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
-        noise = [row for row in rows if row.get("spread") and row["spread"]["interval"]]
+        noise = [(row.length, *row.spread.interval) for row in rows if row.spread and row.spread.interval]
         if noise:
-            low, high = zip(*(row["spread"]["interval"] for row in noise), strict=True)
-            lengths = [row["length"] for row in noise]
+            lengths, low, high = zip(*noise, strict=True)
             axes.fill_between(lengths, low, high, color=INK, alpha=0.12, linewidth=0, label="exact against itself")
         axes.axhline(1, color=INK, linewidth=1)
-        ceiling = [row for row in rows if row.get("ceiling") and row["ceiling"]["ratio"]]
+        ceiling = {row.length: row.ceiling.ratio for row in rows if row.ceiling and row.ceiling.ratio}
         axes.plot(
-            [row["length"] for row in ceiling],
-            [row["ceiling"]["ratio"] for row in ceiling],
+            list(ceiling),
+            list(ceiling.values()),
             color=INK,
             linestyle=(0, (5, 3)),
             linewidth=1.2,
@@ -74,11 +74,11 @@ def speed_figure(rows: list[dict[str, Any]], record: dict[str, Any], identity: s
         for variant, (colour, marker) in _styles(record).items():
             _speed_line(axes, rows, variant, colour, marker)
         for row in rows:
-            if row["base"]["status"] != "ok":
-                axes.axvline(row["length"], color=INK, linewidth=0.8, linestyle=":")
+            if row.base.status != "ok":
+                axes.axvline(row.length, color=INK, linewidth=0.8, linestyle=":")
                 axes.annotate(
                     "exact: out of memory",
-                    (row["length"], 0.98),
+                    (row.length, 0.98),
                     xycoords=("data", "axes fraction"),
                     rotation=90,
                     va="top",
@@ -98,9 +98,7 @@ def speed_figure(rows: list[dict[str, Any]], record: dict[str, Any], identity: s
     return draw(identity, f"{title} The figures are in the table beside it.", paint, (5.4, 4.2))
 
 
-def quality_figure(
-    task: dict[str, Any], rows: list[dict[str, Any]], record: dict[str, Any], identity: str
-) -> tuple[Markup, str] | None:
+def quality_figure(task: Quality, rows: list[Speed], record: Record, identity: str) -> tuple[Markup, str] | None:
     """Plot the difference in quality against the speed at one length.
 
     Args:
@@ -112,8 +110,8 @@ def quality_figure(
     Returns:
         The plot and its caption; None if no variant has both a speed and a tested quality.
     """
-    untested = [entry["name"] for entry in task["variants"] if not wording.tested(entry)]
-    task = {**task, "variants": [entry for entry in task["variants"] if wording.tested(entry)]}
+    untested = [entry.name for entry in task.variants if not wording.tested(entry)]
+    task = task.model_copy(update={"variants": [entry for entry in task.variants if wording.tested(entry)]})
     row = _fullest(task, rows)
     if row is None:
         return None
@@ -121,21 +119,21 @@ def quality_figure(
     def paint(axes: Axes) -> None:
         axes.set_xscale("log", base=2)
         scale = wording.scale(task)
-        margin = max((entry["margin"] for entry in task["variants"]), default=0) * scale
+        margin = max((entry.margin or 0 for entry in task.variants), default=0) * scale
         axes.axhspan(-margin, margin, color=INK, alpha=0.1, linewidth=0, label="within the margin")
         axes.axhline(0, color=INK, linewidth=0.8)
         axes.axvline(1, color=INK, linewidth=0.8)
         axes.plot([1], [0], marker="o", color=INK, linestyle="", markersize=6, label="exact")
         for name, (colour, marker) in _styles(record).items():
-            quality, speed = variant_of(task["variants"], name), variant_of(row["variants"], name)
-            if not quality or not speed or speed["ratio"] is None:
+            quality, speed = variant_of(task.variants, name), variant_of(row.variants, name)
+            if not quality or not speed or speed.ratio is None or not speed.interval:
                 continue
-            x, y = speed["ratio"], quality["difference"] * scale
-            low, high = (end * scale for end in quality["interval"] or [quality["difference"]] * 2)
+            x, y = speed.ratio, quality.difference * scale
+            low, high = (end * scale for end in quality.interval or [quality.difference] * 2)
             axes.errorbar(
                 [x],
                 [y],
-                xerr=[[max(x - speed["interval"][0], 0)], [max(speed["interval"][1] - x, 0)]],
+                xerr=[[max(x - speed.interval[0], 0)], [max(speed.interval[1] - x, 0)]],
                 yerr=[[max(y - low, 0)], [max(high - y, 0)]],
                 fmt=marker,
                 color=colour,
@@ -145,35 +143,34 @@ def quality_figure(
             )
         low, high = axes.get_xlim()
         _ratio_axis(axes, "x", min(low, 0.7), max(high, 1.5))
-        if task.get("fraction", True):
+        if task.fraction:
             _points_axis(axes)
-        axes.set_xlabel(f"speed relative to exact attention at {wording.count(row['length'])} tokens")
-        if task.get("lower_is_better"):
+        axes.set_xlabel(f"speed relative to exact attention at {wording.count(row.length)} tokens")
+        if task.lower_is_better:
             axes.invert_yaxis()
-        metric = str(task["metric"]).replace("_", " ")
-        axes.set_ylabel(f"change in {metric}" + (" (points)" if task.get("fraction", True) else ""))
+        metric = task.metric.replace("_", " ")
+        axes.set_ylabel(f"change in {metric}" + (" (points)" if task.fraction else ""))
 
     caption = (
-        f"{task['task']} ({task['split']}) against speed at {wording.count(row['length'])} tokens on "
-        f"{wording.setting(row)}."
+        f"{task.task} ({task.split}) against speed at {wording.count(row.length)} tokens on {wording.setting(row)}."
     )
     end = longest_input(task)
     if untested:
         caption += f" Not shown, because untested: {', '.join(untested)}."
-    if end is not None and row["length"] >= end:
+    if end is not None and row.length >= end:
         caption += f" The task's own inputs have fewer than {wording.count(end)} tokens."
     description = f"{caption} Further right is faster, further up is better."
     return draw(identity, description, paint, (4.9, 4.2)), caption
 
 
-def _speed_line(axes: Axes, rows: list[dict[str, Any]], name: str, colour: str, marker: str) -> None:
-    entries = [(row, entry) for row in rows if (entry := variant_of(row["variants"], name))]
-    seen = [(row["length"], entry["ratio"], *entry["interval"]) for row, entry in entries if entry["ratio"]]
+def _speed_line(axes: Axes, rows: list[Speed], name: str, colour: str, marker: str) -> None:
+    entries = [(row, entry) for row in rows if (entry := variant_of(row.variants, name))]
+    seen = [(row.length, entry.ratio, *entry.interval) for row, entry in entries if entry.ratio and entry.interval]
     if seen:
         lengths, ratios, low, high = zip(*seen, strict=True)
         axes.fill_between(lengths, low, high, color=colour, alpha=0.2, linewidth=0)
         axes.plot(lengths, ratios, color=colour, marker=marker, markersize=5, linewidth=1.8, label=_short(name))
-    lost = [row["length"] for row, entry in entries if standing(row, entry) == "out of memory"]
+    lost = [row.length for row, entry in entries if standing(row, entry) == "out of memory"]
     if lost:
         axes.plot(
             lost,
@@ -188,18 +185,17 @@ def _speed_line(axes: Axes, rows: list[dict[str, Any]], name: str, colour: str, 
         )
 
 
-def _fullest(task: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _fullest(task: Quality, rows: list[Speed]) -> Speed | None:
     """Return the row in which most variants have both a speed and a quality; of several, the longest."""
-    names = {entry["name"] for entry in task["variants"]}
+    names = {entry.name for entry in task.variants}
     counts = {
-        row["length"]: sum(entry["ratio"] is not None and entry["name"] in names for entry in row["variants"])
-        for row in rows
+        row.length: sum(entry.ratio is not None and entry.name in names for entry in row.variants) for row in rows
     }
-    best = max(rows, key=lambda row: (counts[row["length"]], row["length"]))
-    return best if counts[best["length"]] else None
+    best = max(rows, key=lambda row: (counts[row.length], row.length))
+    return best if counts[best.length] else None
 
 
-def _styles(record: dict[str, Any]) -> dict[str, tuple[str, str]]:
+def _styles(record: Record) -> dict[str, tuple[str, str]]:
     """Colour and marker of each variant; variants with the same colour have different markers."""
     used: Counter[str] = Counter()
     styles = {}

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit
+from approx.evaluation.record_model import QualityVariant, Record
+from approx.evaluation.record_speed import Ratio, Timing
 from approx.publishing import page, wording
 from approx_kernels.runtime.atomic_file import write_whole
 
@@ -23,7 +25,7 @@ _SPEED = (
 )
 
 
-def write_report(records: list[dict[str, Any]], out: Path) -> list[Path]:
+def write_report(records: list[Record], out: Path) -> list[Path]:
     """Write report.json, report.md, quality.csv, speed.csv and index.html.
 
     The same records give the same bytes. Each record has its own section, so no plot mixes speeds of different
@@ -41,9 +43,10 @@ def write_report(records: list[dict[str, Any]], out: Path) -> list[Path]:
     """
     if not records:
         raise ApproxError("A report needs records. Give at least one record file.")
-    data = records[0] if len(records) == 1 else records
+    data = [record.to_data() for record in records]
     files = {
-        "report.json": json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
+        "report.json": json.dumps(data[0] if len(data) == 1 else data, indent=1, ensure_ascii=False, allow_nan=False)
+        + "\n",
         "report.md": page.markdown(records),
         "quality.csv": _csv(_QUALITY, [line for record in records for line in _quality_lines(record)]),
         "speed.csv": _csv(_SPEED, [line for record in records for line in _speed_lines(record)]),
@@ -60,54 +63,68 @@ def write_report(records: list[dict[str, Any]], out: Path) -> list[Path]:
     return written
 
 
-def _quality_lines(record: dict[str, Any]) -> list[dict[str, Any]]:
+def _quality_lines(record: Record) -> list[dict[str, Any]]:
     return [
         {
-            **entry,
-            **{key: task[key] for key in ("task", "split", "metric", "examples", "subset", "truncated")},
+            **entry.to_data(),
+            **task.model_dump(include={"task", "split", "metric", "examples", "subset", "truncated"}),
             **_of(record),
-            "variant": entry["name"],
-            "base_score": task["base"]["scores"].get(task["metric"]),
-            "score": entry["scores"].get(task["metric"]),
-            **_ends(entry),
+            "variant": entry.name,
+            "base_score": task.base.scores.get(task.metric),
+            "score": entry.scores.get(task.metric),
+            **_ends(entry.interval),
             **_seeds(entry),
-            **{f"approximated_{key}": value for key, value in (entry.get("approximated") or {}).items()},
+            **_approximated(entry),
         }
-        for task in record["quality"]
-        for entry in task["variants"]
+        for task in record.quality
+        for entry in task.variants
     ]
 
 
-def _speed_lines(record: dict[str, Any]) -> list[dict[str, Any]]:
-    machine = {key: record["environment"].get(key) for key in ("processor", "gpu")}
+def _speed_lines(record: Record) -> list[dict[str, Any]]:
+    machine = {key: record.environment.get(key) for key in ("processor", "gpu")}
     lines = []
-    for row in record["speed"]:
-        entries = [{"role": "base", "name": row["baseline"], **row["base"]}]
-        if row.get("ceiling"):
-            entries.append({"role": "ceiling", "name": "attention removed", **row["ceiling"]})
-        entries += [{"role": "variant", **entry} for entry in row["variants"]]
-        about = {key: value for key, value in row.items() if key in _SPEED}
+    for row in record.speed:
+        entries: list[tuple[str, str, Timing]] = [("base", row.baseline, row.base)]
+        if row.ceiling:
+            entries.append(("ceiling", "attention removed", row.ceiling))
+        entries += [("variant", entry.name, entry) for entry in row.variants]
+        about = {key: value for key, value in row.to_data().items() if key in _SPEED}
         lines += [
-            {**about, **machine, **_of(record), **entry, **_ends(entry), "chosen": wording.implementations(entry)}
-            for entry in entries
+            {
+                **about,
+                **machine,
+                **_of(record),
+                **entry.to_data(),
+                "role": role,
+                "name": name,
+                **_ends(entry.interval if isinstance(entry, Ratio) else None),
+                "chosen": wording.implementations(entry),
+            }
+            for role, name, entry in entries
         ]
     return lines
 
 
-def _of(record: dict[str, Any]) -> dict[str, Any]:
-    return {"title": record["title"], "checkpoint": record["checkpoint"]["name"]}
+def _of(record: Record) -> dict[str, Any]:
+    return {"title": record.title, "checkpoint": record.checkpoint.name}
 
 
-def _ends(entry: dict[str, Any]) -> dict[str, Any]:
-    low, high = entry.get("interval") or (None, None)
+def _ends(interval: list[float] | None) -> dict[str, Any]:
+    low, high = interval or (None, None)
     return {"low": low, "high": high}
 
 
-def _seeds(entry: dict[str, Any]) -> dict[str, Any]:
-    seeds = entry.get("seeds")
+def _seeds(entry: QualityVariant) -> dict[str, Any]:
+    seeds = entry.seeds
     if not seeds:
         return {"seeds": None}
-    return {"seeds": len(seeds["scores"]), "seeds_mean": seeds["mean"], "seeds_sd": seeds["sd"]}
+    return {"seeds": len(seeds.scores), "seeds_mean": seeds.mean, "seeds_sd": seeds.sd}
+
+
+def _approximated(entry: QualityVariant) -> dict[str, Any]:
+    counts = entry.approximated
+    return {} if counts is None else {"approximated_examples": counts.examples, "approximated_tokens": counts.tokens}
 
 
 def _csv(columns: tuple[str, ...], lines: list[dict[str, Any]]) -> str:

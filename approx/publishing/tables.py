@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from approx.evaluation.record_model import Quality, QualityVariant, Variant
+from approx.evaluation.record_speed import Crossover, Ratio, Speed, SpeedVariant, Timing
 from approx.publishing import wording
 from approx.publishing.summary import standing, variant_of, worthwhile_from
 
@@ -24,68 +26,68 @@ _STANDINGS = {
 }
 
 
-def quality_table(task: dict[str, Any]) -> dict[str, Any]:
+def quality_table(task: Quality) -> dict[str, Any]:
     """Format one task: a row for exact attention and one for each variant."""
-    metric = task["metric"]
-    scale, digits = wording.scale(task), 2 if task.get("fraction", True) else 3
-    others = [name for name in task["base"]["scores"] if name != metric]
+    metric = task.metric
+    scale, digits = wording.scale(task), 2 if task.fraction else 3
+    others = [name for name in task.base.scores if name != metric]
     rows = [
         {
-            "name": entry["name"],
-            "score": wording.score(entry["scores"].get(metric), task),
-            "others": [wording.score(entry["scores"].get(name), task) for name in others],
-            "difference": wording.signed(entry["difference"] * scale, digits),
-            "interval": wording.between(entry["interval"], digits, scale),
-            "test": entry["test"],
-            "p_value": _p_value(entry["p_value"]),
-            "p_adjusted": None if entry.get("p_adjusted") is None else _p_value(entry["p_adjusted"]),
-            "margin": wording.decimal(entry["margin"] * scale, digits - 1),
-            "verdict": entry["verdict"],
+            "name": entry.name,
+            "score": wording.score(entry.scores.get(metric), task),
+            "others": [wording.score(entry.scores.get(name), task) for name in others],
+            "difference": wording.signed(entry.difference * scale, digits),
+            "interval": wording.between(entry.interval, digits, scale),
+            "test": entry.test,
+            "p_value": _p_value(entry.p_value),
+            "p_adjusted": None if entry.p_adjusted is None else _p_value(entry.p_adjusted),
+            "margin": wording.decimal(None if entry.margin is None else entry.margin * scale, digits - 1),
+            "verdict": entry.verdict,
             "needed": wording.needed(entry, task),
             "tone": wording.tone(entry),
             "approximated": wording.approximated(entry, task),
             "seeds": _over_seeds(entry, task),
         }
-        for entry in task["variants"]
+        for entry in task.variants
     ]
-    confidences = {wording.percent(entry["confidence"]) for entry in task["variants"]}
+    confidences = {wording.percent(entry.confidence) for entry in task.variants}
     return {
-        "task": task["task"],
-        "split": task["split"],
+        "task": task.task,
+        "split": task.split,
         "metric": metric,
         "others": others,
-        "examples": wording.share_of_examples(task),
-        "units": "points" if task.get("fraction", True) else wording.units(task),
-        "better": "lower is better" if task.get("lower_is_better") else "higher is better",
+        "examples": wording.share_of_examples(task, task.notes),
+        "units": "points" if task.fraction else wording.units(task),
+        "better": "lower is better" if task.lower_is_better else "higher is better",
         "confidence": ", ".join(sorted(confidences)) or wording.percent(0.95),
         "base": {
-            "score": wording.score(task["base"]["scores"].get(metric), task),
-            "others": [wording.score(task["base"]["scores"].get(name), task) for name in others],
-            "interval": wording.between(task["base"].get("interval"), digits, scale),
+            "score": wording.score(task.base.scores.get(metric), task),
+            "others": [wording.score(task.base.scores.get(name), task) for name in others],
+            "interval": wording.between(task.base.interval, digits, scale),
         },
         "rows": rows,
         "adjusted": any(row["p_adjusted"] for row in rows),
         "slices": _slices(task),
-        "sliced_by": task.get("sliced_by", "tokens"),
-        "slice_metric": task.get("slice_metric", metric),
+        "sliced_by": task.sliced_by or "tokens",
+        "slice_metric": task.slice_metric or metric,
     }
 
 
-def speed_table(rows: list[dict[str, Any]], crossovers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def speed_table(rows: list[Speed], crossovers: Iterable[Crossover]) -> dict[str, Any]:
     """Format one setting: a row per length with the ratio of every variant, and all times.
 
     Args:
         rows: Entries of "speed" that differ only in length, shortest first.
         crossovers: The record's "crossover".
     """
-    names = list(dict.fromkeys(entry["name"] for row in rows for entry in row["variants"]))
-    about = {key: rows[0][key] for key in ("batch", "dtype", "device")}
-    crossed = {entry["name"]: entry["length"] for entry in crossovers if about.items() <= entry.items()}
+    names = list(dict.fromkeys(entry.name for row in rows for entry in row.variants))
+    about = (rows[0].batch, rows[0].dtype, rows[0].device)
+    crossed = {entry.name: entry.length for entry in crossovers if (entry.batch, entry.dtype, entry.device) == about}
     pays = [worthwhile_from(rows, name) for name in names]
     times = [line for row in rows for line in _times(row)]
     return {
         "setting": wording.setting(rows[0]),
-        "inputs": rows[0]["inputs"],
+        "inputs": rows[0].inputs,
         "names": names,
         "summary": [_summary(row, names) for row in rows],
         "crossover": [_from(crossed.get(name)) for name in names],
@@ -93,36 +95,36 @@ def speed_table(rows: list[dict[str, Any]], crossovers: Iterable[dict[str, Any]]
         "times": times,
         "implementations": any(line["implementations"] for line in times),
         "plain": _plain(rows, names),
-        "crowded": any(row.get("crowded") for row in rows),
+        "crowded": any(row.crowded for row in rows),
     }
 
 
-def plan_lines(variant: dict[str, Any]) -> list[dict[str, str]]:
+def plan_lines(variant: Variant) -> list[dict[str, str]]:
     """Group layers with the same mechanism and settings."""
     groups: dict[tuple[str, str], list[int]] = {}
-    for layer in variant["layers"]:
-        settings = ", ".join(f"{key} = {value}" for key, value in layer["settings"].items())
-        heads = f" (heads {layer['heads']})" if "heads" in layer else ""
-        groups.setdefault((layer["mechanism"] + heads, settings), []).append(layer["layer"])
+    for layer in variant.layers:
+        settings = ", ".join(f"{key} = {value}" for key, value in layer.settings.items())
+        heads = f" (heads {layer.heads})" if layer.heads != "all" else ""
+        groups.setdefault((layer.mechanism + heads, settings), []).append(layer.layer)
     return [
         {"layers": wording.layer_ranges(layers), "mechanism": mechanism, "settings": settings or wording.NOTHING}
         for (mechanism, settings), layers in groups.items()
     ]
 
 
-def layer_error_table(variants: list[dict[str, Any]]) -> dict[str, Any] | None:
+def layer_error_table(variants: list[Variant]) -> dict[str, Any] | None:
     """Format the error of each converted layer: a row per variant, a column per layer; None if none was measured.
 
     The receipts hold the relative error of a layer's attention output, and the captured mass of mechanisms that drop
     keys.
     """
-    measured = [variant for variant in variants if (variant["receipt"] or {}).get("errors")]
+    receipts = [(variant.name, variant.receipt or {}) for variant in variants]
+    measured = [(name, receipt) for name, receipt in receipts if receipt.get("errors")]
     if not measured:
         return None
-    layers = sorted({int(layer) for variant in measured for layer in variant["receipt"]["errors"]})
+    layers = sorted({int(layer) for _, receipt in measured for layer in receipt["errors"]})
     rows = []
-    for variant in measured:
-        receipt = variant["receipt"]
+    for name, receipt in measured:
         kept = receipt.get("captured_mass") or {}
         cells = [
             {
@@ -131,26 +133,26 @@ def layer_error_table(variants: list[dict[str, Any]]) -> dict[str, Any] | None:
             }
             for layer in layers
         ]
-        rows.append({"name": variant["name"], "measured": wording.measured(receipt), "cells": cells})
+        rows.append({"name": name, "measured": wording.measured(receipt), "cells": cells})
     return {"layers": layers, "rows": rows, "masses": any(cell["kept"] for row in rows for cell in row["cells"])}
 
 
-def _summary(row: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    base, ceiling = row["base"], row.get("ceiling")
+def _summary(row: Speed, names: list[str]) -> dict[str, Any]:
+    base, ceiling = row.base, row.ceiling
     return {
-        "length": wording.count(row["length"]),
-        "base": f"{wording.milliseconds(base['median_ms'])} ms" if base["status"] == "ok" else base["status"],
-        "ceiling": wording.times(ceiling["ratio"]) if ceiling else wording.NOTHING,
-        "cells": [_cell(row, variant_of(row["variants"], name) or {}) for name in names],
+        "length": wording.count(row.length),
+        "base": f"{wording.milliseconds(base.median_ms)} ms" if base.status == "ok" else base.status,
+        "ceiling": wording.times(ceiling.ratio) if ceiling else wording.NOTHING,
+        "cells": [_cell(row, variant_of(row.variants, name)) for name in names],
     }
 
 
-def _cell(row: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
-    kind = standing(row, entry or None)
-    share = entry.get("share_of_ceiling")
+def _cell(row: Speed, entry: SpeedVariant | None) -> dict[str, Any]:
+    kind = standing(row, entry)
+    ratio, interval, share = (entry.ratio, entry.interval, entry.share_of_ceiling) if entry else (None, None, None)
     return {
-        "ratio": wording.times(entry.get("ratio")),
-        "interval": wording.between(entry["interval"]) if entry.get("interval") else None,
+        "ratio": wording.times(ratio),
+        "interval": wording.between(interval) if interval else None,
         "share": wording.percent(share) if share is not None else None,
         "verdict": _STANDINGS[kind],
         "tone": _TONES[kind],
@@ -161,82 +163,82 @@ def _from(length: int | None) -> str:
     return f"{wording.count(length)} tokens" if length else "none"
 
 
-def _times(row: dict[str, Any]) -> list[dict[str, str]]:
-    entries = [{"name": f"exact ({row['baseline']})", **row["base"]}]
-    if row.get("default"):
-        entries.append({"name": "exact (default SDPA)", **row["default"]})
-    if row.get("ceiling"):
-        entries.append({"name": "ceiling: attention removed", **row["ceiling"]})
+def _times(row: Speed) -> list[dict[str, str]]:
+    entries: list[tuple[str, Timing]] = [(f"exact ({row.baseline})", row.base)]
+    if row.default:
+        entries.append(("exact (default SDPA)", row.default))
+    if row.ceiling:
+        entries.append(("ceiling: attention removed", row.ceiling))
+    entries += [(entry.name, entry) for entry in row.variants]
     return [
         {
-            "length": wording.count(row["length"]),
-            "name": entry["name"],
-            "median": wording.milliseconds(entry.get("median_ms")),
-            "quantiles": f"{wording.milliseconds(entry['p10_ms'])} to {wording.milliseconds(entry['p90_ms'])}"
-            if entry.get("p10_ms") is not None
+            "length": wording.count(row.length),
+            "name": name,
+            "median": wording.milliseconds(entry.median_ms),
+            "quantiles": f"{wording.milliseconds(entry.p10_ms)} to {wording.milliseconds(entry.p90_ms)}"
+            if entry.p10_ms is not None
             else wording.NOTHING,
-            "ratio": wording.times(entry.get("ratio")),
-            "interval": wording.between(entry.get("interval")),
-            "peak": wording.milliseconds(entry.get("peak_mb")),
+            "ratio": wording.times(entry.ratio if isinstance(entry, Ratio) else None),
+            "interval": wording.between(entry.interval if isinstance(entry, Ratio) else None),
+            "peak": wording.milliseconds(entry.peak_mb),
             "samples": _samples(entry),
             "implementations": wording.implementations(entry),
-            "status": entry["status"],
+            "status": entry.status,
         }
-        for entry in [*entries, *row["variants"]]
+        for name, entry in entries
     ]
 
 
-def _plain(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
+def _plain(rows: list[Speed], names: list[str]) -> list[str]:
     """The variants that ran an op in plain PyTorch, with the lengths: lsh (lsh_attention, 512–2,048 tokens)."""
     at: dict[tuple[str, str], list[int]] = {}
     for row in rows:
-        for entry in row["variants"]:
-            for op, way in (entry.get("chosen") or {}).items():
+        for entry in row.variants:
+            for op, way in (entry.chosen or {}).items():
                 if way in wording.PLAIN:
-                    at.setdefault((entry["name"], op), []).append(row["length"])
-    measured = [row["length"] for row in rows]
+                    at.setdefault((entry.name, op), []).append(row.length)
+    measured = [row.length for row in rows]
     return [
         f"{name} ({op}, {wording.lengths(at[name, op], measured)})"
         for name, op in sorted(at, key=lambda one: (names.index(one[0]), one[1]))
     ]
 
 
-def _samples(entry: dict[str, Any]) -> str:
-    if entry.get("samples") is None:
+def _samples(entry: Timing) -> str:
+    if "samples" not in entry.model_fields_set:
         return wording.NOTHING
-    rejected = entry.get("rejected")
-    return f"{entry['samples']} ({rejected} rejected)" if rejected else str(entry["samples"])
+    return f"{entry.samples} ({entry.rejected} rejected)" if entry.rejected else str(entry.samples)
 
 
-def _slices(task: dict[str, Any]) -> list[dict[str, str]]:
+def _slices(task: Quality) -> list[dict[str, str]]:
     return [
         {
-            "name": entry["name"],
-            "range": f"{wording.count(part['from'])} to {wording.count(part['to'] - 1)}",
-            "examples": wording.count(part["examples"]),
-            "base": wording.score(part["base"], task),
-            "converted": wording.score(part["converted"], task),
+            "name": entry.name,
+            "range": f"{wording.count(part.from_)} to {wording.count(None if part.to is None else part.to - 1)}",
+            "examples": wording.count(part.examples),
+            "base": wording.score(part.base, task),
+            "converted": wording.score(part.converted, task),
         }
-        for entry in task["variants"]
-        for part in entry.get("slices") or []
+        for entry in task.variants
+        for part in entry.slices
     ]
 
 
-def _over_seeds(entry: dict[str, Any], task: dict[str, Any]) -> dict[str, str] | None:
+def _over_seeds(entry: QualityVariant, task: Quality) -> dict[str, str] | None:
     """A row for the variation of the score over seeds; None if only one seed was scored."""
-    seeds = entry.get("seeds")
+    seeds = entry.seeds
     if not seeds:
         return None
-    if not seeds["scores"]:
+    if seeds.mean is None or seeds.low is None or seeds.high is None:
         text = "the same with every seed: nothing in it is random"
-        return {"name": f"{entry['name']}, over seeds", "score": "", "difference": "", "text": text}
-    scale, digits = wording.scale(task), 2 if task.get("fraction", True) else 3
-    text = f"scores {wording.between((seeds['low'], seeds['high']), digits, scale)}"
+        return {"name": f"{entry.name}, over seeds", "score": "", "difference": "", "text": text}
+    scale, digits = wording.scale(task), 2 if task.fraction else 3
+    sd = None if seeds.sd is None else seeds.sd * scale
     return {
-        "name": f"{entry['name']}, over {len(seeds['scores'])} seeds",
-        "score": f"{wording.score(seeds['mean'], task)} ± {wording.decimal(seeds['sd'] * scale, digits)}",
-        "difference": wording.signed((seeds["mean"] - task["base"]["scores"][task["metric"]]) * scale, digits),
-        "text": text,
+        "name": f"{entry.name}, over {len(seeds.scores)} seeds",
+        "score": f"{wording.score(seeds.mean, task)} ± {wording.decimal(sd, digits)}",
+        "difference": wording.signed((seeds.mean - task.base.scores[task.metric]) * scale, digits),
+        "text": f"scores {wording.between((seeds.low, seeds.high), digits, scale)}",
     }
 
 

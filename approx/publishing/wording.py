@@ -2,12 +2,39 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+from approx.evaluation.record_model import Quality, QualityVariant
+from approx.evaluation.record_speed import Speed, Timing
 
 MINUS = "−"
 NOTHING = "–"
 # Names of the plain PyTorch implementations in records.
 PLAIN = ("reference", "tiles")
+
+
+class Scored(Protocol):
+    """What is known of a task and its examples, in a record or a sweep."""
+
+    @property
+    def fraction(self) -> bool:
+        """Whether the score is a fraction."""
+        ...
+
+    @property
+    def examples(self) -> int:
+        """Number of examples."""
+        ...
+
+    @property
+    def subset(self) -> bool:
+        """Whether examples were left out."""
+        ...
+
+    @property
+    def truncated(self) -> int:
+        """Number of truncated examples."""
+        ...
 
 
 def count(value: float | None) -> str:
@@ -40,25 +67,25 @@ def percent(value: float | None, digits: int = 0) -> str:
     return NOTHING if value is None else f"{decimal(value * 100, digits)} %"
 
 
-def score(value: float | None, task: dict[str, Any], digits: int = 2) -> str:
+def score(value: float | None, task: Quality, digits: int = 2) -> str:
     """Write a score of a task: a fraction as a percentage, anything else in its own units."""
-    return percent(value, digits) if task.get("fraction", True) else decimal(value, digits + 1)
+    return percent(value, digits) if task.fraction else decimal(value, digits + 1)
 
 
-def scale(task: dict[str, Any]) -> float:
+def scale(task: Scored) -> float:
     """Factor from a task's scores to the units of its differences: 100 for fractions, shown in points."""
-    return 100.0 if task.get("fraction", True) else 1.0
+    return 100.0 if task.fraction else 1.0
 
 
-def units(task: dict[str, Any]) -> str:
+def units(task: Quality) -> str:
     """The units of a task's differences: points of accuracy; bits per byte."""
-    metric = str(task["metric"]).replace("_", " ")
-    return f"points of {metric}" if task.get("fraction", True) else metric
+    metric = task.metric.replace("_", " ")
+    return f"points of {metric}" if task.fraction else metric
 
 
-def change(entry: dict[str, Any], task: dict[str, Any]) -> str:
+def change(entry: QualityVariant, task: Quality) -> str:
     """Write a difference of scores with its sign, rounded."""
-    return signed(entry["difference"] * scale(task), 1 if task.get("fraction", True) else 3)
+    return signed(entry.difference * scale(task), 1 if task.fraction else 3)
 
 
 def milliseconds(value: float | None) -> str:
@@ -85,14 +112,14 @@ def measured(receipt: dict[str, Any]) -> str:
     return receipt.get("measured_on") or "unknown"
 
 
-def share_of_examples(entry: dict[str, Any]) -> str:
+def share_of_examples(task: Scored, notes: Sequence[str] = ()) -> str:
     """Say how many examples a score is based on, and whether they are a subset or truncated."""
-    text = f"{count(entry['examples'])} examples"
-    if entry.get("subset"):
+    text = f"{count(task.examples)} examples"
+    if task.subset:
         text += ", a subset"
-    if entry.get("truncated"):
-        text += f", {count(entry['truncated'])} of them truncated"
-    return "; ".join([text, *entry.get("notes", ())])
+    if task.truncated:
+        text += f", {count(task.truncated)} of them truncated"
+    return "; ".join([text, *notes])
 
 
 def lengths(chosen: Iterable[int], measured: Sequence[int]) -> str:
@@ -125,68 +152,68 @@ def layer_ranges(layers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def setting(row: dict[str, Any]) -> str:
+def setting(row: Speed) -> str:
     """The setting of a speed measurement: CPU, float32, 2 threads, batch 1."""
-    parts = [str(row["device"]).upper(), str(row["dtype"])]
-    if row["device"] == "cpu":
-        parts.append("1 thread" if row["threads"] == 1 else f"{row['threads']} threads")
-    parts.append(f"batch {row['batch']}")
-    if row["mode"] != "forward":
-        parts.append(str(row["mode"]))
-    if row.get("fast_products"):
+    parts = [row.device.upper(), row.dtype]
+    if row.device == "cpu":
+        parts.append("1 thread" if row.threads == 1 else f"{row.threads} threads")
+    parts.append(f"batch {row.batch}")
+    if row.mode != "forward":
+        parts.append(row.mode)
+    if row.fast_products:
         parts.append("fast products")
     return ", ".join(parts)
 
 
-def implementations(entry: dict[str, Any]) -> str:
+def implementations(entry: Timing) -> str:
     """The implementation that each op used: cluster_queries cpu, lsh_attention plain PyTorch."""
-    ran = {op: "plain PyTorch" if way in PLAIN else way for op, way in (entry.get("chosen") or {}).items()}
+    ran = {op: "plain PyTorch" if way in PLAIN else way for op, way in (entry.chosen or {}).items()}
     return ", ".join(f"{op} {way}" for op, way in sorted(ran.items()))
 
 
-def needed(entry: dict[str, Any], task: dict[str, Any]) -> str | None:
+def needed(entry: QualityVariant, task: Quality) -> str | None:
     """Write how many examples, and groups if they are grouped, would settle a verdict; None if unknown."""
-    examples = entry.get("needed_examples")
+    examples, groups = entry.needed_examples, task.groups
     if not examples:
         return None
     text = f"about {roughly(examples)} examples"
-    groups = task.get("groups")
-    return f"{text} of {roughly(math.ceil(examples * groups / task['examples']))} groups" if groups else text
+    return f"{text} of {roughly(math.ceil(examples * groups / task.examples))} groups" if groups else text
 
 
-def loss(entry: dict[str, Any], task: dict[str, Any]) -> str:
+def loss(entry: QualityVariant, task: Quality) -> str:
     """Say what a difference of scores means: loses 0.3 ± 0.7 points of accuracy."""
-    if entry["interval"] is None:
+    if entry.interval is None:
         return f"has {change(entry, task)} {units(task)}, measured on a single example or group,"
-    difference, (low, high) = entry["difference"] * scale(task), (end * scale(task) for end in entry["interval"])
+    difference, (low, high) = entry.difference * scale(task), (end * scale(task) for end in entry.interval)
     half = max(high - difference, difference - low)
-    digits = 1 if half >= 0.05 else 2 if task.get("fraction", True) else 3
+    digits = 1 if half >= 0.05 else 2 if task.fraction else 3
     amount = decimal(abs(difference), digits)
     if amount == decimal(0.0, digits):
         return f"scores the same ± {decimal(half, digits)} {units(task)}"
-    if task.get("lower_is_better"):
+    if task.lower_is_better:
         return f"has {amount} ± {decimal(half, digits)} {'more' if difference > 0 else 'fewer'} {units(task)}"
     return f"{'loses' if difference < 0 else 'gains'} {amount} ± {decimal(half, digits)} {units(task)}"
 
 
-def tested(entry: dict[str, Any]) -> bool:
+def tested(entry: QualityVariant) -> bool:
     """Whether a variant approximated attention on enough inputs for a verdict."""
-    return not entry["verdict"].startswith("not tested")
+    return not entry.verdict.startswith("not tested")
 
 
-def tone(entry: dict[str, Any]) -> str:
+def tone(entry: QualityVariant) -> str:
     """Tone of a verdict: good, bad or even."""
-    return {"no loss": "good", "loss beyond margin": "bad"}.get(entry["verdict"], "even")
+    return {"no loss": "good", "loss beyond margin": "bad"}.get(entry.verdict, "even")
 
 
-def approximated(entry: dict[str, Any], task: dict[str, Any]) -> str:
+def approximated(entry: QualityVariant, task: Quality) -> str:
     """Write the share of inputs on which attention was approximated: 23 % of inputs, 31 % of tokens."""
-    if "approximated" not in entry:
+    # Null says that the model is not converted; older records lack the key.
+    if "approximated" not in entry.model_fields_set:
         return "unknown"
-    counts = entry["approximated"]
+    counts = entry.approximated
     if counts is None:
         return NOTHING
-    return f"{part(counts['examples'] / task['examples'])} of inputs, {part(counts['tokens'])} of tokens"
+    return f"{part(counts.examples / task.examples)} of inputs, {part(counts.tokens)} of tokens"
 
 
 def part(share: float) -> str:
@@ -196,13 +223,13 @@ def part(share: float) -> str:
     return percent(min(share, 0.99) if share < 1 else share)
 
 
-def verdict(entry: dict[str, Any], task: dict[str, Any]) -> str:
+def verdict(entry: QualityVariant, task: Quality) -> str:
     """Say what a verdict means, with its margin."""
     if not tested(entry):
-        return entry["verdict"]
-    fraction = task.get("fraction", True)
-    margin = f"{decimal(entry['margin'] * scale(task), 1 if fraction else 3)} {'points' if fraction else units(task)}"
-    if entry["verdict"] == "inconclusive":
+        return entry.verdict
+    width = decimal(None if entry.margin is None else entry.margin * scale(task), 1 if task.fraction else 3)
+    margin = f"{width} {'points' if task.fraction else units(task)}"
+    if entry.verdict == "inconclusive":
         settling = needed(entry, task)
         more = f"; {settling} would settle it" if settling else ""
         return f"inconclusive at a margin of {margin}{more}"
@@ -211,7 +238,7 @@ def verdict(entry: dict[str, Any], task: dict[str, Any]) -> str:
         "loss within margin": f"a loss, within the margin of {margin}",
         "loss beyond margin": f"a loss beyond the margin of {margin}",
     }
-    return meaning[entry["verdict"]]
+    return meaning[entry.verdict]
 
 
 def duration(seconds: float) -> str:

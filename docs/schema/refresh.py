@@ -17,7 +17,7 @@ sys.path.extend(str(Path(__file__).resolve().parents[2] / name) for name in ("."
 from pydantic import TypeAdapter
 
 from approx.checkpoints.receipt import Receipt
-from approx.evaluation.record_model import RecordModel
+from approx.evaluation.record_model import Record
 from approx.grid import Grid
 from approx.mechanisms import MECHANISMS
 from approx.planning.rule import RuleList, Rules
@@ -29,7 +29,7 @@ SCHEMAS = {
     "recipe": Recipe,
     "grid": Grid,
     "plan": Rules,
-    "record": RecordModel,
+    "record": Record,
     "receipt": Receipt,
 }
 

@@ -7,7 +7,9 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation.bench import Contender, _paired, _ratio, _share, _verdict, bench, crossover
 from approx.evaluation.interleave import Runner
 from approx.evaluation.options import BenchStage
+from approx.evaluation.record_speed import Crossover, Ratio, Speed, Spread
 from approx.evaluation.timing import Sample
+from typed import part_of
 
 
 def attend(q: torch.Tensor) -> torch.Tensor:
@@ -18,7 +20,7 @@ def make_inputs(batch: int, length: int) -> torch.Tensor:
     return torch.randn(batch, 2, length, 16)
 
 
-def run_bench(contenders: list[Contender], **settings) -> dict:
+def run_bench(contenders: list[Contender], **settings) -> list[Speed]:
     settings = {"lengths": [16, 32], "batches": [1, 2], "rounds": 4, "seconds": 0.0} | settings
     options = BenchStage(**{key: settings.pop(key) for key in ("lengths", "batches", "rounds", "seconds")})
     return bench(
@@ -40,22 +42,22 @@ def test_a_bench_has_a_row_for_every_batch_and_length():
         Contender("variant", lambda q: attend(q[:, :, ::2])),
     ]
     results = run_bench(contenders, progress=lambda *where: seen.append(where))
-    assert [(row["batch"], row["length"]) for row in results["speed"]] == [(1, 16), (1, 32), (2, 16), (2, 32)]
+    assert [(row.batch, row.length) for row in results] == [(1, 16), (1, 32), (2, 16), (2, 32)]
     assert [done for done, _, _ in seen] == [0, 1, 2, 3, 4]
-    for row in results["speed"]:
-        assert row["device"] == "cpu"
-        assert row["dtype"] == "float32"
-        assert row["threads"] == torch.get_num_threads()
-        assert row["baseline"] in ("default SDPA", "math SDPA")
-        for entry in (row["base"], row["ceiling"], *row["variants"]):
-            assert entry["status"] == "ok"
-            assert entry["p10_ms"] <= entry["median_ms"] <= entry["p90_ms"]
-            assert entry["samples"] >= 1
-            assert 4 <= entry["samples"] + entry["rejected"] <= 8
-        assert all(entry["peak_mb"] is not None and entry["first_ms"] > 0 for entry in (row["base"], *row["variants"]))
-        for entry in (row["ceiling"], row["spread"], *row["variants"]):
-            assert entry["interval"][0] <= entry["interval"][1]
-    assert {(entry["name"], entry["batch"]) for entry in results["crossover"]} == {("variant", 1), ("variant", 2)}
+    for row in results:
+        assert row.device == "cpu"
+        assert row.dtype == "float32"
+        assert row.threads == torch.get_num_threads()
+        assert row.baseline in ("default SDPA", "math SDPA")
+        for entry in (row.base, row.ceiling, *row.variants):
+            assert entry.status == "ok"
+            assert entry.p10_ms <= entry.median_ms <= entry.p90_ms
+            assert entry.samples >= 1
+            assert 4 <= entry.samples + entry.rejected <= 8
+        assert all(entry.peak_mb is not None and entry.first_ms > 0 for entry in (row.base, *row.variants))
+        for entry in (row.ceiling, row.spread, *row.variants):
+            assert entry.interval[0] <= entry.interval[1]
+    assert {(entry.name, entry.batch) for entry in crossover(results)} == {("variant", 1), ("variant", 2)}
 
 
 def test_what_each_contender_ran_in_is_asked_once_and_not_while_it_is_timed():
@@ -71,13 +73,13 @@ def test_what_each_contender_ran_in_is_asked_once_and_not_while_it_is_timed():
         return lambda q: calls.append(name) or attend(q)
 
     contenders = [Contender("exact", run("exact"), "base"), Contender("variant", run("variant"))]
-    (row,) = run_bench(contenders, lengths=[16], batches=[1], chosen_in=chosen_in)["speed"]
-    assert row["base"]["chosen"] == {"attention": "exact"}
-    assert row["variants"][0]["chosen"] == {"attention": "variant"}
+    (row,) = run_bench(contenders, lengths=[16], batches=[1], chosen_in=chosen_in)
+    assert row.base.chosen == {"attention": "exact"}
+    assert row.variants[0].chosen == {"attention": "variant"}
     # If another back end is the base, the default is timed too.
     assert asked[:2] == [["exact"], ["variant"]]
     assert calls[-len(asked) :] == [name for names in asked for name in names]
-    assert run_bench(contenders, lengths=[16], batches=[1])["speed"][0]["base"]["chosen"] is None
+    assert run_bench(contenders, lengths=[16], batches=[1])[0].base.chosen is None
 
 
 @pytest.mark.parametrize(
@@ -96,11 +98,14 @@ def test_out_of_memory_is_a_data_point(error: Exception):
         return q
 
     results = run_bench([Contender("exact", attend, "base"), Contender("greedy", greedy)], batches=[1])
-    short, long = (row["variants"][0] for row in results["speed"])
-    assert short["status"] == "ok"
-    assert long["status"] == "out of memory"
-    assert all(long[key] is None for key in ("median_ms", "ratio", "interval", "share_of_ceiling", "verdict", "chosen"))
-    assert results["speed"][1]["base"]["status"] == "ok"
+    short, long = (row.variants[0] for row in results)
+    assert short.status == "ok"
+    assert long.status == "out of memory"
+    assert all(
+        getattr(long, key) is None
+        for key in ("median_ms", "ratio", "interval", "share_of_ceiling", "verdict", "chosen")
+    )
+    assert results[1].base.status == "ok"
 
 
 def test_exact_out_of_memory_leaves_the_variant_its_times_and_the_crossover():
@@ -111,13 +116,13 @@ def test_exact_out_of_memory_leaves_the_variant_its_times_and_the_crossover():
 
     contenders = [Contender("exact", exact, "base"), Contender("slow", lambda q: [attend(q) for _ in range(20)])]
     results = run_bench(contenders, batches=[1])
-    row = results["speed"][1]
-    assert row["base"]["status"] == "out of memory"
-    assert row["baseline"] == "default SDPA"
-    assert row["spread"] == {"ratio": None, "interval": None}
-    assert row["variants"][0]["median_ms"] > 0
-    assert row["variants"][0]["ratio"] is None
-    assert results["crossover"][0]["length"] == 32
+    row = results[1]
+    assert row.base.status == "out of memory"
+    assert row.baseline == "default SDPA"
+    assert row.spread == Spread(ratio=None, interval=None)
+    assert row.variants[0].median_ms > 0
+    assert row.variants[0].ratio is None
+    assert crossover(results)[0].length == 32
 
 
 def test_running_out_in_the_middle_of_the_rounds_drops_only_that_contender():
@@ -131,10 +136,10 @@ def test_running_out_in_the_middle_of_the_rounds_drops_only_that_contender():
         return q
 
     results = run_bench([Contender("exact", attend, "base"), Contender("tiring", tiring)], lengths=[16], batches=[1])
-    assert results["speed"][0]["variants"][0]["status"] == "out of memory"
-    assert results["speed"][0]["base"]["samples"] >= 1
+    assert results[0].variants[0].status == "out of memory"
+    assert results[0].base.samples >= 1
     # Without a ceiling.
-    assert results["speed"][0]["ceiling"] is None
+    assert results[0].ceiling is None
 
 
 def test_a_faster_exact_way_becomes_the_base_and_the_default_is_timed_beside_it():
@@ -143,15 +148,15 @@ def test_a_faster_exact_way_becomes_the_base_and_the_default_is_timed_beside_it(
         Contender("another way", lambda q: q, "exact"),
         Contender("variant", attend),
     ]
-    row = run_bench(contenders, lengths=[16], batches=[1])["speed"][0]
-    assert row["baseline"] == "another way"
-    assert row["default"]["ratio"] < 1
-    assert row["default"]["median_ms"] > row["base"]["median_ms"]
-    assert [entry["name"] for entry in row["variants"]] == ["variant"]
+    row = run_bench(contenders, lengths=[16], batches=[1])[0]
+    assert row.baseline == "another way"
+    assert row.default.ratio < 1
+    assert row.default.median_ms > row.base.median_ms
+    assert [entry.name for entry in row.variants] == ["variant"]
     slower = [contenders[0], Contender("another way", lambda q: [attend(q) for _ in range(500)], "exact")]
-    row = run_bench(slower, lengths=[16], batches=[1])["speed"][0]
-    assert row["baseline"] != "another way"
-    assert (row["default"] is None) == (row["baseline"] == "default SDPA")
+    row = run_bench(slower, lengths=[16], batches=[1])[0]
+    assert row.baseline != "another way"
+    assert (row.default is None) == (row.baseline == "default SDPA")
 
 
 def test_inputs_that_do_not_fit_are_a_row_too():
@@ -159,7 +164,7 @@ def test_inputs_that_do_not_fit_are_a_row_too():
         return torch.empty(batch * length * 2**50, dtype=torch.uint8)
 
     results = run_bench([Contender("exact", attend, "base"), Contender("v", attend)], make_inputs=too_big)
-    assert all(row["base"]["status"] == "out of memory" for row in results["speed"])
+    assert all(row.base.status == "out of memory" for row in results)
 
 
 def test_other_errors_are_not_swallowed():
@@ -207,18 +212,18 @@ def test_other_devices_are_refused():
 def test_the_ratio_is_of_the_rounds_both_can_be_believed_in():
     base, other = torch.tensor([2.0, 2.0, 2.0, 80.0]).numpy(), torch.ones(4).numpy()
     good = torch.tensor([True, True, True, False]).numpy()
-    assert _paired(base, other, good, 0) == {"ratio": 2.0, "interval": [2.0, 2.0]}
+    assert _paired(base, other, good, 0) == Ratio(ratio=2.0, interval=[2.0, 2.0])
     # With fewer than half of the rounds left, all of them count.
-    assert _paired(base, other, ~good, 0)["interval"][1] > 2
+    assert (_paired(base, other, ~good, 0).interval or [])[1] > 2
 
 
 def test_share_of_the_ceiling():
-    ratio = {"ratio": 1.5, "interval": [1.4, 1.6]}
-    assert _share(ratio, {"ratio": 2.0, "interval": [1.9, 2.1]}) == 0.75
-    assert _share(ratio, {"ratio": 1.01, "interval": [0.99, 1.03]}) is None
-    assert _share(ratio, {"ratio": None, "interval": None}) is None
+    ratio, unknown = Ratio(ratio=1.5, interval=[1.4, 1.6]), Ratio(ratio=None, interval=None)
+    assert _share(ratio, Ratio(ratio=2.0, interval=[1.9, 2.1])) == 0.75
+    assert _share(ratio, Ratio(ratio=1.01, interval=[0.99, 1.03])) is None
+    assert _share(ratio, unknown) is None
     assert _share(ratio, None) is None
-    assert _share({"ratio": None, "interval": None}, {"ratio": 2.0, "interval": [1.9, 2.1]}) is None
+    assert _share(unknown, Ratio(ratio=2.0, interval=[1.9, 2.1])) is None
 
 
 @pytest.mark.parametrize(
@@ -233,14 +238,14 @@ def test_share_of_the_ceiling():
     ],
 )
 def test_verdict(ratio: float | None, interval: list[float] | None, spread: list[float], expected: str | None):
-    assert _verdict({"ratio": ratio, "interval": interval}, {"ratio": 1.0, "interval": spread}) == expected
+    assert _verdict(Ratio(ratio=ratio, interval=interval), Spread(ratio=1.0, interval=spread)) == expected
 
 
-def row(length: int, low: float | None, base: str = "ok", status: str = "ok", batch: int = 1) -> dict:
+def row(length: int, low: float | None, base: str = "ok", status: str = "ok", batch: int = 1) -> Speed:
     interval = None if low is None else [low, low + 0.2]
     variant = {"name": "v", "interval": interval, "status": status}
     about = {"batch": batch, "dtype": "float32", "device": "cpu", "length": length}
-    return {**about, "base": {"status": base}, "variants": [variant]}
+    return part_of(Speed, **about, base={"status": base}, variants=[variant])
 
 
 @pytest.mark.parametrize(
@@ -255,14 +260,14 @@ def row(length: int, low: float | None, base: str = "ok", status: str = "ok", ba
         ([row(128, 1.2), row(256, None, status="out of memory")], None),
     ],
 )
-def test_crossover(rows: list[dict], expected: int | None):
+def test_crossover(rows: list[Speed], expected: int | None):
     (entry,) = crossover(rows)
-    assert entry == {"name": "v", "batch": 1, "dtype": "float32", "device": "cpu", "length": expected}
+    assert entry == Crossover(name="v", batch=1, dtype="float32", device="cpu", length=expected)
 
 
 def test_crossover_of_each_batch_size():
     entries = crossover([row(128, 0.8), row(128, 1.5, batch=8)])
-    assert {entry["batch"]: entry["length"] for entry in entries} == {1: None, 8: 128}
+    assert {entry.batch: entry.length for entry in entries} == {1: None, 8: 128}
 
 
 @pytest.mark.gpu
@@ -276,8 +281,8 @@ def test_on_cuda_events_and_memory():
         device=device,
         dtype="float16",
     )
-    assert results["speed"][0]["base"]["median_ms"] > 0
-    assert results["speed"][0]["base"]["peak_mb"] >= 512 * 64 * 2 * 2 / 1e6
+    assert results[0].base.median_ms > 0
+    assert results[0].base.peak_mb >= 512 * 64 * 2 * 2 / 1e6
 
 
 def test_a_round_counts_only_where_neither_of_the_two_was_disturbed():
@@ -285,5 +290,5 @@ def test_a_round_counts_only_where_neither_of_the_two_was_disturbed():
     base, other = Runner(lambda: None), Runner(lambda: None)
     base.rounds = [[Sample(20.0, 0.2)]] * 12 + [[Sample(2.0, 1.0)]] * 28
     other.rounds = [[Sample(1.0, 1.0)]] * 28 + [[Sample(50.0, 0.2)]] * 12
-    assert _ratio(base, other, seed=0) == {"ratio": 2.0, "interval": [2.0, 2.0]}
-    assert _ratio(other, base, seed=0) == {"ratio": 0.5, "interval": [0.5, 0.5]}
+    assert _ratio(base, other, seed=0) == Ratio(ratio=2.0, interval=[2.0, 2.0])
+    assert _ratio(other, base, seed=0) == Ratio(ratio=0.5, interval=[0.5, 0.5])

@@ -11,6 +11,7 @@ from approx.evaluation.coverage import Coverage, coverage
 from approx.evaluation.evaluate import Subject, evaluate, prepare
 from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.quality import compare
+from approx.evaluation.record_model import Approximated
 from approx.evaluation.statistics import verdict
 from approx.tasks import Example, Split, open_task
 from tiny_classifier import WORDS as VOCABULARY
@@ -46,7 +47,7 @@ def test_examples_and_tokens_are_counted_by_their_own_lengths_and_not_by_the_pad
     assert covered.tokens == sum(w + 2 for w, reached in zip(WORDS, long, strict=True) if reached) / sum(
         words + 2 for words in WORDS
     )
-    assert covered.to_dict() == {"examples": 4, "tokens": covered.tokens}
+    assert covered.counted == Approximated(examples=4, tokens=covered.tokens)
 
 
 def test_exact_below_is_compared_with_the_longest_input_of_the_batch(data):
@@ -108,12 +109,12 @@ def test_the_record_has_the_count_also_where_the_outputs_were_kept(data, tmp_pat
         for _ in range(2)
     ]
     assert entries[0] == entries[1]
-    short, long = entries[1]["variants"]
-    assert (short["approximated"], short["verdict"]) == (
-        {"examples": 0, "tokens": 0.0},
+    short, long = entries[1].variants
+    assert (short.approximated, short.verdict) == (
+        Approximated(examples=0, tokens=0.0),
         "not tested: exact on 100 % of these inputs",
     )
-    assert (long["approximated"]["examples"], long["verdict"]) == (4, "no loss")
+    assert (long.approximated.examples, long.verdict) == (4, "no loss")
     outputs = pyarrow.parquet.read_table(tmp_path / "o.parquet").to_pydict()
     assert outputs["approximated/long"] == [words + 2 >= 8 for words in WORDS]
     assert outputs["approximated/short"] == [False] * 10
@@ -125,10 +126,10 @@ def test_the_base_has_no_verdict_and_a_stock_variant_keeps_its_own():
     predictions = {"exact": [1] * 400, "stock": [1] * 400, "converted": [1] * 400}
     covered = {"converted": Coverage([True] * 39 + [False] * 361, 0.2)}
     covered = compare(SST2, examples, [9] * 400, predictions, margin=0.02, seed=0, covered=covered)
-    stock, converted = covered["variants"]
-    assert (stock["verdict"], stock["approximated"]) == ("no loss", None)
-    assert converted["verdict"] == "not tested: exact on 90 % of these inputs"
-    assert converted["approximated"] == {"examples": 39, "tokens": 0.2}
+    stock, converted = covered.variants
+    assert (stock.verdict, stock.approximated) == ("no loss", None)
+    assert converted.verdict == "not tested: exact on 90 % of these inputs"
+    assert converted.approximated == Approximated(examples=39, tokens=0.2)
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,8 @@ def test_an_entry_says_all_that_the_record_wants(data, tmp_path):
     path = tmp_path / "outputs.parquet"
     options = EvaluateOptions(batch_size=8, margin=1.0)
     entry = evaluate(models, SST2, options, data=data, progress=lambda *counts: seen.append(counts), outputs=path)
-    assert (entry["task"], entry["split"], entry["metric"], entry["examples"]) == ("glue/sst2", "dev", "accuracy", 60)
-    assert (entry["subset"], entry["truncated"], entry["outputs"]) == (True, 0, "outputs.parquet")
+    assert (entry.task, entry.split, entry.metric, entry.examples) == ("glue/sst2", "dev", "accuracy", 60)
+    assert (entry.subset, entry.truncated, entry.outputs) == (True, 0, "outputs.parquet")
     assert seen[0] == (8, 180)
     assert seen[-1] == (180, 180)
     assert seen == sorted(seen)
@@ -68,16 +68,16 @@ def test_an_entry_says_all_that_the_record_wants(data, tmp_path):
     outputs = pyarrow.parquet.read_table(path).to_pydict()
     assert outputs["id"] == [f"dev-{row}" for row in range(60)]
     right = {name: np.equal(outputs[f"prediction/{name}"], outputs["label"]) for name in ("exact", "noisy", "noisier")}
-    assert entry["base"]["scores"] == {"accuracy": pytest.approx(right["exact"].mean())}
-    changed, same = entry["variants"]
-    assert changed["difference"] == pytest.approx(right["noisy"].mean() - right["exact"].mean())
-    assert changed["test"] == "exact McNemar"
-    assert (same["name"], same["difference"], same["p_value"], same["verdict"]) == ("noisier", 0.0, 1.0, "inconclusive")
-    assert same["needed_examples"] > 60
-    assert [(part["from"], part["to"]) for part in changed["slices"]] == [(0, 16), (16, 32)]
-    assert sum(part["examples"] for part in changed["slices"]) == 60
-    whole = sum(part["examples"] * part["converted"] for part in changed["slices"]) / 60
-    assert whole == pytest.approx(changed["scores"]["accuracy"])
+    assert entry.base.scores == {"accuracy": pytest.approx(right["exact"].mean())}
+    changed, same = entry.variants
+    assert changed.difference == pytest.approx(right["noisy"].mean() - right["exact"].mean())
+    assert changed.test == "exact McNemar"
+    assert (same.name, same.difference, same.p_value, same.verdict) == ("noisier", 0.0, 1.0, "inconclusive")
+    assert same.needed_examples > 60
+    assert [(part.from_, part.to) for part in changed.slices] == [(0, 16), (16, 32)]
+    assert sum(part.examples for part in changed.slices) == 60
+    whole = sum(part.examples * part.converted for part in changed.slices) / 60
+    assert whole == pytest.approx(changed.scores["accuracy"])
 
 
 def test_batches_change_neither_predictions_nor_their_order(data):
@@ -123,13 +123,13 @@ def test_metrics_that_are_no_mean_are_compared_by_bootstrap():
         margin=0.02,
         seed=0,
     )
-    assert entry["metric"] == "f1"
-    assert set(entry["base"]["scores"]) == {"f1", "accuracy"}
-    assert entry["base"]["interval"][0] < entry["base"]["scores"]["f1"] < entry["base"]["interval"][1]
-    same, worse = entry["variants"]
-    assert (same["test"], same["difference"], same["verdict"]) == ("paired bootstrap", 0.0, "no loss")
-    assert worse["verdict"] == "loss beyond margin"
-    assert worse["p_value"] < 0.01
+    assert entry.metric == "f1"
+    assert set(entry.base.scores) == {"f1", "accuracy"}
+    assert entry.base.interval[0] < entry.base.scores["f1"] < entry.base.interval[1]
+    same, worse = entry.variants
+    assert (same.test, same.difference, same.verdict) == ("paired bootstrap", 0.0, "no loss")
+    assert worse.verdict == "loss beyond margin"
+    assert worse.p_value < 0.01
 
 
 def test_regression_is_compared_by_correlation():
@@ -144,8 +144,8 @@ def test_regression_is_compared_by_correlation():
         margin=0.01,
         seed=0,
     )
-    assert entry["variants"][0]["scores"] == {"pearson": 0.0, "spearman": 0.0}
-    assert entry["variants"][0]["verdict"] == "loss beyond margin"
+    assert entry.variants[0].scores == {"pearson": 0.0, "spearman": 0.0}
+    assert entry.variants[0].verdict == "loss beyond margin"
 
 
 def test_examples_of_a_group_are_drawn_together():
@@ -161,12 +161,10 @@ def test_examples_of_a_group_are_drawn_together():
         for groups in (None, speakers)
     )
     single = compare(task, labelled(labels), [20] * 10, {"exact": base, "lost": lost}, margin=0.01, seed=0)
-    widths = [
-        entry["variants"][0]["interval"][1] - entry["variants"][0]["interval"][0] for entry in (loose, grouped, single)
-    ]
+    widths = [entry.variants[0].interval[1] - entry.variants[0].interval[0] for entry in (loose, grouped, single)]
     assert widths[0] < widths[1] / 2
     assert widths[1] == pytest.approx(widths[2], rel=0.15)
-    assert grouped["variants"][0]["test"] == "paired bootstrap over 10 groups"
+    assert grouped.variants[0].test == "paired bootstrap over 10 groups"
 
 
 def test_inputs_longer_than_the_positions_are_refused_or_cut_and_counted(data):
@@ -178,16 +176,16 @@ def test_inputs_longer_than_the_positions_are_refused_or_cut_and_counted(data):
         lambda: evaluate(models, SST2, data=data),
     )
     entry = evaluate(models, SST2, EvaluateOptions(truncate=True), data=data)
-    assert entry["tokens"]["longest"] == 16
-    assert 0 < entry["truncated"] < 60
+    assert entry.tokens.longest == 16
+    assert 0 < entry.truncated < 60
     refused(
         r"the limit is 8 \(--max-length\)",
         Exit.USAGE,
         lambda: evaluate(models, SST2, EvaluateOptions(max_length=8), data=data),
     )
     shorter = evaluate(models, SST2, EvaluateOptions(max_length=8, truncate=True), data=data)
-    assert (shorter["tokens"]["longest"], shorter["notes"]) == (8, ["read to 8 tokens"])
-    assert shorter["truncated"] > entry["truncated"]
+    assert (shorter.tokens.longest, shorter.notes) == (8, ["read to 8 tokens"])
+    assert shorter.truncated > entry.truncated
 
 
 def test_robertas_positions_start_behind_the_padding_token():
@@ -210,9 +208,9 @@ def test_a_model_without_positions_reads_inputs_of_any_length(data):
     model = tiny_model(2)
     vars(model.config)["max_position_embeddings"] = None
     entry = evaluate(subjects(model), SST2, data=data)
-    assert (entry["tokens"]["longest"], entry["truncated"], entry["notes"]) == (22, 0, [])
+    assert (entry.tokens.longest, entry.truncated, entry.notes) == (22, 0, [])
     # An input may be as long as the limit.
-    assert evaluate(subjects(model), SST2, EvaluateOptions(max_length=22), data=data)["truncated"] == 0
+    assert evaluate(subjects(model), SST2, EvaluateOptions(max_length=22), data=data).truncated == 0
 
 
 def test_a_task_that_reads_in_windows_makes_them_no_longer_than_the_models_positions(tmp_path):
@@ -286,7 +284,7 @@ def test_memory_that_ends_names_the_remedy(data, monkeypatch):
 def test_a_gpu_predicts_what_the_cpu_predicts(data):
     models = subjects(tiny_model(2))
     on_cpu = evaluate(models, SST2, data=data)
-    assert evaluate(models, SST2, data=data, device="cuda")["base"] == on_cpu["base"]
+    assert evaluate(models, SST2, data=data, device="cuda").base == on_cpu.base
 
 
 @pytest.mark.slow
@@ -295,5 +293,5 @@ def test_the_real_checkpoint_scores_what_its_readme_says(shared_data, shared_che
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     subject = Subject("exact", model, transformers.AutoTokenizer.from_pretrained(folder))
     entry = evaluate({"exact": subject}, SST2, data=shared_data / "glue")
-    assert (entry["examples"], entry["subset"]) == (872, False)
-    assert entry["base"]["scores"]["accuracy"] == 781 / 872
+    assert (entry.examples, entry.subset) == (872, False)
+    assert entry.base.scores["accuracy"] == 781 / 872

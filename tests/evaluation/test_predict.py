@@ -68,12 +68,12 @@ def test_seeds_are_scored_one_by_one_beside_the_models_own():
     entry = evaluate(
         subjects, Given("sst2"), EvaluateOptions(seeds=3), progress=lambda done, total: seen.append((done, total))
     )
-    drawn, fixed = entry["variants"]
+    drawn, fixed = entry.variants
     # Labels are 0, 1, 0, …: the model itself is always wrong, with seed + 1 always right, with seed + 2 wrong again.
     assert raised == [1, 2]
-    assert drawn["scores"]["accuracy"] == 0.0
-    assert drawn["seeds"]["scores"] == [0.0, 1.0, 0.0]
-    assert drawn["seeds"]["mean"] == pytest.approx(1 / 3)
-    assert (drawn["seeds"]["low"], drawn["seeds"]["high"]) == (0.0, 1.0)
-    assert fixed["seeds"]["scores"] == []
+    assert drawn.scores["accuracy"] == 0.0
+    assert drawn.seeds.scores == [0.0, 1.0, 0.0]
+    assert drawn.seeds.mean == pytest.approx(1 / 3)
+    assert (drawn.seeds.low, drawn.seeds.high) == (0.0, 1.0)
+    assert fixed.seeds.scores == []
     assert seen[-1] == (7 * 5, 7 * 5)

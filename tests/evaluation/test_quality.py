@@ -1,21 +1,22 @@
 """Holm over tasks, by variant within a record and by plan over several records; and the seed of resampling."""
 
-import numpy as np
 import pytest
 
 from approx.evaluation.coverage import Coverage
 from approx.evaluation.evaluate import Subject, evaluate
-from approx.evaluation.quality import compare, over_records, over_tasks
+from approx.evaluation.quality import Compared, compare, over_records, over_tasks
+from approx.evaluation.record_model import BaseQuality, Quality, QualityVariant, Record
 from approx.tasks import Example, open_task
 from tiny_classifier import tiny_model, tiny_tokenizer
+from typed import part_of
 
 
-def task(**p_values):
-    return {"variants": [{"name": name, "p_value": value} for name, value in p_values.items()]}
+def task(**p_values) -> Quality:
+    return part_of(Quality, variants=[{"name": name, "p_value": value} for name, value in p_values.items()])
 
 
-def adjusted(quality):
-    return [[entry["p_adjusted"] for entry in one["variants"]] for one in quality]
+def adjusted(quality: list[Quality]) -> list[list[float | None]]:
+    return [[entry.p_adjusted for entry in one.variants] for one in quality]
 
 
 def test_each_variant_has_its_tasks_and_one_task_needs_no_raising():
@@ -25,11 +26,12 @@ def test_each_variant_has_its_tasks_and_one_task_needs_no_raising():
         [pytest.approx(0.06)],
         [None, pytest.approx(0.06)],
     ]
-    assert "p_adjusted" not in quality[0]["variants"][0]
+    assert "p_adjusted" not in quality[0].variants[0].model_fields_set
 
 
-def record(mechanism, name, *quality):
-    return {"variants": [{"name": name, "layers": [{"layer": 0, "mechanism": mechanism}]}], "quality": list(quality)}
+def record(mechanism: str, name: str, *quality: Quality) -> Record:
+    variants = [{"name": name, "layers": [{"layer": 0, "mechanism": mechanism}]}]
+    return part_of(Record, variants=variants, quality=list(quality))
 
 
 def test_records_that_are_read_together_share_a_family_where_the_plan_is_the_same():
@@ -38,7 +40,7 @@ def test_records_that_are_read_together_share_a_family_where_the_plan_is_the_sam
         record("linear", "first", task(first=0.01)),
         record("local", "second", task(second=0.04), task(second=0.5)),
     ]
-    adjusted_values = [adjusted(one["quality"]) for one in over_records(records)]
+    adjusted_values = [adjusted(one.quality) for one in over_records(records)]
     assert adjusted_values == [[[pytest.approx(0.03)]], [[None]], [[pytest.approx(0.08)], [0.5]]]
     assert over_records(records[:1]) == records[:1]
 
@@ -48,13 +50,13 @@ def test_the_seed_of_an_evaluation_decides_its_resampling_and_nothing_else(tmp_p
     (tmp_path / "dev.tsv").write_text("index\tsentence1\tsentence2\tscore\n" + "".join(rows))
     subjects = {name: Subject(name, tiny_model(1), tiny_tokenizer()) for name in ("exact", "other")}
 
-    def variant(seed: int) -> dict:
-        return evaluate(subjects, open_task("glue/stsb"), data=tmp_path / "dev.tsv", seed=seed)["variants"][0]
+    def variant(seed: int) -> QualityVariant:
+        return evaluate(subjects, open_task("glue/stsb"), data=tmp_path / "dev.tsv", seed=seed).variants[0]
 
     first, other = variant(1), variant(2)
     assert variant(1) == first
-    assert first["difference"] == other["difference"]
-    assert not np.array_equal(first["interval"], other["interval"])
+    assert first.difference == other.difference
+    assert first.interval != other.interval
 
 
 @pytest.mark.parametrize(("name", "certain"), [("glue/mrpc", False), ("lm", True)])
@@ -67,7 +69,7 @@ def test_equal_predictions_prove_no_loss_only_where_a_score_has_no_bounds(name, 
     )
     examples = [Example(str(row), {}, 20 if certain else row % 2) for row in range(30)]
     entry = compare(open_task(name), examples, [20] * 30, {"a": said, "b": said}, margin=0.01, seed=0)
-    low, high = entry["variants"][0]["interval"]
+    low, high = entry.variants[0].interval or ()
     assert (low == high == 0.0) is certain
 
 
@@ -78,18 +80,20 @@ def test_an_entry_holds_each_figure_under_its_own_name():
     covered = {"other": Coverage([True] * 5 + [False] * 15, 0.25)}
     predictions = {"exact": base, "other": [0, 0, *base[2:]]}
     entry = compare(open_task("glue/sst2"), examples, lengths, predictions, margin=0.02, seed=0, covered=covered)
-    (variant,) = entry.pop("variants")
-    low, high = entry["base"].pop("interval")
+    (scored,) = entry.variants
+    low, high = entry.base.interval or ()
     assert low < 0.95 < high
-    assert entry == {
-        "metric": "accuracy",
-        "fraction": True,
-        "lower_is_better": False,
-        "sliced_by": "tokens",
-        "slice_metric": "accuracy",
-        "groups": None,
-        "base": {"scores": {"accuracy": 0.95}},
-    }
+    assert entry == Compared(
+        metric="accuracy",
+        fraction=True,
+        lower_is_better=False,
+        sliced_by="tokens",
+        slice_metric="accuracy",
+        groups=None,
+        base=BaseQuality(scores={"accuracy": 0.95}, interval=[low, high]),
+        variants=[scored],
+    )
+    variant = scored.to_data()
     low, high = variant.pop("interval")
     assert low < -0.05 < high
     assert variant.pop("needed_examples") > 20
@@ -116,6 +120,6 @@ def test_of_a_score_of_which_less_is_better_a_rise_is_the_loss():
     examples = [Example(str(row), {}, label, group=str(row // 2)) for row, label in enumerate(labels)]
     task = open_task("librispeech/dev-clean")
     entry = compare(task, examples, [9] * 40, {"exact": labels, "worse": worse}, margin=0.01, seed=0)
-    assert (entry["metric"], entry["lower_is_better"], entry["groups"]) == ("wer", True, 20)
-    assert entry["variants"][0]["difference"] == pytest.approx(0.125)
-    assert entry["variants"][0]["verdict"] == "loss beyond margin"
+    assert (entry.metric, entry.lower_is_better, entry.groups) == ("wer", True, 20)
+    assert entry.variants[0].difference == pytest.approx(0.125)
+    assert entry.variants[0].verdict == "loss beyond margin"

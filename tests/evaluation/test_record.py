@@ -11,7 +11,10 @@ import pytest
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record as records
+from approx.evaluation.record_model import Quality
+from typed import part_of, record_of
 
+ROOT = Path(__file__).resolve().parents[2]
 RECORD = {
     "schema": 1, "title": "A small run", "notice": None, "command": "approx run", "seed": 0, "recipe": None,
     "checkpoint": {"name": "tiny", "revision": None, "weights_sha256": "0" * 64, "family": "bert",
@@ -23,19 +26,35 @@ RECORD = {
     "speed": [], "crossover": [], "environment": {},
 }  # fmt: skip
 
+MADE = record_of(RECORD)
 SCORED = {**RECORD["quality"][0], "base": {"scores": {"accuracy": "high"}, "interval": [0.2, 1.0]}}
 
 
 def test_a_record_comes_back_as_it_was(tmp_path):
     path = tmp_path / "new" / "folder" / "record.json"
-    records.save(path, RECORD)
-    assert records.load(path) == RECORD
+    records.save(path, MADE)
+    assert records.load(path) == MADE
+    assert json.loads(path.read_text("utf-8")) == RECORD
     assert [file.name for file in path.parent.iterdir()] == ["record.json"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "reports" / "records").glob("*.json")), ids=lambda path: path.stem)
+def test_a_record_is_written_as_it_was_read(path, tmp_path):
+    """The order of the keys, and the keys that an older version did not know."""
+    records.save(tmp_path / "again.json", records.load(path))
+    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+
+
+def test_keys_of_a_later_version_are_kept(tmp_path):
+    later = {**RECORD, "later": {"x": 1}, "quality": [{**RECORD["quality"][0], "also": [1.5]}]}
+    (tmp_path / "later.json").write_text(json.dumps(later))
+    records.save(tmp_path / "again.json", records.load(tmp_path / "later.json"))
+    assert json.loads((tmp_path / "again.json").read_text("utf-8")) == later
 
 
 def test_the_same_record_is_the_same_bytes(tmp_path):
     for name in ("a", "b"):
-        records.save(tmp_path / name, json.loads(json.dumps(RECORD)))
+        records.save(tmp_path / name, record_of(json.loads(json.dumps(RECORD))))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
@@ -86,14 +105,15 @@ def test_a_missing_record_is_named(tmp_path):
     [
         {"seed": float("nan")},
         {"environment": {"x": float("inf")}},
-        {"schema": 3},
+        {"schema_": 3},
         {"speed": [{}]},
         {"quality": [SCORED]},
+        {"quality": [part_of(Quality).model_copy(update={"split": 1})]},
     ],
 )
 def test_a_record_that_nobody_could_read_is_not_written(change, tmp_path):
     with pytest.raises(ApproxError) as caught:
-        records.save(tmp_path / "record.json", {**RECORD, **change})
+        records.save(tmp_path / "record.json", MADE.model_copy(update=change))
     assert caught.value.exit_code == Exit.INTERNAL
     assert not list(tmp_path.iterdir())
 
@@ -101,16 +121,16 @@ def test_a_record_that_nobody_could_read_is_not_written(change, tmp_path):
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_an_old_record_survives_a_full_disk(call, tmp_path, monkeypatch):
     path = tmp_path / "record.json"
-    records.save(path, RECORD)
+    records.save(path, MADE)
 
     def full(*_arguments):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, call, full)
     with pytest.raises(ApproxError, match=r"record\.json cannot be written: No space left on device"):
-        records.save(path, {**RECORD, "title": "Another"})
+        records.save(path, MADE.model_copy(update={"title": "Another"}))
     monkeypatch.undo()
-    assert records.load(path) == RECORD
+    assert records.load(path) == MADE
     assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
 
 
@@ -119,13 +139,13 @@ def test_two_who_write_the_same_record_leave_one_of_them_whole(tmp_path, monkeyp
 
     def meanwhile(descriptor):
         while others:
-            records.save(path, {**RECORD, "title": others.pop()})
+            records.save(path, MADE.model_copy(update={"title": others.pop()}))
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", meanwhile)
-    records.save(path, RECORD)
+    records.save(path, MADE)
     assert others == []
-    assert records.load(path) == RECORD
+    assert records.load(path) == MADE
     assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
 
 
@@ -135,14 +155,14 @@ def test_what_a_killed_process_left_goes_when_it_is_old(tmp_path):
         file.write_text("{")
     for file in (old, foreign):
         os.utime(file, (0, 0))
-    records.save(tmp_path / "a.json", RECORD)
+    records.save(tmp_path / "a.json", MADE)
     assert {file.name for file in tmp_path.iterdir()} == {"a.json", fresh.name, foreign.name}
 
 
 def test_a_place_that_is_no_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ApproxError, match="cannot be written"):
-        records.save(tmp_path / "file" / "record.json", RECORD)
+        records.save(tmp_path / "file" / "record.json", MADE)
 
 
 def test_outputs_are_a_parquet_of_equal_columns(tmp_path):

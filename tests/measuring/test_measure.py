@@ -103,9 +103,9 @@ def test_a_margin_in_points_is_one_of_fractions_where_the_metric_is_one(opened, 
     told = []
     how: dict[str, Any] = {"seed": 3, "outputs": None, "progress": lambda *what: told.append(what)}
     entry = measure.measure_quality(opened, stage, **how, fresh=True)
-    assert [variant["margin"] for variant in entry["variants"]] == [0.025]
-    assert entry["fast_products"] is False
-    assert not any("fast float32" in note for note in entry["notes"])
+    assert [variant.margin for variant in entry.variants] == [0.025]
+    assert entry.fast_products is False
+    assert not any("fast float32" in note for note in entry.notes)
     assert {stage for stage, _, _ in told} == {"evaluate glue/sst2"}
     assert told[-1][1] == told[-1][2] > 0
     # With fresh, nothing is stored.
@@ -117,7 +117,7 @@ def test_a_margin_in_points_is_one_of_fractions_where_the_metric_is_one(opened, 
 def test_draws_of_variants_are_scored_anew_and_the_base_has_none(opened, folders):
     stage = EvaluateStage(task="glue/sst2", data=str(folders[2]), limit=12, seeds=2)
     entry = measure.measure_quality(opened, stage, seed=0, outputs=None, fresh=True, progress=measure.silent)
-    assert [variant["name"] for variant in entry["variants"]] == ["local"]
+    assert [variant.name for variant in entry.variants] == ["local"]
 
 
 @pytest.mark.parametrize(("label", "name"), [(BASE, "base"), ("local", "variant")])
@@ -133,10 +133,10 @@ def test_timing_extends_positions_of_copies_and_leaves_the_models(opened):
     stage = BenchStage(lengths=[8, 40], max_length=40, inputs="synthetic", rounds=3, seconds=0)
     told = []
     rows = measure.measure_speed(opened, stage, None, seed=0, progress=lambda *what: told.append(what))
-    assert [row["length"] for row in rows] == [8, 40]
-    assert all(row["inputs"] == "synthetic" and row["fast_products"] is False for row in rows)
-    assert all([variant["name"] for variant in row["variants"]] == ["local"] for row in rows)
-    assert all(row["ceiling"]["median_ms"] > 0 for row in rows)
+    assert [row.length for row in rows] == [8, 40]
+    assert all(row.inputs == "synthetic" and row.fast_products is False for row in rows)
+    assert all([variant.name for variant in row.variants] == ["local"] for row in rows)
+    assert all(row.ceiling.median_ms > 0 for row in rows)
     assert told == [("bench batch 1, 8 tokens", 0, 2), ("bench batch 1, 40 tokens", 1, 2), ("bench", 2, 2)]
     for label, one in opened.items():
         assert one.model.config.max_position_embeddings == 32
@@ -153,19 +153,19 @@ def test_texts_of_another_kind_of_input_are_refused(opened, folders):
 def test_a_record_names_the_base_its_variants_and_their_checks(opened, folders):
     made = measure.make_record(opened, title="a title", seed=5, command="typed", notice="read this")
     base = opened[BASE]
-    assert (made["title"], made["seed"], made["command"], made["notice"]) == ("a title", 5, "typed", "read this")
-    assert (made["quality"], made["speed"], made["crossover"], made["recipe"]) == ([], [], [], None)
-    assert made["checkpoint"]["weights_sha256"] == base.weights_sha256
-    assert made["checkpoint"]["parameters"] == sum(x.numel() for x in base.model.parameters())
-    assert (made["checkpoint"]["layers"], made["checkpoint"]["positions"]) == (2, 32)
-    assert made["environment"]["threads"] == torch.get_num_threads()
-    (variant,) = made["variants"]
+    assert (made.title, made.seed, made.command, made.notice) == ("a title", 5, "typed", "read this")
+    assert (made.quality, made.speed, made.crossover, made.recipe) == ([], [], [], None)
+    assert made.checkpoint.weights_sha256 == base.weights_sha256
+    assert made.checkpoint.parameters == sum(x.numel() for x in base.model.parameters())
+    assert (made.checkpoint.layers, made.checkpoint.positions) == (2, 32)
+    assert made.environment["threads"] == torch.get_num_threads()
+    (variant,) = made.variants
     settings = {"left": 1, "right": 1}
-    (layer,) = variant["layers"]
-    assert (layer["layer"], layer["mechanism"]) == (1, "local")
-    assert settings.items() <= layer["settings"].items()
-    assert variant["verified"] is True
-    assert variant["receipt"] == json.loads((folders[1] / RECEIPT).read_text())
+    (layer,) = variant.layers
+    assert (layer.layer, layer.mechanism) == (1, "local")
+    assert settings.items() <= layer.settings.items()
+    assert variant.verified is True
+    assert variant.receipt == json.loads((folders[1] / RECEIPT).read_text())
 
 
 @pytest.mark.parametrize(
@@ -175,6 +175,6 @@ def test_a_variant_is_verified_if_it_has_checks_and_none_failed(opened, monkeypa
     checks = [Check("one", each, "") for each in passed or []]
     receipt = None if passed is None else Receipt(swapped=[], left=[], cross_attention=0, added=[], checks=checks)
     monkeypatch.setattr(measure, "read_receipt", lambda folder: receipt)
-    (variant,) = measure.make_record(opened, title="", seed=0, command="")["variants"]
-    assert variant["verified"] is verified
-    assert variant["receipt"] == (None if receipt is None else receipt.model_dump(mode="json"))
+    (variant,) = measure.make_record(opened, title="", seed=0, command="").variants
+    assert variant.verified is verified
+    assert variant.receipt == (None if receipt is None else receipt.model_dump(mode="json"))

@@ -55,13 +55,13 @@ def test_variants_are_measured_before_and_after_beside_a_base_with_the_same_trai
     )  # fmt: skip
     out = tmp_path / "run"
     made = run(recipe.read(file), out)
-    names = [variant["name"] for variant in made["variants"]]
+    names = [variant.name for variant in made.variants]
     assert names == ["linear", "local", "linear, healed", "local, healed", "exact, trained"]
-    assert [entry["name"] for entry in made["quality"][0]["variants"]] == names
-    assert [entry["name"] for entry in made["speed"][0]["variants"]] == ["linear, healed", "local, healed"]
-    trained = {one["name"]: one for one in made["trainings"]}
+    assert [entry.name for entry in made.quality[0].variants] == names
+    assert [entry.name for entry in made.speed[0].variants] == ["linear, healed", "local, healed"]
+    trained = {one.name: one for one in made.trainings}
     assert set(trained) == {"linear, healed", "local, healed", "exact, trained"}
-    assert trained["exact, trained"]["exact"] is None
+    assert trained["exact, trained"].exact is None
     opened = checkpoint.load(out / "healed" / "linear-1")
     assert [step.recover for step in trainings(opened.model.config.approx)] == [["transfer"], ["task"]]
     page = (out / "report" / "index.html").read_text(encoding="utf-8")
@@ -70,17 +70,17 @@ def test_variants_are_measured_before_and_after_beside_a_base_with_the_same_trai
     assert "## Training" in (out / "report" / "report.md").read_text(encoding="utf-8")
     # Again nothing is computed, and another training is another stage.
     again = run(recipe.read(file), out, resume=True)
-    assert again["trainings"] == made["trainings"]
+    assert again.trainings == made.trainings
     assert not (out / "training").exists() or not any((out / "training").iterdir())
 
 
 def test_a_variant_that_is_good_enough_already_stays_as_it_is(study, tmp_path):
     heal = f"{HEAL}, variants: [local], budget: loss<=0}}"
     made = run(recipe.read(written(study, tmp_path / "r.yaml", heal)), tmp_path / "run")
-    assert "local, healed" in [variant["name"] for variant in made["variants"]]
-    (training,) = made["trainings"]
-    assert training["phases"] == []
-    assert training["before"] == training["after"] is not None
+    assert "local, healed" in [variant.name for variant in made.variants]
+    (training,) = made.trainings
+    assert training.phases == []
+    assert training.before == training.after is not None
     page = (tmp_path / "run" / "report" / "index.html").read_text(encoding="utf-8")
     assert "It met its budget before training, so nothing was trained." in page
     healed, converted = (
@@ -162,8 +162,8 @@ def test_a_sweep_measures_its_plans_as_they_were_healed(study, tmp_path):
     todo = cells(read, tmp_path / "sweep")
     made = sweep(read, tmp_path / "sweep", todo, Here())
     assert sum(cell.about["kind"] == "heal" for cell in todo) == 2
-    assert len(made["quality"]) == 3
+    assert len(made.results.quality) == 3
     healed = list((tmp_path / "sweep" / "healed").iterdir())
     assert len(healed) == 2
-    assert sweep(read, tmp_path / "sweep", cells(read, tmp_path / "sweep"), Here())["computed"] == 0
-    json.dumps(made, allow_nan=False)
+    assert sweep(read, tmp_path / "sweep", cells(read, tmp_path / "sweep"), Here()).computed == 0
+    json.dumps(made.data, allow_nan=False)

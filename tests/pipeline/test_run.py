@@ -1,8 +1,8 @@
-import copy
 import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +10,7 @@ import killable
 from approx import recipe
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
+from approx.evaluation.record_model import Record
 from approx.pipeline.run import run
 from tiny_study import small_recipe, tiny_checkpoint, tiny_data, tiny_recipe
 
@@ -35,18 +36,18 @@ def no_repository(tmp_path_factory):
         yield
 
 
-def without_times(made: dict) -> dict:
+def without_times(made: Record) -> dict[str, Any]:
     """A record without the values that differ between two runs on the same machine."""
-    made = copy.deepcopy(made)
-    for row in made["speed"]:
+    data = made.to_data()
+    for row in data["speed"]:
         # It depends on times: it exists if another exact attention was faster.
         del row["default"]
         for entry in (row, row["base"], row["ceiling"], row["spread"], *row["variants"]):
             for key in TIMES & entry.keys():
                 del entry[key]
-    for row in made["crossover"]:
+    for row in data["crossover"]:
         del row["length"]
-    return made
+    return data
 
 
 def kept(out: Path) -> dict[str, int]:
@@ -55,22 +56,23 @@ def kept(out: Path) -> dict[str, int]:
     return {json.loads(path.read_text("utf-8"))["name"]: path.stat().st_mtime_ns for path in files}
 
 
-def check(made: dict, study: Path, out: Path) -> None:
+def check(made: Record, study: Path, out: Path) -> None:
     assert record.load(out / "record.json") == made
-    assert made["recipe"]["text"] == study.read_text("utf-8")
-    assert made["command"] == "approx run small"
-    assert [variant["name"] for variant in made["variants"]] == ["local 2", "linear"]
-    assert all(variant["verified"] for variant in made["variants"])
-    assert [layer["layer"] for layer in made["variants"][1]["layers"]] == [1]
-    assert [row["length"] for row in made["speed"]] == [8, 16, 64]
-    assert [row["inputs"] for row in made["speed"]] == ["real", "real", "synthetic"]
-    for row in made["speed"]:
-        local, linear = (set(entry["chosen"]) for entry in row["variants"])
+    assert made.recipe is not None
+    assert made.recipe.text == study.read_text("utf-8")
+    assert made.command == "approx run small"
+    assert [variant.name for variant in made.variants] == ["local 2", "linear"]
+    assert all(variant.verified for variant in made.variants)
+    assert [layer.layer for layer in made.variants[1].layers] == [1]
+    assert [row.length for row in made.speed] == [8, 16, 64]
+    assert [row.inputs for row in made.speed] == ["real", "real", "synthetic"]
+    for row in made.speed:
+        local, linear = (set(entry.chosen or {}) for entry in row.variants)
         # The second plan leaves a layer exact.
         assert (local, linear) == ({"local_attention"}, {"linear_attention", "fastest_attention", "exact_attention"})
     # One crossover per variant, over all grids.
-    assert [row["name"] for row in made["crossover"]] == ["local 2", "linear"]
-    assert (out / made["quality"][0]["outputs"]).is_file()
+    assert [row.name for row in made.crossover] == ["local 2", "linear"]
+    assert (out / str(made.quality[0].outputs)).is_file()
     assert (out / "report" / "index.html").is_file()
     assert kept(out).keys() == STAGES
 
@@ -137,7 +139,7 @@ def test_it_goes_on_with_what_still_stands_where_a_file_has_changed(study, tmp_p
         before = kept(out)
         made = run(recipe.read(file), out, resume=out.exists())
         after = {name.split()[0] for name, _ in kept(out).items() - before.items()}
-        return made["quality"][0]["base"]["scores"]["accuracy"], after
+        return made.quality[0].base.scores["accuracy"], after
 
     score, first = stages()
     assert first == {"convert", "evaluate", "bench"}
@@ -183,7 +185,7 @@ def test_force_removes_what_a_run_made_and_nothing_else(study, tmp_path):
     for name in ("recipe.yaml", "outputs-0.parquet", "stages/0.json", "notes.txt"):
         (out / name).write_text("earlier", encoding="utf-8")
     made = run(recipe.read(tmp_path / "short.yaml"), out, force=True)
-    assert made["quality"] == []
+    assert made.quality == []
     assert not (out / "outputs-0.parquet").exists()
     assert (out / "notes.txt").read_text("utf-8") == "earlier"
 

@@ -44,7 +44,7 @@ def study(tmp_path_factory) -> Path:
 def interval(study: Path, out: Path, seed: int) -> list[float]:
     file = study / f"{out.name}.yaml"
     file.write_text(RECIPE.format(checkpoint=study / "base", data=study / "CoLA", seed=seed), encoding="utf-8")
-    return run(recipe.read(file), out)["quality"][0]["variants"][0]["interval"]
+    return run(recipe.read(file), out).quality[0].variants[0].interval
 
 
 def test_a_recipes_seed_is_that_of_the_bootstrap(study, tmp_path):
@@ -54,7 +54,7 @@ def test_a_recipes_seed_is_that_of_the_bootstrap(study, tmp_path):
         str(tmp_path / "run1" / "converted" / "local"), "glue/cola", against=str(study / "base"), data=str(study / "CoLA"),
         seed=1, device="cpu",
     )  # fmt: skip
-    assert again["quality"][0]["variants"][0]["interval"] == second
+    assert again.quality[0].variants[0].interval == second
 
 
 def test_a_checkpoint_that_cannot_be_opened_is_a_mistake_in_its_line(study, tmp_path):

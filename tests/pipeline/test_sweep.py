@@ -29,14 +29,14 @@ class Here:
             yield item, work(item, None)
 
 
-def swept(read: grid.Grid, out: Path) -> tuple[dict, list[str]]:
+def swept(read: grid.Grid, out: Path) -> tuple[stage.Swept, list[str]]:
     """The result of a sweep, and the titles of the computed cells."""
     executor = Here()
     told: list[tuple[str, int, int]] = []
     made = stage.sweep(
         read, out, stage.cells(read, out, command="approx sweep"), executor, progress=lambda *where: told.append(where)
     )
-    assert made["computed"] == len(executor.given)
+    assert made.computed == len(executor.given)
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
     assert {total for _, _, total in told} == {max(told[-1][1], 1)}
     assert {f"sweep: {one.name}" for one in executor.given} <= {what for what, _, _ in told}
@@ -94,7 +94,7 @@ ALL = [
 
 
 @pytest.fixture(scope="module")
-def whole(study, tmp_path_factory) -> tuple[dict, Path]:
+def whole(study, tmp_path_factory) -> tuple[stage.Swept, Path]:
     out = tmp_path_factory.mktemp("whole") / "out"
     made, computed = swept(grid.read(study), out)
     assert computed == ALL
@@ -103,20 +103,20 @@ def whole(study, tmp_path_factory) -> tuple[dict, Path]:
 
 def test_seeds_are_put_together_and_plans_are_sorted_by_their_loss(whole):
     made, out = whole
-    assert made["failed"] == []
-    by_plan = {row["plan"]: row for row in made["quality"]}
-    assert [one["seed"] for one in by_plan["clustered"]["by_seed"]] == [0, 7]
-    scores = [one["scores"]["accuracy"] for one in by_plan["clustered"]["by_seed"]]
-    assert by_plan["clustered"]["score"]["mean"] == pytest.approx(sum(scores) / 2)
-    assert by_plan["clustered"]["difference"]["sd"] is not None
+    assert made.results.failed == []
+    by_plan = {row.plan: row for row in made.results.quality}
+    assert [one.seed for one in by_plan["clustered"].by_seed] == [0, 7]
+    scores = [one.scores["accuracy"] for one in by_plan["clustered"].by_seed]
+    assert by_plan["clustered"].score.mean == pytest.approx(sum(scores) / 2)
+    assert by_plan["clustered"].difference.sd is not None
     # The plan is deterministic, so there is one seed, with its interval.
-    assert by_plan["local right=1"]["difference"]["sd"] is None
-    assert by_plan["local right=1"]["interval"] is not None
-    assert by_plan["local right=1"]["values"] == {"right": 1}
-    assert [row["loss"] for row in made["quality"]] == sorted(row["loss"] for row in made["quality"])
-    assert {row["plan"] for row in made["speed"]} == {"clustered", "local right=1"}
+    assert by_plan["local right=1"].difference.sd is None
+    assert by_plan["local right=1"].interval is not None
+    assert by_plan["local right=1"].values == {"right": 1}
+    assert [row.loss for row in made.results.quality] == sorted(row.loss for row in made.results.quality)
+    assert {row.plan for row in made.results.speed} == {"clustered", "local right=1"}
     stored = json.loads((out / "sweep.json").read_text("utf-8"))
-    assert stored == {key: value for key, value in made.items() if key not in ("computed", "tables")}
+    assert stored | {"computed": made.computed} == made.data
     assert "| clustered |" in (out / "sweep.md").read_text("utf-8")
     assert (out / "sweep.csv").read_text("utf-8").startswith("checkpoint,plan,task")
 
@@ -124,13 +124,13 @@ def test_seeds_are_put_together_and_plans_are_sorted_by_their_loss(whole):
 def test_its_records_make_a_report(whole, tmp_path):
     files = sorted((whole[1] / "records").glob("*.json"))
     records = [record.load(file) for file in files]
-    (quality,) = (one for one in records if one["quality"])
-    assert [v["name"] for v in quality["quality"][0]["variants"]] == [
+    (quality,) = (one for one in records if one.quality)
+    assert [v.name for v in quality.quality[0].variants] == [
         "clustered seed=0",
         "clustered seed=7",
         "local right=1",
     ]
-    assert all(variant["verified"] for one in records for variant in one["variants"])
+    assert all(variant.verified for one in records for variant in one.variants)
     assert len(records) == 3
     write_report(records, tmp_path / "report")
     assert "clustered seed=7" in (tmp_path / "report" / "report.md").read_text("utf-8")
@@ -142,13 +142,13 @@ def test_again_it_computes_what_is_missing_and_nothing_else(whole, study, tmp_pa
     (out / "stages" / ".left behind.tmp").touch()
     made, computed = swept(read, out)
     assert computed == []
-    assert made["quality"] == whole[0]["quality"]
+    assert made.results.quality == whole[0].results.quality
     assert not list(out.glob("stages/.*"))
     (out / "stages" / f"{keys[ALL[4]]}.json").unlink()
     (out / "stages" / f"{keys[ALL[6]]}.json").write_text('{"schema": 1', encoding="utf-8")
     made, computed = swept(read, out)
     assert computed == [ALL[4], ALL[6]]
-    assert made["quality"] == whole[0]["quality"]
+    assert made.results.quality == whole[0].results.quality
     # A converted folder that no cell needs is not made again.
     shutil.rmtree(out / "converted")
     assert swept(read, out)[1] == []
@@ -165,16 +165,16 @@ def test_a_cell_that_fails_stops_no_other_and_is_tried_again(whole, study, tmp_p
     (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
     made, computed = swept(read, out)
     assert computed == ALL[4:7]
-    (one,) = made["failed"]
-    assert (one["title"], one["exit_code"]) == (ALL[5], Exit.UNAVAILABLE)
-    assert [len(row["by_seed"]) for row in made["quality"]] == [1, 1]
+    (one,) = made.results.failed
+    assert (one.title, one.exit_code) == (ALL[5], Exit.UNAVAILABLE)
+    assert [len(row.by_seed) for row in made.results.quality] == [1, 1]
     assert ALL[5] in (out / "sweep.md").read_text("utf-8")
     # The removed folder is made again for the one cell that needs it.
     shutil.rmtree(folder)
     made, computed = swept(read, out)
     assert computed == [ALL[2], ALL[5]]
-    assert made["failed"] == []
-    assert made["quality"] == whole[0]["quality"]
+    assert made.results.failed == []
+    assert made.results.quality == whole[0].results.quality
 
 
 def test_a_conversion_that_fails_takes_its_cells_with_it(edited, tmp_path):
@@ -185,9 +185,9 @@ def test_a_conversion_that_fails_takes_its_cells_with_it(edited, tmp_path):
     (out / "converted" / titles(read)["convert local"][:16]).write_text("x", encoding="utf-8")
     made, computed = swept(read, out)
     assert computed == [*ALL[:3], "convert local", *ALL[4:6], ALL[7]]
-    assert [one["title"].split()[0] for one in made["failed"]] == ["convert", "evaluate", "bench"]
-    assert {one["exit_code"] for one in made["failed"]} == {Exit.REFUSED}
-    assert made["failed"][1]["error"].startswith("Its conversion failed: ")
+    assert [one.title.split()[0] for one in made.results.failed] == ["convert", "evaluate", "bench"]
+    assert {one.exit_code for one in made.results.failed} == {Exit.REFUSED}
+    assert made.results.failed[1].error.startswith("Its conversion failed: ")
 
 
 def test_a_key_depends_on_all_that_its_cell_depends_on_and_on_nothing_else(study, edited, tmp_path):
@@ -247,5 +247,5 @@ def test_interrupted_and_killed_it_goes_on_and_says_the_same(whole, study, tmp_p
     made, computed = swept(grid.read(study), out)
     assert len(computed) == len(ALL) - len(kept)
     assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("stages/*.json")}.items()
-    assert made["quality"] == whole[0]["quality"]
+    assert made.results.quality == whole[0].results.quality
     assert not list(out.glob("stages/.*.tmp"))

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from approx.publishing import patterns
 from approx.publishing.report import write_report
+from typed import record_of
 
 
 def _timing(median: float | None, **more) -> dict:
@@ -195,14 +196,14 @@ RECORD = {
 
 @pytest.fixture
 def record() -> dict:
-    """A copy of the record that a test may change."""
+    """A copy of the record that a test may change, as plain data."""
     return copy.deepcopy(RECORD)
 
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory) -> dict[str, str]:
     """The report of the unchanged record: name and text of every file."""
-    written = write_report([copy.deepcopy(RECORD)], tmp_path_factory.mktemp("report"))
+    written = write_report([record_of(RECORD)], tmp_path_factory.mktemp("report"))
     return {path.name: path.read_text("utf-8") for path in written}
 
 

@@ -4,12 +4,13 @@ import csv
 from pathlib import Path
 
 from approx.publishing.report import write_report
+from typed import record_of
 
 MINILM = {"title": "MiniLM on SST-2 <script>alert('title')</script> & “quotes”", "checkpoint": "minilm-sst2"}
 
 
 def table(record: dict, folder: Path, name: str) -> list[dict[str, str]]:
-    write_report([record], folder)
+    write_report([record_of(record)], folder)
     with (folder / name).open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 

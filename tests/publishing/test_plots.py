@@ -7,9 +7,12 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+from approx.evaluation.record_model import Record
+from approx.evaluation.record_speed import Speed
 from approx.mechanisms import MECHANISMS
 from approx.publishing import plots
 from approx.publishing.summary import speed_groups
+from typed import part_of, parts_of, record_of
 
 
 @pytest.fixture
@@ -37,15 +40,14 @@ def lines(axes: Axes) -> dict[str, list[tuple[float, float]]]:
 
 
 def test_speed_is_drawn_as_it_was_measured(record, drawn):
-    (rows,) = speed_groups(record)
+    record = record_of(record)
+    (rows,) = speed_groups(record.speed)
     axes = drawn(plots.speed_figure, rows, record)
     curves = lines(axes)
     for name in ("improved-clustered 25", "clustered 25", "linear"):
-        measured = [
-            (row["length"], entry["ratio"]) for row in rows for entry in row["variants"] if entry["name"] == name
-        ]
+        measured = [(row.length, entry.ratio) for row in rows for entry in row.variants if entry.name == name]
         assert curves[name] == [(length, ratio) for length, ratio in measured if ratio]
-    assert curves["ceiling: attention removed"] == [(row["length"], row["ceiling"]["ratio"]) for row in rows[:4]]
+    assert curves["ceiling: attention removed"] == [(row.length, row.ceiling and row.ceiling.ratio) for row in rows[:4]]
     assert [x for x, _ in curves["local <128> $x$: out of memory"]] == [2048, 4096]
     assert [text.get_text() for text in axes.texts] == ["exact: out of memory"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("length (tokens)", "speed relative to exact attention")
@@ -60,7 +62,7 @@ def test_speed_is_drawn_as_it_was_measured(record, drawn):
     assert noise[:, 1].max() == 1.018  # type: ignore[index]  # as above
     # One band for each variant with a speed, as wide as its interval, and the base against itself.
     assert len(bands) == 5
-    interval = rows[0]["variants"][0]["interval"]
+    interval = rows[0].variants[0].interval or ()
     at_first = bands[1][bands[1][:, 0] == 128]  # type: ignore[index]  # as above
     assert sorted({round(float(y), 9) for y in at_first[:, 1]}) == sorted(round(end, 9) for end in interval)  # type: ignore[index]  # as above
 
@@ -68,11 +70,11 @@ def test_speed_is_drawn_as_it_was_measured(record, drawn):
 def test_the_axis_of_ratios_holds_all_that_was_measured_and_at_least_what_is_near_exact(record, drawn):
     row = record["speed"][0]
     slow, quick = (row | {"length": length, "ceiling": None, "spread": None} for length in (64, 128))
-    near = drawn(plots.speed_figure, [row], record)
+    near = drawn(plots.speed_figure, parts_of(Speed, row), record_of(record))
     assert near.get_ylim() == (pytest.approx(0.52, abs=0.03), 1.5)
     slow["variants"] = [row["variants"][0] | {"ratio": 0.03, "interval": [0.02, 0.04]}]
     quick["variants"] = [row["variants"][0] | {"ratio": 65.0, "interval": [60.0, 70.0]}]
-    axes = drawn(plots.speed_figure, [slow, quick], record)
+    axes = drawn(plots.speed_figure, parts_of(Speed, slow, quick), record_of(record))
     low, high = axes.get_ylim()
     assert low <= 0.02 < 70 <= high
     ticks = [1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64]
@@ -82,15 +84,16 @@ def test_the_axis_of_ratios_holds_all_that_was_measured_and_at_least_what_is_nea
 
 
 def test_quality_is_drawn_against_the_speed_of_the_longest_row_with_most_of_both(record, drawn):
-    (rows,) = speed_groups(record)
-    task = record["quality"][0]
+    record = record_of(record)
+    (rows,) = speed_groups(record.speed)
+    task = record.quality[0]
     axes = drawn(plots.quality_figure, task, rows, record)
     points = {str(box.get_label()): tuple(map(float, box.lines[0].get_xydata()[0])) for box in axes.containers}  # type: ignore[attr-defined]  # they are error bars
-    row = next(row for row in rows if row["length"] == 1024)
-    ratios = {entry["name"]: entry["ratio"] for entry in row["variants"]}
+    row = next(row for row in rows if row.length == 1024)
+    ratios = {entry.name: entry.ratio for entry in row.variants}
     assert points == {
-        entry["name"]: (pytest.approx(ratios[entry["name"]]), pytest.approx(100 * entry["difference"]))
-        for entry in task["variants"]
+        entry.name: (pytest.approx(ratios[entry.name]), pytest.approx(100 * entry.difference))
+        for entry in task.variants
     }
     assert axes.get_ylabel() == "change in accuracy (points)"
     assert axes.get_xlabel() == "speed relative to exact attention at 1,024 tokens"
@@ -108,14 +111,15 @@ def test_quality_is_drawn_against_the_speed_of_the_longest_row_with_most_of_both
     # A point's bars are its intervals, of speed and of quality.
     (bars,) = (box for box in axes.containers if box.get_label() == "linear")
     across, up = (bar.get_segments()[0].tolist() for bar in bars.lines[2])  # type: ignore[attr-defined]  # they are error bars
-    (entry,) = (entry for entry in row["variants"] if entry["name"] == "linear")
-    assert [x for x, _ in across] == pytest.approx(entry["interval"])
+    (entry,) = (entry for entry in row.variants if entry.name == "linear")
+    assert [x for x, _ in across] == pytest.approx(entry.interval)
     assert [y for _, y in up] == pytest.approx([-42.5, -34.7])
 
 
 def test_small_differences_have_a_plain_axis_with_a_digit_and_no_interval_no_bar(record, drawn):
     task = record["quality"][0] | {"variants": [record["quality"][0]["variants"][0] | {"interval": None}]}
-    axes = drawn(plots.quality_figure, task, record["speed"], record)
+    made = record_of(record | {"quality": [task]})
+    axes = drawn(plots.quality_figure, made.quality[0], made.speed, made)
     assert axes.get_yscale() == "linear"
     assert axes.yaxis.get_major_formatter()(0.25) == "+0.2"
     (bars,) = axes.containers
@@ -128,19 +132,21 @@ def test_a_long_name_is_cut_in_the_legend(record, drawn):
     name = "a" * 41
     record["speed"][0]["variants"] = [record["speed"][0]["variants"][0] | {"name": name}]
     record["variants"] = [record["variants"][0] | {"name": name}]
-    assert "a" * 39 + "…" in lines(drawn(plots.speed_figure, record["speed"][:1], record))
+    made = record_of(record)
+    assert "a" * 39 + "…" in lines(drawn(plots.speed_figure, made.speed[:1], made))
 
 
 def test_the_caption_says_what_is_shown_and_what_is_not(record):
-    task = record["quality"][0]
-    (_, caption) = plots.quality_figure(task, record["speed"], record, "id") or ("", "")
+    record = record_of(record)
+    task = record.quality[0]
+    (_, caption) = plots.quality_figure(task, record.speed, record, "id") or ("", "")
     assert caption == (
         "glue/sst2 (dev) against speed at 1,024 tokens on CPU, float32, 2 threads, batch 1. "
         "The task's own inputs have fewer than 67 tokens."
     )
-    row = record["speed"][0]
+    row = record.speed[0]
     for length, told in ((66, False), (67, True)):
-        drawn = plots.quality_figure(task, [row | {"length": length}], record, "id")
+        drawn = plots.quality_figure(task, [row.model_copy(update={"length": length})], record, "id")
         assert drawn is not None
         assert ("own inputs" in drawn[1]) is told
 
@@ -159,8 +165,10 @@ def test_every_colour_belongs_to_a_mechanism_and_can_be_seen_on_white_and_on_bla
 
 
 def test_less_is_better_points_up_and_a_score_that_is_no_fraction_is_not_in_points(record, drawn):
-    (rows,) = speed_groups(record)
-    task = record["quality"][0] | {"metric": "bits_per_byte", "fraction": False, "lower_is_better": True}
+    record = record_of(record)
+    (rows,) = speed_groups(record.speed)
+    units = {"metric": "bits_per_byte", "fraction": False, "lower_is_better": True}
+    task = record.quality[0].model_copy(update=units)
     axes = drawn(plots.quality_figure, task, rows, record)
     assert axes.get_ylabel() == "change in bits per byte"
     assert axes.yaxis_inverted()
@@ -168,8 +176,10 @@ def test_less_is_better_points_up_and_a_score_that_is_no_fraction_is_not_in_poin
 
 
 def test_without_both_a_quality_and_a_speed_there_is_no_drawing(record):
-    (rows,) = speed_groups(record)
-    task = record["quality"][0] | {"variants": [entry | {"name": "x"} for entry in record["quality"][0]["variants"]]}
+    record = record_of(record)
+    (rows,) = speed_groups(record.speed)
+    others = [entry.model_copy(update={"name": "x"}) for entry in record.quality[0].variants]
+    task = record.quality[0].model_copy(update={"variants": others})
     assert plots.quality_figure(task, rows, record, "id") is None
 
 
@@ -177,6 +187,6 @@ def test_variants_of_one_mechanism_share_a_colour_and_not_a_marker(record):
     layers = [{"layer": 0, "mechanism": "sdpa", "settings": {}}] * 3
     layers += [{"layer": 3, "mechanism": "local", "settings": {}}]
     variants = [{"name": name, "layers": layers} for name in ("a", "b")]
-    styles = plots._styles({"variants": variants})
+    styles = plots._styles(part_of(Record, variants=variants))
     assert {colour for colour, _ in styles.values()} == {plots.COLOURS["local"]}
     assert len({marker for _, marker in styles.values()}) == 2

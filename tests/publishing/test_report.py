@@ -14,6 +14,7 @@ import pytest
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record as records
 from approx.publishing.report import write_report
+from typed import record_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -52,7 +53,7 @@ class Page(HTMLParser):
 
 
 def report(record: dict, folder: Path) -> dict[str, str]:
-    write_report([record], folder)
+    write_report([record_of(record)], folder)
     return {name: (folder / name).read_text("utf-8") for name in FILES}
 
 
@@ -64,7 +65,7 @@ def page(files) -> Page:
 def test_the_files_are_those_that_are_named(record, tmp_path):
     (tmp_path / "deep" / "report").mkdir(parents=True)
     (tmp_path / "deep" / "report" / "index.html").write_text("older")
-    written = write_report([record | {"speed": []}], tmp_path / "deep" / "report")
+    written = write_report([record_of(record | {"speed": []})], tmp_path / "deep" / "report")
     assert [path.name for path in written] == list(FILES)
     assert "older" not in written[-1].read_text("utf-8")
     assert sorted(path.name for path in (tmp_path / "deep" / "report").iterdir()) == sorted(FILES)
@@ -72,12 +73,12 @@ def test_the_files_are_those_that_are_named(record, tmp_path):
 
 def test_the_record_beside_the_page_is_the_record(record, tmp_path, files):
     (tmp_path / "report.json").write_text(files["report.json"], "utf-8")
-    assert records.load(tmp_path / "report.json") == record
+    assert records.load(tmp_path / "report.json") == record_of(record)
 
 
 def test_the_same_record_gives_the_same_bytes_in_another_process(record, tmp_path, files):
     path = tmp_path / "record.json"
-    records.save(path, record)
+    records.save(path, record_of(record))
     program = (
         "import sys; from pathlib import Path; from approx.evaluation import record;"
         "from approx.publishing.report import write_report;"
@@ -229,7 +230,7 @@ def test_records_of_different_machines_have_figures_of_their_own(record, tmp_pat
     other = json.loads(json.dumps(record))
     other |= {"title": "Another machine", "speed": record["speed"][:2]}
     other["environment"]["processor"] = "Another Processor"
-    write_report([record, other], tmp_path)
+    write_report([record_of(record), record_of(other)], tmp_path)
     page = Page((tmp_path / "index.html").read_text("utf-8"))
     assert len([tag for tag, _ in page.tags if tag == "article"]) == 2
     assert len([tag for tag, _ in page.tags if tag == "svg"]) == 6
@@ -251,7 +252,7 @@ def test_no_records_and_no_folder_are_refused(record, tmp_path):
         write_report([], tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ApproxError, match="cannot be written") as caught:
-        write_report([record], tmp_path / "file")
+        write_report([record_of(record)], tmp_path / "file")
     assert caught.value.exit_code == Exit.UNAVAILABLE
 
 
@@ -261,7 +262,7 @@ def test_a_score_that_is_no_fraction_keeps_its_own_units(record, tmp_path):
     entry |= {"margin": 0.01, "verdict": "loss beyond margin"}
     task |= {"metric": "bits_per_byte", "fraction": False, "lower_is_better": True, "variants": [entry]}
     task["base"] = {"scores": {"bits_per_byte": 1.234}, "interval": [1.2, 1.27]}
-    write_report([record | {"quality": [task]}], tmp_path)
+    write_report([record_of(record | {"quality": [task]})], tmp_path)
     text = (tmp_path / "report.md").read_text("utf-8")
     assert "872 examples; lower is better. Differences are converted minus exact, in bits per byte." in text
     assert "| improved-clustered 25 | 1.584 | +0.350 | 0.310 to 0.390 | 0.01 | loss beyond margin |" in text

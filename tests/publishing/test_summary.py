@@ -4,11 +4,13 @@ import copy
 
 import pytest
 
+from approx.evaluation.record_model import Quality
 from approx.publishing.summary import Figure, answers, longest_input
+from typed import part_of, record_of
 
 
 def said(record: dict, name: str) -> str:
-    (answer,) = (answer for answer in answers(record) if answer.name == name)
+    (answer,) = (answer for answer in answers(record_of(record)) if answer.name == name)
     return " ".join(answer.sentences)
 
 
@@ -26,7 +28,7 @@ def test_speed_at_lengths_that_quality_was_not_measured_at_is_told(measured, lon
     (task,) = measured["quality"]
     for entry in task["variants"]:
         entry["slices"] = [{"from": 0, "to": longest, "examples": 10, "base": 0.9, "converted": 0.9}]
-    assert longest_input(task) == longest
+    assert longest_input(part_of(Quality, **task)) == longest
     assert [row["length"] for row in measured["speed"]] == [128, 512]
     text = said(measured, task["variants"][0]["name"])
     assert ("the quality on longer inputs is unknown" in text) is warned
@@ -42,7 +44,7 @@ def test_a_loss_looks_like_what_it_is(measured, verdict, tone):
     (task,) = measured["quality"]
     entry = task["variants"][0]
     entry["verdict"] = verdict
-    (answer,) = (answer for answer in answers(measured) if answer.name == entry["name"])
+    (answer,) = (answer for answer in answers(record_of(measured)) if answer.name == entry["name"])
     (figure,) = (figure for figure in answer.figures if "the speed" not in figure.label)
     assert figure.tone == tone
 
@@ -58,13 +60,13 @@ def test_a_loss_looks_like_what_it_is(measured, verdict, tone):
 def test_a_speed_looks_like_what_it_is_and_is_that_of_the_longest_row(measured, interval, verdict, tone):
     name = measured["speed"][-1]["variants"][0]["name"]
     measured["speed"][-1]["variants"][0] |= {"ratio": 1.5, "interval": interval, "verdict": verdict}
-    (answer,) = (answer for answer in answers(measured) if answer.name == name)
+    (answer,) = (answer for answer in answers(record_of(measured)) if answer.name == name)
     assert (answer.figures[0].value, answer.figures[0].tone) == ("1.50×", tone)
     assert answer.figures[0].label == "the speed of exact attention at 512 tokens"
 
 
 def test_the_figures_of_a_variant_are_its_speed_and_each_task(record):
-    by_name = {answer.name: answer for answer in answers(record)}
+    by_name = {answer.name: answer for answer in answers(record_of(record))}
     assert by_name["clustered 25"].figures == [
         Figure("1.80×", "the speed of exact attention at 2,048 tokens", "good"),
         Figure("−0.3", "points of accuracy on glue/sst2", "even"),
@@ -96,13 +98,13 @@ def test_the_advice_follows_from_where_it_is_faster(measured, intervals, advice)
 def test_a_variant_without_a_ratio_gets_no_advice(measured):
     for row in measured["speed"]:
         row["variants"][0] |= {"ratio": None, "interval": None}
-    (answer,) = (answer for answer in answers(measured) if answer.name == "improved-clustered 25")
+    (answer,) = (answer for answer in answers(record_of(measured)) if answer.name == "improved-clustered 25")
     assert answer.sentences[0] == "On CPU, float32, 2 threads, batch 1: not measured."
 
 
 def test_each_setting_has_a_sentence_and_the_first_has_the_figure(measured):
     measured["speed"] += [row | {"batch": 8} for row in measured["speed"]]
-    (answer,) = (answer for answer in answers(measured) if answer.name == "linear")
+    (answer,) = (answer for answer in answers(record_of(measured)) if answer.name == "linear")
     assert [sentence.split(":")[0] for sentence in answer.sentences[:2]] == [
         "On CPU, float32, 2 threads, batch 1",
         "On CPU, float32, 2 threads, batch 8",
@@ -112,10 +114,10 @@ def test_each_setting_has_a_sentence_and_the_first_has_the_figure(measured):
 
 def test_the_longest_input_is_known_where_slices_are_by_length_or_tokens_were_counted(measured):
     (task,) = measured["quality"]
-    assert longest_input(task) == 67
-    assert longest_input(task | {"variants": []}) is None
-    assert longest_input(task | {"sliced_by": "position"}) is None
-    assert longest_input(task | {"sliced_by": "position", "tokens": {"longest": 511}}) == 512
+    assert longest_input(part_of(Quality, **task)) == 67
+    assert longest_input(part_of(Quality, **task | {"variants": []})) is None
+    assert longest_input(part_of(Quality, **task | {"sliced_by": "position"})) is None
+    assert longest_input(part_of(Quality, **task | {"sliced_by": "position", "tokens": {"longest": 511}})) == 512
 
 
 def test_nothing_is_warned_of_where_the_inputs_of_a_task_are_not_known(measured):

@@ -1,8 +1,13 @@
 import csv
+from dataclasses import replace
 
 import pytest
 
+from approx.evaluation.record_model import Quality, Record
+from approx.evaluation.record_speed import Speed
 from approx.publishing import sweep
+from approx.publishing.sweep_rows import Cell, Results, collect
+from typed import part_of
 
 MACHINE = {"processor": "a processor", "cores": 2, "threads": 2, "gpu": None}
 MACHINE |= {"platform": "Linux", "python": "3.11", "torch": "2.13.0", "triton": "3.6.0"}
@@ -17,64 +22,79 @@ TIMES |= {"share_of_ceiling": 0.8, "verdict": "exact is better here", "status": 
 BASE = {"scores": {"accuracy": 0.9}, "interval": [0.8, 1.0]}
 
 
-def entry(kind: str, plan: str, *, difference: float = 0.0, seed: int | None = None, **environment) -> dict:
-    """The stored outcome of a cell."""
+def cell(kind: str, plan: str, *, difference: float = 0.0, seed: int | None = None, **environment) -> Cell:
+    """A computed cell."""
     variant = {"name": plan, "difference": difference, "scores": {"accuracy": 0.9 + difference}, "p_value": 0.5}
     quality = {**TASK, "base": BASE, "variants": [{**variant, "interval": [-0.1, 0.1], "verdict": "inconclusive"}]}
     timed = {**TIMES, "name": plan, "ratio": 1 + difference}
     speed = {**PLACE, "base": {"median_ms": 5.5}, "variants": [timed]}
-    made = {
-        "quality": [quality] if kind == "evaluate" else [],
-        "speed": [speed] if kind == "bench" else [],
-        "environment": {**ENVIRONMENT, **environment},
-    }
-    about = {"key": "k", "kind": kind, "title": f"{kind} {plan}", "checkpoint": "base", "plan": plan, "seed": seed}
-    return {**about, "status": "done", "record": made, "error": None, "exit_code": 0}
+    made = part_of(
+        Record,
+        quality=[quality] if kind == "evaluate" else [],
+        speed=[speed] if kind == "bench" else [],
+        environment={**ENVIRONMENT, **environment},
+    )
+    return Cell("k", f"{kind} {plan}", kind, "base", plan, seed, record=made)
 
 
-def table_of(*outcomes: dict) -> dict:
-    return sweep.collect(outcomes, {one["plan"]: {} for one in outcomes})
+def failed(kind: str, plan: str, error: str, exit_code: int = 1) -> Cell:
+    return replace(cell(kind, plan), error=error, exit_code=exit_code, record=None)
+
+
+def task_of(one: Cell) -> Quality:
+    assert one.record is not None
+    return one.record.quality[0]
+
+
+def row_of(one: Cell) -> Speed:
+    assert one.record is not None
+    return one.record.speed[0]
+
+
+def results_of(*cells: Cell) -> Results:
+    return collect(cells, {str(one.plan): {} for one in cells})
 
 
 def test_speeds_of_different_machines_never_share_a_table():
-    made = table_of(
-        entry("evaluate", "slow"), entry("bench", "slow"), entry("bench", "quick", processor="another", difference=0.5)
+    made = results_of(
+        cell("evaluate", "slow"), cell("bench", "slow"), cell("bench", "quick", processor="another", difference=0.5)
     )
     here, there = sweep.layout(made)
-    assert "a processor" in here["title"]
-    assert "another" in there["title"]
-    assert [row[0] for row in there["rows"]] == ["slow", "quick"]
-    assert [row[-1] for row in here["rows"]] == ["1.00×"]
-    assert [line["machine"] for table in (here, there) for line in table["lines"]] == [
-        sweep.machine_words(entry["machine"]) for entry in made["speed"] for _ in range(1 + (entry is made["speed"][1]))
+    assert "a processor" in here.title
+    assert "another" in there.title
+    assert [row[0] for row in there.rows] == ["slow", "quick"]
+    assert [row[-1] for row in here.rows] == ["1.00×"]
+    assert [line["machine"] for table in (here, there) for line in table.lines] == [
+        sweep.machine_words(row.machine) for row in made.speed for _ in range(1 + (row is made.speed[1]))
     ]
     # Plans timed on another machine have no speed in this table.
-    assert [row[-1] for row in there["rows"]] == ["", "1.50×"]
+    assert [row[-1] for row in there.rows] == ["", "1.50×"]
 
 
 def test_the_smallest_loss_comes_first_and_of_the_same_loss_the_fastest():
-    made = table_of(
-        entry("evaluate", "worse", difference=-0.3),
-        entry("evaluate", "slow"),
-        entry("evaluate", "quick"),
-        entry("bench", "slow", difference=-0.5),
-        entry("bench", "quick", difference=0.5),
+    made = results_of(
+        cell("evaluate", "worse", difference=-0.3),
+        cell("evaluate", "slow"),
+        cell("evaluate", "quick"),
+        cell("bench", "slow", difference=-0.5),
+        cell("bench", "quick", difference=0.5),
     )
     (table,) = sweep.layout(made)
-    assert [row[0] for row in table["rows"]] == ["quick", "slow", "worse"]
-    assert table["columns"][-1] == "×, 512 tokens"
+    assert [row[0] for row in table.rows] == ["quick", "slow", "worse"]
+    assert table.columns[-1] == "×, 512 tokens"
 
 
 def test_seeds_come_to_a_mean_and_its_spread_and_failures_are_listed():
-    failed = {**entry("evaluate", "b"), "status": "failed", "error": "a line\nand another", "record": None}
-    made = table_of(
-        entry("evaluate", "a", difference=-0.1, seed=0), entry("evaluate", "a", difference=-0.3, seed=1), failed
+    made = results_of(
+        cell("evaluate", "a", difference=-0.1, seed=0),
+        cell("evaluate", "a", difference=-0.3, seed=1),
+        failed("evaluate", "b", "a line\nand another"),
     )
-    (row,) = made["quality"]
-    assert round(row["loss"], 6) == 0.2
-    assert round(row["difference"]["sd"], 6) == 0.141421
-    assert row["verdicts"] == {"inconclusive": 2}
-    text = sweep.markdown({"title": "T", "notice": None, **made})
+    (row,) = made.quality
+    assert round(row.loss, 6) == 0.2
+    assert row.difference.sd == pytest.approx(0.141421, abs=1e-6)
+    assert row.verdicts == {"inconclusive": 2}
+    text = sweep.markdown("T", None, made)
     head, ruler, *_ = (line for line in text.splitlines() if line.startswith("|"))
     assert ruler == "| --- |" + " --: |" * (head.count("|") - 2)
     assert "| a | 70.0 | -20.0 | 14.14 | 2 |  | inconclusive |" in text
@@ -83,13 +103,12 @@ def test_seeds_come_to_a_mean_and_its_spread_and_failures_are_listed():
 
 
 def test_a_sweep_keeps_all_that_was_measured_of_a_plan():
-    failed = {**entry("bench", "b"), "status": "failed", "error": "why", "exit_code": 4, "record": None}
-    checks = {**entry("verify", "a"), "record": {}}
-    outcomes = [checks, entry("evaluate", "a", difference=-0.1, seed=3), failed, entry("bench", "a")]
-    made = sweep.collect(outcomes, {"a": {"topk": 32}, "b": {"topk": 64}})
+    lost = failed("bench", "b", "why", exit_code=4)
+    cells = [cell("convert", "a"), cell("evaluate", "a", difference=-0.1, seed=3), lost, cell("bench", "a")]
+    made = collect(cells, {"a": {"topk": 32}, "b": {"topk": 64}})
     about = {"checkpoint": "base", "plan": "a", "values": {"topk": 32}}
     of_seed = {"seed": 3, "scores": {"accuracy": 0.8}, "difference": -0.1, "interval": [-0.1, 0.1], "p_value": 0.5}
-    assert made == {
+    assert made.to_data() == {
         "quality": [
             {
                 **about,
@@ -109,15 +128,15 @@ def test_a_sweep_keeps_all_that_was_measured_of_a_plan():
 
 
 def test_every_column_of_the_table_and_of_its_csv_holds_its_own_figure():
-    outcomes = [entry("evaluate", "a", difference=-0.1), entry("bench", "a", difference=0.25), entry("evaluate", "b")]
-    made = sweep.collect(outcomes, {"a": {"topk": 32}, "b": {"clusters": 25}})
+    cells = [cell("evaluate", "a", difference=-0.1), cell("bench", "a", difference=0.25), cell("evaluate", "b")]
+    made = collect(cells, {"a": {"topk": 32}, "b": {"clusters": 25}})
     (table,) = sweep.layout(made)
-    assert table["title"] == (
+    assert table.title == (
         "base; glue/sst2, dev: 10 examples, exact attention 90.0; "
         "times exact attention's speed on a processor, 2 threads, torch 2.13.0"
     )
-    assert table["columns"] == ["plan", "accuracy %", "difference", "sd", "seeds", "95 %", "verdict", "×, 512 tokens"]
-    assert table["rows"] == [
+    assert table.columns == ["plan", "accuracy %", "difference", "sd", "seeds", "95 %", "verdict", "×, 512 tokens"]
+    assert table.rows == [
         ["b", "90.0", "+0.0", "", "", "-10.00 … 10.00", "inconclusive", ""],
         ["a", "80.0", "-10.0", "", "", "-10.00 … 10.00", "inconclusive", "1.25×"],
     ]
@@ -144,33 +163,34 @@ def test_every_column_of_the_table_and_of_its_csv_holds_its_own_figure():
             "topk": "32",
         },
     ]
-    assert sweep.markdown({"title": "T", "notice": "N", **made}).startswith("# T\n\n*N*\n\nbase; glue/sst2, dev: ")
+    assert sweep.markdown("T", "N", made).startswith("# T\n\n*N*\n\nbase; glue/sst2, dev: ")
 
 
 def test_a_score_that_is_no_fraction_keeps_its_units_and_less_of_it_is_the_smaller_loss():
-    outcomes = [entry("evaluate", "more", difference=0.25), entry("evaluate", "less", difference=-0.25)]
-    for outcome in outcomes:
-        outcome["record"]["quality"][0] |= {"fraction": False, "lower_is_better": True}
-    (table,) = sweep.layout(table_of(*outcomes))
-    assert table["title"].endswith("exact attention 0.900")
-    assert table["columns"][1] == "accuracy"
-    assert [row[:3] for row in table["rows"]] == [["less", "0.650", "-0.250"], ["more", "1.150", "+0.250"]]
-    assert table["rows"][0][5] == "-0.1000 … 0.1000"
+    cells = [cell("evaluate", "more", difference=0.25), cell("evaluate", "less", difference=-0.25)]
+    for one in cells:
+        task_of(one).fraction, task_of(one).lower_is_better = False, True
+    (table,) = sweep.layout(results_of(*cells))
+    assert table.title.endswith("exact attention 0.900")
+    assert table.columns[1] == "accuracy"
+    assert [row[:3] for row in table.rows] == [["less", "0.650", "-0.250"], ["more", "1.150", "+0.250"]]
+    assert table.rows[0][5] == "-0.1000 … 0.1000"
 
 
 def test_verdicts_that_differ_between_seeds_are_counted():
-    outcomes = [entry("evaluate", "a", seed=seed) for seed in (0, 1, 2)]
-    outcomes[1]["record"]["quality"][0]["variants"][0]["verdict"] = "no loss"
-    (table,) = sweep.layout(table_of(*outcomes))
-    assert table["rows"][0][3:] == ["0.00", "3", "", "inconclusive (2 of 3), no loss (1 of 3)"]
+    cells = [cell("evaluate", "a", seed=seed) for seed in (0, 1, 2)]
+    task_of(cells[1]).variants[0].verdict = "no loss"
+    (table,) = sweep.layout(results_of(*cells))
+    assert table.rows[0][3:] == ["0.00", "3", "", "inconclusive (2 of 3), no loss (1 of 3)"]
 
 
 def test_columns_of_speed_say_in_what_they_differ():
     def columns(**change: object) -> list[str]:
-        outcomes = [entry("bench", "a"), entry("bench", "a")]
-        outcomes[1]["record"]["speed"][0] |= change
-        (table,) = sweep.layout(table_of(*outcomes))
-        return table["columns"]
+        cells = [cell("bench", "a"), cell("bench", "a")]
+        for name, value in change.items():
+            setattr(row_of(cells[1]), name, value)
+        (table,) = sweep.layout(results_of(*cells))
+        return table.columns
 
     assert columns() == ["plan", "×, 512 tokens"]
     assert columns(length=64) == ["plan", "×, 64 tokens", "×, 512 tokens"]
@@ -183,17 +203,18 @@ def test_columns_of_speed_say_in_what_they_differ():
     ("change", "shown"), [({"status": "out of memory", "ratio": None}, "out of memory"), ({}, "1.00×")]
 )
 def test_a_speed_that_is_missing_says_why_and_the_plan_stays_in_the_table(change, shown):
-    outcome = entry("bench", "a")
-    outcome["record"]["speed"][0]["variants"][0] |= change
-    (table,) = sweep.layout(table_of(outcome))
-    assert table["rows"] == [["a", shown]]
+    one = cell("bench", "a")
+    for name, value in change.items():
+        setattr(row_of(one).variants[0], name, value)
+    (table,) = sweep.layout(results_of(one))
+    assert table.rows == [["a", shown]]
 
 
 def test_what_was_scored_on_other_examples_or_another_checkpoint_has_a_table_of_its_own():
-    outcomes = [entry("evaluate", "a"), entry("evaluate", "b"), {**entry("evaluate", "a"), "checkpoint": "large"}]
-    outcomes[1]["record"]["quality"][0]["examples"] = 20
-    tables = sweep.layout(table_of(*outcomes))
-    assert [(len(table["rows"]), table["title"].split(" examples")[0]) for table in tables] == [
+    cells = [cell("evaluate", "a"), cell("evaluate", "b"), replace(cell("evaluate", "a"), checkpoint="large")]
+    task_of(cells[1]).examples = 20
+    tables = sweep.layout(results_of(*cells))
+    assert [(len(table.rows), table.title.split(" examples")[0]) for table in tables] == [
         (1, "base; glue/sst2, dev: 10"),
         (1, "base; glue/sst2, dev: 20"),
         (1, "large; glue/sst2, dev: 10"),
@@ -206,4 +227,4 @@ def test_a_machine_is_told_by_what_is_known_of_it():
 
 
 def test_a_bar_in_a_name_does_not_end_a_cell():
-    assert "| a\\|b | 90.0 |" in sweep.markdown({"title": "T", "notice": None, **table_of(entry("evaluate", "a|b"))})
+    assert "| a\\|b | 90.0 |" in sweep.markdown("T", None, results_of(cell("evaluate", "a|b")))

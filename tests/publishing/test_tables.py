@@ -2,7 +2,10 @@
 
 import pytest
 
+from approx.evaluation.record_model import Quality, Variant
+from approx.evaluation.record_speed import Crossover, Speed
 from approx.publishing.tables import layer_error_table, plan_lines, quality_table, speed_table
+from typed import part_of, parts_of
 
 # Entries of a record with three seeds, and without randomness.
 DRAWN = {"seeds": [0, 1, 2], "scores": [0.88, 0.9, 0.89], "mean": 0.89, "sd": 0.01, "low": 0.88, "high": 0.9}
@@ -13,7 +16,7 @@ def test_every_cell_of_a_table_of_quality_holds_its_own_figure(record):
     task = record["quality"][1] | {"notes": ["read to 512 tokens"]}
     (entry,) = task["variants"]
     entry |= {"p_adjusted": 0.0001, "needed_examples": 250, "approximated": {"examples": 25, "tokens": 0.4}}
-    assert quality_table(task) == {
+    assert quality_table(part_of(Quality, **task)) == {
         "task": "glue/mrpc",
         "split": "dev",
         "metric": "f1",
@@ -52,7 +55,7 @@ def test_a_score_that_is_no_fraction_is_in_its_own_units_in_every_cell(record):
     task = record["quality"][0] | {"metric": "accuracy_loss", "fraction": False, "lower_is_better": True}
     task["base"] = {"scores": {"accuracy_loss": 1.5}, "interval": [1.25, 1.75]}
     task["variants"] = [task["variants"][1] | {"scores": {"accuracy_loss": 1.4966}, "seeds": DRAWN | {"mean": 1.4966}}]
-    table = quality_table(task | {"sliced_by": "position", "slice_metric": "top_1"})
+    table = quality_table(part_of(Quality, **task | {"sliced_by": "position", "slice_metric": "top_1"}))
     assert (table["units"], table["better"]) == ("accuracy loss", "lower is better")
     assert table["base"] == {"score": "1.500", "others": [], "interval": "1.250 to 1.750"}
     (row,) = table["rows"]
@@ -65,7 +68,7 @@ def test_a_score_that_is_no_fraction_is_in_its_own_units_in_every_cell(record):
 
 
 def test_slices_are_told_from_their_first_length_to_their_last(record):
-    assert quality_table(record["quality"][0])["slices"][:2] == [
+    assert quality_table(part_of(Quality, **record["quality"][0]))["slices"][:2] == [
         {
             "name": "improved-clustered 25",
             "range": "0 to 15",
@@ -87,7 +90,7 @@ def test_what_seeds_change_has_a_row_of_its_own(record):
     task = record["quality"][0]
     for entry, seeds in zip(task["variants"], (DRAWN, FIXED, None, None), strict=True):
         entry["seeds"] = seeds
-    drawn, fixed, unasked, *_ = (row["seeds"] for row in quality_table(task)["rows"])
+    drawn, fixed, unasked, *_ = (row["seeds"] for row in quality_table(part_of(Quality, **task))["rows"])
     assert drawn == {
         "name": "improved-clustered 25, over 3 seeds",
         "score": "89.00 % ± 1.00",
@@ -105,13 +108,13 @@ def test_what_seeds_change_has_a_row_of_its_own(record):
 def test_a_p_value_is_rounded_but_never_to_zero(record, value, shown):
     task = record["quality"][1]
     task["variants"][0]["p_value"] = value
-    table = quality_table(task)
+    table = quality_table(part_of(Quality, **task))
     assert table["rows"][0]["p_value"] == shown
     assert not table["adjusted"]
 
 
 def test_without_variants_a_table_of_quality_still_says_what_it_is_of(record):
-    table = quality_table(record["quality"][0] | {"variants": []})
+    table = quality_table(part_of(Quality, **record["quality"][0] | {"variants": []}))
     assert (table["confidence"], table["rows"], table["slices"], table["adjusted"]) == ("95 %", [], [], False)
 
 
@@ -121,7 +124,8 @@ def test_every_cell_of_a_table_of_speed_holds_its_own_figure(record):
     row["variants"][0]["chosen"] = {"linear_attention": "cpu"}
     about = {"batch": 1, "dtype": "float32", "device": "cpu"}
     elsewhere = [{**about, "name": "linear", "length": 64} | other for other in ({"batch": 2}, {"dtype": "bfloat16"})]
-    table = speed_table([row], [*record["crossover"], *elsewhere, {**about, "name": "linear", "length": 512}])
+    crossovers = [*record["crossover"], *elsewhere, {**about, "name": "linear", "length": 512}]
+    table = speed_table(parts_of(Speed, row), parts_of(Crossover, *crossovers))
     assert {name: table[name] for name in ("setting", "inputs", "names", "crossover", "pays_from")} == {
         "setting": "CPU, float32, 2 threads, batch 1",
         "inputs": "real",
@@ -154,7 +158,7 @@ def test_every_cell_of_a_table_of_speed_holds_its_own_figure(record):
 
 
 def test_every_standing_has_words_and_a_tone_of_its_own(record):
-    cells = [cell for row in speed_table(record["speed"], [])["summary"] for cell in row["cells"]]
+    cells = [cell for row in speed_table(parts_of(Speed, *record["speed"]), [])["summary"] for cell in row["cells"]]
     said = {cell["verdict"]: cell["tone"] for cell in cells}
     assert said == {
         "slower": "bad",
@@ -164,7 +168,7 @@ def test_every_standing_has_words_and_a_tone_of_its_own(record):
         "out of memory": "bad",
     }
     short = [record["speed"][0], record["speed"][1] | {"variants": record["speed"][1]["variants"][1:]}]
-    missing = speed_table(short, [])["summary"][1]["cells"][0]
+    missing = speed_table(parts_of(Speed, *short), [])["summary"][1]["cells"][0]
     assert missing == {"ratio": "–", "interval": None, "share": None, "verdict": "not measured", "tone": "even"}
 
 
@@ -172,7 +176,7 @@ def test_what_ran_in_plain_pytorch_is_told_by_variant_in_their_order_then_by_op(
     first, second = record["speed"][0]["variants"][:2]
     first["chosen"] = {"topk_attention": "tiles", "cluster_queries": "reference"}
     second["chosen"] = {"cluster_queries": "reference", "topk_attention": "cpu"}
-    assert speed_table(record["speed"], [])["plain"] == [
+    assert speed_table(parts_of(Speed, *record["speed"]), [])["plain"] == [
         "improved-clustered 25 (cluster_queries, 128 tokens)",
         "improved-clustered 25 (topk_attention, 128 tokens)",
         "clustered 25 (cluster_queries, 128 tokens)",
@@ -182,7 +186,7 @@ def test_what_ran_in_plain_pytorch_is_told_by_variant_in_their_order_then_by_op(
 def test_layers_with_some_heads_converted_are_a_line_of_their_own():
     layers = [{"layer": 0, "mechanism": "linear", "settings": {}, "heads": "0–3"}]
     layers += [{"layer": layer, "mechanism": "linear", "settings": {}} for layer in (1, 2)]
-    assert plan_lines({"layers": layers}) == [
+    assert plan_lines(part_of(Variant, layers=layers)) == [
         {"layers": "0", "mechanism": "linear (heads 0–3)", "settings": "–"},
         {"layers": "1–2", "mechanism": "linear", "settings": "–"},
     ]
@@ -191,7 +195,9 @@ def test_layers_with_some_heads_converted_are_a_line_of_their_own():
 def test_layer_errors_are_under_their_layer():
     receipt = {"errors": {"2": 0.034, "10": 0.5}, "captured_mass": {"10": 0.0}, "measured_on": "512 tokens a row"}
     other = {"errors": {"0": 0.01}, "captured_mass": None}
-    variants = [{"name": "a", "receipt": receipt}, {"name": "b", "receipt": other}, {"name": "c", "receipt": None}]
+    variants = parts_of(
+        Variant, {"name": "a", "receipt": receipt}, {"name": "b", "receipt": other}, {"name": "c", "receipt": None}
+    )
     assert layer_error_table(variants) == {
         "layers": [0, 2, 10],
         "rows": [

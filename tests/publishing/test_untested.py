@@ -4,11 +4,13 @@ import csv
 
 import pytest
 
+from approx.evaluation.record_model import Quality, QualityVariant
 from approx.publishing import wording
 from approx.publishing.plots import quality_figure
 from approx.publishing.report import write_report
 from approx.publishing.summary import answers
 from approx.publishing.tables import quality_table
+from typed import part_of, record_of
 
 NAME = "improved-clustered 25"
 VERDICT = "not tested: exact on 95 % of these inputs"
@@ -25,7 +27,7 @@ def untested(record) -> dict:
 
 
 def test_every_file_says_that_it_was_not_tested(untested, tmp_path):
-    write_report([untested], tmp_path)
+    write_report([record_of(untested)], tmp_path)
     for name in ("report.md", "index.html", "report.json", "quality.csv"):
         assert VERDICT in (tmp_path / name).read_text("utf-8"), name
     first, second, third, *_ = csv.DictReader((tmp_path / "quality.csv").read_text("utf-8").splitlines())
@@ -36,7 +38,8 @@ def test_every_file_says_that_it_was_not_tested(untested, tmp_path):
 
 
 def test_neither_its_figure_nor_its_colour_praises_it(untested):
-    (table, _), (answer, other, *_) = map(quality_table, untested["quality"]), answers(untested)
+    made = record_of(untested)
+    (table, _), (answer, other, *_) = map(quality_table, made.quality), answers(made)
     assert [row["tone"] for row in table["rows"]] == ["even", "even", "bad", "even"]
     assert [(figure.value, figure.tone) for figure in answer.figures[1:]] == [("not tested", "even")]
     assert f"on glue/sst2 (dev): {VERDICT}." in " ".join(answer.sentences)
@@ -45,16 +48,23 @@ def test_neither_its_figure_nor_its_colour_praises_it(untested):
 
 
 def test_the_figure_of_quality_against_speed_leaves_it_out_and_says_so(untested):
-    drawn = quality_figure(untested["quality"][0], untested["speed"], untested, "both")
+    made = record_of(untested)
+    drawn = quality_figure(made.quality[0], made.speed, made, "both")
     assert drawn is not None
     assert f"Not shown, because untested: {NAME}." in drawn[1]
-    alone = untested["quality"][0] | {"variants": untested["quality"][0]["variants"][:1]}
-    assert quality_figure(alone, untested["speed"], untested, "both") is None
+    alone = made.quality[0].model_copy(update={"variants": made.quality[0].variants[:1]})
+    assert quality_figure(alone, made.speed, made, "both") is None
 
 
 def test_a_verdict_has_the_colour_that_it_deserves():
     words = ("no loss", "loss within margin", "loss beyond margin", "inconclusive", VERDICT)
-    assert [wording.tone({"verdict": word}) for word in words] == ["good", "even", "bad", "even", "even"]
+    assert [wording.tone(part_of(QualityVariant, verdict=word)) for word in words] == [
+        "good",
+        "even",
+        "bad",
+        "even",
+        "even",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -70,22 +80,22 @@ def test_a_verdict_has_the_colour_that_it_deserves():
     ],
 )
 def test_shares_in_words(entry: dict, said: str):
-    assert wording.approximated(entry, {"examples": 1000}) == said
+    assert wording.approximated(part_of(QualityVariant, **entry), part_of(Quality, examples=1000)) == said
 
 
 def test_speeds_are_beyond_quality_from_the_first_length_that_no_input_has(record):
     """The longest inputs have 66 tokens, so times at 67 tokens are of longer inputs."""
     row = record["speed"][0]
     for length, beyond in ((66, False), (67, True), (660, True)):
-        answer = answers(record | {"speed": [row | {"length": length}]})[0]
+        answer = answers(record_of(record | {"speed": [row | {"length": length}]}))[0]
         assert ("the quality on longer inputs is unknown" in " ".join(answer.sentences)) == beyond
 
 
 def test_groups_that_settle_a_verdict_are_as_many_more_as_examples():
-    task = {"examples": 200, "groups": 10}
-    assert wording.needed({"needed_examples": 1000}, task) == "about 1,000 examples of 50 groups"
+    task = part_of(Quality, examples=200, groups=10)
+    assert wording.needed(part_of(QualityVariant, needed_examples=1000), task) == "about 1,000 examples of 50 groups"
 
 
 def test_no_difference_is_neither_a_loss_nor_a_gain():
-    entry = {"difference": 0.0, "interval": [-0.0001, 0.0001]}
-    assert wording.loss(entry, {"metric": "accuracy"}).startswith("scores the same")
+    entry = part_of(QualityVariant, difference=0.0, interval=[-0.0001, 0.0001])
+    assert wording.loss(entry, part_of(Quality, metric="accuracy")).startswith("scores the same")

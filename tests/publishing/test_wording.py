@@ -2,11 +2,14 @@
 
 import pytest
 
+from approx.evaluation.record_model import Quality, QualityVariant, Record, Variant
+from approx.evaluation.record_speed import Speed, Timing
 from approx.publishing import wording
 from approx.publishing.plots import COLOURS, colours
 from approx.publishing.summary import speed_groups, standing, worthwhile_from
 from approx.publishing.tables import plan_lines
 from approx_kernels.dispatch import implementation
+from typed import part_of, parts_of, record_of
 
 
 def test_plain_pytorch_is_what_the_kernels_call_so():
@@ -79,23 +82,28 @@ def test_numbers(text: str, expected: str):
     ],
 )
 def test_a_difference_in_words(difference: float, interval: list[float] | None, expected: str):
-    assert wording.loss({"difference": difference, "interval": interval}, {"metric": "accuracy"}) == expected
+    assert (
+        wording.loss(
+            part_of(QualityVariant, difference=difference, interval=interval), part_of(Quality, metric="accuracy")
+        )
+        == expected
+    )
 
 
 def test_a_difference_of_a_score_that_is_no_fraction_is_told_in_its_own_units():
-    task = {"metric": "bits_per_byte", "fraction": False, "lower_is_better": True}
-    entry = {"difference": 0.0213, "interval": [0.0113, 0.0313], "margin": 0.01, "verdict": "loss beyond margin"}
+    task = part_of(Quality, metric="bits_per_byte", fraction=False, lower_is_better=True)
+    worse = {"difference": 0.0213, "interval": [0.0113, 0.0313], "margin": 0.01, "verdict": "loss beyond margin"}
+    entry = part_of(QualityVariant, **worse)
     assert wording.loss(entry, task) == "has 0.021 ± 0.010 more bits per byte"
     assert wording.verdict(entry, task) == "a loss beyond the margin of 0.010 bits per byte"
     assert wording.change(entry, task) == "+0.021"
     assert wording.score(1.2345, task) == "1.234"
     assert wording.score(1.2345, task, 0) == "1.2"
-    fewer = entry | {"difference": -0.02, "interval": [-0.03, -0.01]}
+    fewer = part_of(QualityVariant, **worse | {"difference": -0.02, "interval": [-0.03, -0.01]})
     assert wording.loss(fewer, task) == "has 0.020 ± 0.010 fewer bits per byte"
-    assert (
-        wording.loss(entry | {"difference": 0.5, "interval": [0.45, 0.55]}, task) == "has 0.5 ± 0.1 more bits per byte"
-    )
-    higher = {"metric": "score", "fraction": False}
+    much = part_of(QualityVariant, **worse | {"difference": 0.5, "interval": [0.45, 0.55]})
+    assert wording.loss(much, task) == "has 0.5 ± 0.1 more bits per byte"
+    higher = part_of(Quality, metric="score", fraction=False)
     assert wording.loss(entry, higher) == "gains 0.021 ± 0.010 score"
 
 
@@ -110,42 +118,43 @@ def test_a_difference_of_a_score_that_is_no_fraction_is_told_in_its_own_units():
     ],
 )
 def test_a_verdict_is_told_with_its_margin(verdict: str, said: str):
-    entry = {"verdict": verdict, "margin": 0.005, "needed_examples": 250}
-    assert wording.verdict(entry, {"metric": "accuracy", "examples": 10}) == said
+    entry = part_of(QualityVariant, verdict=verdict, margin=0.005, needed_examples=250)
+    assert wording.verdict(entry, part_of(Quality, metric="accuracy", examples=10)) == said
 
 
 def test_a_change_is_told_roughly_and_in_units_of_its_task():
-    assert wording.change({"difference": -0.0034}, {"metric": "accuracy"}) == "−0.3"
-    assert wording.units({"metric": "exact_match"}) == "points of exact match"
+    assert wording.change(part_of(QualityVariant, difference=-0.0034), part_of(Quality, metric="accuracy")) == "−0.3"
+    assert wording.units(part_of(Quality, metric="exact_match")) == "points of exact match"
 
 
 def test_what_a_score_stands_on_is_told_with_what_must_be_known_of_it():
-    assert wording.share_of_examples({"examples": 1000}) == "1,000 examples"
-    told = {"examples": 1000, "subset": True, "truncated": 1200, "notes": ["read to 512 tokens", "no titles"]}
-    assert wording.share_of_examples(told) == (
+    assert wording.share_of_examples(part_of(Quality, examples=1000)) == "1,000 examples"
+    told = part_of(Quality, examples=1000, subset=True, truncated=1200)
+    assert wording.share_of_examples(told, ["read to 512 tokens", "no titles"]) == (
         "1,000 examples, a subset, 1,200 of them truncated; read to 512 tokens; no titles"
     )
 
 
 def test_implementations_are_told_by_op_and_those_in_pytorch_alike():
     chosen = {"topk_attention": "tiles", "cluster_queries": "cpu", "lsh_attention": "reference"}
-    assert wording.implementations({"chosen": chosen}) == (
+    assert wording.implementations(part_of(Timing, chosen=chosen)) == (
         "cluster_queries cpu, lsh_attention plain PyTorch, topk_attention plain PyTorch"
     )
-    assert wording.implementations({"chosen": None}) == wording.implementations({}) == ""
+    assert wording.implementations(part_of(Timing, chosen=None)) == wording.implementations(part_of(Timing)) == ""
 
 
 def test_the_setting_names_what_matters():
     row = {"device": "cuda", "dtype": "bfloat16", "threads": 8, "batch": 4, "mode": "train"}
-    assert wording.setting(row) == "CUDA, bfloat16, batch 4, train"
+    assert wording.setting(part_of(Speed, **row)) == "CUDA, bfloat16, batch 4, train"
     row |= {"device": "cpu", "threads": 1, "mode": "forward"}
-    assert wording.setting(row) == "CPU, bfloat16, 1 thread, batch 4"
-    assert wording.setting(row | {"threads": 2, "fast_products": True}).endswith("2 threads, batch 4, fast products")
+    assert wording.setting(part_of(Speed, **row)) == "CPU, bfloat16, 1 thread, batch 4"
+    fast = part_of(Speed, **row | {"threads": 2, "fast_products": True})
+    assert wording.setting(fast).endswith("2 threads, batch 4, fast products")
 
 
-def row(length: int = 128, base: str = "ok", **entry) -> dict:
+def row(length: int = 128, base: str = "ok", **entry) -> Speed:
     variant = {"name": "v", "status": "ok", "ratio": 1.5, "interval": [1.4, 1.6], "verdict": "faster"} | entry
-    return {"length": length, "base": {"status": base}, "variants": [variant]}
+    return part_of(Speed, length=length, base={"status": base}, variants=[variant])
 
 
 @pytest.mark.parametrize(
@@ -163,8 +172,8 @@ def row(length: int = 128, base: str = "ok", **entry) -> dict:
         (row(ratio=0.9, interval=[0.8, 1.0], verdict="exact is better here"), "even"),
     ],
 )
-def test_standing(given: dict, expected: str):
-    assert standing(given, given["variants"][0]) == expected
+def test_standing(given: Speed, expected: str):
+    assert standing(given, given.variants[0]) == expected
 
 
 def test_it_pays_from_where_it_stays_better():
@@ -177,37 +186,37 @@ def test_it_pays_from_where_it_stays_better():
 
 def test_groups_hold_what_differs_in_length_alone(record):
     mixed = [record["speed"][1], record["speed"][0], record["speed"][0] | {"threads": 1}]
-    groups = speed_groups(record | {"speed": mixed})
-    assert [[(row["threads"], row["length"]) for row in rows] for rows in groups] == [[(2, 128), (2, 512)], [(1, 128)]]
-    changes = ({"device": "cuda"}, {"dtype": "bfloat16"}, {"batch": 8}, {"mode": "train"}, {"inputs": "random"})
+    groups = speed_groups(parts_of(Speed, *mixed))
+    assert [[(row.threads, row.length) for row in rows] for rows in groups] == [[(2, 128), (2, 512)], [(1, 128)]]
+    changes = ({"device": "cuda"}, {"dtype": "bfloat16"}, {"batch": 8}, {"mode": "train"}, {"inputs": "synthetic"})
     rows = [record["speed"][0], record["speed"][0] | {"fast_products": False}]
     rows += [record["speed"][0] | change for change in (*changes, {"fast_products": True})]
-    assert [len(group) for group in speed_groups({"speed": rows})] == [2, *[1] * 6]
-    assert speed_groups({"speed": None}) == speed_groups({}) == []
+    assert [len(group) for group in speed_groups(parts_of(Speed, *rows))] == [2, *[1] * 6]
+    assert speed_groups([]) == []
 
 
 def test_a_mechanism_keeps_its_colour(record):
-    chosen = colours(record)
+    chosen = colours(record_of(record))
     assert chosen["improved-clustered 25"] == COLOURS["improved-clustered"]
     assert chosen["clustered 25"] == COLOURS["clustered"]
     # An unknown mechanism has a colour too, which does not depend on the other variants.
-    assert colours(record | {"variants": record["variants"][-1:]}) == {"reservoir": chosen["reservoir"]}
+    assert colours(record_of(record | {"variants": record["variants"][-1:]})) == {"reservoir": chosen["reservoir"]}
     exact = {"name": "same", "layers": [{"layer": 0, "mechanism": "sdpa", "settings": {}}]}
-    assert colours({"variants": [exact, {"name": "none", "layers": []}]}) == {
+    assert colours(part_of(Record, variants=[exact, {"name": "none", "layers": []}])) == {
         "same": COLOURS["sdpa"],
         "none": COLOURS["full"],
     }
 
 
 def test_layers_of_a_plan_are_put_together(record):
-    assert plan_lines(record["variants"][0]) == [
+    assert plan_lines(part_of(Variant, **record["variants"][0])) == [
         {"layers": "0–4", "mechanism": "improved-clustered", "settings": "clusters = 25, topk = 32"},
         {"layers": "5", "mechanism": "sdpa", "settings": "–"},
     ]
 
 
 def test_examples_that_would_settle_a_verdict_are_told_in_groups_of_the_same_size():
-    entry, task = {"needed_examples": 1200}, {"examples": 300, "groups": 20}
-    assert wording.needed(entry, {"examples": 300}) == "about 1,200 examples"
+    entry, task = part_of(QualityVariant, needed_examples=1200), part_of(Quality, examples=300, groups=20)
+    assert wording.needed(entry, part_of(Quality, examples=300)) == "about 1,200 examples"
     assert wording.needed(entry, task) == "about 1,200 examples of 80 groups"
-    assert wording.needed({"needed_examples": None}, task) is None
+    assert wording.needed(part_of(QualityVariant, needed_examples=None), task) is None

@@ -105,8 +105,8 @@ def test_a_causal_model_is_compared_end_to_end():
     )
     model, task = GPT2LMHeadModel(config).eval(), open_task("copy", length=32, examples=12)
     entry = evaluate({name: Subject(name, model, tokenizer()) for name in ("exact", "same")}, task)
-    assert (entry["metric"], entry["fraction"], entry["variants"][0]["difference"]) == ("token_accuracy", True, 0.0)
-    assert entry["variants"][0]["test"] == "paired bootstrap"
+    assert (entry.metric, entry.fraction, entry.variants[0].difference) == ("token_accuracy", True, 0.0)
+    assert entry.variants[0].test == "paired bootstrap"
     with pytest.raises(ApproxError, match=r"limit is 32 .*positions of exact"):
         evaluate({"exact": Subject("exact", model, tokenizer())}, open_task("copy", length=64))
     with pytest.raises(ApproxError, match=r"a truncated copy cannot be scored\. Set 'length' to 32 or less"):

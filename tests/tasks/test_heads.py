@@ -133,7 +133,7 @@ def test_base_and_converted_are_compared_and_batches_change_nothing(architecture
     task.check(converted)
     subjects = {"exact": Subject("exact", model, processor), "local": Subject("local", converted, processor)}
     entry = evaluate(subjects, task, EvaluateOptions(batch_size=4), data=data.get(name))
-    assert [row["name"] for row in entry["variants"]] == ["local"]
+    assert [row.name for row in entry.variants] == ["local"]
     for one in (model, converted):
         alone = predictions(one, processor, task, data.get(name), 1)
         assert same(predictions(one, processor, task, data.get(name), 4), alone)
@@ -149,7 +149,7 @@ def test_speech_is_compared(family, tmp_path):
     entry = evaluate(
         subjects, task, EvaluateOptions(batch_size=2), data=write_utterances(tmp_path / "dev-clean", some_utterances(3))
     )
-    assert (entry["metric"], entry["variants"][0]["name"]) == ("wer", "local")
+    assert (entry.metric, entry.variants[0].name) == ("wer", "local")
 
 
 PADDINGS = {

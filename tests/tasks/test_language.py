@@ -40,7 +40,7 @@ def masked(**changed):
 
 
 def score(model, task, data):
-    return evaluate({"exact": Subject("exact", model, tiny_tokenizer())}, task, data=data)["base"]["scores"]
+    return evaluate({"exact": Subject("exact", model, tiny_tokenizer())}, task, data=data).base.scores
 
 
 @pytest.mark.parametrize("stretch", [40, 300, 10_000])
@@ -93,18 +93,18 @@ def test_slices_go_by_the_tokens_before(data):
     model = causal()
     subjects = {name: Subject(name, model, tiny_tokenizer()) for name in ("exact", "same")}
     entry = evaluate(subjects, open_task("lm", stretch=100), data=data)
-    assert (entry["metric"], entry["fraction"], entry["lower_is_better"]) == ("bits_per_byte", False, True)
-    assert (entry["sliced_by"], entry["slice_metric"]) == ("tokens before", "perplexity")
-    (same,) = entry["variants"]
-    assert same["verdict"] == "no loss"
-    assert [(part["from"], part["to"]) for part in same["slices"]] == [
+    assert (entry.metric, entry.fraction, entry.lower_is_better) == ("bits_per_byte", False, True)
+    assert (entry.sliced_by, entry.slice_metric) == ("tokens before", "perplexity")
+    (same,) = entry.variants
+    assert same.verdict == "no loss"
+    assert [(part.from_, part.to) for part in same.slices] == [
         (0, 16),
         (16, 32),
         (32, 64),
         (64, 128),
         (128, 256),
     ]
-    assert all(part["base"] == part["converted"] for part in same["slices"])
+    assert all(part.base == part.converted for part in same.slices)
 
 
 def test_the_masked_loss_is_that_of_the_hidden_tokens(data):
@@ -127,7 +127,7 @@ def test_the_masked_loss_is_that_of_the_hidden_tokens(data):
             losses += [out.loss.item()] * len(one["targets"])
     assert restored == ids
     subject = Subject("exact", model, tokenizer)
-    measured = evaluate({"exact": subject}, task, data=data)["base"]["scores"]["masked_loss"]
+    measured = evaluate({"exact": subject}, task, data=data).base.scores["masked_loss"]
     assert measured == pytest.approx(np.mean(losses), rel=1e-5)
     assert 0.1 < len(losses) / len(ids) < 0.3
 
@@ -191,4 +191,4 @@ def test_windows_beyond_the_positions_are_refused_and_not_cut(data, name, model)
     subject = Subject("exact", model, tokenizer)
     with pytest.raises(ApproxError, match=f"is {limit + 1}, but the limit is {limit} tokens.*--max-length {limit + 1}"):
         evaluate({"exact": subject}, open_task(name, window=limit + 1), data=data)
-    assert evaluate({"exact": subject}, open_task(name, window=limit), data=data)["base"]["scores"]
+    assert evaluate({"exact": subject}, open_task(name, window=limit), data=data).base.scores

@@ -181,9 +181,9 @@ def test_the_trained_checkpoint_scores_what_it_is_known_to_score(shared_data, sh
     entry = evaluate(
         {"exact": subject}, open_task("squad", articles=["Oxygen"]), EvaluateOptions(limit=60), data=shared_data
     )
-    assert entry["subset"]
+    assert entry.subset
     # 59.5 on all six held-out articles; sixty questions may differ from that by chance.
-    assert entry["base"]["scores"]["answer_f1"] == pytest.approx(0.6, abs=0.15)
+    assert entry.base.scores["answer_f1"] == pytest.approx(0.6, abs=0.15)
 
 
 @pytest.mark.parametrize(

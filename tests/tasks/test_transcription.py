@@ -12,6 +12,7 @@ from approx.cli.figures import quality_table
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
 from approx.evaluation.options import EvaluateOptions
+from approx.evaluation.record_model import Tokens
 from approx.evaluation.timing_inputs import sound_inputs
 from approx.publishing.summary import longest_input
 from approx.publishing.wording import share_of_examples
@@ -114,11 +115,11 @@ def test_models_are_compared_by_words_over_speakers(data, tmp_path):
     processor = speech_processor(tmp_path)
     subjects = {name: Subject(name, recogniser(seed=seed), processor) for seed, name in enumerate(("exact", "other"))}
     entry = evaluate(subjects, TASK, EvaluateOptions(batch_size=4), data=data)
-    assert (entry["metric"], entry["lower_is_better"], entry["subset"]) == ("wer", True, True)
-    assert entry["variants"][0]["test"] == "paired bootstrap over 3 groups"
-    assert set(entry["base"]["scores"]) == {"wer", "cer"}
-    assert [(part["from"], part["to"], part["examples"]) for part in entry["variants"][0]["slices"]] == [(0, 5, 7)]
-    assert entry["tokens"] == {"median": 35, "longest": 65}, "frames of 20 ms"
+    assert (entry.metric, entry.lower_is_better, entry.subset) == ("wer", True, True)
+    assert entry.variants[0].test == "paired bootstrap over 3 groups"
+    assert set(entry.base.scores) == {"wer", "cer"}
+    assert [(part.from_, part.to, part.examples) for part in entry.variants[0].slices] == [(0, 5, 7)]
+    assert entry.tokens == Tokens(median=35, longest=65), "frames of 20 ms"
     # Not the seconds of the slices' bounds.
     assert longest_input(entry) == 66
 
@@ -134,7 +135,7 @@ def test_what_was_resampled_or_left_out_is_told_beside_the_score(data, tmp_path)
 
 def test_half_precision_hears_the_same_recordings(data, tmp_path):
     subject = Subject("half", recogniser().to(torch.bfloat16), speech_processor(tmp_path))
-    assert evaluate({"half": subject}, TASK, data=data)["base"]["scores"]["wer"] > 0
+    assert evaluate({"half": subject}, TASK, data=data).base.scores["wer"] > 0
 
 
 def test_a_checkpoint_brings_its_processor(data, tmp_path):
@@ -146,11 +147,11 @@ def test_a_checkpoint_brings_its_processor(data, tmp_path):
 
     def measured():
         subject = Subject("exact", loaded.model, checkpoint.processor(loaded.source))
-        return evaluate({"exact": subject}, TASK, data=data)["base"]["scores"]
+        return evaluate({"exact": subject}, TASK, data=data).base.scores
 
     refused("(tokenizer|instead of a speech processor)", Exit.UNAVAILABLE, measured)
     processor.save_pretrained(folder)
-    expected = evaluate({"exact": Subject("exact", model, processor)}, TASK, data=data)["base"]["scores"]
+    expected = evaluate({"exact": Subject("exact", model, processor)}, TASK, data=data).base.scores
     assert measured() == expected
     for path in (folder / "processor_config.json", folder / "tokenizer_config.json"):
         path.write_text(path.read_text().replace("Wav2Vec2Processor", "Wav2Vec2ProcessorWithLM"))
@@ -184,7 +185,7 @@ def test_bench_takes_recordings_and_refuses_texts_for_them(data, tmp_path):
 
     def bench(task, path):
         made = api.bench(str(tmp_path / "checkpoint"), [40], rounds=3, seconds=0.0, task=task, data=str(path))
-        return [(row["inputs"], row["length"]) for row in made["speed"]]
+        return [(row.inputs, row.length) for row in made.speed]
 
     assert bench(TASK.name, data) == [("real", 40)]
     refused("glue/sst2 makes input_ids, but .* takes input_values", Exit.UNSUPPORTED, lambda: bench(

@@ -9,7 +9,6 @@ from approx.cli import options
 from approx.cli.command import command
 from approx.cli.terminal import Terminal, table
 from approx.errors import ApproxError
-from approx.publishing import wording
 
 _PANEL = "Convert"
 _HOW, _MODE = "Training", "Modes"
@@ -234,6 +233,8 @@ def _adapters(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _planned(planned: dict[str, Any]) -> list[Any]:
+    from approx.publishing import wording
+
     rows = [
         [
             phase["mode"], f"{phase['steps']:,}", str(phase["batch_size"]), f"{phase['learning_rate']:.1e}",
@@ -250,6 +251,7 @@ def _planned(planned: dict[str, Any]) -> list[Any]:
 
 def _outcome(done: dict[str, Any]) -> list[Any]:
     from approx.cli.figures import checks_table
+    from approx.publishing import wording
 
     rows = [
         [

@@ -10,6 +10,7 @@ from approx.errors import ApproxError, Exit
 from approx.planning.plan import Plan, Rule
 from approx.recipe import BASE, CEILING
 from tiny_study import tiny_checkpoint, tiny_data
+from typed import known
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_draws_are_scored_of_what_draws_and_refused_for_a_stock_checkpoint(study
     made = api.evaluate(converted, "glue/sst2", against=stock, **asked)
     assert (made.title, made.seed, made.command) == (f"{BASE} (converted) on glue/sst2", 5, "typed")
     (entry,) = made.quality
-    assert len(entry.variants[0].seeds.scores) == 2
+    assert len(known(entry.variants[0].seeds).scores) == 2
     assert made.speed == []
 
 

@@ -8,6 +8,7 @@ from approx.evaluation.record_model import Record
 from approx.validation import Written
 
 Part = TypeVar("Part", bound=Written)
+T = TypeVar("T")
 
 _BLANK = {str: "", int: 0, float: 0.0, bool: False, list: [], dict: {}}
 
@@ -25,6 +26,12 @@ def part_of(kind: type[Part], **data: Any) -> Part:
 def parts_of(kind: type[Part], *data: dict[str, Any]) -> list[Part]:
     """Several parts."""
     return [part_of(kind, **one) for one in data]
+
+
+def known(value: T | None) -> T:
+    """A value that this record has, though others may lack it."""
+    assert value is not None
+    return value
 
 
 def _filled(kind: Any, data: Any) -> Any:

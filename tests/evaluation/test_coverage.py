@@ -16,6 +16,7 @@ from approx.evaluation.statistics import verdict
 from approx.tasks import Example, Split, open_task
 from tiny_classifier import WORDS as VOCABULARY
 from tiny_classifier import tiny_model, tiny_tokenizer
+from typed import known
 
 SST2 = open_task("glue/sst2")
 # Words of each sentence; the tokenizer adds two tokens.
@@ -114,7 +115,7 @@ def test_the_record_has_the_count_also_where_the_outputs_were_kept(data, tmp_pat
         Approximated(examples=0, tokens=0.0),
         "not tested: exact on 100 % of these inputs",
     )
-    assert (long.approximated.examples, long.verdict) == (4, "no loss")
+    assert (known(long.approximated).examples, long.verdict) == (4, "no loss")
     outputs = pyarrow.parquet.read_table(tmp_path / "o.parquet").to_pydict()
     assert outputs["approximated/long"] == [words + 2 >= 8 for words in WORDS]
     assert outputs["approximated/short"] == [False] * 10

@@ -16,6 +16,7 @@ from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.quality import compare
 from approx.tasks import Example, Split, open_task
 from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
+from typed import known
 
 SST2 = open_task("glue/sst2")
 
@@ -73,7 +74,7 @@ def test_an_entry_says_all_that_the_record_wants(data, tmp_path):
     assert changed.difference == pytest.approx(right["noisy"].mean() - right["exact"].mean())
     assert changed.test == "exact McNemar"
     assert (same.name, same.difference, same.p_value, same.verdict) == ("noisier", 0.0, 1.0, "inconclusive")
-    assert same.needed_examples > 60
+    assert known(same.needed_examples) > 60
     assert [(part.from_, part.to) for part in changed.slices] == [(0, 16), (16, 32)]
     assert sum(part.examples for part in changed.slices) == 60
     whole = sum(part.examples * part.converted for part in changed.slices) / 60
@@ -125,11 +126,12 @@ def test_metrics_that_are_no_mean_are_compared_by_bootstrap():
     )
     assert entry.metric == "f1"
     assert set(entry.base.scores) == {"f1", "accuracy"}
-    assert entry.base.interval[0] < entry.base.scores["f1"] < entry.base.interval[1]
+    low, high = known(entry.base.interval)
+    assert low < entry.base.scores["f1"] < high
     same, worse = entry.variants
     assert (same.test, same.difference, same.verdict) == ("paired bootstrap", 0.0, "no loss")
     assert worse.verdict == "loss beyond margin"
-    assert worse.p_value < 0.01
+    assert known(worse.p_value) < 0.01
 
 
 def test_regression_is_compared_by_correlation():
@@ -161,7 +163,8 @@ def test_examples_of_a_group_are_drawn_together():
         for groups in (None, speakers)
     )
     single = compare(task, labelled(labels), [20] * 10, {"exact": base, "lost": lost}, margin=0.01, seed=0)
-    widths = [entry.variants[0].interval[1] - entry.variants[0].interval[0] for entry in (loose, grouped, single)]
+    intervals = [known(entry.variants[0].interval) for entry in (loose, grouped, single)]
+    widths = [high - low for low, high in intervals]
     assert widths[0] < widths[1] / 2
     assert widths[1] == pytest.approx(widths[2], rel=0.15)
     assert grouped.variants[0].test == "paired bootstrap over 10 groups"
@@ -176,7 +179,7 @@ def test_inputs_longer_than_the_positions_are_refused_or_cut_and_counted(data):
         lambda: evaluate(models, SST2, data=data),
     )
     entry = evaluate(models, SST2, EvaluateOptions(truncate=True), data=data)
-    assert entry.tokens.longest == 16
+    assert known(entry.tokens).longest == 16
     assert 0 < entry.truncated < 60
     refused(
         r"the limit is 8 \(--max-length\)",
@@ -184,7 +187,7 @@ def test_inputs_longer_than_the_positions_are_refused_or_cut_and_counted(data):
         lambda: evaluate(models, SST2, EvaluateOptions(max_length=8), data=data),
     )
     shorter = evaluate(models, SST2, EvaluateOptions(max_length=8, truncate=True), data=data)
-    assert (shorter.tokens.longest, shorter.notes) == (8, ["read to 8 tokens"])
+    assert (known(shorter.tokens).longest, shorter.notes) == (8, ["read to 8 tokens"])
     assert shorter.truncated > entry.truncated
 
 
@@ -208,7 +211,7 @@ def test_a_model_without_positions_reads_inputs_of_any_length(data):
     model = tiny_model(2)
     vars(model.config)["max_position_embeddings"] = None
     entry = evaluate(subjects(model), SST2, data=data)
-    assert (entry.tokens.longest, entry.truncated, entry.notes) == (22, 0, [])
+    assert (known(entry.tokens).longest, entry.truncated, entry.notes) == (22, 0, [])
     # An input may be as long as the limit.
     assert evaluate(subjects(model), SST2, EvaluateOptions(max_length=22), data=data).truncated == 0
 

@@ -6,6 +6,7 @@ import torch
 
 from approx.errors import Exit
 from approx.evaluation import record
+from approx.evaluation.record_model import Approximated
 from approx.measuring import products
 from tiny_study import tiny_checkpoint
 
@@ -21,17 +22,17 @@ def test_evaluate_compares_with_the_base_and_keeps_every_output(base, converted,
     assert "con verted" in answer.out
     assert "24 examples, a subset" in answer.out
     made = record.load(tmp_path / "my records" / "r.json")
-    (entry,) = made["quality"]
-    assert entry["variants"][0]["margin"] == 0.005
-    assert made["variants"][0]["verified"]
-    table = pyarrow.parquet.read_table(tmp_path / "my records" / entry["outputs"])
+    (entry,) = made.quality
+    assert entry.variants[0].margin == 0.005
+    assert made.variants[0].verified
+    table = pyarrow.parquet.read_table(tmp_path / "my records" / str(entry.outputs))
     assert table.num_rows == 24
     # The parent of the task's folder works too, and nothing is replaced without --force.
     assert call(*scored, "--data", data.parent, "--limit", "4", "--json").json["quality"][0]["examples"] == 4
     assert call(*scored, "--data", data, "-o", "my records/r.json").code == 8
     (tmp_path / "my records" / "r.json").unlink()
     assert call(*scored, "--data", data, "-o", "my records/r.json").code == 8
-    assert pyarrow.parquet.read_table(tmp_path / "my records" / entry["outputs"]) == table
+    assert pyarrow.parquet.read_table(tmp_path / "my records" / str(entry.outputs)) == table
 
 
 def test_without_a_base_a_converted_checkpoint_meets_itself_and_a_stock_one_nobody(base, converted, data):
@@ -83,8 +84,8 @@ def test_no_loss_on_inputs_that_are_exact_is_not_tested(base, data, tmp_path):
     shown = call(*words, "-o", "r.json")
     assert shown.code == 0
     assert said in shown.out
-    (entry,) = record.load(tmp_path / "r.json")["quality"][0]["variants"]
-    assert (entry["verdict"], entry["approximated"]) == (said, {"examples": 0, "tokens": 0.0})
+    (entry,) = record.load(tmp_path / "r.json").quality[0].variants
+    assert (entry.verdict, entry.approximated) == (said, Approximated(examples=0, tokens=0.0))
     assert call(*words, "--json").json["quality"][0]["variants"][0]["verdict"] == said
     failed = call(*words, "--fail-over")
     assert failed.code == 7
@@ -151,13 +152,13 @@ def test_fast_products_are_given_to_base_and_converted_and_stand_in_the_record(c
     assert set(seen) == {"bf16"}
     assert "fast float32 products" in " ".join(answer.out.split())
     for name, fast in (("plain", False), ("fast", True)):
-        assert record.load(tmp_path / f"{name}.json")["quality"][0]["fast_products"] is fast
+        assert record.load(tmp_path / f"{name}.json").quality[0].fast_products is fast
     seen.clear()
     answer = call("bench", converted, "--lengths", "8", *QUICK, "--fast-products", "-o", "speed.json")
     assert answer.code == 0, answer.err
     assert set(seen) == {"bf16"}
     assert "fast products" in " ".join(answer.out.split())
-    assert record.load(tmp_path / "speed.json")["speed"][0]["fast_products"] is True
+    assert record.load(tmp_path / "speed.json").speed[0].fast_products is True
     assert products._switch() == "none"
 
 
@@ -183,8 +184,8 @@ def test_bench_times_a_converted_checkpoint_on_texts_and_beyond_its_positions(co
     assert "--max-length 48" in refused.err
     assert call(*words, "--max-length", "48", "-o", "s.json").code == 0
     made = record.load(tmp_path / "s.json")
-    assert [(row["batch"], row["length"], row["inputs"]) for row in made["speed"]] == [(2, 8, "real"), (2, 48, "real")]
-    assert [row["name"] for row in made["speed"][0]["variants"]] == ["con verted"]
+    assert [(row.batch, row.length, row.inputs) for row in made.speed] == [(2, 8, "real"), (2, 48, "real")]
+    assert [row.name for row in made.speed[0].variants] == ["con verted"]
 
 
 def test_records_become_one_report(base, converted, data, tmp_path):

@@ -77,7 +77,7 @@ def test_an_entry_says_all_that_the_record_wants(data, tmp_path):
     assert known(same.needed_examples) > 60
     assert [(part.from_, part.to) for part in changed.slices] == [(0, 16), (16, 32)]
     assert sum(part.examples for part in changed.slices) == 60
-    whole = sum(part.examples * part.converted for part in changed.slices) / 60
+    whole = sum(part.examples * known(part.converted) for part in changed.slices) / 60
     assert whole == pytest.approx(changed.scores["accuracy"])
 
 

@@ -8,7 +8,7 @@ from approx.evaluation.quality import Compared, compare, over_records, over_task
 from approx.evaluation.record_model import BaseQuality, Quality, QualityVariant, Record
 from approx.tasks import Example, open_task
 from tiny_classifier import tiny_model, tiny_tokenizer
-from typed import part_of
+from typed import known, part_of
 
 
 def task(**p_values) -> Quality:
@@ -69,7 +69,7 @@ def test_equal_predictions_prove_no_loss_only_where_a_score_has_no_bounds(name, 
     )
     examples = [Example(str(row), {}, 20 if certain else row % 2) for row in range(30)]
     entry = compare(open_task(name), examples, [20] * 30, {"a": said, "b": said}, margin=0.01, seed=0)
-    low, high = entry.variants[0].interval or ()
+    low, high = known(entry.variants[0].interval)
     assert (low == high == 0.0) is certain
 
 
@@ -81,7 +81,7 @@ def test_an_entry_holds_each_figure_under_its_own_name():
     predictions = {"exact": base, "other": [0, 0, *base[2:]]}
     entry = compare(open_task("glue/sst2"), examples, lengths, predictions, margin=0.02, seed=0, covered=covered)
     (scored,) = entry.variants
-    low, high = entry.base.interval or ()
+    low, high = known(entry.base.interval)
     assert low < 0.95 < high
     assert entry == Compared(
         metric="accuracy",

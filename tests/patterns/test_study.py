@@ -74,11 +74,11 @@ def test_every_stage_of_telling_is_told(monkeypatch):
         ("time batch 1, 8 tokens", 0, 1),
         ("time ", 1, 1),
     ]
-    assert [(row["length"], row["batch"], row["dtype"]) for row in result["speed"]] == [(8, 1, "float32")]
+    assert [(row.length, row.batch, row.dtype) for row in result.speed] == [(8, 1, "float32")]
     told.clear()
-    assert "speed" not in patterns.report(
-        find_pattern("block", 8, False, {}), progress=lambda *where: told.append(where)
-    )
+    untimed = patterns.report(find_pattern("block", 8, False, {}), progress=lambda *where: told.append(where))
+    assert "speed" in result.to_data()
+    assert "speed" not in untimed.to_data()
     assert len(told) == 2
 
 

@@ -11,6 +11,7 @@ from approx.pipeline.preflight import check
 from approx.pipeline.run import run
 from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
 from tiny_study import SENTENCES
+from typed import known
 
 RECIPE = """title: A tiny study
 checkpoint: {checkpoint}
@@ -44,7 +45,7 @@ def study(tmp_path_factory) -> Path:
 def interval(study: Path, out: Path, seed: int) -> list[float]:
     file = study / f"{out.name}.yaml"
     file.write_text(RECIPE.format(checkpoint=study / "base", data=study / "CoLA", seed=seed), encoding="utf-8")
-    return run(recipe.read(file), out).quality[0].variants[0].interval
+    return known(run(recipe.read(file), out).quality[0].variants[0].interval)
 
 
 def test_a_recipes_seed_is_that_of_the_bootstrap(study, tmp_path):

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
+from transformers import AutoModel, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers.models.gpt2 import GPT2Tokenizer
 
 import approx
 from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing
@@ -142,7 +143,7 @@ def main() -> None:
     arguments = parser.parse_args()
     refuse_existing(arguments.out, force=arguments.force)
     torch.manual_seed(arguments.seed)
-    tokenizer = GPT2TokenizerFast.from_pretrained(arguments.tokenizer)
+    tokenizer = GPT2Tokenizer.from_pretrained(arguments.tokenizer)
     model = make_model(tokenizer, arguments.encoder)
     started = time.monotonic()
 

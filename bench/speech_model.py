@@ -101,7 +101,7 @@ def cast(texts: Sequence[str], voices: Sequence[str], seed: int) -> Iterator[Utt
     """Give each sentence a voice, an accent, a speed and a pitch."""
     random = np.random.default_rng(seed)
     for text in texts:
-        voice, accent = random.integers(len(voices)), random.integers(len(ACCENTS))
+        voice, accent = (int(random.integers(len(choices))) for choices in (voices, ACCENTS))
         speed, pitch = (int(random.integers(low, high + 1)) for low, high in (SPEEDS, PITCHES))
         # In LibriSpeech, a speaker is a number.
         speaker = f"{9000 + 10 * (ord(voices[voice][0]) * 10 + int(voices[voice][1:])) + accent}"
@@ -185,7 +185,7 @@ def make_model(processor: Any) -> Wav2Vec2ForCTC:
         ctc_zero_infinity=True,
     )
     model = Wav2Vec2ForCTC(config)
-    first = model.wav2vec2.feature_extractor.conv_layers[0].conv
+    first: Any = model.get_submodule("wav2vec2.feature_extractor.conv_layers.0.conv")
     with torch.no_grad():
         first.weight.copy_(sinusoids()[:, None])
         first.bias.zero_()

@@ -154,7 +154,7 @@ def test_a_roberta_with_the_weights_of_a_bert_gives_its_outputs(head):
     assert type(roberta).__name__ == f"Roberta{head}"
     assert roberta_model.largest_difference(bert, roberta) == 0
     with torch.no_grad():
-        roberta.base_model.embeddings.position_embeddings.weight[1].add_(1.0)
+        roberta.base_model.get_parameter("embeddings.position_embeddings.weight")[1].add_(1.0)
     assert roberta_model.largest_difference(bert, roberta) > 0
 
 

@@ -170,17 +170,18 @@ def _carried_out(
     if dropped and phase.mode in ("transfer", "distill"):
         # A skipped layer has no output to compare.
         model.config.layerdrop = 0.0
-    outcome = None
+    finished = False
     try:
         outcome = train(
             model, phase, prepared.data, measure_of(phase, prepared, model), place, resume=resume, progress=progress
         )
+        finished = True
     finally:
         if dropped:
             model.config.layerdrop = dropped
         if adapted:
             # After a failure the weights are those from before this mode.
-            parameters.remove_adapters(model, merge=outcome is not None)
+            parameters.remove_adapters(model, merge=finished)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(before[name])
     with disk_errors(place):

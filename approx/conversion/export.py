@@ -4,22 +4,18 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
-from yaml import YAMLError
 
-from approx.checkpoints import families
 from approx.checkpoints.atomic_folder import atomic_folder
-from approx.checkpoints.checkpoint import Checkpoint, processor, processor_class
-from approx.checkpoints.history import Base, CalibrationText, Conversion, conversion, trainings
+from approx.checkpoints.checkpoint import Checkpoint, processor
+from approx.checkpoints.history import Base, CalibrationText, Conversion
 from approx.checkpoints.receipt import RECEIPT, Check, Receipt
 from approx.conversion.calibration_inputs import CalibrationFile
+from approx.conversion.card import write_card
 from approx.errors import ApproxError, Exit
-from approx.planning.resolve import described
 from approx.seam.manifest import MANIFEST
 from approx.version import __version__
 
@@ -27,24 +23,7 @@ from approx.version import __version__
 _NOT_COPIED = {"config.json", "README.md", "model.safetensors.index.json", MANIFEST, RECEIPT, ".gitattributes"}
 # Settings of a feature extractor that name its class.
 _CLASSES = {"feature_extractor_type", "image_processor_type"}
-# Description of the code of a slim folder, and of one with kernels.
-_RUNS = {
-    False: "That code is plain PyTorch; with `pip install approx-attention` its faster C and Triton run in its place.",
-    True: "That code includes C and Triton kernels, which are compiled if there is a compiler or a GPU.",
-}
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
-# Fields of the base's model card that the converted model inherits.
-_INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-# Used if the base's card names no pipeline; importing transformers' own table would import every pipeline.
-_PIPELINES = {
-    "AutoModelForCausalLM": "text-generation",
-    "AutoModelForCTC": "automatic-speech-recognition",
-    "AutoModelForImageClassification": "image-classification",
-    "AutoModelForMaskedLM": "fill-mask",
-    "AutoModelForQuestionAnswering": "question-answering",
-    "AutoModelForSequenceClassification": "text-classification",
-    "AutoModelForTokenClassification": "token-classification",
-}
 
 
 def write_checked(
@@ -179,55 +158,3 @@ def named_base(checkpoint: Checkpoint) -> Base:
         revision=source.revision,
         weights_sha256=checkpoint.weights_sha256,
     )
-
-
-def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt) -> None:
-    """Write the model card: the replaced layers, the base, the error of each layer, and how to load the model.
-
-    Args:
-        folder: Folder of the converted model.
-        checkpoint: The checkpoint, with its model converted; its card provides license, language and pipeline.
-        receipt: Receipt of the conversion, with the error of each layer.
-    """
-    model = checkpoint.model
-    record, stock = model.config.approx, families.stock_class(type(model))
-    made = conversion(record)
-    assert made is not None  # whoever writes a card has written the history
-    base, auto = made.base, families.auto_class(stock)
-    parts = [part for site in sorted(record["sites"].values(), key=lambda s: s["layer"]) for part in described(site)]
-    inherited = _inherited(checkpoint.source.folder / "README.md")
-    data = ModelCardData(
-        **{"pipeline_tag": _PIPELINES.get(auto), **inherited},
-        # The hub would take the name of a local folder for a model id.
-        base_model=base.name if base.revision else None,
-        base_model_relation="finetune" if base.revision else None,
-        library_name="transformers",
-        tags=["approx-attention", *sorted({part["mechanism"] for part in parts})],
-    )
-    reader = processor_class(stock)
-    card = ModelCard.from_template(
-        data,
-        template_str=(resources.files("approx.conversion") / "card.md.j2").read_text(encoding="utf-8"),
-        base=base,
-        stock=stock.__name__,
-        parts=parts,
-        errors=receipt.errors or {},
-        masses=receipt.captured_mass or {},
-        measured_on=receipt.measured_on,
-        receipt=RECEIPT,
-        trainings=trainings(record),
-        code=_RUNS[bool(record.get("bundle_kernels"))],
-        auto=auto,
-        reader=reader,
-        read="tokenizer" if reader == "AutoTokenizer" else "processor",
-    )
-    card.save(folder / "README.md")
-
-
-def _inherited(card: Path) -> dict[str, Any]:
-    """Fields of the base's model card that also hold for the converted model; empty without a readable card."""
-    try:
-        said = metadata_load(card) or {}
-    except (OSError, ValueError, YAMLError):
-        return {}
-    return {key: said[key] for key in _INHERITED if said.get(key)}

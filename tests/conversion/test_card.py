@@ -26,6 +26,10 @@ CARDS = {
         {"license": "other", "license_name": "ours", "language": ["en", "de"], "pipeline_tag": "text-ranking"},
     ),
     "one without data": ("Text", {"pipeline_tag": "text-classification"}),
+    "one that names its own base": (
+        "---\nbase_model: ours/first\n---\nText",
+        {"pipeline_tag": "text-classification"},
+    ),
     "a damaged one": ("---\nlicense: [\n---\nText", {"pipeline_tag": "text-classification"}),
     "a list": ("---\n- mit\n---\nText", {"pipeline_tag": "text-classification"}),
     "none": (None, {"pipeline_tag": "text-classification"}),
@@ -59,3 +63,20 @@ def test_the_card_of_a_model_from_a_folder_names_no_model_of_the_hub(converted):
         "pipeline_tag": "text-classification",
         "tags": ["approx-attention", "improved-clustered", "linear"],
     }
+
+
+def test_the_card_of_a_folder_names_the_base_of_its_base_if_that_is_known(converted, tmp_path):
+    opened = checkpoint.load(converted)
+    opened.source.folder = tmp_path
+    (tmp_path / "README.md").write_text("---\nbase_model: owner/first\nlicense: mit\n---\nText")
+    (tmp_path / "out").mkdir()
+    export.write_card(tmp_path / "out", opened, Receipt(swapped=[], left=[], cross_attention=0, added=[]))
+    data = ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()
+    assert (data["base_model"], data["base_model_relation"], data["license"]) == ("owner/first", "finetune", "mit")
+
+
+def test_the_card_tells_when_not_to_use_the_model_and_its_whole_history(converted):
+    text = ModelCard.load(converted / "README.md").text
+    assert "- Its quality and speed were not measured here" in text
+    assert "nearly broken until it is fine-tuned" in text
+    assert "`improved-clustered` (clusters = 4) on layers all; `linear` on layers 1. Calibration: built-in" in text

@@ -70,9 +70,10 @@ def test_a_healed_folder_is_one_like_any_other_and_says_what_was_done(study, tmp
     assert receipt.verified
     assert receipt.errors != (read_receipt(study / "converted") or receipt).errors
     card = (tmp_path / "healed" / "README.md").read_text()
-    assert "## Trained after the conversion" in card
-    assert "`transfer,distill,task` on glue/sst2: 18 steps" in card
-    assert "## Trained" not in (study / "converted" / "README.md").read_text()
+    assert "\n1. Converted from " in card
+    assert "\n2. Trained from " in card
+    assert "`transfer,distill,task` on glue/sst2, 18 steps" in card
+    assert "Trained from" not in (study / "converted" / "README.md").read_text()
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "healed")
     assert type(model).__name__ == "ApproxBertForSequenceClassification"
     # And once more: what was trained can be trained again.

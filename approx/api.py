@@ -1,7 +1,6 @@
 """The Python API of `approx`: the stages, as in the commands of the same names."""
 
 import copy
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from approx.measuring.measure import (
 from approx.measuring.products import fast_products
 from approx.planning.plan import Plan
 from approx.publishing.report import write_report as report
+from approx.pushing.push import push
 from approx.recipe import BASE, CEILING
 from approx.tasks import open_task
 from approx.validation import build
@@ -233,57 +233,6 @@ def bench(
     opened = _opened(name, against, device, dtype, offline)
     speed = measure_speed(opened, stage, texts, seed=seed, progress=progress)
     return make_record(opened, title=f"Speed of {_label(name)}", seed=seed, command=command, speed=speed)
-
-
-def push(
-    folder: str | Path,
-    repo: str,
-    *,
-    records: Sequence[str | Path] = (),
-    public: bool = False,
-    create_pr: bool = False,
-    revision: str | None = None,
-    message: str | None = None,
-    dry_run: str | Path | None = None,
-    force: bool = False,
-    offline: bool = False,
-    agree: Callable[[Any], bool] = lambda upload: True,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Push a converted folder to the hub at HF_ENDPOINT, download it again, and compare the outputs of both.
-
-    Args:
-        folder: The converted folder.
-        repo: Model id, owner/name; created if it does not exist.
-        records: Records of this folder, whose results the card shows.
-        public: Whether a new repository is public.
-        create_pr: Whether to open a pull request instead of writing to the branch.
-        revision: The branch; created if it does not exist.
-        message: Message of the commit.
-        dry_run: A folder to write what would be pushed into; nothing is sent.
-        force: Whether files that were edited on the hub, or an existing `dry_run`, are written over.
-        offline: With `dry_run`: whether the hub may not be asked for the licence of the base.
-        agree: Called with what would be uploaded; false stops the push before anything is written.
-        progress: Called with step, done and total.
-
-    Returns:
-        The outcome: url, commit, uploaded, identical, …; with `dry_run` the folder, its files and the card.
-
-    Raises:
-        ApproxError: see `approx.pushing.push.push`.
-    """
-    from approx.pushing.push import push as upload
-    from approx.pushing.rehearsal import rehearse
-
-    paths = [Path(record) for record in records]
-    if dry_run is not None:
-        return rehearse(
-            folder, repo, Path(dry_run), records=paths, public=public, force=force, offline=offline, progress=progress
-        )
-    return upload(
-        folder, repo, records=paths, public=public, create_pr=create_pr, revision=revision, message=message, force=force,
-        agree=agree, progress=progress,
-    )  # fmt: skip
 
 
 def _opened(

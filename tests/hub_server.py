@@ -269,10 +269,16 @@ def _large(name: str, size: int) -> bool:
     return name.endswith(".safetensors") or size > 10_000_000
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that were killed."""
+
+
 def serve(hub: Hub) -> ThreadingHTTPServer:
     """Start a hub at a free port of this machine; `shutdown` and `server_close` end it."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server

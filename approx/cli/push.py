@@ -11,7 +11,7 @@ from approx.cli.terminal import Terminal, table
 from approx.errors import ApproxError
 
 if TYPE_CHECKING:
-    from approx.pushing.push import Upload
+    from approx.pushing.upload import Upload
 
 _INTERRUPTED = (
     "Interrupted. The hub holds either all files of a commit or none; run the same command to complete the push."

@@ -21,8 +21,8 @@ from approx_kernels.runtime.cache_folder import cache_folder
 
 # macOS libraries do not survive a fork, and Windows has no fork.
 _FORKS = sys.platform == "linux"
-# The check runs on the CPU, and a process that has initialised CUDA cannot be forked.
-_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+# The check runs on the CPU, and a process that has initialised CUDA cannot be forked. The code in a folder gets no token.
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_TOKEN": "", "HUGGING_FACE_HUB_TOKEN": ""}
 
 
 class ReloadError(Exception):

@@ -17,7 +17,7 @@ from approx.conversion.card import CARD, Publication, inherited, pipeline_of, wr
 from approx.errors import ApproxError, Exit
 from approx.pushing.privacy import Private, findings, private_here, rewritten, scrubbed, without_origins
 from approx.pushing.results import Results, dataset_of, results_of
-from approx.seam.manifest import MANIFEST, check_seal, seal, sha256
+from approx.seam.manifest import MANIFEST, seal, sha256
 
 RECORDS = "records"
 # Files beside the model that belong to it, though they were written after the manifest.
@@ -59,7 +59,6 @@ def check(name: str | Path) -> Checked:
             f"{name} is not converted. Push a folder that `approx convert` wrote; for others there is `hf upload`.",
             Exit.REFUSED,
         )
-    check_seal(folder)
     receipt = read_receipt(folder)
     if receipt is None or not receipt.verified:
         failed = [] if receipt is None else [one.name for one in receipt.checks if one.passed is False]
@@ -71,11 +70,11 @@ def check(name: str | Path) -> Checked:
     made = conversion(source.raw.get("approx") or {})
     if made is None:
         raise ApproxError(f"{name} has no conversion in its history. Convert its base again.", Exit.UNAVAILABLE)
+    opened = checkpoint.load(folder, offline=True)
     sealed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
     there = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     beside = [one for one in there if "/" not in one and Path(one).suffix in _TAKEN]
     files = sorted({*sealed, *beside, CARD} - {MANIFEST})
-    opened = checkpoint.load(folder, offline=True)
     return Checked(opened, receipt, made.base, files, [one for one in there if one not in {*files, MANIFEST}])
 
 

@@ -18,7 +18,7 @@ _SECRETS = re.compile(
     r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
     r"|xox[abprs]-[\w-]{10,}|sk-[\w-]{20,}|(?:AKIA|ASIA)[0-9A-Z]{16}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
-_SECRET_VARIABLE = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL")
+_SECRET_VARIABLE = re.compile(r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL")
 _SHORTEST_SECRET = 8
 # Folders whose paths exist on one machine only. What follows a scheme or another path is part of an address.
 _PATHS = re.compile(

@@ -1,256 +1,57 @@
-"""Push a converted folder to a hub: preflight, upload, download again, and compare the outputs.
+"""Push a converted folder to a hub, or write what would be pushed."""
 
-Nothing is kept between runs: what is on the hub already is not uploaded again, so a push that was stopped is run again.
-"""
-
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from approx.conversion import checks, clean_process
-from approx.conversion.card import CARD, Publication
-from approx.errors import ApproxError, Exit
-from approx.pushing import folder, remote
-from approx.pushing.folder import Checked
-from approx.pushing.licence import licence, unlicensed
-from approx.pushing.remote import Changes, Held, Remote
-from approx.seam.manifest import MANIFEST, check_seal
-from approx.version import __version__
-
-Progress = Callable[[str, int, int], None]
-_STEPS = 6
-_PINNED = re.compile(r'"revision": "([0-9a-f]{7,64})"')
-_CARD_FILES = (CARD, MANIFEST)
-
-
-@dataclass(frozen=True)
-class Upload:
-    """What a push would do, shown before it does it.
-
-    Attributes:
-        repo: Model id.
-        endpoint: The hub.
-        revision: The branch.
-        new: Whether the repository is created.
-        private: Whether the repository is, or will be, private.
-        create_pr: Whether a pull request is opened.
-        files: Each file with its size in bytes.
-        written: Names of the files that are new or differ.
-        deleted: Names of files of an earlier push that are deleted.
-        left: Names of files of the folder that are not pushed.
-        card: Text of the model card.
-        notes: What else the user should know.
-    """
-
-    repo: str
-    endpoint: str
-    revision: str
-    new: bool
-    private: bool
-    create_pr: bool
-    files: list[tuple[str, int]]
-    written: list[str]
-    deleted: list[str]
-    left: list[str]
-    card: str
-    notes: list[str] = field(default_factory=list)
+from approx.pushing.rehearsal import rehearse
+from approx.pushing.upload import Progress, Upload, upload_folder
 
 
 def push(
-    name: str | Path,
+    folder: str | Path,
     repo: str,
     *,
-    records: Sequence[Path] = (),
+    records: Sequence[str | Path] = (),
     public: bool = False,
     create_pr: bool = False,
     revision: str | None = None,
     message: str | None = None,
+    dry_run: str | Path | None = None,
     force: bool = False,
+    offline: bool = False,
     agree: Callable[[Upload], bool] = lambda upload: True,
     progress: Progress = lambda step, done, total: None,
 ) -> dict[str, Any]:
-    """Push a converted folder to a hub, download it again, and compare the outputs of both.
+    """Push a converted folder to the hub at HF_ENDPOINT, download it again, and compare the outputs of both.
 
     Args:
-        name: The folder.
+        folder: The converted folder.
         repo: Model id, owner/name; created if it does not exist.
         records: Records of this folder, whose results the card shows.
         public: Whether a new repository is public.
         create_pr: Whether to open a pull request instead of writing to the branch.
         revision: The branch; created if it does not exist.
         message: Message of the commit.
-        force: Whether files that were edited on the hub, or belong to another model, are written over.
-        agree: Called with what will be done; false stops the push before anything is written.
-        progress: Called with the step, steps done and steps in all.
+        dry_run: A folder to write what would be pushed into; nothing is sent.
+        force: Whether files that were edited on the hub, or an existing `dry_run`, are written over.
+        offline: With `dry_run`: whether the hub may not be asked for the licence of the base.
+        agree: Called with what would be uploaded; false stops the push before anything is written.
+        progress: Called with step, done and total.
 
     Returns:
-        The outcome: url, commit, pull_request, uploaded (names of files), identical, check.
+        The outcome: url, commit, uploaded, identical, …; with `dry_run` the folder, its files and the card.
 
     Raises:
         ApproxError: if the folder, a record, the token or the repository is refused, the hub fails, or what comes back computes
             something else (exit code 6).
     """
-    remote.refuse_bad_names(repo, revision)
-    steps = iter(range(_STEPS))
-
-    def step(what: str) -> None:
-        progress(f"push: {what}", next(steps, _STEPS - 1), _STEPS)
-
-    step("checking the folder")
-    checked = folder.check(name)
-    clean_process.begin()
-    hub = Remote(repo, revision)
-    step("signing in")
-    user = hub.user(reads_only=create_pr)
-    fields = licence(checked, public=public)
-    with TemporaryDirectory(prefix="approx-push-") as temporary:
-        staged = Path(temporary, "folder")
-        staged.mkdir()
-        published = folder.stage(checked, staged, repo, records, licence=fields, copies=False)
-        step("comparing with the repository")
-        held = _held(hub, user, staged, create_pr=create_pr)
-        _refuse_surprises(hub, held, public=public, force=force)
-        published = _pinned(hub, held, checked, staged, published)
-        changes = hub.changes(staged, held)
-        if not (force or create_pr) and (edited := hub.edited(held, changes)):
-            raise ApproxError(
-                f"{repo} was edited on the hub since it was pushed: {', '.join(edited)}. Take the edits over, or write over them with "
-                "--force.",
-                Exit.REFUSED,
-            )
-        identical = not changes.written and not changes.deleted and published.revision is not None
-        upload = _upload(hub, held, checked, staged, changes, public=public, create_pr=create_pr)
-        if not identical and not agree(upload):
-            raise ApproxError("Nothing was uploaded.", Exit.REFUSED)
-        commit, request, ref = held.commit, hub.pull_request, hub.revision
-        if not identical:
-            step("uploading")
-            said = message or f"Upload with approx {__version__}"
-            commit, request, ref = _written(hub, held, checked, staged, changes, published, said, public, create_pr)
-        step("downloading and comparing")
-        check = _compared(hub, checked, str(commit or ref), Path(temporary, "again"))
-    return {
-        "repo": repo,
-        "url": request or f"{remote.endpoint()}/{repo}",
-        "commit": commit,
-        "pull_request": request,
-        "private": upload.private,
-        "uploaded": changes.written,
-        "deleted": changes.deleted,
-        "identical": identical,
-        "check": check.detail,
-        "notes": upload.notes,
-    }
-
-
-def _held(hub: Remote, user: str, staged: Path, *, create_pr: bool) -> Held:
-    """What the branch holds; for a pull request, that of an own open one with the same files, after a push that was stopped."""
-    held = hub.held()
-    for ref in hub.pull_requests(user) if create_pr and held.exists else []:
-        other = hub.held(ref)
-        if not set(hub.changes(staged, other).written) - set(_CARD_FILES):
-            hub.revision = ref
-            return other
-    return held
-
-
-def _refuse_surprises(hub: Remote, held: Held, *, public: bool, force: bool) -> None:
-    """Raise if the repository is public against the user's expectation, or holds a model that no push of ours wrote."""
-    if held.exists and not held.private and not public:
-        raise ApproxError(
-            f"{hub.repo} exists and is public, but pushes are private without --public. Say --public, or choose another name.",
-            Exit.REFUSED,
+    paths = [Path(record) for record in records]
+    if dry_run is not None:
+        return rehearse(
+            folder, repo, Path(dry_run), records=paths, public=public, force=force, offline=offline, progress=progress
         )
-    ours = MANIFEST in held.files
-    models = [name for name in held.files if name == "config.json" or name.endswith((".safetensors", ".bin"))]
-    if models and not ours and not force:
-        raise ApproxError(
-            f"{hub.repo} holds another model ({models[0]}) that approx did not push. Choose another name, or write over it with --force.",
-            Exit.REFUSED,
-        )
-
-
-def _pinned(hub: Remote, held: Held, checked: Checked, staged: Path, published: Publication) -> Publication:
-    """Give the card the commit that the hub's card pins, if that commit holds the model as it is here."""
-    if CARD not in held.files:
-        return published
-    found = _PINNED.search(hub.read(held, CARD).decode("utf-8", "replace"))
-    candidates = [found[1]] if found else [held.commit] if held.commit else []
-    for commit in candidates:
-        try:
-            then = hub.held(commit)
-        except ApproxError:
-            # The commit was squashed away.
-            continue
-        if then.branch and not set(hub.changes(staged, then).written) - set(_CARD_FILES):
-            pinned = replace(published, revision=commit)
-            folder.pin(checked, staged, pinned)
-            return pinned
-    return published
-
-
-def _upload(
-    hub: Remote,
-    held: Held,
-    checked: Checked,
-    staged: Path,
-    changes: Changes,
-    *,
-    public: bool,
-    create_pr: bool,
-) -> Upload:
-    notes = unlicensed(staged)
-    if held.exists and held.private and public:
-        notes.append(f"{hub.repo} exists and is private, and stays so; change that in its settings on the hub.")
-    return Upload(
-        repo=hub.repo, endpoint=remote.endpoint(), revision=hub.revision, new=not held.exists,
-        private=held.private if held.exists else not public, create_pr=create_pr, files=folder.tree(staged),
-        written=changes.written, deleted=changes.deleted, left=checked.left,
-        card=(staged / CARD).read_text(encoding="utf-8"), notes=notes,
+    return upload_folder(
+        folder, repo, records=paths, public=public, create_pr=create_pr, revision=revision, message=message, force=force,
+        agree=agree, progress=progress,
     )  # fmt: skip
-
-
-def _written(
-    hub: Remote,
-    held: Held,
-    checked: Checked,
-    staged: Path,
-    changes: Changes,
-    published: Publication,
-    message: str,
-    public: bool,
-    create_pr: bool,
-) -> tuple[str, str | None, str]:
-    """Commit the files, and then the card that pins that commit; the commit, and the address and branch of a pull request."""
-    opens = create_pr and hub.pull_request is None
-    ready = hub.create(held, private=not public, create_pr=opens)
-    commit, request, ref = ready.commit, hub.pull_request, hub.revision
-    if published.revision is None:
-        made = hub.commit(staged, changes, message, parent=ready.commit, create_pr=opens)
-        commit, request = made.oid, made.pr_url
-        ref = made.pr_revision or ref
-        folder.pin(checked, staged, replace(published, revision=commit))
-        changes = Changes(list(_CARD_FILES), [], [])
-    made = hub.commit(staged, changes, f"{message}: the card pins {str(commit)[:12]}", parent=commit, revision=ref)
-    return made.oid, request, ref
-
-
-def _compared(hub: Remote, checked: Checked, commit: str, target: Path) -> Any:
-    """Download what was pushed, load it in a process without approx, and compare its outputs with those here."""
-    downloaded = hub.download(commit, target)
-    problem = ""
-    try:
-        check_seal(downloaded)
-        check = checks.fresh_process(downloaded, checked.opened.model)
-        problem = "" if check.passed else check.detail
-    except ApproxError as error:
-        check, problem = None, str(error)
-    if problem:
-        raise ApproxError(
-            f"{hub.repo} was uploaded, but what was downloaded again is not the same: {problem} Push it again with --force.",
-            Exit.VERIFICATION,
-        )
-    return check

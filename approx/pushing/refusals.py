@@ -9,6 +9,8 @@ from huggingface_hub import constants, errors, get_token
 from approx.errors import ApproxError, Exit
 
 _QUOTA = re.compile(r"quota|storage|limit|billing|payment|too large", re.IGNORECASE)
+# How the client reports a card that the hub does not accept.
+_REJECTED = "Invalid metadata in README.md"
 _AGAIN = "Run the same command again: what was uploaded is not uploaded twice."
 _MOST = 200
 
@@ -33,6 +35,9 @@ def told(doing: str, repo: str, *, create_pr: bool = False) -> Iterator[None]:
         # Which HTTP library raises depends on the version of the client, and uploads wrap its errors.
         chain = _chain(error)
         answered = next((one for one in chain if isinstance(one, errors.HfHubHTTPError)), None)
+        if _REJECTED in str(error):
+            # The client names the mistakes itself; the answer behind it has no more.
+            answered = None
         said = " ".join(_clean(str(one)) for one in chain)
         made = _answered(answered, doing, repo, said, create_pr=create_pr) if answered else _silent(error, doing, said)
         raise made from error
@@ -55,8 +60,11 @@ def _silent(error: Exception, doing: str, said: str) -> ApproxError:
         )
     if "LFS batch" in said and _QUOTA.search(said):
         return _quota(doing, said)
-    if isinstance(error, ValueError) and "README.md" in said:
-        return ApproxError(f"{doing}: the hub rejects the model card: {said[:_MOST]}. Report it.", Exit.VERIFICATION)
+    if _REJECTED in said:
+        return ApproxError(
+            f"{doing}: the hub rejects the model card ({said[:_MOST]}). Correct the card of the base, and convert again.",
+            Exit.VERIFICATION,
+        )
     return ApproxError(
         f"{doing}: {constants.ENDPOINT} cannot be reached or breaks off ({type(error).__name__}: {said[:_MOST]}). Check the network "
         f"and HF_ENDPOINT. {_AGAIN}",

@@ -22,10 +22,10 @@ def rehearse(
     offline: bool = False,
     progress: Callable[[str, int, int], None] = lambda step, done, total: None,
 ) -> dict[str, Any]:
-    """Write the folder that `push` would upload; nothing is sent.
+    """Write the folder that a push would upload; nothing is sent.
 
     Args:
-        name, repo, records, public, progress: As for `push`.
+        name, repo, records, public, progress: As for `approx.push`.
         out: The folder to write.
         force: Whether an existing `out` is replaced.
         offline: Whether the hub may not be asked for the licence of the base.

@@ -78,6 +78,12 @@ def results_of(records: Iterable[Path], receipt: Receipt, pipeline: str | None) 
     made = Results()
     for path in records:
         _of_record(path, record.load(path), receipt, pipeline, made)
+    if made.sections:
+        made.cautions += [
+            f"Its {what} was not measured: measure it on your data before you use it."
+            for what in ("quality", "speed")
+            if not any(section[what] for section in made.sections)
+        ]
     return made
 
 
@@ -98,7 +104,8 @@ def _of_record(path: Path, read: record.Record, receipt: Receipt, pipeline: str 
     made.sections.append(
         {
             "file": path.name,
-            "sentences": answers(own)[0].sentences,
+            # What one record lacks, another may have.
+            "sentences": [one for one in answers(own)[0].sentences if not one.endswith(" was not measured.")],
             "quality": [quality_table(task) for task in own["quality"]],
             "speed": [speed_table(rows, own["crossover"]) for rows in groups],
             "hardware": environment.get("gpu") or f"{environment.get('processor')}, {environment.get('cores')} cores",

@@ -1,9 +1,11 @@
 """Converted folders, records of them, and hubs: one in this process, and the one at APPROX_TEST_HUB_ENDPOINT."""
 
 import os
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import HfApi, constants, hf_hub_download
@@ -17,6 +19,7 @@ from hub_server import serve
 from hub_state import Hub
 from tiny_study import tiny_checkpoint, tiny_data
 
+HOME = "/home"
 TOKEN = "hf_canary0123456789abcdefghijklmnopq"
 PLAN = Plan((Rule("local", "0", {"left": 2, "right": 2}),))
 
@@ -58,7 +61,7 @@ def other(converted, tmp_path_factory) -> Path:
 def records(converted, tmp_path_factory) -> list[Path]:
     """The quality and the speed of the folder, as the commands measure and save them."""
     folder = tmp_path_factory.mktemp("records")
-    typed = f"approx evaluate {converted} --data /home/ada/SST-2"
+    typed = f"approx evaluate {converted} --data {HOME}/ada/SST-2"
     data = str(tiny_data(folder / "home"))
     quality = api.evaluate(str(converted), "glue/sst2", data=data, fresh=True, command=typed)
     speed = api.bench(str(converted), [8, 16], rounds=3, seconds=0, command=typed)
@@ -94,7 +97,10 @@ def hub(at, monkeypatch):
     server = serve(made)
     at(made.endpoint)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)
+    # Not the module: the hub itself waits too.
+    monkeypatch.setattr(
+        _http, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time, monotonic=time.monotonic)
+    )
     yield made
     server.shutdown()
     server.server_close()

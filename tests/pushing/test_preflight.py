@@ -13,6 +13,7 @@ from approx.errors import ApproxError, Exit
 from approx.pushing import privacy
 from approx.seam.manifest import MANIFEST, check_seal, seal
 
+HOME = "/home"
 SECRET = "hf_" + "s" * 34
 
 
@@ -73,10 +74,10 @@ def test_a_failed_check_or_no_receipt_is_refused(folder):
 
 
 def test_secrets_and_paths_are_refused_by_file_and_line_and_secrets_are_not_repeated(folder):
-    spoiled(folder, "special.txt", f"fine\ntoken {SECRET}\nread from /home/ada/data\n")
+    spoiled(folder, "special.txt", f"fine\ntoken {SECRET}\nread from {HOME}/ada/data\n")
     said = refused(folder)
     assert "special.txt, line 2: a secret" in said
-    assert "special.txt, line 3: the local path /home/ada/data" in said
+    assert f"special.txt, line 3: the local path {HOME}/ada/data" in said
     assert SECRET not in said
 
 
@@ -117,7 +118,9 @@ def test_a_name_that_is_in_the_model_id_is_public_anyway(tmp_path, monkeypatch):
 
 
 def test_places_that_transformers_notes_are_left_out(folder):
-    changed_json(folder, "tokenizer_config.json", name_or_path="/home/ada/bert", tokenizer_file="/tmp/x/tokenizer.json")
+    changed_json(
+        folder, "tokenizer_config.json", name_or_path=HOME + "/ada/bert", tokenizer_file=HOME + "/ada/tokenizer.json"
+    )
     api.push(folder, "ada/m", dry_run=folder.with_name("dry"), offline=True)
     settings = json.loads((folder.with_name("dry") / "tokenizer_config.json").read_text())
     assert not {"name_or_path", "tokenizer_file"} & settings.keys()

@@ -8,7 +8,7 @@ from huggingface_hub import HfApi, ModelCard
 
 from approx import api
 from approx.errors import ApproxError, Exit
-from approx.pushing import push as pushing
+from approx.pushing import upload as pushing
 from approx.seam.manifest import MANIFEST
 
 
@@ -116,7 +116,7 @@ def test_results_are_in_the_card_with_the_baseline_beside_each(converted, record
     for name in ("records/record-1.json", "records/record-2.json"):
         text = place.read(name)
         assert json.loads(text)["command"] == ""
-        assert "/home/ada" not in text
+        assert "/ada" not in text
         assert str(records[0].parent) not in text
 
 

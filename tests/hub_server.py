@@ -40,6 +40,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         self._answer()
 
+    def do_DELETE(self) -> None:
+        self._answer()
+
     def log_message(self, *arguments: Any) -> None:
         pass
 
@@ -131,6 +134,10 @@ class Handler(BaseHTTPRequestHandler):
             return self._json({"errors": [], "warnings": []})
         if path == "/api/repos/create":
             return self._create(json.loads(body))
+        if path == "/api/repos/delete":
+            asked = json.loads(body)
+            del self.hub.repos[f"{asked['organization']}/{asked['name']}"]
+            return self._json({})
         if found := re.fullmatch(r"/lfs/(\w+)", path):
             if hashlib.sha256(body).hexdigest() != found[1]:
                 raise RefusedError(400, message="The content is not that of this name")

@@ -116,6 +116,12 @@ def findings(file: Path, name: str, here: Private, known: str) -> list[str]:
     return sorted(lines)
 
 
+def is_private(text: str, here: Private) -> bool:
+    """Whether a text holds a secret or a path of this machine."""
+    held = any(one in text for one in (*here.secrets, *here.folders))
+    return held or bool(_SECRETS.search(text)) or bool(_PATHS.search(text))
+
+
 def scrubbed(data: Any, here: Private) -> Any:
     """A copy of a record, or of settings, without what is private: paths keep their last part, commands go."""
     if isinstance(data, dict):

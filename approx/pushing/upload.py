@@ -16,6 +16,7 @@ from approx.errors import ApproxError, Exit
 from approx.pushing import folder, remote
 from approx.pushing.folder import Checked
 from approx.pushing.licence import licence, unlicensed
+from approx.pushing.privacy import is_private, private_here
 from approx.pushing.remote import Changes, Held, Remote
 from approx.seam.manifest import MANIFEST, check_seal
 from approx.version import __version__
@@ -94,6 +95,8 @@ def upload_folder(
             something else (exit code 6).
     """
     remote.refuse_bad_names(repo, revision)
+    if is_private(message or "", private_here()):
+        raise ApproxError("The message holds a secret or a path of this machine. Write one that everybody may read.")
     steps = iter(range(_STEPS))
 
     def step(what: str) -> None:

@@ -125,6 +125,7 @@ def test_no_token_no_network_and_offline_mode_are_told(converted, hub, at, monke
         api.push(converted, "ada/m")
 
 
+@pytest.mark.slow
 def test_a_push_that_is_killed_is_completed_by_the_next_and_shows_no_token(converted, hub, tmp_path):
     """Killed when the files are uploaded but not committed; then once more between the two commits."""
     token = os.environ["HF_TOKEN"]

@@ -15,6 +15,8 @@ from jinja2 import Environment, StrictUndefined
 from approx.checkpoints.receipt import Receipt
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
+from approx.evaluation.record_model import Quality, Record
+from approx.evaluation.record_speed import Speed
 from approx.publishing import wording
 from approx.publishing.summary import answers, speed_groups, variant_of, worthwhile_from
 from approx.publishing.tables import quality_table, speed_table
@@ -92,45 +94,46 @@ def dataset_of(task: str | None) -> str | None:
     return open_task(task).dataset if task in TASKS and str(task).startswith(_OFFICIAL) else None
 
 
-def _of_record(path: Path, read: record.Record, receipt: Receipt, pipeline: str | None, made: Results) -> None:
+def _of_record(path: Path, read: Record, receipt: Receipt, pipeline: str | None, made: Results) -> None:
     name = _variant(path, read, receipt)
-    own = {
-        **read,
-        "variants": [one for one in read["variants"] if one["name"] == name],
-        "quality": [_with_only(task, name) for task in read["quality"] if variant_of(task["variants"], name)],
-        "speed": [_with_only(row, name) for row in read["speed"] if variant_of(row["variants"], name)],
-    }
-    groups, environment = speed_groups(own), own["environment"]
+    own = read.model_copy(
+        update={
+            "variants": [one for one in read.variants if one.name == name],
+            "quality": [_quality_of(task, name) for task in read.quality if variant_of(task.variants, name)],
+            "speed": [_speed_of(row, name) for row in read.speed if variant_of(row.variants, name)],
+        }
+    )
+    groups, environment = speed_groups(own.speed), own.environment
     made.sections.append(
         {
             "file": path.name,
             # What one record lacks, another may have.
             "sentences": [one for one in answers(own)[0].sentences if not one.endswith(" was not measured.")],
-            "quality": [quality_table(task) for task in own["quality"]],
-            "speed": [speed_table(rows, own["crossover"]) for rows in groups],
+            "quality": [quality_table(task) for task in own.quality],
+            "speed": [speed_table(rows, own.crossover) for rows in groups],
             "hardware": environment.get("gpu") or f"{environment.get('processor')}, {environment.get('cores')} cores",
             "versions": f"PyTorch {environment.get('torch')}, transformers {environment.get('transformers')}",
         }
     )
-    for task in own["quality"]:
+    for task in own.quality:
         made.evaluations += _evaluations(task, pipeline)
-        made.datasets += [one for one in [dataset_of(task["task"])] if one and one not in made.datasets]
-        entry = task["variants"][0]
-        if entry["verdict"] == "loss beyond margin":
-            made.cautions.append(f"On {task['task']} it {wording.loss(entry, task)}: more than the margin allows.")
-        elif entry["verdict"] != "no loss":
-            made.cautions.append(f"On {task['task']} the loss is not settled: {wording.verdict(entry, task)}.")
+        made.datasets += [one for one in [dataset_of(task.task)] if one and one not in made.datasets]
+        entry = task.variants[0]
+        if entry.verdict == "loss beyond margin":
+            made.cautions.append(f"On {task.task} it {wording.loss(entry, task)}: more than the margin allows.")
+        elif entry.verdict != "no loss":
+            made.cautions.append(f"On {task.task} the loss is not settled: {wording.verdict(entry, task)}.")
     for rows in groups:
         made.cautions += _too_slow(rows, name)
 
 
-def _variant(path: Path, read: record.Record, receipt: Receipt) -> str:
+def _variant(path: Path, read: Record, receipt: Receipt) -> str:
     """Name of the variant with a receipt."""
     own = receipt.model_dump(mode="json")
-    for one in read["variants"]:
-        if one["receipt"] is not None and Receipt.model_validate(one["receipt"]).model_dump(mode="json") == own:
-            return one["name"]
-    named = ", ".join(f"'{one['name']}'" for one in read["variants"]) or "none"
+    for one in read.variants:
+        if one.receipt is not None and Receipt.model_validate(one.receipt).model_dump(mode="json") == own:
+            return one.name
+    named = ", ".join(f"'{one.name}'" for one in read.variants) or "none"
     raise ApproxError(
         f"The record {path.name} is not about this folder: its variants are {named}, and none has the receipt of the folder. "
         "Evaluate the folder itself with -o, and give that record.",
@@ -138,13 +141,17 @@ def _variant(path: Path, read: record.Record, receipt: Receipt) -> str:
     )
 
 
-def _with_only(measured: dict[str, Any], name: str) -> dict[str, Any]:
-    return {**measured, "variants": [one for one in measured["variants"] if one["name"] == name]}
+def _quality_of(task: Quality, name: str) -> Quality:
+    return task.model_copy(update={"variants": [one for one in task.variants if one.name == name]})
 
 
-def _evaluations(task: dict[str, Any], pipeline: str | None) -> list[EvalResult]:
+def _speed_of(row: Speed, name: str) -> Speed:
+    return row.model_copy(update={"variants": [one for one in row.variants if one.name == name]})
+
+
+def _evaluations(task: Quality, pipeline: str | None) -> list[EvalResult]:
     """The scores of a model on one task, each followed by that of its base with exact attention."""
-    name, split = task["task"], task["split"]
+    name, split = task.task, task.split
     config = name.partition("/")[2] or None
     if name.startswith("librispeech/") and config in LIBRISPEECH:
         config, split, _ = LIBRISPEECH[config]
@@ -153,8 +160,8 @@ def _evaluations(task: dict[str, Any], pipeline: str | None) -> list[EvalResult]
     elif dataset_of(name):
         split = split.replace("dev", "validation")
     listed = []
-    for metric in task["variants"][0]["scores"]:
-        for scores, whose in ((task["variants"][0]["scores"], ""), (task["base"]["scores"], ", exact attention")):
+    for metric in task.variants[0].scores:
+        for scores, whose in ((task.variants[0].scores, ""), (task.base.scores, ", exact attention")):
             if scores.get(metric) is not None:
                 listed.append(
                     EvalResult(
@@ -171,12 +178,12 @@ def _evaluations(task: dict[str, Any], pipeline: str | None) -> list[EvalResult]
     return listed
 
 
-def _too_slow(rows: list[dict[str, Any]], name: str) -> list[str]:
+def _too_slow(rows: list[Speed], name: str) -> list[str]:
     """The lengths at which exact attention is at least as fast."""
     start, setting = worthwhile_from(rows, name), wording.setting(rows[0])
-    longest = wording.count(rows[-1]["length"])
+    longest = wording.count(rows[-1].length)
     if start is None:
         return [f"No gain in speed was measured up to {longest} tokens ({setting}): keep exact attention there."]
-    if start == rows[0]["length"]:
+    if start == rows[0].length:
         return []
     return [f"On inputs of fewer than {wording.count(start)} tokens, keep exact attention ({setting})."]

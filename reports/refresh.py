@@ -103,10 +103,9 @@ def results(long: Record, squad: Record, unhealed: Record) -> str:
     caption = (
         "Scores in per cent; in brackets the 95 % interval of the difference from exact attention, in points; **bold: no loss** "
         f"beyond {100 * variant.margin:.0f} point. Speed: time of the best exact attention of the machine divided "
-        f"by that of the row; {timed.dtype}, batch {timed.batch}, {machine['processor']} (SQuAD: "
-        f"{squad.environment['processor']}), {machine['threads']} threads, torch {machine['torch']}; bold is faster beyond the noise. Documents: {entry.examples} texts "
+        f"by that of the row; {timed.dtype}, batch {timed.batch}, {machine['processor']}, "
+        f"{machine['threads']} threads, torch {machine['torch']}; bold is faster beyond the noise. Documents: {entry.examples} texts "
         "of the Brown corpus, cut to that length; a small model trained for minutes, mostly on shorter texts, so compare within a column. "
-        "Their speeds are of an earlier version, whose converted models had faster linear layers too, so not all of a gain is attention's. "
         f"SQuAD: {squad.quality[0].examples:,} questions of {tokens.median} tokens in the median and {tokens.longest} at "
         f"most, timed at {SQUAD_LENGTH}; **healed** is after [minutes of training](docs/healing.md) on other articles, which exact "
         "attention got too. Every mechanism at its defaults, unless its settings are named."

@@ -16,7 +16,7 @@ from approx.checkpoints import checkpoint
 from approx.evaluation.evaluate import Subject, evaluate
 from approx.planning import positions
 from approx.tasks import open_task
-from bench import gpt2_model, long_documents_model, roberta_model, speech_model
+from bench import bert_model, gpt2_model, long_documents_model, roberta_model, speech_model
 from tiny_speech import some_utterances, sound, write_utterances
 from tiny_study import tiny_checkpoint
 from zoo import tiny
@@ -167,6 +167,24 @@ def test_a_roberta_gets_a_new_task_head(tmp_path, monkeypatch):
     new = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert roberta_model.largest_difference(old.bert, new.roberta) == 0
     assert not torch.equal(new.classifier.dense.weight, old.bert.pooler.dense.weight)
+
+
+def test_a_bert_learns_to_predict_hidden_tokens_and_gets_longer_positions(tmp_path, monkeypatch):
+    start = tiny_checkpoint(tmp_path / "start", positions=32)
+    text = tmp_path / "text.txt"
+    text.write_text("the film is not very good , the film is dull . " * 40)
+    for name, value in {"STEPS": 30, "BATCH": 4, "LENGTH": 16, "LEARNING": 1e-2}.items():
+        monkeypatch.setattr(bert_model, name, value)
+    given = [str(start), "-o", str(tmp_path / "out"), "--text", str(text), "--positions", "64"]
+    monkeypatch.setattr(sys, "argv", ["bert_model.py", *given])
+    bert_model.main()
+    opened = checkpoint.load(tmp_path / "out")
+    assert positions.limit(opened.model.config) == 64
+    table = opened.model.bert.embeddings.position_embeddings.weight
+    assert torch.equal(table[:32], table[32:])
+    subject = Subject("exact", opened.model, checkpoint.processor(opened.source))
+    entry = evaluate({"exact": subject}, open_task("mlm"), data=text)
+    assert entry.base.scores["masked_loss"] < math.log(opened.model.config.vocab_size)
 
 
 def test_the_probabilities_of_an_ngram_model_sum_to_one():

@@ -63,12 +63,17 @@ class Layer(Written):
         heads: Numbers and ranges of the heads; `all` if the layer is not split.
         mechanism: Name of the mechanism.
         settings: Settings of the mechanism.
+        spans: Learned span of each head, in tokens; only of mechanisms with spans.
+        operations: Floating-point operations with these spans on an input as long as the model's positions, as a share of
+            those of exact attention.
     """
 
     layer: int
     heads: str = "all"
     mechanism: str
     settings: dict[str, Any]
+    spans: list[float] | None = None
+    operations: float | None = None
 
 
 class Variant(Written):

@@ -70,6 +70,6 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
         "learning_rate": phase.own_learning_rate if phase.mode == "transfer" else phase.learning_rate,
         "trained": trained,
         "parameters": numbers,
-        "seconds": round(min(seconds, phase.seconds or seconds), 1),
+        "seconds": min(seconds, phase.seconds or seconds),
         "memory_mb": round(needed + (weights + _BYTES_OF_TRAINED * trained) / 1e6, 1),
     }

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from approx.checkpoints import checkpoint, families
-from approx.checkpoints.receipt import read_receipt
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record, record_model
@@ -20,16 +19,16 @@ from approx.evaluation.evaluate import Subject, evaluate
 from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.evaluation.prediction_cache import default_folder, fingerprint
 from approx.evaluation.quality import over_tasks
-from approx.evaluation.record_model import Layer, Quality, RecipeText, Record, Variant
+from approx.evaluation.record_model import Quality, RecipeText, Record
 from approx.evaluation.record_speed import Speed
 from approx.evaluation.record_training import Trained
 from approx.evaluation.timing_inputs import sound_inputs, text_inputs
 from approx.measuring.identity import computed_by, identity
 from approx.measuring.products import products_for
 from approx.measuring.reseeding import reseeding
+from approx.measuring.variants import variant_of
 from approx.planning import anatomy, positions
 from approx.planning.example_inputs import example_inputs, samples
-from approx.planning.resolve import described
 from approx.recipe import BASE, CEILING, CHOICES
 from approx.seam.attention_free import attention_free
 from approx.seam.dispatch import fastest_exact
@@ -219,7 +218,7 @@ def make_record(
             layers=len(facts.sites),
             positions=facts.positions,
         ),
-        variants=[_variant(label, one) for label, one in variants],
+        variants=[variant_of(label, one) for label, one in variants],
         quality=over_tasks(quality),
         speed=list(speed),
         crossover=crossover(speed),
@@ -228,27 +227,6 @@ def make_record(
             threads=torch.get_num_threads(),
             gpu=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None,
         ),
-    )
-
-
-def _variant(label: str, one: checkpoint.Checkpoint) -> Variant:
-    sites = (one.source.raw.get("approx") or {}).get("sites", {})
-    receipt = read_receipt(one.source.folder)
-    return Variant(
-        name=label,
-        layers=[
-            Layer(
-                **{
-                    key: part[key]
-                    for key in ("layer", *(["heads"] if "groups" in site else []), "mechanism", "settings")
-                }
-            )
-            for site in sorted(sites.values(), key=lambda site: site["layer"])
-            for part in described(site)
-        ],
-        # Of what was not converted there is nothing to verify.
-        verified=not one.source.converted or (receipt is not None and receipt.verified),
-        receipt=None if receipt is None else receipt.model_dump(mode="json"),
     )
 
 

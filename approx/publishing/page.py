@@ -11,6 +11,7 @@ from approx.evaluation.record_speed import Speed
 from approx.publishing import wording
 from approx.publishing.drawing import INK
 from approx.publishing.plots import colours, quality_figure, speed_figure
+from approx.publishing.spans import spans_figure, spans_table
 from approx.publishing.summary import answers, speed_groups
 from approx.publishing.tables import layer_error_table, plan_lines, quality_table, speed_table
 from approx.publishing.training import training_figure, training_table
@@ -82,6 +83,10 @@ def _section(record: Record, identity: str) -> dict[str, Any]:
             }
             for number, trained in enumerate(record.trainings)
         ],
+        "spans": {
+            "rows": spans_table(record.variants),
+            "figure": spans_figure(record.variants, f"{identity}-spans"),
+        },
         "plans": [
             {
                 "name": variant.name,

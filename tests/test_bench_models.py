@@ -10,7 +10,7 @@ import pytest
 import soundfile
 import torch
 from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from approx.checkpoints import checkpoint
 from approx.evaluation.evaluate import Subject, evaluate
@@ -171,6 +171,9 @@ def test_a_roberta_gets_a_new_task_head(tmp_path, monkeypatch):
 
 def test_a_bert_learns_to_predict_hidden_tokens_and_gets_longer_positions(tmp_path, monkeypatch):
     start = tiny_checkpoint(tmp_path / "start", positions=32)
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    tokenizer.mask_token = "[UNK]"
+    tokenizer.save_pretrained(start)
     text = tmp_path / "text.txt"
     text.write_text("the film is not very good , the film is dull . " * 40)
     for name, value in {"STEPS": 30, "BATCH": 4, "LENGTH": 16, "LEARNING": 1e-2}.items():

@@ -1,7 +1,5 @@
 """Learned attention spans in a report: a table over variants, and a picture of the span of each head."""
 
-from typing import Any
-
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap

@@ -10,7 +10,7 @@ from approx.measuring.variants import variant_of
 from approx.planning.plan import Plan, Rule
 from tiny_study import tiny_checkpoint
 
-SPANS = {"settings": {"max_span": 24, "ramp": 4}}
+SPANS = {"max_span": 24, "ramp": 4}
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +24,11 @@ def opened(base, out, *rules):
 
 
 def test_the_spans_of_every_head_and_their_operations(base, tmp_path):
-    one = opened(base, tmp_path / "out", Rule("adaptive-span", **SPANS))
+    one = opened(base, tmp_path / "out", Rule("adaptive-span", settings=SPANS))
     first, second = mechanisms(one.model)
     with torch.no_grad():
-        first.fraction.fill_(1.0)
-        second.fraction.copy_(torch.tensor([0.0, 0.5]))
+        first.get_parameter("fraction").fill_(1.0)
+        second.get_parameter("fraction").copy_(torch.tensor([0.0, 0.5]))
     made = variant_of("spans", one)
     assert [layer.spans for layer in made.layers] == [[24.0, 24.0], [0.0, 12.0]]
     wide, narrow = (layer.operations for layer in made.layers)
@@ -43,7 +43,7 @@ def test_spans_that_cover_every_input_cost_what_exact_attention_does(base, tmp_p
 
 
 def test_only_the_heads_with_spans_have_them(base, tmp_path):
-    one = opened(base, tmp_path / "out", Rule("adaptive-span", "0", heads="1", **SPANS), Rule("local", "1"))
+    one = opened(base, tmp_path / "out", Rule("adaptive-span", "0", heads="1", settings=SPANS), Rule("local", "1"))
     exact, spanned, local = variant_of("mixed", one).layers
     assert spanned.spans == [24.0]
     assert {"spans", "operations"} & {*exact.to_data(), *local.to_data()} == set()

@@ -186,7 +186,10 @@ def processor_class(model_class: type) -> str:
 def _from_folder(kind: str, source: Source) -> Any:
     try:
         return getattr(transformers, kind).from_pretrained(
-            source.folder, config=None if source.converted else source.config
+            source.folder,
+            config=None if source.converted else source.config,
+            # Without it, transformers asks on a terminal whether to run code of the checkpoint.
+            trust_remote_code=False,
         )
     except ImportError:
         if kind != "AutoProcessor":

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,13 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 _PIPE_WIDTH = 200
 _SECONDS_BETWEEN_LINES = 15.0
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass
@@ -40,7 +43,7 @@ class Terminal:
     def result(self, data: Any, *parts: Table | str) -> None:
         """Print `data` with --json, otherwise the parts."""
         if self.json_output:
-            text = json.dumps(data, indent=1, ensure_ascii=False, default=str)
+            text = _visible(json.dumps(data, indent=1, ensure_ascii=False, default=str), "\\u00")
         else:
             with self.out.capture() as shown:
                 for part in parts:
@@ -122,11 +125,24 @@ class _Notes(logging.Handler):
             self.terminal.note(message)
 
 
+class _PlainConsole(Console):
+    """A console on which only this program moves the cursor or sets colours, not a name in a model or a recipe."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(_visible(segment.text), segment.style)
+
+
+def _visible(text: str, escape: str = "\\x") -> str:
+    """Write control characters as escapes, such as \\x1b; a tab and a line break stay."""
+    return _CONTROLS.sub(lambda found: f"{escape}{ord(found[0]):02x}", text)
+
+
 def _console(*, stderr: bool) -> Console:
     # Files and pipes have no width. Brackets in names and paths are not markup.
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _PIPE_WIDTH
-    return Console(stderr=stderr, soft_wrap=True, width=width, markup=False, emoji=False, highlight=False)
+    return _PlainConsole(stderr=stderr, soft_wrap=True, width=width, markup=False, emoji=False, highlight=False)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str] | None], title: str | None = None) -> Table:
@@ -148,5 +164,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str] | None], title: s
         if row is None:
             made.add_section()
         else:
-            made.add_row(*(row[index] for index in kept))
+            # The width of a column counts what is printed.
+            made.add_row(*(_visible(row[index]) for index in kept))
     return made

@@ -131,5 +131,10 @@ def _csv(columns: tuple[str, ...], lines: list[dict[str, Any]]) -> str:
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(lines)
+    writer.writerows({key: _plain(value) for key, value in line.items()} for line in lines)
     return buffer.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    """A value that no spreadsheet takes for a formula: names may come from models and recipes of others."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value

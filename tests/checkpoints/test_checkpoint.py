@@ -1,5 +1,6 @@
 """Names that do not exist, and files changed at random, raise our own error at once."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -11,12 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from approx.checkpoints import checkpoint, integrity
 from approx.conversion import convert
 from approx.errors import ApproxError, Exit
 from approx.planning.anatomy import anatomy
 from approx.planning.plan import Plan
+from tiny_study import tiny_checkpoint
 from zoo import error_of, tiny
 
 PLAN = Plan.of("sdpa")
@@ -62,6 +65,24 @@ def test_a_checkpoint_without_its_tokenizer_is_not_read_by_one_that_knows_no_wor
 
 
 sizes = st.sampled_from([-1, 0, 1, 2, 3, 31, 33, 1000, 0.5, "32", None, [], {}, True, 10**30])
+
+
+def test_code_of_a_checkpoint_does_not_run_and_nobody_is_asked(tmp_path, monkeypatch):
+    folder, marker = tiny_checkpoint(tmp_path / "model"), tmp_path / "ran"
+    (folder / "own.py").write_text(
+        f"from transformers import BertTokenizer\nopen({str(marker)!r}, 'w').close()\nclass Own(BertTokenizer): pass\n"
+    )
+    config = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | own))
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("someone was asked"))
+    with pytest.raises(ApproxError, match="no usable tokenizer"):
+        checkpoint.processor(checkpoint.locate(folder))
+    assert not marker.exists()
+    # The code would run if it were trusted.
+    with contextlib.suppress(Exception):
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert marker.exists()
 
 
 @pytest.mark.slow

@@ -108,3 +108,11 @@ def test_every_column_of_speed_holds_its_own_figure(record, tmp_path):
     figures = ("median_ms", "p10_ms", "p90_ms", "peak_mb", "ratio", "low", "high", "share_of_ceiling", "verdict")
     nothing = {**dict.fromkeys(figures, ""), "samples": "0", "status": "out of memory", "chosen": ""}
     assert lost == {**about, "role": "variant", "name": "local <128> $x$", **nothing}
+
+
+def test_no_name_is_a_formula_for_a_spreadsheet(record, tmp_path):
+    record["title"] = "=HYPERLINK(1)"
+    record["checkpoint"]["name"] = "@SUM(A1)"
+    for name in ("quality.csv", "speed.csv"):
+        line = table(record, tmp_path, name)[0]
+        assert (line["title"], line["checkpoint"]) == ("'=HYPERLINK(1)", "'@SUM(A1)")

@@ -76,8 +76,8 @@ def test_code_of_a_checkpoint_does_not_run_and_nobody_is_asked(tmp_path, monkeyp
     own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     config.write_text(json.dumps(json.loads(config.read_text()) | own))
     monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("someone was asked"))
-    with pytest.raises(ApproxError, match="no usable tokenizer"):
-        checkpoint.processor(checkpoint.locate(folder))
+    # The family's own tokenizer reads the same files.
+    assert type(checkpoint.processor(checkpoint.locate(folder))).__name__ != "Own"
     assert not marker.exists()
     # The code would run if it were trusted.
     with contextlib.suppress(Exception):

@@ -11,7 +11,7 @@ from approx.checkpoints.receipt import RECEIPT, Check, Receipt
 from approx.conversion import convert
 from approx.errors import ApproxError, Exit
 from approx.evaluation.options import BenchStage, EvaluateStage
-from approx.measuring import measure
+from approx.measuring import measure, variants
 from approx.planning.plan import Plan, Rule
 from approx.recipe import BASE
 from tiny_study import tiny_checkpoint, tiny_data
@@ -175,7 +175,7 @@ def test_a_record_names_the_base_its_variants_and_their_checks(opened, folders):
 def test_a_variant_is_verified_if_it_has_checks_and_none_failed(opened, monkeypatch, passed, verified):
     checks = [Check("one", each, "") for each in passed or []]
     receipt = None if passed is None else Receipt(swapped=[], left=[], cross_attention=0, added=[], checks=checks)
-    monkeypatch.setattr(measure, "read_receipt", lambda folder: receipt)
+    monkeypatch.setattr(variants, "read_receipt", lambda folder: receipt)
     (variant,) = measure.make_record(opened, title="", seed=0, command="").variants
     assert variant.verified is verified
     assert variant.receipt == (None if receipt is None else receipt.model_dump(mode="json"))

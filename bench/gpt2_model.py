@@ -160,7 +160,7 @@ def main() -> None:
         print(figures, flush=True)
         done = approx.finetune(
             model, processor=tokenizer, recover=["clm"], text=[str(text)], steps=STEPS, batch_size=BATCH, length=LENGTH,
-            learning_rate=LEARNING, validation=100, seed=arguments.seed, progress=progress,
+            learning_rate=LEARNING, validation=100, bfloat16=True, seed=arguments.seed, progress=progress,
         )  # fmt: skip
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")

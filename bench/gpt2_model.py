@@ -31,7 +31,7 @@ import approx
 from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing
 
 LAYERS, HEADS, HIDDEN, POSITIONS = 6, 4, 256, 512
-STEPS, BATCH, LENGTH, LEARNING = 1000, 8, 256, 1e-3
+STEPS, BATCH, LENGTH, LEARNING = 1000, 4, POSITIONS, 1e-3
 # Of the reviews, this many characters are enough.
 REVIEWS = 6_000_000
 # Absolute discount of the n-gram models.

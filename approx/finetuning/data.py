@@ -1,6 +1,5 @@
 """Training data: the examples of a task, some of them held out, in an order fixed by the seed."""
 
-import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -22,8 +21,6 @@ from approx.tasks.text import Text
 
 # Rows are sorted by length within this many batches, so that the inputs of a batch have similar lengths.
 _SORTED_TOGETHER = 50
-# Characters from which a value counts by its hash.
-_LONG = 10_000
 
 
 @dataclass(frozen=True)
@@ -273,18 +270,8 @@ def overlap(options: FinetuneStage, evaluated: Sequence[Example]) -> int:
 
 
 def _told(example: Example) -> str:
-    inputs = {name: _brief(str(value)) for name, value in example.inputs.items()}
+    inputs = {name: str(value) for name, value in example.brief.items()}
     return json.dumps([str(example.label), inputs], sort_keys=True)
-
-
-def _brief(value: str) -> str:
-    # Every stretch of a text carries the whole text.
-    return value if len(value) <= _LONG else _digest(value)
-
-
-@functools.lru_cache(maxsize=16)
-def _digest(value: str) -> str:
-    return hashlib.sha256(value.encode()).hexdigest()
 
 
 def _sha256(examples: Sequence[Example]) -> str:

@@ -6,6 +6,8 @@ To add a task, write one file, one line in `TASKS` and one test. A classificatio
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,9 @@ Encoding = dict[str, Any]
 
 A task may store its own data under other names; its `collate` leaves them out.
 """
+
+# Characters from which a text counts by its hash.
+_LONG = 10_000
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,14 @@ class Example:
     inputs: dict[str, Any]
     label: Any
     group: str | None = None
+
+    @property
+    def brief(self) -> dict[str, Any]:
+        """The inputs with long texts replaced by their hashes; every stretch of a text carries the whole text."""
+        return {
+            name: _sha256(value) if isinstance(value, str) and len(value) > _LONG else value
+            for name, value in self.inputs.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -234,6 +247,11 @@ class Task(ABC):
         if not self.labels:
             return None
         return [prediction == label for prediction, label in zip(predictions, labels, strict=True)]
+
+
+@functools.lru_cache(maxsize=16)
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def doubling(most: int, first: int = 16) -> Iterator[tuple[int, int]]:

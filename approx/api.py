@@ -10,6 +10,7 @@ from typing import Any
 from approx.checkpoints import checkpoint
 from approx.checkpoints.checkpoint import load
 from approx.conversion.surgery import convert, revert
+from approx.conversion.verify import verify
 from approx.errors import ApproxError
 from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.evaluation.record_model import Record
@@ -48,6 +49,7 @@ __all__ = [
     "push",
     "report",
     "revert",
+    "verify",
 ]
 
 

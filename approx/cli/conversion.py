@@ -1,4 +1,4 @@
-"""Commands that plan and convert: mechanisms, inspect, plan, convert, revert."""
+"""Commands that plan and convert: mechanisms, inspect, plan, convert, verify, revert."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +10,7 @@ from approx.cli import options
 from approx.cli.command import command
 from approx.cli.layers import layer_table, settings_text
 from approx.cli.terminal import Terminal, table
+from approx.errors import ApproxError, Exit
 
 _PANEL = "Convert"
 _STEPS = 7
@@ -31,6 +32,7 @@ def add_to(app: typer.Typer) -> None:
         "approx convert quickstart -m local --set left=64 --set right=64 -o converted",
         "approx convert quickstart --plan plan.yaml --max-length 4096 -o longer",
     )(convert)
+    command(app, _PANEL, "approx verify converted", "approx verify me/my-model --revision main")(verify)
     command(app, _PANEL, "approx revert converted -o base")(revert)
 
 
@@ -192,6 +194,32 @@ def convert(
     )
     for note in receipt["notes"]:
         terminal.note(note)
+
+
+def verify(
+    terminal: Terminal,
+    folder: options.Model,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Accept edits of the card, config or tokenizer; never of weights or code.")
+    ] = False,
+    revision: options.Revision = None,
+    offline: options.Offline = False,
+) -> None:
+    """Check a converted folder again: its files, code and numbers, and that its attention is really replaced."""
+    from approx import api
+    from approx.cli.figures import checks_table
+
+    with terminal.progress() as bar:
+        done = iter(range(_STEPS))
+        found = api.verify(
+            folder, accept=accept, revision=revision, offline=offline,
+            progress=lambda step: bar(f"verify: {step}", next(done, _STEPS - 1), _STEPS),
+        )  # fmt: skip
+    diffs = found["diffs"].values() if terminal.verbose else ()
+    accepted = [f"Accepted: {', '.join(found['edited'])}"] if found["accepted"] else []
+    terminal.result(found, checks_table(found["checks"]), *diffs, *accepted)
+    if failed := [check["name"] for check in found["checks"] if check["passed"] is False]:
+        raise ApproxError(f"{folder} did not pass: {', '.join(failed)}.", Exit.VERIFICATION)
 
 
 def revert(terminal: Terminal, folder: options.Model, output: options.Out, force: options.Force = False) -> None:

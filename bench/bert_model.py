@@ -18,7 +18,7 @@ import approx
 from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing
 from approx.planning import positions
 
-STEPS, BATCH, LENGTH, LEARNING = 800, 16, 128, 3e-4
+STEPS, BATCH, LENGTH, LEARNING = 300, 16, 128, 3e-4
 
 
 def main() -> None:

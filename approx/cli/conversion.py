@@ -1,4 +1,4 @@
-"""Commands that plan and convert: mechanisms, inspect, plan, convert, verify, revert."""
+"""Commands that plan and convert: mechanisms, inspect, plan, convert, verify, export, revert."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from approx.cli.terminal import Terminal, table
 from approx.errors import ApproxError, Exit
 
 _PANEL = "Convert"
-_STEPS = 7
+_STEPS, _EXPORT_STEPS = 7, 4
 
 
 def add_to(app: typer.Typer) -> None:
@@ -33,6 +33,12 @@ def add_to(app: typer.Typer) -> None:
         "approx convert quickstart --plan plan.yaml --max-length 4096 -o longer",
     )(convert)
     command(app, _PANEL, "approx verify converted", "approx verify me/my-model --revision main")(verify)
+    command(
+        app,
+        _PANEL,
+        "approx export converted -o program",
+        "approx export converted --format onnx -o onnx --lengths 16,128,512",
+    )(export)
     command(app, _PANEL, "approx revert converted -o base")(revert)
 
 
@@ -220,6 +226,35 @@ def verify(
     terminal.result(found, checks_table(found["checks"]), *diffs, *accepted)
     if failed := [check["name"] for check in found["checks"] if check["passed"] is False]:
         raise ApproxError(f"{folder} did not pass: {', '.join(failed)}.", Exit.VERIFICATION)
+
+
+def export(
+    terminal: Terminal,
+    model: options.Model,
+    output: options.Out,
+    format_: Annotated[
+        str, typer.Option("--format", help="torch-export (model.pt2) or onnx (model.onnx).")
+    ] = "torch-export",
+    lengths: Annotated[
+        str | None, typer.Option(help="Three lengths to compare at, in tokens. Default: 12,40,120.")
+    ] = None,
+    force: options.Force = False,
+    revision: options.Revision = None,
+    offline: options.Offline = False,
+) -> None:
+    """Export a checkpoint as a program for any batch size and length, without Python code of its own, and check it."""
+    from approx.conversion import export as exporting
+
+    asked = None if lengths is None else options.read_numbers(lengths, "--lengths")
+    with terminal.progress() as bar:
+        done = iter(range(_EXPORT_STEPS))
+        made = exporting.export(
+            model, output, format=format_, lengths=asked, force=force, revision=revision, offline=offline,
+            progress=lambda step: bar(f"export: {step}", next(done, _EXPORT_STEPS - 1), _EXPORT_STEPS),
+        )  # fmt: skip
+    errors = made["largest_relative_difference"].items()
+    rows = [[size, f"{error:.1e}"] for size, error in errors]
+    terminal.result(made, table(["batch x length", "largest relative difference"], rows), f"Written to {output}")
 
 
 def revert(terminal: Terminal, folder: options.Model, output: options.Out, force: options.Force = False) -> None:

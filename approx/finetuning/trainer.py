@@ -58,6 +58,9 @@ def train(
         with signals(trainer.watch), disk_errors(folder):
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
     finally:
+        # Otherwise the forward pass would stay under autocast.
+        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        vars(model).pop("forward", None)
         if phase.recompute:
             _recomputing(model, "disable")()
     if trainer.watch.stopped:

@@ -60,7 +60,8 @@ def _all_blocks(
     There are at least as many keys as queries.
     """
     batch, heads, length, _ = q.shape
-    keys, blocks = k.shape[2], (length + _BLOCK - 1) // _BLOCK
+    # With one block more than needed there are always several; a program for several does not take a single one.
+    keys, blocks = k.shape[2], (length + _BLOCK - 1) // _BLOCK + 1
     end = blocks * _BLOCK - length
     reach = torch.arange(_BLOCK + left + right, device=q.device)
     # Positions in the padded keys, [blocks, reach].

@@ -131,6 +131,12 @@ class _Trainer(Trainer):
         loss = self.phase.objective.loss(model, inner, inputs)
         if self.phase.penalty:
             loss = loss + self.phase.penalty * inner.attention_penalty().to(loss.device)
+        if not loss.requires_grad:
+            raise ApproxError(
+                f"Nothing that '{self.phase.mode}' trains changes its loss: the mechanisms are exact on inputs this short, with the spans "
+                "they have. Use longer inputs (--min-length), a --penalty above 0 for spans, or another mode.",
+                Exit.UNSUPPORTED,
+            )
         if not torch.isfinite(loss):
             kept = last_complete(Path(str(self.args.output_dir)))
             state = "nothing was kept yet" if kept is None else f"the state after step {_step(kept)} is kept in {kept}"

@@ -204,8 +204,14 @@ def _from_folder(kind: str, source: Source) -> Any:
 
 
 def _folder(name: str, revision: str | None, offline: bool, allow_pickle: bool) -> tuple[Path, str | None]:
+    if not name:
+        raise ApproxError("The name of the checkpoint is empty. Give a folder, or a model id of the hub.")
     path = Path(name).expanduser()
     try:
+        if path.is_dir() and revision is not None:
+            raise ApproxError(
+                f"--revision {revision} was given, but {name} is a local folder, which has no revisions. Leave one of them out."
+            )
         if path.is_dir():
             return path, None
         is_file = path.is_file()

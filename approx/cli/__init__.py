@@ -4,7 +4,7 @@ import os
 
 import typer
 
-from approx.cli import conversion, environment, finetuning, measurement, pattern, push, sweep
+from approx.cli import conversion, environment, finetuning, folders, measurement, pattern, push, sweep
 from approx.cli.command import Group
 from approx.version import __version__
 
@@ -45,6 +45,7 @@ def _root(
 
 
 conversion.add_to(app)
+folders.add_to(app)
 finetuning.add_to(app)
 pattern.add_to(app)
 measurement.add_to(app)

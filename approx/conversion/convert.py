@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from approx.checkpoints import checkpoint
-from approx.checkpoints.atomic_folder import refuse_existing, refuse_losing, refuse_unwritable
+from approx.checkpoints.atomic_folder import refuse_existing, refuse_overlap, refuse_unwritable
 from approx.checkpoints.history import trainings
 from approx.conversion import calibration, checks, clean_process, layer_error, surgery, writing
 from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch, calibration_length
@@ -58,7 +58,7 @@ def convert(
     refuse_unwritable(out)
     progress("reading the config")
     source = checkpoint.locate(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
-    refuse_losing(source.folder, out)
+    refuse_overlap(source.folder, out)
     if source.converted:
         raise ApproxError(
             f"{name} is converted already. Revert it first, or convert its base checkpoint.", Exit.REFUSED
@@ -121,7 +121,7 @@ def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
     refuse_existing(out, force=force)
     refuse_unwritable(out)
     opened = checkpoint.load(name, offline=True)
-    refuse_losing(opened.source.folder, out)
+    refuse_overlap(opened.source.folder, out)
     if not opened.source.converted:
         raise ApproxError(f"{name} is not a converted checkpoint, so there is nothing to revert.", Exit.REFUSED)
     if (trained := trainings(opened.model.config.approx)) and not force:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 from approx.checkpoints import checkpoint, families
-from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_losing, refuse_unwritable
+from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_overlap, refuse_unwritable
 from approx.conversion.calibration import evaluating, mechanisms
 from approx.conversion.layerwise import difference
 from approx.conversion.writing import copy_companions
@@ -73,7 +73,7 @@ def export(
         _refuse_missing()
     progress("loading the weights")
     opened = checkpoint.load(name, revision=revision, offline=offline)
-    refuse_losing(opened.source.folder, out)
+    refuse_overlap(opened.source.folder, out)
     model = opened.model.float()
     refuse_unexportable(model)
     # A program has no cache.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from approx.checkpoints import checkpoint
-from approx.checkpoints.atomic_folder import refuse_existing, refuse_losing, refuse_unwritable
+from approx.checkpoints.atomic_folder import refuse_existing, refuse_overlap, refuse_unwritable
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.checkpoints.history import Training, trainings
 from approx.checkpoints.receipt import Check, Receipt, read_receipt
@@ -64,7 +64,7 @@ def finetune_folder(
     refuse_unwritable(out)
     working = working or out.with_name(f"{out.name}.training")
     opened, taught = _opened(name, teacher, options, revision, offline, device)
-    refuse_losing(opened.source.folder, out)
+    refuse_overlap(opened.source.folder, out)
     reader = checkpoint.processor(opened.source)
     if taught is not None:
         _same_tokenizer(opened, taught)

@@ -129,7 +129,10 @@ class Glue(SequenceClassification):
             name, rows = source.stem, self._file_rows(source)
         kept = [Example(f"{name}-{row}", inputs, label) for row, (inputs, label) in islice(enumerate(rows), limit)]
         if not kept:
-            raise ApproxError(f"{self.name}: 0 rows in {source}.", Exit.UNAVAILABLE)
+            raise ApproxError(
+                f"{self.name}: 0 rows in {source}. Give a file with a row for each example below its first line.",
+                Exit.UNAVAILABLE,
+            )
         return Split(name, kept, self._is_subset(name, len(kept), limit))
 
     def _is_subset(self, name: str, rows: int, limit: int | None) -> bool:

@@ -58,7 +58,9 @@ class Text(Task):
             name, text = path.name.partition(".")[0], _read(path)
         stretches = list(self._stretches(text, name))
         if not stretches:
-            raise ApproxError(f"{self.name}: 0 words in {data or _HUB_DATASET}.", Exit.UNAVAILABLE)
+            raise ApproxError(
+                f"{self.name}: 0 words in {data or _HUB_DATASET}. Give a file with text.", Exit.UNAVAILABLE
+            )
         kept = list(islice(stretches, limit))
         return Split(name, kept, subset=len(kept) < len(stretches))
 

@@ -256,16 +256,6 @@ def test_recomputed_layers_give_the_same_weights(recompute, sst2, tmp_path):
     assert not other.is_gradient_checkpointing
 
 
-def test_after_bfloat16_training_the_forward_pass_is_that_of_the_weights_again(sst2, tmp_path):
-    model = model_of()
-    trained(model, tmp_path / "work", options_of(sst2, steps=3, evaluate_every=3, bfloat16=True))
-    inputs = {"input_ids": torch.arange(4, 12)[None]}
-    fresh = type(model)(model.config).eval()
-    fresh.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        assert torch.equal(model.eval()(**inputs).logits, fresh(**inputs).logits)
-
-
 def test_outside_the_main_thread_it_trains_without_its_signals(sst2, tmp_path):
     kept: list[Any] = []
     thread = threading.Thread(

@@ -30,7 +30,7 @@ class _Clock(BaseStreamer):
         """Do nothing: the last token was noted."""
 
 
-def generate(
+def continued(
     opened: Mapping[str, checkpoint.Checkpoint],
     prompts: Sequence[str],
     *,
@@ -69,8 +69,8 @@ def generate(
         for label, one in opened.items():
             if not results:
                 # The first call compiles and allocates.
-                _continued(one, ids, min(2, max_new_tokens), ways, seed)
-            said[label] = _continued(one, ids, max_new_tokens, ways, seed)
+                _continue(one, ids, min(2, max_new_tokens), ways, seed)
+            said[label] = _continue(one, ids, max_new_tokens, ways, seed)
         tokenizer = checkpoint.processor(opened[BASE].source)
         results.append(
             {
@@ -115,9 +115,7 @@ def _read(opened: Mapping[str, checkpoint.Checkpoint], prompt: str, new: int) ->
     return torch.tensor([ids])
 
 
-def _continued(
-    one: checkpoint.Checkpoint, ids: Tensor, new: int, ways: Mapping[str, Any], seed: int
-) -> dict[str, Any]:
+def _continue(one: checkpoint.Checkpoint, ids: Tensor, new: int, ways: Mapping[str, Any], seed: int) -> dict[str, Any]:
     tokenizer, clock = checkpoint.processor(one.source), _Clock()
     ids = ids.to(one.model.device)
     with torch.random.fork_rng(), torch.inference_mode():

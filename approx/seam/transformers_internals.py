@@ -31,7 +31,7 @@ def cache_of(kwargs: dict[str, Any]) -> Any:
 
 def cache_keyword() -> str:
     """The keyword of a cache in calls and outputs of `generate`: `cache` from transformers 5.24 on, `past_key_values` before."""
-    from transformers.generation import GenerateDecoderOnlyOutput
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
 
     return "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 

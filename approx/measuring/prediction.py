@@ -84,7 +84,10 @@ def _by_task(
     opened: Mapping[str, checkpoint.Checkpoint], name: str, given: str, question: str | None
 ) -> dict[str, Any]:
     """What the task of an evaluation predicts for the input."""
-    task = open_task(name)
+    limit = positions.limit(opened[BASE].model.config)
+    # Windows of a short position table cannot share as much as those of an evaluation.
+    shared = {} if question is None or limit is None else {"stride": min(128, limit // 4)}
+    task = open_task(name, **shared)
     inputs = {"recording": Recording.of(given, Path(given))} if question is None else {}
     if question is not None:
         inputs = {"question": question, "context": _text(given)}

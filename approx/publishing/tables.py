@@ -186,14 +186,17 @@ def _times(row: Speed) -> list[dict[str, str]]:
             "ratio": wording.times(entry.ratio if isinstance(entry, Ratio) else None),
             "interval": wording.between(entry.interval if isinstance(entry, Ratio) else None),
             "peak": wording.milliseconds(entry.peak_mb),
-            "rate": wording.milliseconds(entry.tokens_per_second),
-            "cache": wording.milliseconds(entry.cache_mb),
             "samples": _samples(entry),
             "implementations": wording.implementations(entry),
             "status": entry.status,
+            **(_decoded(entry) if row.mode == "generate" else {}),
         }
         for name, entry in entries
     ]
+
+
+def _decoded(entry: Timing) -> dict[str, str]:
+    return {"rate": wording.milliseconds(entry.tokens_per_second), "cache": wording.milliseconds(entry.cache_mb)}
 
 
 def _plain(rows: list[Speed], names: list[str]) -> list[str]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
+from approx.evaluation import timing
 from approx.evaluation.bench import Contender, _paired, _ratio, _share, _verdict, bench, crossover
 from approx.evaluation.interleave import Runner
 from approx.evaluation.options import BenchStage
@@ -22,7 +23,7 @@ def make_inputs(batch: int, length: int) -> torch.Tensor:
 
 def run_bench(contenders: list[Contender], **settings) -> list[Speed]:
     settings = {"lengths": [16, 32], "batches": [1, 2], "rounds": 4, "seconds": 0.0} | settings
-    options = BenchStage(**{key: settings.pop(key) for key in ("lengths", "batches", "rounds", "seconds")})
+    options = BenchStage(**{key: settings.pop(key) for key in BenchStage.model_fields if key in settings})
     return bench(
         contenders,
         options,
@@ -246,7 +247,7 @@ def test_verdict(ratio: float | None, interval: list[float] | None, spread: list
 def row(length: int, low: float | None, base: str = "ok", status: str = "ok", batch: int = 1) -> Speed:
     interval = None if low is None else [low, low + 0.2]
     variant = {"name": "v", "interval": interval, "status": status}
-    about = {"batch": batch, "dtype": "float32", "device": "cpu", "length": length}
+    about = {"batch": batch, "dtype": "float32", "device": "cpu", "mode": "forward", "length": length}
     return part_of(Speed, **about, base={"status": base}, variants=[variant])
 
 
@@ -267,9 +268,41 @@ def test_crossover(rows: list[Speed], expected: int | None):
     assert entry == Crossover(name="v", batch=1, dtype="float32", device="cpu", length=expected)
 
 
-def test_crossover_of_each_batch_size():
-    entries = crossover([row(128, 0.8), row(128, 1.5, batch=8)])
-    assert {entry.batch: entry.length for entry in entries} == {1: None, 8: 128}
+def test_crossover_of_each_batch_size_and_mode():
+    decoded = row(256, 1.5).model_copy(update={"mode": "generate"})
+    entries = crossover([row(128, 0.8), row(128, 1.5, batch=8), decoded])
+    assert {(entry.batch, entry.mode): entry.length for entry in entries} == {
+        (1, "forward"): None,
+        (8, "forward"): 128,
+        (1, "generate"): 256,
+    }
+
+
+def test_what_a_repetition_needs_is_prepared_before_each_and_not_timed(monkeypatch):
+    timed_calls, order = [], []
+    of = timing.timed
+
+    def note(call, repeats, device):
+        timed_calls.append(repeats)
+        return of(call, repeats, device)
+
+    monkeypatch.setattr("approx.evaluation.interleave.timed", note)
+
+    def contender(name: str, **role) -> Contender:
+        return Contender(name, lambda q: order.append(name), begin=lambda q: order.append(f"to {name}"), **role)
+
+    contenders = [contender("exact", role="base"), contender("other", cache_mb=lambda: 1.5)]
+    (made,) = run_bench(contenders, lengths=[16], batches=[2], mode="generate", new_tokens=4)
+    assert [order[at] for at in range(0, len(order), 2)] == [f"to {name}" for name in order[1::2]]
+    # The state that a call used up cannot serve another.
+    assert set(timed_calls) == {1}
+    assert (made.mode, made.new_tokens) == ("generate", 4)
+    (variant,) = made.variants
+    # A batch of two.
+    assert variant.tokens_per_second == pytest.approx(2 * 4 * 1e3 / known(variant.median_ms))
+    assert (variant.cache_mb, made.base.cache_mb) == (1.5, None)
+    forward = run_bench(contenders, lengths=[16])[0]
+    assert (forward.new_tokens, forward.base.tokens_per_second) == (None, None)
 
 
 @pytest.mark.gpu

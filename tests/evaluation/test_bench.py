@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx.evaluation import timing
 from approx.evaluation.bench import Contender, _paired, _ratio, _share, _verdict, bench, crossover
 from approx.evaluation.interleave import Runner
 from approx.evaluation.options import BenchStage
@@ -276,33 +275,6 @@ def test_crossover_of_each_batch_size_and_mode():
         (8, "forward"): 128,
         (1, "generate"): 256,
     }
-
-
-def test_what_a_repetition_needs_is_prepared_before_each_and_not_timed(monkeypatch):
-    timed_calls, order = [], []
-    of = timing.timed
-
-    def note(call, repeats, device):
-        timed_calls.append(repeats)
-        return of(call, repeats, device)
-
-    monkeypatch.setattr("approx.evaluation.interleave.timed", note)
-
-    def contender(name: str, **role) -> Contender:
-        return Contender(name, lambda q: order.append(name), begin=lambda q: order.append(f"to {name}"), **role)
-
-    contenders = [contender("exact", role="base"), contender("other", cache_mb=lambda: 1.5)]
-    (made,) = run_bench(contenders, lengths=[16], batches=[2], mode="generate", new_tokens=4)
-    assert [order[at] for at in range(0, len(order), 2)] == [f"to {name}" for name in order[1::2]]
-    # The state that a call used up cannot serve another.
-    assert set(timed_calls) == {1}
-    assert (made.mode, made.new_tokens) == ("generate", 4)
-    (variant,) = made.variants
-    # A batch of two.
-    assert variant.tokens_per_second == pytest.approx(2 * 4 * 1e3 / known(variant.median_ms))
-    assert (variant.cache_mb, made.base.cache_mb) == (1.5, None)
-    forward = run_bench(contenders, lengths=[16])[0]
-    assert (forward.new_tokens, forward.base.tokens_per_second) == (None, None)
 
 
 @pytest.mark.gpu

@@ -5,11 +5,15 @@ import torch
 
 from approx import api
 from approx.errors import ApproxError, Exit
+from approx.evaluation import timing
+from approx.evaluation.bench import Contender, bench
+from approx.evaluation.options import BenchStage
 from approx.measuring.decoding import Decoder, decoders
 from approx.recipe import BASE
 from approx.seam.attention_free import attention_free
 from tiny_classifier import tiny_model
 from tiny_decoder import save, tiny_gpt2
+from typed import known
 
 
 def prompt(length: int = 9) -> dict[str, torch.Tensor]:
@@ -80,3 +84,32 @@ def test_a_record_of_decoding_has_its_rate_and_its_cache(tmp_path):
     assert {entry.mode for entry in made.crossover} == {"generate"}
     with pytest.raises(ApproxError, match=r"Length 61, with 4 new tokens, is too long: .* takes 64.*--max-length 65"):
         api.bench(str(folder), [61], **asked)
+
+
+def test_what_a_repetition_needs_is_prepared_before_each_and_not_timed(monkeypatch):
+    timed_calls, order = [], []
+    of = timing.timed
+
+    def note(call, repeats, device):
+        timed_calls.append(repeats)
+        return of(call, repeats, device)
+
+    monkeypatch.setattr("approx.evaluation.interleave.timed", note)
+
+    def contender(name: str, **role) -> Contender:
+        return Contender(name, lambda q: order.append(name), begin=lambda q: order.append(f"to {name}"), **role)
+
+    contenders = [contender("exact", role="base"), contender("other", cache_mb=lambda: 1.5)]
+    how = {"make_inputs": lambda batch, length: None, "device": "cpu", "dtype": "float32", "warm_up_seconds": 0.0}
+    sizes = {"lengths": [16], "batches": [2], "rounds": 3, "seconds": 0.0}
+    (made,) = bench(contenders, BenchStage(mode="generate", new_tokens=4, **sizes), **how)
+    assert [order[at] for at in range(0, len(order), 2)] == [f"to {name}" for name in order[1::2]]
+    # The state that a call used up cannot serve another.
+    assert set(timed_calls) == {1}
+    assert (made.mode, made.new_tokens) == ("generate", 4)
+    (variant,) = made.variants
+    # A batch of two.
+    assert variant.tokens_per_second == pytest.approx(2 * 4 * 1e3 / known(variant.median_ms))
+    assert (variant.cache_mb, made.base.cache_mb) == (1.5, None)
+    (forward,) = bench(contenders, BenchStage(**sizes), **how)
+    assert (forward.new_tokens, forward.base.tokens_per_second) == (None, None)

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
         evaluate,
         fast_products,
         finetune,
+        generate,
         inspect,
         load,
+        predict,
         push,
         report,
         revert,
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = ["ApproxError", "Plan", "__version__", "bench", "convert", "evaluate", "fast_products", "finetune"]
-__all__ += ["inspect", "load", "push", "report", "revert", "verify"]
+__all__ += ["generate", "inspect", "load", "predict", "push", "report", "revert", "verify"]
 __dir__ = __all__.copy  # what an interactive session offers, loaded or not
 register_when_asked()
 

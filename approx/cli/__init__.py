@@ -4,7 +4,7 @@ import os
 
 import typer
 
-from approx.cli import conversion, environment, finetuning, folders, measurement, pattern, push, sweep
+from approx.cli import comparison, conversion, environment, finetuning, folders, measurement, pattern, push, sweep
 from approx.cli.command import Group
 from approx.version import __version__
 
@@ -49,6 +49,7 @@ folders.add_to(app)
 finetuning.add_to(app)
 pattern.add_to(app)
 measurement.add_to(app)
+comparison.add_to(app)
 sweep.add_to(app)
 push.add_to(app)
 environment.add_to(app)

@@ -12,6 +12,7 @@ from approx.publishing import tables, wording
 from approx.recipe import BASE, CEILING
 
 _SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "verdict")
+_DECODING = ("batch", "prompt", "", "tokens/s", "speed-up", "95 %", "of ceiling", "cache MB", "verdict")
 # The table must fit 80 columns.
 _VERDICTS = {"exact is better here": "stay exact"}
 
@@ -43,16 +44,22 @@ def quality_table(entry: Quality) -> Table:
 
 
 def speed_tables(speed: list[Speed]) -> list[Table]:
-    """The times at all lengths and batch sizes: exact attention, no attention, and the variants."""
-    if not speed:
-        return []
+    """The times at all lengths and batch sizes: exact attention, no attention, and the variants; a table for each mode."""
+    modes = {entry.mode: [row for row in speed if row.mode == entry.mode] for entry in speed}
+    return [_speed_table(rows) for rows in modes.values()]
+
+
+def _speed_table(speed: list[Speed]) -> Table:
     first = speed[0]
+    decoded = dict.fromkeys(str(entry.new_tokens) for entry in speed)
+    what = "Median time of one forward pass" if first.mode == "forward" else f"Decoding of {', '.join(decoded)} tokens"
     inputs = " and ".join(dict.fromkeys(entry.inputs for entry in speed))
-    title = f"Median time of one forward pass: {inputs} inputs, {first.dtype} on {first.device}"
+    title = f"{what}: {inputs} inputs, {first.dtype} on {first.device}"
     if first.device == "cpu":
         title += f", {first.threads} thread{'s'[: first.threads > 1]}"
     title += ", fast products" * first.fast_products
-    return [table(_SPEED, [row for entry in speed for row in _speed_rows(entry)], title=title)]
+    columns = _SPEED if first.mode == "forward" else _DECODING
+    return table(columns, [row for entry in speed for row in _speed_rows(entry)], title=title)
 
 
 def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
@@ -60,6 +67,7 @@ def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
     if entry.ceiling:
         timed.append((CEILING, entry.ceiling))
     timed += [(row.name, row) for row in entry.variants]
+    forward = entry.mode == "forward"
     for number, (name, row) in enumerate(timed):
         ratio, interval = (row.ratio, row.interval) if isinstance(row, Ratio) else (None, None)
         share, verdict = (row.share_of_ceiling, row.verdict or "") if isinstance(row, SpeedVariant) else (None, "")
@@ -67,11 +75,11 @@ def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
             "" if number or entry.batch == 1 else str(entry.batch),
             "" if number else str(entry.length),
             name,
-            wording.milliseconds(row.median_ms),
+            wording.milliseconds(row.median_ms if forward else row.tokens_per_second),
             wording.times(ratio),
             wording.between(interval),
             wording.percent(share),
-            wording.milliseconds(row.peak_mb),
+            wording.milliseconds(row.peak_mb if forward else row.cache_mb),
             row.status if row.status != "ok" else _VERDICTS.get(verdict, verdict),
         ]
     yield None

@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -31,6 +31,7 @@ def add_to(app: typer.Typer) -> None:
         _PANEL,
         "approx bench converted --lengths 512,2048 --batch 1,8",
         "approx bench converted --against base --task glue/sst2 --data SST-2 --max-length 4096 --lengths 1024,4096",
+        "approx bench converted-gpt2 --mode generate --lengths 128,896",
     )(bench)
     command(app, _PANEL, "approx report record.json speed.json -o report")(report)
     command(
@@ -166,8 +167,15 @@ def bench(
     terminal: Terminal,
     model: options.Model,
     against: options.Against = None,
-    lengths: Annotated[str, typer.Option(help="Tokens per sequence.")] = "128,512",
+    lengths: Annotated[str, typer.Option(help="Tokens per sequence, or per prompt.")] = "128,512",
     batch: Annotated[str, typer.Option(help="Sequences per call.")] = "1",
+    mode: Annotated[
+        Literal["forward", "generate"],
+        typer.Option(help="Time one forward pass, or the decoding of new tokens after prompts of these lengths."),
+    ] = "forward",
+    new_tokens: Annotated[
+        int, typer.Option(min=1, help="With --mode generate: tokens to decode after each prompt.")
+    ] = 16,
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Extend the position table to this many tokens, for timing only.")
     ] = None,
@@ -200,7 +208,7 @@ def bench(
         made = api.bench(
             model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch, "--batch", "1,8"),
             against=against, max_length=max_length, rounds=rounds, seconds=seconds, task=task, data=data,
-            settings=options.read_settings(set_), seed=seed, device=device, dtype=dtype,
+            settings=options.read_settings(set_), seed=seed, device=device, dtype=dtype, mode=mode, new_tokens=new_tokens,
             fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
     if output is not None:

@@ -63,6 +63,8 @@ class BenchStage(Model):
         rounds: Minimum number of rounds; disturbed ones are repeated, at most doubling the number.
         seconds: Minimum duration of all rounds, for each length and batch size.
         fast_products: Run all models within `approx.fast_products()`.
+        mode: `forward`, or `generate` for greedy decoding by a language model after a prompt of each length.
+        new_tokens: Tokens to decode after each prompt.
     """
 
     lengths: Annotated[Counts, Field(examples=["[128, 512]"])]
@@ -72,3 +74,5 @@ class BenchStage(Model):
     rounds: Annotated[int, Field(ge=3)] = 12
     seconds: Annotated[float, Field(ge=0)] = 1.0
     fast_products: bool = False
+    mode: Literal["forward", "generate"] = "forward"
+    new_tokens: Count = 16

@@ -23,6 +23,7 @@ from approx.evaluation.record_model import Quality, RecipeText, Record
 from approx.evaluation.record_speed import Speed
 from approx.evaluation.record_training import Trained
 from approx.evaluation.timing_inputs import sound_inputs, text_inputs
+from approx.measuring.decoding import decoders
 from approx.measuring.identity import computed_by, identity
 from approx.measuring.products import products_for
 from approx.measuring.reseeding import reseeding
@@ -146,32 +147,18 @@ def measure_speed(
     """The `speed` entries of a record; the first checkpoint is the exact base of all others."""
     models = {label: _long_enough(one.model, stage.max_length) for label, one in opened.items()}
     base, source = models[BASE], opened[BASE].source
+    longest, also = max(stage.lengths), ""
+    if stage.mode == "generate":
+        longest, also = longest + stage.new_tokens, f", with {stage.new_tokens} new tokens,"
     # Reversed, so that the error names the variant rather than its base, which may be the same checkpoint.
     for label, model in reversed(models.items()):
         limit = positions.limit(model.config)
-        if limit is not None and max(stage.lengths) > limit:
+        if limit is not None and longest > limit:
             raise ApproxError(
-                f"Length {max(stage.lengths)} is too long: {opened[label].source.name} takes {limit} positions. "
-                f"Use shorter lengths, or extend the positions for timing with --max-length {max(stage.lengths)}."
+                f"Length {max(stage.lengths)}{also} is too long: {opened[label].source.name} takes {limit} positions. "
+                f"Use shorter lengths, or extend the positions for timing with --max-length {longest}."
             )
-
-    def without_attention(inputs: Any) -> Any:
-        with attention_free(base):
-            return base(**inputs)
-
-    def fastest(inputs: Any) -> Any:
-        with fastest_exact(base):
-            return base(**inputs)
-
-    def forward(model: Any) -> Callable[[Any], Any]:
-        return lambda inputs: model(**inputs)
-
-    contenders = [
-        Contender(BASE, forward(base), "base"),
-        Contender("fastest way", fastest, "exact"),
-        Contender(CEILING, without_attention, "ceiling"),
-        *(Contender(label, forward(model)) for label, model in models.items() if label != BASE),
-    ]
+    contenders = decoders(models, stage.new_tokens) if stage.mode == "generate" else _forwards(models)
     with products_for(models.values(), stage.fast_products):
         speed = bench(
             contenders,
@@ -184,6 +171,29 @@ def measure_speed(
             progress=lambda done, total, what: progress(f"bench {what}".strip(), done, total),
         )
     return [row.model_copy(update={"fast_products": stage.fast_products}) for row in speed]
+
+
+def _forwards(models: Mapping[str, Any]) -> list[Contender]:
+    """Contenders that make one forward pass: the first model is the base, in its own ways and without attention."""
+    base = models[BASE]
+
+    def without_attention(inputs: Any) -> Any:
+        with attention_free(base):
+            return base(**inputs)
+
+    def fastest(inputs: Any) -> Any:
+        with fastest_exact(base):
+            return base(**inputs)
+
+    def forward(model: Any) -> Callable[[Any], Any]:
+        return lambda inputs: model(**inputs)
+
+    return [
+        Contender(BASE, forward(base), "base"),
+        Contender("fastest way", fastest, "exact"),
+        Contender(CEILING, without_attention, "ceiling"),
+        *(Contender(label, forward(model)) for label, model in models.items() if label != BASE),
+    ]
 
 
 def make_record(

@@ -22,7 +22,7 @@ def make_inputs(batch: int, length: int) -> torch.Tensor:
 
 def run_bench(contenders: list[Contender], **settings) -> list[Speed]:
     settings = {"lengths": [16, 32], "batches": [1, 2], "rounds": 4, "seconds": 0.0} | settings
-    options = BenchStage(**{key: settings.pop(key) for key in ("lengths", "batches", "rounds", "seconds")})
+    options = BenchStage(**{key: settings.pop(key) for key in BenchStage.model_fields if key in settings})
     return bench(
         contenders,
         options,
@@ -246,7 +246,7 @@ def test_verdict(ratio: float | None, interval: list[float] | None, spread: list
 def row(length: int, low: float | None, base: str = "ok", status: str = "ok", batch: int = 1) -> Speed:
     interval = None if low is None else [low, low + 0.2]
     variant = {"name": "v", "interval": interval, "status": status}
-    about = {"batch": batch, "dtype": "float32", "device": "cpu", "length": length}
+    about = {"batch": batch, "dtype": "float32", "device": "cpu", "mode": "forward", "length": length}
     return part_of(Speed, **about, base={"status": base}, variants=[variant])
 
 
@@ -267,9 +267,14 @@ def test_crossover(rows: list[Speed], expected: int | None):
     assert entry == Crossover(name="v", batch=1, dtype="float32", device="cpu", length=expected)
 
 
-def test_crossover_of_each_batch_size():
-    entries = crossover([row(128, 0.8), row(128, 1.5, batch=8)])
-    assert {entry.batch: entry.length for entry in entries} == {1: None, 8: 128}
+def test_crossover_of_each_batch_size_and_mode():
+    decoded = row(256, 1.5).model_copy(update={"mode": "generate"})
+    entries = crossover([row(128, 0.8), row(128, 1.5, batch=8), decoded])
+    assert {(entry.batch, entry.mode): entry.length for entry in entries} == {
+        (1, "forward"): None,
+        (8, "forward"): 128,
+        (1, "generate"): 256,
+    }
 
 
 @pytest.mark.gpu

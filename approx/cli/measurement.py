@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from approx.cli import options
+from approx.cli import names, options
 from approx.cli.command import command, scrubbed, typed_command
 from approx.cli.terminal import Terminal
 from approx.errors import ApproxError, Exit
@@ -29,7 +29,7 @@ def add_to(app: typer.Typer) -> None:
     command(
         app,
         _PANEL,
-        "approx bench converted --lengths 512,2048 --batch 1,8",
+        "approx bench converted --lengths 512,2048 --batch-size 1,8",
         "approx bench converted --against base --task glue/sst2 --data SST-2 --max-length 4096 --lengths 1024,4096",
     )(bench)
     command(app, _PANEL, "approx report record.json speed.json -o report")(report)
@@ -167,18 +167,14 @@ def bench(
     model: options.Model,
     against: options.Against = None,
     lengths: Annotated[str, typer.Option(help="Tokens per sequence.")] = "128,512",
-    batch: Annotated[str, typer.Option(help="Sequences per call.")] = "1",
+    batch_size: Annotated[str, typer.Option(help="Sequences per call.")] = "1",
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Extend the position table to this many tokens, for timing only.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Minimum number of rounds.")] = 12,
     seconds: Annotated[float, typer.Option(min=0, help="Minimum time, in seconds, per length and batch size.")] = 1.0,
     task: Annotated[
-        str | None,
-        typer.Option(
-            help="Time on the inputs of this task, e.g. glue/sst2. Default: random inputs.",
-            rich_help_panel="Task",
-        ),
+        str | None, options.task_option("Time on the inputs of this task, e.g. glue/sst2. Default: random inputs.")
     ] = None,
     data: options.Data = None,
     set_: options.TaskSettings = None,
@@ -198,7 +194,7 @@ def bench(
     options.check_output(output, force)
     with terminal.progress() as bar:
         made = api.bench(
-            model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch, "--batch", "1,8"),
+            model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch_size, "--batch-size", "1,8"),
             against=against, max_length=max_length, rounds=rounds, seconds=seconds, task=task, data=data,
             settings=options.read_settings(set_), seed=seed, device=device, dtype=dtype,
             fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
@@ -230,6 +226,7 @@ def run(
         typer.Argument(
             help="A YAML file, or the name of a recipe that comes with the package, e.g. quickstart.",
             show_default=False,
+            autocompletion=names.completed(names.recipes),
         ),
     ],
     output: Annotated[

@@ -8,6 +8,7 @@ import typer
 import yaml
 
 from approx import yaml_text
+from approx.cli import names
 from approx.errors import ApproxError, Exit
 
 if TYPE_CHECKING:
@@ -45,11 +46,23 @@ Against = Annotated[
 ]
 Mechanism = Annotated[
     str | None,
-    typer.Option("--mechanism", "-m", help="One of `approx mechanisms`.", show_default=False, rich_help_panel=_PLAN),
+    typer.Option(
+        "--mechanism",
+        "-m",
+        help="One of `approx mechanisms`.",
+        show_default=False,
+        rich_help_panel=_PLAN,
+        autocompletion=names.completed(names.mechanisms),
+        callback=names.known("mechanism", names.mechanisms),
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", help="A setting of the mechanism, e.g. clusters=25; may be repeated.", rich_help_panel=_PLAN),
+    typer.Option(
+        "--set",
+        help="A setting of the mechanism, e.g. clusters=25; `approx mechanisms NAME` lists them; may be repeated.",
+        rich_help_panel=_PLAN,
+    ),
 ]
 Layers = Annotated[
     str,
@@ -88,7 +101,20 @@ MaxLength = Annotated[
         min=1, help="Extend the position table to this many tokens.", show_default=False, rich_help_panel=_PLAN
     ),
 ]
-Task = Annotated[str | None, typer.Option(help="A task, e.g. glue/sst2.", show_default=False, rich_help_panel=_TASK)]
+
+
+def task_option(about: str) -> Any:
+    """The option that names a task, with what the command does with it."""
+    return typer.Option(
+        help=f"{about} `approx tasks` lists them.",
+        show_default=False,
+        rich_help_panel=_TASK,
+        autocompletion=names.completed(names.tasks),
+        callback=names.known("task", names.tasks),
+    )
+
+
+Task = Annotated[str | None, task_option("A task, e.g. glue/sst2.")]
 Data = Annotated[
     str | None,
     typer.Option(help="The task's files in their official layout: a folder or a file.", rich_help_panel=_TASK),
@@ -96,7 +122,9 @@ Data = Annotated[
 TaskSettings = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="A setting of the task, e.g. length=1024 of needle; may be repeated.", rich_help_panel=_TASK
+        "--set",
+        help="A setting of the task, e.g. length=1024 of needle; `approx tasks NAME` lists them; may be repeated.",
+        rich_help_panel=_TASK,
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_MACHINE)]

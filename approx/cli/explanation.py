@@ -116,10 +116,10 @@ def tasks(
                     group[0]["description"][0],
                     ", ".join(metrics),
                     ", ".join(group[0]["settings"]) or "–",
-                    group[0]["dataset"] or "generated",
+                    group[0]["dataset"] or "–",
                 ]
             )
-        terminal.result({"tasks": every}, table(["task", "what it is", "metrics", "settings", "default data"], rows))
+        terminal.result({"tasks": every}, table(["task", "what it is", "metrics", "settings", "hub dataset"], rows))
         terminal.note("Next: approx tasks NAME explains the metrics, settings and files of one.")
         return
     about, explained = _task(name), _metrics(name)
@@ -132,6 +132,7 @@ def tasks(
         "Hub dataset": about["dataset"] or "",
         "--data": about["data"],
         "--split": about["split"],
+        "--columns": ", ".join(about["columns"]),
     }
     lines = [f"{title}: {text}" for title, text in facts.items() if text]
     terminal.result(
@@ -156,7 +157,7 @@ def _task(name: str) -> dict[str, Any]:
     from approx.tasks import TASKS, kind_of, open_task, settings_of
 
     task, kind = open_task(name), kind_of(name)
-    meanings, reading = arguments(kind), arguments(kind.load)
+    meanings, reading = arguments(kind), arguments(kind.read)
     return {
         "name": name,
         "description": description(kind),
@@ -167,6 +168,7 @@ def _task(name: str) -> dict[str, Any]:
         "dataset": task.dataset,
         "data": reading.get("data", "none: its examples are generated"),
         "split": reading.get("split", ""),
+        "columns": [*task.fields, *task.optional_fields, "id", "group"] if task.fields else [],
         "settings": {one: _setting(TASKS[name], one, value, meanings) for one, value in settings_of(name).items()},
     }
 

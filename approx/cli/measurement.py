@@ -48,6 +48,7 @@ def evaluate(
     task: options.Task = None,
     against: options.Against = None,
     data: options.Data = None,
+    columns: options.Columns = None,
     split: Annotated[
         str | None, typer.Option(help="Split to use. Default: the task's default.", rich_help_panel="Task")
     ] = None,
@@ -131,7 +132,7 @@ def evaluate(
     with terminal.progress() as bar:
         made = api.evaluate(
             model, task, against=against, data=data, split=split, limit=limit, streaming=streaming,
-            settings=options.read_settings(set_), truncate=truncate, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
+            settings=options.task_settings(set_, columns), truncate=truncate, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
             dtype=dtype, fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
     if not distributed.leads():
@@ -177,6 +178,7 @@ def bench(
         str | None, options.task_option("Time on the inputs of this task, e.g. glue/sst2. Default: random inputs.")
     ] = None,
     data: options.Data = None,
+    columns: options.Columns = None,
     set_: options.TaskSettings = None,
     output: options.Record = None,
     force: options.Force = False,
@@ -196,7 +198,7 @@ def bench(
         made = api.bench(
             model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch_size, "--batch-size", "1,8"),
             against=against, max_length=max_length, rounds=rounds, seconds=seconds, task=task, data=data,
-            settings=options.read_settings(set_), seed=seed, device=device, dtype=dtype,
+            settings=options.task_settings(set_, columns), seed=seed, device=device, dtype=dtype,
             fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
     if output is not None:

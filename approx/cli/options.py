@@ -117,13 +117,23 @@ def task_option(about: str) -> Any:
 Task = Annotated[str | None, task_option("A task, e.g. glue/sst2.")]
 Data = Annotated[
     str | None,
-    typer.Option(help="The task's files in their official layout: a folder or a file.", rich_help_panel=_TASK),
+    typer.Option(
+        help="The task's files in their official layout, a table (.csv, .tsv, .jsonl, .json, .parquet), or hub:OWNER/NAME.",
+        rich_help_panel=_TASK,
+    ),
 ]
 TaskSettings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         help="A setting of the task, e.g. length=1024 of needle; `approx tasks NAME` lists them; may be repeated.",
+        rich_help_panel=_TASK,
+    ),
+]
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        help="Columns of a table or hub dataset that --data names, e.g. text=review,label=stars; `approx tasks NAME` lists them.",
         rich_help_panel=_TASK,
     ),
 ]
@@ -190,6 +200,12 @@ def read_settings(settings: list[str] | None, option: str = "--set") -> dict[str
         except yaml.YAMLError:
             read[setting] = value
     return read
+
+
+def task_settings(settings: list[str] | None, columns: str | None) -> dict[str, Any]:
+    """The settings of a task from --set and --columns."""
+    named = read_settings(columns.split(","), "--columns") if columns else {}
+    return read_settings(settings) | ({"columns": {field: str(name) for field, name in named.items()}} if named else {})
 
 
 def read_batch_size(text: str) -> "int | Literal['auto']":

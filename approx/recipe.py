@@ -158,16 +158,21 @@ def find(name: str, what: str = "recipe") -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    # Recipes are inside the installed package, but beside it in a checkout.
-    folders = [Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes"]
-    files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
-    known = {path.stem: path for path in files if path.stem.endswith("-grid") == (what == "grid")}
+    known = named(what)
     if name not in known:
         hint = did_you_mean(name, known)
         raise ApproxError(
             f"{what.capitalize()} {name} does not exist.{hint} Give a YAML file, or one of: {', '.join(sorted(known))}."
         )
     return known[name]
+
+
+def named(what: str) -> dict[str, Path]:
+    """Name -> file of the recipes, or of the grids, that come with the package."""
+    # Recipes are inside the installed package, but beside it in a checkout.
+    folders = [Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes"]
+    files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
+    return {path.stem: path for path in files if path.stem.endswith("-grid") == (what == "grid")}
 
 
 def _loose_ends(made: Study, data: dict[str, Any], what: str) -> Iterator[Mistake]:

@@ -4,8 +4,20 @@ import os
 
 import typer
 
-from approx.cli import comparison, conversion, environment, finetuning, folders, measurement, pattern, push, sweep
-from approx.cli.command import Group
+from approx.cli import (
+    comparison,
+    conversion,
+    environment,
+    explanation,
+    finetuning,
+    folders,
+    measurement,
+    pattern,
+    push,
+    sweep,
+)
+from approx.cli.command import Group, exit_codes
+from approx.cli.terminal import Terminal
 from approx.version import __version__
 
 # The commands report what matters themselves.
@@ -18,7 +30,8 @@ app = typer.Typer(
     name="approx",
     cls=Group,
     help="Replace the attention of a pretrained transformer and measure the change in quality and speed.",
-    epilog="Start with: approx run quickstart\n\nThen: approx inspect MODEL, approx plan MODEL --mechanism NAME",
+    epilog="Start with: approx run quickstart\n\nThen: approx inspect MODEL, approx plan MODEL --mechanism NAME\n\n"
+    + exit_codes(),
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -32,18 +45,19 @@ def _root(
     verbose: bool = typer.Option(
         False, "--verbose", "-v", help="With --version: also show which parts work on this machine."
     ),
+    json_output: bool = typer.Option(False, "--json", help="With --version: print one JSON object."),
 ) -> None:
     if version:
-        if verbose:
-            environment.print_versions()
-        else:
-            typer.echo(f"approx {__version__}")
+        environment.print_versions(Terminal(json_output=json_output, verbose=verbose))
         raise typer.Exit
+    if (verbose or json_output) and context.invoked_subcommand is not None:
+        raise typer.BadParameter("--verbose and --json belong behind the command, or to --version.")
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)
 
 
+explanation.add_to(app)
 conversion.add_to(app)
 folders.add_to(app)
 finetuning.add_to(app)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from approx.cli import options
+from approx.cli import names, options
 from approx.cli.command import command, scrubbed, typed_command
 from approx.cli.terminal import Terminal
 from approx.errors import ApproxError, Exit
@@ -29,7 +29,7 @@ def add_to(app: typer.Typer) -> None:
     command(
         app,
         _PANEL,
-        "approx bench converted --lengths 512,2048 --batch 1,8",
+        "approx bench converted --lengths 512,2048 --batch-size 1,8",
         "approx bench converted --against base --task glue/sst2 --data SST-2 --max-length 4096 --lengths 1024,4096",
         "approx bench converted-gpt2 --mode generate --lengths 128,896",
     )(bench)
@@ -49,6 +49,7 @@ def evaluate(
     task: options.Task = None,
     against: options.Against = None,
     data: options.Data = None,
+    columns: options.Columns = None,
     split: Annotated[
         str | None, typer.Option(help="Split to use. Default: the task's default.", rich_help_panel="Task")
     ] = None,
@@ -132,7 +133,7 @@ def evaluate(
     with terminal.progress() as bar:
         made = api.evaluate(
             model, task, against=against, data=data, split=split, limit=limit, streaming=streaming,
-            settings=options.read_settings(set_), truncate=truncate, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
+            settings=options.task_settings(set_, columns), truncate=truncate, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
             dtype=dtype, fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
     if not distributed.leads():
@@ -168,7 +169,7 @@ def bench(
     model: options.Model,
     against: options.Against = None,
     lengths: Annotated[str, typer.Option(help="Tokens per sequence, or per prompt.")] = "128,512",
-    batch: Annotated[str, typer.Option(help="Sequences per call.")] = "1",
+    batch_size: Annotated[str, typer.Option(help="Sequences per call.")] = "1",
     mode: Annotated[
         Literal["forward", "generate"],
         typer.Option(help="Time one forward pass, or the decoding of new tokens after prompts of these lengths."),
@@ -182,13 +183,10 @@ def bench(
     rounds: Annotated[int, typer.Option(min=3, help="Minimum number of rounds.")] = 12,
     seconds: Annotated[float, typer.Option(min=0, help="Minimum time, in seconds, per length and batch size.")] = 1.0,
     task: Annotated[
-        str | None,
-        typer.Option(
-            help="Time on the inputs of this task, e.g. glue/sst2. Default: random inputs.",
-            rich_help_panel="Task",
-        ),
+        str | None, options.task_option("Time on the inputs of this task, e.g. glue/sst2. Default: random inputs.")
     ] = None,
     data: options.Data = None,
+    columns: options.Columns = None,
     set_: options.TaskSettings = None,
     output: options.Record = None,
     force: options.Force = False,
@@ -206,9 +204,9 @@ def bench(
     options.check_output(output, force)
     with terminal.progress() as bar:
         made = api.bench(
-            model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch, "--batch", "1,8"),
+            model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch_size, "--batch-size", "1,8"),
             against=against, max_length=max_length, rounds=rounds, seconds=seconds, task=task, data=data,
-            settings=options.read_settings(set_), seed=seed, device=device, dtype=dtype, mode=mode, new_tokens=new_tokens,
+            settings=options.task_settings(set_, columns), seed=seed, device=device, dtype=dtype, mode=mode, new_tokens=new_tokens,
             fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
     if output is not None:
@@ -238,6 +236,7 @@ def run(
         typer.Argument(
             help="A YAML file, or the name of a recipe that comes with the package, e.g. quickstart.",
             show_default=False,
+            autocompletion=names.completed(names.recipes),
         ),
     ],
     output: Annotated[

@@ -34,6 +34,7 @@ from approx.recipe import BASE, CEILING, CHOICES
 from approx.seam.attention_free import attention_free
 from approx.seam.dispatch import fastest_exact
 from approx.tasks import Task, open_task
+from approx.tasks.table import is_hub
 from approx_kernels.dispatch.implementation import chosen_in
 
 Progress = Callable[[str, int, int], None]
@@ -91,7 +92,7 @@ def task_of(stage: EvaluateStage) -> Task:
         ApproxError: if the task or a setting is unknown, or its examples cannot be streamed.
     """
     task = open_task(stage.task, **stage.settings)
-    if stage.streaming and (stage.data is not None or task.dataset is None):
+    if stage.streaming and not is_hub(stage.data) and (stage.data is not None or task.dataset is None):
         source = f"come from {stage.data}" if stage.data else "are generated, or come from files"
         raise ApproxError(
             f"Only hub datasets can be streamed, but the examples of {task.name} {source}. Leave out streaming."

@@ -51,7 +51,7 @@ class LibriSpeech(Transcription):
         super().__init__(**settings)
         self._split = split
 
-    def load(
+    def read(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
         """Load the utterances.

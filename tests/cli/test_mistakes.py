@@ -15,6 +15,7 @@ MISTAKES = [
     # Arguments.
     (("frobnicate",), Exit.USAGE, "No such command 'frobnicate'"),
     (("plam", "x"), Exit.USAGE, "Did you mean 'plan'?"),
+    (("-v", "inspect", "{base}"), Exit.USAGE, "behind the command"),
     (("inspect",), Exit.USAGE, "Missing argument 'model'"),
     (("inspect", "{base}", "--jsn"), Exit.USAGE, "--json"),
     (("convert", "{base}", "-m", "linear"), Exit.USAGE, "Missing option '--output'"),
@@ -28,7 +29,7 @@ MISTAKES = [
     (("plan", "{base}", "-m", "local", "--set", "left"), Exit.USAGE, "--set name=value"),
     (("plan", "{base}", "-m", "improved-clustered", "--set", "hash-bias=true", "--set", "hash_bias=true"), Exit.USAGE, "given twice"),
     (("plan", "{base}", "-m", "local", "--lengths", "8,x"), Exit.USAGE, "--lengths 512,2048"),
-    (("bench", "{base}", "--batch", "0"), Exit.USAGE, "--batch 1,8"),
+    (("bench", "{base}", "--batch-size", "0"), Exit.USAGE, "--batch-size 1,8"),
     (("bench", "{converted}", "--lengths", "99"), Exit.USAGE, "verted takes 32 positions"),
     # Plans.
     (("plan", "{base}", "-m", "clusterd"), Exit.USAGE, "Did you mean 'clustered'?"),
@@ -41,7 +42,10 @@ MISTAKES = [
     (("mechanisms", "--family", "wavlm"), Exit.UNSUPPORTED, "can be converted"),
     (("evaluate", "{base}", "--task", "glue/sst"), Exit.USAGE, "Did you mean 'glue/sst2'?"),
     (("evaluate", "{base}", "--task", "glue/rte", "--data", "{data}"), Exit.UNSUPPORTED, "not_entailment"),
-    (("evaluate", "{base}", "--task", "needle", "--set", "lenth=4"), Exit.USAGE, "lenth"),
+    (("evaluate", "{base}", "--task", "needle", "--set", "lenth=4"), Exit.USAGE, "'lenth'. Did you mean 'length'? Its settings are length, examples, needles, seed."),
+    (("evaluate", "{base}", "--task", "glue/sst2", "--set", "foo=1"), Exit.USAGE, "has no setting 'foo'. It has no settings."),
+    (("mechanisms", "locall"), Exit.USAGE, "Did you mean 'local'?"),
+    (("tasks", "sst2"), Exit.USAGE, "Did you mean 'glue/sst2'?"),
     # Paths that do not exist, or exist already.
     (("inspect", "./nowhere"), Exit.UNAVAILABLE, "./nowhere does not exist"),
     (("inspect", "owner/name", "--offline"), Exit.UNAVAILABLE, "local cache (--offline)"),

@@ -28,17 +28,20 @@ def checks_table(checks: list[dict[str, Any]]) -> Table:
 def quality_table(entry: Quality) -> Table:
     """The scores of one task: the base, and the difference of each variant from it."""
     made = tables.quality_table(entry)
-    rows = [[BASE, made["base"]["score"], "", made["base"]["interval"], "", "", ""]]
+    others = made["others"]
+    rows = [[BASE, made["base"]["score"], *made["base"]["others"], "", made["base"]["interval"], "", "", "", ""]]
     for row in made["rows"]:
         verdict = row["verdict"] + (f" (needs {row['needed']})" if row["needed"] else "")
-        about = [verdict, row["approximated"].partition(",")[0], row["p_adjusted"] or ""]
-        rows.append([row["name"], row["score"], row["difference"], row["interval"], *about])
+        about = [row["margin"], verdict, row["approximated"].partition(",")[0], row["p_adjusted"] or ""]
+        rows.append([row["name"], row["score"], *row["others"], row["difference"], row["interval"], *about])
         if drawn := row["seeds"]:
-            rows.append([drawn["name"], drawn["score"], drawn["difference"], drawn["text"], "", "", ""])
+            blank = [""] * len(others)
+            rows.append([drawn["name"], drawn["score"], *blank, drawn["difference"], drawn["text"], "", "", "", ""])
+    after = ["difference", made["confidence"], "margin", "verdict", "approximated", "p (Holm)"]
     return table(
-        ["", made["metric"], "difference", made["confidence"], "verdict", "approximated", "p (Holm)"],
+        ["", *(name.replace("_", " ") for name in (made["metric"], *others)), *after],
         rows,
-        title=f"{made['task']}, {made['split']}: {made['examples']}",
+        title=f"{made['task']}, {made['split']}: {made['examples']}; differences in {made['units']}",
     )
 
 

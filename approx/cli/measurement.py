@@ -12,7 +12,7 @@ from approx.cli.terminal import Terminal
 from approx.errors import ApproxError, Exit
 
 if TYPE_CHECKING:
-    from approx.evaluation.record_model import QualityVariant
+    from approx.evaluation.record_model import Quality
 
 _PANEL = "Measure"
 
@@ -76,7 +76,15 @@ def evaluate(
             rich_help_panel="Task",
         ),
     ] = False,
-    margin: Annotated[float, typer.Option(min=0, help="Acceptable loss, in points.")] = 1.0,
+    margin: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Acceptable loss: in points; of losses and bits per byte in percent of the base's. Default: 1, of error "
+            "rates 0.5.",
+            show_default=False,
+        ),
+    ] = None,
     fail_over: Annotated[
         bool,
         typer.Option(
@@ -141,22 +149,24 @@ def evaluate(
         terminal.note(f"Record written to {output}, the outputs of each example to {outputs}")
     terminal.result(made.to_data(), *map(quality_table, made.quality))
     if fail_over:
-        variants = [variant for entry in made.quality for variant in entry.variants]
-        _check_losses(variants, task, margin, allow_untested)
+        _check_losses(made.quality[0], allow_untested)
 
 
-def _check_losses(variants: "list[QualityVariant]", task: str, margin: float, allow_untested: bool) -> None:
+def _check_losses(task: "Quality", allow_untested: bool) -> None:
     """Raise for a loss that is beyond the margin or untested."""
     from approx.publishing import wording
 
-    if not variants:
+    if not task.variants:
         raise ApproxError("--fail-over needs a base to compare with. Name it with --against.")
-    if any(variant.verdict == "loss beyond margin" for variant in variants):
-        raise ApproxError(f"The loss on {task} is beyond the margin of {margin} points.", Exit.THRESHOLD)
-    untested = [variant for variant in variants if not wording.tested(variant)]
+    for variant in task.variants:
+        if variant.verdict == "loss beyond margin":
+            raise ApproxError(
+                f"The loss on {task.task} is beyond the margin of {wording.margin(variant, task)}.", Exit.THRESHOLD
+            )
+    untested = [variant for variant in task.variants if not wording.tested(variant)]
     if untested and not allow_untested:
         raise ApproxError(
-            f"The loss on {task} is {untested[0].verdict}, and --fail-over accepts only a tested loss. Evaluate on longer "
+            f"The loss on {task.task} is {untested[0].verdict}, and --fail-over accepts only a tested loss. Evaluate on longer "
             "inputs, or add --allow-untested.",
             Exit.THRESHOLD,
         )

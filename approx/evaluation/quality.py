@@ -188,7 +188,7 @@ def _compare(
         len(base),
         seed=seed,
         groups=groups,
-        bounded=metric.bounded,
+        widest=metric.widest,
     )
 
 

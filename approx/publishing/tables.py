@@ -41,7 +41,7 @@ def quality_table(task: Quality) -> dict[str, Any]:
             "test": entry.test,
             "p_value": _p_value(entry.p_value),
             "p_adjusted": None if entry.p_adjusted is None else _p_value(entry.p_adjusted),
-            "margin": wording.decimal(None if entry.margin is None else entry.margin * scale, digits - 1),
+            "margin": wording.margin(entry, task),
             "verdict": entry.verdict,
             "needed": wording.needed(entry, task),
             "tone": wording.tone(entry),

@@ -18,8 +18,9 @@ class WordErrorRate(TaskMetric):
     feature = "string"
     source = "https://jitsi.github.io/jiwer/"
     lower_is_better = True
+    margin = 0.5
     # More words can be inserted than the transcript has.
-    bounded = False
+    widest = None
 
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:

@@ -78,6 +78,7 @@ class Matthews(TaskMetric):
     """Matthews correlation, which for two classes is the Pearson correlation of zeros and ones."""
 
     key = "matthews"
+    widest = 2.0
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.matthews_corrcoef.html"
 
     @staticmethod
@@ -90,6 +91,7 @@ class Pearson(TaskMetric):
     """Pearson correlation of predicted and true numbers."""
 
     key = "pearson"
+    widest = 2.0
     feature = "float64"
     source = "https://docs.scipy.org/doc/scipy/reference/generated/scipy.stats.pearsonr.html"
 
@@ -103,6 +105,7 @@ class Spearman(TaskMetric):
     """Spearman correlation: the Pearson correlation of ranks; ties share their mean rank."""
 
     key = "spearman"
+    widest = 2.0
     feature = "float64"
     source = "https://docs.scipy.org/doc/scipy/reference/generated/scipy.stats.spearmanr.html"
 
@@ -171,7 +174,7 @@ class MaskedLoss(TaskMetric):
     source = "https://arxiv.org/abs/1810.04805"
     lower_is_better = True
     fraction = False
-    bounded = False
+    widest = None
 
     @classmethod
     def _features(cls) -> dict[str, Any]:

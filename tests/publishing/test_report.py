@@ -265,7 +265,7 @@ def test_a_score_that_is_no_fraction_keeps_its_own_units(record, tmp_path):
     write_report([record_of(record | {"quality": [task]})], tmp_path)
     text = (tmp_path / "report.md").read_text("utf-8")
     assert "872 examples; lower is better. Differences are converted minus exact, in bits per byte." in text
-    assert "| improved-clustered 25 | 1.584 | +0.350 | 0.310 to 0.390 | 0.01 | loss beyond margin |" in text
+    assert "| improved-clustered 25 | 1.584 | +0.350 | 0.310 to 0.390 | 0.010 bits per byte (0.8 %) | loss beyond margin |" in text
     assert "It has 0.350 ± 0.040 more bits per byte on glue/sst2 (dev)" in text
     assert "158" not in text.split("## Speed")[0]
 

@@ -36,7 +36,7 @@ def test_every_cell_of_a_table_of_quality_holds_its_own_figure(record):
                 "test": "exact McNemar",
                 "p_value": "0.350",
                 "p_adjusted": "< 0.001",
-                "margin": "0.5",
+                "margin": "0.5 points",
                 "verdict": "inconclusive",
                 "needed": "about 250 examples",
                 "tone": "even",
@@ -60,7 +60,7 @@ def test_a_score_that_is_no_fraction_is_in_its_own_units_in_every_cell(record):
     assert table["base"] == {"score": "1.500", "others": [], "interval": "1.250 to 1.750"}
     (row,) = table["rows"]
     cells = [row[name] for name in ("score", "difference", "interval", "margin")]
-    assert cells == ["1.497", "−0.003", "−0.005 to 0.000", "0.01"]
+    assert cells == ["1.497", "−0.003", "−0.005 to 0.000", "0.005 accuracy loss (0.3 %)"]
     assert (row["seeds"]["score"], row["seeds"]["difference"]) == ("1.497 ± 0.010", "−0.003")
     assert row["seeds"]["text"] == "scores 0.880 to 0.900"
     assert (table["sliced_by"], table["slice_metric"]) == ("position", "top_1")

@@ -91,11 +91,12 @@ def test_a_difference_in_words(difference: float, interval: list[float] | None, 
 
 
 def test_a_difference_of_a_score_that_is_no_fraction_is_told_in_its_own_units():
-    task = part_of(Quality, metric="bits_per_byte", fraction=False, lower_is_better=True)
+    base = {"scores": {"bits_per_byte": 1.0}, "interval": None}
+    task = part_of(Quality, metric="bits_per_byte", fraction=False, lower_is_better=True, base=base)
     worse = {"difference": 0.0213, "interval": [0.0113, 0.0313], "margin": 0.01, "verdict": "loss beyond margin"}
     entry = part_of(QualityVariant, **worse)
     assert wording.loss(entry, task) == "has 0.021 ± 0.010 more bits per byte"
-    assert wording.verdict(entry, task) == "a loss beyond the margin of 0.010 bits per byte"
+    assert wording.verdict(entry, task) == "a loss beyond the margin of 0.010 bits per byte (1.0 %)"
     assert wording.change(entry, task) == "+0.021"
     assert wording.score(1.2345, task) == "1.234"
     assert wording.score(1.2345, task, 0) == "1.2"

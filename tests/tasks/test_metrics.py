@@ -75,7 +75,21 @@ def test_an_error_rate_can_exceed_one_and_less_is_better():
     assert METRICS["wer"]().compute(predictions=["A B C D", ""], references=["E", "A"]) == {"wer": 5 / 2}
     assert METRICS["wer"].evidence(["A B C D", ""], ["E", "A"]).tolist() == [[4, 1], [1, 1]]
     assert METRICS["wer"].lower_is_better
-    assert not METRICS["wer"].bounded
+    assert METRICS["wer"].widest is None
+
+
+@pytest.mark.parametrize(
+    ("name", "margin", "base", "acceptable"),
+    [
+        ("accuracy", None, 0.9, 0.01),
+        ("accuracy", 0.5, 0.9, 0.005),
+        ("wer", None, 0.3, 0.005),
+        ("bits_per_byte", None, 1.4, 0.014),
+        ("masked_loss", 2.0, 3.0, 0.06),
+    ],
+)
+def test_a_margin_is_in_points_or_for_losses_a_share_of_the_base(name, margin, base, acceptable):
+    assert METRICS[name].acceptable(margin, base) == pytest.approx(acceptable)
 
 
 @pytest.mark.network

@@ -217,7 +217,8 @@ def bench(
         offline: Whether to use only local files and the hub's cache.
         command: The command as typed, for the record.
         progress: Called with stage, done and total.
-        options: Options of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, fast_products.
+        options: Options of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, wait_idle,
+            fast_products.
 
     Returns:
         The record; `to_data()` gives it as plain data.

@@ -7,15 +7,15 @@ from rich.table import Table
 
 from approx.cli.terminal import table
 from approx.evaluation.record_model import Quality
-from approx.evaluation.record_speed import Ratio, Speed, SpeedVariant, Timing
+from approx.evaluation.record_speed import BUSY, Relative, Speed, SpeedVariant, Timing
 from approx.publishing import tables, wording
 from approx.recipe import BASE, CEILING
 
 _SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "verdict")
-# The table must fit 80 columns.
-_VERDICTS = {"exact is better here": "stay exact"}
-
-
+_REMEDY = (
+    "Too few rounds were undisturbed, or they vary too much. Time again on an idle machine: `approx bench --wait-idle 600` "
+    "waits for one."
+)
 _PASSED = {True: "passed", False: "FAILED", None: "does not apply"}
 
 
@@ -29,13 +29,15 @@ def quality_table(entry: Quality) -> Table:
     """The scores of one task: the base, and the difference of each variant from it."""
     made = tables.quality_table(entry)
     others = made["others"]
-    rows = [[BASE, made["base"]["score"], *made["base"]["others"], "", made["base"]["interval"], "", "", "", ""]]
+    base, blank = made["base"], [""] * len(others)
+    rows = [[BASE, base["score"], *base["others"], "", base["interval"], "", base["verdict"], "", ""]]
+    if made["chance"]:
+        rows.insert(0, ["chance", made["chance"], *blank, *[""] * 6])
     for row in made["rows"]:
         verdict = row["verdict"] + (f" (needs {row['needed']})" if row["needed"] else "")
         about = [row["margin"], verdict, row["approximated"].partition(",")[0], row["p_adjusted"] or ""]
         rows.append([row["name"], row["score"], *row["others"], row["difference"], row["interval"], *about])
         if drawn := row["seeds"]:
-            blank = [""] * len(others)
             rows.append([drawn["name"], drawn["score"], *blank, drawn["difference"], drawn["text"], "", "", "", ""])
     after = ["difference", made["confidence"], "margin", "verdict", "approximated", "p (Holm)"]
     return table(
@@ -45,8 +47,8 @@ def quality_table(entry: Quality) -> Table:
     )
 
 
-def speed_tables(speed: list[Speed]) -> list[Table]:
-    """The times at all lengths and batch sizes: exact attention, no attention, and the variants."""
+def speed_tables(speed: list[Speed]) -> list[Table | str]:
+    """The times at all lengths and batch sizes, and the remedy where a busy machine left them unsettled."""
     if not speed:
         return []
     first = speed[0]
@@ -55,7 +57,9 @@ def speed_tables(speed: list[Speed]) -> list[Table]:
     if first.device == "cpu":
         title += f", {first.threads} thread{'s'[: first.threads > 1]}"
     title += ", fast products" * first.fast_products
-    return [table(_SPEED, [row for entry in speed for row in _speed_rows(entry)], title=title)]
+    rows = [row for entry in speed for row in _speed_rows(entry)]
+    busy = any(row and row[-1] == BUSY for row in rows)
+    return [table(_SPEED, rows, title=title), *([_REMEDY] if busy else [])]
 
 
 def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
@@ -64,17 +68,18 @@ def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
         timed.append((CEILING, entry.ceiling))
     timed += [(row.name, row) for row in entry.variants]
     for number, (name, row) in enumerate(timed):
-        ratio, interval = (row.ratio, row.interval) if isinstance(row, Ratio) else (None, None)
-        share, verdict = (row.share_of_ceiling, row.verdict or "") if isinstance(row, SpeedVariant) else (None, "")
+        believed = entry.believed(row) if isinstance(row, Relative) else None
+        # Of the ceiling only that it is not settled is told.
+        verdict = entry.verdict(row) if isinstance(row, SpeedVariant) or (believed and not believed.ratio) else None
         yield [
             "" if number or entry.batch == 1 else str(entry.batch),
             "" if number else str(entry.length),
             name,
             wording.milliseconds(row.median_ms),
-            wording.times(ratio),
-            wording.between(interval),
-            wording.percent(share),
+            wording.times(believed.ratio if believed else None),
+            wording.between(believed.interval if believed else None),
+            wording.percent(entry.share(row) if isinstance(row, SpeedVariant) else None),
             wording.milliseconds(row.peak_mb),
-            row.status if row.status != "ok" else _VERDICTS.get(verdict, verdict),
+            row.status if row.status != "ok" else verdict or "",
         ]
     yield None

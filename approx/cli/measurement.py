@@ -126,6 +126,7 @@ def evaluate(
     from approx import api
     from approx.cli.figures import quality_table
     from approx.evaluation import distributed, record
+    from approx.publishing.advice import recommendation
 
     if task is None:
         raise ApproxError("No task was given. Name one with --task, e.g. --task glue/sst2.")
@@ -147,7 +148,7 @@ def evaluate(
     if output is not None:
         record.save(output, made)
         terminal.note(f"Record written to {output}, the outputs of each example to {outputs}")
-    terminal.result(made.to_data(), *map(quality_table, made.quality))
+    terminal.result(made.to_data(), *recommendation(made), *map(quality_table, made.quality))
     if fail_over:
         _check_losses(made.quality[0], allow_untested)
 
@@ -183,6 +184,12 @@ def bench(
     ] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Minimum number of rounds.")] = 12,
     seconds: Annotated[float, typer.Option(min=0, help="Minimum time, in seconds, per length and batch size.")] = 1.0,
+    wait_idle: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Before each length, wait up to this many seconds until other programs leave the cores free."
+        ),
+    ] = 0.0,
     task: Annotated[
         str | None,
         typer.Option(
@@ -204,19 +211,20 @@ def bench(
     from approx import api
     from approx.cli.figures import speed_tables
     from approx.evaluation import record
+    from approx.publishing.advice import recommendation
 
     options.check_output(output, force)
     with terminal.progress() as bar:
         made = api.bench(
             model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch, "--batch", "1,8"),
-            against=against, max_length=max_length, rounds=rounds, seconds=seconds, task=task, data=data,
-            settings=options.read_settings(set_), seed=seed, device=device, dtype=dtype,
+            against=against, max_length=max_length, rounds=rounds, seconds=seconds, wait_idle=wait_idle, task=task,
+            data=data, settings=options.read_settings(set_), seed=seed, device=device, dtype=dtype,
             fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
     if output is not None:
         record.save(output, made)
         terminal.note(f"Record written to {output}")
-    terminal.result(made.to_data(), *speed_tables(made.speed))
+    terminal.result(made.to_data(), *recommendation(made), *speed_tables(made.speed))
 
 
 def report(
@@ -253,6 +261,7 @@ def run(
     from approx import recipe as recipes
     from approx.cli.figures import quality_table, speed_tables
     from approx.pipeline.run import run as run_recipe
+    from approx.publishing.advice import recommendation
 
     path = recipes.find(recipe)
     read = recipes.read(path)
@@ -265,4 +274,4 @@ def run(
         )  # fmt: skip
     tables = [*map(quality_table, made.quality), *speed_tables(made.speed)]
     files = [f"Record: {folder / 'record.json'}", f"Report: {folder / 'report' / 'index.html'}"]
-    terminal.result(made.to_data(), *([read.notice] if read.notice else []), *tables, *files)
+    terminal.result(made.to_data(), *([read.notice] if read.notice else []), *recommendation(made), *tables, *files)

@@ -62,6 +62,7 @@ class BenchStage(Model):
         inputs: `real` (texts of the first task) or `synthetic` (random tokens).
         rounds: Minimum number of rounds; disturbed ones are repeated, at most doubling the number.
         seconds: Minimum duration of all rounds, for each length and batch size.
+        wait_idle: Before each length, wait up to this many seconds until other programs leave the cores free.
         fast_products: Run all models within `approx.fast_products()`.
     """
 
@@ -71,4 +72,5 @@ class BenchStage(Model):
     inputs: Literal["real", "synthetic"] = "real"
     rounds: Annotated[int, Field(ge=3)] = 12
     seconds: Annotated[float, Field(ge=0)] = 1.0
+    wait_idle: Annotated[float, Field(ge=0)] = 0.0
     fast_products: bool = False

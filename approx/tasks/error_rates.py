@@ -22,6 +22,11 @@ class WordErrorRate(TaskMetric):
     # More words can be inserted than the transcript has.
     widest = None
 
+    @classmethod
+    def chance(cls, labels: Sequence[Any]) -> float | None:
+        """The empty transcript, which misses every word."""
+        return cls.value([""] * len(labels), labels)
+
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
         """Errors and words of each utterance, [n, 2]; words are compared verbatim."""

@@ -59,6 +59,11 @@ class TaskMetric(evaluate.Metric):
         share = (cls.margin if margin is None else margin) / 100
         return share if cls.fraction else share * abs(base)
 
+    @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """The score of the best answer that ignores its input, such as the most common class; None if it is not known."""
+        return None
+
     @classmethod
     def _features(cls) -> dict[str, Any]:
         """Types of a prediction and a label, in terms of the library datasets."""

@@ -32,6 +32,11 @@ class Accuracy(TaskMetric):
         return np.asarray([prediction == label for prediction, label in pairs], float)[:, None]
 
     @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """The share of the most common class."""
+        return max(Counter(labels).values()) / len(labels)
+
+    @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
         """The mean over examples."""
         return float(evidence.mean())
@@ -55,6 +60,12 @@ class TokenAccuracy(TaskMetric):
         return np.stack([right, [len(label) for label in labels]], axis=1).astype(float)
 
     @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """The share of the most common token."""
+        tokens = Counter("".join(labels))
+        return max(tokens.values()) / tokens.total()
+
+    @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
         """Correct tokens / tokens."""
         right, count = evidence.sum(0)
@@ -66,6 +77,11 @@ class F1(TaskMetric):
 
     key = "f1"
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.f1_score.html"
+
+    @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """Class 1 for every example."""
+        return F1.value([1] * len(labels), labels)
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
@@ -82,6 +98,11 @@ class Matthews(TaskMetric):
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.matthews_corrcoef.html"
 
     @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """No correlation."""
+        return 0.0
+
+    @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
         """Score predicted classes, 0 or 1."""
         return _correlation(evidence)
@@ -96,6 +117,11 @@ class Pearson(TaskMetric):
     source = "https://docs.scipy.org/doc/scipy/reference/generated/scipy.stats.pearsonr.html"
 
     @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """No correlation."""
+        return 0.0
+
+    @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
         """Score predicted numbers."""
         return _correlation(evidence)
@@ -108,6 +134,11 @@ class Spearman(TaskMetric):
     widest = 2.0
     feature = "float64"
     source = "https://docs.scipy.org/doc/scipy/reference/generated/scipy.stats.spearmanr.html"
+
+    @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """No correlation."""
+        return 0.0
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
@@ -128,6 +159,11 @@ class ExactMatch(TaskMetric):
     def _features(cls) -> dict[str, Any]:
         text = datasets.Value("string")
         return {"predictions": text, "references": datasets.List(text)}
+
+    @classmethod
+    def chance(cls, labels: Sequence[Any]) -> float | None:
+        """No answer to every question."""
+        return cls.value([""] * len(labels), labels)
 
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
@@ -212,6 +248,11 @@ class BitsPerByte(MaskedLoss):
 
     key = "bits_per_byte"
     source = "https://arxiv.org/abs/2101.00027"
+
+    @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """Every byte as likely as any other."""
+        return 8.0
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:

@@ -79,6 +79,25 @@ def test_an_error_rate_can_exceed_one_and_less_is_better():
 
 
 @pytest.mark.parametrize(
+    ("name", "labels", "chance"),
+    [
+        ("accuracy", [0, 1, 1, 2], 0.5),
+        ("token_accuracy", ["aab", "a"], 0.75),
+        ("f1", [0, 1, 1, 0], 2 / 3),
+        ("matthews", [0, 1], 0.0),
+        ("exact_match", [["word"], []], 0.5),
+        ("answer_f1", [["word"], ["other"]], 0.0),
+        ("wer", ["A B", "C"], 1.0),
+        ("cer", ["A B", "C"], 1.0),
+        ("bits_per_byte", [20], 8.0),
+        ("masked_loss", [20], None),
+    ],
+)
+def test_chance_is_the_best_answer_that_ignores_the_input(name, labels, chance):
+    assert METRICS[name].chance(labels) == (None if chance is None else pytest.approx(chance))
+
+
+@pytest.mark.parametrize(
     ("name", "margin", "base", "acceptable"),
     [
         ("accuracy", None, 0.9, 0.01),

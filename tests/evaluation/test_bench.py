@@ -278,7 +278,7 @@ def test_a_verdict_agrees_with_its_interval_and_a_busy_machine_gives_none(varian
 
 def row(length: int, low: float | None, base: str = "ok", status: str = "ok", batch: int = 1) -> Speed:
     interval = None if low is None else [low, low + 0.2]
-    variant = {"name": "v", "interval": interval, "status": status}
+    variant = {"name": "v", "ratio": low, "interval": interval, "status": status}
     about = {"batch": batch, "dtype": "float32", "device": "cpu", "length": length}
     return part_of(Speed, **about, base={"status": base}, variants=[variant])
 

@@ -78,7 +78,7 @@ def test_the_axis_of_ratios_holds_all_that_was_measured_and_at_least_what_is_nea
     low, high = axes.get_ylim()
     assert low <= 0.025 < 70 <= high
     ticks = [0.02, 0.05, 0.1, 0.2, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 50]
-    ticks = [tick for tick in ticks if low <= tick] + [100] * (high >= 100)
+    ticks = [tick for tick in ticks if low <= tick] + [100] * int(high >= 100)
     assert list(axes.get_yticks()) == ticks
     words = [axes.yaxis.get_major_formatter()(tick) for tick in (0.05, 0.75, 1, 1.5, 20)]
     assert words == ["0.05×", "0.75×", "1×", "1.5×", "20×"]

@@ -219,7 +219,7 @@ def bench(
         offline: Whether to use only local files and the hub's cache.
         command: The command as typed, for the record.
         progress: Called with stage, done and total.
-        options: Options of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, mode, …
+        options: Options of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, wait_idle, mode, …
 
     Returns:
         The record; `to_data()` gives it as plain data.

@@ -138,7 +138,7 @@ def _exact(speed: Speed | None) -> str:
 
 
 def _ceiling(speed: Speed | None) -> str:
-    return "not timed" if speed is None or speed.ceiling is None else f"{speed.ceiling.ratio:.2f}×"
+    return "not timed" if speed is None or speed.ceiling is None else wording.times(speed.believed(speed.ceiling).ratio)
 
 
 def _speed(speed: Speed | None, name: str) -> str:
@@ -149,6 +149,8 @@ def _speed(speed: Speed | None, name: str) -> str:
         return "–"
     if variant.ratio is None or variant.interval is None:
         return variant.status
+    if not speed.settled(variant):
+        return "not settled"
     return f"**{variant.ratio:.2f}×**" if variant.interval[0] > 1 else f"{variant.ratio:.2f}×"
 
 

@@ -18,7 +18,6 @@ from approx.cli import (
 )
 from approx.cli.command import Group, exit_codes
 from approx.cli.terminal import Terminal
-from approx.version import __version__
 
 # The commands report what matters themselves.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -7,16 +7,16 @@ from rich.table import Table
 
 from approx.cli.terminal import table
 from approx.evaluation.record_model import Quality
-from approx.evaluation.record_speed import Ratio, Speed, SpeedVariant, Timing
+from approx.evaluation.record_speed import BUSY, Relative, Speed, SpeedVariant, Timing
 from approx.publishing import tables, wording
 from approx.recipe import BASE, CEILING
 
 _SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "verdict")
 _DECODING = ("batch", "prompt", "", "tokens/s", "speed-up", "95 %", "of ceiling", "cache MB", "verdict")
-# The table must fit 80 columns.
-_VERDICTS = {"exact is better here": "stay exact"}
-
-
+_REMEDY = (
+    "Too few rounds were undisturbed, or they vary too much. Time again on an idle machine: `approx bench --wait-idle 600` "
+    "waits for one."
+)
 _PASSED = {True: "passed", False: "FAILED", None: "does not apply"}
 
 
@@ -29,27 +29,32 @@ def checks_table(checks: list[dict[str, Any]]) -> Table:
 def quality_table(entry: Quality) -> Table:
     """The scores of one task: the base, and the difference of each variant from it."""
     made = tables.quality_table(entry)
-    rows = [[BASE, made["base"]["score"], "", made["base"]["interval"], "", "", ""]]
+    others = made["others"]
+    base, blank = made["base"], [""] * len(others)
+    rows = [[BASE, base["score"], *base["others"], "", base["interval"], "", base["verdict"], "", ""]]
+    if made["chance"]:
+        rows.insert(0, ["chance", made["chance"], *blank, *[""] * 6])
     for row in made["rows"]:
         verdict = row["verdict"] + (f" (needs {row['needed']})" if row["needed"] else "")
-        about = [verdict, row["approximated"].partition(",")[0], row["p_adjusted"] or ""]
-        rows.append([row["name"], row["score"], row["difference"], row["interval"], *about])
+        about = [row["margin"], verdict, row["approximated"].partition(",")[0], row["p_adjusted"] or ""]
+        rows.append([row["name"], row["score"], *row["others"], row["difference"], row["interval"], *about])
         if drawn := row["seeds"]:
-            rows.append([drawn["name"], drawn["score"], drawn["difference"], drawn["text"], "", "", ""])
+            rows.append([drawn["name"], drawn["score"], *blank, drawn["difference"], drawn["text"], "", "", "", ""])
+    after = ["difference", made["confidence"], "margin", "verdict", "approximated", "p (Holm)"]
     return table(
-        ["", made["metric"], "difference", made["confidence"], "verdict", "approximated", "p (Holm)"],
+        ["", *(name.replace("_", " ") for name in (made["metric"], *others)), *after],
         rows,
-        title=f"{made['task']}, {made['split']}: {made['examples']}",
+        title=f"{made['task']}, {made['split']}: {made['examples']}; differences in {made['units']}",
     )
 
 
-def speed_tables(speed: list[Speed]) -> list[Table]:
-    """The times at all lengths and batch sizes: exact attention, no attention, and the variants; a table for each mode."""
+def speed_tables(speed: list[Speed]) -> list[Table | str]:
+    """The times at all lengths and batch sizes, a table for each mode; the remedy where a busy machine left them unsettled."""
     modes = {entry.mode: [row for row in speed if row.mode == entry.mode] for entry in speed}
-    return [_speed_table(rows) for rows in modes.values()]
+    return [shown for rows in modes.values() for shown in _speed_table(rows)]
 
 
-def _speed_table(speed: list[Speed]) -> Table:
+def _speed_table(speed: list[Speed]) -> list[Table | str]:
     first = speed[0]
     decoded = dict.fromkeys(str(entry.new_tokens) for entry in speed)
     what = "Median time of one forward pass" if first.mode == "forward" else f"Decoding of {', '.join(decoded)} tokens"
@@ -59,7 +64,9 @@ def _speed_table(speed: list[Speed]) -> Table:
         title += f", {first.threads} thread{'s'[: first.threads > 1]}"
     title += ", fast products" * first.fast_products
     columns = _SPEED if first.mode == "forward" else _DECODING
-    return table(columns, [row for entry in speed for row in _speed_rows(entry)], title=title)
+    rows = [row for entry in speed for row in _speed_rows(entry)]
+    busy = any(row and row[-1] == BUSY for row in rows)
+    return [table(columns, rows, title=title), *([_REMEDY] if busy else [])]
 
 
 def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
@@ -69,17 +76,20 @@ def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
     timed += [(row.name, row) for row in entry.variants]
     forward = entry.mode == "forward"
     for number, (name, row) in enumerate(timed):
-        ratio, interval = (row.ratio, row.interval) if isinstance(row, Ratio) else (None, None)
-        share, verdict = (row.share_of_ceiling, row.verdict or "") if isinstance(row, SpeedVariant) else (None, "")
+        believed = verdict = None
+        if isinstance(row, Relative):
+            believed = entry.believed(row)
+            # Of the ceiling only that it is not settled is told.
+            verdict = entry.verdict(row) if isinstance(row, SpeedVariant) or not believed.ratio else None
         yield [
             "" if number or entry.batch == 1 else str(entry.batch),
             "" if number else str(entry.length),
             name,
             wording.milliseconds(row.median_ms if forward else row.tokens_per_second),
-            wording.times(ratio),
-            wording.between(interval),
-            wording.percent(share),
+            wording.times(believed.ratio if believed else None),
+            wording.between(believed.interval if believed else None),
+            wording.percent(entry.share(row) if isinstance(row, SpeedVariant) else None),
             wording.milliseconds(row.peak_mb if forward else row.cache_mb),
-            row.status if row.status != "ok" else _VERDICTS.get(verdict, verdict),
+            row.status if row.status != "ok" else verdict or "",
         ]
     yield None

@@ -12,7 +12,7 @@ from approx.cli.terminal import Terminal
 from approx.errors import ApproxError, Exit
 
 if TYPE_CHECKING:
-    from approx.evaluation.record_model import QualityVariant
+    from approx.evaluation.record_model import Quality
 
 _PANEL = "Measure"
 
@@ -78,7 +78,15 @@ def evaluate(
             rich_help_panel="Task",
         ),
     ] = False,
-    margin: Annotated[float, typer.Option(min=0, help="Acceptable loss, in points.")] = 1.0,
+    margin: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Acceptable loss: in points; of losses and bits per byte in percent of the base's. Default: 1, of error "
+            "rates 0.5.",
+            show_default=False,
+        ),
+    ] = None,
     fail_over: Annotated[
         bool,
         typer.Option(
@@ -120,6 +128,7 @@ def evaluate(
     from approx import api
     from approx.cli.figures import quality_table
     from approx.evaluation import distributed, record
+    from approx.publishing.advice import recommendation
 
     if task is None:
         raise ApproxError("No task was given. Name one with --task, e.g. --task glue/sst2.")
@@ -141,24 +150,26 @@ def evaluate(
     if output is not None:
         record.save(output, made)
         terminal.note(f"Record written to {output}, the outputs of each example to {outputs}")
-    terminal.result(made.to_data(), *map(quality_table, made.quality))
+    terminal.result(made.to_data(), *recommendation(made), *map(quality_table, made.quality))
     if fail_over:
-        variants = [variant for entry in made.quality for variant in entry.variants]
-        _check_losses(variants, task, margin, allow_untested)
+        _check_losses(made.quality[0], allow_untested)
 
 
-def _check_losses(variants: "list[QualityVariant]", task: str, margin: float, allow_untested: bool) -> None:
+def _check_losses(task: "Quality", allow_untested: bool) -> None:
     """Raise for a loss that is beyond the margin or untested."""
     from approx.publishing import wording
 
-    if not variants:
+    if not task.variants:
         raise ApproxError("--fail-over needs a base to compare with. Name it with --against.")
-    if any(variant.verdict == "loss beyond margin" for variant in variants):
-        raise ApproxError(f"The loss on {task} is beyond the margin of {margin} points.", Exit.THRESHOLD)
-    untested = [variant for variant in variants if not wording.tested(variant)]
+    for variant in task.variants:
+        if variant.verdict == "loss beyond margin":
+            raise ApproxError(
+                f"The loss on {task.task} is beyond the margin of {wording.margin(variant, task)}.", Exit.THRESHOLD
+            )
+    untested = [variant for variant in task.variants if not wording.tested(variant)]
     if untested and not allow_untested:
         raise ApproxError(
-            f"The loss on {task} is {untested[0].verdict}, and --fail-over accepts only a tested loss. Evaluate on longer "
+            f"The loss on {task.task} is {untested[0].verdict}, and --fail-over accepts only a tested loss. Evaluate on longer "
             "inputs, or add --allow-untested.",
             Exit.THRESHOLD,
         )
@@ -182,6 +193,12 @@ def bench(
     ] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Minimum number of rounds.")] = 12,
     seconds: Annotated[float, typer.Option(min=0, help="Minimum time, in seconds, per length and batch size.")] = 1.0,
+    wait_idle: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Before each length, wait up to this many seconds until other programs leave the cores free."
+        ),
+    ] = 0.0,
     task: Annotated[
         str | None, options.task_option("Time on the inputs of this task, e.g. glue/sst2. Default: random inputs.")
     ] = None,
@@ -200,19 +217,20 @@ def bench(
     from approx import api
     from approx.cli.figures import speed_tables
     from approx.evaluation import record
+    from approx.publishing.advice import recommendation
 
     options.check_output(output, force)
     with terminal.progress() as bar:
         made = api.bench(
             model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch_size, "--batch-size", "1,8"),
-            against=against, max_length=max_length, rounds=rounds, seconds=seconds, task=task, data=data,
+            against=against, max_length=max_length, rounds=rounds, seconds=seconds, wait_idle=wait_idle, task=task, data=data,
             settings=options.task_settings(set_, columns), seed=seed, device=device, dtype=dtype, mode=mode, new_tokens=new_tokens,
             fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
     if output is not None:
         record.save(output, made)
         terminal.note(f"Record written to {output}")
-    terminal.result(made.to_data(), *speed_tables(made.speed))
+    terminal.result(made.to_data(), *recommendation(made), *speed_tables(made.speed))
 
 
 def report(
@@ -250,6 +268,7 @@ def run(
     from approx import recipe as recipes
     from approx.cli.figures import quality_table, speed_tables
     from approx.pipeline.run import run as run_recipe
+    from approx.publishing.advice import recommendation
 
     path = recipes.find(recipe)
     read = recipes.read(path)
@@ -262,4 +281,4 @@ def run(
         )  # fmt: skip
     tables = [*map(quality_table, made.quality), *speed_tables(made.speed)]
     files = [f"Record: {folder / 'record.json'}", f"Report: {folder / 'report' / 'index.html'}"]
-    terminal.result(made.to_data(), *([read.notice] if read.notice else []), *tables, *files)
+    terminal.result(made.to_data(), *([read.notice] if read.notice else []), *recommendation(made), *tables, *files)

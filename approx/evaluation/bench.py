@@ -19,14 +19,9 @@ from approx.evaluation.baseline import BACK_ENDS, DEFAULT, best_exact
 from approx.evaluation.interleave import OK, Runner, race
 from approx.evaluation.memory import memory_limit
 from approx.evaluation.options import BenchStage
-from approx.evaluation.record_speed import Crossover, Ratio, Relative, Speed, SpeedVariant, Spread, Timing
+from approx.evaluation.record_speed import BUSY, ENOUGH, Crossover, Ratio, Relative, Speed, SpeedVariant, Spread, Timing
 from approx.evaluation.statistics import ratio_interval
-from approx.evaluation.timing import Neighbours
-
-# Smaller gains are not worth giving up exactness.
-WORTHWHILE = 1.03
-# Disturbed rounds are left out of a ratio if at least this many undisturbed ones remain.
-ENOUGH_PAIRS = 5
+from approx.evaluation.timing import Neighbours, wait_idle
 
 
 @dataclass(frozen=True)
@@ -91,6 +86,8 @@ def bench(
     for done, (batch, length) in enumerate(grid):
         if progress:
             progress(done, len(grid), f"batch {batch}, {length} tokens")
+        if options.wait_idle and device.type == "cpu":
+            wait_idle(options.wait_idle)
         neighbours = Neighbours()
         with torch.no_grad(), memory_limit(device):
             tokens = batch * options.new_tokens if options.mode == "generate" else None
@@ -108,21 +105,22 @@ def bench(
                     runner.chosen = runner.attempt(lambda runner=runner: chosen_in(runner.prepared()))
                 if runner.status == OK and (cache_mb := kept.get(name)):
                     runner.cache_mb = cache_mb()
-        speed.append(
-            Speed(
-                device=device.type,
-                dtype=str(dtype).removeprefix("torch."),
-                threads=torch.get_num_threads(),
-                batch=batch,
-                length=length,
-                mode=options.mode,
-                new_tokens=options.new_tokens if options.mode == "generate" else None,
-                inputs=options.inputs,
-                baseline=baseline,
-                crowded=device.type == "cpu" and neighbours.crowded(),
-                **_results(contenders, runners, seed),
-            )
+        row = Speed(
+            device=device.type,
+            dtype=str(dtype).removeprefix("torch."),
+            threads=torch.get_num_threads(),
+            batch=batch,
+            length=length,
+            mode=options.mode,
+            new_tokens=options.new_tokens if options.mode == "generate" else None,
+            inputs=options.inputs,
+            baseline=baseline,
+            crowded=device.type == "cpu" and neighbours.crowded(),
+            **_results(contenders, runners, seed),
         )
+        for variant in row.variants:
+            variant.share_of_ceiling, variant.verdict = row.share(variant), row.verdict(variant)
+        speed.append(row)
     if progress:
         progress(len(grid), len(grid), "")
     return speed
@@ -132,12 +130,15 @@ def crossover(speed: Sequence[Speed]) -> list[Crossover]:
     """Find the length from which each variant is faster, for each batch size, dtype, device and mode.
 
     That is the first measured length such that there and at every longer one, the interval of the ratio is above 1
-    or only exact attention runs out of memory; None if there is no such length.
+    or only exact attention runs out of memory; None if there is no such length. Lengths that are not settled do not count.
     """
     first: dict[tuple[str, int, str, str, str], int | None] = {}
     for row in sorted(speed, key=lambda row: row.length):
         for variant in row.variants:
             key = (variant.name, row.batch, row.dtype, row.device, row.mode)
+            first.setdefault(key, None)
+            if row.verdict(variant) == BUSY:
+                continue
             only_this_runs = variant.status == OK != row.base.status
             wins = only_this_runs or (variant.interval is not None and variant.interval[0] > 1)
             first[key] = (first.get(key) or row.length) if wins else None
@@ -204,20 +205,13 @@ def _results(contenders: Sequence[Contender], runners: dict[str, Runner], seed: 
     def relative(name: str) -> Relative:
         return Relative(**_times(runners[name]), **vars(_ratio(base, runners[name], seed)))
 
-    spread = _spread(base, seed)
-    ceiling = next(map(relative, of_role["ceiling"]), None)
-    variants = [
-        SpeedVariant(
-            name=name,
-            **vars(timed),
-            share_of_ceiling=_share(timed, ceiling),
-            verdict=_verdict(timed, spread),
-        )
-        for name, timed in zip(of_role["variant"], map(relative, of_role["variant"]), strict=True)
-    ]
-    default = relative(DEFAULT) if DEFAULT in runners else None
-    base_times = Timing(**_times(base))
-    return {"base": base_times, "default": default, "ceiling": ceiling, "spread": spread, "variants": variants}
+    return {
+        "base": Timing(**_times(base)),
+        "default": relative(DEFAULT) if DEFAULT in runners else None,
+        "ceiling": next(map(relative, of_role["ceiling"]), None),
+        "spread": _spread(base, seed),
+        "variants": [SpeedVariant(name=name, **vars(relative(name))) for name in of_role["variant"]],
+    }
 
 
 def _times(runner: Runner) -> dict[str, Any]:
@@ -253,22 +247,6 @@ def _spread(base: Runner, seed: int) -> Spread:
 
 def _paired(base: np.ndarray, other: np.ndarray, good: np.ndarray, seed: int) -> Ratio:
     # All rounds, disturbed ones too, are better evidence than very few undisturbed ones.
-    kept = good if good.sum() >= min(ENOUGH_PAIRS, good.size / 2) else np.ones_like(good)
+    kept = good if good.sum() >= min(ENOUGH, good.size / 2) else np.ones_like(good)
     ratio = float(np.median(base[kept]) / np.median(other[kept]))
     return Ratio(ratio=ratio, interval=list(ratio_interval(base[kept].tolist(), other[kept].tolist(), seed)))
-
-
-def _share(ratio: Ratio, ceiling: Ratio | None) -> float | None:
-    """Return the speed-up as a fraction of the ceiling's; None if removing attention gains nothing."""
-    if ratio.ratio is None or ceiling is None or ceiling.ratio is None or not ceiling.interval:
-        return None
-    return ratio.ratio / ceiling.ratio if ceiling.interval[0] > 1 else None
-
-
-def _verdict(ratio: Ratio, spread: Ratio) -> str | None:
-    """Return "faster" if the gain is worthwhile, significant and above noise."""
-    if ratio.ratio is None or ratio.interval is None or spread.interval is None:
-        return None
-    noise = max(spread.interval[1], 1 / spread.interval[0])
-    faster = ratio.ratio >= WORTHWHILE and ratio.interval[0] > 1 and ratio.ratio > noise
-    return "faster" if faster else "exact is better here"

@@ -101,7 +101,8 @@ def evaluate(
         columns |= {f"prediction/{name}": values for name, values in predictions.items()}
         columns |= {f"approximated/{name}": one.examples for name, one in covered.items()}
         write_outputs(outputs, columns)
-    margin = options.margin / (100 if METRICS[task.metrics[0]].fraction else 1)
+    metric = METRICS[task.metrics[0]]
+    margin = metric.acceptable(options.margin, metric.value(predictions[models[0].name], labels))
     compared = compare(task, examples, prepared.lengths, predictions, margin=margin, seed=seed, covered=covered)
     if options.seeds > 1:
         for subject, variant in zip(models[1:], compared.variants, strict=True):

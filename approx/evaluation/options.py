@@ -15,7 +15,7 @@ class EvaluateOptions(Model):
         limit: Use only the first examples, this many; the result is labelled a subset.
         streaming: Read a hub dataset while it downloads, up to the limit, without storing it.
         batch_size: Inputs per batch; `auto` chooses it by their length.
-        margin: Acceptable loss, in points.
+        margin: Acceptable loss: in points, for losses in percent of the base's; the metric's default if not given.
         max_length: Maximum number of tokens to read; the positions of the model if not given.
         truncate: Truncate longer inputs instead of raising an error.
         seeds: Number of random seeds to score for each variant, its own first.
@@ -25,7 +25,7 @@ class EvaluateOptions(Model):
     limit: Count | None = None
     streaming: bool = False
     batch_size: Count | Literal["auto"] = 32
-    margin: Annotated[float, Field(ge=0)] = 1.0
+    margin: Annotated[float, Field(ge=0)] | None = None
     max_length: Count | None = None
     truncate: bool = False
     seeds: Count = 1
@@ -62,6 +62,7 @@ class BenchStage(Model):
         inputs: `real` (texts of the first task) or `synthetic` (random tokens).
         rounds: Minimum number of rounds; disturbed ones are repeated, at most doubling the number.
         seconds: Minimum duration of all rounds, for each length and batch size.
+        wait_idle: Before each length, wait up to this many seconds until other programs leave the cores free.
         fast_products: Run all models within `approx.fast_products()`.
         mode: `forward`, or `generate` for greedy decoding by a language model after a prompt of each length.
         new_tokens: Tokens to decode after each prompt.
@@ -73,6 +74,7 @@ class BenchStage(Model):
     inputs: Literal["real", "synthetic"] = "real"
     rounds: Annotated[int, Field(ge=3)] = 12
     seconds: Annotated[float, Field(ge=0)] = 1.0
+    wait_idle: Annotated[float, Field(ge=0)] = 0.0
     fast_products: bool = False
     mode: Literal["forward", "generate"] = "forward"
     new_tokens: Count = 16

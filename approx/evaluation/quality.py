@@ -36,6 +36,7 @@ class Compared:
     lower_is_better: bool
     sliced_by: str
     slice_metric: str
+    chance: float | None
     groups: int | None
     base: BaseQuality
     variants: list[QualityVariant]
@@ -72,6 +73,14 @@ def compare(
         name: task.correct(values, labels) if metric.key == "accuracy" and groups is None else None
         for name, values in predictions.items()
     }
+    chance = metric.chance(labels)
+
+    def own(name: str) -> tuple[Interval | None, bool]:
+        """The interval of the score of one model, and whether it reaches chance."""
+        ends = _interval(metric, evidence[name], correct[name], groups, seed)
+        low, high = ends or (metric.total(evidence[name]),) * 2
+        return ends, chance is not None and (high >= chance if metric.lower_is_better else low <= chance)
+
     base, *others = predictions
     variants = []
     for name in others:
@@ -95,18 +104,22 @@ def compare(
                 needed_examples=needed,
                 approximated=None if reach is None else reach.counted,
                 slices=_slices(task, labels, lengths, predictions[base], predictions[name]),
+                at_chance=chance is not None and own(name)[1],
             )
         )
-    interval = _interval(metric, evidence[base], correct[base], groups, seed)
+    interval, at_chance = own(base)
     return Compared(
         metric=metric.key,
         fraction=metric.fraction,
         lower_is_better=metric.lower_is_better,
         sliced_by=task.sliced_by,
         slice_metric=task.slice_metric or metric.key,
+        chance=chance,
         groups=None if groups is None else int(groups.max()) + 1,
         base=BaseQuality(
-            scores=task.score(predictions[base], labels), interval=None if interval is None else list(interval)
+            scores=task.score(predictions[base], labels),
+            interval=None if interval is None else list(interval),
+            at_chance=at_chance,
         ),
         variants=variants,
     )
@@ -188,7 +201,7 @@ def _compare(
         len(base),
         seed=seed,
         groups=groups,
-        bounded=metric.bounded,
+        widest=metric.widest,
     )
 
 

@@ -98,10 +98,12 @@ class BaseQuality(Written):
     Attributes:
         scores: Metric -> score.
         interval: Interval of the metric; null for a single example or group.
+        at_chance: Whether the interval of the score reaches the chance level.
     """
 
     scores: Scores
     interval: Interval | None
+    at_chance: bool = False
 
 
 class Approximated(Written):
@@ -176,6 +178,7 @@ class QualityVariant(Written):
         approximated: Inputs with attention approximated; null for a model that is not converted.
         slices: Scores by length.
         seeds: Scores over seeds; null if only one was scored.
+        at_chance: Whether the interval of its own score reaches the chance level.
         p_adjusted: p_value, Holm-adjusted over the tasks of the variant, or of its plan in a report of several records;
             null for a single task.
     """
@@ -193,6 +196,7 @@ class QualityVariant(Written):
     approximated: Approximated | None = None
     slices: list[Slice] = Field(default_factory=list)
     seeds: Seeds | None = None
+    at_chance: bool = False
     p_adjusted: float | None = None
 
 
@@ -224,6 +228,7 @@ class Quality(Written):
         lower_is_better: Whether lower scores are better.
         sliced_by: Unit of the bounds of slices.
         slice_metric: Metric of the slices.
+        chance: Score of the best answer that ignores its input; null if it is not known.
         groups: Number of speakers or documents that are resampled as a whole; null if examples are independent.
         base: Scores of the base.
         variants: Scores of the variants, in order.
@@ -243,6 +248,7 @@ class Quality(Written):
     lower_is_better: bool = False
     sliced_by: str | None = None
     slice_metric: str | None = None
+    chance: float | None = None
     groups: int | None = None
     base: BaseQuality
     variants: list[QualityVariant]

@@ -10,6 +10,14 @@ from approx.validation import Written
 
 Interval = Annotated[list[float], Field(min_length=2, max_length=2)]
 
+BUSY = "not settled: the machine was busy"
+# Undisturbed repetitions that a verdict needs; half of them where there are fewer.
+ENOUGH = 5
+# An interval whose upper end is more than this many times its lower end settles nothing.
+WIDEST = 1.5
+# Smaller gains are not worth giving up exactness.
+WORTHWHILE = 1.03
+
 
 class Timing(Written):
     """Times of one model.
@@ -40,6 +48,12 @@ class Timing(Written):
     rejected: int = 0
     status: str
 
+    @property
+    def enough(self) -> bool:
+        """Whether enough repetitions were undisturbed; older records, without their number, are believed."""
+        counted = "samples" in self.model_fields_set
+        return not counted or self.samples >= min(ENOUGH, (self.samples + self.rejected) / 2)
+
 
 class Ratio(Written):
     """The speed of one model relative to that of the base.
@@ -51,6 +65,11 @@ class Ratio(Written):
 
     ratio: float | None
     interval: Interval | None
+
+    @property
+    def wide(self) -> bool:
+        """Whether the interval is too wide to settle anything."""
+        return self.interval is not None and self.interval[1] > WIDEST * self.interval[0]
 
 
 class Relative(Ratio, Timing):
@@ -72,7 +91,7 @@ class SpeedVariant(Relative, Named):
 
     Attributes:
         share_of_ceiling: Its ratio divided by the ceiling's.
-        verdict: `faster` or `exact is better here`; null without a ratio.
+        verdict: As of `Speed.verdict`; null without a ratio.
     """
 
     share_of_ceiling: float | None = None
@@ -125,6 +144,51 @@ class Speed(Written):
     spread: Spread | None = None
     variants: list[SpeedVariant]
     fast_products: bool = False
+
+    def settled(self, entry: Relative) -> bool:
+        """Whether the machine was quiet enough for the ratio of one model to mean anything.
+
+        Both need enough undisturbed repetitions and narrow intervals, the base against itself too. A ceiling must be
+        possible as well: removing attention does not slow a model down, and no variant is faster.
+        """
+        quiet = self.base.enough and entry.enough and not entry.wide and not (self.spread and self.spread.wide)
+        if entry is not self.ceiling or entry.interval is None or not quiet:
+            return quiet
+        faster = (one.interval[0] for one in self.variants if one.interval and self.settled(one))
+        return entry.interval[1] >= max([1.0, *faster])
+
+    def believed(self, entry: Relative) -> Ratio:
+        """The ratio of one model and its interval; null if they are not settled."""
+        settled = self.settled(entry)
+        return Ratio(ratio=entry.ratio if settled else None, interval=entry.interval if settled else None)
+
+    def share(self, entry: Relative) -> float | None:
+        """The ratio of one model as a share of the ceiling; None if either is not settled, or without attention no gain is left."""
+        if self.ceiling is None:
+            return None
+        own, most = self.believed(entry), self.believed(self.ceiling)
+        if own.ratio is None or most.ratio is None or most.interval is None or most.interval[0] <= 1:
+            return None
+        return own.ratio / most.ratio
+
+    def verdict(self, entry: Relative) -> str | None:
+        """What the interval of a ratio says; None without a ratio.
+
+        Returns:
+            `faster`: above 1, with a gain of at least 3 % that exceeds the difference of the base from itself.
+            `slight gain`: above 1, but a smaller gain. `no clear gain`: the interval includes 1. `slower`: below 1.
+            `not settled: the machine was busy`: see `settled`.
+        """
+        if entry.ratio is None or entry.interval is None:
+            return None
+        if not self.settled(entry):
+            return BUSY
+        low, high = entry.interval
+        if low <= 1:
+            return "slower" if high < 1 else "no clear gain"
+        ends = self.spread.interval if self.spread and self.spread.interval else [1.0, 1.0]
+        noise = max(ends[1], 1 / ends[0])
+        return "faster" if entry.ratio >= WORTHWHILE and entry.ratio > noise else "slight gain"
 
 
 class Crossover(Written):

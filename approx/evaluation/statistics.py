@@ -71,7 +71,7 @@ def compare_scores(
     *,
     seed: int,
     groups: NDArray[np.intp] | None = None,
-    bounded: bool = True,
+    widest: float | None = 1.0,
     confidence: float = CONFIDENCE,
     resamples: int = RESAMPLES,
 ) -> Comparison:
@@ -87,7 +87,7 @@ def compare_scores(
     under heavy tails (measured by bench/calibration.py).
 
     If hardly any prediction changes, such an interval shrinks to a point, and a loss from a few examples in hundreds
-    looks too certain. For a score between 0 and 1, the variance of one wholly lost and one wholly won example is
+    looks too certain. For a score with a largest difference, the variance of one wholly lost and one wholly won example is
     therefore added, as in the interval for accuracies; if nothing changed, this amounts to the rule of three.
 
     Source: Efron and Tibshirani, 1993, "An Introduction to the Bootstrap", chapters 6 and 12; Hesterberg, 2015, "What
@@ -98,7 +98,7 @@ def compare_scores(
         examples: Number of examples.
         seed: Seed of the resampling.
         groups: Number of each example's group, from 0; None if examples are independent.
-        bounded: Whether the score is between 0 and 1.
+        widest: Largest possible difference, which ends the interval: 1 for scores between 0 and 1; None without one.
         confidence: Confidence of the interval.
         resamples: Number of bootstrap resamples.
     """
@@ -108,11 +108,14 @@ def compare_scores(
     if independent < 2:
         return Comparison(observed, None, confidence, test, 1.0)
     error = float(_resample(difference, examples, seed, resamples, groups).std()) * _narrowness(independent)
-    if bounded:
+    if widest is not None:
         error = math.hypot(error, math.sqrt(2) / independent)
     half = error * float(student.ppf((1 + confidence) / 2, independent - 1))
     p_value = 2 * float(student.sf(abs(observed) / error, independent - 1)) if error else float(observed == 0)
-    return Comparison(observed, (observed - half, observed + half), confidence, test, p_value)
+    low, high = observed - half, observed + half
+    if widest is not None:
+        low, high = max(low, -widest), min(high, widest)
+    return Comparison(observed, (low, high), confidence, test, p_value)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

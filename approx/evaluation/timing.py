@@ -103,3 +103,23 @@ class Neighbours:
         resting = ("idle", "iowait", "guest", "guest_nice")
         busy = sum(seconds for name, seconds in times.items() if name not in resting)
         return time.perf_counter(), busy, time.process_time()
+
+
+def wait_idle(seconds: float, look: float = 1.0) -> bool:
+    """Wait until other processes leave this one the cores that its threads can use.
+
+    Args:
+        seconds: Maximum wait.
+        look: Seconds over which the load is measured.
+
+    Returns:
+        Whether the cores were free in the end.
+    """
+    begun = time.perf_counter()
+    while True:
+        neighbours = Neighbours()
+        time.sleep(look)
+        if not neighbours.crowded():
+            return True
+        if time.perf_counter() - begun > seconds:
+            return False

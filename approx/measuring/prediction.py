@@ -86,7 +86,7 @@ def _by_task(
     """What the task of an evaluation predicts for the input."""
     limit = positions.limit(opened[BASE].model.config)
     # Windows of a short position table cannot share as much as those of an evaluation.
-    shared = {} if question is None or limit is None else {"stride": min(128, limit // 4)}
+    shared: dict[str, Any] = {} if question is None or limit is None else {"stride": min(128, limit // 4)}
     task = open_task(name, **shared)
     inputs = {"recording": Recording.of(given, Path(given))} if question is None else {}
     if question is not None:

@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from approx.evaluation.record_model import Checkpoint, Quality, Record
 from approx.evaluation.record_speed import Speed
 from approx.publishing import wording
+from approx.publishing.advice import recommendation
 from approx.publishing.drawing import INK
 from approx.publishing.plots import colours, quality_figure, speed_figure
 from approx.publishing.spans import spans_figure, spans_table
@@ -67,6 +68,7 @@ def _section(record: Record, identity: str) -> dict[str, Any]:
         "notice": record.notice,
         "checkpoint": _checkpoint(record.checkpoint),
         "colours": colours(record),
+        "recommendation": recommendation(record),
         "answers": answers(record),
         "quality": [quality_table(task) for task in tasks],
         "speed": [

@@ -25,7 +25,7 @@ COLOURS = {
 _OTHER_COLOURS = ("#c8518f", "#8a9a2b", "#b5813a", "#4aa0c8", "#d05a5a", "#6f7bd8")
 _EXACT = ("full", "sdpa")
 _MARKERS = "osD^vPX*"
-_RATIOS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 50, 100)
 _LINEAR_POINTS = 2
 _POINTS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100)
 _LEGEND_CHARACTERS = 40
@@ -62,7 +62,7 @@ def speed_figure(rows: list[Speed], record: Record, identity: str) -> Markup:
             lengths, low, high = zip(*noise, strict=True)
             axes.fill_between(lengths, low, high, color=INK, alpha=0.12, linewidth=0, label="exact against itself")
         axes.axhline(1, color=INK, linewidth=1)
-        ceiling = {row.length: row.ceiling.ratio for row in rows if row.ceiling and row.ceiling.ratio}
+        ceiling = {row.length: ratio for row in rows if row.ceiling and (ratio := row.believed(row.ceiling).ratio)}
         axes.plot(
             list(ceiling),
             list(ceiling.values()),
@@ -126,14 +126,15 @@ def quality_figure(task: Quality, rows: list[Speed], record: Record, identity: s
         axes.plot([1], [0], marker="o", color=INK, linestyle="", markersize=6, label="exact")
         for name, (colour, marker) in _styles(record).items():
             quality, speed = variant_of(task.variants, name), variant_of(row.variants, name)
-            if not quality or not speed or speed.ratio is None or not speed.interval:
+            believed = row.believed(speed) if speed else None
+            if not quality or not believed or believed.ratio is None or not believed.interval:
                 continue
-            x, y = speed.ratio, quality.difference * scale
+            x, y = believed.ratio, quality.difference * scale
             low, high = (end * scale for end in quality.interval or [quality.difference] * 2)
             axes.errorbar(
                 [x],
                 [y],
-                xerr=[[max(x - speed.interval[0], 0)], [max(speed.interval[1] - x, 0)]],
+                xerr=[[max(x - believed.interval[0], 0)], [max(believed.interval[1] - x, 0)]],
                 yerr=[[max(y - low, 0)], [max(high - y, 0)]],
                 fmt=marker,
                 color=colour,
@@ -165,7 +166,8 @@ def quality_figure(task: Quality, rows: list[Speed], record: Record, identity: s
 
 def _speed_line(axes: Axes, rows: list[Speed], name: str, colour: str, marker: str) -> None:
     entries = [(row, entry) for row in rows if (entry := variant_of(row.variants, name))]
-    seen = [(row.length, entry.ratio, *entry.interval) for row, entry in entries if entry.ratio and entry.interval]
+    settled = [(row.length, row.believed(entry)) for row, entry in entries]
+    seen = [(length, one.ratio, *one.interval) for length, one in settled if one.ratio and one.interval]
     if seen:
         lengths, ratios, low, high = zip(*seen, strict=True)
         axes.fill_between(lengths, low, high, color=colour, alpha=0.2, linewidth=0)
@@ -189,7 +191,8 @@ def _fullest(task: Quality, rows: list[Speed]) -> Speed | None:
     """Return the row in which most variants have both a speed and a quality; of several, the longest."""
     names = {entry.name for entry in task.variants}
     counts = {
-        row.length: sum(entry.ratio is not None and entry.name in names for entry in row.variants) for row in rows
+        row.length: sum(row.believed(entry).ratio is not None and entry.name in names for entry in row.variants)
+        for row in rows
     }
     best = max(rows, key=lambda row: (counts[row.length], row.length))
     return best if counts[best.length] else None
@@ -228,4 +231,4 @@ def _ratio_axis(axes: Axes, which: str, low: float, high: float) -> None:
     (axes.set_xlim if which == "x" else axes.set_ylim)(low, high)
     axis.set_major_locator(FixedLocator([ratio for ratio in _RATIOS if low <= ratio <= high]))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}×"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))

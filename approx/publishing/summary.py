@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from approx.evaluation.record_model import Quality, QualityVariant, Record, Variant
-from approx.evaluation.record_speed import Speed, SpeedVariant
+from approx.evaluation.record_speed import BUSY, Speed, SpeedVariant
 from approx.publishing import wording
+
+# Where a variant is worth more than exact attention.
+PAYS = ("faster", "exact out of memory")
 
 Entry = TypeVar("Entry", QualityVariant, SpeedVariant)
 
@@ -57,32 +60,32 @@ def variant_of(entries: Iterable[Entry], name: str) -> Entry | None:
 
 
 def standing(row: Speed, entry: SpeedVariant | None) -> str:
-    """Classify one variant at one length.
+    """Classify one variant at one length: the label in terminal, report and page.
+
+    The verdicts of older records are made again from their figures.
 
     Returns:
-        "faster", "slower", "even" (no significant gain), "out of memory", "alone" (only exact attention is out of
-        memory) or "missing".
+        A verdict of `Speed.verdict`, "out of memory", "exact out of memory" (only the variant runs) or "not measured".
     """
     if entry is None:
-        return "missing"
+        return "not measured"
     if entry.status != "ok":
         return "out of memory"
     if row.base.status != "ok":
-        return "alone"
-    if entry.ratio is None or entry.interval is None:
-        return "missing"
-    # Older records lack the verdict.
-    if entry.interval[0] > 1 and entry.verdict in ("faster", None):
-        return "faster"
-    return "slower" if entry.interval[1] < 1 else "even"
+        return "exact out of memory"
+    return row.verdict(entry) or "not measured"
 
 
 def worthwhile_from(rows: list[Speed], name: str) -> int | None:
-    """Return the measured length from which the variant beats exact attention at all longer lengths too, or None."""
+    """Return the measured length from which the variant beats exact attention at all longer lengths too, or None.
+
+    Lengths that are not settled do not count.
+    """
     start = None
     for row in rows:
-        good = standing(row, variant_of(row.variants, name)) in ("faster", "alone")
-        start = (start or row.length) if good else None
+        kind = standing(row, variant_of(row.variants, name))
+        if kind != BUSY:
+            start = (start or row.length) if kind in PAYS else None
     return start
 
 
@@ -140,38 +143,30 @@ def _speed(rows: list[Speed], name: str) -> str:
         found = [entries[length] for length in by_standing[kind]]
         return wording.span([entry.ratio for entry in found if entry is not None and entry.ratio is not None])
 
-    parts = []
-    if "faster" in by_standing:
-        parts.append(f"{ratios('faster')} faster at {at('faster')}")
-    if "slower" in by_standing:
-        parts.append(f"slower at {at('slower')} ({ratios('slower')} the speed of exact attention)")
-    if "even" in by_standing:
-        parts.append(f"no significant gain at {at('even')} ({ratios('even')})")
-    if "alone" in by_standing:
-        parts.append(f"runs at {at('alone')}, where exact attention is out of memory")
-    if "out of memory" in by_standing:
-        parts.append(f"out of memory at {at('out of memory')}")
-    sentence = f"On {wording.setting(rows[0])}: {'; '.join(parts) or 'not measured'}."
-    start = worthwhile_from(rows, name)
-    if start is None:
-        advice = "Keep exact attention at every measured length." if parts else ""
-        if "faster" in by_standing:
-            advice = "The gain does not last to the longest measured length."
-    elif start == measured[0]:
-        advice = f"It pays from {wording.count(start)} tokens, the shortest measured length."
-    else:
-        advice = f"Below {wording.count(start)} tokens, keep exact attention."
-    return f"{sentence} {advice}".strip()
+    said = {
+        "faster": "{ratios} faster at {at}",
+        "slower": "slower at {at} ({ratios} the speed of exact attention)",
+        "slight gain": "a slight gain at {at} ({ratios})",
+        "no clear gain": "no clear gain at {at} ({ratios})",
+        "exact out of memory": "runs at {at}, where exact attention is out of memory",
+        "out of memory": "out of memory at {at}",
+        BUSY: "not settled at {at}, because the machine was busy",
+    }
+    parts = [
+        text.format(at=at(kind), ratios=ratios(kind) if "{ratios}" in text else "")
+        for kind, text in said.items()
+        if kind in by_standing
+    ]
+    return f"On {wording.setting(rows[0])}: {'; '.join(parts) or 'not measured'}."
 
 
 def _speed_figure(rows: list[Speed], name: str) -> list[Figure]:
     for row in reversed(rows):
         entry = variant_of(row.variants, name)
-        kind = standing(row, entry)
-        if entry and kind in ("faster", "slower", "even"):
-            tone = {"faster": "good", "slower": "bad", "even": "even"}[kind]
+        if entry and (believed := row.believed(entry)).ratio is not None:
+            tone = {"faster": "good", "slower": "bad"}.get(standing(row, entry), "even")
             label = f"the speed of exact attention at {wording.count(row.length)} tokens"
-            return [Figure(wording.times(entry.ratio), label, tone)]
+            return [Figure(wording.times(believed.ratio), label, tone)]
     return []
 
 

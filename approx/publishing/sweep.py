@@ -145,7 +145,7 @@ def _quality_words(row: QualityRow | None, task: QualityRow) -> list[str]:
 def _speed_words(row: SpeedRow | None) -> str:
     if row is None:
         return ""
-    return wording.times(row.ratio) if row.status == "ok" and row.ratio else row.status
+    return wording.times(row.ratio) if row.ratio else row.verdict or row.status
 
 
 def _quality_values(row: QualityRow) -> dict[str, Any]:

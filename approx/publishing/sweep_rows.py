@@ -212,6 +212,7 @@ def _examples(task: Quality) -> tuple[Any, ...]:
 
 def _timed(row: Speed, checkpoint: str, plan: str, values: dict[str, Any], place: dict[str, Any]) -> SpeedRow:
     (timed,) = row.variants
+    believed = row.believed(timed)
     return SpeedRow(
         checkpoint=checkpoint,
         plan=plan,
@@ -230,10 +231,10 @@ def _timed(row: Speed, checkpoint: str, plan: str, values: dict[str, Any], place
         p10_ms=timed.p10_ms,
         p90_ms=timed.p90_ms,
         peak_mb=timed.peak_mb,
-        ratio=timed.ratio,
-        interval=timed.interval,
+        ratio=believed.ratio,
+        interval=believed.interval,
         share_of_ceiling=timed.share_of_ceiling,
-        verdict=timed.verdict,
+        verdict=row.verdict(timed),
         status=timed.status,
         machine=place,
     )

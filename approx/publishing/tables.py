@@ -6,24 +6,11 @@ from typing import Any
 from approx.evaluation.record_model import Quality, QualityVariant, Variant
 from approx.evaluation.record_speed import Crossover, Ratio, Speed, SpeedVariant, Timing
 from approx.publishing import wording
-from approx.publishing.summary import standing, variant_of, worthwhile_from
+from approx.publishing.summary import PAYS, standing, variant_of, worthwhile_from
 
-_TONES = {
-    "faster": "good",
-    "alone": "good",
-    "slower": "bad",
-    "out of memory": "bad",
-    "even": "even",
-    "missing": "even",
-}
-_STANDINGS = {
-    "faster": "faster",
-    "slower": "slower",
-    "even": "exact is better here",
-    "alone": "exact out of memory",
-    "out of memory": "out of memory",
-    "missing": "not measured",
-}
+_AT_CHANCE = "at chance"
+# Other standings are even.
+_TONES = {**dict.fromkeys(PAYS, "good"), "slower": "bad", "out of memory": "bad"}
 
 
 def quality_table(task: Quality) -> dict[str, Any]:
@@ -41,8 +28,8 @@ def quality_table(task: Quality) -> dict[str, Any]:
             "test": entry.test,
             "p_value": _p_value(entry.p_value),
             "p_adjusted": None if entry.p_adjusted is None else _p_value(entry.p_adjusted),
-            "margin": wording.decimal(None if entry.margin is None else entry.margin * scale, digits - 1),
-            "verdict": entry.verdict,
+            "margin": wording.margin(entry, task),
+            "verdict": entry.verdict + (f", {_AT_CHANCE}" if entry.at_chance else ""),
             "needed": wording.needed(entry, task),
             "tone": wording.tone(entry),
             "approximated": wording.approximated(entry, task),
@@ -64,7 +51,9 @@ def quality_table(task: Quality) -> dict[str, Any]:
             "score": wording.score(task.base.scores.get(metric), task),
             "others": [wording.score(task.base.scores.get(name), task) for name in others],
             "interval": wording.between(task.base.interval, digits, scale),
+            "verdict": _AT_CHANCE if task.base.at_chance else "",
         },
+        "chance": None if task.chance is None else wording.score(task.chance, task),
         "rows": rows,
         "adjusted": any(row["p_adjusted"] for row in rows),
         "slices": _slices(task),
@@ -147,20 +136,21 @@ def _summary(row: Speed, names: list[str]) -> dict[str, Any]:
     return {
         "length": wording.count(row.length),
         "base": f"{wording.milliseconds(base.median_ms)} ms" if base.status == "ok" else base.status,
-        "ceiling": wording.times(ceiling.ratio) if ceiling else wording.NOTHING,
+        "ceiling": wording.times(row.believed(ceiling).ratio) if ceiling else wording.NOTHING,
         "cells": [_cell(row, variant_of(row.variants, name)) for name in names],
     }
 
 
 def _cell(row: Speed, entry: SpeedVariant | None) -> dict[str, Any]:
     kind = standing(row, entry)
-    ratio, interval, share = (entry.ratio, entry.interval, entry.share_of_ceiling) if entry else (None, None, None)
+    believed = row.believed(entry) if entry else None
+    share = row.share(entry) if entry else None
     return {
-        "ratio": wording.times(ratio),
-        "interval": wording.between(interval) if interval else None,
+        "ratio": wording.times(believed.ratio if believed else None),
+        "interval": wording.between(believed.interval) if believed and believed.interval else None,
         "share": wording.percent(share) if share is not None else None,
-        "verdict": _STANDINGS[kind],
-        "tone": _TONES[kind],
+        "verdict": kind,
+        "tone": _TONES.get(kind, "even"),
     }
 
 

@@ -223,20 +223,30 @@ def part(share: float) -> str:
     return percent(min(share, 0.99) if share < 1 else share)
 
 
+def margin(entry: QualityVariant, task: Quality) -> str:
+    """Write an acceptable loss: 0.5 points; 0.014 bits per byte (1.0 %), as a share of exact attention's score."""
+    if entry.margin is None:
+        return NOTHING
+    if task.fraction:
+        return f"{decimal(entry.margin * scale(task), 1)} points"
+    base = task.base.scores.get(task.metric)
+    share = f" ({percent(entry.margin / abs(base), 1)})" if base else ""
+    return f"{decimal(entry.margin, 3)} {units(task)}{share}"
+
+
 def verdict(entry: QualityVariant, task: Quality) -> str:
     """Say what a verdict means, with its margin."""
     if not tested(entry):
         return entry.verdict
-    width = decimal(None if entry.margin is None else entry.margin * scale(task), 1 if task.fraction else 3)
-    margin = f"{width} {'points' if task.fraction else units(task)}"
+    allowed = margin(entry, task)
     if entry.verdict == "inconclusive":
         settling = needed(entry, task)
         more = f"; {settling} would settle it" if settling else ""
-        return f"inconclusive at a margin of {margin}{more}"
+        return f"inconclusive at a margin of {allowed}{more}"
     meaning = {
-        "no loss": f"no loss, at a margin of {margin}",
-        "loss within margin": f"a loss, within the margin of {margin}",
-        "loss beyond margin": f"a loss beyond the margin of {margin}",
+        "no loss": f"no loss, at a margin of {allowed}",
+        "loss within margin": f"a loss, within the margin of {allowed}",
+        "loss beyond margin": f"a loss beyond the margin of {allowed}",
     }
     return meaning[entry.verdict]
 

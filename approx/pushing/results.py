@@ -120,11 +120,15 @@ def _of_record(path: Path, read: Record, receipt: Receipt, pipeline: str | None,
         made.datasets += [one for one in [dataset_of(task.task)] if one and one not in made.datasets]
         entry = task.variants[0]
         if entry.verdict == "loss beyond margin":
-            made.cautions.append(f"On {task.task} it {wording.loss(entry, task)}: more than the margin allows.")
+            made.cautions.append(
+                f"On {task.task} it {wording.loss(entry, task)}: more than the margin of {wording.margin(entry, task)}."
+            )
         elif entry.verdict != "no loss":
             made.cautions.append(f"On {task.task} the loss is not settled: {wording.verdict(entry, task)}.")
-    for rows in groups:
-        made.cautions += _too_slow(rows, name)
+    # Where it is too slow says nothing more about a model that loses too much.
+    if not any(task.variants[0].verdict == "loss beyond margin" for task in own.quality):
+        for rows in groups:
+            made.cautions += _too_slow(rows, name)
 
 
 def _variant(path: Path, read: Record, receipt: Receipt) -> str:

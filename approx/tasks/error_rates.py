@@ -18,8 +18,14 @@ class WordErrorRate(TaskMetric):
     feature = "string"
     source = "https://jitsi.github.io/jiwer/"
     lower_is_better = True
+    margin = 0.5
     # More words can be inserted than the transcript has.
-    bounded = False
+    widest = None
+
+    @classmethod
+    def chance(cls, labels: Sequence[Any]) -> float | None:
+        """The empty transcript, which misses every word."""
+        return cls.value([""] * len(labels), labels)
 
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:

@@ -34,7 +34,7 @@ class MaskedLanguageModelling(Text):
 
     name = "mlm"
     head: ClassVar[Head] = MASKED_LANGUAGE_MODELLING
-    metrics = ("masked_loss",)
+    metrics = ("masked_loss", "perplexity")
     sliced_by: ClassVar[str] = "place in the window"
     draws: ClassVar[bool] = True
 

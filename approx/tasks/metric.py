@@ -28,8 +28,10 @@ class TaskMetric(evaluate.Metric):
     lower_is_better: ClassVar[bool] = False
     fraction: ClassVar[bool] = True
     """Whether it is a fraction, shown in percent and points; otherwise it has its own units."""
-    bounded: ClassVar[bool] = True
-    """Whether it is between 0 and 1, or for a correlation between -1 and 1."""
+    margin: ClassVar[float] = 1.0
+    """The loss that is acceptable by default: points of a fraction, otherwise percent of the base's score."""
+    widest: ClassVar[float | None] = 1.0
+    """The largest difference of two scores: 1 between 0 and 1, 2 for a correlation; None if there is none."""
 
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
@@ -45,6 +47,22 @@ class TaskMetric(evaluate.Metric):
     def value(cls, predictions: Sequence[Any], labels: Sequence[Any]) -> float:
         """Score predictions, paired with labels by position."""
         return cls.total(cls.evidence(predictions, labels))
+
+    @classmethod
+    def acceptable(cls, margin: float | None, base: float) -> float:
+        """The acceptable loss in the units of the score.
+
+        Args:
+            margin: In points, or in percent of the base's score; None is the metric's default.
+            base: The base's score.
+        """
+        share = (cls.margin if margin is None else margin) / 100
+        return share if cls.fraction else share * abs(base)
+
+    @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """The score of the best answer that ignores its input, such as the most common class; None if it is not known."""
+        return None
 
     @classmethod
     def _features(cls) -> dict[str, Any]:

@@ -32,6 +32,11 @@ class Accuracy(TaskMetric):
         return np.asarray([prediction == label for prediction, label in pairs], float)[:, None]
 
     @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """The share of the most common class."""
+        return max(Counter(labels).values()) / len(labels)
+
+    @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
         """The mean over examples."""
         return float(evidence.mean())
@@ -55,6 +60,12 @@ class TokenAccuracy(TaskMetric):
         return np.stack([right, [len(label) for label in labels]], axis=1).astype(float)
 
     @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """The share of the most common token."""
+        tokens = Counter("".join(labels))
+        return max(tokens.values()) / tokens.total()
+
+    @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
         """Correct tokens / tokens."""
         right, count = evidence.sum(0)
@@ -68,6 +79,11 @@ class F1(TaskMetric):
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.f1_score.html"
 
     @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """Class 1 for every example."""
+        return F1.value([1] * len(labels), labels)
+
+    @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
         """Score predicted classes, 0 or 1."""
         predicted, true = evidence.T == 1
@@ -78,7 +94,13 @@ class Matthews(TaskMetric):
     """Matthews correlation, which for two classes is the Pearson correlation of zeros and ones."""
 
     key = "matthews"
+    widest = 2.0
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.matthews_corrcoef.html"
+
+    @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """No correlation."""
+        return 0.0
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
@@ -90,8 +112,14 @@ class Pearson(TaskMetric):
     """Pearson correlation of predicted and true numbers."""
 
     key = "pearson"
+    widest = 2.0
     feature = "float64"
     source = "https://docs.scipy.org/doc/scipy/reference/generated/scipy.stats.pearsonr.html"
+
+    @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """No correlation."""
+        return 0.0
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
@@ -103,8 +131,14 @@ class Spearman(TaskMetric):
     """Spearman correlation: the Pearson correlation of ranks; ties share their mean rank."""
 
     key = "spearman"
+    widest = 2.0
     feature = "float64"
     source = "https://docs.scipy.org/doc/scipy/reference/generated/scipy.stats.spearmanr.html"
+
+    @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """No correlation."""
+        return 0.0
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
@@ -125,6 +159,11 @@ class ExactMatch(TaskMetric):
     def _features(cls) -> dict[str, Any]:
         text = datasets.Value("string")
         return {"predictions": text, "references": datasets.List(text)}
+
+    @classmethod
+    def chance(cls, labels: Sequence[Any]) -> float | None:
+        """No answer to every question."""
+        return cls.value([""] * len(labels), labels)
 
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
@@ -171,7 +210,7 @@ class MaskedLoss(TaskMetric):
     source = "https://arxiv.org/abs/1810.04805"
     lower_is_better = True
     fraction = False
-    bounded = False
+    widest = None
 
     @classmethod
     def _features(cls) -> dict[str, Any]:
@@ -209,6 +248,11 @@ class BitsPerByte(MaskedLoss):
 
     key = "bits_per_byte"
     source = "https://arxiv.org/abs/2101.00027"
+
+    @staticmethod
+    def chance(labels: Sequence[Any]) -> float | None:
+        """Every byte as likely as any other."""
+        return 8.0
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:

@@ -89,8 +89,9 @@ def test_an_entry_holds_each_figure_under_its_own_name():
         lower_is_better=False,
         sliced_by="tokens",
         slice_metric="accuracy",
+        chance=0.5,
         groups=None,
-        base=BaseQuality(scores={"accuracy": 0.95}, interval=[low, high]),
+        base=BaseQuality(scores={"accuracy": 0.95}, interval=[low, high], at_chance=False),
         variants=[scored],
     )
     variant = scored.to_data()
@@ -111,6 +112,7 @@ def test_an_entry_holds_each_figure_under_its_own_name():
             {"from": 0, "to": 16, "examples": 8, "base": 1.0, "converted": 0.875},
             {"from": 16, "to": 32, "examples": 12, "base": pytest.approx(11 / 12), "converted": pytest.approx(11 / 12)},
         ],
+        "at_chance": False,
     }
 
 
@@ -123,3 +125,20 @@ def test_of_a_score_of_which_less_is_better_a_rise_is_the_loss():
     assert (entry.metric, entry.lower_is_better, entry.groups) == ("wer", True, 20)
     assert entry.variants[0].difference == pytest.approx(0.125)
     assert entry.variants[0].verdict == "loss beyond margin"
+
+
+def test_models_that_are_no_better_than_a_constant_are_at_chance():
+    labels = [0, 1] * 30
+    examples = [Example(str(row), {}, label) for row, label in enumerate(labels)]
+    predictions = {"exact": labels, "constant": [1] * 60}
+    entry = compare(open_task("glue/sst2"), examples, [9] * 60, predictions, margin=0.01, seed=0)
+    assert (entry.chance, entry.base.at_chance, entry.variants[0].at_chance) == (0.5, False, True)
+    silent = compare(
+        open_task("librispeech/dev-clean"),
+        [Example(str(row), {}, "A B") for row in range(8)],
+        [9] * 8,
+        {"exact": [""] * 8, "good": ["A B"] * 8},
+        margin=0.01,
+        seed=0,
+    )
+    assert (silent.chance, silent.base.at_chance, silent.variants[0].at_chance) == (1.0, True, False)

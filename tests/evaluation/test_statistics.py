@@ -66,13 +66,22 @@ def test_the_bootstrap_agrees_with_theory_on_a_mean():
     )
 
 
-@pytest.mark.parametrize("bounded", [False, True])
-def test_the_p_value_is_the_one_at_which_the_interval_touches_zero(bounded):
+def test_an_interval_does_not_go_beyond_the_largest_possible_difference():
+    """Two groups of opposite differences would give an interval of several hundred points."""
+    values = np.repeat([0.4, -0.4], 4)
+    comparison = compare_scores(
+        lambda rows: float(values[rows].mean()), 8, seed=0, groups=np.repeat([0, 1], 4), resamples=200
+    )
+    assert comparison.interval == (-1.0, 1.0)
+
+
+@pytest.mark.parametrize("widest", [None, 1.0])
+def test_the_p_value_is_the_one_at_which_the_interval_touches_zero(widest):
     values = np.random.default_rng(2).normal(0.15, 1.0, 150)
 
     def compare(confidence: float) -> statistics.Comparison:
         return compare_scores(
-            lambda rows: float(values[rows].mean()), 150, seed=0, bounded=bounded, confidence=confidence, resamples=200
+            lambda rows: float(values[rows].mean()), 150, seed=0, widest=widest, confidence=confidence, resamples=200
         )
 
     p_value = compare(0.95).p_value
@@ -87,7 +96,7 @@ def test_few_groups_have_the_interval_of_their_means():
     groups = np.repeat(np.arange(4), 25)
     means = np.array([0.1, 0.3, 0.2, 0.5])
     comparison = compare_scores(
-        lambda rows: float(means[groups[rows]].mean()), 100, seed=0, groups=groups, bounded=False, resamples=20_000
+        lambda rows: float(means[groups[rows]].mean()), 100, seed=0, groups=groups, widest=None, resamples=20_000
     )
     assert comparison.test == "paired bootstrap over 4 groups"
     exact: Any = stats.ttest_1samp(means, 0)
@@ -204,7 +213,7 @@ def test_without_a_change_the_interval_is_that_of_one_example_more_each_way():
 
 def test_where_every_resample_gives_the_same_the_p_value_is_all_or_nothing():
     for difference, p_value in ((0.0, 1.0), (-0.25, 0.0)):
-        comparison = compare_scores(lambda rows, same=difference: same, 50, seed=0, bounded=False, resamples=20)
+        comparison = compare_scores(lambda rows, same=difference: same, 50, seed=0, widest=None, resamples=20)
         assert (comparison.p_value, comparison.interval) == (p_value, (difference, difference))
 
 

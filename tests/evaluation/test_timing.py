@@ -11,7 +11,7 @@ import torch
 from approx.evaluation import baseline as baselines
 from approx.evaluation.interleave import Runner, _order, race
 from approx.evaluation.memory import is_out_of_memory, memory_limit, peak_mb
-from approx.evaluation.timing import Neighbours, Sample, repeats_for, timed, undisturbed, warm_up
+from approx.evaluation.timing import Neighbours, Sample, repeats_for, timed, undisturbed, wait_idle, warm_up
 
 CPU = torch.device("cpu")
 
@@ -123,6 +123,15 @@ def test_neighbours_watch_the_whole_machine(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(Neighbours, "_now", lambda _, t=(wall + 10, busy + 10 + others, own + 10): t)
         assert neighbours.crowded() is crowded
         monkeypatch.undo()
+
+
+def test_waiting_for_an_idle_machine_ends_when_it_is_idle_or_the_time_is_over(monkeypatch: pytest.MonkeyPatch):
+    looks = iter([True, True, False])
+    monkeypatch.setattr(Neighbours, "crowded", lambda _: next(looks))
+    assert wait_idle(60.0, look=0.0)
+    assert next(looks, None) is None
+    monkeypatch.setattr(Neighbours, "crowded", lambda _: True)
+    assert not wait_idle(0.0, look=0.0)
 
 
 def test_peak_memory_counts_temporaries_and_not_what_was_there():

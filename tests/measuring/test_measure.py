@@ -105,6 +105,8 @@ def test_a_margin_in_points_is_one_of_fractions_where_the_metric_is_one(opened, 
     how: dict[str, Any] = {"seed": 3, "outputs": None, "progress": lambda *what: told.append(what)}
     entry = measure.measure_quality(opened, stage, **how, fresh=True)
     assert [variant.margin for variant in entry.variants] == [0.025]
+    unasked = measure.measure_quality(opened, stage.model_copy(update={"margin": None}), **how, fresh=True)
+    assert [variant.margin for variant in unasked.variants] == [0.01]
     assert entry.fast_products is False
     assert not any("fast float32" in note for note in entry.notes)
     assert {stage for stage, _, _ in told} == {"evaluate glue/sst2"}

@@ -23,7 +23,7 @@ def _variant(name: str, base: float | None, median: float | None, ceiling: float
         return _timing(median, name=name, ratio=None, interval=None, share_of_ceiling=None, verdict=None)
     ratio = base / median
     interval = [ratio * (1 - width), ratio * (1 + width)]
-    verdict = "faster" if ratio >= 1.03 and interval[0] > 1 else "exact is better here"
+    verdict = "faster" if ratio >= 1.03 and interval[0] > 1 else "no clear gain"
     share = ratio / ceiling if ceiling else None
     return _timing(median, name=name, ratio=ratio, interval=interval, share_of_ceiling=share, verdict=verdict)
 

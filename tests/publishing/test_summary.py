@@ -53,8 +53,8 @@ def test_a_loss_looks_like_what_it_is(measured, verdict, tone):
     ("interval", "verdict", "tone"),
     [
         ([1.4, 1.6], "faster", "good"),
-        ([0.9, 1.6], "exact is better here", "even"),
-        ([0.4, 0.6], "exact is better here", "bad"),
+        ([0.9, 1.3], "no clear gain", "even"),
+        ([0.45, 0.6], "slower", "bad"),
     ],
 )
 def test_a_speed_looks_like_what_it_is_and_is_that_of_the_longest_row(measured, interval, verdict, tone):
@@ -78,21 +78,6 @@ def test_the_figures_of_a_variant_are_its_speed_and_each_task(record):
     )
     assert by_name["reservoir"].figures == []
     assert [answer.verified for answer in by_name.values()] == [True, True, False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("intervals", "advice"),
-    [
-        ([[1.4, 1.6], [1.4, 1.6]], "It pays from 128 tokens, the shortest measured length."),
-        ([[0.4, 0.6], [1.4, 1.6]], "Below 512 tokens, keep exact attention."),
-        ([[1.4, 1.6], [0.4, 0.6]], "The gain does not last to the longest measured length."),
-        ([[0.4, 0.6], [0.9, 1.1]], "Keep exact attention at every measured length."),
-    ],
-)
-def test_the_advice_follows_from_where_it_is_faster(measured, intervals, advice):
-    for row, interval in zip(measured["speed"], intervals, strict=True):
-        row["variants"][0] |= {"ratio": sum(interval) / 2, "interval": interval, "verdict": "faster"}
-    assert advice in said(measured, "improved-clustered 25")
 
 
 def test_a_variant_without_a_ratio_gets_no_advice(measured):

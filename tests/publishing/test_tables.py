@@ -25,7 +25,8 @@ def test_every_cell_of_a_table_of_quality_holds_its_own_figure(record):
         "units": "points",
         "better": "higher is better",
         "confidence": "95 %",
-        "base": {"score": "90.00 %", "others": ["86.00 %"], "interval": "85.00 to 94.00"},
+        "base": {"score": "90.00 %", "others": ["86.00 %"], "interval": "85.00 to 94.00", "verdict": ""},
+        "chance": None,
         "rows": [
             {
                 "name": "clustered 25",
@@ -36,7 +37,7 @@ def test_every_cell_of_a_table_of_quality_holds_its_own_figure(record):
                 "test": "exact McNemar",
                 "p_value": "0.350",
                 "p_adjusted": "< 0.001",
-                "margin": "0.5",
+                "margin": "0.5 points",
                 "verdict": "inconclusive",
                 "needed": "about 250 examples",
                 "tone": "even",
@@ -51,16 +52,25 @@ def test_every_cell_of_a_table_of_quality_holds_its_own_figure(record):
     }
 
 
+def test_chance_has_a_row_and_a_model_at_chance_is_marked(record):
+    task = record["quality"][1] | {"chance": 0.5}
+    task["base"] = task["base"] | {"at_chance": True}
+    task["variants"][0]["at_chance"] = True
+    table = quality_table(part_of(Quality, **task))
+    assert (table["chance"], table["base"]["verdict"]) == ("50.00 %", "at chance")
+    assert table["rows"][0]["verdict"] == "inconclusive, at chance"
+
+
 def test_a_score_that_is_no_fraction_is_in_its_own_units_in_every_cell(record):
     task = record["quality"][0] | {"metric": "accuracy_loss", "fraction": False, "lower_is_better": True}
     task["base"] = {"scores": {"accuracy_loss": 1.5}, "interval": [1.25, 1.75]}
     task["variants"] = [task["variants"][1] | {"scores": {"accuracy_loss": 1.4966}, "seeds": DRAWN | {"mean": 1.4966}}]
     table = quality_table(part_of(Quality, **task | {"sliced_by": "position", "slice_metric": "top_1"}))
     assert (table["units"], table["better"]) == ("accuracy loss", "lower is better")
-    assert table["base"] == {"score": "1.500", "others": [], "interval": "1.250 to 1.750"}
+    assert table["base"] == {"score": "1.500", "others": [], "interval": "1.250 to 1.750", "verdict": ""}
     (row,) = table["rows"]
     cells = [row[name] for name in ("score", "difference", "interval", "margin")]
-    assert cells == ["1.497", "−0.003", "−0.005 to 0.000", "0.01"]
+    assert cells == ["1.497", "−0.003", "−0.005 to 0.000", "0.005 accuracy loss (0.3 %)"]
     assert (row["seeds"]["score"], row["seeds"]["difference"]) == ("1.497 ± 0.010", "−0.003")
     assert row["seeds"]["text"] == "scores 0.880 to 0.900"
     assert (table["sliced_by"], table["slice_metric"]) == ("position", "top_1")
@@ -163,7 +173,7 @@ def test_every_standing_has_words_and_a_tone_of_its_own(record):
     assert said == {
         "slower": "bad",
         "faster": "good",
-        "exact is better here": "even",
+        "no clear gain": "even",
         "exact out of memory": "good",
         "out of memory": "bad",
     }

@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel, GPT2Confi
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate
+from approx.evaluation.quality import compare
 from approx.tasks import Example, open_task
 from approx.tasks.language import LanguageModelling
 from approx.tasks.masked_language import MaskedLanguageModelling
@@ -131,6 +132,20 @@ def test_the_masked_loss_is_that_of_the_hidden_tokens(data):
     measured = evaluate({"exact": subject}, task, data=data).base.scores["masked_loss"]
     assert measured == pytest.approx(np.mean(losses), rel=1e-5)
     assert 0.1 < len(losses) / len(ids) < 0.3
+
+
+@pytest.mark.parametrize(("margin", "verdict"), [(None, "loss beyond margin"), (90.0, "loss within margin")])
+def test_the_margin_of_a_language_model_is_a_share_of_its_loss(margin, verdict):
+    """Worse by 30 % of the loss: beyond 1 % of it, although the difference is less than one bit per byte."""
+    labels = [20] * 30
+    said = [{"loss": 20.0 + row % 3, "count": 8, "places": {"1": [20.0, 8]}} for row in range(30)]
+    worse = [one | {"loss": one["loss"] * 1.3} for one in said]
+    allowed = BitsPerByte.acceptable(margin, BitsPerByte.value(said, labels))
+    examples = [Example(str(row), {}, label) for row, label in enumerate(labels)]
+    entry = compare(open_task("lm"), examples, labels, {"exact": said, "worse": worse}, margin=allowed, seed=0)
+    assert 0 < entry.variants[0].difference < 1
+    assert entry.variants[0].verdict == verdict
+    assert entry.variants[0].scores["perplexity"] > entry.base.scores["perplexity"]
 
 
 def test_scores_add_up_over_stretches():

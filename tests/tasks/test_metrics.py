@@ -75,7 +75,40 @@ def test_an_error_rate_can_exceed_one_and_less_is_better():
     assert METRICS["wer"]().compute(predictions=["A B C D", ""], references=["E", "A"]) == {"wer": 5 / 2}
     assert METRICS["wer"].evidence(["A B C D", ""], ["E", "A"]).tolist() == [[4, 1], [1, 1]]
     assert METRICS["wer"].lower_is_better
-    assert not METRICS["wer"].bounded
+    assert METRICS["wer"].widest is None
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "chance"),
+    [
+        ("accuracy", [0, 1, 1, 2], 0.5),
+        ("token_accuracy", ["aab", "a"], 0.75),
+        ("f1", [0, 1, 1, 0], 2 / 3),
+        ("matthews", [0, 1], 0.0),
+        ("exact_match", [["word"], []], 0.5),
+        ("answer_f1", [["word"], ["other"]], 0.0),
+        ("wer", ["A B", "C"], 1.0),
+        ("cer", ["A B", "C"], 1.0),
+        ("bits_per_byte", [20], 8.0),
+        ("masked_loss", [20], None),
+    ],
+)
+def test_chance_is_the_best_answer_that_ignores_the_input(name, labels, chance):
+    assert METRICS[name].chance(labels) == (None if chance is None else pytest.approx(chance))
+
+
+@pytest.mark.parametrize(
+    ("name", "margin", "base", "acceptable"),
+    [
+        ("accuracy", None, 0.9, 0.01),
+        ("accuracy", 0.5, 0.9, 0.005),
+        ("wer", None, 0.3, 0.005),
+        ("bits_per_byte", None, 1.4, 0.014),
+        ("masked_loss", 2.0, 3.0, 0.06),
+    ],
+)
+def test_a_margin_is_in_points_or_for_losses_a_share_of_the_base(name, margin, base, acceptable):
+    assert METRICS[name].acceptable(margin, base) == pytest.approx(acceptable)
 
 
 @pytest.mark.network

@@ -205,7 +205,9 @@ def _from_folder(kind: str, source: Source) -> Any:
 
 def _folder(name: str, revision: str | None, offline: bool, allow_pickle: bool) -> tuple[Path, str | None]:
     if not name:
-        raise ApproxError("The name of the checkpoint is empty. Give a folder, or a model id of the hub.")
+        raise ApproxError(
+            "The name of the checkpoint is empty. Give a folder, or a model id of the hub.", Exit.UNAVAILABLE
+        )
     path = Path(name).expanduser()
     try:
         if path.is_dir() and revision is not None:

@@ -77,7 +77,7 @@ def verify(
 def _unlisted(folder: Path) -> list[str]:
     """Weights and code that the manifest does not name, but transformers might load."""
     known = {manifest.MANIFEST, *manifest.names(folder)}
-    return sorted({path.name for path in folder.iterdir() if not manifest.is_editable(path.name)} - known)
+    return sorted({path.name for pattern in ("*.py", "*.safetensors*") for path in folder.glob(pattern)} - known)
 
 
 def _files(damaged: list[str], edited: list[str], *, accept: bool) -> Check:

@@ -85,7 +85,7 @@ def names(folder: Path) -> set[str]:
 
 def is_editable(name: str) -> bool:
     """Whether a user may edit a file: config, card and tokenizer, but neither weights nor code."""
-    return name not in (MANIFEST, _INDEX) and not name.endswith((".safetensors", ".py"))
+    return name not in (MANIFEST, _INDEX) and name.endswith((".json", ".md", ".txt", ".model", ".jinja"))
 
 
 def accept(folder: Path, names: Iterable[str]) -> None:

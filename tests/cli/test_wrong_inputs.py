@@ -69,7 +69,7 @@ CONVERT = [
 ]  # fmt: skip
 # The rest: the words typed, the exit code, part of the message.
 OTHERS = [
-    (("inspect", ""), 2, "name of the checkpoint is empty"),
+    (("inspect", ""), 5, "name of the checkpoint is empty"),
     (("inspect", "/"), 5, "config.json is missing"),
     (("inspect", "a/b/c"), 5, "a/b/c does not exist"),
     (("inspect", "../../x"), 5, "../../x"),

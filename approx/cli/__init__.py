@@ -4,7 +4,7 @@ import os
 
 import typer
 
-from approx.cli import conversion, environment, explanation, finetuning, measurement, pattern, push, sweep
+from approx.cli import conversion, environment, explanation, finetuning, measurement, pattern, push, study, sweep
 from approx.cli.command import Group, exit_codes
 from approx.cli.terminal import Terminal
 
@@ -50,6 +50,7 @@ conversion.add_to(app)
 finetuning.add_to(app)
 pattern.add_to(app)
 measurement.add_to(app)
+study.add_to(app)
 sweep.add_to(app)
 push.add_to(app)
 environment.add_to(app)

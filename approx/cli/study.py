@@ -28,7 +28,7 @@ variants:
 # Base and variants are compared on these tasks. `approx tasks` lists them, `approx tasks NAME` explains one.
 evaluate:
   - {task}
-  # Your own table: {{task: classification, data: reviews.csv, settings: {{columns: {{text: review, label: stars}}}}}}
+  # Your own table: {{task: text-classification, data: reviews.csv, settings: {{columns: {{text: review, label: stars}}}}}}
 # They are timed at these lengths, in tokens.
 bench:
   - {{lengths: [128, 256]}}

@@ -14,6 +14,7 @@ from approx.cli import (
     measurement,
     pattern,
     push,
+    study,
     sweep,
 )
 from approx.cli.command import Group, exit_codes
@@ -63,6 +64,7 @@ finetuning.add_to(app)
 pattern.add_to(app)
 measurement.add_to(app)
 comparison.add_to(app)
+study.add_to(app)
 sweep.add_to(app)
 push.add_to(app)
 environment.add_to(app)

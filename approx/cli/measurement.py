@@ -1,13 +1,12 @@
-"""Commands that measure and report: evaluate, bench, report, run."""
+"""Commands that measure and report: evaluate, bench, report."""
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from approx.cli import names, options
-from approx.cli.command import command, scrubbed, typed_command
+from approx.cli import options
+from approx.cli.command import command, typed_command
 from approx.cli.terminal import Terminal
 from approx.errors import ApproxError, Exit
 
@@ -34,13 +33,6 @@ def add_to(app: typer.Typer) -> None:
         "approx bench converted-gpt2 --mode generate --lengths 128,896",
     )(bench)
     command(app, _PANEL, "approx report record.json speed.json -o report")(report)
-    command(
-        app,
-        _PANEL,
-        "approx run quickstart",
-        "approx run study.yaml -o runs/study --resume",
-        interrupted="Interrupted. Finished stages are kept; run the same command with --resume to continue.",
-    )(run)
 
 
 def evaluate(
@@ -245,40 +237,3 @@ def report(
 
     written = write_report(over_records([record.load(path) for path in records]), output)
     terminal.result({"files": [str(path) for path in written]}, *map(str, written))
-
-
-def run(
-    terminal: Terminal,
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            help="A YAML file, or the name of a recipe that comes with the package, e.g. quickstart.",
-            show_default=False,
-            autocompletion=names.completed(names.recipes),
-        ),
-    ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the run. Default: runs/NAME.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Delete an earlier run and start over.")] = False,
-    offline: options.Offline = False,
-) -> None:
-    """Run a recipe: convert every variant, evaluate and time it, write record and report."""
-    from approx import recipe as recipes
-    from approx.cli.figures import quality_table, speed_tables
-    from approx.pipeline.run import run as run_recipe
-    from approx.publishing.advice import recommendation
-
-    path = recipes.find(recipe)
-    read = recipes.read(path)
-    folder = output or Path("runs") / path.stem
-    with terminal.progress() as bar:
-        made = run_recipe(
-            read, folder, resume=resume, force=force, offline=offline,
-            # Without --resume, so that the command reproduces the record.
-            command=scrubbed(shlex.join(["approx", "run", recipe])), progress=bar,
-        )  # fmt: skip
-    tables = [*map(quality_table, made.quality), *speed_tables(made.speed)]
-    files = [f"Record: {folder / 'record.json'}", f"Report: {folder / 'report' / 'index.html'}"]
-    terminal.result(made.to_data(), *([read.notice] if read.notice else []), *recommendation(made), *tables, *files)

@@ -22,7 +22,7 @@ from approx.evaluation.quality import over_tasks
 from approx.evaluation.record_model import Quality, RecipeText, Record
 from approx.evaluation.record_speed import Speed
 from approx.evaluation.record_training import Trained
-from approx.evaluation.timing_inputs import sound_inputs, text_inputs
+from approx.evaluation.timing_inputs import image_inputs, sound_inputs, text_inputs
 from approx.measuring.decoding import decoders
 from approx.measuring.identity import computed_by, identity
 from approx.measuring.products import products_for
@@ -267,6 +267,8 @@ def _input_maker(
     if task.input_name == "input_values":
         size = partial(samples, base.config)
         return sound_inputs(task, examples, checkpoint.processor(source), size, base.device, base.dtype)
+    if task.input_name == "pixel_values":
+        return image_inputs(task, examples, checkpoint.processor(source), base.device, base.dtype)
     return text_inputs(task, examples, checkpoint.processor(source), base.device)
 
 

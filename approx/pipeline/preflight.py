@@ -127,7 +127,7 @@ def _training_mistakes(heal: FinetuneStage) -> list[ApproxError]:
         errors.append(error)
     for path in [*([heal.data] if heal.data else []), *(heal.text or [])]:
         if not is_hub(path) and not Path(path).exists():
-            text = f"Heal: {path} does not exist. Fix the path in the recipe."
+            text = f"Heal: {path} does not exist. Fix the path in the recipe, or replace it with --data."
             errors.append(ApproxError(text + _from_where(path), Exit.UNAVAILABLE))
     return errors
 
@@ -141,7 +141,7 @@ def _facts(recipe: Recipe, offline: bool) -> Anatomy:
     try:
         source = checkpoint.locate(recipe.checkpoint, revision=recipe.revision, offline=offline)
     except ApproxError as error:
-        hint = _from_where(recipe.checkpoint) if recipe.checkpoint.startswith(".") else ""
+        hint = f" Replace it with --checkpoint.{_from_where(recipe.checkpoint)}" if recipe.checkpoint[:1] == "." else ""
         raise ApproxError(f"Checkpoint: {error}{hint}", error.exit_code) from None
     if source.converted:
         raise ApproxError(
@@ -164,7 +164,7 @@ def _task_mistakes(stage: EvaluateStage) -> list[ApproxError]:
     except ApproxError as error:
         errors.append(error)
     if stage.data is not None and not is_hub(stage.data) and not Path(stage.data).exists():
-        text = f"Data {stage.data} of task {stage.task} does not exist. Fix the path in the recipe."
+        text = f"Data {stage.data} of task {stage.task} does not exist. Fix the path in the recipe, or replace it with --data."
         errors.append(ApproxError(text + _from_where(stage.data), Exit.UNAVAILABLE))
     return errors
 

@@ -12,6 +12,7 @@ from approx.tasks.classification import SequenceClassification
 from approx.tasks.copying import Copying
 from approx.tasks.documents import Documents
 from approx.tasks.glue import GLUE, Glue
+from approx.tasks.images import ImageClassification
 from approx.tasks.labelled import Classification
 from approx.tasks.language import LanguageModelling
 from approx.tasks.librispeech import LIBRISPEECH, LibriSpeech
@@ -20,6 +21,7 @@ from approx.tasks.masked_language import MaskedLanguageModelling
 from approx.tasks.needle import Needle
 from approx.tasks.squad import Squad
 from approx.tasks.task import Example, Split, Task
+from approx.tasks.token_classification import TokenClassification
 
 __all__ = ["TASKS", "Example", "SequenceClassification", "Split", "Task", "kind_of", "open_task", "settings_of"]
 
@@ -31,6 +33,8 @@ TASKS: dict[str, Callable[..., Task]] = {
     LanguageModelling.name: LanguageModelling,
     MaskedLanguageModelling.name: MaskedLanguageModelling,
     Classification.name: Classification,
+    TokenClassification.name: TokenClassification,
+    ImageClassification.name: ImageClassification,
     Documents.name: Documents,
     ListOps.name: ListOps,
     Needle.name: Needle,

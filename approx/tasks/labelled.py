@@ -24,7 +24,7 @@ class Classification(SequenceClassification):
         ApproxError: if there are fewer than two labels, or a label twice.
     """
 
-    name = "classification"
+    name = "text-classification"
     metrics = ("accuracy",)
     _other_labels: ClassVar[str] = (
         " Name the classes of the data, in the order of the model's outputs, with --set labels=."

@@ -41,7 +41,7 @@ class LibriSpeech(Transcription):
 
     Args:
         split: A key of `LIBRISPEECH`.
-        settings: Decoding settings of `Transcription`: `beams`, `ngram`, `ngram_weight`, `word_reward`.
+        settings: Decoding settings of `Transcription`: `beams`, `ngram`, `ngram_weight`, `word_reward`, `language`.
     """
 
     dataset = _HUB_DATASET

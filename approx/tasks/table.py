@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError, Exit, shown
 from approx.tasks.hub import load_rows, streamed
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
@@ -33,6 +33,20 @@ class Row:
     place: str
     folder: Path | None
     cells: dict[str, Any]
+
+    def file(self, cell: Any) -> Path | bytes:
+        """The file that a cell names, or the bytes that it holds.
+
+        Raises:
+            ApproxError: if it does neither.
+        """
+        held = cell.get("bytes") if isinstance(cell, dict) else cell
+        named = cell.get("path") if isinstance(cell, dict) else cell
+        if isinstance(held, bytes):
+            return held
+        if isinstance(named, str | Path):
+            return (self.folder or Path()) / named
+        raise ApproxError(f"{self.place}: a path or bytes are needed, found {shown(cell)}.", Exit.UNAVAILABLE)
 
 
 def is_hub(data: str | Path | None) -> bool:

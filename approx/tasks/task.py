@@ -211,6 +211,10 @@ class Task(ABC):
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
         """Pad encodings into one batch of tensors, [B, L]."""
 
+    def outputs(self, model: Any, batch: dict[str, Any]) -> Any:
+        """What `predict` reads: the model's outputs for a batch, by default of one forward pass."""
+        return model(**batch)
+
     @abstractmethod
     def targets(
         self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any

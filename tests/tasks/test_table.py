@@ -40,7 +40,7 @@ def write(folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["csv", "csv.gz", "tsv", "jsonl", "json", "json.gz", "parquet"])
 def test_every_format_holds_the_same_examples(tmp_path, kind):
-    task = open_task("classification", labels="dull,fine", columns={**COLUMNS, "group": "who"})
+    task = open_task("text-classification", labels="dull,fine", columns={**COLUMNS, "group": "who"})
     split = task.load(write(tmp_path, kind))
     # The classes take turns.
     assert [(one.id, one.inputs["text"], one.label, one.group) for one in split.examples] == [
@@ -68,16 +68,18 @@ def test_classes_come_from_the_checkpoint_unless_they_are_named(tmp_path):
     path = tmp_path / "test.csv"
     path.write_text("text,label\nthe film is good,GOOD\nthe film is bad,BAD\nfine,1\n")
     model, tokenizer = tiny_model(2, ["BAD", "GOOD"]), tiny_tokenizer()
-    entry = approx.evaluate(model, "classification", processor=tokenizer, data=str(path)).quality[0]
-    assert (entry.examples, entry.task) == (3, "classification")
+    entry = approx.evaluate(model, "text-classification", processor=tokenizer, data=str(path)).quality[0]
+    assert (entry.examples, entry.task) == (3, "text-classification")
     path.write_text("text,label\nthe film is good,yes\nfine,no\n")
     with pytest.raises(ApproxError, match=r"unknown label 'yes'.*BAD or 0, GOOD or 1\. Name the classes of the data"):
-        approx.evaluate(model, "classification", processor=tokenizer, data=str(path))
+        approx.evaluate(model, "text-classification", processor=tokenizer, data=str(path))
     settings = {"labels": "no,yes"}
-    made = approx.evaluate(model, "classification", processor=tokenizer, data=str(path), settings=settings)
+    made = approx.evaluate(model, "text-classification", processor=tokenizer, data=str(path), settings=settings)
     assert made.quality[0].examples == 2
     with pytest.raises(ApproxError, match="classification has 3 outputs"):
-        approx.evaluate(model, "classification", processor=tokenizer, data=str(path), settings={"labels": "no,yes,x"})
+        approx.evaluate(
+            model, "text-classification", processor=tokenizer, data=str(path), settings={"labels": "no,yes,x"}
+        )
 
 
 def test_a_hub_dataset_is_read_with_the_names_of_its_classes(monkeypatch, tmp_path):
@@ -91,7 +93,7 @@ def test_a_hub_dataset_is_read_with_the_names_of_its_classes(monkeypatch, tmp_pa
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr("approx.tasks.hub.reachable", lambda endpoint: False)
-    task = open_task("classification", labels="neg,pos")
+    task = open_task("text-classification", labels="neg,pos")
     for streaming in (False, True):
         split = task.load(Path("hub:me/reviews:plain"), "validation", streaming=streaming)
         assert [(one.inputs["text"], one.label) for one in split.examples] == [("b", 0), ("a", 1), ("c", 1)]
@@ -107,8 +109,8 @@ def test_a_hub_dataset_is_read_with_the_names_of_its_classes(monkeypatch, tmp_pa
     ("task", "columns", "words"),
     [
         ("needle", {"text": "a"}, "'needle' reads no tables"),
-        ("classification", {"txt": "a"}, "reads no column 'txt'. Did you mean 'text'"),
-        ("classification", ["text"], "must be names"),
+        ("text-classification", {"txt": "a"}, "reads no column 'txt'. Did you mean 'text'"),
+        ("text-classification", ["text"], "must be names"),
     ],
 )
 def test_wrong_columns_are_refused(task, columns, words):
@@ -132,13 +134,13 @@ def test_wrong_columns_are_refused(task, columns, words):
 def test_damaged_tables_are_named(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ApproxError, match=words) as caught:
-        open_task("classification", labels="a,b").load(tmp_path / name)
+        open_task("text-classification", labels="a,b").load(tmp_path / name)
     assert caught.value.exit_code == Exit.UNAVAILABLE
 
 
 def test_data_are_needed(tmp_path):
     with pytest.raises(ApproxError, match="has no data of its own"):
-        open_task("classification").load()
+        open_task("text-classification").load()
     with pytest.raises(ApproxError, match="but no table"):
         open_task("glue/sst2", columns={"text": "a"}).load()
     assert not table.is_hub(tmp_path)

@@ -9,7 +9,6 @@ from approx.cli import options
 from approx.cli.command import command
 from approx.cli.terminal import Terminal, table
 from approx.errors import ApproxError
-from approx.publishing import wording
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -95,6 +94,8 @@ def predict(
 
 
 def _generated(one: dict[str, Any]) -> "list[Table | str]":
+    from approx.publishing import wording
+
     said = one["continuations"]
     rows = [
         ["text", *(repr(entry["text"])[1:-1] for entry in said.values())],
@@ -120,6 +121,8 @@ def _parting(one: dict[str, Any]) -> list[str]:
 
 
 def _predicted(one: dict[str, Any], top: int) -> "list[Table | str]":
+    from approx.publishing import wording
+
     said = one["predictions"]
     labels, base = list(said), next(iter(said.values()))
     title = _short(one["question"] or one["input"])

@@ -244,8 +244,8 @@ def latest(lengths: Iterable[int | None]) -> int | None:
 
 
 def whole_number(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """The value, if it is an int (and not a bool) of at least `low` and at most `high`, or 32 bits without one."""
-    inside = type(value) is int and low <= value <= (2**31 - 1 if high is None else high)
+    """The value, if it is an int (and not a bool) of at least `low` and at most `high`."""
+    inside = type(value) is int and low <= value and (high is None or value <= high)
     limits = f"of at least {low}" if high is None else f"from {low} to {high}"
     return checked(name, value, inside, f"a whole number {limits}")
 

@@ -112,7 +112,7 @@ def test_a_converted_folder_that_was_cut_or_changed_is_refused(converted, data, 
     config["approx"]["sites"]["encoder.layer.0.attention.self"]["settings"]["left"] = 7
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     answer = call("evaluate", folder, "--task", "glue/sst2", "--data", data)
-    assert (answer.code, "is damaged: config.json" in answer.err) == (Exit.UNAVAILABLE, True), answer
+    assert (answer.code, "was edited: config.json" in answer.err) == (Exit.UNAVAILABLE, True), answer
     (folder / "approx_manifest.json").unlink()
     assert call("evaluate", folder, "--task", "glue/sst2", "--data", data).code == Exit.UNAVAILABLE
 

@@ -42,7 +42,7 @@ def topk_blocks(
                 allowed = position <= own if allowed is None else allowed & (position <= own)
             scores = block @ k.transpose(-2, -1)
             scores = scores if allowed is None else scores.masked_fill(~allowed, lowest)
-            largest = scores.topk(torch.sym_min(topk, keys), sorted=False)
+            largest = scores.topk(torch.sym_min(topk, keys) if whole else min(topk, keys), sorted=False)
             weights = torch.zeros_like(scores).scatter(-1, largest.indices, largest.values.softmax(-1))
             # Forbidden keys are chosen only if nothing else is left.
             weights = weights if allowed is None else weights.masked_fill(~allowed, 0.0)

@@ -32,11 +32,12 @@ if TYPE_CHECKING:
         push,
         report,
         revert,
+        search,
         verify,
     )
 
 __all__ = ["ApproxError", "Plan", "__version__", "bench", "convert", "evaluate", "fast_products", "finetune"]
-__all__ += ["generate", "inspect", "load", "predict", "push", "report", "revert", "verify"]
+__all__ += ["generate", "inspect", "load", "predict", "push", "report", "revert", "search", "verify"]
 __dir__ = __all__.copy  # what an interactive session offers, loaded or not
 register_when_asked()
 

@@ -27,10 +27,14 @@ from approx.measuring.measure import (
 from approx.measuring.pair import label_of, open_pair
 from approx.measuring.products import fast_products
 from approx.measuring.side_by_side import generate, predict
+from approx.pipeline.search import folder_of
+from approx.pipeline.search import search as run_search
 from approx.planning.plan import Plan
 from approx.publishing.report import write_report as report
 from approx.pushing.push import push
 from approx.recipe import BASE
+from approx.searching.options import SearchStage
+from approx.searching.outcome import Searched
 from approx.tasks import open_task
 from approx.validation import build
 
@@ -49,6 +53,7 @@ __all__ = [
     "push",
     "report",
     "revert",
+    "search",
     "verify",
 ]
 
@@ -235,3 +240,59 @@ def bench(
     opened = open_pair(name, against, device, dtype, offline)
     speed = measure_speed(opened, stage, texts, seed=seed, progress=progress)
     return make_record(opened, title=f"Speed of {label_of(name)}", seed=seed, command=command, speed=speed)
+
+
+def search(
+    model: str | Any,
+    output: str | Path | None = None,
+    *,
+    processor: Any = None,
+    sensitivities: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    offline: bool = False,
+    command: str = "",
+    progress: Progress = silent,
+    **options: Any,
+) -> Searched:
+    """Find the fastest mix of mechanisms within a loss, or the least loss at a speed, and prove it on other examples.
+
+    Args:
+        model: A folder, a hub model id, or `quickstart`; or a loaded model, which is not changed.
+        output: File for the plan; everything measured goes into a folder beside it. Without it nothing is kept.
+        processor: The tokenizer or processor of a loaded model.
+        sensitivities: `sensitivities.json` of an earlier search of the same model, candidates and examples.
+        resume: Whether to go on with an earlier search into `output`.
+        force: Whether to replace an earlier search.
+        seed: Seed of everything random.
+        device: `auto`, `cpu` or `cuda`.
+        dtype: `auto` or the name of a torch dtype.
+        revision: Commit of the hub.
+        offline: Whether to use only local files and the hub's cache.
+        command: The command as typed, for the record.
+        progress: Called with what happens, done and total.
+        options: As of `approx.searching.options.SearchStage`: length, budget, speed, task, data, mechanisms, …
+
+    Returns:
+        The outcome, whose `plan` is for `approx.convert`, and whose `feasible` says whether the
+        proof meets what was asked for.
+
+    Raises:
+        ApproxError: if an option is unknown, out of range or contradicts another, the model does not fit, an output exists, or
+            nothing could be as fast as asked (exit code 7).
+    """
+    stage = build(SearchStage, "search", **options)
+    if isinstance(model, str):
+        base = open_all({BASE: model}, device, dtype, revision=revision, offline=offline)[BASE]
+    else:
+        base = in_memory(model, processor)
+    about: dict[str, Any] = {"resume": resume, "force": force, "seed": seed, "command": command, "progress": progress}
+    about["sensitivities"] = None if sensitivities is None else Path(sensitivities)
+    if output is not None:
+        return run_search(base, stage, Path(output), folder=folder_of(Path(output)), **about)
+    with TemporaryDirectory() as folder:
+        return run_search(base, stage, None, folder=Path(folder) / "search", **about)

@@ -14,6 +14,7 @@ from approx.cli import (
     measurement,
     pattern,
     push,
+    search,
     study,
     sweep,
 )
@@ -60,6 +61,7 @@ def _root(
 explanation.add_to(app)
 conversion.add_to(app)
 folders.add_to(app)
+search.add_to(app)
 finetuning.add_to(app)
 pattern.add_to(app)
 measurement.add_to(app)

@@ -42,7 +42,7 @@ EXIT_CODES = {
     Exit.MISSING: "missing dependency or hardware",
     Exit.UNAVAILABLE: "model or data unavailable or damaged",
     Exit.VERIFICATION: "a check failed",
-    Exit.THRESHOLD: "the loss is beyond the margin or was not tested",
+    Exit.THRESHOLD: "the loss is beyond the margin or was not tested; a search found nothing",
     Exit.REFUSED: "refused: the output exists or something differs from the earlier run",
     Exit.INTERRUPTED: "interrupted",
 }

@@ -132,7 +132,8 @@ def observe(
         call.output = out.transpose(1, 2)
         if on_call is not None:
             on_call(call)
-        return out, weights
+        # Through the observed tensor, so that it has a gradient of a loss on the model's outputs.
+        return call.output.transpose(1, 2), weights
 
     with temporary_attention(observed, key_mask) as name, _restored_configs(model):
         switch(model, name)

@@ -1,0 +1,102 @@
+"""Run a search into a file and a folder: the plan, and the sensitivities, record and report behind it."""
+
+import json
+import shutil
+from pathlib import Path
+
+from approx.checkpoints.checkpoint import Checkpoint
+from approx.errors import ApproxError, Exit
+from approx.evaluation import record
+from approx.measuring.measure import Progress, make_record, silent
+from approx.publishing.report import write_report
+from approx.recipe import BASE
+from approx.searching.options import SearchStage
+from approx.searching.outcome import Searched
+from approx.searching.search import Search
+from approx_kernels.runtime.atomic_file import write_whole
+
+OUTCOME = "search.json"
+
+
+def folder_of(plan: Path) -> Path:
+    """The folder beside a plan that holds what the search measured: `plan.yaml` -> `plan-search`."""
+    return plan.with_name(f"{plan.stem}-search")
+
+
+def search(
+    base: Checkpoint,
+    stage: SearchStage,
+    plan: Path | None,
+    *,
+    folder: Path,
+    sensitivities: Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    seed: int = 0,
+    command: str = "",
+    progress: Progress = silent,
+) -> Searched:
+    """Search, and write the plan, `search.json`, the record and the report.
+
+    After Ctrl-C the plan is the best one so far, and a comment in it says that it is not proven.
+
+    Args:
+        base: The exact checkpoint.
+        stage: The options.
+        plan: File for the plan; None writes none. It is not written if nothing fits what was asked for.
+        folder: Folder for everything else.
+        sensitivities: File of an earlier search of the same model, candidates and examples.
+        resume: Go on with an earlier search in the folder.
+        force: Start over, and replace an earlier search.
+        seed: Seed of everything random.
+        command: The command as typed, for the record.
+        progress: Called with what happens, done and total.
+
+    Raises:
+        ApproxError: if an output exists, the options contradict each other or do not fit the model, or no plan could be as
+            fast as asked.
+    """
+    _refuse(plan, folder, resume=resume, force=force)
+    if sensitivities is not None and not sensitivities.is_file():
+        raise ApproxError(f"{sensitivities} does not exist. Leave it out, and sensitivities are measured.", Exit.UNAVAILABLE)
+    kept = None if sensitivities is None else sensitivities.read_bytes()
+    running = Search(base, stage, folder, seed=seed, progress=progress) if resume else None
+    if running is None:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        running = Search(base, stage, folder, seed=seed, progress=progress)
+    folder.mkdir(parents=True, exist_ok=True)
+    if sensitivities is not None and kept is not None and not sensitivities.is_file():
+        # It lay in the folder that was replaced.
+        write_whole(sensitivities, kept.decode())
+    found = running.run(sensitivities)
+    write_whole(folder / OUTCOME, json.dumps(found.to_data(), indent=1, ensure_ascii=False) + "\n")
+    if found.plan is not None and plan is not None and (found.feasible or found.interrupted):
+        write_whole(plan, found.to_yaml())
+    elif found.plan is not None:
+        write_whole(folder / "best.yaml", found.to_yaml())
+    if found.speed is not None:
+        made = make_record(
+            {BASE: base, **found.models}, title=f"Search: {found.asked}", notice=found.told, seed=seed, command=command,
+            quality=[found.quality] if found.quality is not None else [], speed=[found.speed],
+        )  # fmt: skip
+        record.save(folder / "record.json", made)
+        write_report([made], folder / "report")
+    return found
+
+
+def _refuse(plan: Path | None, folder: Path, *, resume: bool, force: bool) -> None:
+    if plan is not None and plan.exists() and not (plan.is_file() and (force or resume)):
+        how = "Choose another name, or replace it with --force." if plan.is_file() else "Choose another name."
+        raise ApproxError(f"{plan} exists. {how}", Exit.REFUSED)
+    if not folder.exists():
+        return
+    if not folder.is_dir() or any(path.name not in _OWN for path in folder.iterdir()):
+        raise ApproxError(f"{folder} exists and is not a search of approx. Choose another output.", Exit.REFUSED)
+    if not (resume or force):
+        raise ApproxError(
+            f"{folder} holds an earlier search. Go on with it with --resume, or start over with --force.", Exit.REFUSED
+        )
+
+
+_OWN = ("sensitivities.json", "measured.json", OUTCOME, "best.yaml", "record.json", "report")

@@ -1,0 +1,171 @@
+"""The options of a search."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from approx.errors import ApproxError
+from approx.planning.rule import Rules
+from approx.validation import Count, Model, listed
+
+_BUDGET = re.compile(r"(loss|kl|error)<=(\d+(?:\.\d+)?)")
+_SPEED = re.compile(r"(\d+(?:\.\d+)?)[x×]")
+_LATENCY = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def read_budget(text: str) -> tuple[str, float]:
+    """Read a budget, such as `loss<=0.5`: what is bounded, and the bound.
+
+    Raises:
+        ValueError: if it is not of that form.
+    """
+    parts = _BUDGET.fullmatch(text.replace(" ", ""))
+    if parts is None:
+        raise ValueError("a budget such as loss<=0.5 (points of the task), kl<=0.05 (nats) or error<=0.1,")
+    return parts[1], float(parts[2])
+
+
+def read_speed(text: str) -> float:
+    """Read a speed-up, such as `1.5x`.
+
+    Raises:
+        ValueError: if it is not of that form, or not above 1.
+    """
+    parts = _SPEED.fullmatch(text.strip())
+    if parts is None or float(parts[1]) <= 1:
+        raise ValueError("a speed-up above 1, such as 1.5x,")
+    return float(parts[1])
+
+
+def read_latency(text: str) -> float:
+    """Read a time as milliseconds, such as `20ms`.
+
+    Raises:
+        ValueError: if it is not of that form, or zero.
+    """
+    parts = _LATENCY.fullmatch(text.replace(" ", ""))
+    if parts is None or not float(parts[1]):
+        raise ValueError("a time above 0, such as 20ms,")
+    return float(parts[1]) * (1000 if parts[2] == "s" else 1)
+
+
+def read_duration(text: str) -> float:
+    """Read a duration as seconds, such as `30m`.
+
+    Raises:
+        ValueError: if it is not of that form, or zero.
+    """
+    parts = _DURATION.fullmatch(text.strip())
+    if parts is None or not float(parts[1]):
+        raise ValueError("a time above 0 in s, m or h, e.g. 90s, 30m or 2h,")
+    return float(parts[1]) * _SECONDS[parts[2]]
+
+
+def _checked(read: Callable[[str], Any]) -> AfterValidator:
+    def check(text: str | None) -> str | None:
+        if text is not None:
+            read(text)
+        return text
+
+    return AfterValidator(check)
+
+
+class SearchStage(Model):
+    """What a search may lose, how fast its plan must be, and where it looks.
+
+    Attributes:
+        length: Tokens of the input that is timed.
+        budget: What may be lost: `loss<=0.5`, points of the task (percent of the base's score for losses); without a task
+            `kl<=0.05`, nats between the outputs, or `error<=0.1`, of the hidden states of a model without a head.
+        speed: Speed-up over the fastest exact attention that the plan must reach, such as `1.5x`.
+        latency: Time of one forward pass that the plan must reach, such as `20ms`, instead of `speed`.
+        task: Task that measures the loss.
+        data: Its files.
+        settings: Its settings.
+        split: Its split; the task's default if not given.
+        limit: Use only the first examples, this many.
+        min_length: Use only examples of at least this many tokens.
+        truncate: Truncate inputs that are too long.
+        text: A file of plain text, instead of a task.
+        batch: Inputs of a timed call.
+        mechanisms: Mechanisms to choose from; by default those that fit the model without training.
+        candidates: Rules to choose from, without layers or heads, instead of `mechanisms`.
+        granularity: Whether a layer gets one mechanism, or may keep exact attention in the heads that need it most.
+        heal: Whether mechanisms with parameters are first fitted to exact attention, as by `finetune --recover transfer`.
+        calibration: Examples whose gradients weigh the errors of the layers.
+        examples: Examples that compare plans, at most half of the split.
+        proof: Other examples, on which the plan is proven, at most.
+        front: Plans for other budgets to measure beside the found one.
+        time_budget: Time after which no further plan is tried, such as `10m`.
+    """
+
+    length: Count
+    budget: Annotated[str | None, _checked(read_budget)] = None
+    speed: Annotated[str | None, _checked(read_speed)] = None
+    latency: Annotated[str | None, _checked(read_latency)] = None
+    task: Annotated[str | None, Field(examples=["squad"])] = None
+    data: str | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)
+    split: str | None = None
+    limit: Count | None = None
+    min_length: Count | None = None
+    truncate: bool = False
+    text: str | None = None
+    batch: Count = 1
+    mechanisms: Annotated[list[str] | None, BeforeValidator(lambda value: None if value is None else listed(value))] = (
+        None
+    )
+    candidates: Rules | None = None
+    granularity: Literal["layer", "heads"] = "layer"
+    heal: Literal["transfer"] | None = None
+    calibration: Count = 64
+    examples: Count = 300
+    proof: Count = 1000
+    front: Annotated[int, Field(ge=0)] = 5
+    time_budget: Annotated[str | None, _checked(read_duration)] = None
+
+    @property
+    def seconds(self) -> float | None:
+        """The time budget in seconds; None without one."""
+        return None if self.time_budget is None else read_duration(self.time_budget)
+
+    @property
+    def allowed(self) -> tuple[str, float] | None:
+        """What the budget bounds, and the bound; None without a budget."""
+        return None if self.budget is None else read_budget(self.budget)
+
+
+def contradictions(stage: SearchStage) -> Iterator[str]:
+    """What is wrong with options that are right one by one, a sentence each."""
+    if stage.budget is None and stage.speed is None and stage.latency is None:
+        yield "Neither a loss nor a speed was given. Say what may be lost (loss<=0.5), how fast the plan must be (1.5x), or both."
+    if stage.speed is not None and stage.latency is not None:
+        yield f"Both a speed ({stage.speed}) and a latency ({stage.latency}) were given. Give one of them."
+    if stage.task is not None and stage.text is not None:
+        yield "Both a task and a text were given. Give the task to bound its score, or the text to bound a divergence."
+    if stage.mechanisms is not None and stage.candidates is not None:
+        yield "Both mechanisms and candidates were given. Give one of them."
+    bounded = stage.allowed and stage.allowed[0]
+    if bounded == "loss" and stage.task is None:
+        yield f"The budget {stage.budget} is in points of a task, and no task was given. Name one, or bound kl or error."
+    if bounded in ("kl", "error") and stage.task is not None:
+        yield f"The budget {stage.budget} is a divergence, but the task {stage.task} was given. Bound its loss, or leave the task out."
+    for rule in stage.candidates or ():
+        if (rule.layers, rule.heads, rule.exact_below) != ("all", "all", 0):
+            yield (
+                f"The candidate {rule.mechanism} names layers, heads or a length, which the search chooses itself. Leave them out."
+            )
+
+
+def check(stage: SearchStage) -> None:
+    """Raise for contradictory options.
+
+    Raises:
+        ApproxError: naming every contradiction.
+    """
+    if found := list(contradictions(stage)):
+        raise ApproxError("\n".join(found))

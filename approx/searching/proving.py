@@ -1,0 +1,164 @@
+"""The proof: plans on the examples that the search did not see, paired with the base, and their times in one race."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from approx.checkpoints.checkpoint import Checkpoint
+from approx.evaluation.coverage import coverage
+from approx.evaluation.evaluate import Subject, predict
+from approx.evaluation.prediction_cache import default_folder, fingerprint
+from approx.evaluation.quality import compare
+from approx.evaluation.record_model import Quality, Tokens
+from approx.evaluation.record_speed import Speed
+from approx.measuring.identity import computed_by, identity
+from approx.measuring.measure import Progress
+from approx.recipe import BASE
+from approx.searching.cost import race
+from approx.searching.judging import Judge
+from approx.searching.outcome import Proof, Searched
+from approx.tasks.metrics import METRICS
+
+FOUND = "found"
+_ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class Proven:
+    """Models on the proof.
+
+    Attributes:
+        proofs: Label -> loss and speed.
+        quality: Their scores; None for text.
+        speed: Their times.
+        divergences: Label -> divergence, for text.
+    """
+
+    proofs: dict[str, Proof]
+    quality: Quality | None
+    speed: Speed
+    divergences: dict[str, float]
+
+    def given_to(self, outcome: Searched, models: Mapping[str, Checkpoint], chosen: str | None) -> Searched:
+        """Put everything into an outcome, whose own plan is called `found`."""
+        names = {name: FOUND if name == chosen else name for name in self.proofs}
+        order = sorted(names, key=lambda name: name != chosen)
+
+        def renamed(rows: Any) -> list[Any]:
+            known = {row.name: row for row in rows}
+            return [known[name].model_copy(update={"name": names[name]}) for name in order]
+
+        if self.quality is not None:
+            outcome.quality = self.quality.model_copy(update={"variants": renamed(self.quality.variants)})
+        outcome.speed = self.speed.model_copy(update={"variants": renamed(self.speed.variants)})
+        outcome.divergences = {names[name]: value for name, value in self.divergences.items()}
+        outcome.models = {names[name]: models[name] for name in order}
+        if self.speed.crowded:
+            outcome.notes.append("Other programs used the machine while the plans were timed. Search again on an idle one.")
+        return outcome
+
+
+def prove(judge: Judge, models: Mapping[str, Checkpoint], seed: int, progress: Progress) -> Proven:
+    """Measure models on the examples that the search did not see, and their times in one race.
+
+    Args:
+        judge: The examples, and the base.
+        models: Label -> model.
+        seed: Seed of the bootstrap.
+        progress: Called with what happens, done and total.
+    """
+    bound = None if judge.stage.allowed is None else judge.stage.allowed[1]
+    scores = None
+    if judge.task is not None:
+        # Here the margin is the budget.
+        scores = quality(judge, models, bound, seed, progress)
+    row = race(
+        {BASE: judge.base, **models}, judge.stage, seed=seed, rounds=_ROUNDS,
+        progress=lambda _, done, total: progress("time the plans", done, total),
+    )  # fmt: skip
+    times = {one.name: one for one in row.variants}
+    proofs, divergences = {}, {}
+    for number, (name, one) in enumerate(models.items()):
+        if scores is not None:
+            loss, interval, verdict = loss_in_points(scores, name)
+            count = scores.examples
+        else:
+            progress("prove", number, len(models))
+            loss, interval = divergence_interval(judge, one.model, seed)
+            verdict, count = _within(loss, interval, bound), judge.proof.inputs
+            divergences[name] = loss
+        proofs[name] = Proof.of(loss, interval, verdict, count, times.get(name))
+    return Proven(proofs, scores, row, divergences)
+
+
+def _within(loss: float, interval: tuple[float, float], bound: float | None) -> str:
+    if bound is None:
+        return "no budget"
+    return "within the budget" if interval[1] <= bound else "inconclusive" if loss <= bound else "beyond the budget"
+
+
+def quality(
+    judge: Judge, models: Mapping[str, Checkpoint], margin: float | None, seed: int, progress: Progress
+) -> Quality:
+    """Score the base and models on the proof; outputs are kept, so that a search goes on where it stopped.
+
+    Args:
+        judge: Of a task.
+        models: Label -> model.
+        margin: Acceptable loss, as in `EvaluateOptions`.
+        seed: Seed of the bootstrap.
+        progress: Called with what happens, done and total.
+    """
+    task, part = judge.task, judge.proof
+    assert task is not None and part.prepared is not None and part.split is not None
+    subjects = [_subject(judge, label, one) for label, one in {BASE: judge.base, **models}.items()]
+    kept = default_folder()
+    predictions = {}
+    for number, one in enumerate(subjects):
+        progress("prove", number, len(subjects))
+        predictions[one.name] = predict(one, task, part.prepared, device=one.model.device, kept=kept, halve=True)
+    progress("prove", len(subjects), len(subjects))
+    covered = {one.name: reach for one in subjects if (reach := coverage(one, task, part.prepared)) is not None}
+    examples, lengths = part.split.examples, part.prepared.lengths
+    metric = METRICS[task.metrics[0]]
+    labels = [example.label for example in examples]
+    compared = compare(
+        task, examples, lengths, predictions, seed=seed, covered=covered,
+        margin=metric.acceptable(margin, metric.value(predictions[BASE], labels)),
+    )  # fmt: skip
+    return Quality(
+        task=task.name, split=part.split.name, examples=len(examples), subset=True, truncated=part.prepared.truncated,
+        notes=["examples that the search did not see"],
+        tokens=Tokens(median=int(np.median(lengths)), longest=max(lengths)), outputs=None, **vars(compared),
+    )  # fmt: skip
+
+
+def loss_in_points(entry: Quality, name: str) -> tuple[float, tuple[float, float] | None, str]:
+    """The loss of a variant in points, or percent of the base's score, with its interval and verdict."""
+    variant = next(one for one in entry.variants if one.name == name)
+    metric = METRICS[entry.metric]
+    point = max(metric.acceptable(1.0, entry.base.scores[entry.metric]), 1e-12)
+    sign = 1 if entry.lower_is_better else -1
+    loss = sign * variant.difference / point
+    interval = None
+    if variant.interval is not None:
+        low, high = sorted(sign * end / point for end in variant.interval)
+        interval = (low, high)
+    return loss, interval, variant.verdict
+
+
+def divergence_interval(judge: Judge, model: Any, seed: int) -> tuple[float, tuple[float, float]]:
+    """The mean divergence on the proof, and its bootstrap interval over inputs."""
+    apart = judge.divergences(model, judge.proof)
+    random = np.random.default_rng(seed)
+    drawn = [apart[random.integers(len(apart), size=len(apart))].mean() for _ in range(2000)]
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return float(apart.mean()), (float(low), float(high))
+
+
+def _subject(judge: Judge, label: str, one: Checkpoint) -> Subject:
+    known = fingerprint(identity(one), computed_by(one.model.device))
+    approximates = one.model.approximates if one.source.converted else None
+    return Subject(label, one.model, judge.processor, known, approximates=approximates)

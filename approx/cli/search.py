@@ -84,7 +84,9 @@ def search(
     ] = False,
     text: Annotated[
         Path | None,
-        typer.Option(help="A file of plain text, in place of a task. Default: built-in English.", rich_help_panel="Task"),
+        typer.Option(
+            help="A file of plain text, in place of a task. Default: built-in English.", rich_help_panel="Task"
+        ),
     ] = None,
     mechanisms: Annotated[
         str | None,
@@ -95,9 +97,7 @@ def search(
     ] = None,
     candidates: Annotated[
         Path | None,
-        typer.Option(
-            help="A YAML list of mechanisms with settings to choose from instead.", rich_help_panel=_SEARCH
-        ),
+        typer.Option(help="A YAML list of mechanisms with settings to choose from instead.", rich_help_panel=_SEARCH),
     ] = None,
     granularity: Annotated[
         Literal["layer", "heads"],

@@ -12,7 +12,7 @@ from approx.publishing.report import write_report
 from approx.recipe import BASE
 from approx.searching.options import SearchStage
 from approx.searching.outcome import Searched
-from approx.searching.search import Search
+from approx.searching.search import FITTED, MEASURED, SENSITIVITIES, Search
 from approx_kernels.runtime.atomic_file import write_whole
 
 OUTCOME = "search.json"
@@ -58,18 +58,15 @@ def search(
     """
     _refuse(plan, folder, resume=resume, force=force)
     if sensitivities is not None and not sensitivities.is_file():
-        raise ApproxError(f"{sensitivities} does not exist. Leave it out, and sensitivities are measured.", Exit.UNAVAILABLE)
-    kept = None if sensitivities is None else sensitivities.read_bytes()
-    running = Search(base, stage, folder, seed=seed, progress=progress) if resume else None
-    if running is None:
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        running = Search(base, stage, folder, seed=seed, progress=progress)
-    folder.mkdir(parents=True, exist_ok=True)
-    if sensitivities is not None and kept is not None and not sensitivities.is_file():
-        # It lay in the folder that was replaced.
-        write_whole(sensitivities, kept.decode())
-    found = running.run(sensitivities)
+        raise ApproxError(
+            f"{sensitivities} does not exist. Leave it out, and sensitivities are measured.", Exit.UNAVAILABLE
+        )
+    running = Search(base, stage, folder, resume=resume, seed=seed, progress=progress)
+    if sensitivities is not None:
+        running.know(sensitivities)
+    if folder.is_dir() and not resume:
+        shutil.rmtree(folder)
+    found = running.run()
     write_whole(folder / OUTCOME, json.dumps(found.to_data(), indent=1, ensure_ascii=False) + "\n")
     if found.plan is not None and plan is not None and (found.feasible or found.interrupted):
         write_whole(plan, found.to_yaml())
@@ -99,4 +96,4 @@ def _refuse(plan: Path | None, folder: Path, *, resume: bool, force: bool) -> No
         )
 
 
-_OWN = ("sensitivities.json", "measured.json", OUTCOME, "best.yaml", "record.json", "report")
+_OWN = (SENSITIVITIES, MEASURED, FITTED, OUTCOME, "best.yaml", "record.json", "report")

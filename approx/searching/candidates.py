@@ -17,6 +17,8 @@ LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
     "local": ({"left": 32, "right": 32}, {"left": 64, "right": 64}, {"left": 128, "right": 128}),
     "longformer": ({"window": 128}, {"window": 256}, {}),
     "sinks": ({"window": 128}, {"window": 256}, {}),
+    # Their feature maps are learned, so they are tried only after fitting, or if they are named.
+    "linear": ({"feature_map": "hedgehog"}, {"feature_map": "hedgehog", "window": 64}),
 }
 # Exact, so that a search finds whatever is fastest; approximations that need no training; fitted to exact attention first.
 _EXACT = ("flash",)

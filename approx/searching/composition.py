@@ -87,8 +87,6 @@ class Composer:
         for site, choice in zip(self.anatomy.sites, choices, strict=True):
             if (state := self.fitted.get((site.layer, choice.name))) is not None:
                 model.base_model.get_submodule(site.path).mechanism.load_state_dict(state)
-        source = dataclasses.replace(
-            self.base.source, raw=model.config.to_dict(), config=model.config, converted=True
-        )
+        source = dataclasses.replace(self.base.source, raw=model.config.to_dict(), config=model.config, converted=True)
         own = [state_sha256(mechanism) for mechanism in mechanisms(model) if mechanism.state_dict()]
         return Checkpoint(source, model.eval(), fingerprint(self.base.weights_sha256, own))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,9 @@ def measure(
             if one.on(sites[0]):
                 timed[f"{one.name} ({number})"] = (one, sites)
     # The key already includes a hash of the code.
-    machine = {key: value for key, value in environment(torch.get_num_threads()).items() if key not in ("approx", "git_commit")}
+    machine = {
+        key: value for key, value in environment(torch.get_num_threads()).items() if key not in ("approx", "git_commit")
+    }
     about = fingerprint(
         identity(base), [(label, one.rule.to_dict(), one.heads) for label, (one, _) in timed.items()],
         stage.length, stage.batch, stage.task, stage.data, stage.settings,
@@ -111,7 +113,12 @@ def race(models: Mapping[str, Any], stage: SearchStage, *, seed: int, rounds: in
 
 
 def _medians(
-    composer: Composer, timed: Mapping[str, tuple[Candidate, list[Site]]], stage: SearchStage, *, seed: int, progress: Progress
+    composer: Composer,
+    timed: Mapping[str, tuple[Candidate, list[Site]]],
+    stage: SearchStage,
+    *,
+    seed: int,
+    progress: Progress,
 ) -> dict[str, Any]:
     models = {BASE: composer.base, _UNCHANGED: replace(composer.base)}
     for label, (one, sites) in timed.items():

@@ -109,7 +109,8 @@ def load(path: Path, about: str) -> Damages:
         known = data["about"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ApproxError(
-            f"{path} holds no sensitivities of a search: {error}. Leave it out, and they are measured.", Exit.UNAVAILABLE
+            f"{path} holds no sensitivities of a search: {error}. Leave it out, and they are measured.",
+            Exit.UNAVAILABLE,
         ) from None
     if known != about:
         raise ApproxError(

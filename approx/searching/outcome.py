@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from approx.evaluation.record_model import Quality
-from approx.evaluation.record_speed import Speed, SpeedVariant
+from approx.evaluation.record_speed import BUSY, Speed, SpeedVariant
 from approx.planning.plan import Plan
 from approx.planning.selection import ranges
 
@@ -24,6 +24,7 @@ class Proof:
         speed_interval: Its 95 % interval.
         milliseconds: Median time of one forward pass.
         share_of_ceiling: Share of the speed-up that the model without attention has.
+        settled: Whether the machine was quiet enough for these times.
     """
 
     loss: float
@@ -34,18 +35,33 @@ class Proof:
     speed_interval: tuple[float, float] | None
     milliseconds: float | None
     share_of_ceiling: float | None
+    settled: bool = True
 
     @classmethod
-    def of(cls, loss: float, interval: tuple[float, float] | None, verdict: str, examples: int, row: SpeedVariant | None) -> "Proof":
+    def of(
+        cls, loss: float, interval: tuple[float, float] | None, verdict: str, examples: int, row: SpeedVariant | None
+    ) -> "Proof":
         """Join a loss and a row of times; a plan that changes nothing has no row."""
         if row is None:
             return cls(loss, interval, verdict, examples, 1.0, None, None, 0.0)
         between = None if row.interval is None else (row.interval[0], row.interval[1])
-        return cls(loss, interval, verdict, examples, row.ratio, between, row.median_ms, row.share_of_ceiling)
+        return cls(
+            loss,
+            interval,
+            verdict,
+            examples,
+            row.ratio,
+            between,
+            row.median_ms,
+            row.share_of_ceiling,
+            row.verdict != BUSY,
+        )
 
     def told(self, unit: str) -> str:
         """As one phrase: `1.30× at −0.4 points (−0.9 to +0.1)`; a loss is negative."""
-        speed = "an unknown speed" if self.speed is None else f"{self.speed:.2f}×"
+        speed = "out of memory" if self.speed is None else f"{self.speed:.2f}×"
+        if not self.settled:
+            speed += " (not settled: the machine was busy)"
         between = ""
         if self.interval is not None:
             between = f" ({-self.interval[1]:+.2g} to {-self.interval[0]:+.2g})"
@@ -117,8 +133,10 @@ class Searched:
     @property
     def told(self) -> str:
         """The outcome in one sentence."""
-        if self.proof is None:
+        if self.interrupted:
             return f"Interrupted before the proof. The best plan so far is not proven to meet: {self.asked}."
+        if self.proof is None:
+            return f"Infeasible: nothing found for {self.asked}; exact attention everywhere is best."
         best = self.proof.told(self.unit)
         if self.feasible:
             share = "" if self.proof.share_of_ceiling is None else f", {self.proof.share_of_ceiling:.0%} of the ceiling"

@@ -56,7 +56,9 @@ class Proven:
         outcome.divergences = {names[name]: value for name, value in self.divergences.items()}
         outcome.models = {names[name]: models[name] for name in order}
         if self.speed.crowded:
-            outcome.notes.append("Other programs used the machine while the plans were timed. Search again on an idle one.")
+            outcome.notes.append(
+                "Other programs used the machine while the plans were timed. Search again on an idle one."
+            )
         return outcome
 
 
@@ -111,17 +113,16 @@ def quality(
         seed: Seed of the bootstrap.
         progress: Called with what happens, done and total.
     """
-    task, part = judge.task, judge.proof
-    assert task is not None and part.prepared is not None and part.split is not None
+    task, read = judge.of_task(judge.proof)
     subjects = [_subject(judge, label, one) for label, one in {BASE: judge.base, **models}.items()]
     kept = default_folder()
     predictions = {}
     for number, one in enumerate(subjects):
         progress("prove", number, len(subjects))
-        predictions[one.name] = predict(one, task, part.prepared, device=one.model.device, kept=kept, halve=True)
+        predictions[one.name] = predict(one, task, read, device=one.model.device, kept=kept, halve=True)
     progress("prove", len(subjects), len(subjects))
-    covered = {one.name: reach for one in subjects if (reach := coverage(one, task, part.prepared)) is not None}
-    examples, lengths = part.split.examples, part.prepared.lengths
+    covered = {one.name: reach for one in subjects if (reach := coverage(one, task, read)) is not None}
+    examples, lengths = read.split.examples, read.lengths
     metric = METRICS[task.metrics[0]]
     labels = [example.label for example in examples]
     compared = compare(
@@ -129,7 +130,7 @@ def quality(
         margin=metric.acceptable(margin, metric.value(predictions[BASE], labels)),
     )  # fmt: skip
     return Quality(
-        task=task.name, split=part.split.name, examples=len(examples), subset=True, truncated=part.prepared.truncated,
+        task=task.name, split=read.split.name, examples=len(examples), subset=True, truncated=read.truncated,
         notes=["examples that the search did not see"],
         tokens=Tokens(median=int(np.median(lengths)), longest=max(lengths)), outputs=None, **vars(compared),
     )  # fmt: skip

@@ -1,0 +1,120 @@
+"""Fit the parameters of candidates to exact attention before they are measured, as `finetune --recover transfer` does."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from approx.conversion.calibration_text import TEXT
+from approx.finetuning.data import TrainingData
+from approx.finetuning.finetune import finetune
+from approx.finetuning.objectives import Transfer
+from approx.finetuning.options import FinetuneStage
+from approx.finetuning.parameters import own_parameters
+from approx.finetuning.phase import Measure, Phase
+from approx.finetuning.preparation import Preparation, measure_of
+from approx.finetuning.trainer import train
+from approx.searching.composition import Composer
+from approx.searching.judging import Judge
+
+_STEPS, _BATCH, _RATE = 100, 8, 1e-2
+_HELD_OUT = 0.1
+
+Advance = Callable[[int, int], None]
+
+
+def fit(composer: Composer, judge: Judge, running: dict[str, Any], file: Path, seed: int, advance: Advance) -> None:
+    """Fit the mechanisms of uniform models in place, and keep their state for every mix.
+
+    Args:
+        composer: Makes the mixes; gets the state.
+        judge: Its examples for comparing plans are what the mechanisms are fitted on.
+        running: Name of a candidate -> a model with it at every site.
+        file: Keeps the state; read instead of fitting if it exists.
+        seed: Seed of the order of examples.
+        advance: Called with steps done and in all.
+    """
+    fitted = {name: model for name, model in running.items() if own_parameters(model)}
+    kept = load_file(file) if file.is_file() else {}
+    for number, (name, model) in enumerate(fitted.items()):
+        sites = {site.layer: model.base_model.get_submodule(site.path) for site in composer.anatomy.sites}
+        mechanisms = {layer: one.mechanism for layer, one in sites.items() if hasattr(one, "mechanism")}
+        if not kept:
+            trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
+            _train(model, judge, seed, lambda done, start=number: advance(start * _STEPS + done, len(fitted) * _STEPS))
+            for parameter, before in trainable.items():
+                parameter.requires_grad_(before)
+            model.eval()
+        for layer, mechanism in mechanisms.items():
+            prefix = f"{name}/{layer}/"
+            if kept:
+                state = {key.removeprefix(prefix): value for key, value in kept.items() if key.startswith(prefix)}
+                mechanism.load_state_dict(state)
+            composer.fitted[layer, name] = {
+                key: value.detach().clone() for key, value in mechanism.state_dict().items()
+            }
+    if fitted and not kept:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            f"{name}/{layer}/{key}": value
+            for (layer, name), values in composer.fitted.items()
+            for key, value in values.items()
+        }
+        save_file(state, file.with_suffix(".tmp"))
+        file.with_suffix(".tmp").replace(file)
+
+
+def _train(model: Any, judge: Judge, seed: int, advance: Callable[[int], None]) -> None:
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        if judge.task is None:
+            text = folder / "text.txt"
+            text.write_text(
+                TEXT if judge.stage.text is None else Path(judge.stage.text).read_text(encoding="utf-8"),
+                encoding="utf-8",
+            )
+            options = FinetuneStage(recover=["transfer"], text=[str(text)], steps=_STEPS, batch_size=_BATCH, seed=seed)
+            finetune(
+                model,
+                judge.processor,
+                options,
+                folder=folder / "training",
+                progress=lambda _, done, total: advance(min(done, _STEPS)),
+            )
+            return
+        data = _training_data(model, judge)
+        objective = Transfer(model, joint=False, match="outputs")
+        phase = Phase(
+            "transfer", objective, own_parameters(model), _STEPS, _BATCH, 1, _RATE, _RATE, None, _STEPS // 4, None, 0.0, False, False,
+            None, seed,
+        )  # fmt: skip
+        sample = {name: value.to(model.device) for name, value in data.batch([0], 0).items()}
+        measure = measure_of(phase, Preparation(data, [phase], set(), Measure("loss", True, None), sample), model)
+        train(
+            model,
+            phase,
+            data,
+            measure,
+            folder,
+            resume=False,
+            progress=lambda _, done, total: advance(min(done, _STEPS)),
+        )
+
+
+def _training_data(model: Any, judge: Judge) -> TrainingData:
+    task, read = judge.of_task(judge.search)
+    examples = read.split.examples
+    count = max(1, round(len(examples) * _HELD_OUT))
+    trained = replace(read.split, examples=examples[:-count])
+    windows: dict[int, int] = {}
+    rows, encodings = [], []
+    for owner, encoding in zip(read.owners, read.encodings, strict=True):
+        window = windows[owner] = windows.get(owner, -1) + 1
+        if owner < len(examples) - count:
+            rows.append((owner, window))
+            encodings.append(encoding)
+    held_out = replace(read.split, examples=examples[-count:])
+    return TrainingData(task, trained, held_out, rows, encodings, False, None, judge.processor, model.config)

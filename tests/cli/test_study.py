@@ -39,7 +39,7 @@ def test_a_named_recipe_runs_on_other_files(data, tmp_path):
     assert (outside.code, "Replace it with --checkpoint" in outside.err) == (Exit.UNAVAILABLE, True)
     assert "or replace it with --data" in outside.err
     base = tiny_checkpoint(tmp_path / "model", positions=512)
-    answer = call("run", "minilm-sst2", "--checkpoint", base, "--data", data, "--limit", 8, "--dry-run")
+    answer = call("run", "minilm-sst2", "--checkpoint", base, "--data", data, "--limit", "8", "--dry-run")
     assert answer.code == 0, answer.err
     assert f"data {data}, the first 8 examples" in answer.out
     assert "Nothing was computed." in answer.out

@@ -1,5 +1,7 @@
 """Exact top-k attention, one block of queries after another."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,6 +32,7 @@ def topk_blocks(
     # In an exported program the number of blocks cannot depend on the length.
     whole = torch.compiler.is_exporting()
     size = q.shape[2] if whole else _BLOCK
+    kept: Any = torch.sym_min(topk, keys) if whole else min(topk, keys)
     out = []
     with without_autocast(q.device.type):
         queries, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
@@ -42,7 +45,7 @@ def topk_blocks(
                 allowed = position <= own if allowed is None else allowed & (position <= own)
             scores = block @ k.transpose(-2, -1)
             scores = scores if allowed is None else scores.masked_fill(~allowed, lowest)
-            largest = scores.topk(torch.sym_min(topk, keys) if whole else min(topk, keys), sorted=False)
+            largest = scores.topk(kept, sorted=False)
             weights = torch.zeros_like(scores).scatter(-1, largest.indices, largest.values.softmax(-1))
             # Forbidden keys are chosen only if nothing else is left.
             weights = weights if allowed is None else weights.masked_fill(~allowed, 0.0)

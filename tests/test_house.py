@@ -43,8 +43,8 @@ MAY_IMPORT = {
     "approx.search": "approx.errors approx.measuring approx.conversion",
     "approx.publishing": "approx.errors approx.version approx.evaluation.record approx.evaluation.record_model"
     " approx.evaluation.record_speed approx.evaluation.record_training approx_kernels.runtime.atomic_file",
-    "approx.pushing": "approx.errors approx.validation approx.version approx.publishing approx.evaluation.record approx.evaluation.record_model"
-    " approx.evaluation.record_speed approx.tasks approx.conversion approx.checkpoints approx.seam",
+    "approx.pushing": "approx.errors approx.validation approx.version approx.publishing approx.evaluation.record"
+    " approx.evaluation.record_model approx.evaluation.record_speed approx.tasks approx.conversion approx.checkpoints approx.seam",
     "approx.patterns": "approx.errors approx.mechanisms approx.publishing approx.evaluation.bench approx.evaluation.options"
     " approx.evaluation.record_speed approx_kernels",
     "approx.doctor": "approx.errors approx.measuring approx.tasks approx_kernels",

@@ -130,7 +130,8 @@ def run(
     files = [f"Record: {folder / 'record.json'}", f"Report: {folder / 'report' / 'index.html'}"]
     files += [_told(outcome) for outcome in pushed]
     terminal.result(made.to_data(), *([read.notice] if read.notice else []), *recommendation(made), *tables, *files)
-    for note in dict.fromkeys(note for outcome in pushed for note in outcome["notes"]):
+    told = [_told(outcome) for outcome in pushed] if terminal.json_output else []
+    for note in dict.fromkeys([*told, *(note for outcome in pushed for note in outcome["notes"])]):
         terminal.note(note)
 
 
@@ -189,7 +190,11 @@ def _stages(recipe: Any) -> list[list[str]]:
         for stage in recipe.bench
     ]
     rows += [
-        ["push", stage.variant or next(iter(recipe.variants)), f"to {stage.repo}, {'public' if stage.public else 'private'}"]
+        [
+            "push",
+            stage.variant or next(iter(recipe.variants)),
+            f"to {stage.repo}, {'public' if stage.public else 'private'}",
+        ]
         for stage in recipe.push
     ]
     return rows

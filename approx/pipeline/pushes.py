@@ -43,9 +43,7 @@ class Pushes:
     def stages(self) -> list[Stage]:
         """One stage for each push; the outcome is that of `approx.push`. Folders that are only written are written every time."""
         return [
-            Stage(
-                f"push to {asked.repo}", self._key(asked), partial(self._push, asked), noun="push", kept=self.send
-            )
+            Stage(f"push to {asked.repo}", self._key(asked), partial(self._push, asked), noun="push", kept=self.send)
             for asked in self.recipe.push
         ]
 
@@ -82,7 +80,9 @@ class Pushes:
         assert folder is not None  # conversions and trainings make folders
         more: dict[str, Any] = {"records": [self.record], "public": asked.public, "progress": self.told}
         if not self.send:
-            place = self.record.parent / "push" / slug(asked.repo)
+            # As the hub's own cache writes it, since no name holds two hyphens.
+            names = [*asked.repo.split("/"), *([slug(asked.revision)] if asked.revision else [])]
+            place = self.record.parent / "push" / "--".join(names)
             return push(folder, asked.repo, dry_run=place, force=True, offline=self.offline, **more)
         try:
             return push(

@@ -92,7 +92,9 @@ def run(
     made = complete([*report.inputs, report], study.store, Here(), keep_going=False)
     last = complete(pushes.stages(), study.store, Here(), keep_going=False)
     for stage in pushes.stages():
-        pushed((last.get(stage.key) or study.store.read(stage) or {})["result"])
+        outcome = last.get(stage.key) or study.store.read(stage)
+        assert outcome is not None  # it was computed now or is stored
+        pushed(outcome["result"])
     return made[report.key]["result"]
 
 

@@ -116,9 +116,8 @@ def stage(
         if path.suffix == ".json" and name != RECEIPT:
             rewritten(path, without_origins)
     results = results_of(
-        _scrubbed_records(records, target / RECORDS, here), checked.receipt, pipeline_of(checked.opened),
-        trained=bool(trainings(checked.opened.model.config.approx)),
-    )  # fmt: skip
+        _scrubbed_records(records, target / RECORDS, here), checked.receipt, pipeline_of(checked.opened)
+    )
     published = _publication(checked, repo, results, licence)
     write_card(target, checked.opened, checked.receipt, published)
     _check_card(target / CARD)

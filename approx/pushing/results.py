@@ -66,21 +66,20 @@ class Results:
         return list(dict.fromkeys(one.metric_type for one in self.evaluations))
 
 
-def results_of(records: Iterable[Path], receipt: Receipt, pipeline: str | None, *, trained: bool = False) -> Results:
+def results_of(records: Iterable[Path], receipt: Receipt, pipeline: str | None) -> Results:
     """Read what records say of the model with a receipt.
 
     Args:
         records: Files of records, scrubbed.
         receipt: Receipt of the model, which tells it from the other variants of a record.
         pipeline: The hub's name of what the model does.
-        trained: Whether the model was trained after its conversion; training may leave the receipt as it was.
 
     Raises:
         ApproxError: if a record cannot be read, or none of its variants has the receipt.
     """
     made = Results()
     for path in records:
-        _of_record(path, record.load(path), receipt, pipeline, trained, made)
+        _of_record(path, record.load(path), receipt, pipeline, made)
     if made.sections:
         made.cautions += [
             f"Its {what} was not measured: measure it on your data before you use it."
@@ -95,10 +94,8 @@ def dataset_of(task: str | None) -> str | None:
     return open_task(task).dataset if task in TASKS and str(task).startswith(_OFFICIAL) else None
 
 
-def _of_record(
-    path: Path, read: Record, receipt: Receipt, pipeline: str | None, trained: bool, made: Results
-) -> None:
-    name = _variant(path, read, receipt, trained)
+def _of_record(path: Path, read: Record, receipt: Receipt, pipeline: str | None, made: Results) -> None:
+    name = _variant(path, read, receipt)
     own = read.model_copy(
         update={
             "variants": [one for one in read.variants if one.name == name],
@@ -134,17 +131,12 @@ def _of_record(
             made.cautions += _too_slow(rows, name)
 
 
-def _variant(path: Path, read: Record, receipt: Receipt, trained: bool) -> str:
-    """Name of the variant with a receipt; of several, the one that was trained or was not."""
+def _variant(path: Path, read: Record, receipt: Receipt) -> str:
+    """Name of the variant with a receipt."""
     own = receipt.model_dump(mode="json")
-    found = [
-        one.name
-        for one in read.variants
-        if one.receipt is not None and Receipt.model_validate(one.receipt).model_dump(mode="json") == own
-    ]
-    if found:
-        after = {one.name for one in read.trainings}
-        return next((name for name in found if (name in after) == trained), found[0])
+    for one in read.variants:
+        if one.receipt is not None and Receipt.model_validate(one.receipt).model_dump(mode="json") == own:
+            return one.name
     named = ", ".join(f"'{one.name}'" for one in read.variants) or "none"
     raise ApproxError(
         f"The record {path.name} is not about this folder: its variants are {named}, and none has the receipt of the folder. "

@@ -10,9 +10,9 @@ from approx import recipe
 from approx.cli import app
 from approx.errors import ApproxError, Exit
 from approx.pipeline.run import run
-from approx.pushing.results import results_of
 from hub_state import Fault
 from tiny_study import tiny_data
+from tiny_training import ROWS, write_sst2
 
 from .conftest import HOME
 
@@ -110,7 +110,7 @@ def test_what_would_not_be_allowed_is_told_before_any_work(study, hub, tmp_path,
     assert (code, len(hub.calls)) == (Exit.USAGE, calls)
     assert "is pushed to twice" in refused("push: [{repo: ada/a}, {repo: ada/a}]\n")[0]
     two = study.replace("variants: {", "variants: {local: {mechanism: local}, ") + PUSH
-    with pytest.raises(ApproxError, match="name the variant to push, e.g. 'variant: local'"):
+    with pytest.raises(ApproxError, match=r"name the variant to push, e\.g\. 'variant: local'"):
         run(read(tmp_path, two), tmp_path / "run")
 
 
@@ -126,8 +126,8 @@ def test_without_a_push_the_folder_is_written_and_no_hub_is_asked(study, hub, tm
     assert not (tmp_path / "run").exists()
     answer = call("--no-push", "--offline")
     assert answer.exit_code == 0, answer.stderr
-    assert "run/push/ada-study holds what would be" in answer.stdout.replace("\n", "")
-    assert (tmp_path / "run" / "push" / "ada-study" / "records" / "record-1.json").is_file()
+    assert "run/push/ada--study holds what would be" in answer.stdout.replace("\n", "")
+    assert (tmp_path / "run" / "push" / "ada--study" / "records" / "record-1.json").is_file()
     assert hub.calls == []
     # The same run pushes when it is allowed to.
     answer = call("--resume")
@@ -137,20 +137,20 @@ def test_without_a_push_the_folder_is_written_and_no_hub_is_asked(study, hub, tm
     assert "has no 'push'" in call("--no-push", "--force").stderr
 
 
-def test_results_are_those_after_the_training_if_the_folder_was_trained(records, converted, tmp_path):
-    from approx.checkpoints.receipt import read_receipt
-
-    made = json.loads(records[0].read_text("utf-8"))
-    entry, score = made["quality"][0]["variants"], made["variants"]
-    entry.append({**entry[0], "name": "healed", "scores": {"accuracy": 0.123}})
-    score.append({**score[0], "name": "healed"})
-    made["trainings"] = [json.loads(TRAINED)]
-    (tmp_path / "record.json").write_text(json.dumps(made), encoding="utf-8")
-    receipt = read_receipt(converted)
-    assert receipt is not None
-    for trained in (False, True):
-        found = results_of([tmp_path / "record.json"], receipt, None, trained=trained).evaluations[0].metric_value
-        assert (found == 0.123) == trained
-
-
-TRAINED = '{"name": "healed"}'
+def test_what_was_healed_is_pushed_with_the_results_after_its_training(study, hub, tmp_path):
+    data = Path(write_sst2(tmp_path))
+    rows = [row.replace(" is", " is not very") for row in ROWS[:8]]
+    (data / "dev.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n", encoding="utf-8")
+    study = "".join(line for line in study.splitlines(keepends=True) if not line.startswith("evaluate"))
+    study += f"evaluate: {{task: glue/sst2, data: {data}}}\n"
+    heal = f"heal: {{recover: task, task: glue/sst2, data: {data}, steps: 20, batch_size: 8, learning_rate: 0.01}}\n"
+    outcomes, out = [], tmp_path / "run"
+    made = run(read(tmp_path, study + heal + PUSH), out, pushed=outcomes.append)
+    files = hub.repos["ada/study"].commits[outcomes[0]["commit"]]
+    weights = {
+        place: (out / place / "model.safetensors").read_bytes() for place in ("healed/linear-0", "converted/linear")
+    }
+    assert files["model.safetensors"] == weights["healed/linear-0"] != weights["converted/linear"]
+    before, after = (one.scores["accuracy"] for one in made.quality[0].variants)
+    assert before != after
+    assert f"value: {after}\n" in files["README.md"].decode()

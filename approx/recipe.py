@@ -13,6 +13,7 @@ from approx.errors import ApproxError, did_you_mean, shown
 from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.finetuning.options import HealStage
 from approx.planning.rule import Rules
+from approx.pushing.options import PushStage
 from approx.validation import Mistake, Model, listed, salvage, told
 
 BASE, CEILING = "exact", "attention-free"
@@ -112,8 +113,8 @@ class Study(Model):
         made._text = document.text
         made._mistakes = tuple(told(mistakes, str(path), document))
         parts = {part: part for part in [("checkpoint",), *(("variants", name) for name in made.variants)]}
-        for key in ("evaluate", "bench", "heal"):
-            count = len(getattr(made, key))
+        for key in ("evaluate", "bench", "heal", "push"):
+            count = len(getattr(made, key, ()))
             # If an invalid stage was left out, the numbers differ from those in the file.
             whole = len(listed(document.data.get(key))) == count
             parts |= {(key, number): (key, number) if whole else (key,) for number in range(count)}
@@ -128,11 +129,15 @@ class Recipe(Study):
         checkpoint: A folder, a hub model id, or `quickstart`.
         variants: Name -> plan: a rule or a list of rules.
         calibrate: A text, or for speech a recording, as in `approx convert --calibrate`.
+        push: Variants to push to a hub, after everything else.
     """
 
     checkpoint: str
     variants: dict[str, Rules]
     calibrate: str | None = None
+    push: Annotated[list[PushStage], BeforeValidator(listed, json_schema_input_type=list[PushStage] | PushStage)] = (
+        Field(default_factory=list)
+    )
 
 
 def read(path: Path) -> Recipe:
@@ -147,7 +152,7 @@ def read(path: Path) -> Recipe:
     Raises:
         ApproxError: if the file does not exist or is not a YAML mapping.
     """
-    return Recipe.parse(path, "recipe", {"title": "", "checkpoint": "", "variants": {}})
+    return Recipe.parse(path, "recipe", {"title": "", "checkpoint": "", "variants": {}}, _push_mistakes)
 
 
 def find(name: str, what: str = "recipe") -> Path:
@@ -201,6 +206,21 @@ def _loose_ends(made: Study, data: dict[str, Any], what: str) -> Iterator[Mistak
     if any(stage.inputs == "real" for stage in made.bench) and not data.get("evaluate"):
         advice = "real inputs come from a task. Add 'evaluate', or set 'inputs: synthetic'."
         yield Mistake(("bench",), f"{what}.bench: {advice}")
+
+
+def _push_mistakes(made: Recipe) -> Iterator[Mistake]:
+    """Check what is pushed where."""
+    places: set[tuple[str, str | None]] = set()
+    for number, push in enumerate(made.push):
+        where, known = ("push", number), f"Known: {', '.join(made.variants)}."
+        if push.variant is None and len(made.variants) > 1:
+            yield Mistake(where, f"recipe.push: name the variant to push, e.g. 'variant: {next(iter(made.variants))}'.")
+        elif push.variant is not None and push.variant not in made.variants:
+            hint = did_you_mean(push.variant, made.variants)
+            yield Mistake(where, f"recipe.push: there is no variant '{push.variant}'.{hint} {known}")
+        if (place := (push.repo, push.revision)) in places:
+            yield Mistake(where, f"recipe.push: {push.repo} is pushed to twice. Choose another repository or revision.")
+        places.add(place)
 
 
 def slug(name: str) -> str:

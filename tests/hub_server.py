@@ -191,6 +191,10 @@ class Handler(BaseHTTPRequestHandler):
         about = {"id": repo_id, "sha": oid, "private": repo.private, "gated": repo.gated, "tags": [], "cardData": data}
         return self._json({**about, "siblings": names})
 
+    def _do_auth_check(self, repo_id: str, kind: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        self._repo(repo_id, write=kind == "write")
+        return self._json({})
+
     def _do_tree(self, repo_id: str, revision: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
         repo, oid = self._at(repo_id, revision)
         return self._json([self._listed(name, content) for name, content in repo.commits[oid].items()])

@@ -1,5 +1,6 @@
 """The pages in reports/ and the README match the records, and their verdicts are right."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from approx.evaluation import record
 from approx.evaluation.record_model import Record
-from reports import clustered_paper, long_documents
+from reports import clustered_paper, long_documents, push_example
 from reports.long_documents import Point
 from typed import part_of
 
@@ -18,6 +19,18 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_pages_and_readme_are_made_from_the_records():
     done = subprocess.run([sys.executable, "reports/refresh.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_example_of_a_push_is_what_a_push_would_publish(tmp_path):
+    push_example.main(tmp_path)
+    # Sizes change with every line of the code that travels; the card and the names do not.
+    assert (tmp_path / "card.md").read_text("utf-8") == (push_example.OUT / "card.md").read_text("utf-8")
+    made, kept = (
+        re.findall("^[|] (`.+`) [|]", (folder / "files.md").read_text("utf-8"), flags=re.MULTILINE)
+        for folder in (tmp_path, push_example.OUT)
+    )
+    assert made == kept != []
 
 
 @pytest.mark.parametrize(

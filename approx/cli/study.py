@@ -13,6 +13,7 @@ from approx.cli import names, options
 from approx.cli.command import command, scrubbed
 from approx.cli.layers import settings_text
 from approx.cli.terminal import Terminal, table
+from approx.errors import ApproxError
 
 _PANEL = "Measure"
 _REPLACE = "Instead of the recipe's"
@@ -89,9 +90,13 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and list its stages; compute nothing.")
     ] = False,
+    no_push: Annotated[
+        bool,
+        typer.Option("--no-push", help="Send nothing: write the folders that the recipe pushes into push/ of the run."),
+    ] = False,
     offline: options.Offline = False,
 ) -> None:
-    """Run a recipe: convert every variant, evaluate and time it, write record and report."""
+    """Run a recipe: convert every variant, evaluate and time it, write record and report, push."""
     from approx import recipe as recipes
     from approx.cli.figures import quality_table, speed_tables
     from approx.pipeline.run import run as run_recipe
@@ -112,15 +117,22 @@ def run(
         )
         return
     folder = output or Path("runs") / path.stem
+    pushed: list[dict[str, Any]] = []
+    if no_push and not read.push:
+        raise ApproxError(f"--no-push was given, but {path} has no 'push'. Leave it out.")
     with terminal.progress() as bar:
         made = run_recipe(
-            read, folder, resume=resume, force=force, offline=offline,
+            read, folder, resume=resume, force=force, offline=offline, send=not no_push, pushed=pushed.append,
             # Without --resume, so that the command reproduces the record.
             command=scrubbed(shlex.join(["approx", "run", recipe, *_given(checkpoint, data, limit)])), progress=bar,
         )  # fmt: skip
     tables = [*map(quality_table, made.quality), *speed_tables(made.speed)]
     files = [f"Record: {folder / 'record.json'}", f"Report: {folder / 'report' / 'index.html'}"]
+    files += [_told(outcome) for outcome in pushed]
     terminal.result(made.to_data(), *([read.notice] if read.notice else []), *recommendation(made), *tables, *files)
+    told = [_told(outcome) for outcome in pushed] if terminal.json_output else []
+    for note in dict.fromkeys([*told, *(note for outcome in pushed for note in outcome["notes"])]):
+        terminal.note(note)
 
 
 def init(
@@ -146,6 +158,13 @@ def init(
     terminal.note(f"Next: edit it, then approx run {shlex.quote(str(file))} --dry-run")
 
 
+def _told(push: dict[str, Any]) -> str:
+    """The outcome of a push in one line."""
+    if "url" not in push:
+        return f"Not pushed: {push['output']} holds what would be."
+    return f"Pushed: {push['url']} ({'private' if push['private'] else 'public'}), commit {push['commit']}"
+
+
 def _given(checkpoint: str | None, data: list[str] | None, limit: int | None) -> list[str]:
     pairs = [("--checkpoint", checkpoint), *(("--data", one) for one in data or []), ("--limit", limit)]
     return [word for name, value in pairs if value is not None for word in (name, str(value))]
@@ -169,6 +188,14 @@ def _stages(recipe: Any) -> list[list[str]]:
     rows += [
         ["bench", f"lengths {', '.join(map(str, stage.lengths))}", f"batches {', '.join(map(str, stage.batches))}"]
         for stage in recipe.bench
+    ]
+    rows += [
+        [
+            "push",
+            stage.variant or next(iter(recipe.variants)),
+            f"to {stage.repo}, {'public' if stage.public else 'private'}",
+        ]
+        for stage in recipe.push
     ]
     return rows
 

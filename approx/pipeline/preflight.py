@@ -16,6 +16,7 @@ from approx.measuring.measure import choose_device, task_of
 from approx.measuring.products import refuse
 from approx.planning.anatomy import Anatomy, anatomy
 from approx.planning.plan import Plan
+from approx.pushing.permission import refuse_bad_words
 from approx.recipe import BASE, Recipe
 from approx.tasks import open_task
 from approx.tasks.table import is_hub
@@ -62,6 +63,11 @@ def check(recipe: Recipe, *, offline: bool) -> dict[str, Plan]:
         errors += [one for error in _task_mistakes(stage) for one in _at(recipe.at("evaluate", number), error)]
     for number, heal in enumerate(recipe.heal):
         errors += [one for error in _training_mistakes(heal) for one in _at(recipe.at("heal", number), error)]
+    for number, push in enumerate(recipe.push):
+        try:
+            refuse_bad_words(push.repo, push.revision, push.message)
+        except ApproxError as error:
+            errors += _at(recipe.at("push", number) + "Push: ", error)
     for number, stage in enumerate(recipe.bench):
         errors += [one for error in _length_mistakes(stage, facts) for one in _at(recipe.at("bench", number), error)]
     if errors:

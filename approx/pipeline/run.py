@@ -1,8 +1,10 @@
 """Run the stages of one recipe in order: convert every variant, evaluate, bench, report."""
 
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ from approx.measuring.identity import computed_by
 from approx.measuring.measure import Progress, silent
 from approx.pipeline.executors import Here
 from approx.pipeline.preflight import check
+from approx.pipeline.pushes import Pushes
 from approx.pipeline.stages import Conversions, Study, measured
 from approx.pipeline.store import Stage, complete
 from approx.publishing.report import write_report
@@ -21,7 +24,7 @@ from approx.recipe import BASE, HEALED, TRAINED, Recipe, slug
 from approx_kernels.runtime.atomic_file import write_whole
 
 _CLAIM = "recipe.yaml"
-_OWN = (_CLAIM, "stages", "converted", "healed", "training", "report", "record.json")
+_OWN = (_CLAIM, "stages", "converted", "healed", "training", "report", "push", "record.json")
 
 
 def run(
@@ -31,8 +34,10 @@ def run(
     resume: bool = False,
     force: bool = False,
     offline: bool = False,
+    send: bool = True,
     command: str = "",
     progress: Progress = silent,
+    pushed: Callable[[dict[str, Any]], None] = lambda outcome: None,
 ) -> Record:
     """Run a whole recipe.
 
@@ -44,15 +49,22 @@ def run(
         resume: Continue an earlier run of the same recipe in `out`.
         force: Delete an earlier run in `out` and start over.
         offline: Whether to use only local files and the hub's cache.
+        send: Whether to push what the recipe pushes; otherwise the folders that would be pushed are written into `out/push`.
         command: The command as typed, for the record.
         progress: Called with stage, done and total.
+        pushed: Called with the outcome of each push, as of `approx.push`.
 
     Returns:
         The record.
 
     Raises:
-        ApproxError: if the recipe has mistakes (with all of them), `out` holds another run, or a stage fails.
+        ApproxError: if the recipe has mistakes (with all of them), `out` holds another run, a push would not be allowed, or a
+            stage fails.
     """
+    if recipe.push and offline and send:
+        raise ApproxError(
+            "--offline was given, but the recipe pushes, which needs the hub. Add --no-push to only write the folders that it would push."
+        )
     _refuse(recipe, out, resume=resume, force=force)
     plans = check(recipe, offline=offline)
     progress("open the base, read the data", 0, 1)
@@ -62,8 +74,6 @@ def run(
     # The keys already include a hash of the code.
     machine = {key: value for key, value in environment.items() if key not in ("approx", "git_commit")}
     study.begin(machine, computed_by(base.model.device))
-    _claim(recipe, out, force=force)
-
     converted = {name: study.convert(plan, name, out / "converted" / slug(name)) for name, plan in plans.items()}
     healed = _healed(study, recipe, converted, out)
     folders = {**converted, **healed}
@@ -76,7 +86,15 @@ def run(
     ]
     make = partial(_report, study, recipe, folders, parts)
     report = Stage("report", "report", make, (*folders.values(), *parts), kept=False)
+    pushes = Pushes(study, recipe, folders, out / "record.json", report.inputs, send, offline, progress)
+    pushes.check(every=force)
+    _claim(recipe, out, force=force)
     made = complete([*report.inputs, report], study.store, Here(), keep_going=False)
+    last = complete(pushes.stages(), study.store, Here(), keep_going=False)
+    for stage in pushes.stages():
+        outcome = last.get(stage.key) or study.store.read(stage)
+        assert outcome is not None  # it was computed now or is stored
+        pushed(outcome["result"])
     return made[report.key]["result"]
 
 

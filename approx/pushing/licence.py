@@ -25,9 +25,18 @@ def licence(checked: Checked, *, public: bool) -> dict[str, Any]:
     known = "license" in inherited(checked.opened.source.folder / CARD)
     if base.revision is None or (known and not public):
         return {}
-    with told("Reading the licence of the base", base.name):
+    return told_by_the_hub(base.name, public=public)
+
+
+def told_by_the_hub(base: str, *, public: bool) -> dict[str, Any]:
+    """Licence and language of a base on the hub; empty if it is no longer there.
+
+    Raises:
+        ApproxError: if the base is gated and the push public, or its card may not be read, or the hub does not answer.
+    """
+    with told("Reading the licence of the base", base):
         try:
-            info = HfApi().model_info(base.name)
+            info = HfApi().model_info(base)
         except errors.GatedRepoError:
             raise
         except errors.RepositoryNotFoundError:
@@ -35,7 +44,7 @@ def licence(checked: Checked, *, public: bool) -> dict[str, Any]:
             return {}
     if info.gated and public:
         raise ApproxError(
-            f"The base {base.name} is gated: its owner decides who gets it, so a model made from it is not pushed with --public. "
+            f"The base {base} is gated: its owner decides who gets it, so a model made from it is not pushed with --public. "
             "Push it privately, or ask the owner.",
             Exit.REFUSED,
         )

@@ -109,6 +109,22 @@ class Remote:
                 files = {}
         return Held(at.sha, bool(info.private), files, exists=True, branch=True)
 
+    def refuse_unwritable(self, held: Held) -> None:
+        """Check that the token may write to the repository; a new one is not checked.
+
+        Raises:
+            ApproxError: if it may not.
+        """
+        if not held.exists:
+            return
+        with told("Signing in", self.repo):
+            try:
+                self.api.auth_check(self.repo, write=True)
+            except errors.HfHubHTTPError as error:
+                # Not every hub answers this question; then the upload does.
+                if error.response.status_code in (401, 403):
+                    raise refusals.no_access(self.repo) from error
+
     def changes(self, folder: Path, held: Held) -> Changes:
         """Compare a folder with what a branch holds."""
         own = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}

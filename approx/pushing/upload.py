@@ -16,7 +16,7 @@ from approx.errors import ApproxError, Exit
 from approx.pushing import folder, remote
 from approx.pushing.folder import Checked
 from approx.pushing.licence import licence, unlicensed
-from approx.pushing.privacy import is_private, private_here
+from approx.pushing.permission import refuse_bad_words, refuse_surprises
 from approx.pushing.remote import Changes, Held, Remote
 from approx.seam.manifest import MANIFEST, check_seal
 from approx.version import __version__
@@ -94,9 +94,7 @@ def upload_folder(
         ApproxError: if the folder, a record, the token or the repository is refused, the hub fails, or what comes back computes
             something else (exit code 6).
     """
-    remote.refuse_bad_names(repo, revision)
-    if is_private(message or "", private_here()):
-        raise ApproxError("The message holds a secret or a path of this machine. Write one that everybody may read.")
+    refuse_bad_words(repo, revision, message)
     steps = iter(range(_STEPS))
 
     def step(what: str) -> None:
@@ -115,7 +113,7 @@ def upload_folder(
         published = folder.stage(checked, staged, repo, records, licence=fields, copies=False)
         step("comparing with the repository")
         held = _held(hub, user, staged, create_pr=create_pr)
-        _refuse_surprises(hub, held, public=public, force=force)
+        refuse_surprises(hub, held, public=public, create_pr=create_pr, force=force)
         published = _pinned(hub, held, checked, staged, published)
         changes = hub.changes(staged, held)
         if not (force or create_pr) and (edited := hub.edited(held, changes)):
@@ -158,22 +156,6 @@ def _held(hub: Remote, user: str, staged: Path, *, create_pr: bool) -> Held:
             hub.revision = ref
             return other
     return held
-
-
-def _refuse_surprises(hub: Remote, held: Held, *, public: bool, force: bool) -> None:
-    """Raise if the repository is public against the user's expectation, or holds a model that no push of ours wrote."""
-    if held.exists and not held.private and not public:
-        raise ApproxError(
-            f"{hub.repo} exists and is public, but pushes are private without --public. Say --public, or choose another name.",
-            Exit.REFUSED,
-        )
-    ours = MANIFEST in held.files
-    models = [name for name in held.files if name == "config.json" or name.endswith((".safetensors", ".bin"))]
-    if models and not ours and not force:
-        raise ApproxError(
-            f"{hub.repo} holds another model ({models[0]}) that approx did not push. Choose another name, or write over it with --force.",
-            Exit.REFUSED,
-        )
 
 
 def _pinned(hub: Remote, held: Held, checked: Checked, staged: Path, published: Publication) -> Publication:

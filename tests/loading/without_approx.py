@@ -1,0 +1,302 @@
+"""Run as a separate process: load converted folders in every way that people do, where approx cannot be imported.
+
+Usage: python -P without_approx.py FOLDER, after `models.write` filled the folder; the results are written to FOLDER/results.json:
+head -> way -> `ok`, `-` with the reason why it does not apply, or the error.
+"""
+
+import copy
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+# An import of a name that has None here fails.
+sys.modules.update(dict.fromkeys(("approx", "approx_kernels", "triton")))  # type: ignore[arg-type]  # see above
+
+import torch  # noqa: E402  # after the line above
+import transformers  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+TRUSTED: dict[str, Any] = {"trust_remote_code": True}
+QUERIES = ["query", "q_proj", "c_attn"]
+
+
+class NotApplicableError(Exception):
+    """A way of loading that a head does not have."""
+
+
+class Head:
+    """One converted folder, its inputs, and what it computed of them before it was saved."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name, self.place, self.scratch = name, folder / name, folder / "scratch" / name
+        told = json.loads((folder / f"{name}.json").read_text("utf-8"))
+        self.task, self.auto = told["pipeline"], getattr(transformers, told["auto"])
+        self.inputs = load_file(folder / f"{name}.safetensors")
+        self.expected = self.inputs.pop("expected")
+        self.folder = folder
+
+    def load(self, place: str | Path, **more: Any) -> Any:
+        model = self.auto.from_pretrained(place, **TRUSTED, **more).eval()
+        assert type(model).__name__ == f"Approx{self.name}", type(model)
+        return model
+
+    def out(self, model: Any, **more: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model(**self.inputs, **more)[0]
+
+    def same(self, model: Any) -> None:
+        difference = (self.out(model) - self.expected).abs().max()
+        assert difference == 0.0, f"its outputs differ by {float(difference):.1e}"
+
+    def labelled(self) -> dict[str, torch.Tensor]:
+        """The inputs with labels that the head is trained on."""
+        batch = self.expected.shape[0]
+        if "QuestionAnswering" in self.name:
+            return {
+                **self.inputs,
+                "start_positions": torch.ones(batch).long(),
+                "end_positions": torch.ones(batch).long(),
+            }
+        if self.name.endswith("Model") and "LMHead" not in self.name:
+            raise NotApplicableError("a backbone has no loss")
+        if "Whisper" in self.name:
+            return {**self.inputs, "labels": self.inputs["decoder_input_ids"]}
+        if any(kind in self.name for kind in ("LM", "TokenClassification")):
+            return {**self.inputs, "labels": self.inputs["input_ids"] % self.expected.shape[-1]}
+        return {**self.inputs, "labels": torch.ones((batch, 2) if "CTC" in self.name else batch).long()}
+
+
+def auto(head: Head) -> None:
+    head.same(head.load(head.place))
+
+
+def saved_again(head: Head) -> None:
+    head.load(head.place).save_pretrained(head.scratch / "again")
+    head.same(head.load(head.scratch / "again"))
+
+
+def bfloat16(head: Head) -> None:
+    half(head, torch.bfloat16, 0.2)
+
+
+def float16(head: Head) -> None:
+    half(head, torch.float16, 0.05)
+
+
+def half(head: Head, dtype: torch.dtype, tolerance: float) -> None:
+    model = head.load(head.place, dtype=dtype)
+    assert model.dtype == dtype
+    inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in head.inputs.items()}
+    with torch.no_grad():
+        out = model(**inputs)[0]
+    assert out.dtype == dtype
+    error = float((out.float() - head.expected).norm() / head.expected.norm())
+    assert error < tolerance, f"it differs by {error:.1%} from float32"
+
+
+def device_map(head: Head) -> None:
+    if not find_spec("accelerate"):
+        raise NotApplicableError("accelerate is not installed")
+    head.same(head.load(head.place, device_map="cpu"))
+
+
+def trainer(head: Head) -> None:
+    if not find_spec("accelerate"):
+        raise NotApplicableError("accelerate is not installed")
+    inputs = head.labelled()
+    rows = [{key: value[row] for key, value in inputs.items()} for row in range(len(head.expected))]
+    arguments = transformers.TrainingArguments(
+        str(head.scratch / "trained"), max_steps=2, save_steps=1, learning_rate=1e-2, use_cpu=True, report_to=[],
+        disable_tqdm=True,
+    )  # fmt: skip
+    model = head.load(head.place)
+    transformers.Trainer(model, arguments, train_dataset=rows).train()  # type: ignore[arg-type]  # any sequence of rows will do
+    trained = head.out(model.eval())
+    again = head.out(head.load(head.scratch / "trained" / "checkpoint-2"))
+    assert torch.equal(again, trained), "its last checkpoint computes something else"
+    assert not torch.equal(trained, head.expected), "nothing was trained"
+    resumed = head.load(head.place)
+    rest = transformers.Trainer(resumed, arguments, train_dataset=rows)  # type: ignore[arg-type]  # as above
+    rest.train(resume_from_checkpoint=str(head.scratch / "trained" / "checkpoint-1"))
+    assert torch.equal(head.out(resumed.eval()), trained), "training that is continued gives something else"
+
+
+def peft(head: Head) -> None:
+    if not find_spec("peft"):
+        raise NotApplicableError("peft is not installed")
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    model: Any = get_peft_model(head.load(head.place), LoraConfig(r=2, target_modules=QUERIES, init_lora_weights=False))
+    adapted = head.out(model.eval())
+    assert not torch.equal(adapted, head.expected)
+    model.save_pretrained(head.scratch / "adapter")
+    again = PeftModel.from_pretrained(head.load(head.place), str(head.scratch / "adapter")).eval()
+    assert torch.equal(head.out(again), adapted), "the adapter on a reloaded model computes something else"
+    merged: Any = copy.deepcopy(again).merge_and_unload()
+    merged.save_pretrained(head.scratch / "merged")
+    torch.testing.assert_close(head.out(head.load(head.scratch / "merged")), adapted, rtol=1e-4, atol=1e-4)
+
+
+def hub(head: Head) -> None:
+    """A pinned revision from a hub whose main branch has moved on, and again from the cache alone."""
+    where = {"revision": (head.folder / f"{head.name}.revision").read_text("utf-8")}
+    calls = [{}, {"local_files_only": True}]
+    for more in calls:
+        head.same(head.load(f"ada/{head.name}", **where, **more))
+
+
+def pipeline(head: Head) -> None:
+    from transformers.pipelines import PIPELINE_REGISTRY
+
+    if head.task is None:
+        raise NotApplicableError("there is no pipeline for it")
+    if head.task not in PIPELINE_REGISTRY.get_supported_tasks():
+        raise NotApplicableError(f"this version has no pipeline for {head.task}")
+    with Complaints() as complaints:
+        pipe: Any = transformers.pipeline(head.task, model=str(head.place), **TRUSTED)  # type: ignore[call-overload]  # a name
+    assert complaints.listed == []
+    assert type(pipe.model).__name__ == f"Approx{head.name}"
+    PIPELINES[head.task](head, pipe)
+
+
+class Complaints(logging.Handler):
+    """What transformers logs of a model that it does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "not supported" in record.getMessage():
+            self.listed.append(record.getMessage()[:120])
+
+    def __enter__(self) -> "Complaints":
+        logging.getLogger("transformers").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("transformers").removeHandler(self)
+
+
+TEXT = "the film is not very good"
+
+
+def classified(head: Head, pipe: Any, inputs: Any, given: Any) -> None:
+    with torch.no_grad():
+        expected = pipe.model(**inputs).logits[0].softmax(-1)
+    answer = pipe(given, top_k=1)[0]
+    assert abs(answer["score"] - float(expected.max())) < 1e-5, (answer, expected)
+    assert answer["label"] == pipe.model.config.id2label[int(expected.argmax())]
+
+
+def texts(head: Head, pipe: Any) -> None:
+    classified(head, pipe, pipe.tokenizer(TEXT, return_tensors="pt"), TEXT)
+
+
+def recordings(head: Head, pipe: Any) -> None:
+    classified(head, pipe, pipe.feature_extractor(sound(head), sampling_rate=16_000, return_tensors="pt"), sound(head))
+
+
+def images(head: Head, pipe: Any) -> None:
+    classified(head, pipe, pipe.image_processor(image(head), return_tensors="pt"), image(head))
+
+
+def tokens(head: Head, pipe: Any) -> None:
+    inputs = pipe.tokenizer(TEXT, return_tensors="pt")
+    with torch.no_grad():
+        expected = pipe.model(**inputs).logits[0].softmax(-1).max(-1).values[1:-1]
+    scores = torch.tensor([float(one["score"]) for one in pipe(TEXT, ignore_labels=[])])
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
+
+
+def masked(head: Head, pipe: Any) -> None:
+    text = TEXT.replace("good", pipe.tokenizer.mask_token)
+    inputs = pipe.tokenizer(text, return_tensors="pt")
+    (place,) = (inputs["input_ids"][0] == pipe.tokenizer.mask_token_id).nonzero()[0].tolist()
+    with torch.no_grad():
+        expected = pipe.model(**inputs).logits[0, place].softmax(-1).max()
+    assert abs(pipe(text)[0]["score"] - float(expected)) < 1e-5
+
+
+def generated(head: Head, pipe: Any) -> None:
+    inputs = pipe.tokenizer(TEXT, return_tensors="pt")
+    expected = pipe.model.generate(**inputs, max_new_tokens=6, do_sample=False)[0].tolist()
+    (answer,) = pipe(TEXT, max_new_tokens=6, do_sample=False, return_tensors=True)
+    assert answer["generated_token_ids"] == expected
+    assert len(expected) > inputs["input_ids"].shape[1]
+
+
+def features(head: Head, pipe: Any) -> None:
+    given, reader = (image(head), pipe.image_processor) if "ViT" in head.name else (TEXT, pipe.tokenizer)
+    inputs = reader(given, return_tensors="pt")
+    with torch.no_grad():
+        expected = pipe.model(**inputs)[0]
+    torch.testing.assert_close(torch.tensor(pipe(given)), expected, rtol=1e-4, atol=1e-5)
+
+
+def transcribed(head: Head, pipe: Any) -> None:
+    inputs = pipe.feature_extractor(sound(head), sampling_rate=16_000, return_tensors="pt")
+    if "Whisper" in head.name:
+        expected = pipe.model.generate(**inputs, max_new_tokens=6, num_beams=1)[0]
+        answer = pipe(sound(head), generate_kwargs={"max_new_tokens": 6, "num_beams": 1})
+        assert answer["text"] == pipe.tokenizer.decode(expected, skip_special_tokens=True) != ""
+        return
+    with torch.no_grad():
+        expected = pipe.model(**inputs).logits.argmax(-1)[0]
+    assert pipe(sound(head))["text"] == pipe.tokenizer.decode(expected)
+
+
+def sound(head: Head) -> Any:
+    import numpy as np
+
+    return np.load(head.folder / "sound.npy")
+
+
+def image(head: Head) -> Any:
+    from PIL import Image
+
+    return Image.open(head.folder / "image.png")
+
+
+PIPELINES: dict[str, Callable[[Head, Any], None]] = {
+    "text-classification": texts,
+    "token-classification": tokens,
+    "fill-mask": masked,
+    "text-generation": generated,
+    "feature-extraction": features,
+    "image-feature-extraction": features,
+    "image-classification": images,
+    "audio-classification": recordings,
+    "automatic-speech-recognition": transcribed,
+}
+WAYS = (auto, saved_again, bfloat16, float16, device_map, pipeline, trainer, peft, hub)
+
+
+def tried(way: Callable[[Head], None], head: Head) -> str:
+    """Try one way: `ok`, why it does not apply, or the error."""
+    torch.manual_seed(0)
+    try:
+        way(head)
+    except NotApplicableError as reason:
+        return f"- {reason}"
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return "ok"
+
+
+def main(folder: Path) -> None:
+    """Try every way with every head of a folder."""
+    torch.set_num_threads(1)
+    heads = sorted(path.stem for path in folder.glob("*.json"))
+    results = {head: {way.__name__: tried(way, Head(folder, head)) for way in WAYS} for head in heads}
+    (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main(Path(sys.argv[1]))

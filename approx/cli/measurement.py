@@ -32,7 +32,8 @@ def add_to(app: typer.Typer) -> None:
         "approx bench converted --lengths 512,2048 --batch 1,8",
         "approx bench converted --against base --task glue/sst2 --data SST-2 --max-length 4096 --lengths 1024,4096",
     )(bench)
-    command(app, _PANEL, "approx report record.json speed.json -o report")(report)
+    command(app, _PANEL, "approx report quality.json speed.json -o report", "approx report runs/study")(report)
+    command(app, _PANEL, "approx compare before.json after.json")(compare)
     command(
         app,
         _PANEL,
@@ -229,16 +230,45 @@ def bench(
 
 def report(
     terminal: Terminal,
-    records: Annotated[list[Path], typer.Argument(help="Records of evaluate, bench or run.", show_default=False)],
-    output: options.Out,
+    records: options.Records,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder to write. Default: the folder 'report' beside the first record."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace files of the same names that are not of a report.")
+    ] = False,
 ) -> None:
-    """Make a report from records: JSON, Markdown, CSV and one offline HTML page."""
+    """Make a report from records: JSON, Markdown, CSV and one offline HTML page.
+
+    Records of the same weights and plans become one answer, with quality against speed.
+    """
     from approx.evaluation import record
     from approx.evaluation.quality import over_records
     from approx.publishing.report import write_report
 
-    written = write_report(over_records([record.load(path) for path in records]), output)
+    files = [file for given in records for file in options.record_files(given)]
+    folder = output or (records[0] if records[0].is_dir() else records[0].parent) / "report"
+    written = write_report(over_records([record.load(file) for file in files]), folder, force=force)
     terminal.result({"files": [str(path) for path in written]}, *map(str, written))
+
+
+def compare(
+    terminal: Terminal,
+    first: Annotated[Path, typer.Argument(help="A record, or the folder of a run.", show_default=False)],
+    second: Annotated[Path, typer.Argument(help="The record to compare with it.", show_default=False)],
+) -> None:
+    """Compare two records: what differs between them, and quality and speed side by side."""
+    from approx.cli.figures import comparison_tables
+    from approx.evaluation import record
+    from approx.publishing.comparison import compare as compare_records
+
+    made = [options.record_files(given) for given in (first, second)]
+    for given, files in zip((first, second), made, strict=True):
+        if len(files) > 1:
+            raise ApproxError(f"{given} has {len(files)} records. Name one of them: {files[0]}.")
+    compared = compare_records(*(record.load(files[0]) for files in made))
+    terminal.result(compared.to_data(), *comparison_tables(compared))
 
 
 def run(
@@ -263,6 +293,8 @@ def run(
     from approx.pipeline.run import run as run_recipe
     from approx.publishing.advice import recommendation
 
+    if resume and force:
+        raise ApproxError("--resume continues an earlier run and --force deletes it. Give one of them.")
     path = recipes.find(recipe)
     read = recipes.read(path)
     folder = output or Path("runs") / path.stem

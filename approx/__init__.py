@@ -18,10 +18,25 @@ from approx.registration import register_when_asked
 from approx.version import __version__
 
 if TYPE_CHECKING:
-    from approx.api import Plan, bench, convert, evaluate, fast_products, finetune, inspect, load, push, report, revert
+    from approx.api import (
+        Plan,
+        bench,
+        convert,
+        evaluate,
+        fast_products,
+        finetune,
+        generate,
+        inspect,
+        load,
+        predict,
+        push,
+        report,
+        revert,
+        verify,
+    )
 
 __all__ = ["ApproxError", "Plan", "__version__", "bench", "convert", "evaluate", "fast_products", "finetune"]
-__all__ += ["inspect", "load", "push", "report", "revert"]
+__all__ += ["generate", "inspect", "load", "predict", "push", "report", "revert", "verify"]
 __dir__ = __all__.copy  # what an interactive session offers, loaded or not
 register_when_asked()
 

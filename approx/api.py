@@ -1,15 +1,13 @@
 """The Python API of `approx`: the stages, as in the commands of the same names."""
 
-import copy
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from approx.checkpoints import checkpoint
 from approx.checkpoints.checkpoint import load
 from approx.conversion.surgery import convert, revert
+from approx.conversion.verify import verify
 from approx.errors import ApproxError
 from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.evaluation.record_model import Record
@@ -25,13 +23,14 @@ from approx.measuring.measure import (
     open_all,
     silent,
     task_of,
-    under_exact_attention,
 )
+from approx.measuring.pair import label_of, open_pair
 from approx.measuring.products import fast_products
+from approx.measuring.side_by_side import generate, predict
 from approx.planning.plan import Plan
 from approx.publishing.report import write_report as report
 from approx.pushing.push import push
-from approx.recipe import BASE, CEILING
+from approx.recipe import BASE
 from approx.tasks import open_task
 from approx.validation import build
 
@@ -42,12 +41,15 @@ __all__ = [
     "evaluate",
     "fast_products",
     "finetune",
+    "generate",
     "inspect",
     "load",
     "plan",
+    "predict",
     "push",
     "report",
     "revert",
+    "verify",
 ]
 
 
@@ -174,8 +176,8 @@ def evaluate(
     stage = build(EvaluateStage, "evaluate", task=task, **options)
     # Mistakes in the task must show before weights are loaded.
     task_of(stage)
-    opened = _opened(model, against, device, dtype, offline, processor)
-    label = _label(model)
+    opened = open_pair(model, against, device, dtype, offline, processor)
+    label = label_of(model)
     if stage.seeds > 1 and len(opened) == 1:
         raise ApproxError(
             f"Several seeds need a converted checkpoint, but {opened[BASE].source.name} is not converted. Leave out --seeds."
@@ -217,8 +219,7 @@ def bench(
         offline: Whether to use only local files and the hub's cache.
         command: The command as typed, for the record.
         progress: Called with stage, done and total.
-        options: Options of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, wait_idle,
-            fast_products.
+        options: Options of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, wait_idle, mode, …
 
     Returns:
         The record; `to_data()` gives it as plain data.
@@ -231,35 +232,6 @@ def bench(
     stage = build(BenchStage, "bench", lengths=lengths, inputs=inputs, **options)
     if texts is not None:
         open_task(texts.task, **texts.settings)
-    opened = _opened(name, against, device, dtype, offline)
+    opened = open_pair(name, against, device, dtype, offline)
     speed = measure_speed(opened, stage, texts, seed=seed, progress=progress)
-    return make_record(opened, title=f"Speed of {_label(name)}", seed=seed, command=command, speed=speed)
-
-
-def _opened(
-    model: str | Any, against: str | Any | None, device: str, dtype: str, offline: bool, processor: Any = None
-) -> dict[str, checkpoint.Checkpoint]:
-    """The base, and the model to compare with it."""
-
-    def opened(label: str, one: str | Any) -> checkpoint.Checkpoint:
-        if not isinstance(one, str):
-            return in_memory(one, processor)
-        return open_all({label: one}, device, dtype, offline=offline)[label]
-
-    base, label = opened(BASE, model if against is None else against), _label(model)
-    if base.source.converted:
-        if against is not None:
-            raise ApproxError(
-                f"--against {base.source.name} is converted itself. Name the exact checkpoint it was made from."
-            )
-        own = base if isinstance(model, str) else replace(base, model=copy.deepcopy(model))
-        base = under_exact_attention(own)
-    elif against is None:
-        return {BASE: base}
-    return {BASE: base, label: opened(label, model)}
-
-
-def _label(model: str | Any) -> str:
-    """Name of a model in tables and records: its path without the parent folders."""
-    label = Path(model).resolve().name if isinstance(model, str) else type(model).__name__
-    return label if label not in (BASE, CEILING) else f"{label} (converted)"
+    return make_record(opened, title=f"Speed of {label_of(name)}", seed=seed, command=command, speed=speed)

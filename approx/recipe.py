@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -158,16 +158,21 @@ def find(name: str, what: str = "recipe") -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    # Recipes are inside the installed package, but beside it in a checkout.
-    folders = [Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes"]
-    files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
-    known = {path.stem: path for path in files if path.stem.endswith("-grid") == (what == "grid")}
+    known = named(what)
     if name not in known:
         hint = did_you_mean(name, known)
         raise ApproxError(
             f"{what.capitalize()} {name} does not exist.{hint} Give a YAML file, or one of: {', '.join(sorted(known))}."
         )
     return known[name]
+
+
+def named(what: str) -> dict[str, Path]:
+    """Name -> file of the recipes, or of the grids, that come with the package."""
+    # Recipes are inside the installed package, but beside it in a checkout.
+    folders = [Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes"]
+    files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
+    return {path.stem: path for path in files if path.stem.endswith("-grid") == (what == "grid")}
 
 
 def _loose_ends(made: Study, data: dict[str, Any], what: str) -> Iterator[Mistake]:
@@ -201,3 +206,62 @@ def _loose_ends(made: Study, data: dict[str, Any], what: str) -> Iterator[Mistak
 def slug(name: str) -> str:
     """Name of a variant as a folder name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "variant"
+
+
+def replaced(
+    recipe: Recipe, *, checkpoint: str | None = None, data: Sequence[str] = (), limit: int | None = None
+) -> Recipe:
+    """A recipe with another checkpoint, other files or fewer examples; its text says so at the end.
+
+    Args:
+        recipe: The recipe.
+        checkpoint: Checkpoint in place of the recipe's.
+        data: Files in place of the recipe's: `PATH` for the only task, `TASK=PATH`, or `OLD=PATH` for a path that the recipe
+            names.
+        limit: Number of examples of every evaluation, from the first.
+
+    Raises:
+        ApproxError: if it is not clear whose files are replaced.
+    """
+    changes: dict[str, Any] = {} if checkpoint is None else {"checkpoint": checkpoint, "revision": None}
+    files = dict(_replacement(recipe, one) for one in data)
+
+    def path(old: str | None, task: str | None = None) -> str | None:
+        return files.get(old or "", files.get(task or "", old))
+
+    if files:
+        changes["calibrate"] = path(recipe.calibrate)
+    if files or limit is not None:
+        own: dict[str, Any] = {} if limit is None else {"limit": limit}
+        changes["evaluate"] = [
+            stage.model_copy(update={"data": path(stage.data, stage.task), **own}) for stage in recipe.evaluate
+        ]
+        changes["heal"] = [
+            stage.model_copy(
+                update={
+                    "data": path(stage.data, stage.task),
+                    "text": None if stage.text is None else [path(file) for file in stage.text],
+                }
+            )
+            for stage in recipe.heal
+        ]
+    made = recipe.model_copy(update=changes)
+    told = [("checkpoint", checkpoint), *(("data", one) for one in data), ("limit", limit)]
+    made._text = recipe.text + "".join(f"# Replaced: {name} {value}\n" for name, value in told if value is not None)
+    return made
+
+
+def _replacement(recipe: Recipe, given: str) -> tuple[str, str]:
+    """What a replacement of files replaces, a task or a path, and the new path."""
+    tasks = dict.fromkeys(stage.task for stage in (*recipe.evaluate, *recipe.heal) if stage.task)
+    paths = [stage.data for stage in (*recipe.evaluate, *recipe.heal)] + [recipe.calibrate]
+    paths += [file for stage in recipe.heal for file in stage.text or []]
+    known = dict.fromkeys([*tasks, *(one for one in paths if one is not None)])
+    which, equals, path = given.partition("=")
+    if equals and which in known:
+        return which, path
+    if len(tasks) == 1 and not (equals and not Path(given).exists()):
+        return next(iter(tasks)), given
+    raise ApproxError(
+        f"'--data {given}' does not say whose files it replaces. Give WHICH=PATH, where WHICH is one of {', '.join(known)}."
+    )

@@ -11,6 +11,8 @@ import yaml
 from approx.errors import ApproxError
 
 # PyYAML's own pattern accepts only 1.0e-6.
+# Nobody writes more by hand, and reading takes a second per megabyte.
+_LARGEST = 1_000_000
 _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
 
 
@@ -104,6 +106,8 @@ def read(path: Path, what: str) -> Document:
     """
     called = f"{what.capitalize()} {path}"
     try:
+        if (size := path.stat().st_size) > _LARGEST:
+            raise ApproxError(f"{called} has {size:,} bytes, but a {what} has at most {_LARGEST:,}. Give another file.")
         return load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"

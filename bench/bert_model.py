@@ -18,7 +18,7 @@ import approx
 from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing
 from approx.planning import positions
 
-STEPS, BATCH, LENGTH, LEARNING = 800, 16, 128, 3e-4
+STEPS, BATCH, LENGTH, LEARNING = 300, 16, 128, 3e-4
 
 
 def main() -> None:
@@ -43,7 +43,8 @@ def main() -> None:
     with atomic_folder(arguments.out, force=arguments.force) as folder:
         done = approx.finetune(
             model, processor=tokenizer, recover=["mlm"], text=[str(arguments.text)], steps=STEPS, batch_size=BATCH,
-            length=LENGTH, learning_rate=LEARNING, validation=200, seed=arguments.seed, progress=progress,
+            length=LENGTH, learning_rate=LEARNING, validation=200, bfloat16=True, seed=arguments.seed,
+            progress=progress,
         )  # fmt: skip
         print(f"held-out loss of hidden tokens: {done['after']:.3f} nats", flush=True)
         positions.resize(model, arguments.positions)

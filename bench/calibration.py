@@ -137,7 +137,7 @@ def compared(world: World, pair: Pair, seed: int, resamples: int = RESAMPLES) ->
         return sign * (metric.total(pair.converted[rows]) - metric.total(pair.base[rows]))
 
     return compare_scores(
-        difference, len(pair.base), seed=seed, groups=pair.groups, bounded=metric.bounded, resamples=resamples
+        difference, len(pair.base), seed=seed, groups=pair.groups, widest=metric.widest, resamples=resamples
     )
 
 

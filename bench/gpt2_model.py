@@ -31,7 +31,7 @@ import approx
 from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing
 
 LAYERS, HEADS, HIDDEN, POSITIONS = 6, 4, 256, 512
-STEPS, BATCH, LENGTH, LEARNING = 1000, 8, 256, 1e-3
+STEPS, BATCH, LENGTH, LEARNING = 1000, 4, POSITIONS, 1e-3
 # Of the reviews, this many characters are enough.
 REVIEWS = 6_000_000
 # Absolute discount of the n-gram models.
@@ -158,13 +158,14 @@ def main() -> None:
         print(f"{len(trained):,} tokens of text", flush=True)
         figures = ngram_perplexities(trained, measured, len(tokenizer))
         print(figures, flush=True)
-        done = approx.finetune(
+        approx.finetune(
             model, processor=tokenizer, recover=["clm"], text=[str(text)], steps=STEPS, batch_size=BATCH, length=LENGTH,
-            learning_rate=LEARNING, validation=100, seed=arguments.seed, progress=progress,
+            learning_rate=LEARNING, validation=100, bfloat16=True, seed=arguments.seed, progress=progress,
         )  # fmt: skip
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-        figures["held-out perplexity"] = done["after"]
+        made = approx.evaluate(str(folder / "model"), "lm", data=str(wikitext), fresh=True)
+        figures["model"] = made.quality[0].base.scores["perplexity"]
         (folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 

@@ -37,7 +37,7 @@ HEALING = ROOT / "docs" / "healing.md"
 LONG, LENGTHS = "genres", (512, 2048)
 SQUAD, SQUAD_LENGTH, UNHEALED = "heal-squad", 384, "minilm-squad"
 # Columns of the terminal whose output the README shows.
-WIDTH = 110
+WIDTH = 122
 DRAWN: dict[str, tuple[str, int, bool, dict[str, Any]]] = {
     "ltr": ("ltr", 1024, False, {}),
     "strided-causal": ("strided", 1024, True, {"stride": 32}),

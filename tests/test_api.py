@@ -7,6 +7,7 @@ from approx import api
 from approx.checkpoints import checkpoint
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
+from approx.measuring.pair import label_of
 from approx.planning.plan import Plan, Rule
 from approx.recipe import BASE, CEILING
 from tiny_study import tiny_checkpoint, tiny_data
@@ -45,7 +46,7 @@ def test_a_record_of_speed_says_what_was_asked_for(study):
 
 
 def test_only_names_of_lines_that_every_report_has_are_told_apart():
-    assert [api._label(f"some/{name}") for name in (BASE, CEILING, "mine")] == [
+    assert [label_of(f"some/{name}") for name in (BASE, CEILING, "mine")] == [
         f"{BASE} (converted)",
         f"{CEILING} (converted)",
         "mine",

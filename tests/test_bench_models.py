@@ -71,7 +71,7 @@ def test_long_documents_to_measure_are_those_not_trained_on(documents):
     assert 0 < len(ids) < 20
     assert all(long_documents_model.held_out(name, "reviews") for name in ids)
     split = open_task("documents").load(out / "imdb.jsonl")
-    assert [example.id for example in split.examples] == ["tes/0", "tes/1"]
+    assert [example.id for example in split.examples] == ["imdb-0", "imdb-1"]
 
 
 def test_genres_are_learnt_from_one_half_of_the_documents_and_measured_on_the_other(tmp_path, monkeypatch):
@@ -94,8 +94,9 @@ def test_genres_are_learnt_from_one_half_of_the_documents_and_measured_on_the_ot
     split = open_task("documents", labels=["press", "general", "learned", "fiction"]).load(
         tmp_path / "out" / "brown.jsonl"
     )
-    assert all(example.label == (0, 3, 1)[int(example.id[1:]) % 3] for example in split.examples)
-    held = {example.id for example in split.examples}
+    # A text names its row: "film 7 film 7 …".
+    assert all(example.label == (0, 3, 1)[int(example.inputs["text"].split()[1]) % 3] for example in split.examples)
+    held = {f"c{example.inputs['text'].split()[1]}" for example in split.examples}
     # The other documents are read from words 0 and 250 on (of 600, at least 250 at the end).
     words = Counter(row["id"] for row in learnt)
     assert set(words) | held == {f"c{row}" for row in range(24)}
@@ -233,7 +234,7 @@ def test_the_language_model_is_trained_on_spaced_texts(tmp_path, monkeypatch):
     assert len(lines) == 3 * 40 + 1
     assert "The lobster no . 7 is well @-@ known , and it is ( very ) blue . It grows !" in lines
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())
-    assert set(figures) == {"1-gram", "2-gram", "3-gram", "held-out perplexity"}
+    assert set(figures) == {"1-gram", "2-gram", "3-gram", "model"}
     opened = checkpoint.load(tmp_path / "out" / "model")
     subject = Subject("exact", opened.model, checkpoint.processor(opened.source))
     entry = evaluate({"exact": subject}, open_task("lm"), data=data / "lm" / "wikitext-2" / "valid.raw.txt")

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from approx import recipe as recipes
 from approx.cli import app
+from approx.cli.command import EXIT_CODES
+from approx.errors import Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan
 from approx.tasks import TASKS
@@ -213,3 +215,9 @@ def _exists(module: str) -> bool:
     """Whether a room exists."""
     path = ROOT / ("kernels" if module.startswith("approx_kernels") else "") / module.replace(".", "/")
     return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def test_help_and_docs_explain_the_same_exit_codes():
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "limits.md").read_text("utf-8"), re.MULTILINE)
+    assert [int(code) for code, _ in rows] == [int(code) for code in EXIT_CODES] == sorted(Exit)
+    assert all(text.startswith(EXIT_CODES[Exit(int(code))]) for code, text in rows)

@@ -185,7 +185,7 @@ def test_imports_keep_the_rules(module, file):
         ("approx.evaluation.statistics", "import torch.nn as nn"),
         ("approx.finetuning.task", "import approx.mechanisms.full"),
         ("approx.publishing.page", "from approx.evaluation.bench import bench"),
-        ("approx.publishing.page", "from approx.conversion.export import export"),
+        ("approx.publishing.page", "from approx.conversion.writing import write"),
         ("approx.publishing.page", "if True:\n    import torch"),
         ("approx.publishing.page", "from approx.pushing.push import push"),
         ("approx.pushing.push", "from approx.evaluation.bench import bench"),

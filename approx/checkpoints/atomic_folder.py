@@ -74,6 +74,11 @@ def refuse_existing(out: Path, *, force: bool) -> None:
         )
     if is_file:
         raise ApproxError(f"{out} is a file, but the output is a folder. Choose another output.", Exit.REFUSED)
+    if out.is_symlink() and not out.exists():
+        raise ApproxError(
+            f"{out} is a symbolic link to {os.readlink(out)}, which does not exist. Remove the link, or choose another output folder.",
+            Exit.REFUSED,
+        )
     if names and not force:
         raise ApproxError(
             f"{out} exists already. Choose another output folder, or replace it with --force.", Exit.REFUSED
@@ -106,12 +111,17 @@ def _unwritable(out: Path, error: OSError) -> ApproxError:
     return ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.")
 
 
-def refuse_losing(source: Path, out: Path) -> None:
-    """Check that writing `out` does not delete the folder it is made from.
+def refuse_overlap(source: Path, out: Path) -> None:
+    """Check that writing `out` neither deletes the folder it is made from nor adds to it.
 
     Raises:
-        ApproxError: if `source` is `out` or inside it.
+        ApproxError: if one of the folders is the other or inside it.
     """
+    if out.resolve().is_relative_to(source.resolve()) and out.resolve() != source.resolve():
+        raise ApproxError(
+            f"{out} lies inside the input checkpoint {source} and would become part of it. Choose another output folder.",
+            Exit.REFUSED,
+        )
     if source.resolve().is_relative_to(out.resolve()):
         raise ApproxError(
             f"{out} contains the input checkpoint {source}, which would be deleted. Choose another output folder.",

@@ -2,6 +2,7 @@
 
 import hashlib
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -16,6 +17,8 @@ from approx.seam.manifest import check_seal, sha256
 from approx.seam.transformers_internals import backbone_of
 
 EMBEDDED = "quickstart"
+# For readers only.
+_CARD = "README.md"
 
 
 @dataclass
@@ -106,6 +109,7 @@ def load(
     allow_pickle: bool = False,
     dtype: str = "auto",
     device: str = "cpu",
+    edited: Iterable[str] = (),
 ) -> Checkpoint:
     """Load a checkpoint, stock or converted, and check its files, its keys and its numbers.
 
@@ -116,6 +120,7 @@ def load(
         allow_pickle: Whether pickled weights are accepted.
         dtype: `auto` for the config's, or the name of a torch dtype.
         device: Device of the model.
+        edited: Names of files of a converted folder that may differ from its manifest; its card always may.
 
     Raises:
         ApproxError: if anything is missing, damaged or unsupported.
@@ -123,7 +128,7 @@ def load(
     source = locate(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
     files = integrity.weight_files(source.folder, allow_pickle=allow_pickle)
     if source.converted:
-        check_seal(source.folder)
+        check_seal(source.folder, but=[_CARD, *edited])
     model_class = families.model_class(source.stock_class) if source.converted else source.stock_class
     try:
         model, info = model_class.from_pretrained(  # type: ignore[attr-defined]  # every PreTrainedModel has it
@@ -199,8 +204,16 @@ def _from_folder(kind: str, source: Source) -> Any:
 
 
 def _folder(name: str, revision: str | None, offline: bool, allow_pickle: bool) -> tuple[Path, str | None]:
+    if not name:
+        raise ApproxError(
+            "The name of the checkpoint is empty. Give a folder, or a model id of the hub.", Exit.UNAVAILABLE
+        )
     path = Path(name).expanduser()
     try:
+        if path.is_dir() and revision is not None:
+            raise ApproxError(
+                f"--revision {revision} was given, but {name} is a local folder, which has no revisions. Leave one of them out."
+            )
         if path.is_dir():
             return path, None
         is_file = path.is_file()

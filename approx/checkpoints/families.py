@@ -27,9 +27,7 @@ class _LocalModel(ApproxModel):
         super().save_pretrained(save_directory, is_main_process, **kwargs)
 
     def _write_code(self, folder: Path) -> None:
-        used = {part["mechanism"] for site in self.config.approx["sites"].values() for part in parts(site)}
-        kernels = self.config.approx.get("bundle_kernels", False)
-        bundle.write_code(folder, stock_class(type(self.config)), stock_class(type(self)), used, kernels=kernels)
+        write_code(folder, self.config, stock_class(type(self)))
 
 
 @functools.cache
@@ -121,3 +119,16 @@ def register_family(stock_config: type) -> None:
 
 # Importing this module registers the families: `import approx` arranges for it, and unpickling a converted model imports it.
 register()
+
+
+def write_code(folder: Path, config: Any, stock: type) -> None:
+    """Write the code of a converted checkpoint into a folder.
+
+    Args:
+        folder: The folder.
+        config: The converted config.
+        stock: The stock class of the model.
+    """
+    used = {part["mechanism"] for site in config.approx["sites"].values() for part in parts(site)}
+    kernels = config.approx.get("bundle_kernels", False)
+    bundle.write_code(folder, stock_class(type(config)), stock, used, kernels=kernels)

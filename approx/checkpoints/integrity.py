@@ -77,7 +77,8 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
         _refuse_lfs(folder / _INDEX)
         try:
             names = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-            files = sorted(folder / name for name in names)
+            # A name with a folder could lead out of the checkpoint.
+            files = sorted(folder / name for name in names) if all(Path(name).name == name for name in names) else []
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             files = []
         if not files:

@@ -4,9 +4,22 @@ import os
 
 import typer
 
-from approx.cli import conversion, environment, finetuning, measurement, pattern, push, sweep
-from approx.cli.command import Group
-from approx.version import __version__
+from approx.cli import (
+    comparison,
+    conversion,
+    environment,
+    explanation,
+    finetuning,
+    folders,
+    measurement,
+    pattern,
+    push,
+    reporting,
+    study,
+    sweep,
+)
+from approx.cli.command import Group, exit_codes
+from approx.cli.terminal import Terminal
 
 # The commands report what matters themselves.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -18,7 +31,8 @@ app = typer.Typer(
     name="approx",
     cls=Group,
     help="Replace the attention of a pretrained transformer and measure the change in quality and speed.",
-    epilog="Start with: approx run quickstart\n\nThen: approx inspect MODEL, approx plan MODEL --mechanism NAME",
+    epilog="Start with: approx run quickstart\n\nThen: approx inspect MODEL, approx plan MODEL --mechanism NAME\n\n"
+    + exit_codes(),
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -32,22 +46,27 @@ def _root(
     verbose: bool = typer.Option(
         False, "--verbose", "-v", help="With --version: also show which parts work on this machine."
     ),
+    json_output: bool = typer.Option(False, "--json", help="With --version: print one JSON object."),
 ) -> None:
     if version:
-        if verbose:
-            environment.print_versions()
-        else:
-            typer.echo(f"approx {__version__}")
+        environment.print_versions(Terminal(json_output=json_output, verbose=verbose))
         raise typer.Exit
+    if (verbose or json_output) and context.invoked_subcommand is not None:
+        raise typer.BadParameter("--verbose and --json belong behind the command, or to --version.")
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)
 
 
+explanation.add_to(app)
 conversion.add_to(app)
+folders.add_to(app)
 finetuning.add_to(app)
 pattern.add_to(app)
 measurement.add_to(app)
+reporting.add_to(app)
+comparison.add_to(app)
+study.add_to(app)
 sweep.add_to(app)
 push.add_to(app)
 environment.add_to(app)

@@ -34,6 +34,20 @@ _SHARED = {
         bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_EVERYWHERE)
     ],
 }
+EXIT_CODES = {
+    Exit.OK: "done",
+    Exit.INTERNAL: "internal error",
+    Exit.USAGE: "wrong usage, plan or recipe",
+    Exit.UNSUPPORTED: "unsupported model, mechanism or layer",
+    Exit.MISSING: "missing dependency or hardware",
+    Exit.UNAVAILABLE: "model or data unavailable or damaged",
+    Exit.VERIFICATION: "a check failed",
+    Exit.THRESHOLD: "the loss is beyond the margin or was not tested",
+    Exit.REFUSED: "refused: the output exists or something differs from the earlier run",
+    Exit.INTERRUPTED: "interrupted",
+}
+"""Exit code -> its meaning, in every `--help`."""
+
 _INTERRUPTED = "Interrupted. Nothing was left half-written; run the command again."
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -67,9 +81,8 @@ def command(
         wrapper.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]  # what Typer reads
         wrapper.__annotations__ = {p.name: p.annotation for p in [*own, *shared]}
         # Typer keeps a line break of an epilog only if it is an empty line.
-        app.command(rich_help_panel=panel, epilog="\n\n".join(["Examples:", *(f"  {line}" for line in examples)]))(
-            wrapper
-        )
+        epilog = "\n\n".join(["Examples:", *(f"  {line}" for line in examples), exit_codes()])
+        app.command(rich_help_panel=panel, epilog=epilog)(wrapper)
         return function
 
     return decorate
@@ -92,6 +105,11 @@ class Group(TyperGroup):
         if standalone:
             sys.exit(code)
         return code
+
+
+def exit_codes() -> str:
+    """The exit codes, as the last paragraph of a help."""
+    return "Exit codes: " + "; ".join(f"{int(code)} {meaning}" for code, meaning in EXIT_CODES.items()) + "."
 
 
 def typed_command() -> str:

@@ -1,5 +1,6 @@
-"""Commands that plan and convert: mechanisms, inspect, plan, convert, revert."""
+"""Commands that plan and convert: inspect, plan, convert, revert."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +18,6 @@ _STEPS = 7
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands of this file to the app."""
-    command(app, _PANEL, "approx mechanisms", "approx mechanisms --family gpt2")(mechanisms)
     command(app, _PANEL, "approx inspect quickstart", "approx inspect bert-base-uncased --json")(inspect)
     command(
         app,
@@ -32,45 +32,6 @@ def add_to(app: typer.Typer) -> None:
         "approx convert quickstart --plan plan.yaml --max-length 4096 -o longer",
     )(convert)
     command(app, _PANEL, "approx revert converted -o base")(revert)
-
-
-def mechanisms(
-    terminal: Terminal,
-    family: Annotated[
-        str | None, typer.Option(help="Also show which mechanisms fit this family, e.g. bert or gpt2.")
-    ] = None,
-) -> None:
-    """List the mechanisms with what they support, when they are exact, and their papers."""
-    from approx.planning.support import support
-
-    rows = support(family)
-    abilities = ("bidirectional", "causal", "trainable")
-    marks = [*abilities, *([] if family is None else ["fits"])]
-    headings = [*abilities, *([] if family is None else [f"fits {family}"])]
-    matrix = table(
-        ["mechanism", *headings, "decodes from", "padding", "gradient", "compiles"],
-        [
-            [
-                row["name"],
-                *("yes" if row[mark] else "–" for mark in marks),
-                row["decode_state"] if row["decode"] else "–",
-                row["padding"],
-                row["gradient"],
-                "whole" if row["compiles"] == "whole" else "as one operator",
-            ]
-            for row in rows
-        ],
-    )
-    papers = table(
-        ["mechanism", "settings", "exact when", "source"],
-        [[row["name"], settings_text(row["settings"]), row["exact_when"], row["source"]] for row in rows],
-    )
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        reasons.setdefault(row["compiles"], []).append(row["name"])
-    reasons.pop("whole", None)
-    notes = [f"Compiled as one operator: {', '.join(names)}. {reason}" for reason, names in reasons.items()]
-    terminal.result(rows, matrix, *notes, papers)
 
 
 def inspect(
@@ -98,6 +59,11 @@ def inspect(
     if checkpoint["cross_attention"]:
         notes.append(f"{checkpoint['cross_attention']} cross-attention modules always stay exact.")
     terminal.result(checkpoint, head, sites, *notes)
+    if checkpoint["converted"]:
+        terminal.note(_measure(model))
+    else:
+        fitting = f"approx mechanisms --family {checkpoint['family']}"
+        terminal.note(f"Next: approx plan {shlex.quote(model)} -m NAME; `{fitting}` lists the mechanisms that fit.")
 
 
 def plan(
@@ -147,6 +113,13 @@ def plan(
     terminal.result(
         prediction, layer_table(prediction["layers"], {}, verbose=terminal.verbose), costs, *prediction["warnings"]
     )
+    given = {"-m": mechanism, "--layers": layers, "--heads": heads, "--plan": plan_file, "--exact-below": exact_below}
+    defaults = {"--layers": "all", "--heads": "all", "--exact-below": 0}
+    if output is not None:
+        given, set_, recompute = {"--plan": output}, None, False
+    words = [word for name, value in given.items() if value != defaults.get(name) for word in (name, str(value))]
+    words += [word for setting in set_ or [] for word in ("--set", setting)] + ["--recompute"] * recompute
+    terminal.note(f"Next: {shlex.join(['approx', 'convert', model, *words, '-o', 'converted'])}")
 
 
 def convert(
@@ -192,6 +165,7 @@ def convert(
     )
     for note in receipt["notes"]:
         terminal.note(note)
+    terminal.note(_measure(str(output)))
 
 
 def revert(terminal: Terminal, folder: options.Model, output: options.Out, force: options.Force = False) -> None:
@@ -200,6 +174,12 @@ def revert(terminal: Terminal, folder: options.Model, output: options.Out, force
 
     conversion.revert(folder, output, force=force)
     terminal.result({"output": str(output)}, f"Base checkpoint of {folder} written to {output}")
+
+
+def _measure(folder: str) -> str:
+    """What to do with a converted folder."""
+    place = shlex.quote(folder)
+    return f"Next: approx evaluate {place} --task NAME (`approx tasks` lists them); approx bench {place}"
 
 
 def _swapped(terminal: Terminal, receipt: dict[str, Any]) -> Any:

@@ -1,6 +1,6 @@
 """Commands about this machine: doctor, and `approx --version --verbose`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,16 +33,20 @@ def doctor(terminal: Terminal, offline: options.Offline = False, probe: Probe = 
             probing.probe(bar)
     findings = health.examine(offline=offline)
     rows = [[finding.what, finding.state, finding.found] for finding in findings]
-    terminal.result([vars(finding) for finding in findings], table(["what", "state", "found"], rows))
+    terminal.result({"findings": [vars(finding) for finding in findings]}, table(["what", "state", "found"], rows))
     broken = [finding.what for finding in findings if finding.state == "broken"]
     if broken:
         raise ApproxError(f"Not usable: {', '.join(broken)}. The table shows how to fix it.", Exit.MISSING)
 
 
-def print_versions() -> None:
-    """Print the version and the state of each part on this machine."""
-    from approx.doctor import health
+def print_versions(terminal: Terminal) -> None:
+    """Print the version; if verbose, also the state of each part on this machine."""
+    data: dict[str, Any] = {"approx": __version__}
+    lines = [f"approx {__version__}"]
+    if terminal.verbose:
+        from approx.doctor import health
 
-    typer.echo(f"approx {__version__}")
-    for finding in health.examine(offline=True):
-        typer.echo(f"{finding.what}: {finding.found}")
+        findings = health.examine(offline=True)
+        data["findings"] = [vars(finding) for finding in findings]
+        lines += [f"{finding.what}: {finding.found}" for finding in findings]
+    terminal.result(data, *lines)

@@ -13,6 +13,7 @@ from approx.publishing.comparison import Comparison
 from approx.recipe import BASE, CEILING
 
 _SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "verdict")
+_DECODING = ("batch", "prompt", "", "tokens/s", "speed-up", "95 %", "of ceiling", "cache MB", "verdict")
 _REMEDY = (
     "Too few rounds were undisturbed, or they vary too much. Time again on an idle machine: `approx bench --wait-idle 600` "
     "waits for one."
@@ -49,18 +50,24 @@ def quality_table(entry: Quality) -> Table:
 
 
 def speed_tables(speed: list[Speed]) -> list[Table | str]:
-    """The times at all lengths and batch sizes, and the remedy where a busy machine left them unsettled."""
-    if not speed:
-        return []
+    """The times at all lengths and batch sizes, a table for each mode; the remedy where a busy machine left them unsettled."""
+    modes = {entry.mode: [row for row in speed if row.mode == entry.mode] for entry in speed}
+    return [shown for rows in modes.values() for shown in _speed_table(rows)]
+
+
+def _speed_table(speed: list[Speed]) -> list[Table | str]:
     first = speed[0]
+    decoded = dict.fromkeys(str(entry.new_tokens) for entry in speed)
+    what = "Median time of one forward pass" if first.mode == "forward" else f"Decoding of {', '.join(decoded)} tokens"
     inputs = " and ".join(dict.fromkeys(entry.inputs for entry in speed))
-    title = f"Median time of one forward pass: {inputs} inputs, {first.dtype} on {first.device}"
+    title = f"{what}: {inputs} inputs, {first.dtype} on {first.device}"
     if first.device == "cpu":
         title += f", {first.threads} thread{'s'[: first.threads > 1]}"
     title += ", fast products" * first.fast_products
+    columns = _SPEED if first.mode == "forward" else _DECODING
     rows = [row for entry in speed for row in _speed_rows(entry)]
     busy = any(row and row[-1] == BUSY for row in rows)
-    return [table(_SPEED, rows, title=title), *([_REMEDY] if busy else [])]
+    return [table(columns, rows, title=title), *([_REMEDY] if busy else [])]
 
 
 def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
@@ -68,19 +75,22 @@ def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
     if entry.ceiling:
         timed.append((CEILING, entry.ceiling))
     timed += [(row.name, row) for row in entry.variants]
+    forward = entry.mode == "forward"
     for number, (name, row) in enumerate(timed):
-        believed = entry.believed(row) if isinstance(row, Relative) else None
-        # Of the ceiling only that it is not settled is told.
-        verdict = entry.verdict(row) if isinstance(row, SpeedVariant) or (believed and not believed.ratio) else None
+        believed = verdict = None
+        if isinstance(row, Relative):
+            believed = entry.believed(row)
+            # Of the ceiling only that it is not settled is told.
+            verdict = entry.verdict(row) if isinstance(row, SpeedVariant) or not believed.ratio else None
         yield [
             "" if number or entry.batch == 1 else str(entry.batch),
             "" if number else str(entry.length),
             name,
-            wording.milliseconds(row.median_ms),
+            wording.milliseconds(row.median_ms if forward else row.tokens_per_second),
             wording.times(believed.ratio if believed else None),
             wording.between(believed.interval if believed else None),
             wording.percent(entry.share(row) if isinstance(row, SpeedVariant) else None),
-            wording.milliseconds(row.peak_mb),
+            wording.milliseconds(row.peak_mb if forward else row.cache_mb),
             row.status if row.status != "ok" else verdict or "",
         ]
     yield None

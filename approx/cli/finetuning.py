@@ -41,6 +41,7 @@ def finetune(
     ] = None,
     task: options.Task = None,
     data: options.Data = None,
+    columns: options.Columns = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(help="A file of plain text, in place of a task; may be repeated.", rich_help_panel="Task"),
@@ -192,7 +193,7 @@ def finetune(
     asked: dict[str, Any] = {
         "recover": None if recover is None else [mode.strip() for mode in recover.split(",")],
         "task": task, "data": data, "text": None if not text else [str(path) for path in text], "split": split,
-        "limit": limit, "settings": options.read_settings(set_), "length": length, "min_length": min_length,
+        "limit": limit, "settings": options.task_settings(set_, columns), "length": length, "min_length": min_length,
         "budget": budget,
         "time_budget": time_budget, "steps": max_steps, "epochs": epochs, "batch_size": batch_size,
         "accumulate": accumulate, "learning_rate": learning_rate, "validation": validation,

@@ -1,13 +1,11 @@
-"""Commands that measure and report: evaluate, bench, report, run."""
+"""Commands that measure: evaluate, bench."""
 
-import shlex
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from approx.cli import options
-from approx.cli.command import command, scrubbed, typed_command
+from approx.cli.command import command, typed_command
 from approx.cli.terminal import Terminal
 from approx.errors import ApproxError, Exit
 
@@ -29,18 +27,10 @@ def add_to(app: typer.Typer) -> None:
     command(
         app,
         _PANEL,
-        "approx bench converted --lengths 512,2048 --batch 1,8",
+        "approx bench converted --lengths 512,2048 --batch-size 1,8",
         "approx bench converted --against base --task glue/sst2 --data SST-2 --max-length 4096 --lengths 1024,4096",
+        "approx bench converted-gpt2 --mode generate --lengths 128,896",
     )(bench)
-    command(app, _PANEL, "approx report quality.json speed.json -o report", "approx report runs/study")(report)
-    command(app, _PANEL, "approx compare before.json after.json")(compare)
-    command(
-        app,
-        _PANEL,
-        "approx run quickstart",
-        "approx run study.yaml -o runs/study --resume",
-        interrupted="Interrupted. Finished stages are kept; run the same command with --resume to continue.",
-    )(run)
 
 
 def evaluate(
@@ -49,6 +39,7 @@ def evaluate(
     task: options.Task = None,
     against: options.Against = None,
     data: options.Data = None,
+    columns: options.Columns = None,
     split: Annotated[
         str | None, typer.Option(help="Split to use. Default: the task's default.", rich_help_panel="Task")
     ] = None,
@@ -141,7 +132,7 @@ def evaluate(
     with terminal.progress() as bar:
         made = api.evaluate(
             model, task, against=against, data=data, split=split, limit=limit, streaming=streaming,
-            settings=options.read_settings(set_), truncate=truncate, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
+            settings=options.task_settings(set_, columns), truncate=truncate, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
             dtype=dtype, fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
     if not distributed.leads():
@@ -178,8 +169,15 @@ def bench(
     terminal: Terminal,
     model: options.Model,
     against: options.Against = None,
-    lengths: Annotated[str, typer.Option(help="Tokens per sequence.")] = "128,512",
-    batch: Annotated[str, typer.Option(help="Sequences per call.")] = "1",
+    lengths: Annotated[str, typer.Option(help="Tokens per sequence, or per prompt.")] = "128,512",
+    batch_size: Annotated[str, typer.Option(help="Sequences per call.")] = "1",
+    mode: Annotated[
+        Literal["forward", "generate"],
+        typer.Option(help="Time one forward pass, or the decoding of new tokens after prompts of these lengths."),
+    ] = "forward",
+    new_tokens: Annotated[
+        int, typer.Option(min=1, help="With --mode generate: tokens to decode after each prompt.")
+    ] = 16,
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Extend the position table to this many tokens, for timing only.")
     ] = None,
@@ -192,13 +190,10 @@ def bench(
         ),
     ] = 0.0,
     task: Annotated[
-        str | None,
-        typer.Option(
-            help="Time on the inputs of this task, e.g. glue/sst2. Default: random inputs.",
-            rich_help_panel="Task",
-        ),
+        str | None, options.task_option("Time on the inputs of this task, e.g. glue/sst2. Default: random inputs.")
     ] = None,
     data: options.Data = None,
+    columns: options.Columns = None,
     set_: options.TaskSettings = None,
     output: options.Record = None,
     force: options.Force = False,
@@ -217,93 +212,12 @@ def bench(
     options.check_output(output, force)
     with terminal.progress() as bar:
         made = api.bench(
-            model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch, "--batch", "1,8"),
-            against=against, max_length=max_length, rounds=rounds, seconds=seconds, wait_idle=wait_idle, task=task,
-            data=data, settings=options.read_settings(set_), seed=seed, device=device, dtype=dtype,
+            model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch_size, "--batch-size", "1,8"),
+            against=against, max_length=max_length, rounds=rounds, seconds=seconds, wait_idle=wait_idle, task=task, data=data,
+            settings=options.task_settings(set_, columns), seed=seed, device=device, dtype=dtype, mode=mode, new_tokens=new_tokens,
             fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
     if output is not None:
         record.save(output, made)
         terminal.note(f"Record written to {output}")
     terminal.result(made.to_data(), *recommendation(made), *speed_tables(made.speed))
-
-
-def report(
-    terminal: Terminal,
-    records: options.Records,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder to write. Default: the folder 'report' beside the first record."),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace files of the same names that are not of a report.")
-    ] = False,
-) -> None:
-    """Make a report from records: JSON, Markdown, CSV and one offline HTML page.
-
-    Records of the same weights and plans become one answer, with quality against speed.
-    """
-    from approx.evaluation import record
-    from approx.evaluation.quality import over_records
-    from approx.publishing.report import write_report
-
-    files = [file for given in records for file in options.record_files(given)]
-    folder = output or (records[0] if records[0].is_dir() else records[0].parent) / "report"
-    written = write_report(over_records([record.load(file) for file in files]), folder, force=force)
-    terminal.result({"files": [str(path) for path in written]}, *map(str, written))
-
-
-def compare(
-    terminal: Terminal,
-    first: Annotated[Path, typer.Argument(help="A record, or the folder of a run.", show_default=False)],
-    second: Annotated[Path, typer.Argument(help="The record to compare with it.", show_default=False)],
-) -> None:
-    """Compare two records: what differs between them, and quality and speed side by side."""
-    from approx.cli.figures import comparison_tables
-    from approx.evaluation import record
-    from approx.publishing.comparison import compare as compare_records
-
-    made = [options.record_files(given) for given in (first, second)]
-    for given, files in zip((first, second), made, strict=True):
-        if len(files) > 1:
-            raise ApproxError(f"{given} has {len(files)} records. Name one of them: {files[0]}.")
-    compared = compare_records(*(record.load(files[0]) for files in made))
-    terminal.result(compared.to_data(), *comparison_tables(compared))
-
-
-def run(
-    terminal: Terminal,
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            help="A YAML file, or the name of a recipe that comes with the package, e.g. quickstart.",
-            show_default=False,
-        ),
-    ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the run. Default: runs/NAME.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Delete an earlier run and start over.")] = False,
-    offline: options.Offline = False,
-) -> None:
-    """Run a recipe: convert every variant, evaluate and time it, write record and report."""
-    from approx import recipe as recipes
-    from approx.cli.figures import quality_table, speed_tables
-    from approx.pipeline.run import run as run_recipe
-    from approx.publishing.advice import recommendation
-
-    if resume and force:
-        raise ApproxError("--resume continues an earlier run and --force deletes it. Give one of them.")
-    path = recipes.find(recipe)
-    read = recipes.read(path)
-    folder = output or Path("runs") / path.stem
-    with terminal.progress() as bar:
-        made = run_recipe(
-            read, folder, resume=resume, force=force, offline=offline,
-            # Without --resume, so that the command reproduces the record.
-            command=scrubbed(shlex.join(["approx", "run", recipe])), progress=bar,
-        )  # fmt: skip
-    tables = [*map(quality_table, made.quality), *speed_tables(made.speed)]
-    files = [f"Record: {folder / 'record.json'}", f"Report: {folder / 'report' / 'index.html'}"]
-    terminal.result(made.to_data(), *([read.notice] if read.notice else []), *recommendation(made), *tables, *files)

@@ -8,6 +8,7 @@ import typer
 import yaml
 
 from approx import yaml_text
+from approx.cli import names
 from approx.errors import ApproxError, Exit
 
 if TYPE_CHECKING:
@@ -49,11 +50,23 @@ Against = Annotated[
 ]
 Mechanism = Annotated[
     str | None,
-    typer.Option("--mechanism", "-m", help="One of `approx mechanisms`.", show_default=False, rich_help_panel=_PLAN),
+    typer.Option(
+        "--mechanism",
+        "-m",
+        help="One of `approx mechanisms`.",
+        show_default=False,
+        rich_help_panel=_PLAN,
+        autocompletion=names.completed(names.mechanisms),
+        callback=names.known("mechanism", names.mechanisms),
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", help="A setting of the mechanism, e.g. clusters=25; may be repeated.", rich_help_panel=_PLAN),
+    typer.Option(
+        "--set",
+        help="A setting of the mechanism, e.g. clusters=25; `approx mechanisms NAME` lists them; may be repeated.",
+        rich_help_panel=_PLAN,
+    ),
 ]
 Layers = Annotated[
     str,
@@ -92,15 +105,40 @@ MaxLength = Annotated[
         min=1, help="Extend the position table to this many tokens.", show_default=False, rich_help_panel=_PLAN
     ),
 ]
-Task = Annotated[str | None, typer.Option(help="A task, e.g. glue/sst2.", show_default=False, rich_help_panel=_TASK)]
+
+
+def task_option(about: str) -> Any:
+    """The option that names a task, with what the command does with it."""
+    return typer.Option(
+        help=f"{about} `approx tasks` lists them.",
+        show_default=False,
+        rich_help_panel=_TASK,
+        autocompletion=names.completed(names.tasks),
+        callback=names.known("task", names.tasks),
+    )
+
+
+Task = Annotated[str | None, task_option("A task, e.g. glue/sst2.")]
 Data = Annotated[
     str | None,
-    typer.Option(help="The task's files in their official layout: a folder or a file.", rich_help_panel=_TASK),
+    typer.Option(
+        help="The task's files in their official layout, a table (.csv, .tsv, .jsonl, .json, .parquet), or hub:OWNER/NAME.",
+        rich_help_panel=_TASK,
+    ),
 ]
 TaskSettings = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="A setting of the task, e.g. length=1024 of needle; may be repeated.", rich_help_panel=_TASK
+        "--set",
+        help="A setting of the task, e.g. length=1024 of needle; `approx tasks NAME` lists them; may be repeated.",
+        rich_help_panel=_TASK,
+    ),
+]
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        help="Columns of a table or hub dataset that --data names, e.g. text=review,label=stars; `approx tasks NAME` lists them.",
+        rich_help_panel=_TASK,
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_MACHINE)]
@@ -168,6 +206,12 @@ def read_settings(settings: list[str] | None, option: str = "--set") -> dict[str
     return read
 
 
+def task_settings(settings: list[str] | None, columns: str | None) -> dict[str, Any]:
+    """The settings of a task from --set and --columns."""
+    named = read_settings(columns.split(","), "--columns") if columns else {}
+    return read_settings(settings) | ({"columns": {field: str(name) for field, name in named.items()}} if named else {})
+
+
 def read_batch_size(text: str) -> "int | Literal['auto']":
     """Read `32`, or `auto`.
 
@@ -219,6 +263,18 @@ def record_files(given: Path) -> list[Path]:
             Exit.UNAVAILABLE,
         )
     return found
+
+
+def record_file(given: Path) -> Path:
+    """The only record of a run; a file is one itself.
+
+    Raises:
+        ApproxError: if a folder has no record, or several.
+    """
+    found = record_files(given)
+    if len(found) > 1:
+        raise ApproxError(f"{given} has {len(found)} records. Name one of them, e.g. {found[0]}.")
+    return found[0]
 
 
 def check_output(file: Path | None, force: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from approx.cli import options
+from approx.cli import names, options
 from approx.cli.command import command
 from approx.cli.layers import settings_text
 from approx.cli.terminal import Terminal, table
@@ -26,7 +26,13 @@ def add_to(app: typer.Typer) -> None:
 def pattern(
     terminal: Terminal,
     name: Annotated[
-        str, typer.Argument(help="A mechanism that chooses keys by position, e.g. ltr or bigbird.", show_default=False)
+        str,
+        typer.Argument(
+            help="A mechanism that chooses keys by position, e.g. ltr or bigbird.",
+            show_default=False,
+            autocompletion=names.completed(names.mechanisms),
+            callback=names.known("mechanism", names.mechanisms),
+        ),
     ],
     length: Annotated[int, typer.Option("--length", "-n", help="Length in tokens, up to 8192.", show_default=False)],
     set_: options.Settings = None,

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from approx.cli import options
+from approx.cli import names, options
 from approx.cli.command import command, typed_command
 from approx.cli.terminal import Terminal, table
 from approx.errors import ApproxError, Exit
@@ -28,7 +28,9 @@ def sweep(
     grid: Annotated[
         str,
         typer.Argument(
-            help="A YAML file, or the name of a grid that comes with the package, e.g. needle-grid.", show_default=False
+            help="A YAML file, or the name of a grid that comes with the package, e.g. needle-grid.",
+            show_default=False,
+            autocompletion=names.completed(names.grids),
         ),
     ],
     output: Annotated[

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +13,22 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 _PIPE_WIDTH = 200
 _SECONDS_BETWEEN_LINES = 15.0
+_SECONDS_OF_SILENCE = 30.0
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -80,12 +90,17 @@ class Terminal:
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[Callable[[str, int, int], None]]:
-        """Draw a bar for each stage on a terminal, elsewhere print a line for each stage."""
-        if self.quiet or not self.err.is_terminal:
-            yield self._lines()
+        """Draw a bar for each stage on a terminal, elsewhere print a line for each stage and a sign of life in between."""
+        if self.quiet:
+            yield lambda stage, done, total: None
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20))
-        with Progress(*columns, MofNCompleteColumn(), TimeElapsedColumn(), console=self.err, transient=True) as bars:
+        if not self.err.is_terminal:
+            with _Lines(self.note) as lines:
+                yield lines
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn())
+        times = (TimeElapsedColumn(), TimeRemainingColumn(compact=True))
+        with Progress(*columns, *times, console=self.err, transient=True) as bars:
             tasks: dict[str, Any] = {}
 
             def advance(stage: str, done: int, total: int) -> None:
@@ -96,19 +111,56 @@ class Terminal:
 
             yield advance
 
-    def _lines(self) -> Callable[[str, int, int], None]:
-        last, start, printed = "", time.monotonic(), 0.0
 
-        def show(stage: str, done: int, total: int) -> None:
-            nonlocal last, printed
+class _Lines:
+    """Progress in a log: a line for each stage, and after silence a line with what is done and the time left."""
+
+    def __init__(self, note: Callable[[str], None], silence: float = _SECONDS_OF_SILENCE) -> None:
+        self._note, self._silence = note, silence
+        self._begun = self._printed = self._stage_begun = time.monotonic()
+        self._stage, self._done, self._first, self._total = "", 0, 0, 0
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._watch = threading.Thread(target=self._break_silence, daemon=True)
+
+    def __enter__(self) -> "_Lines":
+        self._watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._watch.join()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Take note of how far a stage is."""
+        with self._lock:
+            now, before = time.monotonic(), self._stage
+            if stage.partition("|")[0] != before.partition("|")[0] or total != self._total:
+                self._stage_begun, self._first = now, done
+            self._stage, self._done, self._total = stage, done, total
             # The figures after '|' change at every step; one line now and then is enough.
-            again = "|" in stage and stage.partition("|")[0] == last.partition("|")[0]
-            if stage != last and done < total and not (again and time.monotonic() - printed < _SECONDS_BETWEEN_LINES):
-                printed = time.monotonic()
-                self.note(f"[{printed - start:6.1f} s] {stage}")
-                last = stage
+            again = "|" in stage and stage.partition("|")[0] == before.partition("|")[0]
+            if stage != before and done < total and not (again and now - self._printed < _SECONDS_BETWEEN_LINES):
+                self._print(stage)
 
-        return show
+    def _break_silence(self) -> None:
+        while not self._over.wait(self._silence / 10):
+            with self._lock:
+                if time.monotonic() - self._printed >= self._silence:
+                    self._print(self._state())
+
+    def _state(self) -> str:
+        if not self._stage or self._done >= self._total:
+            return "still working"
+        made = self._done - self._first
+        text = f"{self._stage}: {self._done:,} of {self._total:,}"
+        if made <= 0:
+            return text
+        left = (time.monotonic() - self._stage_begun) / made * (self._total - self._done)
+        return f"{text}, about {left / 60:.0f} min left" if left >= 90 else f"{text}, about {left:.0f} s left"
+
+    def _print(self, text: str) -> None:
+        self._printed = time.monotonic()
+        self._note(f"[{self._printed - self._begun:6.1f} s] {text}")
 
 
 class _Notes(logging.Handler):

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from approx.checkpoints import checkpoint
-from approx.checkpoints.atomic_folder import refuse_existing, refuse_losing, refuse_unwritable
+from approx.checkpoints.atomic_folder import refuse_existing, refuse_overlap, refuse_unwritable
 from approx.checkpoints.history import trainings
-from approx.conversion import calibration, checks, clean_process, export, layer_error, surgery
+from approx.conversion import calibration, checks, clean_process, layer_error, surgery, writing
 from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch, calibration_length
 from approx.conversion.separator import of_checkpoint, with_separator
 from approx.errors import ApproxError, Exit
@@ -58,7 +58,7 @@ def convert(
     refuse_unwritable(out)
     progress("reading the config")
     source = checkpoint.locate(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
-    refuse_losing(source.folder, out)
+    refuse_overlap(source.folder, out)
     if source.converted:
         raise ApproxError(
             f"{name} is converted already. Revert it first, or convert its base checkpoint.", Exit.REFUSED
@@ -82,7 +82,7 @@ def convert(
     batch = calibration_batch(source, model, length, file)
     calibration.calibrate(model, batch.inputs)
     model.config.approx["history"] = [
-        export.conversion_step(opened, plan.to_data(), max_length, file, length).model_dump()
+        writing.conversion_step(opened, plan.to_data(), max_length, file, length).model_dump()
     ]
     progress("checking padding and causality")
     results += [checks.padding(model), checks.causality(model)]
@@ -92,7 +92,7 @@ def convert(
         "comparing the weights": lambda folder: checks.weights(folder, reference),
         "reloading in a fresh process": lambda folder: checks.fresh_process(folder, model),
     }
-    export.write_checked(
+    writing.write_checked(
         out,
         opened,
         written_checks,
@@ -121,7 +121,7 @@ def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
     refuse_existing(out, force=force)
     refuse_unwritable(out)
     opened = checkpoint.load(name, offline=True)
-    refuse_losing(opened.source.folder, out)
+    refuse_overlap(opened.source.folder, out)
     if not opened.source.converted:
         raise ApproxError(f"{name} is not a converted checkpoint, so there is nothing to revert.", Exit.REFUSED)
     if (trained := trainings(opened.model.config.approx)) and not force:
@@ -133,4 +133,4 @@ def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
     was_extended = opened.model.config.approx["base"]["positions"] is not None
     surgery.revert(opened.model)
     limit = positions.limit(opened.model.config) if was_extended else None
-    export.write_checked(out, opened, {}, what=f"The reversion of {name}", max_length=limit, force=force)
+    writing.write_checked(out, opened, {}, what=f"The reversion of {name}", max_length=limit, force=force)

@@ -1,160 +1,252 @@
-"""Write a converted checkpoint: an ordinary folder that stock transformers loads, with code, model card and receipt."""
+"""Export a converted checkpoint as a program of torch.export or ONNX, and run it to check it."""
 
 import json
+import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
 
-from approx.checkpoints.atomic_folder import atomic_folder
-from approx.checkpoints.checkpoint import Checkpoint, processor
-from approx.checkpoints.history import Base, CalibrationText, Conversion
-from approx.checkpoints.receipt import RECEIPT, Check, Receipt
-from approx.conversion.calibration_inputs import CalibrationFile
-from approx.conversion.card import write_card
+from approx.checkpoints import checkpoint, families
+from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_overlap, refuse_unwritable
+from approx.conversion.calibration import evaluating, mechanisms
+from approx.conversion.layerwise import difference
+from approx.conversion.writing import copy_companions
 from approx.errors import ApproxError, Exit
-from approx.seam.manifest import MANIFEST
+from approx.mechanisms import MECHANISMS
+from approx.planning import positions
+from approx.planning.example_inputs import example_inputs
 from approx.version import __version__
 
-# All other files beside the weights (tokenizer, feature extractor, generation settings) are copied unchanged.
-_NOT_COPIED = {"config.json", "README.md", "model.safetensors.index.json", MANIFEST, RECEIPT, ".gitattributes"}
-# Settings of a feature extractor that name its class.
-_CLASSES = {"feature_extractor_type", "image_processor_type"}
-_COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
+FILES = {"torch-export": "model.pt2", "onnx": "model.onnx"}
+CHECK = "approx_export.json"
+# Batch sizes and lengths of the checks; the last inputs are padded.
+_BATCHES, _LENGTHS = (1, 3, 2), (12, 40, 120)
+_TRACED = (2, 100)
+# Largest difference relative to the largest output. ONNX Runtime has kernels of its own.
+_TOLERANCE = {"torch-export": 1e-4, "onnx": 1e-3}
+# A file of protobuf has at most 2 GB; larger weights get a file of their own.
+_MOST_IN_ONE_FILE = 1_500_000_000
 
 
-def write_checked(
+def export(
+    name: str | Path,
     out: Path,
-    checkpoint: Checkpoint,
-    checks: Mapping[str, Callable[[Path], Check]],
     *,
-    what: str,
-    earlier: Sequence[Check] = (),
-    receipt: Receipt | None = None,
-    max_length: int | None = None,
+    format: str = "torch-export",  # the name of the option
+    lengths: Sequence[int] | None = None,
     force: bool = False,
+    revision: str | None = None,
+    offline: bool = False,
     progress: Callable[[str], None] = lambda step: None,
-) -> list[Check]:
-    """Write a checkpoint into a new folder, which is published only if every check passes.
+) -> dict[str, Any]:
+    """Export a checkpoint for inputs of any batch size and length, and compare the program with the model.
 
     Args:
-        out: The folder to create.
-        checkpoint: The checkpoint, with its model in the state to save.
-        checks: Name of a step -> a check of the written folder, in order.
-        what: Description of the work for the error, such as "The conversion of bert".
-        earlier: Results of checks that ran before writing; they count as well.
-        receipt: Receipt of a conversion; the folder then gets it and a model card.
-        max_length: The tokenizer's maximum length in tokens, if the positions changed.
-        force: Whether an existing `out` is replaced, once the new folder is complete.
+        name: A folder, converted or not, or a model id of the hub.
+        out: The folder to create: the program, config and tokenizer, and the figures of the check.
+        format: `torch-export` for `torch.export.load`, `onnx` for ONNX Runtime.
+        lengths: Three lengths of the check, in tokens, or in frames of speech.
+        force: Whether an existing `out` is replaced.
+        revision: Commit on the hub.
+        offline: Whether to use only local files and the hub's cache.
         progress: Called with the name of each step.
 
     Returns:
-        The results of all checks, the earlier ones first.
+        As plain data: the file, its inputs and outputs, and the largest relative difference at each length.
 
     Raises:
-        ApproxError: if a check fails (exit code 6; the result is kept beside `out` with the suffix `.failed`), or the folder
-            cannot be written.
+        ApproxError: if a mechanism cannot be exported, a package is missing, or the program computes something else.
     """
-    with atomic_folder(out, force=force) as folder:
-        progress("writing")
-        write(folder, checkpoint, max_length)
-        results = list(earlier)
-        for step, check in checks.items():
-            progress(step)
-            results.append(check(folder))
-        if receipt is not None:
-            receipt.checks = results
-            (folder / RECEIPT).write_text(json.dumps(receipt.model_dump(), indent=1) + "\n", encoding="utf-8")
-            write_card(folder, checkpoint, receipt)
-        if failed := [check for check in results if check.passed is False]:
-            kept = out.with_name(f"{out.name}.failed")
-            shutil.rmtree(kept, ignore_errors=True)
-            shutil.copytree(folder, kept)
-            details = "; ".join(f"{check.name}: {check.detail}" for check in failed)
+    out = Path(out)
+    if format not in FILES:
+        raise ApproxError(f"There is no format '{format}'. Choose {' or '.join(FILES)}.")
+    refuse_existing(out, force=force)
+    refuse_unwritable(out)
+    if format == "onnx":
+        _refuse_missing()
+    progress("loading the weights")
+    opened = checkpoint.load(name, revision=revision, offline=offline)
+    refuse_overlap(opened.source.folder, out)
+    model = opened.model.float()
+    refuse_unexportable(model)
+    # A program has no cache.
+    model.config.use_cache = False
+    sizes = list(zip(_BATCHES, _lengths(model, lengths), strict=True))
+    with (
+        evaluating(model),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _quiet(),
+        atomic_folder(out, force=force) as folder,
+    ):
+        progress("tracing")
+        program = _program(model)
+        copy_companions(opened.source.folder, folder)
+        shutil.copyfile(opened.source.folder / "config.json", folder / "config.json")
+        path = folder / FILES[format]
+        if format == "onnx":
+            progress("translating to ONNX")
+            _save_onnx(program, model, path)
+        else:
+            torch.export.save(program, path)
+        progress("comparing with the model")
+        run = _onnx_runner(path) if format == "onnx" else _torch_runner(path)
+        found = {f"{batch} x {length}": _error(model, run, batch, length) for batch, length in sizes}
+        told = {
+            "file": path.name,
+            "format": format,
+            "inputs": list(_inputs(model, *_TRACED)),
+            "largest_relative_difference": found,
+            "versions": {"approx": __version__, "torch": torch.__version__},
+        }
+        (folder / CHECK).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        if wrong := [f"{size}: {error:.1e}" for size, error in found.items() if not error <= _TOLERANCE[format]]:
             raise ApproxError(
-                f"{what} did not pass its checks ({details}). Nothing was written to {out}; the result is kept as {kept} "
-                "for inspection.",
+                f"The exported program differs from {name} at {', '.join(wrong)} (batch x length; {_TOLERANCE[format]:.0e} is "
+                "allowed). Nothing was written.",
                 Exit.VERIFICATION,
             )
-    return results
+    return {"output": str(out), **told}
 
 
-def write(folder: Path, checkpoint: Checkpoint, max_length: int | None = None) -> None:
-    """Write model, processor files and code of a checkpoint into an empty folder.
+def refuse_unexportable(model: Any) -> None:
+    """Check that one program can compute a model at every length.
 
-    Args:
-        folder: The target; usually the temporary one of `atomic_folder`.
-        checkpoint: The checkpoint, with its model in the state to save, converted or reverted.
-        max_length: The tokenizer's maximum length in tokens, if the positions changed.
+    Raises:
+        ApproxError: naming the mechanisms that cannot be exported, and why.
     """
-    copy_companions(checkpoint.source.folder, folder)
-    if not checkpoint.source.converted:
-        # A checkpoint may have no processor.
-        with suppress(ApproxError):
-            _name_classes(folder, processor(checkpoint.source))
-    checkpoint.model.save_pretrained(folder)
-    settings = folder / "tokenizer_config.json"
-    if max_length is not None and settings.is_file():
-        _change(settings, {"model_max_length": max_length})
+    reasons = {}
+    for part in mechanisms(model) if families.is_converted(model) else ():
+        named = next((name for name, kind in MECHANISMS.items() if type(part) is kind), None)
+        if named is not None and part.compiles != "whole":
+            reasons[named] = part.compiles.rstrip(".")
+        elif named is not None and part.exact_below:
+            reasons[named] = (
+                f"inputs below {part.exact_below} tokens keep exact attention, so their length decides what is computed"
+            )
+    if reasons:
+        able = ", ".join(name for name, kind in MECHANISMS.items() if kind.compiles == "whole")
+        raise ApproxError(
+            f"{'; '.join(f'{named} cannot be exported: {reason}' for named, reason in reasons.items())}. Convert with one of "
+            f"{able} instead, without --exact-below.",
+            Exit.UNSUPPORTED,
+        )
 
 
-def _name_classes(folder: Path, processor: Any) -> None:
-    """Name the classes in the settings of a processor, since a converted config's model type does not imply them."""
-    whole = {"processor_class": type(processor).__name__} if isinstance(processor, ProcessorMixin) else {}
-    for part in ("tokenizer", "feature_extractor", "image_processor") if whole else (None,):
-        read = getattr(processor, part, None) if part else processor
-        if isinstance(read, PreTrainedTokenizerBase):
-            path, named = folder / "tokenizer_config.json", {"tokenizer_class": type(read).__name__}
-        elif (path := folder / "preprocessor_config.json").is_file() and read is not None:
-            named = {key: name for key, name in read.to_dict().items() if key in _CLASSES}
-        else:
-            continue
-        _change(path, {**named, **whole, **_settings(path)})
+def _refuse_missing() -> None:
+    try:
+        import onnxruntime  # type: ignore[import-not-found]  # optional
+        import onnxscript  # type: ignore[import-not-found]  # optional
+    except ImportError as error:
+        raise ApproxError(
+            f"The format 'onnx' needs the packages onnx, onnxscript and onnxruntime ({error}). Install them: pip install "
+            "'approx-attention[onnx]'.",
+            Exit.MISSING,
+        ) from None
+    del onnxruntime, onnxscript
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def _lengths(model: Any, asked: Sequence[int] | None) -> list[int]:
+    most = positions.limit(model.config)
+    if asked is None:
+        return [min(length, most or length) for length in _LENGTHS]
+    if len(asked) != len(_LENGTHS) or min(asked) < 2 or (most is not None and max(asked) > most):
+        limit = "" if most is None else f", {most:,} at most"
+        raise ApproxError(
+            f"The check runs at three lengths of 2 or more tokens{limit}; --lengths gave {', '.join(map(str, asked))}."
+        )
+    return list(asked)
 
 
-def _change(path: Path, settings: dict[str, Any]) -> None:
-    if settings != (before := _settings(path)):
-        path.write_text(json.dumps(before | settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _inputs(model: Any, batch: int, length: int) -> dict[str, Tensor]:
+    padded = length // 4 if batch > 1 else 0
+    inputs = example_inputs(model, length, batch=batch, padded=padded)
+    main = model.main_input_name
+    if main == "input_ids":
+        inputs.setdefault("attention_mask", torch.ones_like(inputs[main]))
+    return inputs
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Copy the files of a checkpoint that are neither weights nor config nor code."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in _COPIED_SUFFIXES and path.name not in _NOT_COPIED:
-            shutil.copyfile(path, target / path.name)
+def _program(model: Any) -> ExportedProgram:
+    batch, length = _TRACED
+    inputs = _inputs(model, batch, min(length, positions.limit(model.config) or length))
+    free = {
+        # Images and spectrograms have one size.
+        name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} if x.dim() == 2 else {0: Dim.DYNAMIC}
+        for name, x in inputs.items()
+    }
+    try:
+        return torch.export.export(model, (), inputs, dynamic_shapes=free)
+    except Exception as error:
+        # PyTorch raises many kinds here, with reports of many lines.
+        raise ApproxError(
+            f"A {type(model).__name__} with these mechanisms has no program for every batch size and length: {_first_line(error)}",
+            Exit.UNSUPPORTED,
+        ) from error
 
 
-def conversion_step(
-    checkpoint: Checkpoint,
-    plan: list[dict[str, Any]],
-    max_length: int | None,
-    file: CalibrationFile | None,
-    calibration_length: int,
-) -> Conversion:
-    """What this conversion appends to the history of the checkpoint."""
-    return Conversion(
-        approx=__version__,
-        base=named_base(checkpoint),
-        plan=plan,
-        max_length=max_length,
-        calibration=None if file is None else CalibrationText(name=file.name, sha256=file.sha256),
-        calibration_length=calibration_length,
+def _save_onnx(program: ExportedProgram, model: Any, path: Path) -> None:
+    names = list(model(**_inputs(model, *_TRACED)))
+    made = torch.onnx.export(program, dynamo=True, output_names=names, verbose=False)
+    assert made is not None
+    size = sum(x.numel() * x.element_size() for x in model.state_dict().values())
+    made.save(path, external_data=size > _MOST_IN_ONE_FILE)
+
+
+def _torch_runner(path: Path) -> Callable[[dict[str, Tensor]], Tensor]:
+    program = torch.export.load(path).module()
+    return lambda inputs: program(**inputs)[0]
+
+
+def _onnx_runner(path: Path) -> Callable[[dict[str, Tensor]], Tensor]:
+    import onnxruntime  # type: ignore[import-not-found]  # optional
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    taken = {each.name for each in session.get_inputs()}
+    return lambda inputs: torch.from_numpy(
+        session.run(None, {name: x.numpy() for name, x in inputs.items() if name in taken})[0]
     )
 
 
-def named_base(checkpoint: Checkpoint) -> Base:
-    """A checkpoint as histories name it."""
-    source = checkpoint.source
-    return Base(
-        # The path of a local folder may be private; the hash identifies the weights.
-        name=source.name if source.revision else source.folder.resolve().name,
-        revision=source.revision,
-        weights_sha256=checkpoint.weights_sha256,
-    )
+def _error(model: Any, run: Callable[[dict[str, Tensor]], Tensor], batch: int, length: int) -> float:
+    inputs = _inputs(model, batch, length)
+    due = model(**inputs)[0]
+    try:
+        given = run(inputs)
+    except Exception as error:
+        # PyTorch and ONNX Runtime raise many kinds here.
+        raise ApproxError(
+            f"The exported program does not take {batch} inputs of {length} tokens: {_first_line(error)}. Nothing was written.",
+            Exit.VERIFICATION,
+        ) from error
+    mask = inputs.get("attention_mask")
+    if mask is not None and due.shape[:2] == mask.shape:
+        # Outputs of padding are undefined.
+        due, given = due[mask.bool()], given[mask.bool()]
+    return difference(given, due)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch's exporters warn about their own deprecated parts."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -27,7 +27,10 @@ REPETITIONS = 5
 
 
 def best_exact(
-    call: Callable[[], object], device: torch.device, others: Mapping[str, Callable[[], object]] | None = None
+    call: Callable[[], object],
+    device: torch.device,
+    others: Mapping[str, Callable[[], object]] | None = None,
+    begin: Callable[[], object] | None = None,
 ) -> tuple[str, Callable[[], object]]:
     """Choose the fastest exact attention that fits in memory.
 
@@ -35,6 +38,7 @@ def best_exact(
         call: Runs one forward pass of the exact model with SDPA.
         device: The device.
         others: Name -> call with another exact implementation; they compete with SDPA's back ends.
+        begin: Prepares one call of any of them, untimed; None if calls need no preparation.
 
     Returns:
         The name of the baseline, such as "default SDPA" or "cudnn SDPA", and the call that uses it. If nothing runs,
@@ -45,11 +49,11 @@ def best_exact(
     }
     milliseconds: dict[str, float] = {}
     for name, candidate in calls.items():
-        runner = Runner(candidate)
+        runner = Runner(candidate, begin)
         try:
             # The first call also compiles and allocates.
-            runner.attempt(candidate)
-            sample = runner.attempt(lambda candidate=candidate: timed(candidate, 1, device))
+            runner.attempt(lambda runner=runner: runner.prepared()())
+            sample = runner.attempt(lambda runner=runner: timed(runner.prepared(), 1, device))
         except RuntimeError as error:
             if name == DEFAULT or "kernel" not in str(error).lower():
                 raise
@@ -65,7 +69,8 @@ def best_exact(
         samples: dict[str, list[float]] = {name: [] for name in near}
         for _ in range(REPETITIONS):
             for name in near:
-                samples[name].append(timed(calls[name], repeats_for(milliseconds[name]), device).ms)
+                repeats = 1 if begin else repeats_for(milliseconds[name])
+                samples[name].append(timed(Runner(calls[name], begin).prepared(), repeats, device).ms)
         milliseconds = {name: statistics.median(ms) for name, ms in samples.items()}
     best = min(near, key=lambda name: milliseconds[name])
     if DEFAULT in near and milliseconds[DEFAULT] < GAIN * milliseconds[best]:

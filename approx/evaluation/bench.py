@@ -30,15 +30,20 @@ class Contender:
 
     Args:
         name: Its name in the report; unique among the contenders.
-        run: Runs one forward pass (or training step, or generation) on the result of `make_inputs`.
+        run: Runs one forward pass, or decodes all new tokens, on the result of `make_inputs`.
         role: "base" is exact attention with SDPA (exactly one), "exact" is another exact implementation, which replaces
             the base if it is faster, "ceiling" is the same model with attention replaced by its values (at most one),
             everything else is a "variant".
+        begin: Prepares one `run` on the same inputs, untimed, such as a cache that holds the prompt; None if nothing has to
+            be prepared.
+        cache_mb: Megabytes of the cache after a `run`; None if it leaves none.
     """
 
     name: str
     run: Callable[[Any], object]
     role: Literal["base", "exact", "ceiling", "variant"] = "variant"
+    begin: Callable[[Any], object] | None = None
+    cache_mb: Callable[[], float] | None = None
 
 
 def bench(
@@ -76,6 +81,7 @@ def bench(
     device = torch.device(device)
     _check(contenders, device)
     grid = [(batch, length) for batch in sorted(set(options.batches)) for length in sorted(set(options.lengths))]
+    kept = {contender.name: contender.cache_mb for contender in contenders}
     speed: list[Speed] = []
     for done, (batch, length) in enumerate(grid):
         if progress:
@@ -84,7 +90,8 @@ def bench(
             wait_idle(options.wait_idle)
         neighbours = Neighbours()
         with torch.no_grad(), memory_limit(device):
-            baseline, runners = _prepare(contenders, make_inputs, batch, length, device)
+            tokens = batch * options.new_tokens if options.mode == "generate" else None
+            baseline, runners = _prepare(contenders, make_inputs, batch, length, device, tokens)
             race(
                 list(runners.values()),
                 device,
@@ -92,18 +99,20 @@ def bench(
                 seconds=options.seconds,
                 warm_up_seconds=warm_up_seconds,
             )
-            if chosen_in:
-                # Not during the race: recording the choices takes time.
-                for runner in runners.values():
-                    if runner.status == OK:
-                        runner.chosen = runner.attempt(partial(chosen_in, runner.call))
+            # Not during the race: recording the choices takes time.
+            for name, runner in runners.items():
+                if chosen_in and runner.status == OK:
+                    runner.chosen = runner.attempt(lambda runner=runner: chosen_in(runner.prepared()))
+                if runner.status == OK and (cache_mb := kept.get(name)):
+                    runner.cache_mb = cache_mb()
         row = Speed(
             device=device.type,
             dtype=str(dtype).removeprefix("torch."),
             threads=torch.get_num_threads(),
             batch=batch,
             length=length,
-            mode="forward",
+            mode=options.mode,
+            new_tokens=options.new_tokens if options.mode == "generate" else None,
             inputs=options.inputs,
             baseline=baseline,
             crowded=device.type == "cpu" and neighbours.crowded(),
@@ -118,15 +127,15 @@ def bench(
 
 
 def crossover(speed: Sequence[Speed]) -> list[Crossover]:
-    """Find the length from which each variant is faster, for each batch size, dtype and device.
+    """Find the length from which each variant is faster, for each batch size, dtype, device and mode.
 
     That is the first measured length such that there and at every longer one, the interval of the ratio is above 1
     or only exact attention runs out of memory; None if there is no such length. Lengths that are not settled do not count.
     """
-    first: dict[tuple[str, int, str, str], int | None] = {}
+    first: dict[tuple[str, int, str, str, str], int | None] = {}
     for row in sorted(speed, key=lambda row: row.length):
         for variant in row.variants:
-            key = (variant.name, row.batch, row.dtype, row.device)
+            key = (variant.name, row.batch, row.dtype, row.device, row.mode)
             first.setdefault(key, None)
             if row.verdict(variant) == BUSY:
                 continue
@@ -134,8 +143,8 @@ def crossover(speed: Sequence[Speed]) -> list[Crossover]:
             wins = only_this_runs or (variant.interval is not None and variant.interval[0] > 1)
             first[key] = (first.get(key) or row.length) if wins else None
     return [
-        Crossover(name=name, batch=batch, dtype=dtype, device=device, length=length)
-        for (name, batch, dtype, device), length in first.items()
+        Crossover(name=name, batch=batch, dtype=dtype, device=device, mode=mode, length=length)
+        for (name, batch, dtype, device, mode), length in first.items()
     ]
 
 
@@ -160,6 +169,7 @@ def _prepare(
     batch: int,
     length: int,
     device: torch.device,
+    tokens: int | None,
 ) -> tuple[str, dict[str, Runner]]:
     """Make the inputs, choose the baseline, and make a runner for every contender."""
     maker = Runner(lambda: None)
@@ -167,6 +177,8 @@ def _prepare(
     runners = {
         contender.name: Runner(
             lambda run=contender.run: run(inputs),
+            begin=partial(contender.begin, inputs) if contender.begin else None,
+            tokens=tokens,
             turns=2 if contender.role == "base" else 1,
             status=maker.status,
         )
@@ -178,9 +190,9 @@ def _prepare(
         # Only the base changes: variants that call SDPA keep its default, as their users do.
         base = next(runner for runner in runners.values() if runner.turns == 2)
         default = base.call
-        baseline, base.call = best_exact(default, device, others)
+        baseline, base.call = best_exact(default, device, others, base.begin)
         if baseline != DEFAULT:
-            runners[DEFAULT] = Runner(default)
+            runners[DEFAULT] = Runner(default, base.begin, tokens=tokens)
     return baseline, runners
 
 
@@ -211,6 +223,8 @@ def _times(runner: Runner) -> dict[str, Any]:
         low, middle, high = (float(value) for value in np.quantile(ms[good], (0.1, 0.5, 0.9)))
         entry |= {"median_ms": middle, "p10_ms": low, "p90_ms": high}
         entry |= {"first_ms": runner.first_ms, "peak_mb": runner.peak_mb, "chosen": runner.chosen}
+        entry |= {"cache_mb": runner.cache_mb}
+        entry |= {"tokens_per_second": runner.tokens * 1e3 / middle} if runner.tokens else {}
         entry |= {"samples": int(good.sum()), "rejected": int((~good).sum())}
     return entry
 

@@ -200,7 +200,7 @@ def _predict_batch(
             name: value.to(device, subject.model.dtype if value.is_floating_point() else None)
             for name, value in task.collate(encodings, subject.processor).items()
         }
-        return task.predict(subject.model(**batch), encodings, subject.model.config)
+        return task.predict(task.outputs(subject.model, batch), encodings, subject.model.config)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -22,18 +22,29 @@ class Runner:
     """One contender at one batch size and length: its call and its measurements.
 
     Args:
-        call: Runs one forward pass.
+        call: Runs one forward pass, or decodes all new tokens.
+        begin: Prepares a call, untimed; then every repetition is one call. None if calls need no preparation.
         turns: Turns in each round; a runner with two turns can be compared with itself.
+        tokens: Tokens that a call decodes.
     """
 
     call: Callable[[], object]
+    begin: Callable[[], object] | None = None
     turns: int = 1
+    tokens: int | None = None
     status: str = OK
     first_ms: float | None = None
     peak_mb: float | None = None
+    cache_mb: float | None = None
     chosen: dict[str, str] | None = None
     repeats: int = 1
     rounds: list[list[Sample]] = field(default_factory=list)
+
+    def prepared(self) -> Callable[[], object]:
+        """The call, after its preparation."""
+        if self.begin:
+            self.begin()
+        return self.call
 
     def attempt(self, action: Callable[[], T]) -> T | None:
         """Run an action; if memory runs out, set the status and return None."""
@@ -91,12 +102,14 @@ def race(
     for runner in runners:
         if runner.status != OK:
             continue
-        warm = runner.attempt(lambda runner=runner: warm_up(runner.call, device, warm_up_seconds))
+        # Warm-up and memory include the preparation, if there is one.
+        call = (lambda runner=runner: runner.prepared()()) if runner.begin else runner.call
+        warm = runner.attempt(lambda call=call: warm_up(call, device, warm_up_seconds))
         if warm:
             runner.first_ms, ms = warm
-            runner.repeats = repeats_for(ms, block_ms)
+            runner.repeats = 1 if runner.begin else repeats_for(ms, block_ms)
             if memory:
-                runner.peak_mb = runner.attempt(lambda runner=runner: peak_mb(runner.call, device))
+                runner.peak_mb = runner.attempt(lambda call=call: peak_mb(call, device))
 
     order = _order(runners)
     gc.collect()
@@ -126,7 +139,7 @@ def _round(order: list[Runner], device: torch.device) -> None:
     seen: dict[Runner, list[Sample]] = {runner: [] for runner in order}
     for runner in order:
         if runner.status == OK:
-            sample = runner.attempt(lambda runner=runner: timed(runner.call, runner.repeats, device))
+            sample = runner.attempt(lambda runner=runner: timed(runner.prepared(), runner.repeats, device))
             if sample:
                 seen[runner].append(sample)
     for runner, samples in seen.items():

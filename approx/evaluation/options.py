@@ -64,6 +64,8 @@ class BenchStage(Model):
         seconds: Minimum duration of all rounds, for each length and batch size.
         wait_idle: Before each length, wait up to this many seconds until other programs leave the cores free.
         fast_products: Run all models within `approx.fast_products()`.
+        mode: `forward`, or `generate` for greedy decoding by a language model after a prompt of each length.
+        new_tokens: Tokens to decode after each prompt.
     """
 
     lengths: Annotated[Counts, Field(examples=["[128, 512]"])]
@@ -74,3 +76,5 @@ class BenchStage(Model):
     seconds: Annotated[float, Field(ge=0)] = 1.0
     wait_idle: Annotated[float, Field(ge=0)] = 0.0
     fast_products: bool = False
+    mode: Literal["forward", "generate"] = "forward"
+    new_tokens: Count = 16

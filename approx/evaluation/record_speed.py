@@ -23,11 +23,13 @@ class Timing(Written):
     """Times of one model.
 
     Attributes:
-        median_ms: Median.
+        median_ms: Median; of the decoding of all new tokens in the mode `generate`.
         p10_ms: First decile.
         p90_ms: Last decile.
         first_ms: Time of the first call.
         peak_mb: Peak memory.
+        cache_mb: Memory of the cache after the last token, in the mode `generate`.
+        tokens_per_second: Tokens decoded in a second, over the batch, in the mode `generate`.
         chosen: Op -> the implementation it used, such as `cpu` or `triton`; `reference` and `tiles` are plain PyTorch.
         samples: Number of repetitions used.
         rejected: Number of disturbed repetitions.
@@ -39,6 +41,8 @@ class Timing(Written):
     p90_ms: float | None = None
     first_ms: float | None = None
     peak_mb: float | None
+    cache_mb: float | None = None
+    tokens_per_second: float | None = None
     chosen: dict[str, str] | None = None
     samples: int = 0
     rejected: int = 0
@@ -110,8 +114,9 @@ class Speed(Written):
         dtype: Dtype that the models compute in.
         threads: Threads of torch.
         batch: Sequences per call.
-        length: Tokens per sequence.
-        mode: What is timed: `forward`.
+        length: Tokens per sequence; of the prompt in the mode `generate`.
+        mode: What is timed: `forward`, or `generate` for greedy decoding after the prompt.
+        new_tokens: Tokens decoded after the prompt; null in the mode `forward`.
         inputs: `real` or `synthetic`.
         baseline: The exact attention of the base, the fastest on this machine.
         crowded: Whether other programs used the cores throughout.
@@ -129,6 +134,7 @@ class Speed(Written):
     batch: int
     length: int
     mode: str
+    new_tokens: int | None = None
     inputs: Literal["real", "synthetic"]
     baseline: str
     crowded: bool = False
@@ -161,8 +167,9 @@ class Speed(Written):
         if self.ceiling is None:
             return None
         own, most = self.believed(entry), self.believed(self.ceiling)
-        possible = own.ratio is not None and most.ratio is not None and most.interval and most.interval[0] > 1
-        return own.ratio / most.ratio if possible else None
+        if own.ratio is None or most.ratio is None or most.interval is None or most.interval[0] <= 1:
+            return None
+        return own.ratio / most.ratio
 
     def verdict(self, entry: Relative) -> str | None:
         """What the interval of a ratio says; None without a ratio.
@@ -192,6 +199,7 @@ class Crossover(Written):
         batch: Sequences per call.
         dtype: Dtype that the models compute in.
         device: `cpu` or `cuda`.
+        mode: What is timed: `forward` or `generate`.
         length: First length from which on the ratio interval is above 1; null if there is none.
     """
 
@@ -199,4 +207,5 @@ class Crossover(Written):
     batch: int
     dtype: str
     device: str
+    mode: str = "forward"
     length: int | None

@@ -82,3 +82,20 @@ def sound_inputs(
         return {task.input_name: torch.cat(parts).view(batch, size).to(device, dtype)}
 
     return make
+
+
+def image_inputs(
+    task: Task, examples: Sequence[Example], processor: Any, device: torch.device | str, dtype: torch.dtype
+) -> Callable[[int, int], dict[str, Tensor]]:
+    """Make inputs of any batch size from the images of a task, whose length is fixed.
+
+    Returns:
+        (batch size B, ignored) -> `{"pixel_values": [B, channels, height, width]}`.
+    """
+
+    def make(batch: int, length: int) -> dict[str, Tensor]:
+        chosen = islice(cycle(examples), batch)
+        made = task.collate([task.encode(example, processor)[0] for example in chosen], processor)
+        return {task.input_name: made[task.input_name].to(device, dtype)}
+
+    return make

@@ -139,7 +139,10 @@ def read(options: FinetuneStage, model: Any, processor: Any, *, labelled: bool, 
     if options.text is not None:
         task, split = _texts(options.text, language, limit or 512)
     else:
-        task, split = _of_task(options)
+        task = _task_of(options)
+        if task.head.is_of(type(model)):
+            task.adopt(model.config)
+        split = _split_of(task, options)
     if labelled:
         task.check(model)
     elif task.input_name != model.main_input_name:
@@ -175,10 +178,14 @@ def _limit(model: Any, length: int | None) -> int | None:
     return length or most
 
 
-def _of_task(options: FinetuneStage) -> tuple[Task, Split]:
+def _task_of(options: FinetuneStage) -> Task:
     task = open_task(options.task or "", **options.settings)
     _refuse_reported(task, options)
-    return task, task.load(None if options.data is None else Path(options.data), options.split, options.limit)
+    return task
+
+
+def _split_of(task: Task, options: FinetuneStage) -> Split:
+    return task.load(None if options.data is None else Path(options.data), options.split, options.limit)
 
 
 def _texts(files: Sequence[str], language: str, length: int) -> tuple[Task, Split]:
@@ -258,19 +265,19 @@ def digest_of(options: FinetuneStage) -> str:
     """
     if options.text is not None:
         return hashlib.sha256(b"".join(Path(file).read_bytes() for file in options.text)).hexdigest()
-    return _sha256(_of_task(options)[1].examples)
+    return _sha256(_split_of(_task_of(options), options).examples)
 
 
 def overlap(options: FinetuneStage, evaluated: Sequence[Example]) -> int:
     """Count the evaluation examples that are also training examples."""
     if options.task is None:
         return 0
-    trained = {_told(example) for example in _of_task(options)[1].examples}
+    trained = {_told(example) for example in _split_of(_task_of(options), options).examples}
     return sum(_told(example) in trained for example in evaluated)
 
 
 def _told(example: Example) -> str:
-    inputs = {name: str(value) for name, value in example.inputs.items()}
+    inputs = {name: str(value) for name, value in example.brief.items()}
     return json.dumps([str(example.label), inputs], sort_keys=True)
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from approx.checkpoints import checkpoint
-from approx.checkpoints.atomic_folder import refuse_existing, refuse_losing, refuse_unwritable
+from approx.checkpoints.atomic_folder import refuse_existing, refuse_overlap, refuse_unwritable
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.checkpoints.history import Training, trainings
 from approx.checkpoints.receipt import Check, Receipt, read_receipt
-from approx.conversion import checks, clean_process, export, layer_error
+from approx.conversion import checks, clean_process, layer_error, writing
 from approx.conversion.calibration_inputs import calibration_batch, calibration_length
 from approx.errors import ApproxError, Exit
 from approx.evaluation import distributed
@@ -64,7 +64,7 @@ def finetune_folder(
     refuse_unwritable(out)
     working = working or out.with_name(f"{out.name}.training")
     opened, taught = _opened(name, teacher, options, revision, offline, device)
-    refuse_losing(opened.source.folder, out)
+    refuse_overlap(opened.source.folder, out)
     reader = checkpoint.processor(opened.source)
     if taught is not None:
         _same_tokenizer(opened, taught)
@@ -177,7 +177,7 @@ def _written(
             batch = calibration_batch(opened.source, model, calibration_length(model), None)
             receipt.lost(layer_error.layer_damage(model, batch.inputs), batch.told)
         written["reloading in a fresh process"] = lambda folder: checks.fresh_process(folder, model)
-    return export.write_checked(
+    return writing.write_checked(
         out, opened, written, what=f"The training of {opened.source.name}", earlier=results, receipt=receipt, force=force,
         progress=say,
     )  # fmt: skip
@@ -186,7 +186,7 @@ def _written(
 def _remember(opened: Checkpoint, options: FinetuneStage, done: Healing, taught: Checkpoint | None) -> None:
     step = Training(
         approx=__version__,
-        base=export.named_base(opened),
+        base=writing.named_base(opened),
         recover=done.recover,
         task=options.task,
         data_sha256=done.data_sha256,
@@ -195,7 +195,7 @@ def _remember(opened: Checkpoint, options: FinetuneStage, done: Healing, taught:
         steps=done.steps,
         seconds=sum(phase.seconds for phase in done.phases),
         seed=options.seed,
-        teacher=None if taught is None else export.named_base(taught),
+        teacher=None if taught is None else writing.named_base(taught),
         measure=done.measure,
         exact=done.exact,
         before=done.before,

@@ -58,6 +58,9 @@ def train(
         with signals(trainer.watch), disk_errors(folder):
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
     finally:
+        # Otherwise the forward pass would stay under autocast.
+        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        vars(model).pop("forward", None)
         if phase.recompute:
             _recomputing(model, "disable")()
     if trainer.watch.stopped:
@@ -128,6 +131,12 @@ class _Trainer(Trainer):
         loss = self.phase.objective.loss(model, inner, inputs)
         if self.phase.penalty:
             loss = loss + self.phase.penalty * inner.attention_penalty().to(loss.device)
+        if not loss.requires_grad:
+            raise ApproxError(
+                f"Nothing that '{self.phase.mode}' trains changes its loss: the mechanisms are exact on inputs this short, with the spans "
+                "they have. Use longer inputs (--min-length), a --penalty above 0 for spans, or another mode.",
+                Exit.UNSUPPORTED,
+            )
         if not torch.isfinite(loss):
             kept = last_complete(Path(str(self.args.output_dir)))
             state = "nothing was kept yet" if kept is None else f"the state after step {_step(kept)} is kept in {kept}"

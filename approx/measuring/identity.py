@@ -56,7 +56,7 @@ def beside(folder: Path) -> str:
 
 def examples_read(task: Task, split: Split) -> str:
     """Hash a task's settings and its loaded examples, regardless of their location."""
-    rows = [(one.id, one.inputs, one.label, one.group) for one in split.examples]
+    rows = [(one.id, one.brief, one.label, one.group) for one in split.examples]
     return fingerprint(task.name, vars(task), split.name, split.subset, rows)
 
 

@@ -22,7 +22,8 @@ from approx.evaluation.quality import over_tasks
 from approx.evaluation.record_model import Quality, RecipeText, Record
 from approx.evaluation.record_speed import Speed
 from approx.evaluation.record_training import Trained
-from approx.evaluation.timing_inputs import sound_inputs, text_inputs
+from approx.evaluation.timing_inputs import image_inputs, sound_inputs, text_inputs
+from approx.measuring.decoding import decoders
 from approx.measuring.identity import computed_by, identity
 from approx.measuring.products import products_for
 from approx.measuring.reseeding import reseeding
@@ -33,6 +34,7 @@ from approx.recipe import BASE, CEILING, CHOICES
 from approx.seam.attention_free import attention_free
 from approx.seam.dispatch import fastest_exact
 from approx.tasks import Task, open_task
+from approx.tasks.table import is_hub
 from approx_kernels.dispatch.implementation import chosen_in
 
 Progress = Callable[[str, int, int], None]
@@ -90,7 +92,7 @@ def task_of(stage: EvaluateStage) -> Task:
         ApproxError: if the task or a setting is unknown, or its examples cannot be streamed.
     """
     task = open_task(stage.task, **stage.settings)
-    if stage.streaming and (stage.data is not None or task.dataset is None):
+    if stage.streaming and not is_hub(stage.data) and (stage.data is not None or task.dataset is None):
         source = f"come from {stage.data}" if stage.data else "are generated, or come from files"
         raise ApproxError(
             f"Only hub datasets can be streamed, but the examples of {task.name} {source}. Leave out streaming."
@@ -146,32 +148,18 @@ def measure_speed(
     """The `speed` entries of a record; the first checkpoint is the exact base of all others."""
     models = {label: _long_enough(one.model, stage.max_length) for label, one in opened.items()}
     base, source = models[BASE], opened[BASE].source
+    longest, also = max(stage.lengths), ""
+    if stage.mode == "generate":
+        longest, also = longest + stage.new_tokens, f", with {stage.new_tokens} new tokens,"
     # Reversed, so that the error names the variant rather than its base, which may be the same checkpoint.
     for label, model in reversed(models.items()):
         limit = positions.limit(model.config)
-        if limit is not None and max(stage.lengths) > limit:
+        if limit is not None and longest > limit:
             raise ApproxError(
-                f"Length {max(stage.lengths)} is too long: {opened[label].source.name} takes {limit} positions. "
-                f"Use shorter lengths, or extend the positions for timing with --max-length {max(stage.lengths)}."
+                f"Length {max(stage.lengths)}{also} is too long: {opened[label].source.name} takes {limit} positions. "
+                f"Use shorter lengths, or extend the positions for timing with --max-length {longest}."
             )
-
-    def without_attention(inputs: Any) -> Any:
-        with attention_free(base):
-            return base(**inputs)
-
-    def fastest(inputs: Any) -> Any:
-        with fastest_exact(base):
-            return base(**inputs)
-
-    def forward(model: Any) -> Callable[[Any], Any]:
-        return lambda inputs: model(**inputs)
-
-    contenders = [
-        Contender(BASE, forward(base), "base"),
-        Contender("fastest way", fastest, "exact"),
-        Contender(CEILING, without_attention, "ceiling"),
-        *(Contender(label, forward(model)) for label, model in models.items() if label != BASE),
-    ]
+    contenders = decoders(models, stage.new_tokens) if stage.mode == "generate" else _forwards(models)
     with products_for(models.values(), stage.fast_products):
         speed = bench(
             contenders,
@@ -184,6 +172,29 @@ def measure_speed(
             progress=lambda done, total, what: progress(f"bench {what}".strip(), done, total),
         )
     return [row.model_copy(update={"fast_products": stage.fast_products}) for row in speed]
+
+
+def _forwards(models: Mapping[str, Any]) -> list[Contender]:
+    """Contenders that make one forward pass: the first model is the base, in its own ways and without attention."""
+    base = models[BASE]
+
+    def without_attention(inputs: Any) -> Any:
+        with attention_free(base):
+            return base(**inputs)
+
+    def fastest(inputs: Any) -> Any:
+        with fastest_exact(base):
+            return base(**inputs)
+
+    def forward(model: Any) -> Callable[[Any], Any]:
+        return lambda inputs: model(**inputs)
+
+    return [
+        Contender(BASE, forward(base), "base"),
+        Contender("fastest way", fastest, "exact"),
+        Contender(CEILING, without_attention, "ceiling"),
+        *(Contender(label, forward(model)) for label, model in models.items() if label != BASE),
+    ]
 
 
 def make_record(
@@ -256,6 +267,8 @@ def _input_maker(
     if task.input_name == "input_values":
         size = partial(samples, base.config)
         return sound_inputs(task, examples, checkpoint.processor(source), size, base.device, base.dtype)
+    if task.input_name == "pixel_values":
+        return image_inputs(task, examples, checkpoint.processor(source), base.device, base.dtype)
     return text_inputs(task, examples, checkpoint.processor(source), base.device)
 
 

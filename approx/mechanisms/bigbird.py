@@ -41,6 +41,7 @@ class BigBirdAttention(Mechanism):
     supports_decode: ClassVar[bool] = False
     sparse: ClassVar[bool] = True
     compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {"draws": (0, 2**31 - 1)}
     source: ClassVar[str] = "Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062"
     exact_when: ClassVar[str] = (
         "2 blocks hold the real tokens of the sample; without `compatible` also 3, or as many as there are random blocks."

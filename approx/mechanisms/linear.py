@@ -67,7 +67,7 @@ class LinearAttention(Mechanism):
         self.feature_map = one_of("feature_map", feature_map, FEATURE_MAPS)
         self.eps = positive_number("eps", eps)
         self.scale_inputs = true_or_false("scale_inputs", scale_inputs)
-        self.window = whole_number("window", window, 0)
+        self.window = whole_number("window", window, 0, 2**31 - 1)
         self.query_map, self.key_map = self._first_map(), self._first_map()
         self.mix = nn.Parameter(torch.full((heads,), _FIRST_MIX, device="cpu")) if window else None
 

@@ -59,6 +59,8 @@ class Mechanism(nn.Module):
     runs_c: ClassVar[bool] = False
     # Values of settings that converted folders of earlier versions do not state.
     earlier: ClassVar[dict[str, Any]] = {}
+    # Smallest and largest value of buffers and parameters that are limited, by name.
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {}
     source: ClassVar[str]
     exact_when: ClassVar[str]
 

@@ -18,6 +18,7 @@ from approx.planning.anatomy import Anatomy, anatomy
 from approx.planning.plan import Plan
 from approx.recipe import BASE, Recipe
 from approx.tasks import open_task
+from approx.tasks.table import is_hub
 
 # Public data sets repeat a few short texts in both of their splits.
 _REPEATED = 0.02
@@ -125,8 +126,8 @@ def _training_mistakes(heal: FinetuneStage) -> list[ApproxError]:
     except ApproxError as error:
         errors.append(error)
     for path in [*([heal.data] if heal.data else []), *(heal.text or [])]:
-        if not Path(path).exists():
-            text = f"Heal: {path} does not exist. Fix the path in the recipe."
+        if not is_hub(path) and not Path(path).exists():
+            text = f"Heal: {path} does not exist. Fix the path in the recipe, or replace it with --data."
             errors.append(ApproxError(text + _from_where(path), Exit.UNAVAILABLE))
     return errors
 
@@ -140,7 +141,7 @@ def _facts(recipe: Recipe, offline: bool) -> Anatomy:
     try:
         source = checkpoint.locate(recipe.checkpoint, revision=recipe.revision, offline=offline)
     except ApproxError as error:
-        hint = _from_where(recipe.checkpoint) if recipe.checkpoint.startswith(".") else ""
+        hint = f" Replace it with --checkpoint.{_from_where(recipe.checkpoint)}" if recipe.checkpoint[:1] == "." else ""
         raise ApproxError(f"Checkpoint: {error}{hint}", error.exit_code) from None
     if source.converted:
         raise ApproxError(
@@ -162,8 +163,8 @@ def _task_mistakes(stage: EvaluateStage) -> list[ApproxError]:
         task_of(stage)
     except ApproxError as error:
         errors.append(error)
-    if stage.data is not None and not Path(stage.data).exists():
-        text = f"Data {stage.data} of task {stage.task} does not exist. Fix the path in the recipe."
+    if stage.data is not None and not is_hub(stage.data) and not Path(stage.data).exists():
+        text = f"Data {stage.data} of task {stage.task} does not exist. Fix the path in the recipe, or replace it with --data."
         errors.append(ApproxError(text + _from_where(stage.data), Exit.UNAVAILABLE))
     return errors
 

@@ -8,6 +8,8 @@ from torch import nn
 from approx.errors import ApproxError, Exit
 
 # Only learned tables: Wav2Vec2 and HuBERT have convolutional positions, Llama rotary ones, ViT and Whisper a fixed grid.
+# Attention over more keys than this is out of reach for years.
+_MOST = 10_000_000
 _TABLES = {
     "bert": "embeddings.position_embeddings",
     "roberta": "embeddings.position_embeddings",
@@ -52,7 +54,7 @@ def extendable(config: Any, architecture: str, length: int) -> int:
         Usable positions before.
 
     Raises:
-        ApproxError: if it has no learned position table, or one that is already this long.
+        ApproxError: if it has no learned position table or one that is already this long, or the length is absurd.
     """
     before = limit(config)
     if before is None:
@@ -65,6 +67,10 @@ def extendable(config: Any, architecture: str, length: int) -> int:
         raise ApproxError(
             f"--max-length is {length}, but {architecture} already takes {before} positions. "
             "Give a larger number, or leave it out."
+        )
+    if length > _MOST:
+        raise ApproxError(
+            f"--max-length is {length:,}, but a table of more than {_MOST:,} positions is refused. Give less."
         )
     return before
 

@@ -70,8 +70,12 @@ def speed_table(rows: list[Speed], crossovers: Iterable[Crossover]) -> dict[str,
         crossovers: The record's "crossover".
     """
     names = list(dict.fromkeys(entry.name for row in rows for entry in row.variants))
-    about = (rows[0].batch, rows[0].dtype, rows[0].device)
-    crossed = {entry.name: entry.length for entry in crossovers if (entry.batch, entry.dtype, entry.device) == about}
+    about = (rows[0].batch, rows[0].dtype, rows[0].device, rows[0].mode)
+    crossed = {
+        entry.name: entry.length
+        for entry in crossovers
+        if (entry.batch, entry.dtype, entry.device, entry.mode) == about
+    }
     pays = [worthwhile_from(rows, name) for name in names]
     times = [line for row in rows for line in _times(row)]
     return {
@@ -82,6 +86,7 @@ def speed_table(rows: list[Speed], crossovers: Iterable[Crossover]) -> dict[str,
         "crossover": [_from(crossed.get(name)) for name in names],
         "pays_from": [_from(length) for length in pays],
         "times": times,
+        "decodes": rows[0].mode == "generate",
         "implementations": any(line["implementations"] for line in times),
         "plain": _plain(rows, names),
         "crowded": any(row.crowded for row in rows),
@@ -174,9 +179,14 @@ def _times(row: Speed) -> list[dict[str, str]]:
             "samples": _samples(entry),
             "implementations": wording.implementations(entry),
             "status": entry.status,
+            **(_decoded(entry) if row.mode == "generate" else {}),
         }
         for name, entry in entries
     ]
+
+
+def _decoded(entry: Timing) -> dict[str, str]:
+    return {"rate": wording.milliseconds(entry.tokens_per_second), "cache": wording.milliseconds(entry.cache_mb)}
 
 
 def _plain(rows: list[Speed], names: list[str]) -> list[str]:

@@ -158,8 +158,8 @@ def setting(row: Speed) -> str:
     if row.device == "cpu":
         parts.append("1 thread" if row.threads == 1 else f"{row.threads} threads")
     parts.append(f"batch {row.batch}")
-    if row.mode != "forward":
-        parts.append(row.mode)
+    if row.mode == "generate":
+        parts.append(f"decoding {row.new_tokens} tokens")
     if row.fast_products:
         parts.append("fast products")
     return ", ".join(parts)

@@ -17,7 +17,7 @@ from approx.conversion.card import CARD, Publication, inherited, pipeline_of, wr
 from approx.errors import ApproxError, Exit
 from approx.pushing.privacy import Private, findings, private_here, rewritten, scrubbed, without_origins
 from approx.pushing.results import Results, dataset_of, results_of
-from approx.seam.manifest import MANIFEST, seal, sha256
+from approx.seam.manifest import MANIFEST, accept, seal
 
 RECORDS = "records"
 # Files beside the model that belong to it, though they were written after the manifest.
@@ -129,10 +129,7 @@ def stage(
 def pin(checked: Checked, target: Path, published: Publication) -> None:
     """Write the card again, with the commit that it tells to pin, and its hash into the manifest."""
     write_card(target, checked.opened, checked.receipt, published)
-    manifest = target / MANIFEST
-    sealed = json.loads(manifest.read_text(encoding="utf-8"))
-    sealed["files"][CARD] = sha256(target / CARD)
-    manifest.write_text(json.dumps(sealed, indent=1) + "\n", encoding="utf-8")
+    accept(target, [CARD])
 
 
 def refuse_private(target: Path, known: str) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_losing
+from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_overlap
 from approx.conversion.card import CARD
 from approx.errors import ApproxError, Exit
 from approx.pushing import folder, remote
@@ -40,7 +40,7 @@ def rehearse(
     refuse_existing(out, force=force)
     progress("push: checking the folder", 0, 2)
     checked = folder.check(name)
-    refuse_losing(checked.opened.source.folder, out)
+    refuse_overlap(checked.opened.source.folder, out)
     try:
         fields, notes = ({} if offline else licence(checked, public=public)), []
     except ApproxError as error:

@@ -13,7 +13,8 @@ from approx.errors import ApproxError, Exit
 
 MANIFEST = "approx_manifest.json"
 # The model's own files; a tokenizer may be saved in the folder later and is not part of it.
-_MODEL_FILES = ("config.json", "*.safetensors", "model.safetensors.index.json", "*.py")
+_INDEX = "model.safetensors.index.json"
+_MODEL_FILES = ("config.json", "*.safetensors", _INDEX, "*.py")
 
 
 def seal(folder: Path) -> None:
@@ -26,11 +27,37 @@ def seal_model(folder: Path) -> None:
     _write(folder, (path for pattern in _MODEL_FILES for path in folder.glob(pattern)))
 
 
-def check_seal(folder: Path) -> None:
+def check_seal(folder: Path, *, but: Iterable[str] = ()) -> None:
     """Check that a converted folder is complete and undamaged.
+
+    Args:
+        folder: The folder.
+        but: Names of files that may differ.
 
     Raises:
         ApproxError: if the manifest is missing or a file differs from it.
+    """
+    wrong = sorted({*differing(folder)} - {*but})
+    edited = [name for name in wrong if is_editable(name) and (folder / name).is_file()]
+    if wrong and edited == wrong:
+        raise ApproxError(
+            f"{folder} was edited: {', '.join(wrong[:3])} differs from {MANIFEST}. If you did this, accept it with `approx verify "
+            f"{folder} --accept`; otherwise copy the folder again.",
+            Exit.UNAVAILABLE,
+        )
+    if wrong:
+        raise ApproxError(
+            f"{folder} is damaged: {', '.join(wrong[:3])} missing or different from {MANIFEST}. "
+            "Copy it again, or convert the base checkpoint again.",
+            Exit.UNAVAILABLE,
+        )
+
+
+def differing(folder: Path) -> list[str]:
+    """Names of the files that are missing in a folder or differ from its manifest; the manifest itself if it is damaged.
+
+    Raises:
+        ApproxError: if there is no manifest.
     """
     manifest = folder / MANIFEST
     if not manifest.is_file():
@@ -39,18 +66,36 @@ def check_seal(folder: Path) -> None:
             Exit.UNAVAILABLE,
         )
     try:
-        hashes = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        wrong = [
-            name for name, digest in hashes.items() if not (folder / name).is_file() or sha256(folder / name) != digest
+        return [
+            name
+            for name, digest in _hashes(folder).items()
+            if not (folder / name).is_file() or sha256(folder / name) != digest
         ]
     except (ValueError, KeyError, TypeError, AttributeError):
-        wrong = [MANIFEST]
-    if wrong:
-        raise ApproxError(
-            f"{folder} is damaged: {', '.join(wrong[:3])} missing or different from {MANIFEST}. "
-            "Copy it again, or convert the base checkpoint again.",
-            Exit.UNAVAILABLE,
-        )
+        return [MANIFEST]
+
+
+def names(folder: Path) -> set[str]:
+    """Names of the files in a folder's manifest; none if it is damaged."""
+    try:
+        return {*_hashes(folder)}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return set()
+
+
+def is_editable(name: str) -> bool:
+    """Whether a user may edit a file: config, card and tokenizer, but neither weights nor code."""
+    return name not in (MANIFEST, _INDEX) and name.endswith((".json", ".md", ".txt", ".model", ".jinja"))
+
+
+def accept(folder: Path, names: Iterable[str]) -> None:
+    """Record the present contents of edited files in the manifest, atomically."""
+    hashes = _hashes(folder) | {name: sha256(folder / name) for name in names}
+    temporary = folder / f"{MANIFEST}.tmp"
+    temporary.write_text(json.dumps({"files": hashes}, indent=1) + "\n", encoding="utf-8")
+    flush(temporary)
+    temporary.replace(folder / MANIFEST)
+    flush(folder)
 
 
 def sha256(path: Path) -> str:
@@ -66,6 +111,10 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
 
 
 def _write(folder: Path, files: Iterable[Path]) -> None:

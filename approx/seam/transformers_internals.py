@@ -29,6 +29,13 @@ def cache_of(kwargs: dict[str, Any]) -> Any:
     return kwargs.get("past_key_values") if cache is None else cache
 
 
+def cache_keyword() -> str:
+    """The keyword of a cache in calls and outputs of `generate`: `cache` from transformers 5.24 on, `past_key_values` before."""
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+    return "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+
+
 @contextmanager
 def under_implementation(config: Any, name: str | None) -> Iterator[None]:
     """Let all models of a config dispatch their attention to the named implementation, even if they do not allow it."""

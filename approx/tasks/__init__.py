@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,8 @@ from approx.tasks.classification import SequenceClassification
 from approx.tasks.copying import Copying
 from approx.tasks.documents import Documents
 from approx.tasks.glue import GLUE, Glue
+from approx.tasks.images import ImageClassification
+from approx.tasks.labelled import Classification
 from approx.tasks.language import LanguageModelling
 from approx.tasks.librispeech import LIBRISPEECH, LibriSpeech
 from approx.tasks.listops import ListOps
@@ -18,8 +21,9 @@ from approx.tasks.masked_language import MaskedLanguageModelling
 from approx.tasks.needle import Needle
 from approx.tasks.squad import Squad
 from approx.tasks.task import Example, Split, Task
+from approx.tasks.token_classification import TokenClassification
 
-__all__ = ["TASKS", "Example", "SequenceClassification", "Split", "Task", "open_task"]
+__all__ = ["TASKS", "Example", "SequenceClassification", "Split", "Task", "kind_of", "open_task", "settings_of"]
 
 TASKS: dict[str, Callable[..., Task]] = {
     **{f"glue/{subset}": partial(Glue, subset) for subset in GLUE},
@@ -28,6 +32,9 @@ TASKS: dict[str, Callable[..., Task]] = {
     **{f"librispeech/{split}": partial(LibriSpeech, split) for split in LIBRISPEECH},
     LanguageModelling.name: LanguageModelling,
     MaskedLanguageModelling.name: MaskedLanguageModelling,
+    Classification.name: Classification,
+    TokenClassification.name: TokenClassification,
+    ImageClassification.name: ImageClassification,
     Documents.name: Documents,
     ListOps.name: ListOps,
     Needle.name: Needle,
@@ -36,11 +43,12 @@ TASKS: dict[str, Callable[..., Task]] = {
 """Name on the command line and in recipes -> function that makes the task from its settings."""
 
 
-def open_task(name: str, **settings: Any) -> Task:
+def open_task(name: str, columns: Mapping[str, str] | None = None, **settings: Any) -> Task:
     """Make a task by name.
 
     Args:
         name: A key of `TASKS`.
+        columns: Field of the task, such as `text` or `label` -> its column in a table.
         settings: Settings of the task, such as the length of generated documents (`needle`); GLUE has none.
 
     Raises:
@@ -48,7 +56,42 @@ def open_task(name: str, **settings: Any) -> Task:
     """
     if name not in TASKS:
         raise ApproxError(f"Unknown task '{name}'.{did_you_mean(name, TASKS)} Known: {', '.join(TASKS)}.")
+    known = settings_of(name)
+    if wrong := [setting for setting in settings if setting not in known]:
+        listed = f"Its settings are {', '.join(known)}." if known else "It has no settings."
+        raise ApproxError(f"The task '{name}' has no setting '{wrong[0]}'.{did_you_mean(wrong[0], known)} {listed}")
     try:
-        return TASKS[name](**settings)
+        task = TASKS[name](**settings)
     except TypeError as error:
         raise ApproxError(f"Wrong settings for task '{name}': {str(error).rpartition('() ')[2]}.") from None
+    if columns:
+        task.columns = _checked(task, columns)
+    return task
+
+
+def _checked(task: Task, columns: Any) -> dict[str, str]:
+    if not task.fields:
+        raise ApproxError(f"The task '{task.name}' reads no tables, so it has no columns to name. Leave out columns.")
+    if not isinstance(columns, Mapping) or not all(isinstance(one, str) for pair in columns.items() for one in pair):
+        raise ApproxError(f"The columns {columns!r} of the task '{task.name}' must be names, e.g. {{text: review}}.")
+    known = (*task.fields, *task.optional_fields, "id", "group")
+    if wrong := [field for field in columns if field not in known]:
+        raise ApproxError(
+            f"The task '{task.name}' reads no column '{wrong[0]}'.{did_you_mean(wrong[0], known)} "
+            f"It reads {', '.join(known)}."
+        )
+    return dict(columns)
+
+
+def kind_of(name: str) -> type[Task]:
+    """The class of a task, by a key of `TASKS`."""
+    made: Any = TASKS[name]
+    return getattr(made, "func", made)
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """The settings of a task and their defaults, read from its constructor, by a key of `TASKS`."""
+    parameters = [*inspect.signature(TASKS[name]).parameters.values()]
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        parameters += inspect.signature(kind_of(name).__bases__[0]).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not each.empty}

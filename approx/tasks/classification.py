@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.head import SEQUENCE_CLASSIFICATION, Head
 from approx.tasks.padding import padded
+from approx.tasks.table import Row
 from approx.tasks.task import Encoding, Example, Task
 
 
@@ -18,6 +20,37 @@ class SequenceClassification(Task):
     """
 
     head: ClassVar[Head] = SEQUENCE_CLASSIFICATION
+    fields = ("text", "label")
+    optional_fields = ("text_pair",)
+
+    def from_cells(self, cells: dict[str, Any], row: Row) -> tuple[dict[str, Any], Any]:
+        """The text or pair, and its class by name or number, or the number of a regression."""
+        inputs = {name: str(cells[name]) for name in ("text", "text_pair") if name in cells}
+        return inputs, self.label_of(cells["label"], row.place)
+
+    def label_of(self, value: Any, place: str) -> Any:
+        """The label for a class by its name or number, or for the number of a regression.
+
+        Args:
+            value: As found in the data.
+            place: File and line, for messages.
+
+        Raises:
+            ApproxError: if it is no known class, or no finite number.
+        """
+        text = str(value).strip()
+        if not self.labels:
+            return _number(text, place)
+        if text in self.labels:
+            return self.labels.index(text)
+        if text.isdecimal() and int(text) < len(self.labels):
+            return int(text)
+        known = ", ".join(f"{name} or {index}" for index, name in enumerate(self.labels))
+        raise ApproxError(
+            f"{place}: unknown label '{text[:60]}'. {self.name} has {known}.{self._other_labels}", Exit.UNAVAILABLE
+        )
+
+    _other_labels: ClassVar[str] = ""
 
     def check(self, model: Any) -> None:
         """Raise if the model has no classification head, or other labels than the task."""
@@ -94,6 +127,16 @@ class SequenceClassification(Task):
                 Exit.UNSUPPORTED,
             )
         return [plain.index(_plain(name)) for name in names]
+
+
+def _number(text: str, place: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ApproxError(f"{place}: the score '{text[:60]}' is not a finite number.", Exit.UNAVAILABLE)
+    return number
 
 
 def _plain(name: str) -> str:

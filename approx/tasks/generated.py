@@ -17,6 +17,7 @@ _SPLITS = ("train", "dev")
 class Generated(Task):
     """A task that generates its rows from a seed; `train` and `dev` have different rows."""
 
+    fields = ()
     size: int
     """Rows of a split."""
     seed: int
@@ -25,7 +26,7 @@ class Generated(Task):
     def example(self, split: str, row: int, random: np.random.Generator) -> Example:
         """Make a row of a split with its own random generator."""
 
-    def load(
+    def read(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
         """Generate a split, `dev` (the default) or `train`.

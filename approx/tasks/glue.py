@@ -8,7 +8,6 @@ Understanding", arXiv 1804.07461.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -103,7 +102,7 @@ class Glue(SequenceClassification):
         self.labels = self._subset.labels
         self.metrics = self._subset.metrics
 
-    def load(
+    def read(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
         """Load a split, `dev` (the default) or `train`; the labels of `test` are not public.
@@ -129,7 +128,10 @@ class Glue(SequenceClassification):
             name, rows = source.stem, self._file_rows(source)
         kept = [Example(f"{name}-{row}", inputs, label) for row, (inputs, label) in islice(enumerate(rows), limit)]
         if not kept:
-            raise ApproxError(f"{self.name}: 0 rows in {source}.", Exit.UNAVAILABLE)
+            raise ApproxError(
+                f"{self.name}: 0 rows in {source}. Give a file with a row for each example below its first line.",
+                Exit.UNAVAILABLE,
+            )
         return Split(name, kept, self._is_subset(name, len(kept), limit))
 
     def _is_subset(self, name: str, rows: int, limit: int | None) -> bool:
@@ -178,10 +180,7 @@ class Glue(SequenceClassification):
                     "Fix or remove the line, or download the file again.",
                     Exit.UNAVAILABLE,
                 )
-            try:
-                label = self._label(cells[header.index(subset.label)])
-            except ValueError as error:
-                raise ApproxError(f"{path}, line {number}: {error}", Exit.UNAVAILABLE) from None
+            label = self.label_of(cells[header.index(subset.label)], f"{path}, line {number}")
             yield _inputs([cells[column] for column in columns]), label
 
     def _hub_rows(self, split: str, streaming: bool) -> Iterator[tuple[dict[str, Any], int | float]]:
@@ -193,19 +192,6 @@ class Glue(SequenceClassification):
                     Exit.UNAVAILABLE,
                 )
             yield _inputs([row[column] for column in self._subset.hub_texts]), row["label"]
-
-    def _label(self, text: str) -> int | float:
-        if not self.labels:
-            number = float(text) if text.strip() else math.nan
-            if not math.isfinite(number):
-                raise ValueError(f"the score '{text}' is not a finite number.")
-            return number
-        if text in self.labels:
-            return self.labels.index(text)
-        if text.isdecimal() and int(text) < len(self.labels):
-            return int(text)
-        known = ", ".join(f"{name} or {index}" for index, name in enumerate(self.labels))
-        raise ValueError(f"unknown label '{text}'. {self.name} has {known}.")
 
 
 def _inputs(texts: list[str]) -> dict[str, Any]:

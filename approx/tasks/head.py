@@ -26,7 +26,10 @@ class Head:
 
 
 CAUSAL_LANGUAGE_MODELLING = Head("causal language-modelling", "AutoModelForCausalLM", "LMHeadModel")
+IMAGE_CLASSIFICATION = Head("image-classification", "AutoModelForImageClassification")
+TOKEN_CLASSIFICATION = Head("token-classification", "AutoModelForTokenClassification")
 CTC = Head("CTC", "AutoModelForCTC")
 MASKED_LANGUAGE_MODELLING = Head("masked language-modelling", "AutoModelForMaskedLM")
+SPEECH_SEQ2SEQ = Head("speech sequence-to-sequence", "AutoModelForSpeechSeq2Seq", "ForConditionalGeneration")
 QUESTION_ANSWERING = Head("question-answering", "AutoModelForQuestionAnswering")
 SEQUENCE_CLASSIFICATION = Head("sequence-classification", "AutoModelForSequenceClassification")

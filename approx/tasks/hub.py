@@ -12,12 +12,12 @@ from approx.errors import ApproxError, Exit
 _PATIENCE_SECONDS = 5.0
 
 
-def load_rows(dataset: str, config: str, split: str, *, streaming: bool = False) -> Any:
+def load_rows(dataset: str, config: str | None, split: str, *, streaming: bool = False) -> Any:
     """Load one split of a hub dataset, from the local cache if the hub cannot be reached.
 
     Args:
         dataset: Id of the dataset: `nyu-mll/glue`.
-        config: Its configuration: `sst2`.
+        config: Its configuration: `sst2`; None if it has only one.
         split: The dataset's own name of the split: `validation`.
         streaming: Download rows while they are read and store none; otherwise download all splits of the configuration.
 
@@ -33,7 +33,7 @@ def load_rows(dataset: str, config: str, split: str, *, streaming: bool = False)
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
 
-    wanted = f"{dataset} ({config}, {split})"
+    wanted = f"{dataset} ({', '.join(filter(None, (config, split)))})"
     offline = settings.HF_HUB_OFFLINE
     online = not offline and reachable(settings.HF_ENDPOINT)
     # Otherwise every file is retried several times before the cache is used, which takes half a minute.
@@ -57,7 +57,7 @@ def load_rows(dataset: str, config: str, split: str, *, streaming: bool = False)
         settings.HF_HUB_OFFLINE = offline
 
 
-def read_rows(dataset: str, config: str, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
+def read_rows(dataset: str, config: str | None, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
     """Yield the rows of a split of a hub dataset; when streaming, only the rows that are read are downloaded.
 
     Raises:

@@ -41,7 +41,7 @@ class LibriSpeech(Transcription):
 
     Args:
         split: A key of `LIBRISPEECH`.
-        settings: Decoding settings of `Transcription`: `beams`, `ngram`, `ngram_weight`, `word_reward`.
+        settings: Decoding settings of `Transcription`: `beams`, `ngram`, `ngram_weight`, `word_reward`, `language`.
     """
 
     dataset = _HUB_DATASET
@@ -51,7 +51,7 @@ class LibriSpeech(Transcription):
         super().__init__(**settings)
         self._split = split
 
-    def load(
+    def read(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
         """Load the utterances.

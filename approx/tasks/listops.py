@@ -66,7 +66,7 @@ class ListOps(SequenceClassification):
         self._brackets = brackets
         self._seed = whole_setting(self.name, "seed", seed, 0)
 
-    def load(
+    def read(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
         """Generate or read a split: `test` (the default), `val` or `train`.

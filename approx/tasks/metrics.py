@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from approx.tasks.answer_words import answer_words
+from approx.tasks.entities import EntityF1
 from approx.tasks.error_rates import CharacterErrorRate, WordErrorRate
 from approx.tasks.metric import TaskMetric
 
@@ -45,7 +46,7 @@ class Accuracy(TaskMetric):
 class TokenAccuracy(TaskMetric):
     """The share of correct tokens over all sequences.
 
-    A prediction and its label are texts of equal length with one character per token.
+    A prediction and its label are of equal length: texts with one character per token, or lists.
     """
 
     key = "token_accuracy"
@@ -281,6 +282,7 @@ METRICS: dict[str, type[TaskMetric]] = {
         BitsPerByte,
         Perplexity,
         MaskedLoss,
+        EntityF1,
         WordErrorRate,
         CharacterErrorRate,
     )

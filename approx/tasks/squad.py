@@ -75,7 +75,7 @@ class Squad(Task):
         self._margin = number_setting(self.name, "no_answer_margin", no_answer_margin, -math.inf, math.inf)
         self._articles = None if articles is None else names_setting(self.name, "articles", articles)
 
-    def load(
+    def read(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
         """Load a split, `dev` (the default) or `train`.

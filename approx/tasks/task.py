@@ -7,54 +7,24 @@ To add a task, write one file, one line in `TASKS` and one test. A classificatio
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
+from approx.tasks.example import Example, Split
 from approx.tasks.head import Head
+from approx.tasks.table import Row, is_hub, open_table
+
+__all__ = ["Encoding", "Example", "Split", "Task", "doubling"]
 
 Encoding = dict[str, Any]
 """The model's inputs for one example or one window of it, by name, without padding.
 
 A task may store its own data under other names; its `collate` leaves them out.
 """
-
-
-@dataclass(frozen=True)
-class Example:
-    """One labelled example.
-
-    Args:
-        id: Stable name: a row of a source always has the same id, under any limit.
-        inputs: The input data by name. Text tasks: `text`, and `text_pair` for the second text of a pair.
-        label: The correct prediction: an index into `Task.labels`, or a float for regression.
-        group: Examples of one group (a speaker, a document) are correlated and resampled together; None if examples are
-            independent.
-    """
-
-    id: str
-    inputs: dict[str, Any]
-    label: Any
-    group: str | None = None
-
-
-@dataclass(frozen=True)
-class Split:
-    """The examples of one split, in the order of their source.
-
-    Args:
-        name: Name of the split in records: `dev`, `train`, or the stem of the user's file.
-        examples: At least one example.
-        subset: Whether rows of the full split are missing, which is shown beside the score.
-        notes: What was left out or changed, shown beside the score.
-    """
-
-    name: str
-    examples: list[Example]
-    subset: bool
-    notes: tuple[str, ...] = ()
 
 
 class Task(ABC):
@@ -68,6 +38,12 @@ class Task(ABC):
     """Name on the command line, in recipes and in records: `glue/sst2`."""
     head: ClassVar[Head]
     """The head that a model needs."""
+    fields: ClassVar[tuple[str, ...]] = ()
+    """What a row of a table must hold: `text`, `label`; empty if the task reads no tables."""
+    optional_fields: ClassVar[tuple[str, ...]] = ()
+    """What it may hold besides, and besides `id` and `group`; read only from columns that are named."""
+    columns: Mapping[str, str] = MappingProxyType({})
+    """Field -> name of its column, where they differ."""
     metrics: tuple[str, ...]
     """Names in `approx.tasks.metrics.METRICS`; models are compared by the first."""
     dataset: str | None = None
@@ -89,15 +65,13 @@ class Task(ABC):
     input_per_token: ClassVar[int] = 1
     """Numbers in the input for each token, such as the samples of a frame of sound."""
 
-    @abstractmethod
     def load(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
-        """Load a split.
+        """Load a split: a table if columns were named or it is a hub dataset, otherwise what `read` reads.
 
         Args:
-            data: A file or folder in the official layout; None uses the task's own source (a hub dataset or a seeded
-                generator).
+            data: A table (.csv, .tsv, .jsonl, .json, .parquet), `hub:OWNER/NAME`, or as in `read`.
             split: None uses the task's default, the usual split for scores.
             limit: Keep the first `limit` rows.
             streaming: Read a hub dataset while it downloads, up to the limit and without storing it, instead of
@@ -106,12 +80,87 @@ class Task(ABC):
         Raises:
             ApproxError: if the data do not exist, a row is damaged or unlabelled, or no row is left.
         """
+        if not self.columns and not is_hub(data):
+            return self.read(data, split, limit, streaming=streaming)
+        if data is None:
+            raise ApproxError(
+                f"Columns were named for the task '{self.name}', but no table. Give a file or hub:OWNER/NAME with --data."
+            )
+        return self.read_table(data, split or "test", limit, streaming=streaming)
+
+    @abstractmethod
+    def read(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> Split:
+        """Read a split in the task's own layout.
+
+        Args:
+            data: A file or folder in the official layout; None uses the task's own source (a hub dataset or a seeded
+                generator).
+            split: As for `load`.
+            limit: As for `load`.
+            streaming: As for `load`.
+
+        Raises:
+            ApproxError: as for `load`.
+        """
+
+    def read_table(self, data: Path, split: str, limit: int | None = None, *, streaming: bool = False) -> Split:
+        """Read a split from a table, whose columns are `columns`.
+
+        Raises:
+            ApproxError: if there is no such table, the task reads none, or a column is missing.
+        """
+        if not self.fields:
+            raise ApproxError(f"The task '{self.name}' reads no tables. Give its own files with --data.")
+        if limit is not None and limit < 1:
+            raise ApproxError(f"--limit {limit} leaves no rows; it must be at least 1.")
+        name, rows = open_table(self.name, data, split, streaming=streaming)
+        examples = list(islice(self.from_rows(rows, name, limit), limit))
+        if not examples:
+            raise ApproxError(f"{self.name}: 0 rows in {data}. Give a file with at least one.", Exit.UNAVAILABLE)
+        return Split(name, examples, subset=limit == len(examples))
+
+    def from_rows(self, rows: Iterator[Row], name: str, limit: int | None) -> Iterator[Example]:
+        """Examples of the rows of a table, at least `limit` of them if there are as many; by default one for each row."""
+        for number, row in enumerate(rows):
+            cells = self._cells(row)
+            inputs, label = self.from_cells(cells, row)
+            group = cells.get("group")
+            yield Example(
+                str(cells.get("id", f"{name}-{number}")), inputs, label, None if group is None else str(group)
+            )
+
+    def from_cells(self, cells: dict[str, Any], row: Row) -> tuple[dict[str, Any], Any]:
+        """Inputs and label of an example.
+
+        Args:
+            cells: Values by the names of `fields`.
+            row: The row that holds them, for messages and paths.
+        """
+        raise NotImplementedError
+
+    def _cells(self, row: Row) -> dict[str, Any]:
+        """The values of a row by the names of the task's fields; those that may be missing only if a column is named."""
+        names = {**{field: field for field in self.fields}, **self.columns}
+        missing = [column for column in names.values() if row.cells.get(column) is None]
+        if missing:
+            raise ApproxError(
+                f"{row.place}: no column {' and no '.join(missing)}, or it is empty; the columns are "
+                f"{', '.join(map(str, row.cells))[:200]}. Name the columns with --columns, e.g. "
+                f"--columns {','.join(f'{field}=NAME' for field in self.fields)}.",
+                Exit.UNAVAILABLE,
+            )
+        return {field: row.cells[column] for field, column in names.items()}
 
     def examples(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> list[Example]:
         """Return only the examples of `load`."""
         return self.load(data, split, limit, streaming=streaming).examples
+
+    def adopt(self, config: Any) -> None:  # noqa: B027  # most tasks leave nothing open
+        """Take over from the first model what the settings leave open, such as the names of its classes."""
 
     def check(self, model: Any) -> None:
         """Check that a model fits this task.
@@ -125,6 +174,7 @@ class Task(ABC):
                 f"Fine-tune the checkpoint on the task (with {self.head.auto_class}), or choose a task for its head.",
                 Exit.UNSUPPORTED,
             )
+        self.adopt(model.config)
 
     @abstractmethod
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
@@ -160,6 +210,10 @@ class Task(ABC):
     @abstractmethod
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
         """Pad encodings into one batch of tensors, [B, L]."""
+
+    def outputs(self, model: Any, batch: dict[str, Any]) -> Any:
+        """What `predict` reads: the model's outputs for a batch, by default of one forward pass."""
+        return model(**batch)
 
     @abstractmethod
     def targets(

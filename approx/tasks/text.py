@@ -17,6 +17,7 @@ from approx.errors import ApproxError, Exit
 from approx.tasks.hub import read_rows
 from approx.tasks.padding import padded
 from approx.tasks.settings import whole_setting
+from approx.tasks.table import Row, is_table
 from approx.tasks.task import Encoding, Example, Split, Task, doubling
 
 _HUB_DATASET, _HUB_CONFIG = "Salesforce/wikitext", "wikitext-2-raw-v1"
@@ -28,19 +29,20 @@ class Text(Task):
 
     metrics: tuple[str, ...]
     dataset = _HUB_DATASET
+    fields = ("text",)
     windowed: ClassVar[bool] = True
 
     def __init__(self, stretch: int = 2000) -> None:
         self._stretch = whole_setting(self.name, "stretch", stretch, 1)
 
-    def load(
+    def read(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
         """Load a text; the default split is `test` of wikitext-2.
 
         Args:
-            data: A text file (.txt, .tokens, .raw, also .gz), or a folder with a file named after the split; None uses
-                wikitext-2 from the hub.
+            data: A text file (.txt, .tokens, .raw, also .gz), a folder with a file named after the split, a table with the
+                column text, or `hub:OWNER/NAME`; None uses wikitext-2 from the hub.
             split: Name of the split.
             limit: Keep the first `limit` stretches.
             streaming: Read the hub dataset while it downloads, until there are enough stretches.
@@ -55,12 +57,22 @@ class Text(Task):
             text = self._beginning(read_rows(_HUB_DATASET, _HUB_CONFIG, name, streaming), limit)
         else:
             path = self._find(Path(data), split)
+            if is_table(path):
+                return self.read_table(path, split or "test", limit)
             name, text = path.name.partition(".")[0], _read(path)
         stretches = list(self._stretches(text, name))
         if not stretches:
-            raise ApproxError(f"{self.name}: 0 words in {data or _HUB_DATASET}.", Exit.UNAVAILABLE)
+            raise ApproxError(
+                f"{self.name}: 0 words in {data or _HUB_DATASET}. Give a file with text.", Exit.UNAVAILABLE
+            )
         kept = list(islice(stretches, limit))
         return Split(name, kept, subset=len(kept) < len(stretches))
+
+    def from_rows(self, rows: Iterator[Row], name: str, limit: int | None) -> Iterator[Example]:
+        """Stretches of the joined texts of a table, each of which ends its line."""
+        texts = (str(self._cells(row)["text"]) for row in rows)
+        ended = ({"text": text if text.endswith("\n") else text + "\n"} for text in texts)
+        yield from self._stretches(self._beginning(ended, limit), name)
 
     def _beginning(self, rows: Iterator[dict[str, Any]], limit: int | None) -> str:
         """The beginning of a text in rows, long enough for more stretches than the limit."""

@@ -1,4 +1,4 @@
-"""Transcription of recordings by a model with a CTC head, scored by word error rate.
+"""Transcription of recordings by a model with a CTC head, or by Whisper, scored by word error rate.
 
 Source: Graves et al., 2006, "Connectionist Temporal Classification", ICML; Baevski et al., 2020, "wav2vec 2.0", arXiv 2006.11477.
 """
@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
+from approx.tasks import seq2seq_speech
 from approx.tasks.beam_search import WordBonus, beam_search
-from approx.tasks.head import CTC, Head
+from approx.tasks.head import CTC, SPEECH_SEQ2SEQ, Head
 from approx.tasks.ngram import read_ngram
 from approx.tasks.padding import padded_labels
-from approx.tasks.settings import number_setting, whole_setting
+from approx.tasks.recording import Recording
+from approx.tasks.settings import names_setting, number_setting, whole_setting
+from approx.tasks.table import Row
 from approx.tasks.task import Encoding, Example, Task, doubling
 
 RATE = 16_000
@@ -48,11 +51,15 @@ class Transcription(Task):
     A model with an attention mask takes batches of mixed lengths. One without (its first layer is normalised over time,
     `feat_extract_norm: group`) would see the padding, so its batches have recordings of one length only.
 
+    Models with a decoder, such as Whisper, write the text token by token from recordings of up to 30 seconds; punctuation does
+    not count.
+
     Args:
         beams: Number of beams; 1 is greedy.
         ngram: An n-gram model of words in the ARPA format, .arpa or .arpa.gz, that scores the beams.
         ngram_weight: Weight of its log probabilities.
         word_reward: Bonus in nats for each word, which makes up for its preference for few words; only with an n-gram model.
+        language: Language that a multilingual model with a decoder writes, such as en; None lets the model decide.
 
     Raises:
         ApproxError: if a setting is out of range, or the n-gram model cannot be read.
@@ -64,8 +71,15 @@ class Transcription(Task):
     input_name: ClassVar[str] = "input_values"
     input_per_token: ClassVar[int] = _HOP
 
+    fields = ("audio", "text")
+
     def __init__(
-        self, beams: int = 1, ngram: str | None = None, ngram_weight: float = 0.5, word_reward: float = 1.5
+        self,
+        beams: int = 1,
+        ngram: str | None = None,
+        ngram_weight: float = 0.5,
+        word_reward: float = 1.5,
+        language: str | None = None,
     ) -> None:
         self._beams = whole_setting(self.name, "beams", beams, 1)
         if ngram is not None and beams == 1:
@@ -73,9 +87,21 @@ class Transcription(Task):
         self._ngram_weight = number_setting(self.name, "ngram_weight", ngram_weight, -math.inf, math.inf)
         self._word_reward = number_setting(self.name, "word_reward", word_reward, -math.inf, math.inf)
         self._ngram = None if ngram is None else read_ngram(Path(ngram))
+        self._language = None if language is None else names_setting(self.name, "language", language)[0]
+
+    def from_cells(self, cells: dict[str, Any], row: Row) -> tuple[dict[str, Any], Any]:
+        """The recording, by its path or its bytes, and its text."""
+        recording = Recording.of(f"the recording of {row.place}", row.file(cells["audio"]))
+        return {"recording": recording}, " ".join(str(cells["text"]).upper().split())
 
     def check(self, model: Any) -> None:
-        """Raise if the model has no CTC head, or its head has no output for the blank."""
+        """Raise if the model has neither a CTC head with an output for the blank nor a decoder."""
+        if SPEECH_SEQ2SEQ.is_of(type(model)) and model.main_input_name == "input_features":
+            if self._ngram is not None:
+                raise ApproxError(
+                    f"An n-gram model fits a CTC head, but the model is a {type(model).__name__}. Leave it out."
+                )
+            return
         super().check(model)
         config = model.config
         if config.pad_token_id is None or not 0 <= config.pad_token_id < config.vocab_size:
@@ -87,27 +113,37 @@ class Transcription(Task):
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
         """Encode the recording with its length at 16 kHz, cut to `max_length` frames; `collate` decodes it."""
+        reader = _reader(processor)
         samples = example.inputs["recording"].samples_at(RATE)
         samples = samples if max_length is None else min(samples, max_length * _HOP)
-        return [{"recording": example.inputs["recording"], "samples": samples, "reader": _reader(processor)}]
+        if seq2seq_speech.listens_whole(processor.feature_extractor):
+            seq2seq_speech.refuse_long(processor.feature_extractor, samples, example.inputs["recording"].name)
+        return [{"recording": example.inputs["recording"], "samples": samples, "reader": reader}]
 
     def tokens(self, encoding: Encoding) -> int:
         """Frames of 20 ms, rounded up."""
         return -(-encoding["samples"] // _HOP)
 
     def positions(self, encoding: Encoding, config: Any) -> int:
-        """Output frames of the convolutions."""
-        return _outputs_of(encoding["samples"], config)
+        """Output frames of the convolutions; of a model that hears all recordings at one length, that length."""
+        return getattr(config, "max_source_positions", None) or _outputs_of(encoding["samples"], config)
 
     def company(self, encoding: Encoding, processor: Any, config: Any) -> int:
         """The exact length for a model that does not mask padding."""
+        if seq2seq_speech.listens_whole(processor.feature_extractor):
+            return 0
         masked = processor.feature_extractor.return_attention_mask and config.feat_extract_norm == "layer"
         # With an adapter, the positions of padding in the outputs are unknown here.
         return 0 if masked and not getattr(config, "add_adapter", False) else encoding["samples"]
 
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
-        """Decode and pad: `input_values` [B, samples], and a mask of the same shape if the checkpoint takes one."""
+        """Decode and pad: `input_values` [B, samples], and a mask of the same shape if the checkpoint takes one.
+
+        Models with a decoder take `input_features` [B, bands, frames].
+        """
         sounds = [one["recording"].decoded(RATE)[: one["samples"]] for one in encodings]
+        if seq2seq_speech.listens_whole(processor.feature_extractor):
+            return seq2seq_speech.features(processor.feature_extractor, sounds)
         return dict(processor.feature_extractor(sounds, sampling_rate=RATE, padding=True, return_tensors="pt"))
 
     def targets(
@@ -115,13 +151,23 @@ class Transcription(Task):
     ) -> dict[str, Any]:
         """`labels` [B, S]: the characters of each text, in the case of the checkpoint's vocabulary."""
         tokenizer = processor.tokenizer
+        if seq2seq_speech.listens_whole(processor.feature_extractor):
+            return seq2seq_speech.targets([example.label for example in examples], tokenizer, config)
         upper = any(token.isupper() for token in tokenizer.get_vocab() if len(token) == 1)
         texts = [example.label if upper else example.label.lower() for example in examples]
         return {"labels": padded_labels([tokenizer(text)["input_ids"] for text in texts])}
 
+    def outputs(self, model: Any, batch: dict[str, Any]) -> Any:
+        """The tokens that a model with a decoder writes; otherwise the outputs of a forward pass."""
+        if "input_features" in batch:
+            return seq2seq_speech.written(model, batch, self._beams, self._language)
+        return super().outputs(model, batch)
+
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[str]:
         """The text of each row without repetitions and blanks, in upper case."""
         tokenizer = encodings[0]["reader"].processor.tokenizer
+        if seq2seq_speech.listens_whole(encodings[0]["reader"].processor.feature_extractor):
+            return seq2seq_speech.texts(outputs, tokenizer)
         if outputs.logits.shape[-1] > len(tokenizer) or tokenizer.pad_token_id != config.pad_token_id:
             raise ApproxError(
                 f"its {outputs.logits.shape[-1]} outputs with the blank {config.pad_token_id} do not match the {len(tokenizer)} "
@@ -183,7 +229,7 @@ def _reader(processor: Any) -> _Reader:
             "that rate.",
             Exit.UNSUPPORTED,
         )
-    hearing = (extractor.do_normalize, extractor.padding_value, extractor.return_attention_mask)
+    hearing = (getattr(extractor, "do_normalize", None), extractor.padding_value, extractor.return_attention_mask)
     spelling = (type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map)
     return _Reader(hashlib.sha256(repr((hearing, spelling)).encode()).hexdigest(), processor)
 

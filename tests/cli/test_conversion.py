@@ -1,35 +1,10 @@
 import json
-import re
+import shlex
 
 import pytest
 from safetensors.torch import load_file
 
-from approx.mechanisms import MECHANISMS
-
 from .conftest import call
-
-
-def test_mechanisms_are_all_listed_with_their_papers():
-    answer = call("mechanisms")
-    assert answer.code == 0
-    assert all(name in answer.out for name in MECHANISMS)
-    assert "arXiv 2007.04825" in answer.out
-    rows = {row["name"]: row for row in call("mechanisms", "--family", "gpt2", "--json").json}
-    assert rows["linear"]["fits"]
-    keys = ["bidirectional", "causal", "decode", "padding", "gradient", "trainable", "exact_when", "source"]
-    assert all(row.keys() >= set(keys) for row in rows.values())
-    assert rows["clustered"]["gradient"] == "through weights, not choices"
-    assert rows["full"]["gradient"] == "exact"
-    assert "through weights, not choices" in answer.out
-    assert not rows["ltr"]["fits"]
-
-
-def test_the_table_says_why_a_compiler_cannot_follow_a_mechanism():
-    lines = " ".join(call("mechanisms").out.split())
-    for name, kind in MECHANISMS.items():
-        if kind.compiles != "whole":
-            told = re.search(rf"Compiled as one operator: [^.:]*\b{name}\b[^.:]*\. {re.escape(kind.compiles)}", lines)
-            assert told, f"nothing is said of {name}"
 
 
 def test_inspect_tells_stock_from_converted(base, converted):
@@ -95,13 +70,32 @@ def test_convert_gives_its_receipt(base, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-@pytest.mark.parametrize("command", ["mechanisms", "inspect", "plan", "convert", "revert", "evaluate", "bench", "report", "run", "doctor"])  # fmt: skip
+def test_each_step_names_the_next(base, converted, tmp_path):
+    assert f"Next: approx plan {shlex.quote(str(base))} -m NAME" in call("inspect", base).err
+    evaluated = f"Next: approx evaluate {shlex.quote(str(converted))} --task NAME"
+    assert evaluated in call("inspect", converted).err
+    plan = ("plan", base, "--lengths", "16")
+    answer = call(*plan, "-m", "local", "--set", "left=3", "--layers", "0", "--recompute")
+    words = shlex.split(answer.err.partition("Next: approx ")[2])
+    assert words == [
+        "convert", str(base), "-m", "local", "--layers", "0", "--set", "left=3", "--recompute", "-o", "converted"
+    ]  # fmt: skip
+    # What is named works.
+    answer = call(*words)
+    assert (answer.code, "Next: approx evaluate converted --task NAME" in answer.err) == (0, True), answer
+    answer = call(*plan, "-m", "local", "-o", "plan.yaml")
+    assert answer.err.endswith("--plan plan.yaml -o converted\n")
+    assert "Next" not in call(*plan, "-m", "local", "--quiet").err
+
+
+@pytest.mark.parametrize("command", ["mechanisms", "tasks", "inspect", "plan", "convert", "revert", "evaluate", "bench", "report", "run", "doctor"])  # fmt: skip
 def test_help_shows_examples_and_defaults(command):
     answer = call(command, "--help")
     assert answer.code == 0
     assert f"Usage: approx {command}" in answer.out
     assert f"approx {command}" in answer.out.partition("Examples:")[2]
     assert "--json" in answer.out
+    assert "Exit codes: 0 done; 1 internal error; 2 wrong usage, plan or recipe; " in " ".join(answer.out.split())
     if command == "evaluate":
         for group in ("Task", "Checkpoint", "Machine", "Every command"):
             assert f"─ {group} ─" in answer.out

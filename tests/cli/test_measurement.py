@@ -178,7 +178,19 @@ def test_bench_times_a_stock_checkpoint_against_no_attention(base):
 
 
 def test_bench_times_a_converted_checkpoint_on_texts_and_beyond_its_positions(converted, data, tmp_path):
-    words = ("bench", converted, "--lengths", "8,48", "--batch", "2", "--task", "glue/sst2", "--data", data, *QUICK)
+    words = (
+        "bench",
+        converted,
+        "--lengths",
+        "8,48",
+        "--batch-size",
+        "2",
+        "--task",
+        "glue/sst2",
+        "--data",
+        data,
+        *QUICK,
+    )
     refused = call(*words)
     assert refused.code == 2
     assert "--max-length 48" in refused.err

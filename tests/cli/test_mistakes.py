@@ -15,6 +15,7 @@ MISTAKES = [
     # Arguments.
     (("frobnicate",), Exit.USAGE, "No such command 'frobnicate'"),
     (("plam", "x"), Exit.USAGE, "Did you mean 'plan'?"),
+    (("-v", "inspect", "{base}"), Exit.USAGE, "behind the command"),
     (("inspect",), Exit.USAGE, "Missing argument 'model'"),
     (("inspect", "{base}", "--jsn"), Exit.USAGE, "--json"),
     (("convert", "{base}", "-m", "linear"), Exit.USAGE, "Missing option '--output'"),
@@ -28,7 +29,7 @@ MISTAKES = [
     (("plan", "{base}", "-m", "local", "--set", "left"), Exit.USAGE, "--set name=value"),
     (("plan", "{base}", "-m", "improved-clustered", "--set", "hash-bias=true", "--set", "hash_bias=true"), Exit.USAGE, "given twice"),
     (("plan", "{base}", "-m", "local", "--lengths", "8,x"), Exit.USAGE, "--lengths 512,2048"),
-    (("bench", "{base}", "--batch", "0"), Exit.USAGE, "--batch 1,8"),
+    (("bench", "{base}", "--batch-size", "0"), Exit.USAGE, "--batch-size 1,8"),
     (("bench", "{converted}", "--lengths", "99"), Exit.USAGE, "verted takes 32 positions"),
     # Plans.
     (("plan", "{base}", "-m", "clusterd"), Exit.USAGE, "Did you mean 'clustered'?"),
@@ -41,7 +42,10 @@ MISTAKES = [
     (("mechanisms", "--family", "wavlm"), Exit.UNSUPPORTED, "can be converted"),
     (("evaluate", "{base}", "--task", "glue/sst"), Exit.USAGE, "Did you mean 'glue/sst2'?"),
     (("evaluate", "{base}", "--task", "glue/rte", "--data", "{data}"), Exit.UNSUPPORTED, "not_entailment"),
-    (("evaluate", "{base}", "--task", "needle", "--set", "lenth=4"), Exit.USAGE, "lenth"),
+    (("evaluate", "{base}", "--task", "needle", "--set", "lenth=4"), Exit.USAGE, "'lenth'. Did you mean 'length'? Its settings are length, examples, needles, seed."),
+    (("evaluate", "{base}", "--task", "glue/sst2", "--set", "foo=1"), Exit.USAGE, "has no setting 'foo'. It has no settings."),
+    (("mechanisms", "locall"), Exit.USAGE, "Did you mean 'local'?"),
+    (("tasks", "sst2"), Exit.USAGE, "Did you mean 'glue/sst2'?"),
     # Paths that do not exist, or exist already.
     (("inspect", "./nowhere"), Exit.UNAVAILABLE, "./nowhere does not exist"),
     (("inspect", "owner/name", "--offline"), Exit.UNAVAILABLE, "local cache (--offline)"),
@@ -108,7 +112,7 @@ def test_a_converted_folder_that_was_cut_or_changed_is_refused(converted, data, 
     config["approx"]["sites"]["encoder.layer.0.attention.self"]["settings"]["left"] = 7
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     answer = call("evaluate", folder, "--task", "glue/sst2", "--data", data)
-    assert (answer.code, "is damaged: config.json" in answer.err) == (Exit.UNAVAILABLE, True), answer
+    assert (answer.code, "was edited: config.json" in answer.err) == (Exit.UNAVAILABLE, True), answer
     (folder / "approx_manifest.json").unlink()
     assert call("evaluate", folder, "--task", "glue/sst2", "--data", data).code == Exit.UNAVAILABLE
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from approx.version import __version__
 from tiny_study import tiny_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +59,28 @@ def test_help_waits_for_no_large_library_and_the_version_says_what_is_usable(tmp
     for what in ("approx ", "torch: ", "transformers: ", "gpu: ", "triton: "):
         assert f"\n{what}" in f"\n{done.stdout}"
     assert CANARY not in done.stdout + done.stderr
+
+
+def test_a_wrong_name_is_refused_before_torch_is_imported(tmp_path):
+    told = subprocess.run(
+        [sys.executable, "-X", "importtime", *COMMAND[1:], "plan", "quickstart", "-m", "locall"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert (
+        "error: Invalid value for '--mechanism' / '-m': Unknown mechanism 'locall'. Did you mean 'local'?"
+        in told.stderr
+    )
+    assert told.returncode == 2
+    imported = {line.rsplit("|", 1)[1].strip().partition(".")[0] for line in told.stderr.splitlines() if "|" in line}
+    assert "typer" in imported
+    assert "torch" not in imported
+
+
+def test_the_version_is_also_an_object(tmp_path):
+    done = subprocess.run(
+        [*COMMAND, "--version", "--json"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == {"approx": __version__}
 
 
 def test_a_reader_who_leaves_early_is_no_error(tmp_path):

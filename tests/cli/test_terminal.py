@@ -1,8 +1,9 @@
 """What commands print: no name in a model or a recipe controls the terminal."""
 
 import json
+import threading
 
-from approx.cli.terminal import Terminal, table
+from approx.cli.terminal import Terminal, _Lines, table
 
 HOSTILE = "a\x1b[31mred\x9b2J\x07 [bold]b[/bold]"
 
@@ -24,3 +25,33 @@ def test_json_stays_json_and_holds_no_control_character(capsys):
     assert "\x9b" not in text
     assert "\x7f" not in text
     assert json.loads(text) == {"name": HOSTILE + "\x7f"}
+
+
+def test_a_log_shows_signs_of_life_and_the_time_left():
+    notes, enough = [], threading.Event()
+
+    def note(text):
+        notes.append(text.partition("] ")[2])
+        if sum("left" in one for one in notes):
+            enough.set()
+
+    with _Lines(note, silence=0.05) as lines:
+        lines("evaluate needle", 0, 400)
+        lines("evaluate needle", 100, 400)
+        assert enough.wait(5)
+    # The first line comes at once, the others after silence.
+    assert notes[0] == "evaluate needle"
+    assert any(one.startswith("evaluate needle: 100 of 400, about ") and one.endswith(" s left") for one in notes)
+
+
+def test_a_stage_without_progress_has_no_estimate():
+    notes, twice = [], threading.Event()
+
+    def note(text):
+        notes.append(text.partition("] ")[2])
+        if len(notes) == 2:
+            twice.set()
+
+    with _Lines(note, silence=0.05):
+        assert twice.wait(5)
+    assert set(notes) == {"still working"}

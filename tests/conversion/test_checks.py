@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.masking_utils import bidirectional_mask_function
 
-from approx.conversion import checks, convert, export, layerwise, regime, surgery
+from approx.conversion import checks, convert, layerwise, regime, surgery, writing
 from approx.conversion.layer_error import layer_damage
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
@@ -60,7 +60,7 @@ def test_a_tensor_that_is_stored_under_another_name_is_not_missed(tmp_path):
 
 def test_a_folder_that_computes_something_else_is_not_given_its_name(tmp_path, monkeypatch):
     """Write the config with another window, which only the last check can detect."""
-    honest = export.write
+    honest = writing.write
 
     def write(folder, *arguments):
         honest(folder, *arguments)
@@ -68,12 +68,12 @@ def test_a_folder_that_computes_something_else_is_not_given_its_name(tmp_path, m
         config.write_text(config.read_text().replace('"left": 3', '"left": 2'))
 
     tiny("BertModel").save_pretrained(tmp_path / "base")
-    monkeypatch.setattr(export, "write", write)
+    monkeypatch.setattr(writing, "write", write)
     with pytest.raises(ApproxError, match="reload without approx is bit-equal: largest difference") as caught:
         convert.convert(tmp_path / "base", tmp_path / "out", LOCAL)
     assert caught.value.exit_code == Exit.VERIFICATION
     assert {path.name for path in tmp_path.iterdir()} == {"base", "out.failed"}
-    results = json.loads((tmp_path / "out.failed" / export.RECEIPT).read_text())["checks"]
+    results = json.loads((tmp_path / "out.failed" / writing.RECEIPT).read_text())["checks"]
     assert [check["passed"] for check in results] == [True, True, None, True, False]
 
 

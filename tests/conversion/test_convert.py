@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from approx.checkpoints import checkpoint
 from approx.checkpoints.receipt import read_receipt
-from approx.conversion import checks, convert, export, surgery
+from approx.conversion import checks, convert, surgery, writing
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan, Rule
@@ -45,7 +45,7 @@ def test_the_folder_is_whole_and_ordinary(converted, base):
     folder, _, steps = converted
     check_seal(folder)
     names = {path.name for path in folder.iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", MANIFEST, export.RECEIPT} <= names
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", MANIFEST, writing.RECEIPT} <= names
     assert "training_args.bin" not in names
     assert {path.name for path in folder.parent.iterdir()} == {"base", "converted"}
     assert steps[0] == "reading the config"
@@ -178,7 +178,7 @@ def test_a_mechanism_that_lets_padding_through_is_not_written(base, tmp_path, mo
         convert.convert(base, out, Plan.of("local", left=30, right=30))
     assert caught.value.exit_code == Exit.VERIFICATION
     assert {path.name for path in tmp_path.iterdir()} == {"out.failed"}
-    results = json.loads((tmp_path / "out.failed" / export.RECEIPT).read_text())["checks"]
+    results = json.loads((tmp_path / "out.failed" / writing.RECEIPT).read_text())["checks"]
     assert "padding cannot matter" in {check["name"] for check in results if check["passed"] is False}
 
 
@@ -189,7 +189,7 @@ def test_a_failure_while_writing_leaves_the_existing_folder(base, tmp_path, monk
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "copy_companions", full)
+    monkeypatch.setattr(writing, "copy_companions", full)
     with pytest.raises(ApproxError, match="No space left") as caught:
         convert.convert(base, tmp_path / "out", PLAN, force=True)
     assert caught.value.exit_code == Exit.UNAVAILABLE

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from approx.conversion import checks, convert, export, regime, surgery
+from approx.conversion import checks, convert, regime, surgery, writing
 from approx.conversion.calibration import mechanisms
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
@@ -107,7 +107,7 @@ def refused(base, out, plan):
         convert.convert(base, out, plan)
     assert caught.value.exit_code == Exit.VERIFICATION == 6
     assert not out.exists()
-    results = json.loads((out.with_name(f"{out.name}.failed") / export.RECEIPT).read_text())["checks"]
+    results = json.loads((out.with_name(f"{out.name}.failed") / writing.RECEIPT).read_text())["checks"]
     return {check["name"] for check in results if check["passed"] is False}
 
 

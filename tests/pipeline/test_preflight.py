@@ -42,7 +42,10 @@ def test_a_path_that_leads_nowhere_is_told_and_a_relative_one_with_the_folder_it
             device="cpu",
         )
     )
-    assert text == f"Data {path} of task glue/sst2 does not exist. Fix the path in the recipe.{hint}"
+    assert (
+        text
+        == f"Data {path} of task glue/sst2 does not exist. Fix the path in the recipe, or replace it with --data.{hint}"
+    )
     assert code == Exit.UNAVAILABLE
 
 

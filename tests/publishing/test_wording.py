@@ -145,8 +145,8 @@ def test_implementations_are_told_by_op_and_those_in_pytorch_alike():
 
 
 def test_the_setting_names_what_matters():
-    row = {"device": "cuda", "dtype": "bfloat16", "threads": 8, "batch": 4, "mode": "train"}
-    assert wording.setting(part_of(Speed, **row)) == "CUDA, bfloat16, batch 4, train"
+    row = {"device": "cuda", "dtype": "bfloat16", "threads": 8, "batch": 4, "mode": "generate", "new_tokens": 16}
+    assert wording.setting(part_of(Speed, **row)) == "CUDA, bfloat16, batch 4, decoding 16 tokens"
     row |= {"device": "cpu", "threads": 1, "mode": "forward"}
     assert wording.setting(part_of(Speed, **row)) == "CPU, bfloat16, 1 thread, batch 4"
     fast = part_of(Speed, **row | {"threads": 2, "fast_products": True})

@@ -76,10 +76,10 @@ def test_imdbs_own_folder_is_read(tmp_path):
     assert len(split.examples) == 4
 
 
-def test_other_columns_and_classes_are_named_by_settings(tmp_path):
+def test_other_columns_and_classes_are_named(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"body": "a", "genre": "news"}\n{"body": "b", "genre": "fiction"}\n')
-    task = open_task("documents", labels=["fiction", "news"], text="body", label="genre")
+    task = open_task("documents", labels=["fiction", "news"], columns={"text": "body", "label": "genre"})
     assert [(e.inputs["text"], e.label) for e in task.load(path).examples] == [("b", 0), ("a", 1)]
 
 
@@ -87,10 +87,13 @@ def test_other_columns_and_classes_are_named_by_settings(tmp_path):
     ("text", "words"),
     [
         ('{"text": "a", "label": "positive"}\n{"text"', "line 2 is not JSON"),
-        ('{"text": "a", "label": "good"}\n', "line 1: unknown label 'good'. Known: negative or 0, positive or 1"),
-        ('{"text": "a"}\n', "line 1: no column label; the columns are text"),
+        (
+            '{"text": "a", "label": "good"}\n',
+            "line 1: unknown label 'good'. documents has negative or 0, positive or 1",
+        ),
+        ('{"text": "a"}\n', "line 1: no column label, or it is empty; the columns are text"),
         ("[1]\n", "line 1 is not a JSON object"),
-        ("\n", "0 texts in"),
+        ("\n", "0 rows in"),
     ],
     ids=["json", "label", "column", "object", "empty"],
 )
@@ -102,12 +105,12 @@ def test_damaged_lines_are_named(tmp_path, text, words):
 
 
 def test_a_damaged_archive_and_a_missing_file_are_named(tmp_path):
-    with pytest.raises(ApproxError, match=r"looked for test{\.jsonl,\.csv,\.tsv}.*found no \.jsonl"):
+    with pytest.raises(ApproxError, match=r"looked for test{\.csv,\.tsv,\.jsonl.*found no \.csv"):
         open_task("documents").load(tmp_path)
     (tmp_path / "test.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(ApproxError, match="is damaged"):
         open_task("documents").load(tmp_path)
-    with pytest.raises(ApproxError, match=r"is not a \.jsonl"):
+    with pytest.raises(ApproxError, match=r"is not a \.csv"):
         open_task("documents").load(Path(__file__))
 
 

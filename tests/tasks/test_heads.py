@@ -229,7 +229,7 @@ def test_the_loss_of_transformers_goes_down_on_the_targets(architecture, name, s
 
 @pytest.mark.parametrize(("architecture", "name"), [("BertForMaskedLM", "mlm"), ("GPT2LMHeadModel", "lm")])
 def test_a_language_model_is_trained_on_the_tokens_that_it_is_scored_on(architecture, name, data):
-    model, task = model_of(architecture).eval(), open_task(name, **TEXT)
+    model, task = model_of(architecture).eval(), open_task(name, None, **TEXT)
     examples, encodings, inputs, targets = batch_of(task, model, tokenizer_of(model.config), data[name])
     with torch.inference_mode():
         outputs = model(**inputs, **targets)

@@ -1,6 +1,7 @@
 """Language modelling: every token is scored once, losses equal the model's own, slices are by place; kinds of texts."""
 
 import gzip
+import hashlib
 import math
 
 import numpy as np
@@ -207,3 +208,11 @@ def test_windows_beyond_the_positions_are_refused_and_not_cut(data, name, model)
     with pytest.raises(ApproxError, match=f"is {limit + 1}, but the limit is {limit} tokens.*--max-length {limit + 1}"):
         evaluate({"exact": subject}, open_task(name, window=limit + 1), data=data)
     assert evaluate({"exact": subject}, open_task(name, window=limit), data=data).base.scores
+
+
+def test_stretches_of_a_long_text_share_its_hash(tmp_path):
+    (tmp_path / "text.txt").write_text("word " * 5000)
+    first, *_, last = open_task("lm").load(tmp_path / "text.txt").examples
+    assert first.brief["text"] == last.brief["text"] == hashlib.sha256(b"word " * 5000).hexdigest()
+    assert (first.brief["start"], last.brief["start"]) == (first.inputs["start"], last.inputs["start"])
+    assert Example("short", {"text": "a sentence"}, 0).brief == {"text": "a sentence"}

@@ -39,7 +39,6 @@ DEFAULTS = {
     "mlm": {"window": None, "hidden": 0.15, "stretch": 2000},
     "needle": {"length": 2048, "examples": 200, "needles": 8, "seed": 0},
     "copy": {"length": 128, "symbols": 10, "examples": 1000, "seed": 0},
-    "documents": {"text": "text", "label": "label"},
     "listops": {"preset": "long-range-arena", "examples": 2000, "brackets": False, "seed": 0},
 }
 

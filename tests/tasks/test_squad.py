@@ -73,7 +73,7 @@ def test_no_answer_wins_only_in_version_2_and_only_by_its_margin():
     tokenizer = tiny_tokenizer()
     example = Example("a", {"question": "film", "context": CONTEXT}, [])
     for version, margin, expected in (("squad", 0.0, "the"), ("squad_v2", 0.0, ""), ("squad_v2", 5.0, "the")):
-        task = open_task(version, **({"no_answer_margin": margin} if version == "squad_v2" else {}))
+        task = open_task(version, None, **({"no_answer_margin": margin} if version == "squad_v2" else {}))
         (one,) = task.encode(example, tokenizer)
         first = next(index for index, span in enumerate(one["offsets"]) if span)
         parts = task.predict(logits(len(one["input_ids"]), (first, first, 1.0), (0, 0, 3.0)), [one], None)

@@ -130,7 +130,7 @@ def test_what_was_resampled_or_left_out_is_told_beside_the_score(data, tmp_path)
     entry = evaluate({"exact": Subject("exact", recogniser(), speech_processor(tmp_path))}, TASK, data=data)
     told = "8 examples, a subset; left out, without a transcript: 1; resampled to 16,000 Hz from 8,000: 1"
     assert share_of_examples(entry, entry.notes) == told
-    assert str(quality_table(entry).title).endswith(told)
+    assert told in str(quality_table(entry).title)
 
 
 def test_half_precision_hears_the_same_recordings(data, tmp_path):

@@ -54,8 +54,9 @@ def linear_heads(
     keep = None if key_mask is None else key_mask[:, None, :, None]
     q, k, v = blank_padding(q, k, v, key_mask)
     heads = q.shape[1]
-    # A window is processed block by block, which is little work at a time for all heads together.
-    if q.device.type == "cpu" and mix is None:
+    # A window is processed block by block, which is little work at a time for all heads together. In an exported program
+    # the number of heads at a time cannot depend on the length.
+    if q.device.type == "cpu" and mix is None and not torch.compiler.is_exporting():
         heads = max(1, _CACHED // (q.shape[0] * k.shape[2] * k.shape[3]))
     out, reached = [], []
     with without_autocast(q.device.type):

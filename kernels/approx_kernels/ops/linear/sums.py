@@ -38,7 +38,10 @@ def continue_features(
     if length == 1:
         out = queries @ first
         return out[..., :size] / (out[..., size:] + eps), first
-    chunks = -(-length // _CHUNK)
+    # ONNX rounds negative quotients up, and an exported program for several chunks does not take a single one.
+    chunks = (length + _CHUNK - 1) // _CHUNK
+    if torch.compiler.is_exporting():
+        chunks += 1
     end = (0, 0, 0, chunks * _CHUNK - length)
     queries, keys, values = (
         F.pad(x, end).unflatten(-2, (chunks, _CHUNK)) for x in (queries, keys[..., before:, :], values[..., before:, :])

@@ -25,6 +25,8 @@ def local_blocks(
 ) -> Tensor:
     """Fused exact attention between a block of queries and its stretch of keys, under the window's mask."""
     q, k, v = blank_padding(q, k, v, key_mask)
+    if torch.compiler.is_exporting():
+        return _all_blocks(q, k, v, key_mask, left=left, right=right, scale=scale, dropout=dropout)
     before = k.shape[2] - q.shape[2]
     if before < 0:
         # Queries that precede all keys: a mask gives them masked keys, so that they need no special case.
@@ -48,6 +50,33 @@ def local_blocks(
             allowed = allowed & key_mask[:, None, None, begin:end]
         out.append(_masked_attention(queries, own, values, allowed, scale, dropout, key_mask is not None))
     return torch.cat(out, 2)
+
+
+def _all_blocks(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, left: int, right: int, scale: float, dropout: float
+) -> Tensor:
+    """The same for all blocks at once, since the number of steps of an exported program cannot depend on the length.
+
+    There are at least as many keys as queries.
+    """
+    batch, heads, length, _ = q.shape
+    # With one block more than needed there are always several; a program for several does not take a single one.
+    keys, blocks = k.shape[2], (length + _BLOCK - 1) // _BLOCK + 1
+    end = blocks * _BLOCK - length
+    reach = torch.arange(_BLOCK + left + right, device=q.device)
+    # Positions in the padded keys, [blocks, reach].
+    places = torch.arange(blocks, device=q.device)[:, None] * _BLOCK + (keys - length) + reach
+    real = k.new_ones(batch, keys, dtype=torch.bool) if key_mask is None else key_mask
+    real = F.pad(real, (left, right + end))[:, places]
+    own, values = (F.pad(x, (0, 0, left, right + end))[:, :, places] for x in (k, v))
+    queries = F.pad(q, (0, 0, 0, end)).reshape(batch, heads, blocks, _BLOCK, q.shape[3])
+    queries, own, values = (x.transpose(1, 2).flatten(0, 1) for x in (queries, own, values))
+    row = torch.arange(_BLOCK, device=q.device)[:, None]
+    band = (reach >= row) & (reach <= row + left + right)
+    allowed = band & real.flatten(0, 1)[:, None, None, :]
+    out = _masked_attention(queries, own, values, allowed, scale, dropout, True)
+    out = out.reshape(batch, blocks, heads, _BLOCK, v.shape[3]).transpose(1, 2)
+    return out.reshape(batch, heads, blocks * _BLOCK, v.shape[3])[:, :, :length]
 
 
 def _masked_attention(

@@ -1,5 +1,7 @@
 """Exact top-k attention, one block of queries after another."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,19 +29,23 @@ def topk_blocks(
     keys, offset = k.shape[2], k.shape[2] - q.shape[2]
     lowest = torch.finfo(wide).min
     q, k, v = blank_padding(q, k, v, key_mask)
+    # In an exported program the number of blocks cannot depend on the length.
+    whole = torch.compiler.is_exporting()
+    size = q.shape[2] if whole else _BLOCK
+    kept: Any = torch.sym_min(topk, keys) if whole else min(topk, keys)
     out = []
     with without_autocast(q.device.type):
         queries, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
         position = torch.arange(keys, device=q.device)
-        for first in range(0, q.shape[2], _BLOCK):
-            block = queries[:, :, first : first + _BLOCK]
+        for first in (0,) if whole else range(0, q.shape[2], size):
+            block = queries[:, :, first : first + size]
             allowed = None if key_mask is None else key_mask[:, None, None, :]
             if causal:
                 own = torch.arange(first, first + block.shape[2], device=q.device)[:, None] + offset
                 allowed = position <= own if allowed is None else allowed & (position <= own)
             scores = block @ k.transpose(-2, -1)
             scores = scores if allowed is None else scores.masked_fill(~allowed, lowest)
-            largest = scores.topk(min(topk, keys), sorted=False)
+            largest = scores.topk(kept, sorted=False)
             weights = torch.zeros_like(scores).scatter(-1, largest.indices, largest.values.softmax(-1))
             # Forbidden keys are chosen only if nothing else is left.
             weights = weights if allowed is None else weights.masked_fill(~allowed, 0.0)

@@ -1,0 +1,209 @@
+"""Commands that explain what there is: mechanisms, tasks."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from itertools import groupby
+from typing import Annotated, Any
+
+import typer
+
+from approx.cli import names
+from approx.cli.command import command
+from approx.cli.docstrings import arguments, description
+from approx.cli.layers import settings_text
+from approx.cli.terminal import Terminal, table
+from approx.errors import ApproxError
+
+# How the checks of settings say what is allowed.
+_ALLOWED = re.compile(r"; (?:allowed is|it must be) (.+?)\.?(?: Change it or leave it out\.)?$")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands of this file to the app."""
+    command(
+        app,
+        "Explain",
+        "approx mechanisms",
+        "approx mechanisms improved-clustered",
+        "approx mechanisms --family gpt2",
+    )(mechanisms)
+    command(app, "Explain", "approx tasks", "approx tasks needle")(tasks)
+
+
+def mechanisms(
+    terminal: Terminal,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="Explain this mechanism and each of its settings.",
+            show_default=False,
+            autocompletion=names.completed(names.mechanisms),
+            callback=names.known("mechanism", names.mechanisms),
+        ),
+    ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(
+            help="Also show which mechanisms fit this family, e.g. bert or gpt2.",
+            autocompletion=names.completed(names.families),
+        ),
+    ] = None,
+) -> None:
+    """List the mechanisms with what they support, when they are exact, and their papers; or explain one."""
+    from approx.planning.support import support
+
+    rows = [row for row in support(family) if name in (None, row["name"])]
+    abilities = ("bidirectional", "causal", "trainable")
+    marks = [*abilities, *([] if family is None else ["fits"])]
+    headings = [*abilities, *([] if family is None else [f"fits {family}"])]
+    matrix = table(
+        ["mechanism", *headings, "decodes from", "padding", "gradient", "compiles"],
+        [
+            [
+                row["name"],
+                *("yes" if row[mark] else "–" for mark in marks),
+                row["decode_state"] if row["decode"] else "–",
+                row["padding"],
+                row["gradient"],
+                "whole" if row["compiles"] == "whole" else "as one operator",
+            ]
+            for row in rows
+        ],
+    )
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        reasons.setdefault(row["compiles"], []).append(row["name"])
+    reasons.pop("whole", None)
+    notes = [f"Compiled as one operator: {', '.join(named)}. {reason}" for reason, named in reasons.items()]
+    if name is not None:
+        about = _mechanism(name)
+        shown = [*about["description"], f"Exact when: {rows[0]['exact_when']}", _settings(about["settings"]), matrix]
+        terminal.result({**rows[0], **about}, *shown, *notes)
+        return
+    papers = table(
+        ["mechanism", "settings", "exact when", "source"],
+        [[row["name"], settings_text(row["settings"]), row["exact_when"], row["source"]] for row in rows],
+    )
+    terminal.result({"mechanisms": rows}, matrix, *notes, papers)
+    terminal.note("Next: approx mechanisms NAME explains the settings of one.")
+
+
+def tasks(
+    terminal: Terminal,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="Explain this task and each of its settings.",
+            show_default=False,
+            autocompletion=names.completed(names.tasks),
+            callback=names.known("task", names.tasks),
+        ),
+    ] = None,
+) -> None:
+    """List the tasks with what they measure, their metrics and where their data come from; or explain one."""
+    from approx.tasks import TASKS, kind_of
+
+    if name is None:
+        every = [_task(one) for one in TASKS]
+        rows = []
+        for _, alike in groupby(every, key=lambda row: kind_of(row["name"])):
+            group = list(alike)
+            metrics = dict.fromkeys(metric for row in group for metric in row["metrics"])
+            rows.append(
+                [
+                    ", ".join(row["name"] for row in group),
+                    group[0]["description"][0],
+                    ", ".join(metrics),
+                    ", ".join(group[0]["settings"]) or "–",
+                    group[0]["dataset"] or "–",
+                ]
+            )
+        terminal.result({"tasks": every}, table(["task", "what it is", "metrics", "settings", "hub dataset"], rows))
+        terminal.note("Next: approx tasks NAME explains the metrics, settings and files of one.")
+        return
+    about, explained = _task(name), _metrics(name)
+    metrics = table(
+        ["metric", "unit", "better", "meaning"], [[metric, *told.values()] for metric, told in explained.items()]
+    )
+    facts = {
+        "Head": f"{about['head']} ({about['auto_class']})",
+        "Classes": ", ".join(about["labels"]),
+        "Hub dataset": about["dataset"] or "",
+        "--data": about["data"],
+        "--split": about["split"],
+        "--columns": ", ".join(about["columns"]),
+    }
+    lines = [f"{title}: {text}" for title, text in facts.items() if text]
+    terminal.result(
+        {**about, "explained": explained}, *about["description"], *lines, metrics, _settings(about["settings"])
+    )
+    terminal.note(f"Next: approx evaluate MODEL --task {name}")
+
+
+def _mechanism(name: str) -> dict[str, Any]:
+    from approx.mechanisms import MECHANISMS
+
+    kind = MECHANISMS[name]
+    make = partial(kind, 2, 16, causal=not kind.supports_bidirectional, scale=0.25)
+    meanings, defaults = arguments(kind), kind.defaults()
+    return {
+        "description": description(kind),
+        "settings": {one: _setting(make, one, value, meanings) for one, value in defaults.items()},
+    }
+
+
+def _task(name: str) -> dict[str, Any]:
+    from approx.tasks import TASKS, kind_of, open_task, settings_of
+
+    task, kind = open_task(name), kind_of(name)
+    meanings, reading = arguments(kind), arguments(kind.read)
+    return {
+        "name": name,
+        "description": description(kind),
+        "head": task.head.name,
+        "auto_class": task.head.auto_class,
+        "metrics": list(task.metrics),
+        "labels": list(task.labels),
+        "dataset": task.dataset,
+        "data": reading.get("data", "none: its examples are generated"),
+        "split": reading.get("split", ""),
+        "columns": [*task.fields, *task.optional_fields, "id", "group"] if task.fields else [],
+        "settings": {one: _setting(TASKS[name], one, value, meanings) for one, value in settings_of(name).items()},
+    }
+
+
+def _metrics(name: str) -> dict[str, dict[str, str]]:
+    from approx.tasks import open_task
+    from approx.tasks.metrics import METRICS
+
+    return {
+        metric: {
+            "unit": "percent" if made.fraction else "its own",
+            "better": "lower" if made.lower_is_better else "higher",
+            "meaning": description(made)[0],
+        }
+        for metric in open_task(name).metrics
+        for made in [METRICS[metric]]
+    }
+
+
+def _setting(make: Callable[..., Any], name: str, default: Any, meanings: dict[str, str]) -> dict[str, Any]:
+    return {"default": default, "allowed": _allowed(make, name), "meaning": meanings.get(name, "")}
+
+
+def _allowed(make: Callable[..., Any], setting: str) -> str:
+    """What a setting may be, in the words of the check that refuses a wrong value; empty if anything is taken."""
+    try:
+        make(**{setting: object()})
+    except (ApproxError, TypeError) as error:
+        found = _ALLOWED.search(str(error))
+        return found[1] if found else ""
+    return ""
+
+
+def _settings(settings: dict[str, dict[str, Any]]) -> Any:
+    if not settings:
+        return "It has no settings."
+    rows = [[name, str(one["default"]), one["allowed"], one["meaning"]] for name, one in settings.items()]
+    return table(["setting", "default", "allowed", "meaning, and when to change it"], rows)

@@ -1,0 +1,79 @@
+"""Commands on finished folders: verify, export."""
+
+from typing import Annotated
+
+import typer
+
+from approx.cli import options
+from approx.cli.command import command
+from approx.cli.terminal import Terminal, table
+from approx.errors import ApproxError, Exit
+
+_PANEL = "Convert"
+_VERIFY_STEPS, _EXPORT_STEPS = 5, 4
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands of this file to the app."""
+    command(app, _PANEL, "approx verify converted", "approx verify me/my-model --revision main")(verify)
+    command(
+        app,
+        _PANEL,
+        "approx export converted -o program",
+        "approx export converted --format onnx -o onnx --lengths 16,128,512",
+    )(export)
+
+
+def verify(
+    terminal: Terminal,
+    folder: options.Model,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Accept edits of the card, config or tokenizer; never of weights or code.")
+    ] = False,
+    revision: options.Revision = None,
+    offline: options.Offline = False,
+) -> None:
+    """Check a converted folder again: its files, code and numbers, and that its attention is really replaced."""
+    from approx import api
+    from approx.cli.figures import checks_table
+
+    with terminal.progress() as bar:
+        done = iter(range(_VERIFY_STEPS))
+        found = api.verify(
+            folder, accept=accept, revision=revision, offline=offline,
+            progress=lambda step: bar(f"verify: {step}", next(done, _VERIFY_STEPS - 1), _VERIFY_STEPS),
+        )  # fmt: skip
+    diffs = found["diffs"].values() if terminal.verbose else ()
+    accepted = [f"Accepted: {', '.join(found['edited'])}"] if found["accepted"] else []
+    terminal.result(found, checks_table(found["checks"]), *diffs, *accepted)
+    if failed := [check["name"] for check in found["checks"] if check["passed"] is False]:
+        raise ApproxError(f"{folder} did not pass: {', '.join(failed)}.", Exit.VERIFICATION)
+
+
+def export(
+    terminal: Terminal,
+    model: options.Model,
+    output: options.Out,
+    format_: Annotated[
+        str, typer.Option("--format", help="torch-export (model.pt2) or onnx (model.onnx).")
+    ] = "torch-export",
+    lengths: Annotated[
+        str | None, typer.Option(help="Three lengths to compare at, in tokens. Default: 12,40,120.")
+    ] = None,
+    force: options.Force = False,
+    revision: options.Revision = None,
+    offline: options.Offline = False,
+) -> None:
+    """Export a checkpoint as a program for any batch size and length, without Python code of its own, and check it."""
+    from approx.conversion import export as exporting
+
+    asked = None if lengths is None else options.read_numbers(lengths, "--lengths")
+    with terminal.progress() as bar:
+        done = iter(range(_EXPORT_STEPS))
+        made = exporting.export(
+            model, output, format=format_, lengths=asked, force=force, revision=revision, offline=offline,
+            progress=lambda step: bar(f"export: {step}", next(done, _EXPORT_STEPS - 1), _EXPORT_STEPS),
+        )  # fmt: skip
+    errors = made["largest_relative_difference"].items()
+    rows = [[size, f"{error:.1e}"] for size, error in errors]
+    terminal.result(made, table(["batch x length", "largest relative difference"], rows), f"Written to {output}")

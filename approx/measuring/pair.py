@@ -1,0 +1,56 @@
+"""Open the two models of a comparison: the exact base, and what is compared with it."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from approx.checkpoints import checkpoint
+from approx.errors import ApproxError
+from approx.measuring.in_memory import in_memory
+from approx.measuring.measure import open_all, under_exact_attention
+from approx.recipe import BASE, CEILING
+
+
+def open_pair(
+    model: str | Any, against: str | Any | None, device: str, dtype: str, offline: bool, processor: Any = None
+) -> dict[str, checkpoint.Checkpoint]:
+    """Open a model and the base to compare it with.
+
+    Args:
+        model: A folder, a hub model id, or `quickstart`; or a loaded model.
+        against: The base; by default the model's own weights under exact attention. None for a stock model opens it alone.
+        device: `auto`, `cpu` or `cuda`.
+        dtype: `auto` or the name of a torch dtype.
+        offline: Whether to use only local files and the hub's cache.
+        processor: The tokenizer or processor of a loaded model.
+
+    Returns:
+        `exact` -> the base, then the label of the model -> the model.
+
+    Raises:
+        ApproxError: if one cannot be loaded, or the base is converted.
+    """
+
+    def opened(label: str, one: str | Any) -> checkpoint.Checkpoint:
+        if not isinstance(one, str):
+            return in_memory(one, processor)
+        return open_all({label: one}, device, dtype, offline=offline)[label]
+
+    base, label = opened(BASE, model if against is None else against), label_of(model)
+    if base.source.converted:
+        if against is not None:
+            raise ApproxError(
+                f"--against {base.source.name} is converted itself. Name the exact checkpoint it was made from."
+            )
+        own = base if isinstance(model, str) else replace(base, model=copy.deepcopy(model))
+        base = under_exact_attention(own)
+    elif against is None:
+        return {BASE: base}
+    return {BASE: base, label: opened(label, model)}
+
+
+def label_of(model: str | Any) -> str:
+    """Name of a model in tables and records: its path without the parent folders."""
+    label = Path(model).resolve().name if isinstance(model, str) else type(model).__name__
+    return label if label not in (BASE, CEILING) else f"{label} (converted)"

@@ -1,0 +1,59 @@
+"""Examples and splits: what a task loads."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+# Characters from which a text counts by its hash.
+_LONG = 10_000
+
+
+@dataclass(frozen=True)
+class Example:
+    """One labelled example.
+
+    Args:
+        id: Stable name: a row of a source always has the same id, under any limit.
+        inputs: The input data by name. Text tasks: `text`, and `text_pair` for the second text of a pair.
+        label: The correct prediction: an index into `Task.labels`, or a float for regression.
+        group: Examples of one group (a speaker, a document) are correlated and resampled together; None if examples are
+            independent.
+    """
+
+    id: str
+    inputs: dict[str, Any]
+    label: Any
+    group: str | None = None
+
+    @property
+    def brief(self) -> dict[str, Any]:
+        """The inputs with long texts replaced by their hashes; every stretch of a text carries the whole text."""
+        return {
+            name: _sha256(value) if isinstance(value, str) and len(value) > _LONG else value
+            for name, value in self.inputs.items()
+        }
+
+
+@dataclass(frozen=True)
+class Split:
+    """The examples of one split, in the order of their source.
+
+    Args:
+        name: Name of the split in records: `dev`, `train`, or the stem of the user's file.
+        examples: At least one example.
+        subset: Whether rows of the full split are missing, which is shown beside the score.
+        notes: What was left out or changed, shown beside the score.
+    """
+
+    name: str
+    examples: list[Example]
+    subset: bool
+    notes: tuple[str, ...] = ()
+
+
+@functools.lru_cache(maxsize=16)
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,163 @@
+"""Classification of the words of a text, such as named entities.
+
+Source: Tjong Kim Sang and De Meulder, 2003, "Introduction to the CoNLL-2003 Shared Task", CoNLL; entities are read from tags
+as in its script conlleval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+from approx.errors import ApproxError, Exit
+from approx.tasks.head import TOKEN_CLASSIFICATION, Head
+from approx.tasks.labelled import Classification
+from approx.tasks.padding import padded, padded_labels
+from approx.tasks.table import Row
+from approx.tasks.task import Encoding, Example, Split, Task
+
+_COLUMNS = (".conll", ".iob", ".iob2", ".bio", ".txt")
+_OURS = ("firsts",)
+_OUTSIDE = "O"
+
+
+class TokenClassification(Classification):
+    """The tag of each word of a text, such as B-PER and I-PER for names of people; a word has the tag of its first token.
+
+    Words that were truncated have the tag O.
+
+    Args:
+        labels: Names of the tags in the data, in the order of the model's outputs, as a list or separated by commas; the data
+            may also hold numbers in this order. None uses the names in the checkpoint.
+
+    Raises:
+        ApproxError: if there are fewer than two labels, or a label twice.
+    """
+
+    name = "token-classification"
+    head: ClassVar[Head] = TOKEN_CLASSIFICATION
+    metrics = ("entity_f1", "token_accuracy")
+    fields = ("tokens", "tags")
+    optional_fields = ()
+
+    def read(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> Split:
+        """Read a file of words and tags, or a table; the default split is `test`.
+
+        Args:
+            data: A file of columns (.conll, .iob, .iob2, .bio, .txt) with a word first and its tag last in each line, and empty
+                lines between texts; a table with the columns tokens and tags, each a list or a text with spaces; a folder with
+                a table named after the split; or `hub:OWNER/NAME`.
+            split: Name of the split.
+            limit: Keep the first `limit` texts.
+            streaming: Read a hub dataset while it downloads.
+
+        Raises:
+            ApproxError: if there are no data, a text has more or fewer tags than words, a tag is unknown, or no text is left.
+        """
+        if data is None or data.suffix not in _COLUMNS:
+            return super().read(data, split, limit, streaming=streaming)
+        examples = list(islice(Task.from_rows(self, _sentences(data), data.stem, limit), limit))
+        if not examples:
+            raise ApproxError(f"{self.name}: 0 texts in {data}.", Exit.UNAVAILABLE)
+        return Split(data.stem, examples, subset=limit == len(examples))
+
+    def from_rows(self, rows: Iterator[Row], name: str, limit: int | None) -> Iterator[Example]:
+        """One example for each row."""
+        return Task.from_rows(self, rows, name, limit)
+
+    def from_cells(self, cells: dict[str, Any], row: Row) -> tuple[dict[str, Any], Any]:
+        """Words and tags, from lists or texts with spaces."""
+        words, tags = (one.split() if isinstance(one, str) else list(one) for one in (cells["tokens"], cells["tags"]))
+        if not words or len(words) != len(tags):
+            raise ApproxError(
+                f"{row.place}: {len(words)} words and {len(tags)} tags. Fix or remove it.", Exit.UNAVAILABLE
+            )
+        known = [self.label_of(tag, row.place) for tag in tags]
+        return {"words": [str(word) for word in words]}, [self.labels[tag] if self.labels else tag for tag in known]
+
+    def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
+        """Tokenise the words, and find the first token of each."""
+        if not getattr(processor, "is_fast", False):
+            raise ApproxError(
+                f"{self.name} needs to know the word of a token, which {type(processor).__name__} does not tell. Put the "
+                "tokenizer's tokenizer.json into the checkpoint's folder.",
+                Exit.UNSUPPORTED,
+            )
+        made = processor(
+            example.inputs["words"],
+            is_split_into_words=True,
+            truncation=max_length is not None,
+            max_length=max_length,
+            verbose=False,
+        )
+        firsts: dict[int, int] = {}
+        for place, word in enumerate(made.word_ids()):
+            if word is not None:
+                firsts.setdefault(word, place)
+        # A word of characters that the tokenizer drops has no token.
+        return [{**made, "firsts": [firsts.get(word) for word in range(len(example.inputs["words"]))]}]
+
+    def company(self, encoding: Encoding, processor: Any, config: Any) -> int:
+        """Padding is masked and has no tags, so all may share a batch."""
+        return 0
+
+    def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
+        """Pad to the longest of the batch, on the right."""
+        return padded([{name: one[name] for name in one if name not in _OURS} for one in encodings], processor)
+
+    def targets(
+        self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
+    ) -> dict[str, Any]:
+        """`labels` [B, L]: the model's output for the tag of each word, at its first token."""
+        order = self._order(config)
+        rows = []
+        for example, one in zip(examples, encodings, strict=True):
+            row = [-100] * len(one["input_ids"])
+            for place, tag in zip(one["firsts"], example.label, strict=True):
+                if place is not None:
+                    row[place] = order.index(self.labels.index(tag))
+            rows.append(row)
+        return {"labels": padded_labels(rows)}
+
+    def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
+        """The likeliest tag of each word, by name."""
+        order = self._order(config)
+        said = []
+        for logits, one in zip(outputs.logits.float(), encodings, strict=True):
+            tokens = logits[: len(one["input_ids"])]
+            # The argmax of NaN is 0, which looks like a prediction.
+            if not tokens.isfinite().all():
+                raise ApproxError("its logits are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
+            best = tokens.argmax(-1).tolist()
+            said.append([_OUTSIDE if place is None else self.labels[order[best[place]]] for place in one["firsts"]])
+        return said
+
+    def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> None:
+        """Return None: words, not texts, are correct or wrong."""
+
+
+def _sentences(path: Path) -> Iterator[Row]:
+    """The texts of a file of columns."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ApproxError(f"{path} is not UTF-8 text ({error.reason}).", Exit.UNAVAILABLE) from None
+    except OSError as error:
+        raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
+    words: list[list[str]] = []
+    for number, line in enumerate([*lines, ""], start=1):
+        cells = line.split()
+        if cells and not line.startswith("-DOCSTART-"):
+            if len(cells) < 2:
+                raise ApproxError(
+                    f"{path}, line {number}: a word without a tag. Fix or remove the line.", Exit.UNAVAILABLE
+                )
+            words.append(cells)
+        elif words:
+            table = {"tokens": [one[0] for one in words], "tags": [one[-1] for one in words]}
+            yield Row(f"{path}, line {number - len(words)}", path.parent, table)
+            words = []

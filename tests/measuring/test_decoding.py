@@ -1,0 +1,115 @@
+"""Decoding that is timed: the same tokens as `generate`, from a copy of the prompt's cache, in counted memory."""
+
+import pytest
+import torch
+
+from approx import api
+from approx.errors import ApproxError, Exit
+from approx.evaluation import timing
+from approx.evaluation.bench import Contender, bench
+from approx.evaluation.options import BenchStage
+from approx.measuring.decoding import Decoder, decoders
+from approx.recipe import BASE
+from approx.seam.attention_free import attention_free
+from tiny_classifier import tiny_model
+from tiny_decoder import save, tiny_gpt2
+from typed import known
+
+
+def prompt(length: int = 9) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(4, 14, (2, length), generator=torch.Generator().manual_seed(0))}
+
+
+@pytest.mark.parametrize("mechanism", [None, "linear", "local"])
+def test_it_decodes_what_generate_does_every_time(mechanism):
+    settings = {"left": 4} if mechanism == "local" else {}
+    model, inputs = tiny_gpt2(mechanism=mechanism, **settings), prompt()
+    ids = inputs["input_ids"]
+    whole = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    decoder = Decoder(model, 5)
+    for _ in range(2):
+        decoder.begin(inputs)
+        assert torch.equal(decoder.run(inputs), whole)
+    with pytest.raises(RuntimeError, match="begin"):
+        decoder.run(inputs)
+    other = prompt(4)
+    decoder.begin(other)
+    assert decoder.run(other).shape == (2, 4 + 1 + 5)
+
+
+def test_the_cache_of_exact_attention_holds_every_token_and_that_of_a_state_does_not_grow():
+    sizes = {}
+    for mechanism in (None, "linear"):
+        for length in (9, 30):
+            decoder, inputs = Decoder(tiny_gpt2(mechanism=mechanism), 5), prompt(length)
+            decoder.begin(inputs)
+            decoder.run(inputs)
+            sizes[mechanism, length] = decoder.cache_mb() * 1e6
+    # 3 layers, keys and values, 2 rows, 32 numbers of 4 bytes.
+    assert {length: sizes[None, length] for length in (9, 30)} == {
+        length: 3 * 2 * 2 * (length + 5) * 32 * 4 for length in (9, 30)
+    }
+    assert sizes["linear", 9] == sizes["linear", 30] > 0
+
+
+def test_without_attention_it_decodes_something_else():
+    model, inputs = tiny_gpt2(), prompt()
+    said = []
+    for decoder in (Decoder(model, 5), Decoder(model, 5, attention_free)):
+        decoder.begin(inputs)
+        said.append(decoder.run(inputs))
+    assert not torch.equal(*said)
+
+
+def test_only_what_continues_a_text_is_taken():
+    with pytest.raises(ApproxError, match="BertForSequenceClassification does not continue a text") as told:
+        decoders({BASE: tiny_model(2)}, 4)
+    assert told.value.exit_code == Exit.UNSUPPORTED
+
+
+def test_a_record_of_decoding_has_its_rate_and_its_cache(tmp_path):
+    folder = save(tiny_gpt2(mechanism="linear"), tmp_path / "linear")
+    asked = {"mode": "generate", "new_tokens": 4, "rounds": 3, "seconds": 0.0, "device": "cpu"}
+    made = api.bench(str(folder), [8, 40], **asked)
+    assert [(row.mode, row.length, row.new_tokens) for row in made.speed] == [
+        ("generate", 8, 4),
+        ("generate", 40, 4),
+    ]
+    short, long = made.speed
+    assert all((entry.tokens_per_second or 0) > 0 for row in made.speed for entry in (row.base, *row.variants))
+    assert (long.base.cache_mb or 0) * 12 == pytest.approx((short.base.cache_mb or 0) * 44)
+    assert long.variants[0].cache_mb == short.variants[0].cache_mb
+    assert {entry.mode for entry in made.crossover} == {"generate"}
+    with pytest.raises(ApproxError, match=r"Length 61, with 4 new tokens, is too long: .* takes 64.*--max-length 65"):
+        api.bench(str(folder), [61], **asked)
+
+
+def test_what_a_repetition_needs_is_prepared_before_each_and_not_timed(monkeypatch):
+    timed_calls, order = [], []
+    of = timing.timed
+
+    def note(call, repeats, device):
+        timed_calls.append(repeats)
+        return of(call, repeats, device)
+
+    monkeypatch.setattr("approx.evaluation.interleave.timed", note)
+
+    def contender(name: str, **role) -> Contender:
+        return Contender(name, lambda q: order.append(name), begin=lambda q: order.append(f"to {name}"), **role)
+
+    contenders = [contender("exact", role="base"), contender("other", cache_mb=lambda: 1.5)]
+    how = {"make_inputs": lambda batch, length: None, "device": "cpu", "dtype": "float32", "warm_up_seconds": 0.0}
+    sizes = {"lengths": [16], "batches": [2], "rounds": 3, "seconds": 0.0}
+    (made,) = bench(contenders, BenchStage(mode="generate", new_tokens=4, **sizes), **how)
+    assert [order[at] for at in range(0, len(order), 2)] == [f"to {name}" for name in order[1::2]]
+    # The state that a call used up cannot serve another.
+    assert set(timed_calls) == {1}
+    assert (made.mode, made.new_tokens) == ("generate", 4)
+    (variant,) = made.variants
+    # A batch of two.
+    assert variant.tokens_per_second == pytest.approx(2 * 4 * 1e3 / known(variant.median_ms))
+    assert (variant.cache_mb, made.base.cache_mb) == (1.5, None)
+    (forward,) = bench(contenders, BenchStage(**sizes), **how)
+    assert (forward.new_tokens, forward.base.tokens_per_second) == (None, None)

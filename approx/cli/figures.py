@@ -97,7 +97,7 @@ def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
 
 
 def comparison_tables(made: Comparison) -> list[Table | str]:
-    """What differs between two records, and their scores and speeds side by side."""
+    """What differs between two records, their scores and speeds side by side, and the advice where it changed."""
     shown: list[Table | str] = []
     if made.differences:
         shown.append(table(["differs", "first", "second"], made.differences))
@@ -111,4 +111,6 @@ def comparison_tables(made: Comparison) -> list[Table | str]:
         ]
         if cells:
             shown.append(table(["", "model", "first", "second", "the second is"], cells, title=title))
+    if made.advice:
+        shown.append(table(["advice", "first", "second"], made.advice))
     return shown if made.quality or made.speed else [*shown, "The records have no measurement in common."]

@@ -8,7 +8,6 @@ import typer
 from approx.cli import options
 from approx.cli.command import command
 from approx.cli.terminal import Terminal
-from approx.errors import ApproxError
 
 _PANEL = "Measure"
 

@@ -5,12 +5,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from approx.evaluation.record_model import Quality, QualityVariant, Record
-from approx.evaluation.record_speed import BUSY, Speed, SpeedVariant
+from approx.evaluation.record_speed import BUSY, Ratio, Speed, SpeedVariant
 from approx.publishing import wording
-from approx.publishing.joining import same_machine, same_models
+from approx.publishing.advice import advice
+from approx.publishing.joining import same_models
 from approx.publishing.summary import variant_of
+from approx.publishing.tables import plan_lines
 
-_VERSIONS = ("approx", "torch", "transformers", "triton", "processor", "gpu", "threads")
+_MACHINE = ("approx", "python", "torch", "transformers", "triton", "platform", "processor", "cores", "threads", "gpu")
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Row:
         first: Name of the model in the first record.
         second: Name of the model in the second record.
         values: Its score, or its speed relative to exact attention, in both; null if it is not settled.
-        words: The same as text, with the intervals of the differences from exact attention.
+        words: The same as text, with interval and verdict against exact attention.
         verdict: What the intervals say about the second against the first.
     """
 
@@ -42,11 +44,13 @@ class Comparison:
         differences: What differs in checkpoint, plan, machine or versions: its name, and its value in each record.
         quality: Scores.
         speed: Speeds relative to exact attention.
+        advice: Models for which the advice is not the same: name, and the advice in each record.
     """
 
     differences: list[tuple[str, str, str]]
     quality: list[Row]
     speed: list[Row]
+    advice: list[tuple[str, str, str]]
 
     def to_data(self) -> dict[str, Any]:
         """The comparison as plain data."""
@@ -63,7 +67,7 @@ def compare(first: Record, second: Record) -> Comparison:
             for one, two in pairs
             for task in first.quality
             for other in second.quality
-            if (task.task, task.split, task.metric, task.notes) == (other.task, other.split, other.metric, other.notes)
+            if (task.task, task.split, task.metric) == (other.task, other.split, other.metric)
             and (entry := variant_of(task.variants, one))
             and (of_other := variant_of(other.variants, two))
         ],
@@ -76,6 +80,7 @@ def compare(first: Record, second: Record) -> Comparison:
             and (entry := variant_of(row.variants, one))
             and (of_other := variant_of(other.variants, two))
         ],
+        advice=_advice(first, second, pairs),
     )
 
 
@@ -91,20 +96,34 @@ def _pairs(first: Record, second: Record) -> list[tuple[str, str]]:
 
 def _differences(first: Record, second: Record, pairs: list[tuple[str, str]]) -> list[tuple[str, str, str]]:
     def facts(record: Record, names: Sequence[str]) -> dict[str, str]:
-        base = record.checkpoint
-        told = {"base": base.name, "weights of the base": (base.weights_sha256 or wording.NOTHING)[:12]}
+        told = {
+            "base": record.checkpoint.name,
+            "weights of the base": _hash(record.checkpoint.weights_sha256),
+            "recipe": _hash(record.recipe.sha256 if record.recipe else None),
+            "seed": str(record.seed),
+        }
         for number, name in enumerate(names):
             variant = next(one for one in record.variants if one.name == name)
-            layers = [f"{one.layer} {one.mechanism} {one.settings}" for one in variant.layers]
-            told[f"plan of {pairs[number][0]}"] = "; ".join(layers)
-            told[f"weights of {pairs[number][0]}"] = (variant.weights_sha256 or wording.NOTHING)[:12]
-        return told | {key: str(record.environment.get(key)) for key in _VERSIONS}
+            lines = (
+                f"layers {line['layers']}: {line['mechanism']}, {line['settings']}" for line in plan_lines(variant)
+            )
+            told[f"plan of {pairs[number][0]}"] = "; ".join(lines) or "exact"
+            told[f"weights of {pairs[number][0]}"] = _hash(variant.weights_sha256)
+            told[f"checks of {pairs[number][0]}"] = "verified" if variant.verified else "not verified"
+        return told | {key: str(record.environment.get(key) or wording.NOTHING) for key in _MACHINE}
 
     one, two = facts(first, [name for name, _ in pairs]), facts(second, [name for _, name in pairs])
-    listed = [(name, one[name], two[name]) for name in one if one[name] != two[name]]
-    if first.speed and second.speed and not same_machine(first, second):
-        listed.append(("machine", "speeds are of different machines or versions", "compare them with care"))
-    return listed
+    return [(name, one[name], two[name]) for name in one if one[name] != two[name]]
+
+
+def _advice(first: Record, second: Record, pairs: list[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    given = [{one.name: f"{one.decision}: {one.reason}" for one in advice(record)} for record in (first, second)]
+    told = ((one, given[0].get(one, wording.NOTHING), given[1].get(two, wording.NOTHING)) for one, two in pairs)
+    return [(name, before, after) for name, before, after in told if before != after]
+
+
+def _hash(text: str | None) -> str:
+    return (text or wording.NOTHING)[:12]
 
 
 def _at(row: Speed) -> tuple[Any, ...]:
@@ -114,13 +133,15 @@ def _at(row: Speed) -> tuple[Any, ...]:
 def _quality_row(task: Quality, entry: QualityVariant, other: Quality, of_other: QualityVariant) -> Row:
     sign = -1 if task.lower_is_better else 1
     verdict = _verdict(entry.interval, of_other.interval, ("better", "worse")[:: 1 if sign > 0 else -1])
-    if (task.examples, task.base.scores) != (other.examples, other.base.scores):
-        verdict = "other examples, or another base"
+    if (task.examples, task.notes) != (other.examples, other.notes):
+        verdict = "not comparable: other examples"
+    elif task.base.scores != other.base.scores:
+        verdict = "not comparable: another base"
     digits = 2 if task.fraction else 3
 
     def words(one: Quality, scored: QualityVariant) -> str:
         score = wording.score(scored.scores.get(one.metric), one)
-        return f"{score} ({wording.between(scored.interval, digits, wording.scale(one))})"
+        return f"{score} ({wording.between(scored.interval, digits, wording.scale(one))}), {scored.verdict}"
 
     return Row(
         f"{task.task}, {task.split}: {task.metric}",
@@ -136,15 +157,17 @@ def _speed_row(row: Speed, entry: SpeedVariant, other: Speed, of_other: SpeedVar
     one, two = row.believed(entry), other.believed(of_other)
     busy = BUSY in (row.verdict(entry), other.verdict(of_other))
 
-    def words(ratio: float | None, interval: list[float] | None) -> str:
-        return f"{wording.times(ratio)} ({wording.between(interval)})" if ratio else wording.NOTHING
+    def words(seen: Ratio, said: str | None) -> str:
+        if not seen.ratio:
+            return said or wording.NOTHING
+        return f"{wording.times(seen.ratio)} ({wording.between(seen.interval)}), {said}"
 
     return Row(
         f"{wording.setting(row)}: {wording.count(row.length)} tokens",
         entry.name,
         of_other.name,
         (one.ratio, two.ratio),
-        (words(one.ratio, one.interval), words(two.ratio, two.interval)),
+        (words(one, row.verdict(entry)), words(two, other.verdict(of_other))),
         BUSY if busy else _verdict(one.interval, two.interval, ("faster", "slower")),
     )
 

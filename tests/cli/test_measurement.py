@@ -209,7 +209,23 @@ def test_records_become_one_report(base, converted, data, tmp_path):
     page = (tmp_path / "the report" / "index.html").read_text("utf-8")
     assert "Speed of con verted" in page
     assert "con verted on glue/sst2" in page
+    assert page.count("<article") == 1
     damaged = tmp_path / "damaged.json"
     damaged.write_text("{", encoding="utf-8")
     assert call("report", "q.json", damaged, "-o", "another").code == 5
     assert not (tmp_path / "another").exists()
+
+
+def test_two_records_are_compared_and_a_folder_stands_for_its_record(base, converted, data, tmp_path):
+    (tmp_path / "run").mkdir()
+    assert call("evaluate", converted, "--task", "glue/sst2", "--data", data, "-o", "run/record.json").code == 0
+    assert call("evaluate", converted, "--task", "glue/sst2", "--data", data, "--seed", "3", "-o", "b.json").code == 0
+    shown = call("compare", "run", "b.json")
+    assert shown.code == 0, shown.err
+    assert ["seed", "0", "3"] in [line.split() for line in shown.out.splitlines()]
+    assert "glue/sst2, dev: accuracy" in shown.out
+    data = call("compare", "run", "b.json", "--json").json
+    assert (data["differences"], data["quality"][0]["verdict"]) == ([["seed", "0", "3"]], "no clear difference")
+    nothing = call("compare", "run", tmp_path)
+    assert nothing.code == 5
+    assert "no record.json" in nothing.err

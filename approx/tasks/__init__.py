@@ -12,6 +12,7 @@ from approx.tasks.classification import SequenceClassification
 from approx.tasks.copying import Copying
 from approx.tasks.documents import Documents
 from approx.tasks.glue import GLUE, Glue
+from approx.tasks.harness import Harness
 from approx.tasks.images import ImageClassification
 from approx.tasks.labelled import Classification
 from approx.tasks.language import LanguageModelling
@@ -35,6 +36,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     Classification.name: Classification,
     TokenClassification.name: TokenClassification,
     ImageClassification.name: ImageClassification,
+    Harness.name: Harness,
     Documents.name: Documents,
     ListOps.name: ListOps,
     Needle.name: Needle,

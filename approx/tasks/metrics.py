@@ -43,6 +43,24 @@ class Accuracy(TaskMetric):
         return float(evidence.mean())
 
 
+class MeanScore(TaskMetric):
+    """The mean of scores between 0 and 1 that the task itself gave each example."""
+
+    key = "mean_score"
+    feature = "float64"
+    source = "https://github.com/EleutherAI/lm-evaluation-harness"
+
+    @staticmethod
+    def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
+        """The scores, [n, 1]."""
+        return np.asarray(predictions, float)[:, None]
+
+    @staticmethod
+    def total(evidence: NDArray[np.float64]) -> float:
+        """The mean over examples."""
+        return float(evidence.mean())
+
+
 class TokenAccuracy(TaskMetric):
     """The share of correct tokens over all sequences.
 
@@ -272,6 +290,7 @@ METRICS: dict[str, type[TaskMetric]] = {
     metric.key: metric
     for metric in (
         Accuracy,
+        MeanScore,
         TokenAccuracy,
         F1,
         Matthews,

@@ -124,7 +124,8 @@ def tasks(
         return
     about, explained = _task(name), _metrics(name)
     metrics = table(
-        ["metric", "unit", "better", "meaning"], [[metric, *told.values()] for metric, told in explained.items()]
+        ["metric", "unit", "default margin", "better", "meaning"],
+        [[metric, *told.values()] for metric, told in explained.items()],
     )
     facts = {
         "Head": f"{about['head']} ({about['auto_class']})",
@@ -180,6 +181,7 @@ def _metrics(name: str) -> dict[str, dict[str, str]]:
     return {
         metric: {
             "unit": "percent" if made.fraction else "its own",
+            "margin": f"{made.margin:g} {'points' if made.fraction else '% of the base'}",
             "better": "lower" if made.lower_is_better else "higher",
             "meaning": description(made)[0],
         }

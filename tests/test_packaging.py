@@ -146,7 +146,9 @@ def test_every_dependency_is_declared_and_used():
 
 def test_the_dev_extra_holds_what_the_tests_import():
     core = {canonicalize_name(Requirement(line).name) for line in PROJECT["project"]["dependencies"]}
-    assert distributions(imported("tests", "bench")) - core - requirements("dev", "harness", "mutants", "train") == set()
+    assert (
+        distributions(imported("tests", "bench")) - core - requirements("dev", "harness", "mutants", "train") == set()
+    )
 
 
 def test_the_wheel_holds_the_two_packages_and_nothing_else(built):

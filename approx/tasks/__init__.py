@@ -45,12 +45,12 @@ TASKS: dict[str, Callable[..., Task]] = {
 """Name on the command line and in recipes -> function that makes the task from its settings."""
 
 
-def open_task(name: str, columns: Mapping[str, str] | None = None, **settings: Any) -> Task:
+def open_task(name: str, columns: Any = None, **settings: Any) -> Task:
     """Make a task by name.
 
     Args:
         name: A key of `TASKS`.
-        columns: Field of the task, such as `text` or `label` -> its column in a table.
+        columns: A mapping from fields of the task, such as `text` or `label`, to columns of a table.
         settings: Settings of the task, such as the length of generated documents (`needle`); GLUE has none.
 
     Raises:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from zoo import tiny
 NAMES = {0: "cat", 1: "dog"}
 
 
-def processor(**changes):
-    return ViTImageProcessorPil(**{"size": {"height": 24, "width": 24}, **changes})
+def processor(**changes: Any) -> Any:
+    settings: dict[str, Any] = {"size": {"height": 24, "width": 24}, **changes}
+    return ViTImageProcessorPil(**settings)
 
 
 @pytest.fixture

@@ -114,7 +114,7 @@ def task_option(about: str) -> Any:
         show_default=False,
         rich_help_panel=_TASK,
         autocompletion=names.completed(names.tasks),
-        callback=names.known("task", names.tasks),
+        callback=names.known("task", names.tasks, names.is_task),
     )
 
 

@@ -24,7 +24,7 @@ from approx.measuring.measure import (
     silent,
     task_of,
 )
-from approx.measuring.pair import label_of, open_pair
+from approx.measuring.pair import label_of, open_pair, with_extended_base
 from approx.measuring.products import fast_products
 from approx.measuring.side_by_side import generate, predict
 from approx.pipeline.search import folder_of
@@ -142,6 +142,7 @@ def evaluate(
     task: str,
     *,
     against: str | Any | None = None,
+    extend_base: bool = False,
     processor: Any = None,
     outputs: Path | None = None,
     fresh: bool = False,
@@ -161,6 +162,8 @@ def evaluate(
         task: Name of the task, e.g. `glue/sst2`.
         against: The base to compare with. By default a converted checkpoint is compared with its own weights under exact
             attention, and a stock one with nothing.
+        extend_base: Whether to give the base as many positions as the model, by repeating its table as a conversion with
+            a longer `max_length` does.
         processor: The tokenizer or processor of a loaded model.
         outputs: Parquet file for the outputs of each example.
         fresh: Whether to ignore stored outputs and store none.
@@ -187,9 +190,12 @@ def evaluate(
         raise ApproxError(
             f"Several seeds need a converted checkpoint, but {opened[BASE].source.name} is not converted. Leave out --seeds."
         )
+    opened, extended = with_extended_base(opened) if extend_base else (opened, None)
     # A loaded model may differ in more than its weights and config, so its outputs have no key.
     fresh = fresh or not isinstance(model, str) or not isinstance(against, str | None)
     quality = measure_quality(opened, stage, seed=seed, outputs=outputs, fresh=fresh, progress=progress)
+    if extended:
+        quality = quality.model_copy(update={"notes": [*quality.notes, extended]})
     return make_record(opened, title=f"{label} on {task}", seed=seed, command=command, quality=[quality])
 
 

@@ -16,7 +16,7 @@ from approx.cli.command import EXIT_CODES
 from approx.errors import Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan
-from approx.tasks import TASKS
+from approx.tasks import known
 from test_house import MAY_IMPORT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,8 +74,8 @@ def mistake(words: list[str]) -> str | None:
         given = dict(pairwise(ours))
         wrong = [
             f"{option} {given[option]} does not exist"
-            for option, names in (("-m", MECHANISMS), ("--task", TASKS))
-            if option in given and given[option] not in names
+            for option, exists in (("-m", MECHANISMS.__contains__), ("--task", known))
+            if option in given and not exists(given[option])
         ]
         return wrong[0] if wrong else None
     if words[0] == "python":

@@ -22,7 +22,7 @@ def test_an_editor_is_told_what_each_key_is_and_which_names_there_are(name):
     schema = json.loads((SCHEMAS / f"{name}.json").read_text("utf-8"))
     described = [schema["properties"], *(part["properties"] for part in schema["$defs"].values())]
     assert [key for keys in described for key, value in keys.items() if "description" not in value] == []
-    assert "glue/sst2" in schema["$defs"]["EvaluateStage"]["properties"]["task"]["enum"]
+    assert "glue/sst2" in schema["$defs"]["EvaluateStage"]["properties"]["task"]["anyOf"][0]["enum"]
     rule = schema["$defs"]["Rule" if name == "recipe" else "GridRule"]
     assert "improved-clustered" in rule["properties"]["mechanism"]["enum"]
     settings = {

@@ -15,14 +15,15 @@ from approx.seam.manifest import flush, seal
 
 
 @contextlib.contextmanager
-def atomic_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder to write into; on success it is sealed and replaces `out`.
+def atomic_folder(out: Path, *, force: bool = False, sealed: bool = True) -> Iterator[Path]:
+    """Yield a temporary folder to write into; on success it replaces `out`.
 
     On any error `out` is unchanged and the temporary folder is removed. Leftovers of killed runs are removed at the start.
 
     Args:
         out: The folder to create.
         force: Whether an existing `out` may be replaced; it is removed only after the new one is complete.
+        sealed: Whether the folder gets a manifest of its files.
 
     Raises:
         ApproxError: if `out` may not be replaced, or writing fails.
@@ -40,7 +41,10 @@ def atomic_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
     try:
         refuse_existing(out, force=force)
         yield temporary
-        seal(temporary)
+        if sealed:
+            seal(temporary)
+        else:
+            _flush_all(temporary)
         refuse_existing(out, force=force)
         _replace(temporary, out, old)
     except (OSError, SafetensorError) as error:
@@ -127,6 +131,13 @@ def refuse_overlap(source: Path, out: Path) -> None:
             f"{out} contains the input checkpoint {source}, which would be deleted. Choose another output folder.",
             Exit.REFUSED,
         )
+
+
+def _flush_all(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            flush(path)
+    flush(folder)
 
 
 def _replace(temporary: Path, out: Path, old: Path) -> None:

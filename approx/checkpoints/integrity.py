@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from approx.errors import ApproxError, Exit
+from approx.seam.manifest import MANIFEST, names
 
 _LFS = b"version https://git-lfs"
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Models are built from these numbers before any weight is read; a corrupt one would keep the machine busy for hours.
 _MOST = {"layer": 5_000, "labels": 1_000_000}
@@ -22,7 +24,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The raw `config.json` of a checkpoint.
 
     Raises:
-        ApproxError: if it is missing, not JSON, a git-lfs pointer, has absurdly large counts, or uses relative positions.
+        ApproxError: if it is missing, not JSON, a git-lfs pointer, has absurdly large counts, uses relative positions, or has
+            lost what a converted folder says of its mechanisms.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -60,7 +63,45 @@ def read_config(folder: Path) -> dict[str, Any]:
             "Only checkpoints with absolute positions can be converted.",
             Exit.UNSUPPORTED,
         )
+    _refuse_half_converted(folder, config)
     return config
+
+
+def _refuse_half_converted(folder: Path, config: dict[str, Any]) -> None:
+    """Raise if a folder was converted, but its config does not say how: transformers would compute exact attention."""
+    block, converted = config.get("approx"), config["model_type"].startswith("approx_")
+    sites = block.get("sites") if isinstance(block, dict) else None
+    whole = isinstance(sites, dict) and bool(sites)
+    if whole and converted:
+        return
+    if converted:
+        sign = f"'model_type' is {config['model_type']}"
+    else:
+        sign = "'approx' lists mechanisms" if whole else _sign_of_conversion(folder, config)
+    if sign is None:
+        return
+    lost = f"'model_type' is {config['model_type']}" if whole else "'approx' lists no mechanisms"
+    raise ApproxError(
+        f"{folder / 'config.json'} is damaged: the folder was converted ({sign}), but {lost}. Copy the folder again, or convert "
+        "the base checkpoint again.",
+        Exit.UNAVAILABLE,
+    )
+
+
+def _sign_of_conversion(folder: Path, config: dict[str, Any]) -> str | None:
+    """What beside 'approx' and 'model_type' tells that a folder was converted; None if nothing does."""
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and any(str(one).startswith("Approx") for one in architectures):
+        return f"'architectures' is {architectures[0]}"
+    if (folder / MANIFEST).is_file() and any(name.endswith(".py") for name in names(folder)):
+        return f"{MANIFEST} lists its code"
+    # Weights that cannot be read are reported where they are loaded.
+    with suppress(SafetensorError, OSError):
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                if key := next((key for key in file.keys() if ".mechanism." in key), None):  # noqa: SIM118 - a file
+                    return f"its weights have {key}"
+    return None
 
 
 def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
@@ -73,23 +114,23 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
     Raises:
         ApproxError: naming the file, the problem and what to do.
     """
-    if (folder / _INDEX).is_file():
-        _refuse_lfs(folder / _INDEX)
+    if (folder / INDEX).is_file():
+        _refuse_lfs(folder / INDEX)
         try:
-            names = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+            names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
             # A name with a folder could lead out of the checkpoint.
             files = sorted(folder / name for name in names) if all(Path(name).name == name for name in names) else []
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             files = []
         if not files:
-            raise ApproxError(f"{folder / _INDEX} is not a valid index. Download it again.", Exit.UNAVAILABLE)
+            raise ApproxError(f"{folder / INDEX} is not a valid index. Download it again.", Exit.UNAVAILABLE)
     elif (folder / _SINGLE).is_file():
         files = [folder / _SINGLE]
     else:
         return _pickles(folder, allow_pickle)
     for path in files:
         if not path.is_file():
-            raise ApproxError(f"{path} is missing, but {_INDEX} names it. Download it again.", Exit.UNAVAILABLE)
+            raise ApproxError(f"{path} is missing, but {INDEX} names it. Download it again.", Exit.UNAVAILABLE)
         _check_safetensors(path)
     return files
 
@@ -141,7 +182,7 @@ def _pickles(folder: Path, allow_pickle: bool) -> list[Path]:
     pickles = sorted(folder.glob("pytorch_model*.bin"))
     if not pickles:
         raise ApproxError(
-            f"{folder} holds no weights: neither {_SINGLE} nor {_INDEX} exists. Give a folder with weights.",
+            f"{folder} holds no weights: neither {_SINGLE} nor {INDEX} exists. Give a folder with weights.",
             Exit.UNAVAILABLE,
         )
     if not allow_pickle:

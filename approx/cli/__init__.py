@@ -14,6 +14,7 @@ from approx.cli import (
     measurement,
     pattern,
     push,
+    reporting,
     search,
     study,
     sweep,
@@ -65,6 +66,7 @@ search.add_to(app)
 finetuning.add_to(app)
 pattern.add_to(app)
 measurement.add_to(app)
+reporting.add_to(app)
 comparison.add_to(app)
 study.add_to(app)
 sweep.add_to(app)

@@ -97,7 +97,7 @@ def tasks(
             help="Explain this task and each of its settings.",
             show_default=False,
             autocompletion=names.completed(names.tasks),
-            callback=names.known("task", names.tasks),
+            callback=names.known("task", names.tasks, names.is_task),
         ),
     ] = None,
 ) -> None:
@@ -124,7 +124,8 @@ def tasks(
         return
     about, explained = _task(name), _metrics(name)
     metrics = table(
-        ["metric", "unit", "better", "meaning"], [[metric, *told.values()] for metric, told in explained.items()]
+        ["metric", "unit", "default margin", "better", "meaning"],
+        [[metric, *told.values()] for metric, told in explained.items()],
     )
     facts = {
         "Head": f"{about['head']} ({about['auto_class']})",
@@ -154,7 +155,7 @@ def _mechanism(name: str) -> dict[str, Any]:
 
 
 def _task(name: str) -> dict[str, Any]:
-    from approx.tasks import TASKS, kind_of, open_task, settings_of
+    from approx.tasks import kind_of, open_task, settings_of
 
     task, kind = open_task(name), kind_of(name)
     meanings, reading = arguments(kind), arguments(kind.read)
@@ -169,7 +170,7 @@ def _task(name: str) -> dict[str, Any]:
         "data": reading.get("data", "none: its examples are generated"),
         "split": reading.get("split", ""),
         "columns": [*task.fields, *task.optional_fields, "id", "group"] if task.fields else [],
-        "settings": {one: _setting(TASKS[name], one, value, meanings) for one, value in settings_of(name).items()},
+        "settings": {one: _setting(partial(open_task, name), one, value, meanings) for one, value in settings_of(name).items()},
     }
 
 
@@ -180,6 +181,7 @@ def _metrics(name: str) -> dict[str, dict[str, str]]:
     return {
         metric: {
             "unit": "percent" if made.fraction else "its own",
+            "margin": f"{made.margin:g} {'points' if made.fraction else '% of the base'}",
             "better": "lower" if made.lower_is_better else "higher",
             "meaning": description(made)[0],
         }

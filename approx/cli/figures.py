@@ -9,6 +9,7 @@ from approx.cli.terminal import table
 from approx.evaluation.record_model import Quality
 from approx.evaluation.record_speed import BUSY, Relative, Speed, SpeedVariant, Timing
 from approx.publishing import tables, wording
+from approx.publishing.comparison import Comparison
 from approx.recipe import BASE, CEILING
 
 _SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "verdict")
@@ -93,3 +94,23 @@ def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
             row.status if row.status != "ok" else verdict or "",
         ]
     yield None
+
+
+def comparison_tables(made: Comparison) -> list[Table | str]:
+    """What differs between two records, their scores and speeds side by side, and the advice where it changed."""
+    shown: list[Table | str] = []
+    if made.differences:
+        shown.append(table(["differs", "first", "second"], made.differences))
+    for title, rows in (
+        ("Quality; in brackets the interval of the difference from exact attention", made.quality),
+        ("Speed relative to exact attention", made.speed),
+    ):
+        cells = [
+            [row.what, row.first if row.first == row.second else f"{row.first} → {row.second}", *row.words, row.verdict]
+            for row in rows
+        ]
+        if cells:
+            shown.append(table(["", "model", "first", "second", "the second is"], cells, title=title))
+    if made.advice:
+        shown.append(table(["advice", "first", "second"], made.advice))
+    return shown if made.quality or made.speed else [*shown, "The records have no measurement in common."]

@@ -1,6 +1,5 @@
-"""Commands that measure and report: evaluate, bench, report."""
+"""Commands that measure: evaluate, bench."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -23,6 +22,7 @@ def add_to(app: typer.Typer) -> None:
         _PANEL,
         "approx evaluate converted --task needle --set length=1024 --limit 40",
         "approx evaluate converted --against base --task glue/sst2 --data SST-2 --margin 0.5 --fail-over -o record.json",
+        "approx evaluate longer --against base --task documents --data texts.jsonl --extend-base",
         "torchrun --nproc-per-node 4 --no-python approx evaluate converted --task squad --data squad",
     )(evaluate)
     command(
@@ -32,7 +32,6 @@ def add_to(app: typer.Typer) -> None:
         "approx bench converted --against base --task glue/sst2 --data SST-2 --max-length 4096 --lengths 1024,4096",
         "approx bench converted-gpt2 --mode generate --lengths 128,896",
     )(bench)
-    command(app, _PANEL, "approx report record.json speed.json -o report")(report)
 
 
 def evaluate(
@@ -68,6 +67,22 @@ def evaluate(
             "--truncate",
             help="Truncate inputs longer than the position table, and count them.",
             rich_help_panel="Task",
+        ),
+    ] = False,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Truncate the inputs of both models to this many tokens, and count the truncated ones.",
+            rich_help_panel="Task",
+        ),
+    ] = None,
+    extend_base: Annotated[
+        bool,
+        typer.Option(
+            "--extend-base",
+            help="Give the base as many positions as the checkpoint, by repeating its table as convert --max-length does.",
+            rich_help_panel="Checkpoint",
         ),
     ] = False,
     margin: Annotated[
@@ -134,7 +149,8 @@ def evaluate(
     with terminal.progress() as bar:
         made = api.evaluate(
             model, task, against=against, data=data, split=split, limit=limit, streaming=streaming,
-            settings=options.task_settings(set_, columns), truncate=truncate, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
+            settings=options.task_settings(set_, columns), truncate=truncate or max_length is not None, max_length=max_length,
+            extend_base=extend_base, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
             dtype=dtype, fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
     if not distributed.leads():
@@ -223,17 +239,3 @@ def bench(
         record.save(output, made)
         terminal.note(f"Record written to {output}")
     terminal.result(made.to_data(), *recommendation(made), *speed_tables(made.speed))
-
-
-def report(
-    terminal: Terminal,
-    records: Annotated[list[Path], typer.Argument(help="Records of evaluate, bench or run.", show_default=False)],
-    output: options.Out,
-) -> None:
-    """Make a report from records: JSON, Markdown, CSV and one offline HTML page."""
-    from approx.evaluation import record
-    from approx.evaluation.quality import over_records
-    from approx.publishing.report import write_report
-
-    written = write_report(over_records([record.load(path) for path in records]), output)
-    terminal.result({"files": [str(path) for path in written]}, *map(str, written))

@@ -43,6 +43,13 @@ def tasks() -> tuple[str, ...]:
     return tuple(TASKS)
 
 
+def is_task(name: str) -> bool:
+    """Whether there is a task of this name."""
+    from approx.tasks import known
+
+    return known(name)
+
+
 def recipes() -> tuple[str, ...]:
     """Names of the recipes that come with the package."""
     from approx.recipe import named
@@ -66,11 +73,21 @@ def completed(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
     return offered
 
 
-def known(what: str, names: Callable[[], Iterable[str]]) -> Callable[[typer.Context, str | None], str | None]:
-    """A callback of an option or argument that refuses unknown names before anything else happens."""
+def known(
+    what: str, names: Callable[[], Iterable[str]], one: Callable[[str], bool] | None = None
+) -> Callable[[typer.Context, str | None], str | None]:
+    """A callback of an option or argument that refuses unknown names before anything else happens.
+
+    Args:
+        what: What the names are of.
+        names: All names that are listed.
+        one: Whether a name is known; by default those that are listed are.
+    """
 
     def check(context: typer.Context, given: str | None) -> str | None:
-        if given is not None and not context.resilient_parsing and given not in names():
+        if given is None or context.resilient_parsing:
+            return given
+        if not (one(given) if one else given in names()):
             raise typer.BadParameter(
                 f"Unknown {what} '{given}'.{did_you_mean(given, names())} Known: {', '.join(names())}."
             )

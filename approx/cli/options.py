@@ -18,6 +18,10 @@ _CHECKPOINT, _PLAN, _TASK, _MACHINE = "Checkpoint", "Plan", "Task", "Machine"
 
 Model = Annotated[str, typer.Argument(help="A folder, a hub model id, or 'quickstart'.", show_default=False)]
 Out = Annotated[Path, typer.Option("--output", "-o", help="Folder to write.", show_default=False)]
+Records = Annotated[
+    list[Path],
+    typer.Argument(help="Records of evaluate, bench or run, or the folder of a run or sweep.", show_default=False),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace existing output once the new one is complete.")]
 Record = Annotated[Path | None, typer.Option("--output", "-o", help="Write the record to this JSON file.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub.", rich_help_panel=_CHECKPOINT)]
@@ -110,7 +114,7 @@ def task_option(about: str) -> Any:
         show_default=False,
         rich_help_panel=_TASK,
         autocompletion=names.completed(names.tasks),
-        callback=names.known("task", names.tasks),
+        callback=names.known("task", names.tasks, names.is_task),
     )
 
 
@@ -241,6 +245,36 @@ def read_numbers(text: str, option: str, example: str = "512,2048") -> list[int]
             f"'{option} {text}' was given; the form is whole numbers from 1, separated by commas: {option} {example}."
         )
     return numbers
+
+
+def record_files(given: Path) -> list[Path]:
+    """The records of a run or a sweep; a file is one itself.
+
+    Raises:
+        ApproxError: if a folder has no record.
+    """
+    if not given.is_dir():
+        return [given]
+    found = [given / "record.json"] if (given / "record.json").is_file() else sorted(given.glob("records/*.json"))
+    if not found:
+        raise ApproxError(
+            f"{given} has no record.json: it is not the folder of a finished run or sweep. Give records, or finish it with "
+            "--resume.",
+            Exit.UNAVAILABLE,
+        )
+    return found
+
+
+def record_file(given: Path) -> Path:
+    """The only record of a run; a file is one itself.
+
+    Raises:
+        ApproxError: if a folder has no record, or several.
+    """
+    found = record_files(given)
+    if len(found) > 1:
+        raise ApproxError(f"{given} has {len(found)} records. Name one of them, e.g. {found[0]}.")
+    return found[0]
 
 
 def check_output(file: Path | None, force: bool) -> None:

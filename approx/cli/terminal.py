@@ -134,7 +134,8 @@ class _Lines:
         """Take note of how far a stage is."""
         with self._lock:
             now, before = time.monotonic(), self._stage
-            if stage.partition("|")[0] != before.partition("|")[0] or total != self._total:
+            # Steps of one kind, such as the lengths of a bench, are counted together.
+            if stage.split(" ")[0] != before.split(" ")[0] or total != self._total or done < self._done:
                 self._stage_begun, self._first = now, done
             self._stage, self._done, self._total = stage, done, total
             # The figures after '|' change at every step; one line now and then is enough.

@@ -107,7 +107,10 @@ def causality(model: Any) -> Check:
 
 
 def weights(folder: Path, reference: dict[str, Tensor], whose: str = "base") -> Check:
-    """Whether every tensor of a model stands in the written folder, bit for bit; an extended table begins with the old."""
+    """Whether every tensor of a model stands in the written folder, bit for bit; an extended table begins with the old.
+
+    A tensor may be stored in another dtype than the model computes in.
+    """
     written: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         written.update(load_file(path))
@@ -120,7 +123,7 @@ def weights(folder: Path, reference: dict[str, Tensor], whose: str = "base") -> 
 
 
 def _begins_with(tensor: Tensor, start: Tensor) -> bool:
-    return torch.equal(tensor[: start.shape[0]] if start.dim() else tensor, start)
+    return torch.equal((tensor[: start.shape[0]] if start.dim() else tensor).to(start.dtype), start)
 
 
 def fresh_process(folder: Path, model: Any) -> Check:

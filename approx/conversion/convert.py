@@ -133,4 +133,6 @@ def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
     was_extended = opened.model.config.approx["base"]["positions"] is not None
     surgery.revert(opened.model)
     limit = positions.limit(opened.model.config) if was_extended else None
-    writing.write_checked(out, opened, {}, what=f"The reversion of {name}", max_length=limit, force=force)
+    what = f"The reversion of {name}"
+    # A base is an ordinary checkpoint, without our manifest.
+    writing.write_checked(out, opened, {}, what=what, max_length=limit, force=force, sealed=False)

@@ -15,6 +15,7 @@ from approx.checkpoints.history import Base, CalibrationText, Conversion
 from approx.checkpoints.receipt import RECEIPT, Check, Receipt
 from approx.conversion.calibration_inputs import CalibrationFile
 from approx.conversion.card import write_card
+from approx.conversion.stored import keep_dtypes
 from approx.errors import ApproxError, Exit
 from approx.seam.manifest import MANIFEST
 from approx.version import __version__
@@ -36,6 +37,7 @@ def write_checked(
     receipt: Receipt | None = None,
     max_length: int | None = None,
     force: bool = False,
+    sealed: bool = True,
     progress: Callable[[str], None] = lambda step: None,
 ) -> list[Check]:
     """Write a checkpoint into a new folder, which is published only if every check passes.
@@ -49,6 +51,7 @@ def write_checked(
         receipt: Receipt of a conversion; the folder then gets it and a model card.
         max_length: The tokenizer's maximum length in tokens, if the positions changed.
         force: Whether an existing `out` is replaced, once the new folder is complete.
+        sealed: Whether the folder gets a manifest.
         progress: Called with the name of each step.
 
     Returns:
@@ -58,7 +61,7 @@ def write_checked(
         ApproxError: if a check fails (exit code 6; the result is kept beside `out` with the suffix `.failed`), or the folder
             cannot be written.
     """
-    with atomic_folder(out, force=force) as folder:
+    with atomic_folder(out, force=force, sealed=sealed) as folder:
         progress("writing")
         write(folder, checkpoint, max_length)
         results = list(earlier)
@@ -96,6 +99,7 @@ def write(folder: Path, checkpoint: Checkpoint, max_length: int | None = None) -
         with suppress(ApproxError):
             _name_classes(folder, processor(checkpoint.source))
     checkpoint.model.save_pretrained(folder)
+    keep_dtypes(checkpoint.source.folder, folder)
     settings = folder / "tokenizer_config.json"
     if max_length is not None and settings.is_file():
         _change(settings, {"model_max_length": max_length})

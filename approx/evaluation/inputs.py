@@ -100,13 +100,14 @@ def prepare(
     encoded = [task.encode(example, processor, limit if task.windowed else None) for example in split.examples]
     longest = [max(map(task.tokens, windows), default=0) for windows in encoded]
     long = [row for row, length in enumerate(longest) if limit and length > limit]
-    if long and not truncate:
+    # A number of tokens that was asked for is not cut to fewer in silence.
+    if long and (not truncate or (max_length is not None and limit != max_length)):
         worst = max(long, key=longest.__getitem__)
         length = longest[worst]
         raise ApproxError(
             f"{len(long)} of {len(encoded)} examples of {task.name} are too long: {split.examples[worst].id} has "
-            f"{length} tokens, the limit is {limit} {remedy.format(length=length)}, "
-            "or truncate and count such examples with --truncate."
+            f"{length} tokens, the limit is {limit} {remedy.format(length=length)}, or truncate and count such examples with "
+            f"{'--truncate' if max_length is None or limit == max_length else f'--max-length {limit}'}."
         )
     for row in long:
         encoded[row] = task.encode(split.examples[row], processor, limit)
@@ -168,13 +169,20 @@ def _check_tokens(
 def _limit(subjects: Sequence[Subject], max_length: int | None) -> tuple[int | None, str]:
     """Return the longest input that all models accept (None if unlimited), and the remedy for longer ones."""
     limits = [
-        (positions, f"(the positions of {subject.name}). Convert with --max-length {{length}} to extend them")
+        (positions, f"(the positions of {subject.name}). {_remedy(subject, subjects)}")
         for subject in subjects
         if (positions := _positions(subject.model))
     ]
     if max_length is not None:
         limits.append((max_length, "(--max-length). Leave it out"))
     return min(limits, default=(None, ""))
+
+
+def _remedy(subject: Subject, subjects: Sequence[Subject]) -> str:
+    own, most = _positions(subject.model), max(_positions(other.model) or 0 for other in subjects)
+    if subject is subjects[0] and own and own < most:
+        return f"Extend them to the {most} of what it is compared with by --extend-base"
+    return "Convert with --max-length {length} to extend them"
 
 
 def _positions(model: Any) -> int | None:

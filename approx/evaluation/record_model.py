@@ -84,12 +84,14 @@ class Variant(Written):
         layers: The converted layers.
         verified: Whether its conversion passed its checks.
         receipt: Receipt of the conversion (see `approx.checkpoints.receipt`), or null.
+        weights_sha256: Hash of its weights; older records lack it.
     """
 
     name: str
     layers: list[Layer]
     verified: bool
     receipt: dict[str, Any] | None
+    weights_sha256: str | None = None
 
 
 class BaseQuality(Written):

@@ -1,6 +1,7 @@
 """Open the two models of a comparison: the exact base, and what is compared with it."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from approx.checkpoints import checkpoint
 from approx.errors import ApproxError
 from approx.measuring.in_memory import in_memory
 from approx.measuring.measure import open_all, under_exact_attention
+from approx.planning import positions
 from approx.recipe import BASE, CEILING
 
 
@@ -48,6 +50,30 @@ def open_pair(
     elif against is None:
         return {BASE: base}
     return {BASE: base, label: opened(label, model)}
+
+
+def with_extended_base(opened: Mapping[str, checkpoint.Checkpoint]) -> tuple[dict[str, checkpoint.Checkpoint], str]:
+    """Extend the position table of the base to that of what is compared with it, as `convert --max-length` does.
+
+    Returns:
+        The models, and a note for the record.
+
+    Raises:
+        ApproxError: if the base takes as long inputs already, or has no table that can be extended.
+    """
+    base = opened[BASE]
+    limits = [positions.limit(one.model.config) for one in opened.values()]
+    before, longest = limits[0], max((one for one in limits if one is not None), default=None)
+    if before is None or longest is None or longest <= before:
+        takes = "any length" if before is None else f"{before:,} positions"
+        raise ApproxError(
+            f"{base.source.name} takes {takes}, and nothing that is compared with it takes more. Leave out --extend-base."
+        )
+    positions.extendable(base.model.config, base.source.name, longest)
+    model = copy.deepcopy(base.model)
+    positions.resize(model, longest)
+    note = f"positions of {BASE} extended from {before:,} to {longest:,}"
+    return {**opened, BASE: replace(base, model=model)}, note
 
 
 def label_of(model: str | Any) -> str:

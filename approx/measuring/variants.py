@@ -32,6 +32,7 @@ def variant_of(label: str, one: Checkpoint) -> Variant:
         # Of what was not converted there is nothing to verify.
         verified=not one.source.converted or (receipt is not None and receipt.verified),
         receipt=None if receipt is None else receipt.model_dump(mode="json"),
+        weights_sha256=one.weights_sha256,
     )
 
 

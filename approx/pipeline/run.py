@@ -129,7 +129,7 @@ def _report(study: Study, recipe: Recipe, folders: Conversions, parts: list[Stag
         ],
     )
     record.save(study.out / "record.json", made)
-    write_report([made], study.out / "report")
+    write_report([made], study.out / "report", force=True)
     return made
 
 

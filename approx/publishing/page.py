@@ -11,6 +11,7 @@ from approx.evaluation.record_speed import Speed
 from approx.publishing import wording
 from approx.publishing.advice import recommendation
 from approx.publishing.drawing import INK
+from approx.publishing.joining import apart
 from approx.publishing.plots import colours, quality_figure, speed_figure
 from approx.publishing.spans import spans_figure, spans_table
 from approx.publishing.summary import answers, speed_groups
@@ -54,7 +55,8 @@ def _render(template: str, records: list[Record], autoescape: bool) -> str:
     environment.filters["cell"] = _cell
     titles = [record.title for record in records]
     title = titles[0] if len(titles) == 1 else f"{len(titles)} reports"
-    sections = [_section(record, f"r{number}") for number, record in enumerate(records, start=1)]
+    reasons = apart(records)
+    sections = [_section(record, f"r{place + 1}") | {"apart": reasons[place]} for place, record in enumerate(records)]
     return environment.get_template(template).render(title=title, sections=sections)
 
 

@@ -10,6 +10,7 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation.record_model import QualityVariant, Record
 from approx.evaluation.record_speed import Ratio, Timing
 from approx.publishing import page, wording
+from approx.publishing.joining import joined
 from approx_kernels.runtime.atomic_file import write_whole
 
 _QUALITY = (
@@ -25,24 +26,31 @@ _SPEED = (
 )
 
 
-def write_report(records: list[Record], out: Path) -> list[Path]:
+# The mark of a page that `write_report` made.
+_MADE = '<meta name="generator" content="approx">'
+
+
+def write_report(records: list[Record], out: Path, *, force: bool = False) -> list[Path]:
     """Write report.json, report.md, quality.csv, speed.csv and index.html.
 
-    The same records give the same bytes. Each record has its own section, so no plot mixes speeds of different
-    machines.
+    The same records give the same bytes. Records of the same weights and plans share a section; no plot mixes speeds of
+    different machines.
 
     Args:
         records: From `approx.evaluation.record.load`, in the order to show them.
         out: Folder, created if missing. An older report in it is replaced file by file.
+        force: Whether to replace files of these names that are not of a report.
 
     Returns:
         The written files.
 
     Raises:
-        ApproxError: if there are no records, or the folder cannot be written.
+        ApproxError: if there are no records, one is there twice, the folder holds other files of these names, or it
+            cannot be written.
     """
     if not records:
         raise ApproxError("A report needs records. Give at least one record file.")
+    records, out = joined(records), Path(out)
     data = [record.to_data() for record in records]
     files = {
         "report.json": json.dumps(data[0] if len(data) == 1 else data, indent=1, ensure_ascii=False, allow_nan=False)
@@ -52,7 +60,8 @@ def write_report(records: list[Record], out: Path) -> list[Path]:
         "speed.csv": _csv(_SPEED, [line for record in records for line in _speed_lines(record)]),
         "index.html": page.html(records),
     }
-    out = Path(out)
+    if not force:
+        _refuse_foreign([out / name for name in files])
     written = []
     try:
         for name, text in files.items():
@@ -61,6 +70,17 @@ def write_report(records: list[Record], out: Path) -> list[Path]:
     except OSError as error:
         raise ApproxError(f"The report cannot be written to {out}: {error.strerror}.", Exit.UNAVAILABLE) from None
     return written
+
+
+def _refuse_foreign(files: list[Path]) -> None:
+    """Raise if a file would be replaced that does not stand beside a page of a report."""
+    there = [file for file in files if file.exists()]
+    page_of = files[0].parent / "index.html"
+    if there and not (page_of.is_file() and _MADE in page_of.read_text(encoding="utf-8", errors="replace")):
+        raise ApproxError(
+            f"{there[0]} exists and is not of a report. Choose another folder, or replace it with --force.",
+            Exit.REFUSED,
+        )
 
 
 def _quality_lines(record: Record) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from approx.tasks.classification import SequenceClassification
 from approx.tasks.copying import Copying
 from approx.tasks.documents import Documents
 from approx.tasks.glue import GLUE, Glue
+from approx.tasks.harness import ANY, PREFIX, Harness
 from approx.tasks.images import ImageClassification
 from approx.tasks.labelled import Classification
 from approx.tasks.language import LanguageModelling
@@ -23,7 +24,7 @@ from approx.tasks.squad import Squad
 from approx.tasks.task import Example, Split, Task
 from approx.tasks.token_classification import TokenClassification
 
-__all__ = ["TASKS", "Example", "SequenceClassification", "Split", "Task", "kind_of", "open_task", "settings_of"]
+__all__ = ["TASKS", "Example", "SequenceClassification", "Split", "Task", "kind_of", "known", "open_task", "settings_of"]
 
 TASKS: dict[str, Callable[..., Task]] = {
     **{f"glue/{subset}": partial(Glue, subset) for subset in GLUE},
@@ -35,6 +36,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     Classification.name: Classification,
     TokenClassification.name: TokenClassification,
     ImageClassification.name: ImageClassification,
+    Harness.name: partial(Harness, ANY),
     Documents.name: Documents,
     ListOps.name: ListOps,
     Needle.name: Needle,
@@ -43,25 +45,25 @@ TASKS: dict[str, Callable[..., Task]] = {
 """Name on the command line and in recipes -> function that makes the task from its settings."""
 
 
-def open_task(name: str, columns: Mapping[str, str] | None = None, **settings: Any) -> Task:
+def open_task(name: str, columns: Any = None, **settings: Any) -> Task:
     """Make a task by name.
 
     Args:
-        name: A key of `TASKS`.
-        columns: Field of the task, such as `text` or `label` -> its column in a table.
+        name: A key of `TASKS`, or `lm-eval/` with a task of the LM Evaluation Harness.
+        columns: A mapping from fields of the task, such as `text` or `label`, to columns of a table.
         settings: Settings of the task, such as the length of generated documents (`needle`); GLUE has none.
 
     Raises:
         ApproxError: if the task or a setting is unknown.
     """
-    if name not in TASKS:
+    if not known(name):
         raise ApproxError(f"Unknown task '{name}'.{did_you_mean(name, TASKS)} Known: {', '.join(TASKS)}.")
-    known = settings_of(name)
-    if wrong := [setting for setting in settings if setting not in known]:
-        listed = f"Its settings are {', '.join(known)}." if known else "It has no settings."
-        raise ApproxError(f"The task '{name}' has no setting '{wrong[0]}'.{did_you_mean(wrong[0], known)} {listed}")
+    allowed = settings_of(name)
+    if wrong := [setting for setting in settings if setting not in allowed]:
+        listed = f"Its settings are {', '.join(allowed)}." if allowed else "It has no settings."
+        raise ApproxError(f"The task '{name}' has no setting '{wrong[0]}'.{did_you_mean(wrong[0], allowed)} {listed}")
     try:
-        task = TASKS[name](**settings)
+        task = _maker(name)(**settings)
     except TypeError as error:
         raise ApproxError(f"Wrong settings for task '{name}': {str(error).rpartition('() ')[2]}.") from None
     if columns:
@@ -83,15 +85,24 @@ def _checked(task: Task, columns: Any) -> dict[str, str]:
     return dict(columns)
 
 
+def known(name: str) -> bool:
+    """Whether there is a task of this name: a key of `TASKS`, or `lm-eval/` with any task of the harness."""
+    return name in TASKS or (name.startswith(PREFIX) and name != PREFIX)
+
+
 def kind_of(name: str) -> type[Task]:
-    """The class of a task, by a key of `TASKS`."""
-    made: Any = TASKS[name]
+    """The class of a task, by its name."""
+    made: Any = _maker(name)
     return getattr(made, "func", made)
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """The settings of a task and their defaults, read from its constructor, by a key of `TASKS`."""
-    parameters = [*inspect.signature(TASKS[name]).parameters.values()]
+    """The settings of a task and their defaults, read from its constructor, by its name."""
+    parameters = [*inspect.signature(_maker(name)).parameters.values()]
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         parameters += inspect.signature(kind_of(name).__bases__[0]).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not each.empty}
+
+
+def _maker(name: str) -> Callable[..., Task]:
+    return TASKS[name] if name in TASKS else partial(Harness, name.removeprefix(PREFIX))

@@ -17,6 +17,7 @@ from scipy.stats import rankdata
 from approx.tasks.answer_words import answer_words
 from approx.tasks.entities import EntityF1
 from approx.tasks.error_rates import CharacterErrorRate, WordErrorRate
+from approx.tasks.losses import BitsPerByte, MaskedLoss, Perplexity
 from approx.tasks.metric import TaskMetric
 
 
@@ -36,6 +37,24 @@ class Accuracy(TaskMetric):
     def chance(labels: Sequence[Any]) -> float | None:
         """The share of the most common class."""
         return max(Counter(labels).values()) / len(labels)
+
+    @staticmethod
+    def total(evidence: NDArray[np.float64]) -> float:
+        """The mean over examples."""
+        return float(evidence.mean())
+
+
+class MeanScore(TaskMetric):
+    """The mean of scores between 0 and 1 that the task itself gave each example."""
+
+    key = "mean_score"
+    feature = "float64"
+    source = "https://github.com/EleutherAI/lm-evaluation-harness"
+
+    @staticmethod
+    def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
+        """The scores, [n, 1]."""
+        return np.asarray(predictions, float)[:, None]
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
@@ -201,67 +220,6 @@ class AnswerF1(ExactMatch):
         return np.asarray(scores)[:, None]
 
 
-class MaskedLoss(TaskMetric):
-    """Mean loss on hidden tokens, in nats.
-
-    A prediction is {"loss": summed nats, "count": tokens}; a label is not used.
-    """
-
-    key = "masked_loss"
-    source = "https://arxiv.org/abs/1810.04805"
-    lower_is_better = True
-    fraction = False
-    widest = None
-
-    @classmethod
-    def _features(cls) -> dict[str, Any]:
-        loss = {"loss": datasets.Value("float64"), "count": datasets.Value("int64")}
-        return {"predictions": loss, "references": datasets.Value("int64")}
-
-    @staticmethod
-    def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
-        """Nats, tokens and bytes of each stretch of text, [n, 3]; the label is its number of bytes."""
-        pairs = zip(predictions, labels, strict=True)
-        return np.asarray([(one["loss"], one["count"], size) for one, size in pairs], float)
-
-    @staticmethod
-    def total(evidence: NDArray[np.float64]) -> float:
-        """Nats per token."""
-        loss, count, _ = evidence.sum(0)
-        return float(loss / count)
-
-
-class Perplexity(MaskedLoss):
-    """The exponential of the mean loss of a token."""
-
-    key = "perplexity"
-    source = "https://huggingface.co/docs/transformers/perplexity"
-
-    @staticmethod
-    def total(evidence: NDArray[np.float64]) -> float:
-        """Perplexity over all tokens; huge losses give infinity."""
-        with np.errstate(over="ignore"):
-            return float(np.exp(MaskedLoss.total(evidence)))
-
-
-class BitsPerByte(MaskedLoss):
-    """The loss in bits per byte of the text, which does not depend on the tokenizer."""
-
-    key = "bits_per_byte"
-    source = "https://arxiv.org/abs/2101.00027"
-
-    @staticmethod
-    def chance(labels: Sequence[Any]) -> float | None:
-        """Every byte as likely as any other."""
-        return 8.0
-
-    @staticmethod
-    def total(evidence: NDArray[np.float64]) -> float:
-        """Bits per byte."""
-        loss, _, size = evidence.sum(0)
-        return float(loss / np.log(2) / size)
-
-
 def _overlap(prediction: str, given: str) -> float:
     first, second = answer_words(prediction), answer_words(given)
     shared = sum((Counter(first) & Counter(second)).values())
@@ -272,6 +230,7 @@ METRICS: dict[str, type[TaskMetric]] = {
     metric.key: metric
     for metric in (
         Accuracy,
+        MeanScore,
         TokenAccuracy,
         F1,
         Matthews,

@@ -23,6 +23,7 @@ from approx.mechanisms import MECHANISMS
 from approx.planning.rule import RuleList, Rules
 from approx.recipe import Recipe
 from approx.tasks import TASKS
+from approx.tasks.harness import PREFIX
 
 HERE = Path(__file__).resolve().parent
 SCHEMAS = {
@@ -90,7 +91,8 @@ def schema(name: str) -> dict[str, Any]:
             part["properties"]["mechanism"]["enum"] = sorted(MECHANISMS)
             part["allOf"] = settings_of_mechanisms()
         if part.get("title") == "EvaluateStage":
-            part["properties"]["task"]["enum"] = sorted(TASKS)
+            task = part["properties"]["task"]
+            task["anyOf"] = [{"enum": sorted(TASKS)}, {"pattern": f"^{PREFIX}."}]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
 
 

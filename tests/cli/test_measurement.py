@@ -131,6 +131,37 @@ def test_inputs_beyond_the_positions_are_refused_or_cut_and_counted(base, tmp_pa
     assert answer.code == 2
     assert "62 tokens, the limit is 32" in answer.err
     assert "1 of them truncated" in call(*words, "--truncate").out
+    assert "2 of them truncated; read to 2 tokens" in call(*words, "--max-length", "2").out
+    absurd = call(*words, "--max-length", "50")
+    assert absurd.code == 2
+    assert "the limit is 32 (the positions of exact)" in absurd.err
+    assert "with --max-length 32" in absurd.err
+
+
+def test_a_base_with_fewer_positions_is_extended_or_the_inputs_of_both_are_cut(base, tmp_path):
+    """With attention that is exact on these inputs, the extended base is the converted model."""
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\n" + "good " * 60 + "\t1\nbad\t0\n", encoding="utf-8")
+    convert = ("convert", base, "-o", "long", "-m", "local", "--set", "left=99", "--set", "right=99")
+    assert call(*convert, "--max-length", "64").code == 0
+    words = ("evaluate", "long", "--against", base, "--task", "glue/sst2", "--data", "dev.tsv")
+    answer = call(*words)
+    assert answer.code == 2
+    assert "has 62 tokens, the limit is 32 (the positions of exact)" in answer.err
+    assert "--extend-base" in answer.err
+    assert "--truncate" in answer.err
+    assert call(*words, "--extend-base", "-o", "extended.json").code == 0
+    made = record.load(tmp_path / "extended.json")
+    assert made.quality[0].notes == ["positions of exact extended from 32 to 64"]
+    assert (made.quality[0].truncated, made.checkpoint.positions) == (0, 32)
+    assert made.quality[0].variants[0].scores == made.quality[0].base.scores
+    outputs = pyarrow.parquet.read_table(tmp_path / "extended.parquet").to_pylist()
+    assert all(row["prediction/exact"] == row["prediction/long"] for row in outputs)
+    assert call(*words, "--max-length", "16", "-o", "cut.json").code == 0
+    cut = record.load(tmp_path / "cut.json").quality[0]
+    assert (cut.truncated, cut.notes) == (1, ["read to 16 tokens"])
+    needless = call("evaluate", "long", "--task", "glue/sst2", "--data", "dev.tsv", "--extend-base")
+    assert needless.code == 2
+    assert "Leave out --extend-base" in needless.err
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -209,7 +240,23 @@ def test_records_become_one_report(base, converted, data, tmp_path):
     page = (tmp_path / "the report" / "index.html").read_text("utf-8")
     assert "Speed of con verted" in page
     assert "con verted on glue/sst2" in page
+    assert page.count("<article") == 1
     damaged = tmp_path / "damaged.json"
     damaged.write_text("{", encoding="utf-8")
     assert call("report", "q.json", damaged, "-o", "another").code == 5
     assert not (tmp_path / "another").exists()
+
+
+def test_two_records_are_compared_and_a_folder_stands_for_its_record(base, converted, data, tmp_path):
+    (tmp_path / "run").mkdir()
+    assert call("evaluate", converted, "--task", "glue/sst2", "--data", data, "-o", "run/record.json").code == 0
+    assert call("evaluate", converted, "--task", "glue/sst2", "--data", data, "--seed", "3", "-o", "b.json").code == 0
+    shown = call("compare", "run", "b.json")
+    assert shown.code == 0, shown.err
+    assert ["seed", "0", "3"] in [line.split() for line in shown.out.splitlines()]
+    assert "glue/sst2, dev: accuracy" in shown.out
+    data = call("compare", "run", "b.json", "--json").json
+    assert (data["differences"], data["quality"][0]["verdict"]) == ([["seed", "0", "3"]], "no clear difference")
+    nothing = call("compare", "run", tmp_path)
+    assert nothing.code == 5
+    assert "no record.json" in nothing.err

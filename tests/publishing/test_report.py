@@ -64,11 +64,22 @@ def page(files) -> Page:
 
 def test_the_files_are_those_that_are_named(record, tmp_path):
     (tmp_path / "deep" / "report").mkdir(parents=True)
-    (tmp_path / "deep" / "report" / "index.html").write_text("older")
+    (tmp_path / "deep" / "report" / "index.html").write_text('older <meta name="generator" content="approx">')
     written = write_report([record_of(record | {"speed": []})], tmp_path / "deep" / "report")
     assert [path.name for path in written] == list(FILES)
     assert "older" not in written[-1].read_text("utf-8")
     assert sorted(path.name for path in (tmp_path / "deep" / "report").iterdir()) == sorted(FILES)
+
+
+@pytest.mark.parametrize("name", ["index.html", "report.md", "quality.csv"])
+def test_files_that_are_not_of_a_report_are_replaced_only_by_force(record, tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ApproxError, match="is not of a report") as refused:
+        write_report([record_of(record)], tmp_path)
+    assert refused.value.exit_code == Exit.REFUSED
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine"}
+    write_report([record_of(record)], tmp_path, force=True)
+    assert (tmp_path / name).read_text("utf-8") != "mine"
 
 
 def test_the_record_beside_the_page_is_the_record(record, tmp_path, files):

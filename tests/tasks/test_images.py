@@ -20,7 +20,7 @@ from zoo import tiny
 NAMES = {0: "cat", 1: "dog"}
 
 
-def processor(**changes: Any):
+def processor(**changes: Any) -> Any:
     settings: dict[str, Any] = {"size": {"height": 24, "width": 24}, **changes}
     return ViTImageProcessorPil(**settings)
 

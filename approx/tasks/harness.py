@@ -1,0 +1,207 @@
+"""Tasks of the Language Model Evaluation Harness, through its API where the package lm-eval is installed.
+
+Source: Gao et al., 2021, "A framework for few-shot language model evaluation", Zenodo, doi 10.5281/zenodo.5371628.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, ClassVar
+
+from approx.errors import ApproxError, Exit, did_you_mean
+from approx.tasks.head import CAUSAL_LANGUAGE_MODELLING, Head
+from approx.tasks.language import check_causal
+from approx.tasks.padding import padded
+from approx.tasks.settings import whole_setting
+from approx.tasks.task import Encoding, Example, Split, Task
+
+PREFIX, ANY = "lm-eval/", "NAME"
+# As in the harness's own evaluations, so that the examples in a prompt are the same.
+_SHOTS_SEED = 1234
+
+
+class Harness(Task):
+    """A task of the LM Evaluation Harness in which a causal model rates given continuations, such as hellaswag or piqa.
+
+    Requests and scores are the harness's own; contexts that do not fit are truncated on the left. Tasks whose answers are
+    generated are not supported. The package lm-eval is needed: pip install 'approx-attention[lm-eval]'.
+
+    Args:
+        task: Name of a task of the harness; `NAME` stands for any.
+        shots: Examples in the prompt; None takes the task's own number.
+        metric: A metric of the task that is a mean over examples, such as acc or acc_norm.
+        longest: Maximum tokens of a request; None uses the model's positions.
+
+    Raises:
+        ApproxError: if lm-eval is not installed, or a setting is out of range.
+    """
+
+    name = f"{PREFIX}{ANY}"
+    head: ClassVar[Head] = CAUSAL_LANGUAGE_MODELLING
+    metrics = ("mean_score",)
+    windowed: ClassVar[bool] = True
+
+    def __init__(
+        self, task: str, /, shots: int | None = None, metric: str = "acc", longest: int | None = None
+    ) -> None:
+        self.name = f"{PREFIX}{task}"
+        self._task, self._metric = task, str(metric)
+        self._shots = None if shots is None else whole_setting(self.name, "shots", shots, 0)
+        self._longest = None if longest is None else whole_setting(self.name, "longest", longest, 2)
+        self._definitions: str | None = None
+        if task != ANY and importlib.util.find_spec("lm_eval") is None:
+            raise ApproxError(
+                f"The task {self.name} needs the package lm-eval, which is not installed. Install it: pip install "
+                "'approx-attention[lm-eval]'.",
+                Exit.MISSING,
+            )
+
+    def check(self, model: Any) -> None:
+        """Raise if the model has no language-modelling head, or is not causal."""
+        super().check(model)
+        check_causal(self.name, model)
+
+    def read(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> Split:
+        """Read the examples that the harness evaluates on.
+
+        Args:
+            data: A folder with task definitions of yours in YAML; None uses the harness's own, with datasets from the hub.
+            split: None; the harness chooses it.
+            limit: Keep the first `limit` examples.
+            streaming: No effect.
+
+        Raises:
+            ApproxError: if no task was named, or its task or dataset cannot be loaded, or is not supported.
+        """
+        if self._task == ANY:
+            raise ApproxError(f"{self.name} stands for any task of the harness. Name one, e.g. {PREFIX}hellaswag.")
+        if split is not None:
+            raise ApproxError(f"{self.name} has the split that the harness chooses. Leave out --split.")
+        if limit is not None:
+            whole_setting(self.name, "limit", limit, 1)
+        self._definitions = None if data is None else str(data)
+        made = self._opened()
+        if made.aggregation().get(self._metric, _no).__name__ != "mean":
+            means = [metric for metric, total in made.aggregation().items() if total.__name__ == "mean"]
+            raise ApproxError(
+                f"{self.name} has no metric '{self._metric}' that is a mean over examples. It has {', '.join(means) or 'none'}; "
+                "choose one with --set metric=NAME.",
+                Exit.UNSUPPORTED,
+            )
+        examples = list(self._examples(made, limit))
+        return Split(
+            str(made.config.test_split or made.config.validation_split), examples, subset=limit == len(examples)
+        )
+
+    def _examples(self, made: Any, limit: int | None) -> Iterator[Example]:
+        made.build_all_requests(limit=limit)
+        for number, group in groupby(made.instances, key=lambda one: one.doc_id):
+            requests = list(group)
+            if {one.request_type for one in requests} != {"loglikelihood"}:
+                raise ApproxError(
+                    f"{self.name} asks for {requests[0].request_type}; only the rating of given continuations is supported.",
+                    Exit.UNSUPPORTED,
+                )
+            inputs = {"requests": [list(one.args) for one in requests], "doc": requests[0].doc}
+            yield Example(f"{self._task}-{number}", inputs, 1.0)
+
+    def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
+        """Each context with a continuation, of which the tokens of the continuation are scored."""
+        window = min(one for one in (self._longest, max_length, 1 << 20) if one is not None)
+        return [
+            {"input_ids": ids[-window:], "scored": min(scored, window - 1)}
+            for context, continuation in example.inputs["requests"]
+            for ids, scored in [_pair(processor, context, continuation)]
+        ]
+
+    def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
+        """Pad to the longest of the batch, on the right."""
+        return padded([{"input_ids": one["input_ids"]} for one in encodings], processor)
+
+    def targets(
+        self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
+    ) -> dict[str, Any]:
+        """Raise: the harness's examples are for evaluation."""
+        raise ApproxError(
+            f"{self.name} is for evaluation, not for training. Train on another task or text.", Exit.UNSUPPORTED
+        )
+
+    def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
+        """Log probability of each continuation in nats, and whether it is the likeliest at every token."""
+        import torch
+
+        said = []
+        for logits, one in zip(outputs.logits, encodings, strict=True):
+            end, scored = len(one["input_ids"]), one["scored"]
+            rows = logits[end - scored - 1 : end - 1].float()
+            if not rows.isfinite().all():
+                raise ApproxError("its logits are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
+            tokens = torch.tensor(one["input_ids"][end - scored :], device=rows.device)
+            chosen = rows.log_softmax(-1).gather(1, tokens[:, None])
+            said.append([float(chosen.double().sum()), bool((rows.argmax(-1) == tokens).all())])
+        return said
+
+    def combine(self, example: Example, parts: list[Any]) -> float:
+        """The harness's score of an example."""
+        results = [(likelihood, greedy) for likelihood, greedy in parts]
+        return float(self._opened().process_results(example.inputs["doc"], results)[self._metric])
+
+    def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> list[bool] | None:
+        """Whether each score is full, where scores are 0 or 1."""
+        return [score == 1 for score in predictions] if set(predictions) <= {0, 1} else None
+
+    def _opened(self) -> Any:
+        return _open(self._task, self._definitions, self._shots)
+
+
+@functools.lru_cache(maxsize=4)
+def _open(name: str, definitions: str | None, shots: int | None) -> Any:
+    """A task of the harness.
+
+    Raises:
+        ApproxError: if there is none of this name, it is a group, or its dataset cannot be loaded.
+    """
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an optional package
+
+    manager = TaskManager(include_path=definitions, include_defaults=definitions is None)
+    if name not in manager.all_subtasks:
+        where = f"{definitions} defines" if definitions else "the harness has"
+        raise ApproxError(
+            f"There is no task '{name}' among those that {where}.{did_you_mean(name, manager.all_subtasks)}"
+        )
+    try:
+        made = manager.load([name])["tasks"][name]
+    # Task definitions are code of many authors, and their datasets come from the hub.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ApproxError(f"The harness's task '{name}' could not be loaded: {reason}", Exit.UNAVAILABLE) from error
+    if shots is not None:
+        made.set_config(key="num_fewshot", value=shots)
+    made.set_fewshot_seed(seed=_SHOTS_SEED)
+    return made
+
+
+def _pair(processor: Any, context: str, continuation: str) -> tuple[list[int], int]:
+    """Tokens of a context with a continuation, and the number of tokens of the continuation.
+
+    Spaces at the end of the context belong to the first word of the continuation.
+    """
+    stripped = context.rstrip()
+    if not stripped:
+        begun = processor.bos_token_id if processor.bos_token_id is not None else processor.eos_token_id
+        ids = processor(context + continuation, add_special_tokens=False, verbose=False)["input_ids"]
+        # Nothing predicts the first token if there is none before it.
+        return (ids, len(ids) - 1) if begun is None else ([begun, *ids], len(ids))
+    # With the tokenizer's own special tokens, such as the first token of Llama.
+    whole, before = (processor(text, verbose=False)["input_ids"] for text in (context + continuation, stripped))
+    return whole, len(whole) - len(before)
+
+
+def _no() -> None:
+    """In place of a metric that does not exist."""

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +137,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
             elif not isinstance(cells, dict):
                 raise ApproxError(f"{place} is not a JSON object. Fix or remove it.", Exit.UNAVAILABLE)
             yield Row(place, path.parent, cells)
-    except (UnicodeDecodeError, EOFError, csv.Error, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, EOFError, csv.Error, gzip.BadGzipFile, zlib.error) as error:
         raise ApproxError(f"{path} is damaged ({error}). Download it again.", Exit.UNAVAILABLE) from None
     except OSError as error:
         raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
@@ -183,7 +184,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _list(text: str, path: Path) -> list[Any]:
     try:
         rows = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApproxError(f"{path} is not JSON: {error}. Fix it, or download it again.", Exit.UNAVAILABLE) from None
     if isinstance(rows, dict) and isinstance(rows.get("data"), list):
         rows = rows["data"]
@@ -198,7 +199,7 @@ def _list(text: str, path: Path) -> list[Any]:
 def _object(line: str, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApproxError(f"{place} is not JSON: {error}. Fix or remove the line.", Exit.UNAVAILABLE) from None
     if not isinstance(row, dict):
         raise ApproxError(f"{place} is not a JSON object. Fix or remove the line.", Exit.UNAVAILABLE)

@@ -73,6 +73,6 @@ def _without(tree: Any) -> Iterator[Any]:
         for at in range(len(tree)):
             yield tree[:at] + tree[at + 1 :]
         for at in range(len(tree)):
-            yield from (tree[:at] + [smaller] + tree[at + 1 :] for smaller in _without(tree[at]))
+            yield from ([*tree[:at], smaller, *tree[at + 1 :]] for smaller in _without(tree[at]))
     elif isinstance(tree, str) and len(tree) > 20:
         yield tree[: len(tree) // 2]

@@ -103,7 +103,7 @@ def _read() -> dict[str, dict[str, Finding]]:
     # Ignore a damaged file; the next probe replaces it.
     try:
         kept = json.loads(file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     whole = isinstance(kept, dict) and all(
         isinstance(one, dict) and all(isinstance(each, dict) for each in one.values()) for one in kept.values()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from approx.checkpoints.atomic_folder import held
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.record_model import RecipeText, Record
@@ -16,6 +17,7 @@ from approx.pipeline.executors import Here
 from approx.pipeline.preflight import check
 from approx.pipeline.stages import Conversions, Study, measured
 from approx.pipeline.store import Stage, complete
+from approx.planning.plan import Plan
 from approx.publishing.report import write_report
 from approx.recipe import BASE, HEALED, TRAINED, Recipe, slug
 from approx_kernels.runtime.atomic_file import write_whole
@@ -51,7 +53,8 @@ def run(
         The record.
 
     Raises:
-        ApproxError: if the recipe has mistakes (with all of them), `out` holds another run, or a stage fails.
+        ApproxError: if the recipe has mistakes (with all of them), `out` holds another run or another process is writing it, or a
+            stage fails.
     """
     _refuse(recipe, out, resume=resume, force=force)
     plans = check(recipe, offline=offline)
@@ -62,8 +65,15 @@ def run(
     # The keys already include a hash of the code.
     machine = {key: value for key, value in environment.items() if key not in ("approx", "git_commit")}
     study.begin(machine, computed_by(base.model.device))
-    _claim(recipe, out, force=force)
+    with held(out):
+        # Another process may have claimed it since it was looked at.
+        _refuse(recipe, out, resume=resume, force=force)
+        _claim(recipe, out, force=force)
+        return _computed(study, recipe, plans, out)
 
+
+def _computed(study: Study, recipe: Recipe, plans: dict[str, Plan], out: Path) -> Record:
+    """Compute the stages that are not finished."""
     converted = {name: study.convert(plan, name, out / "converted" / slug(name)) for name, plan in plans.items()}
     healed = _healed(study, recipe, converted, out)
     folders = {**converted, **healed}

@@ -98,7 +98,7 @@ def _written(worker: Worker, found: list[tuple[Order, Case, Verdict]], folder: P
         worker.ask(Case(case.kind, case.target, content))
         return worker.answer()[1].where == verdict.where
 
-    if case.content is not None:
+    if case.content is not None and not verdict.where.startswith("a hang"):
         case = Case(case.kind, case.target, minimised(case.content, fails))
     file = stored(case, folder)
     file.with_suffix(".txt").write_text(verdict.detail, encoding="utf-8", errors="replace")

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from approx.conversion import clean_process
 from fuzz.cases import Case, Verdict, drawn, judged
 
 SECONDS = 20
 GIGABYTES = 2
 # Libraries keep some memory of each case.
-_CASES = 300
+_CASES = 3000
 Order = Case | tuple[str, int, int]
 
 
@@ -47,7 +48,7 @@ class Worker:
         self._process.start()
         end.close()
         self.order: Any = None
-        self._asked, self._since = 0, time.monotonic()
+        self._asked, self._since, self._patience = 0, time.monotonic(), SECONDS
 
     def ask(self, order: Order) -> None:
         """Send a case, or the kind, seed and number of one; `answer` gives its verdict."""
@@ -61,25 +62,28 @@ class Worker:
     @property
     def late(self) -> bool:
         """Whether its case hangs."""
-        return time.monotonic() - self._since > SECONDS
+        return time.monotonic() - self._since > self._patience
 
     def answer(self) -> tuple[Case, Verdict]:
         """The verdict on the case that was sent, once the connection is ready or the worker late.
 
-        A case that ended its process is judged once more by a fresh one, which earlier cases left all its memory.
+        A case that ended its process is judged once more by a fresh one, to which earlier cases left all its memory, with
+        more patience, since the machine may be busy.
         """
         case, verdict = self._answer()
         if verdict.where.startswith(("a crash", "a hang", "MemoryError")):
             self.close()
             self._start()
             self.ask(case)
+            self._patience = 2 * SECONDS
             verdict = self._answer()[1]
+            self._patience = SECONDS
         return case, verdict
 
     def _answer(self) -> tuple[Case, Verdict]:
         case = self.order if isinstance(self.order, Case) else drawn(*self.order, self._template)
         try:
-            if self.connection.poll(0 if self.late else SECONDS):
+            if self.connection.poll(0 if self.late else self._patience):
                 return case, self.connection.recv()
             verdict = Verdict("failed", f"a hang of {case.kind}", f"no answer within {SECONDS} seconds")
         except (EOFError, OSError):
@@ -140,6 +144,8 @@ def _serve(connection: Connection, place: Path, template: Path) -> None:
     limit = size + GIGABYTES * 2**30
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # It imports for seconds what reloads converted folders.
+    clean_process.begin()
     while True:
         try:
             order = connection.recv()

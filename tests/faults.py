@@ -21,8 +21,8 @@ class Disk:
         done: What was done so far: name of the operation and file.
     """
 
-    def __init__(self, below: Path, at: int, error: int) -> None:
-        self._below, self._at, self._error = str(below), at, error
+    def __init__(self, below: Path, at: int, error: int, for_ever: bool) -> None:
+        self._below, self._at, self._error, self._for_ever = str(below), at, error, for_ever
         self.done: list[tuple[str, str]] = []
 
     @property
@@ -39,7 +39,7 @@ class Disk:
         name = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.path.abspath(os.fspath(path))
         if name.startswith(self._below):
             self.done.append((what, name))
-            if len(self.done) == self._at:
+            if len(self.done) == self._at or (self._for_ever and self.failed):
                 raise OSError(self._error, os.strerror(self._error))
 
 
@@ -85,9 +85,9 @@ class File(wrapt.ObjectProxy):
 
 
 @contextmanager
-def failing(below: Path, at: int, error: int) -> Iterator[Disk]:
-    """Let the operation number `at` below a folder fail, from 1; none for 0."""
-    disk, real = Disk(below, at, error), io.open
+def failing(below: Path, at: int, error: int, *, for_ever: bool = False) -> Iterator[Disk]:
+    """Let the operation number `at` below a folder fail, from 1; none for 0; all after it too if it is `for_ever`."""
+    disk, real = Disk(below, at, error, for_ever), io.open
     names = ("fsync", "replace", "rename", "sendfile")
     kept = {name: getattr(os, name) for name in names}
 
@@ -108,6 +108,40 @@ def failing(below: Path, at: int, error: int) -> Iterator[Disk]:
         setattr(os, name, counted(name))
     try:
         yield disk
+    finally:
+        io.open = builtins.open = real  # type: ignore[assignment]  # as above
+        for name, function in kept.items():
+            setattr(os, name, function)
+
+
+@contextmanager
+def read_only(below: Path) -> Iterator[None]:
+    """Let nothing be made, opened for writing, renamed or removed below a folder."""
+    real, names = io.open, ("open", "mkdir", "replace", "rename", "unlink", "rmdir")
+    kept = {name: getattr(os, name) for name in names}
+
+    def refuse(path: Any) -> None:
+        if isinstance(path, str | os.PathLike) and os.path.abspath(os.fspath(path)).startswith(str(below)):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    def opened(file: Any, mode: str = "r", *more: Any, **options: Any) -> Any:
+        if set(mode) & set("wax+"):
+            refuse(file)
+        return real(file, mode, *more, **options)
+
+    def guarded(name: str) -> Any:
+        def call(first: Any, *more: Any, **options: Any) -> Any:
+            if name != "open" or (more and more[0] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
+                refuse(first)
+            return kept[name](first, *more, **options)
+
+        return call
+
+    io.open = builtins.open = opened  # type: ignore[assignment]  # it is called the same
+    for name in names:
+        setattr(os, name, guarded(name))
+    try:
+        yield
     finally:
         io.open = builtins.open = real  # type: ignore[assignment]  # as above
         for name, function in kept.items():

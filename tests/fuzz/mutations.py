@@ -1,5 +1,6 @@
 """Small damages to a file: to its bytes, to its lines, to the tree of a JSON or YAML text, to the header of safetensors."""
 
+import copy
 import io
 import json
 import struct
@@ -97,7 +98,7 @@ def of_tree(random: Random, data: Any) -> Any:
         value, (far, name) = holder[key], random.choice(places)
         match random.randrange(11):
             case 0 | 1 | 2:
-                holder[key] = random.choice(_VALUES)
+                holder[key] = copy.deepcopy(random.choice(_VALUES))
             case 3:
                 holder[key] = random.choice(_WORDS)
             case 4 if holder is not root:
@@ -111,11 +112,11 @@ def of_tree(random: Random, data: Any) -> Any:
             case 8 if isinstance(holder, dict):
                 holder[random.choice((*_WORDS, "", "x", "\0", f"{key}s", key[:-1], key.upper()))] = holder.pop(key)
             case 9 if isinstance(value, dict):
-                value[random.choice((*_WORDS, "x", ""))] = random.choice(_VALUES)
+                value[random.choice((*_WORDS, "x", ""))] = copy.deepcopy(random.choice(_VALUES))
             case 10 if isinstance(value, list):
-                value.insert(random.randrange(len(value) + 1), random.choice(_VALUES))
+                value.insert(random.randrange(len(value) + 1), copy.deepcopy(random.choice(_VALUES)))
             case _:
-                holder[key] = random.choice(_VALUES)
+                holder[key] = copy.deepcopy(random.choice(_VALUES))
     return root[0]
 
 

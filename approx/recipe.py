@@ -14,6 +14,7 @@ from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.finetuning.options import HealStage
 from approx.planning.rule import Rules
 from approx.pushing.options import PushStage
+from approx.searching.options import SearchStage, contradictions
 from approx.validation import Mistake, Model, listed, salvage, told
 
 BASE, CEILING = "exact", "attention-free"
@@ -129,12 +130,14 @@ class Recipe(Study):
         checkpoint: A folder, a hub model id, or `quickstart`.
         variants: Name -> plan: a rule or a list of rules.
         calibrate: A text, or for speech a recording, as in `approx convert --calibrate`.
+        search: Name of a further variant -> the search for its plan, before everything else.
         push: Variants to push to a hub, after everything else.
     """
 
     checkpoint: str
     variants: dict[str, Rules]
     calibrate: str | None = None
+    search: dict[str, SearchStage] = Field(default_factory=dict)
     push: Annotated[list[PushStage], BeforeValidator(listed, json_schema_input_type=list[PushStage] | PushStage)] = (
         Field(default_factory=list)
     )
@@ -152,7 +155,7 @@ def read(path: Path) -> Recipe:
     Raises:
         ApproxError: if the file does not exist or is not a YAML mapping.
     """
-    return Recipe.parse(path, "recipe", {"title": "", "checkpoint": "", "variants": {}}, _push_mistakes)
+    return Recipe.parse(path, "recipe", {"title": "", "checkpoint": "", "variants": {}}, _own_mistakes)
 
 
 def find(name: str, what: str = "recipe") -> Path:
@@ -208,15 +211,25 @@ def _loose_ends(made: Study, data: dict[str, Any], what: str) -> Iterator[Mistak
         yield Mistake(("bench",), f"{what}.bench: {advice}")
 
 
+def _own_mistakes(made: Recipe) -> Iterator[Mistake]:
+    for name, stage in made.search.items():
+        where = ("search", name)
+        yield from (Mistake(where, f"recipe.search.{name}: {told}") for told in contradictions(stage))
+        if name in (*made.variants, BASE, CEILING):
+            yield Mistake(where, f"recipe.search: '{name}' is the name of another variant. Choose another one.")
+    yield from _push_mistakes(made)
+
+
 def _push_mistakes(made: Recipe) -> Iterator[Mistake]:
     """Check what is pushed where."""
     places: set[tuple[str, str | None]] = set()
     for number, push in enumerate(made.push):
-        where, known = ("push", number), f"Known: {', '.join(made.variants)}."
-        if push.variant is None and len(made.variants) > 1:
-            yield Mistake(where, f"recipe.push: name the variant to push, e.g. 'variant: {next(iter(made.variants))}'.")
-        elif push.variant is not None and push.variant not in made.variants:
-            hint = did_you_mean(push.variant, made.variants)
+        names = [*made.variants, *made.search]
+        where, known = ("push", number), f"Known: {', '.join(names)}."
+        if push.variant is None and len(names) > 1:
+            yield Mistake(where, f"recipe.push: name the variant to push, e.g. 'variant: {names[-1]}'.")
+        elif push.variant is not None and push.variant not in names:
+            hint = did_you_mean(push.variant, names)
             yield Mistake(where, f"recipe.push: there is no variant '{push.variant}'.{hint} {known}")
         if (place := (push.repo, push.revision)) in places:
             yield Mistake(where, f"recipe.push: {push.repo} is pushed to twice. Choose another repository or revision.")

@@ -49,7 +49,8 @@ def listed(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
 
 
-Count = Annotated[int, Field(ge=1)]
+# More than anybody counts, and less than what libraries written in C cannot take.
+Count = Annotated[int, Field(ge=1, le=10**15)]
 Counts = Annotated[
     list[Count], Field(min_length=1), BeforeValidator(listed, json_schema_input_type=list[Count] | Count)
 ]

@@ -1,4 +1,4 @@
-"""Atomic writing of folders: write a temporary one, seal it with a manifest, rename it last."""
+"""Atomic writing of folders: write a temporary one, seal it with a manifest, rename it last; one process at a time."""
 
 import contextlib
 import glob
@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from approx.errors import ApproxError, Exit
 from approx.seam.manifest import flush, seal
+from approx_kernels.runtime.file_lock import locked
 
 
 @contextlib.contextmanager
@@ -45,8 +46,10 @@ def atomic_folder(out: Path, *, force: bool = False, sealed: bool = True) -> Ite
             seal(temporary)
         else:
             _flush_all(temporary)
-        refuse_existing(out, force=force)
-        _replace(temporary, out, old)
+        # Another process may be about to do the same.
+        with locked(out.with_name(f".{out.name}.lock")):
+            refuse_existing(out, force=force)
+            _replace(temporary, out, old)
     except (OSError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno is None:
             raise
@@ -57,6 +60,34 @@ def atomic_folder(out: Path, *, force: bool = False, sealed: bool = True) -> Ite
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep other processes from holding an output, a folder or file, until the context or this process ends; it need not exist.
+
+    Where the file system has no locks, nothing is kept.
+
+    Raises:
+        ApproxError: if another process holds it (exit code 8), or nothing can be written beside it.
+    """
+    folder = Path(folder).resolve()
+    made = not folder.parent.exists()
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder.with_name(f".{folder.name}.lock"), wait=False))
+        except BlockingIOError:
+            raise ApproxError(
+                f"Another process is writing {folder}. Wait until it is done, or choose another output.", Exit.REFUSED
+            ) from None
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+        yield
+    if made:
+        # Nothing was written, or it is not empty.
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
 
 
 def refuse_existing(out: Path, *, force: bool) -> None:

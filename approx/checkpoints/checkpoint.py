@@ -95,7 +95,7 @@ def locate(
         config = config_class.from_pretrained(folder)
     except Exception as error:
         raise ApproxError(
-            f"{folder / 'config.json'} does not describe a {family} model: {' '.join(str(error).split())}",
+            f"{folder / 'config.json'} does not describe a {family} model: {_short(error)}",
             Exit.UNAVAILABLE,
         ) from error
     return Source(str(name), folder, commit, raw, config, _stock_class(str(name), raw, config, converted), converted)

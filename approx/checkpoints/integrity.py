@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from approx.checkpoints.conversion_record import check_record
 from approx.errors import ApproxError, Exit
 from approx.seam.manifest import MANIFEST, names
 
@@ -56,6 +57,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{path} says {', '.join(beyond)}, which is implausible. It is damaged; download it again.",
             Exit.UNAVAILABLE,
         )
+    if config["model_type"].startswith("approx_"):
+        check_record(config, path)
     relative = config.get("position_embedding_type", "absolute")
     if relative not in ("absolute", None, "rotary"):
         raise ApproxError(

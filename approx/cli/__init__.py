@@ -1,6 +1,7 @@
 """The command line: one short function per command, grouped as in `approx --help`."""
 
 import os
+import signal
 
 import typer
 
@@ -75,5 +76,6 @@ environment.add_to(app)
 
 
 def main() -> None:
-    """Entry point of the `approx` command."""
+    """Entry point of the `approx` command; SIGTERM, as of a scheduler, ends it as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()

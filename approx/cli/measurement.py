@@ -1,5 +1,6 @@
 """Commands that measure: evaluate, bench."""
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -133,6 +134,7 @@ def evaluate(
 ) -> None:
     """Score a checkpoint on a task and compare it with its base on the same examples."""
     from approx import api
+    from approx.checkpoints.atomic_folder import held
     from approx.cli.figures import quality_table
     from approx.evaluation import distributed, record
     from approx.publishing.advice import recommendation
@@ -145,18 +147,21 @@ def evaluate(
     outputs = None if output is None else output.with_suffix(".parquet")
     if output is not None and output == outputs:
         raise ApproxError(f"{output} is reserved for the outputs of each example. Give the record the ending .json.")
-    options.check_output(outputs, force)
-    with terminal.progress() as bar:
+    with nullcontext() if output is None or not distributed.leads() else held(output), terminal.progress() as bar:
+        # Whoever held it before may have written it.
+        options.check_output(output, force)
+        options.check_output(outputs, force)
         made = api.evaluate(
             model, task, against=against, data=data, split=split, limit=limit, streaming=streaming,
             settings=options.task_settings(set_, columns), truncate=truncate or max_length is not None, max_length=max_length,
             extend_base=extend_base, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
             dtype=dtype, fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
-    if not distributed.leads():
-        return
+        if not distributed.leads():
+            return
+        if output is not None:
+            record.save(output, made)
     if output is not None:
-        record.save(output, made)
         terminal.note(f"Record written to {output}, the outputs of each example to {outputs}")
     terminal.result(made.to_data(), *recommendation(made), *map(quality_table, made.quality))
     if fail_over:
@@ -223,19 +228,23 @@ def bench(
 ) -> None:
     """Time a checkpoint side by side with exact attention and with no attention (the ceiling)."""
     from approx import api
+    from approx.checkpoints.atomic_folder import held
     from approx.cli.figures import speed_tables
     from approx.evaluation import record
     from approx.publishing.advice import recommendation
 
     options.check_output(output, force)
-    with terminal.progress() as bar:
+    with nullcontext() if output is None else held(output), terminal.progress() as bar:
+        # Whoever held it before may have written it.
+        options.check_output(output, force)
         made = api.bench(
             model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch_size, "--batch-size", "1,8"),
             against=against, max_length=max_length, rounds=rounds, seconds=seconds, wait_idle=wait_idle, task=task, data=data,
             settings=options.task_settings(set_, columns), seed=seed, device=device, dtype=dtype, mode=mode, new_tokens=new_tokens,
             fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip
+        if output is not None:
+            record.save(output, made)
     if output is not None:
-        record.save(output, made)
         terminal.note(f"Record written to {output}")
     terminal.result(made.to_data(), *recommendation(made), *speed_tables(made.speed))

@@ -41,12 +41,10 @@ class Ledger:
         """Number of a batch -> the predictions of its rows."""
         batches: dict[int, list[Any]] = {}
         for path in sorted(self._folder.glob(f"{self._key}.*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    batch, predictions = json.loads(line)
-                except ValueError:
-                    continue
-                batches[int(batch)] = predictions
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                match _parsed(line):
+                    case [int(batch), list(predictions)]:
+                        batches[batch] = predictions
         return batches
 
     def write(self, batch: int, predictions: list[Any]) -> list[Any]:
@@ -76,6 +74,13 @@ class Ledger:
                 Exit.UNAVAILABLE,
             ) from None
         return json.loads(line)[1]
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _text(value: Any) -> str:

@@ -55,7 +55,7 @@ def load(path: Path) -> Record:
         data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except OSError as error:
         raise ApproxError(f"The record {path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApproxError(
             f"The record {path} is damaged: {error}. Make it again with the command that made it.",
             Exit.UNAVAILABLE,

@@ -1,11 +1,12 @@
 """Train a checkpoint into a new folder, which gets its name only after the checks."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from approx.checkpoints import checkpoint
-from approx.checkpoints.atomic_folder import refuse_existing, refuse_overlap, refuse_unwritable
+from approx.checkpoints.atomic_folder import held, refuse_existing, refuse_overlap, refuse_unwritable
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.checkpoints.history import Training, trainings
 from approx.checkpoints.receipt import Check, Receipt, read_receipt
@@ -63,6 +64,15 @@ def finetune_folder(
     refuse_existing(out, force=force)
     refuse_unwritable(out)
     working = working or out.with_name(f"{out.name}.training")
+    # Another process would continue from the same checkpoints.
+    with held(working) if distributed.leads() else nullcontext():
+        return _finetuned(name, out, options, teacher, working, resume, force, revision, offline, device, progress)
+
+
+def _finetuned(
+    name: str | Path, out: Path, options: FinetuneStage, teacher: str | None, working: Path, resume: bool, force: bool,
+    revision: str | None, offline: bool, device: str, progress: Progress,
+) -> dict[str, Any]:  # fmt: skip
     opened, taught = _opened(name, teacher, options, revision, offline, device)
     refuse_overlap(opened.source.folder, out)
     reader = checkpoint.processor(opened.source)

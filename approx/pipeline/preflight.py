@@ -1,5 +1,6 @@
 """Find mistakes in a recipe and its data before any work, in seconds instead of minutes."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -132,7 +133,7 @@ def _training_mistakes(heal: FinetuneStage) -> list[ApproxError]:
     except ApproxError as error:
         errors.append(error)
     for path in [*([heal.data] if heal.data else []), *(heal.text or [])]:
-        if not is_hub(path) and not Path(path).exists():
+        if not is_hub(path) and not os.path.exists(path):
             text = f"Heal: {path} does not exist. Fix the path in the recipe, or replace it with --data."
             errors.append(ApproxError(text + _from_where(path), Exit.UNAVAILABLE))
     return errors
@@ -158,7 +159,7 @@ def _facts(recipe: Recipe, offline: bool) -> Anatomy:
         try:
             CalibrationFile.read(Path(recipe.calibrate), source.stock_class.main_input_name)
         except ApproxError as error:
-            hint = "" if Path(recipe.calibrate).exists() else _from_where(recipe.calibrate)
+            hint = "" if os.path.exists(recipe.calibrate) else _from_where(recipe.calibrate)
             raise ApproxError(f"Calibrate: {error}{hint}", error.exit_code) from None
     return anatomy(source.config, source.stock_class)
 
@@ -169,7 +170,7 @@ def _task_mistakes(stage: EvaluateStage) -> list[ApproxError]:
         task_of(stage)
     except ApproxError as error:
         errors.append(error)
-    if stage.data is not None and not is_hub(stage.data) and not Path(stage.data).exists():
+    if stage.data is not None and not is_hub(stage.data) and not os.path.exists(stage.data):
         text = f"Data {stage.data} of task {stage.task} does not exist. Fix the path in the recipe, or replace it with --data."
         errors.append(ApproxError(text + _from_where(stage.data), Exit.UNAVAILABLE))
     return errors

@@ -68,7 +68,7 @@ class Pushes:
 
     def _folder(self, asked: PushStage) -> Stage:
         """What a push takes: a variant as it is after its training."""
-        name = asked.variant or next(iter(self.recipe.variants))
+        name = asked.variant or next(iter([*self.recipe.variants, *self.recipe.search]))
         return self.folders.get(name + HEALED, self.folders[name])
 
     def _key(self, asked: PushStage) -> str:

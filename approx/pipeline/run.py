@@ -4,10 +4,11 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from approx.checkpoints.atomic_folder import held
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.record_model import RecipeText, Record
@@ -19,12 +20,13 @@ from approx.pipeline.preflight import check
 from approx.pipeline.pushes import Pushes
 from approx.pipeline.stages import Conversions, Study, measured
 from approx.pipeline.store import Stage, complete
+from approx.planning.plan import Plan
 from approx.publishing.report import write_report
 from approx.recipe import BASE, HEALED, TRAINED, Recipe, slug
 from approx_kernels.runtime.atomic_file import write_whole
 
 _CLAIM = "recipe.yaml"
-_OWN = (_CLAIM, "stages", "converted", "healed", "training", "report", "push", "record.json")
+_OWN = (_CLAIM, "stages", "search", "converted", "healed", "training", "report", "push", "record.json")
 
 
 def run(
@@ -58,8 +60,8 @@ def run(
         The record.
 
     Raises:
-        ApproxError: if the recipe has mistakes (with all of them), `out` holds another run, a push would not be allowed, or a
-            stage fails.
+        ApproxError: if the recipe has mistakes (with all of them), `out` holds another run or another process is writing it, a
+            push would not be allowed, or a stage fails.
     """
     if recipe.push and offline and send:
         raise ApproxError(
@@ -74,28 +76,47 @@ def run(
     # The keys already include a hash of the code.
     machine = {key: value for key, value in environment.items() if key not in ("approx", "git_commit")}
     study.begin(machine, computed_by(base.model.device))
-    converted = {name: study.convert(plan, name, out / "converted" / slug(name)) for name, plan in plans.items()}
-    healed = _healed(study, recipe, converted, out)
-    folders = {**converted, **healed}
-    # What was healed takes the place of what it was in timings: only its weights differ.
-    timed = {name: folders.get(name + HEALED, one) for name, one in converted.items()}
-    timed = {name + HEALED * (name + HEALED in folders): one for name, one in timed.items()}
-    parts = [
-        *(study.evaluate(n, folders, out / f"outputs-{n}.parquet") for n in range(len(recipe.evaluate))),
-        *(study.bench(grid, timed) for grid in recipe.bench),
-    ]
-    make = partial(_report, study, recipe, folders, parts)
-    report = Stage("report", "report", make, (*folders.values(), *parts), kept=False)
-    pushes = Pushes(study, recipe, folders, out / "record.json", report.inputs, send, offline, progress)
-    pushes.check(every=force)
-    _claim(recipe, out, force=force)
-    made = complete([*report.inputs, report], study.store, Here(), keep_going=False)
-    last = complete(pushes.stages(), study.store, Here(), keep_going=False)
-    for stage in pushes.stages():
-        outcome = last.get(stage.key) or study.store.read(stage)
-        assert outcome is not None  # it was computed now or is stored
-        pushed(outcome["result"])
-    return made[report.key]["result"]
+    with held(out):
+        # Another process may have claimed it since it was looked at.
+        _refuse(recipe, out, resume=resume, force=force)
+        if recipe.search:
+            _claim(recipe, out, force=force)
+            plans |= study.search(recipe.search, out / "search")
+        stages = _Stages.of(study, recipe, plans, out)
+        pushes = Pushes(study, recipe, stages.folders, out / "record.json", stages.report.inputs, send, offline, progress)
+        pushes.check(every=force)
+        if not recipe.search:
+            _claim(recipe, out, force=force)
+        made = complete([*stages.report.inputs, stages.report], study.store, Here(), keep_going=False)
+        last = complete(pushes.stages(), study.store, Here(), keep_going=False)
+        for stage in pushes.stages():
+            outcome = last.get(stage.key) or study.store.read(stage)
+            assert outcome is not None  # it was computed now or is stored
+            pushed(outcome["result"])
+        return made[stages.report.key]["result"]
+
+
+class _Stages(NamedTuple):
+    """The folders of a run, by label, and its report, whose inputs are all other stages."""
+
+    folders: dict[str, Stage]
+    report: Stage
+
+    @classmethod
+    def of(cls, study: Study, recipe: Recipe, plans: dict[str, Plan], out: Path) -> "_Stages":
+        converted = {name: study.convert(plan, name, out / "converted" / slug(name)) for name, plan in plans.items()}
+        healed = _healed(study, recipe, converted, out)
+        folders = {**converted, **healed}
+        # What was healed takes the place of what it was in timings: only its weights differ.
+        timed = {name: folders.get(name + HEALED, one) for name, one in converted.items()}
+        timed = {name + HEALED * (name + HEALED in folders): one for name, one in timed.items()}
+        parts = [
+            *(study.evaluate(n, folders, out / f"outputs-{n}.parquet") for n in range(len(recipe.evaluate))),
+            *(study.bench(grid, timed) for grid in recipe.bench),
+        ]
+        make = partial(_report, study, recipe, folders, parts)
+        report = Stage("report", "report", make, (*folders.values(), *parts), kept=False)
+        return cls(folders, report)
 
 
 def _healed(study: Study, recipe: Recipe, converted: Conversions, out: Path) -> dict[str, Stage]:

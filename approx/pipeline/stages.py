@@ -10,7 +10,7 @@ from typing import Any
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.conversion import convert
 from approx.conversion.separator import of_checkpoint, with_separator
-from approx.errors import Exit
+from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.options import BenchStage, EvaluateStage
 from approx.evaluation.record_model import Record
@@ -30,9 +30,11 @@ from approx.measuring.measure import (
     silent,
 )
 from approx.pipeline.preflight import refuse_trained_on, rehearse
+from approx.pipeline.search import folder_of, search
 from approx.pipeline.store import Outcome, Stage, Store, stage_key
 from approx.planning.plan import Plan
-from approx.recipe import BASE, Recipe
+from approx.recipe import BASE, Recipe, slug
+from approx.searching.options import SearchStage
 
 # Label of a converted folder -> the stage that makes it.
 Conversions = Mapping[str, Stage]
@@ -93,6 +95,28 @@ class Study:
         """A record of measurements; the keywords are those of `make_record`."""
         about = {"title": self.asked.title, "notice": self.asked.notice, "seed": self.asked.seed}
         return make_record(self.open(conversions), command=self._command, **about, **more)
+
+    def search(self, searches: Mapping[str, SearchStage], out: Path) -> dict[str, Plan]:
+        """Search the plans of variants, each in a folder of its own; a finished search is read.
+
+        Raises:
+            ApproxError: if a search finds nothing (exit code 7).
+        """
+        plans = {}
+        for name, asked in searches.items():
+            file = out / f"{slug(name)}.yaml"
+            if not file.is_file():
+                found = search(
+                    self.open()[BASE], asked, file, folder=folder_of(file), resume=True, seed=self.asked.seed,
+                    command=self._command, progress=self._progress,
+                )  # fmt: skip
+                if found.interrupted:
+                    file.unlink()
+                    raise KeyboardInterrupt
+                if not found.feasible:
+                    raise ApproxError(f"The search for '{name}': {found.told}", Exit.THRESHOLD)
+            plans[name] = Plan.read(file)
+        return plans
 
     def convert(self, plan: Plan, label: str, place: Path | None = None) -> Stage:
         """The stage that converts by a plan, into `place` or a folder named by its key."""

@@ -25,6 +25,7 @@ from approx_kernels.runtime.atomic_file import write_whole
 
 SCHEMA = 2
 Outcome = dict[str, Any]
+_KEYS = {"schema", "key", "name", "status", "result", "product", "error", "exit_code"}
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ class Store:
         """
         try:
             outcome = json.loads(self._file(stage).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
-        whole = isinstance(outcome, dict) and (outcome.get("schema"), outcome.get("key")) == (SCHEMA, stage.key)
-        return outcome if whole else None
+        whole = isinstance(outcome, dict) and _KEYS <= outcome.keys() and outcome["status"] in ("done", "failed")
+        return outcome if whole and (outcome["schema"], outcome["key"]) == (SCHEMA, stage.key) else None
 
     def state(self, stage: Stage) -> str:
         """`done`, `failed` or `missing`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from approx.checkpoints.atomic_folder import held
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import crossover
@@ -82,13 +83,14 @@ def sweep(grid: Grid, out: Path, todo: Sequence[Stage], executor: Executor, *, p
         executor: Runs the cells.
         progress: Called with the cell that finished last, done and total.
     """
-    computed = complete(
-        todo, Store(out), executor, keep_going=True,
-        progress=lambda name, *where: progress(f"sweep: {name}" if name else "sweep", *where),
-    )  # fmt: skip
-    return _written(
-        grid, out, [cell for stage in todo if (cell := _cell(stage, Store(out))) is not None], len(computed)
-    )
+    with held(out):
+        computed = complete(
+            todo, Store(out), executor, keep_going=True,
+            progress=lambda name, *where: progress(f"sweep: {name}" if name else "sweep", *where),
+        )  # fmt: skip
+        return _written(
+            grid, out, [cell for stage in todo if (cell := _cell(stage, Store(out))) is not None], len(computed)
+        )
 
 
 def _checked(grid: Grid, offline: bool) -> dict[str, Plan]:

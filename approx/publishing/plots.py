@@ -38,10 +38,15 @@ def colours(record: Record) -> dict[str, str]:
         counts = Counter(layer.mechanism for layer in variant.layers)
         approximate = {name: number for name, number in counts.items() if name not in _EXACT} or counts
         mechanism = min(approximate, key=lambda name: (-approximate[name], name)) if approximate else "full"
-        # Python's own hash of a string differs between processes.
-        other = _OTHER_COLOURS[zlib.crc32(mechanism.encode()) % len(_OTHER_COLOURS)]
-        chosen[variant.name] = COLOURS.get(mechanism, other)
-    return chosen
+        chosen[variant.name] = COLOURS.get(mechanism) or _other_colour(mechanism)
+    # A record that was edited may measure variants that it does not describe.
+    measured = [entry.name for part in (*record.quality, *record.speed) for entry in part.variants]
+    return {name: _other_colour(name) for name in measured} | chosen
+
+
+def _other_colour(name: str) -> str:
+    # Python's own hash of a string differs between processes.
+    return _OTHER_COLOURS[zlib.crc32(name.encode("utf-8", "replace")) % len(_OTHER_COLOURS)]
 
 
 def speed_figure(rows: list[Speed], record: Record, identity: str) -> Markup:

@@ -167,7 +167,7 @@ def _scrubbed_records(records: Sequence[Path], target: Path, here: Private) -> l
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ApproxError(f"The record {path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApproxError(
                 f"The record {path} is damaged: {error}. Make it again with the command that made it.", Exit.UNAVAILABLE
             ) from None

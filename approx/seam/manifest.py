@@ -71,7 +71,7 @@ def differing(folder: Path) -> list[str]:
             for name, digest in _hashes(folder).items()
             if not (folder / name).is_file() or sha256(folder / name) != digest
         ]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [MANIFEST]
 
 
@@ -79,7 +79,7 @@ def names(folder: Path) -> set[str]:
     """Names of the files in a folder's manifest; none if it is damaged."""
     try:
         return {*_hashes(folder)}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return set()
 
 

@@ -8,7 +8,6 @@ Rajpurkar, Jia, Liang, 2018, "Know What You Don't Know", arXiv 1806.03822.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from approx.errors import ApproxError, Exit, did_you_mean
 from approx.tasks.answer_words import answer_words
 from approx.tasks.head import QUESTION_ANSWERING, Head
 from approx.tasks.hub import read_rows
+from approx.tasks.json_text import parsed
 from approx.tasks.padding import padded
 from approx.tasks.settings import names_setting, number_setting, whole_setting, window_within
 from approx.tasks.task import Encoding, Example, Split, Task
@@ -132,11 +132,12 @@ class Squad(Task):
 
     def _file_rows(self, path: Path) -> Iterator[tuple[str, Example]]:
         try:
-            articles = json.loads(path.read_text(encoding="utf-8"))["data"]
+            articles = parsed(path.read_text(encoding="utf-8"))["data"]
             for article in articles:
                 for paragraph in article["paragraphs"]:
                     for question in paragraph["qas"]:
                         answers = [(one["text"], one.get("answer_start")) for one in question.get("answers", ())]
+                        _check_types(article["title"], paragraph["context"], question["question"], answers)
                         impossible = bool(question.get("is_impossible", False))
                         made = self._example(question, paragraph["context"], answers, impossible, str(path))
                         yield article["title"], made
@@ -144,7 +145,7 @@ class Squad(Task):
             raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
         except UnicodeDecodeError:
             raise ApproxError(f"{path} is not UTF-8 text. Download it again.", Exit.UNAVAILABLE) from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ApproxError):
                 raise
             raise ApproxError(
@@ -266,6 +267,13 @@ class Squad(Task):
         if self._version == 2 and min(part["none"] for part in parts) - score > self._margin:
             return ""
         return example.inputs["context"][begin:end]
+
+
+def _check_types(title: Any, context: Any, question: Any, answers: list[tuple[Any, Any]]) -> None:
+    if not all(isinstance(text, str) for text in (title, context, question, *(text for text, _ in answers))):
+        raise TypeError("titles, contexts, questions and answers must be texts")
+    if not all(isinstance(start, int | None) for _, start in answers):
+        raise TypeError("answer_start must be a whole number")
 
 
 def _tokens_of_answer(example: Example, encoding: Encoding) -> tuple[int, int]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit, shown
 from approx.tasks.hub import load_rows, streamed
+from approx.tasks.json_text import parsed
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 """Endings of files; all but the last may be followed by .gz."""
@@ -59,6 +61,21 @@ def is_table(data: Path) -> bool:
     return data.name.removesuffix(".gz").endswith(FORMATS)
 
 
+@contextmanager
+def readable(task: str, data: str | Path | None) -> Iterator[None]:
+    """Report that files cannot even be looked for, such as one whose name is too long.
+
+    Raises:
+        ApproxError: in place of the operating system's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if data is None or error.errno is None:
+            raise
+        raise ApproxError(f"{task}: {data} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
+
+
 def open_table(task: str, data: Path, split: str, *, streaming: bool = False) -> tuple[str, Iterator[Row]]:
     """Open a table.
 
@@ -77,7 +94,8 @@ def open_table(task: str, data: Path, split: str, *, streaming: bool = False) ->
     if is_hub(data):
         dataset, _, config = str(data).removeprefix(_HUB).partition(":")
         return split, _hub_rows(dataset, config or None, split, streaming)
-    path = _find(task, data, split)
+    with readable(task, data):
+        path = _find(task, data, split)
     return path.name.partition(".")[0], _file_rows(path)
 
 
@@ -136,7 +154,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
             elif not isinstance(cells, dict):
                 raise ApproxError(f"{place} is not a JSON object. Fix or remove it.", Exit.UNAVAILABLE)
             yield Row(place, path.parent, cells)
-    except (UnicodeDecodeError, EOFError, csv.Error, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, EOFError, csv.Error, gzip.BadGzipFile, zlib.error) as error:
         raise ApproxError(f"{path} is damaged ({error}). Download it again.", Exit.UNAVAILABLE) from None
     except OSError as error:
         raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
@@ -182,7 +200,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _list(text: str, path: Path) -> list[Any]:
     try:
-        rows = json.loads(text)
+        rows = parsed(text)
     except ValueError as error:
         raise ApproxError(f"{path} is not JSON: {error}. Fix it, or download it again.", Exit.UNAVAILABLE) from None
     if isinstance(rows, dict) and isinstance(rows.get("data"), list):
@@ -197,7 +215,7 @@ def _list(text: str, path: Path) -> list[Any]:
 
 def _object(line: str, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parsed(line)
     except ValueError as error:
         raise ApproxError(f"{place} is not JSON: {error}. Fix or remove the line.", Exit.UNAVAILABLE) from None
     if not isinstance(row, dict):

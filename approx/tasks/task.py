@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from approx.errors import ApproxError, Exit
 from approx.tasks.example import Example, Split
 from approx.tasks.head import Head
-from approx.tasks.table import Row, is_hub, open_table
+from approx.tasks.table import Row, is_hub, open_table, readable
 
 __all__ = ["Encoding", "Example", "Split", "Task", "doubling"]
 
@@ -81,7 +81,8 @@ class Task(ABC):
             ApproxError: if the data do not exist, a row is damaged or unlabelled, or no row is left.
         """
         if not self.columns and not is_hub(data):
-            return self.read(data, split, limit, streaming=streaming)
+            with readable(self.name, data):
+                return self.read(data, split, limit, streaming=streaming)
         if data is None:
             raise ApproxError(
                 f"Columns were named for the task '{self.name}', but no table. Give a file or hub:OWNER/NAME with --data."

@@ -71,7 +71,11 @@ class TokenClassification(Classification):
 
     def from_cells(self, cells: dict[str, Any], row: Row) -> tuple[dict[str, Any], Any]:
         """Words and tags, from lists or texts with spaces."""
-        words, tags = (one.split() if isinstance(one, str) else list(one) for one in (cells["tokens"], cells["tags"]))
+        words, tags = (one.split() if isinstance(one, str) else one for one in (cells["tokens"], cells["tags"]))
+        if not isinstance(words, list) or not isinstance(tags, list):
+            raise ApproxError(
+                f"{row.place}: words and tags must be lists, or texts with spaces. Fix or remove it.", Exit.UNAVAILABLE
+            )
         if not words or len(words) != len(tags):
             raise ApproxError(
                 f"{row.place}: {len(words)} words and {len(tags)} tags. Fix or remove it.", Exit.UNAVAILABLE

@@ -10,8 +10,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,8 @@ from torch import Tensor
 from approx_kernels.cpu.sources import source
 from approx_kernels.cpu.structs import check_sizes
 from approx_kernels.runtime.cache_folder import is_private, private_folder
+from approx_kernels.runtime.file_lock import locked
 from approx_kernels.runtime.observed import needs_pytorch
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 _LOG = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")
@@ -98,7 +92,8 @@ def load(text: str) -> ctypes.CDLL | str:
         key = _key(compiler, text)
         library_file = _kept(folder, key)
         if library_file is None:
-            with _locked(folder / f"{key}.lock"):
+            # Without file locks, each process compiles its own.
+            with locked(folder / f"{key}.lock"):
                 # Another process may have compiled it meanwhile.
                 library_file = _kept(folder, key) or _compile(compiler, text, folder, key)
         loaded = ctypes.CDLL(str(library_file))
@@ -169,19 +164,6 @@ def _kept(folder: Path, key: str) -> Path | None:
 
 def _name(key: str, made: Path) -> str:
     return f"{key}-{hashlib.sha256(made.read_bytes()).hexdigest()[:24]}.so"
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Let only one process at a time compile a source; without file locks, each compiles its own."""
-    with file.open("w") as held:
-        if fcntl is not None:
-            with suppress(OSError):
-                fcntl.flock(held, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            file.unlink(missing_ok=True)
 
 
 def _compile(compiler: str, text: str, folder: Path, key: str) -> Path:

@@ -13,6 +13,7 @@ import torch
 from approx_kernels.cpu.compile import compiler_obstacle
 from approx_kernels.runtime.atomic_file import write_whole
 from approx_kernels.runtime.cache_folder import cache_folder
+from approx_kernels.runtime.file_lock import locked
 
 # Increase it when a change alters the meaning of stored findings.
 FORMAT = 7
@@ -65,7 +66,9 @@ def keep(device: str, asked: str, finding: Finding) -> None:
         OSError: if it cannot be written.
     """
     here = machine(device)
-    with _lock:
+    file().parent.mkdir(parents=True, exist_ok=True)
+    # Another process may add a finding at the same time.
+    with _lock, locked(file().with_suffix(".lock")):
         found(device)
         kept = _read()
         kept.setdefault(here, {})[asked] = finding
@@ -103,7 +106,7 @@ def _read() -> dict[str, dict[str, Finding]]:
     # Ignore a damaged file; the next probe replaces it.
     try:
         kept = json.loads(file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     whole = isinstance(kept, dict) and all(
         isinstance(one, dict) and all(isinstance(each, dict) for each in one.values()) for one in kept.values()

@@ -22,7 +22,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
         path: The file; its folder is created.
 
     Raises:
-        OSError: if the file cannot be written.
+        OSError: if the file cannot be written; it names the file.
     """
     # In the same folder, since a rename is atomic only within one file system; with a unique name, since processes on
     # several machines may write the same file.
@@ -34,6 +34,10 @@ def atomic_file(path: Path) -> Iterator[Path]:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        # A failed write, unlike a failed open, does not name its file.
+        error.filename = error.filename or str(path)
+        raise
     finally:
         # The parent may not be a folder; do not hide the error about that.
         with contextlib.suppress(OSError):

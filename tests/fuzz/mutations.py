@@ -1,0 +1,196 @@
+"""Small damages to a file: to its bytes, to its lines, to the tree of a JSON or YAML text, to the header of safetensors."""
+
+import copy
+import io
+import json
+import struct
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import yaml
+
+Mutation = Callable[[Random, bytes], bytes]
+
+_PIECES = (
+    b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\n", b"\r\n", b"\t", b'"', b"'", b"{", b"}", b"[" * 50, b"[" * 5000,
+    b"{" * 50, b":", b",", b"&a ", b"*a", b"<<: ", b"!!python/name:os ", b"- ", b"null", b"NaN", b"-Infinity", b"1e999", b"-0",
+    b"version https://git-lfs.github.com/spec/v1\n", b"\x80\x05", b"PAR1", b"fLaC", b"RIFF", b"\x1f\x8b", b"\xe2\x80\xa8", b"\x85",
+)  # fmt: skip
+_NUMBERS = (0, 1, 2, 3, 7, 255, 256, 65535, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
+_VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 7, 31, 1000, 10**6, 2**31, 2**63, 2**64, -(2**63), 10**40, 0.0, -0.0, 0.5, -1.5, 1e-320, 1e308,
+    float("nan"), float("inf"), float("-inf"), "", " ", "x", "0", "1", "-1", "nan", "all", "auto", "none", "é文", "\0", "\ud800", "\n",
+    "../x", "/", "~", ".", "x" * 300, "x" * 20_000, "%s{}{0}", "<b>&", "__class__", "1e5", "2024-01-01", "0x10", [], {}, [[]],
+    [None], [0], [-1], ["x"], {"": ""}, {"x": None}, {"rules": []}, [1, 2, 3], [1e308, 1e308], list(range(200)),
+)  # fmt: skip
+_WORDS = (
+    "bert", "gpt2", "wav2vec2", "roberta", "vit", "whisper", "relu", "gelu", "silu", "linear", "local", "clustered", "performer",
+    "lsh", "sdpa", "full", "bigbird", "longformer", "improved-clustered", "float16", "bfloat16", "float64", "int8", "eager",
+    "BertModel", "GPT2LMHeadModel", "BertForSequenceClassification", "glue/sst2", "squad", "lm", "cpu", "cuda", "relative_key",
+)  # fmt: skip
+
+
+def of_bytes(random: Random, content: bytes) -> bytes:
+    """Flip, cut, repeat, move, insert; one to four times."""
+    data = bytearray(content)
+    for _ in range(random.choice((1, 1, 1, 2, 4))):
+        at = random.randrange(len(data) + 1)
+        until = min(len(data), at + random.choice((1, 2, 4, 8, 64, 1024)))
+        match random.randrange(9):
+            case 0 if data:
+                data[at % len(data)] ^= 1 << random.randrange(8)
+            case 1 if data:
+                data[at % len(data)] = random.randrange(256)
+            case 2:
+                data[at:at] = random.choice(_PIECES)
+            case 3:
+                del data[at:until]
+            case 4:
+                del data[at:]
+            case 5:
+                data[at:at] = data[at:until]
+            case 6:
+                number = struct.pack(random.choice(("<Q", ">Q")), random.choice(_NUMBERS))
+                data[at : at + 8] = number if random.random() < 0.5 else number[: random.choice((1, 2, 4))]
+            case 7:
+                other = random.randrange(len(data) + 1)
+                data[at:until] = data[other : other + until - at]
+            case 8:
+                data[at:until] = random.randbytes(until - at)
+    return bytes(data)
+
+
+def of_lines(random: Random, content: bytes) -> bytes:
+    """Remove, repeat, swap and join lines; put pieces into their cells."""
+    lines = content.split(b"\n")
+    for _ in range(random.choice((1, 1, 2, 4))):
+        at, other = random.randrange(len(lines)), random.randrange(len(lines))
+        match random.randrange(7):
+            case 0 if len(lines) > 1:
+                del lines[at]
+            case 1:
+                lines.insert(at, lines[other])
+            case 2:
+                lines[at], lines[other] = lines[other], lines[at]
+            case 3:
+                cells = lines[at].split(b"\t") if b"\t" in lines[at] else lines[at].split(b" ")
+                cells[random.randrange(len(cells))] = random.choice((*_PIECES, *map(_plain, _VALUES)))
+                lines[at] = (b"\t" if b"\t" in lines[at] else b" ").join(cells)
+            case 4:
+                lines[at] += lines[other]
+            case 5:
+                lines[at] = random.choice((b" ", b"  ", b"\t", b"- ")) + lines[at]
+            case 6:
+                lines.insert(at, random.choice(_PIECES))
+    return b"\n".join(lines)
+
+
+def of_tree(random: Random, data: Any) -> Any:
+    """A copy of plain data in which one to four values, keys or items were changed."""
+    root = [json.loads(json.dumps(data))]
+    for _ in range(random.choice((1, 1, 1, 2, 4))):
+        places = list(_places(root))
+        # The first place is the whole tree, which is seldom the most telling one.
+        holder, key = random.choice(places if random.random() < 0.05 else places[1:] or places)
+        value, (far, name) = holder[key], random.choice(places)
+        match random.randrange(11):
+            case 0 | 1 | 2:
+                holder[key] = copy.deepcopy(random.choice(_VALUES))
+            case 3:
+                holder[key] = random.choice(_WORDS)
+            case 4 if holder is not root:
+                del holder[key]
+            case 5:
+                holder[key] = random.choice(([value], [value, value], {"x": value}, str(value), [[value]]))
+            case 6:
+                holder[key] = json.loads(json.dumps(far[name]))
+            case 7 if isinstance(value, int | float):
+                holder[key] = value + random.choice((-1, 1, 0.5)) if random.random() < 0.5 else value * -1000
+            case 8 if isinstance(holder, dict):
+                holder[random.choice((*_WORDS, "", "x", "\0", f"{key}s", key[:-1], key.upper()))] = holder.pop(key)
+            case 9 if isinstance(value, dict):
+                value[random.choice((*_WORDS, "x", ""))] = copy.deepcopy(random.choice(_VALUES))
+            case 10 if isinstance(value, list):
+                value.insert(random.randrange(len(value) + 1), copy.deepcopy(random.choice(_VALUES)))
+            case _:
+                holder[key] = copy.deepcopy(random.choice(_VALUES))
+    return root[0]
+
+
+def of_json(random: Random, content: bytes) -> bytes:
+    """Change the tree of a JSON text, or its bytes where that is chosen or it has none."""
+    if random.random() < 0.2:
+        return of_bytes(random, content)
+    return json.dumps(of_tree(random, json.loads(content)), indent=random.choice((None, 1))).encode()
+
+
+def of_jsonl(random: Random, content: bytes) -> bytes:
+    """Change the tree of one line, or the lines."""
+    if random.random() < 0.3:
+        return of_lines(random, content) if random.random() < 0.5 else of_bytes(random, content)
+    lines = content.splitlines()
+    at = random.randrange(len(lines))
+    lines[at] = json.dumps(of_tree(random, json.loads(lines[at]))).encode()
+    return b"\n".join(lines)
+
+
+def of_yaml(random: Random, content: bytes) -> bytes:
+    """Change the tree of a YAML text, its lines or its bytes."""
+    chosen = random.random()
+    if chosen < 0.3:
+        return of_lines(random, content) if chosen < 0.15 else of_bytes(random, content)
+    changed = of_tree(random, yaml.safe_load(content))
+    if chosen < 0.5:
+        return json.dumps(changed).encode()
+    return yaml.safe_dump(changed, sort_keys=False, allow_unicode=True).encode("utf-8", "surrogatepass")
+
+
+def of_any(random: Random, content: bytes) -> bytes:
+    """Change the tree where there is one, else the bytes."""
+    try:
+        json.loads(content)
+    except ValueError:
+        return of_bytes(random, content)
+    return of_json(random, content)
+
+
+def of_parquet(random: Random, content: bytes) -> bytes:
+    """Change the rows, as far as parquet holds what they become, or the bytes."""
+    rows = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+    try:
+        made = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(of_tree(random, rows)), made)
+    except (pyarrow.ArrowException, ValueError, TypeError, AttributeError, OverflowError):
+        return of_bytes(random, content)
+    return made.getvalue() if random.random() < 0.7 else of_bytes(random, content)
+
+
+def of_safetensors(random: Random, content: bytes) -> bytes:
+    """Change the header, its length, the bytes of the tensors or those of the whole file."""
+    (length,) = struct.unpack("<Q", content[:8])
+    header, body = content[8 : 8 + length], content[8 + length :]
+    match random.randrange(4):
+        case 0:
+            header = json.dumps(of_tree(random, json.loads(header))).encode()
+        case 1:
+            header = of_bytes(random, header)
+        case 2:
+            body = of_bytes(random, body)
+        case _:
+            return of_bytes(random, content)
+    told = len(header) if random.random() < 0.9 else random.choice(_NUMBERS)
+    return struct.pack("<Q", told) + header + body
+
+
+def _places(node: Any) -> Any:
+    for key, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
+        yield node, key
+        if isinstance(value, dict | list):
+            yield from _places(value)
+
+
+def _plain(value: Any) -> bytes:
+    return str(value).encode("utf-8", "surrogatepass")

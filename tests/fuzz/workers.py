@@ -1,0 +1,155 @@
+"""Processes that judge cases: one that hangs, takes too much memory or dies costs itself, and is replaced."""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from approx.conversion import clean_process
+from fuzz.cases import Case, Verdict, drawn, judged
+
+SECONDS = 20
+GIGABYTES = 2
+# Libraries keep some memory of each case.
+_CASES = 3000
+Order = Case | tuple[str, int, int]
+
+
+class Worker:
+    """A process with a copy of the place.
+
+    Args:
+        template: The undamaged place.
+    """
+
+    def __init__(self, template: Path) -> None:
+        self._template = template
+        self._home = Path(tempfile.mkdtemp(prefix="approx-fuzz-"))
+        self._start()
+
+    def _start(self) -> None:
+        shutil.rmtree(self._home, ignore_errors=True)
+        # With the times of the files, by which changes are seen.
+        shutil.copytree(self._template, self._home)
+        context = multiprocessing.get_context("fork")
+        self.connection, end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(end, self._home, self._template), daemon=False)
+        self._process.start()
+        end.close()
+        self.order: Any = None
+        self._asked, self._since, self._patience = 0, time.monotonic(), SECONDS
+
+    def ask(self, order: Order) -> None:
+        """Send a case, or the kind, seed and number of one; `answer` gives its verdict."""
+        if self._asked >= _CASES:
+            self.close()
+            self._start()
+        self.order, self._since = order, time.monotonic()
+        self._asked += 1
+        self.connection.send(order)
+
+    @property
+    def late(self) -> bool:
+        """Whether its case hangs."""
+        return time.monotonic() - self._since > self._patience
+
+    def answer(self) -> tuple[Case, Verdict]:
+        """The verdict on the case that was sent, once the connection is ready or the worker late.
+
+        A case that ended its process is judged once more by a fresh one, to which earlier cases left all its memory, with
+        more patience, since the machine may be busy.
+        """
+        case, verdict = self._answer()
+        if verdict.where.startswith(("a crash", "a hang", "MemoryError")):
+            self.close()
+            self._start()
+            self.ask(case)
+            self._patience = 2 * SECONDS
+            verdict = self._answer()[1]
+            self._patience = SECONDS
+        return case, verdict
+
+    def _answer(self) -> tuple[Case, Verdict]:
+        case = self.order if isinstance(self.order, Case) else drawn(*self.order, self._template)
+        try:
+            if self.connection.poll(0 if self.late else self._patience):
+                return case, self.connection.recv()
+            verdict = Verdict("failed", f"a hang of {case.kind}", f"no answer within {SECONDS} seconds")
+        except (EOFError, OSError):
+            self._process.join(SECONDS)
+            verdict = Verdict("failed", f"a crash of {case.kind}", f"exit code {self._process.exitcode}")
+        self.close()
+        self._start()
+        return case, verdict
+
+    def close(self) -> None:
+        """End the process."""
+        self.connection.close()
+        self._process.join(1)
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def workers(template: Path, count: int) -> Iterator[list[Worker]]:
+    """Several workers, which end with the context."""
+    made = [Worker(template) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.close()
+
+
+def each(crew: list[Worker], orders: Iterator[Order], told: Callable[[Order, Case, Verdict, float], None]) -> None:
+    """Have all orders judged; `told` gets each order, its case, its verdict and the seconds."""
+    idle, busy = list(crew), []
+    while True:
+        while idle and (order := next(orders, None)) is not None:
+            idle[-1].ask(order)
+            busy.append((idle.pop(), time.monotonic()))
+        if not busy:
+            return
+        ready = wait([one.connection for one, _ in busy], timeout=1)
+        for one, since in [pair for pair in busy if pair[0].connection in ready or pair[0].late]:
+            busy.remove((one, since))
+            order = one.order
+            case, verdict = one.answer()
+            told(order, case, verdict, time.monotonic() - since)
+            idle.append(one)
+
+
+def _serve(connection: Connection, place: Path, template: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What libraries print is of no interest, but a crash says where it was.
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    faulthandler.disable()
+    torch.set_num_threads(1)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = size + GIGABYTES * 2**30
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # It imports for seconds what reloads converted folders.
+    clean_process.begin()
+    while True:
+        try:
+            order = connection.recv()
+        except EOFError:
+            return
+        case = order if isinstance(order, Case) else drawn(*order, template)
+        connection.send(judged(case, place, template))

@@ -274,13 +274,8 @@ def search(
         sensitivities: `sensitivities.json` of an earlier search of the same model, candidates and examples.
         resume: Whether to go on with an earlier search into `output`.
         force: Whether to replace an earlier search.
-        seed: Seed of everything random.
-        device: `auto`, `cpu` or `cuda`.
-        dtype: `auto` or the name of a torch dtype.
+        seed, device, dtype, offline, command, progress: As for `evaluate`.
         revision: Commit of the hub.
-        offline: Whether to use only local files and the hub's cache.
-        command: The command as typed, for the record.
-        progress: Called with what happens, done and total.
         options: As of `approx.searching.options.SearchStage`: length, budget, speed, task, data, mechanisms, …
 
     Returns:

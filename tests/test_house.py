@@ -36,11 +36,12 @@ MAY_IMPORT = {
     "approx.finetuning": "approx.errors approx.validation approx.version approx.evaluation approx.tasks approx.conversion"
     " approx.planning approx.checkpoints approx.seam approx_kernels",
     "approx.recipe": "approx.errors approx.validation approx.yaml_text approx.evaluation.options approx.finetuning.options"
-    " approx.planning.rule approx.pushing.options",
+    " approx.planning.rule approx.pushing.options approx.searching.options",
     "approx.grid": "approx.errors approx.validation approx.recipe approx.planning.rule",
     "approx.measuring": "approx.errors approx.version approx.recipe approx.evaluation approx.tasks approx.conversion approx.planning"
     " approx.checkpoints approx.seam approx_kernels",
-    "approx.search": "approx.errors approx.measuring approx.conversion",
+    "approx.searching": "approx.errors approx.validation approx.recipe approx.measuring approx.finetuning approx.evaluation approx.tasks"
+    " approx.conversion approx.planning approx.checkpoints approx.seam approx.mechanisms approx_kernels",
     "approx.publishing": "approx.errors approx.version approx.evaluation.record approx.evaluation.record_model"
     " approx.evaluation.record_speed approx.evaluation.record_training approx_kernels.runtime.atomic_file",
     "approx.pushing": "approx.errors approx.validation approx.version approx.publishing approx.evaluation.record"
@@ -48,10 +49,10 @@ MAY_IMPORT = {
     "approx.patterns": "approx.errors approx.mechanisms approx.publishing approx.evaluation.bench approx.evaluation.options"
     " approx.evaluation.record_speed approx_kernels",
     "approx.doctor": "approx.errors approx.measuring approx.tasks approx_kernels",
-    "approx.pipeline": "approx.errors approx.version approx.recipe approx.grid approx.search approx.pushing approx.publishing"
+    "approx.pipeline": "approx.errors approx.version approx.recipe approx.grid approx.searching approx.pushing approx.publishing"
     " approx.measuring approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",
     "approx.inspection": "approx.errors approx.planning approx.checkpoints",
-    "approx.api": "approx.inspection approx.errors approx.validation approx.evaluation.options approx.evaluation.record_model approx.recipe approx.pushing approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
+    "approx.api": "approx.inspection approx.pipeline approx.searching approx.errors approx.validation approx.evaluation.options approx.evaluation.record_model approx.recipe approx.pushing approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
     "approx.cli": "approx approx_kernels.runtime.atomic_file",
     "approx": "approx",
 }
@@ -67,6 +68,7 @@ WITHOUT_TORCH = (
     "approx.evaluation.statistics",
     "approx.finetuning.options",
     "approx.pushing.options",
+    "approx.searching.options",
     "approx.recipe",
     "approx.grid",
     "approx.errors",

@@ -170,7 +170,9 @@ def _task(name: str) -> dict[str, Any]:
         "data": reading.get("data", "none: its examples are generated"),
         "split": reading.get("split", ""),
         "columns": [*task.fields, *task.optional_fields, "id", "group"] if task.fields else [],
-        "settings": {one: _setting(partial(open_task, name), one, value, meanings) for one, value in settings_of(name).items()},
+        "settings": {
+            one: _setting(partial(open_task, name), one, value, meanings) for one, value in settings_of(name).items()
+        },
     }
 
 

@@ -83,7 +83,9 @@ def run(
             _claim(recipe, out, force=force)
             plans |= study.search(recipe.search, out / "search")
         stages = _Stages.of(study, recipe, plans, out)
-        pushes = Pushes(study, recipe, stages.folders, out / "record.json", stages.report.inputs, send, offline, progress)
+        pushes = Pushes(
+            study, recipe, stages.folders, out / "record.json", stages.report.inputs, send, offline, progress
+        )
         pushes.check(every=force)
         if not recipe.search:
             _claim(recipe, out, force=force)

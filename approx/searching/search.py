@@ -21,12 +21,10 @@ from approx.searching.composition import Composer
 from approx.searching.judging import Judge
 from approx.searching.options import SearchStage, check, read_latency, read_speed
 from approx.searching.outcome import Proof, Searched
-from approx.searching.repair import Space, fastest_within, least_damage
+from approx.searching.repair import Space, anchors, fastest_within, least_damage
 from approx.searching.trials import MOST, Trials
 
 SENSITIVITIES, MEASURED, FITTED = "sensitivities.json", "measured.json", "fitted.safetensors"
-# Places along the front, from the fastest plan, whose plans are measured first.
-_ANCHORS = (0.0, 0.25, 0.5, 0.75)
 # The share of a time budget after which the proof begins.
 _BEFORE_PROOF = 0.6
 # Predicted times are this much too optimistic at most.
@@ -92,9 +90,8 @@ class Search:
         self.trials.space = space = Space(costs.saved, self._damages())
         plans = _fitting(front(space.times, space.damages), longest)
         try:
-            last = len(plans.times) - 1
-            self.trials.anchor([_row(plans, row) for row in sorted({round(share * last) for share in _ANCHORS})])
-            return self._proven(plans, self._best(plans, longest))
+            self.trials.anchor(anchors(space, np.inf if longest is None else longest))
+            return self._proven(plans, self._best(longest))
         except KeyboardInterrupt:
             if not self.trials.measured:
                 raise
@@ -156,17 +153,19 @@ class Search:
                 )
         return max(wanted * (1 - _RESERVE), fastest) - costs.unchanged
 
-    def _best(self, plans: Front, longest: float | None) -> Choices | None:
+    def _best(self, longest: float | None) -> Choices | None:
         limit = len(self.trials.measured) + MOST
 
         def more() -> bool:
             out = self.stage.seconds is not None and self._elapsed() > _BEFORE_PROOF * self.stage.seconds
             return not out and len(self.trials.measured) < limit
 
+        trials = self.trials
+        about = (trials.space, trials.divergence)
         if self.stage.allowed is None:
             assert longest is not None
-            return least_damage(self.trials.space, _row(plans, -1), self.trials.loss, longest, more)
-        return fastest_within(self.trials.space, plans, self.trials.loss, self.stage.allowed[1], more)
+            return least_damage(*about, longest, trials.divergences, more)
+        return fastest_within(*about, trials.loss, self.stage.allowed[1], trials.divergences, more)
 
     def _elapsed(self) -> float:
         return time.monotonic() - self.begun

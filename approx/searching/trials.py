@@ -57,6 +57,7 @@ class Trials:
         self._file, self._about, self._progress = file, about, progress
         self._exchange = Exchange(1.0)
         self.measured: dict[Choices, Measured] = {}
+        self.divergences: dict[Choices, float] = {}
 
     @property
     def bound(self) -> float:
@@ -71,8 +72,13 @@ class Trials:
             self._progress(f"measure plans{self._so_far()}", tried, max(tried + 1, MOST))
             model = self.composer.make(self.choices(plan))
             self.measured[plan] = self.judge.measure(model.model, self.judge.search)
+            self.divergences[plan] = self.measured[plan].divergence
             self._keep()
         return self.measured[plan]
+
+    def divergence(self, plan: Choices) -> float:
+        """The measured divergence of a plan."""
+        return self.measure(plan).divergence
 
     def choices(self, plan: Choices) -> list[Choice]:
         """The choice at each site."""
@@ -80,7 +86,7 @@ class Trials:
 
     def loss(self, plan: Choices) -> float:
         """The loss of a plan: estimated points of the task, or its divergence."""
-        return self._exchange.loss(self.measure(plan)) if self.judge.task is not None else self.measure(plan).divergence
+        return self._exchange.loss(self.measure(plan)) if self.judge.task is not None else self.divergence(plan)
 
     def anchor(self, plans: Sequence[Choices]) -> None:
         """Measure a few plans, and take the rate between divergence and loss from them."""
@@ -153,6 +159,7 @@ class Trials:
                 Exit.REFUSED,
             )
         self.measured = {tuple(plan): Measured(*values) for plan, values in data["plans"]}
+        self.divergences = {plan: one.divergence for plan, one in self.measured.items()}
 
     def _keep(self) -> None:
         plans = [(plan, (one.divergence, one.loss, one.error)) for plan, one in self.measured.items()]

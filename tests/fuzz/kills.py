@@ -1,6 +1,6 @@
 """Kill `approx run` at random moments, go on with --resume, and compare the record with that of a run that nobody disturbed.
 
-    python tests/fuzz/kills.py --kills 100 --seed 1
+python tests/fuzz/kills.py --kills 100 --seed 1
 """
 
 import argparse

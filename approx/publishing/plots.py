@@ -147,6 +147,11 @@ def quality_figure(task: Quality, rows: list[Speed], record: Record, identity: s
                 markersize=6,
                 elinewidth=1.4,
             )
+        front = _unbeaten(task, row)
+        if len(front) > 1:
+            axes.plot(
+                *zip(*front, strict=True), color=INK, linewidth=1, linestyle=":", label="not beaten in both", zorder=1
+            )
         low, high = axes.get_xlim()
         _ratio_axis(axes, "x", min(low, 0.7), max(high, 1.5))
         if task.fraction:
@@ -167,6 +172,22 @@ def quality_figure(task: Quality, rows: list[Speed], record: Record, identity: s
         caption += f" The task's own inputs have fewer than {wording.count(end)} tokens."
     description = f"{caption} Further right is faster, further up is better."
     return draw(identity, description, paint, (4.9, 4.2)), caption
+
+
+def _unbeaten(task: Quality, row: Speed) -> list[tuple[float, float]]:
+    """Speed and difference of exact attention and of the variants that no other beats in both, fastest first."""
+    scale, sign = wording.scale(task), -1 if task.lower_is_better else 1
+    shown = [(1.0, 0.0)]
+    for entry in task.variants:
+        speed = variant_of(row.variants, entry.name)
+        ratio = row.believed(speed).ratio if speed else None
+        if ratio is not None:
+            shown.append((ratio, entry.difference * scale))
+    front: list[tuple[float, float]] = []
+    for ratio, difference in sorted(shown, key=lambda point: (-point[0], -sign * point[1])):
+        if not front or sign * difference > sign * front[-1][1]:
+            front.append((ratio, difference))
+    return front
 
 
 def _speed_line(axes: Axes, rows: list[Speed], name: str, colour: str, marker: str) -> None:

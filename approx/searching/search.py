@@ -87,7 +87,7 @@ class Search:
         )  # fmt: skip
         longest = self._longest(costs)
         self.trials.costs = costs
-        self.trials.space = space = Space(costs.saved, self._damages())
+        self.trials.space = space = Space(costs.saved, self.damages())
         plans = _fitting(front(space.times, space.damages), longest)
         try:
             self.trials.anchor(anchors(space, np.inf if longest is None else longest))
@@ -97,7 +97,7 @@ class Search:
                 raise
             return self._outcome(self.trials.best_so_far(), None, interrupted=True)
 
-    def _damages(self) -> NDArray[np.float64]:
+    def damages(self) -> NDArray[np.float64]:
         """Predicted damage of each candidate at each site, [sites, candidates]; the last changes nothing."""
         kept = self.folder / SENSITIVITIES
         if self.known is None and kept.is_file():

@@ -77,6 +77,8 @@ def search(
             {BASE: base, **found.models}, title=f"Search: {found.asked}", notice=found.told, seed=seed, command=command,
             quality=[found.quality] if found.quality is not None else [], speed=[found.speed],
         )  # fmt: skip
+        checked = [one.model_copy(update={"verified": found.verified[one.name]}) for one in made.variants]
+        made = made.model_copy(update={"variants": checked})
         record.save(folder / "record.json", made)
         write_report([made], folder / "report")
     return found

@@ -110,6 +110,7 @@ class Searched:
         speed: Their times, in one race.
         divergences: Name of each of them -> divergence of its outputs on the proof.
         models: The models that were measured on the proof, by name.
+        verified: Whether the conversion of each of them passes the checks that need no folder.
         notes: What a user should know.
     """
 
@@ -128,6 +129,7 @@ class Searched:
     speed: Speed | None = None
     divergences: dict[str, float] = field(default_factory=dict)
     models: dict[str, Any] = field(default_factory=dict)
+    verified: dict[str, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from approx.checkpoints.checkpoint import Checkpoint
+from approx.conversion import checks
 from approx.evaluation.coverage import coverage
 from approx.evaluation.evaluate import Subject, predict
 from approx.evaluation.prediction_cache import default_folder, fingerprint
@@ -15,6 +16,7 @@ from approx.evaluation.record_model import Quality, Tokens
 from approx.evaluation.record_speed import Speed
 from approx.measuring.identity import computed_by, identity
 from approx.measuring.measure import Progress
+from approx.planning.plan import Plan
 from approx.recipe import BASE
 from approx.searching.cost import race
 from approx.searching.judging import Judge
@@ -34,12 +36,14 @@ class Proven:
         quality: Their scores; None for text.
         speed: Their times.
         divergences: Label -> divergence, for text.
+        verified: Label -> whether its conversion passes the checks that need no folder.
     """
 
     proofs: dict[str, Proof]
     quality: Quality | None
     speed: Speed
     divergences: dict[str, float]
+    verified: dict[str, bool]
 
     def given_to(self, outcome: Searched, models: Mapping[str, Checkpoint], chosen: str | None) -> Searched:
         """Put everything into an outcome, whose own plan is called `found`."""
@@ -55,6 +59,7 @@ class Proven:
         outcome.speed = self.speed.model_copy(update={"variants": renamed(self.speed.variants)})
         outcome.divergences = {names[name]: value for name, value in self.divergences.items()}
         outcome.models = {names[name]: models[name] for name in order}
+        outcome.verified = {names[name]: self.verified[name] for name in order}
         if self.speed.crowded:
             outcome.notes.append(
                 "Other programs used the machine while the plans were timed. Search again on an idle one."
@@ -62,12 +67,15 @@ class Proven:
         return outcome
 
 
-def prove(judge: Judge, models: Mapping[str, Checkpoint], seed: int, progress: Progress) -> Proven:
+def prove(
+    judge: Judge, models: Mapping[str, Checkpoint], plans: Mapping[str, Plan], seed: int, progress: Progress
+) -> Proven:
     """Measure models on the examples that the search did not see, and their times in one race.
 
     Args:
         judge: The examples, and the base.
         models: Label -> model.
+        plans: Label -> its plan.
         seed: Seed of the bootstrap.
         progress: Called with what happens, done and total.
     """
@@ -81,7 +89,7 @@ def prove(judge: Judge, models: Mapping[str, Checkpoint], seed: int, progress: P
         progress=lambda _, done, total: progress("time the plans", done, total),
     )  # fmt: skip
     times = {one.name: one for one in row.variants}
-    proofs, divergences = {}, {}
+    proofs, divergences, verified = {}, {}, {}
     for number, (name, one) in enumerate(models.items()):
         if scores is not None:
             loss, interval, verdict = loss_in_points(scores, name)
@@ -92,7 +100,14 @@ def prove(judge: Judge, models: Mapping[str, Checkpoint], seed: int, progress: P
             verdict, count = _within(loss, interval, bound), judge.proof.inputs
             divergences[name] = loss
         proofs[name] = Proof.of(loss, interval, verdict, count, times.get(name))
-    return Proven(proofs, scores, row, divergences)
+        progress("check the conversions", number, len(models))
+        verified[name] = _verified(judge.base.model, plans[name], one.model)
+    return Proven(proofs, scores, row, divergences, verified)
+
+
+def _verified(base: Any, plan: Plan, model: Any) -> bool:
+    done = (checks.exact_limit(base, plan), checks.padding(model), checks.causality(model))
+    return all(check.passed is not False for check in done)
 
 
 def _within(loss: float, interval: tuple[float, float], bound: float | None) -> str:

@@ -192,9 +192,10 @@ class Search:
             for name, plan in self._beside(plans).items():
                 if plan not in labels.values():
                     labels[name] = plan
-        models = {name: self.composer.make(self.trials.choices(plan)) for name, plan in labels.items()}
-        models = {name: one for name, one in models.items() if one is not self.judge.base}
-        proven = proving.prove(self.judge, models, self.seed, self.progress)
+        rules = {name: self.composer.plan(self.trials.choices(plan)) for name, plan in labels.items()}
+        changed = {name: one for name, one in rules.items() if one is not None}
+        models = {name: self.composer.make(self.trials.choices(labels[name])) for name in changed}
+        proven = proving.prove(self.judge, models, changed, self.seed, self.progress)
         named = [name for name in models if name.startswith("finalist")]
         chosen = next((name for name in named if self._meets(proven.proofs[name])), None)
         feasible, told = chosen is not None, chosen

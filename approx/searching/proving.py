@@ -91,16 +91,15 @@ def prove(
     times = {one.name: one for one in row.variants}
     proofs, divergences, verified = {}, {}, {}
     for number, (name, one) in enumerate(models.items()):
+        progress("check the plans", number, len(models))
         if scores is not None:
             loss, interval, verdict = loss_in_points(scores, name)
             count = scores.examples
         else:
-            progress("prove", number, len(models))
             loss, interval = divergence_interval(judge, one.model, seed)
             verdict, count = _within(loss, interval, bound), judge.proof.inputs
             divergences[name] = loss
         proofs[name] = Proof.of(loss, interval, verdict, count, times.get(name))
-        progress("check the conversions", number, len(models))
         verified[name] = _verified(judge.base.model, plans[name], one.model)
     return Proven(proofs, scores, row, divergences, verified)
 

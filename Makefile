@@ -11,13 +11,16 @@ MINUTES ?= $(if $(filter fuzz,$(MAKECMDGOALS)),10,20)
 # What pip installs before anything else, to choose a build of PyTorch: TORCH=torch==2.13.0, or any words that pip understands.
 TORCH ?=
 
+# Every lower bound of pyproject.toml, one a line.
+LOWEST = grep -oE '"[a-z0-9_-]+>=[0-9.]+' pyproject.toml | tr -d '"' | sed 's/>=/==/' | sort -u
+
 # The C of the kernels.
 C = kernels/approx_kernels/cpu/c
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 NO_GPU := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test test-all test-lowest lint bench clean mutants sanitize fuzz
+.PHONY: help demo test test-all test-lowest lint audit bench clean mutants sanitize fuzz
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -48,6 +51,16 @@ ifneq ($(shell command -v clang-tidy),)
 	for file in $$(find $(C) -name '*.c'); do clang-tidy --quiet $$file -- -I $(C) -std=gnu11 -march=x86-64-v4 || exit 1; done
 endif
 
+# Without --strict, pip-audit succeeds where it reaches no database.
+audit:  ## Known vulnerabilities of the oldest versions that pyproject.toml allows, by pip-audit; needs its database
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip --disable-pip-version-check install --quiet pip-audit
+	$(LOWEST) >.venv-audit/lowest.txt
+	@.venv-audit/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r .venv-audit/lowest.txt \
+	  >.venv-audit/told.txt 2>&1 && cat .venv-audit/told.txt || { tail -n 60 .venv-audit/told.txt; \
+	  grep -q 'known vulnerabilit' .venv-audit/told.txt || \
+	  echo "Not audited: the database of vulnerabilities cannot be reached from here, so nothing is known. Try again elsewhere."; exit 1; }
+
 sanitize: $(VENV)/.dev  ## Test the kernels with their C under AddressSanitizer and UBSan: MINUTES=20
 	$(VENV)/bin/python tests/sanitizers --minutes $(MINUTES) --jobs $(JOBS)
 
@@ -61,7 +74,7 @@ bench: $(VENV)/.demo  ## MiniLM on SST-2, quality and speed: the run behind repo
 	$(VENV)/bin/approx run recipes/minilm-sst2.yaml -o runs/minilm-sst2 --force
 
 clean:  ## Remove the environments and everything that was built or run
-	rm -rf .venv .venv-lowest build dist runs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-audit .venv-lowest build dist runs *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -80,7 +93,7 @@ endif
 
 # One lower bound a line, as pip's constraints; torch is left to TORCH.
 $(VENV)/lowest.txt: pyproject.toml $(VENV)/.python
-	grep -oE '"[a-z0-9_-]+>=[0-9.]+' pyproject.toml | tr -d '"' | sed 's/>=/==/' | grep -v '^torch==' >$@
+	$(LOWEST) | grep -v '^torch==' >$@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.python $(CONSTRAINTS)
 	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e .

@@ -1,5 +1,6 @@
 """The model card of a converted folder, through huggingface_hub's own classes."""
 
+import re
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -87,6 +88,7 @@ def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt, published
         data,
         template_str=(resources.files("approx.conversion") / "card.md.j2").read_text(encoding="utf-8"),
         base=base,
+        name=_code(base.name),
         stock=stock.__name__,
         parts=parts,
         errors=receipt.errors or {},
@@ -137,12 +139,12 @@ def _cautions(receipt: Receipt, *, trained: bool, published: Publication | None)
 
 def _told(step: Conversion | Training) -> str:
     """One step of a history, with everything that it depends on."""
-    base = f"`{step.base.name}`" + (f", revision {step.base.revision}," if step.base.revision else "")
+    base = _code(step.base.name) + (f", revision {step.base.revision}," if step.base.revision else "")
     start = f"from {base} (weights sha256 `{step.base.weights_sha256[:16]}…`) by approx {step.approx}"
     if isinstance(step, Conversion):
         longer = f"; positions extended to {step.max_length:,}" if step.max_length else ""
         text = (
-            f"`{step.calibration.name}`, sha256 `{step.calibration.sha256[:16]}…`"
+            f"{_code(step.calibration.name)}, sha256 `{step.calibration.sha256[:16]}…`"
             if step.calibration
             else "built-in inputs"
         )
@@ -150,7 +152,7 @@ def _told(step: Conversion | Training) -> str:
         return f"Converted {start}: {plan}{longer}. Calibration: {text}, {step.calibration_length:,} tokens a row."
     said = f"Trained {start}: `{','.join(step.recover)}` on {step.task or 'plain text'}, {step.steps:,} steps, {step.examples:,} examples (sha256 `{step.data_sha256[:16]}…`), seed {step.seed}."
     if step.teacher is not None:
-        said += f" Teacher: `{step.teacher.name}` (weights sha256 `{step.teacher.weights_sha256[:16]}…`)."
+        said += f" Teacher: {_code(step.teacher.name)} (weights sha256 `{step.teacher.weights_sha256[:16]}…`)."
     if step.after is not None:
         scores = [("with exact attention", step.exact), ("before", step.before), ("after", step.after)]
         listed = ", ".join(f"{value:.4f} {when}" for when, value in scores if value is not None)
@@ -164,3 +166,10 @@ def _rule(rule: dict[str, Any]) -> str:
     heads = f", heads {rule['heads']}" if rule.get("heads", "all") != "all" else ""
     below = f", exact below {rule['exact_below']:,} tokens" if rule.get("exact_below") else ""
     return f"`{rule['mechanism']}`{f' ({settings})' if settings else ''} on layers {rule.get('layers', 'all')}{heads}{below}"
+
+
+def _code(name: str) -> str:
+    """A name as code in Markdown, where nothing in it is markup."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", name)), default=0))
+    space = " " if len(fence) > 1 else ""
+    return f"{fence}{space}{' '.join(name.split())}{space}{fence}"

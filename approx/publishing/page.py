@@ -52,7 +52,7 @@ def _render(template: str, records: list[Record], autoescape: bool) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["cell"] = _cell
+    environment.filters["cell"] = wording.cell
     titles = [record.title for record in records]
     title = titles[0] if len(titles) == 1 else f"{len(titles)} reports"
     reasons = apart(records)
@@ -136,11 +136,3 @@ def _checkpoint(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 def _pretty(receipt: dict[str, Any] | None) -> str | None:
     return None if receipt is None else json.dumps(receipt, indent=2, ensure_ascii=False)
-
-
-def _cell(text: object) -> str:
-    """Escape text for a line or a table cell of Markdown."""
-    plain = " ".join(str(text).split())
-    for character in "\\`*_[]<>|#":
-        plain = plain.replace(character, "\\" + character)
-    return plain

@@ -174,18 +174,18 @@ def comma_separated(results: Results) -> str:
 
 def markdown(title: str, notice: str | None, results: Results) -> str:
     """Render a sweep as Markdown."""
-    parts = [f"# {title}"]
+    parts = [f"# {wording.cell(title)}"]
     if notice:
-        parts.append(f"*{notice}*")
+        parts.append(f"*{wording.cell(notice)}*")
     for table in layout(results):
         aligned = ["---"] + ["--:"] * (len(table.columns) - 1)
         lines = [table.columns, aligned, *table.rows]
-        parts.append("\n".join([f"{table.title}:", "", *(f"| {' | '.join(map(_cell, line))} |" for line in lines)]))
+        parts.append(
+            "\n".join(
+                [f"{wording.cell(table.title)}:", "", *(f"| {' | '.join(map(wording.cell, line))} |" for line in lines)]
+            )
+        )
     if results.failed:
-        failures = [f"- {one.title}: {' '.join(one.error.split())}" for one in results.failed]
+        failures = [f"- {wording.cell(one.title)}: {wording.cell(one.error)}" for one in results.failed]
         parts.append("\n".join(["Failed; the next sweep tries these cells again:", "", *failures]))
     return "\n\n".join(parts) + "\n"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

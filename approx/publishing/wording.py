@@ -263,3 +263,11 @@ ENDED = {
     "budget": "the budget, which was met",
 }
 """Why a mode of training ended."""
+
+
+def cell(text: object) -> str:
+    """Escape text for a line or a table cell of Markdown."""
+    plain = " ".join(str(text).split())
+    for character in "\\`*_[]<>|#":
+        plain = plain.replace(character, "\\" + character)
+    return plain

@@ -57,6 +57,7 @@ class Results:
         if not self.sections:
             return ""
         environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        environment.filters["cell"] = wording.cell
         template = (resources.files("approx.pushing") / "results.md.j2").read_text(encoding="utf-8")
         return environment.from_string(template).render(sections=self.sections).strip()
 

@@ -17,8 +17,10 @@ from typing import Any
 # An import of a name that has None here fails.
 sys.modules.update(dict.fromkeys(("approx", "approx_kernels", "triton")))  # type: ignore[arg-type]  # see above
 
-import torch  # noqa: E402  # after the line above
+import numpy as np  # noqa: E402  # after the line above
+import torch  # noqa: E402
 import transformers  # noqa: E402
+from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 TRUSTED: dict[str, Any] = {"trust_remote_code": True}
@@ -252,14 +254,10 @@ def transcribed(head: Head, pipe: Any) -> None:
 
 
 def sound(head: Head) -> Any:
-    import numpy as np
-
     return np.load(head.folder / "sound.npy")
 
 
 def image(head: Head) -> Any:
-    from PIL import Image
-
     return Image.open(head.folder / "image.png")
 
 

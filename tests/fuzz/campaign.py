@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fuzz.cases import Case, Verdict, judged, stored
+from fuzz.cases import FOUND, Case, Verdict, judged, read, stored
 from fuzz.kinds import KINDS
 from fuzz.minimise import minimised
 from fuzz.place import made
@@ -116,4 +116,5 @@ def _figures(
         "inputs": sum(sum(one.values()) for one in counts.values()),
         "kinds": {kind: {name: counts[kind][name] for name in ("read", "refused", "failed")} for kind in KINDS},
         "failures": {where: len(found) for where, found in failures.items()},
+        "fixed": dict(sorted(Counter(case.kind for case in read(FOUND)).items())),
     }

@@ -58,6 +58,7 @@ def test_an_error_a_crash_a_hang_and_a_change_are_noticed(judge, template, tmp_p
     case = Case("plan", "plan.yaml", b"")
     assert judge(case)[1].status == "refused"
     monkeypatch.setattr(workers, "SECONDS", 2)
+    monkeypatch.setattr(workers, "_WAITING", 1)
     for body, where in (
         ("raise KeyError('x')", "KeyError in"),
         ("raise ApproxError('')", "a message of 0 characters"),

@@ -76,7 +76,7 @@ class Store:
             outcome = json.loads(self._file(stage).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return None
-        whole = isinstance(outcome, dict) and _KEYS <= outcome.keys() and outcome["status"] in ("done", "failed")
+        whole = isinstance(outcome, dict) and outcome.keys() >= _KEYS and outcome["status"] in ("done", "failed")
         return outcome if whole and (outcome["schema"], outcome["key"]) == (SCHEMA, stage.key) else None
 
     def state(self, stage: Stage) -> str:

@@ -69,7 +69,9 @@ def test_of_two_processes_one_writes_the_output_and_one_is_refused(name, base, c
         record.load(tmp_path / ("out.json" if name == "evaluate" else "out/record.json"))
     if name == "sweep":
         assert len(json.loads((tmp_path / "out" / "sweep.json").read_text("utf-8"))["grid"]["text"]) > 10
-    assert not [path for path in tmp_path.rglob("*") if path.name.endswith((".lock", ".training")) or ".tmp" in path.name]
+    assert not [
+        path for path in tmp_path.rglob("*") if path.name.endswith((".lock", ".training")) or ".tmp" in path.name
+    ]
 
 
 @pytest.mark.parametrize("name", ["evaluate", "run", "sweep", "finetune"])

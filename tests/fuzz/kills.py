@@ -1,10 +1,11 @@
 """Kill `approx run` at random moments, go on with --resume, and compare the record with that of a run that nobody disturbed.
 
-    python tests/fuzz/kills.py --kills 100 --seed 1
+python tests/fuzz/kills.py --kills 100 --seed 1
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import signal
@@ -30,13 +31,14 @@ device: cpu
 TIMES = {"command"}
 
 
-def killed(kills: int, seed: int, folder: Path) -> dict[str, Any]:
-    """Kill a run so many times; returns the figures.
+def killed(kills: int, seed: int, folder: Path, seconds: float = math.inf) -> dict[str, Any]:
+    """Kill a run so many times, or as often as there is time for; returns the figures.
 
     Args:
         kills: Number of kills; a run that ends before it is killed counts as a completed one.
         seed: Seed of the moments.
         folder: An empty folder for the recipe and the runs.
+        seconds: After them, no more runs are killed.
 
     Raises:
         AssertionError: if a run does not go on, or its record differs.
@@ -52,17 +54,17 @@ def killed(kills: int, seed: int, folder: Path) -> dict[str, Any]:
     began = time.monotonic()
     process = start(folder / "whole")
     process.join()
-    whole, seconds = _record(folder / "whole"), time.monotonic() - began
+    whole, undisturbed = _record(folder / "whole"), time.monotonic() - began
     random, done, completed, moments = Random(seed), 0, 0, Counter[str]()
-    while done < kills:
+    while done < kills and time.monotonic() - began < seconds:
         out = folder / f"run{completed}"
         process = start(out)
-        process.join(random.uniform(0, 0.7 * seconds))
+        process.join(random.uniform(0, 0.7 * undisturbed))
         if process.is_alive():
             assert killable.ended(process, signal.SIGKILL) == -signal.SIGKILL
             done += 1
             moments[_reached(out)] += 1
-            if done < kills:
+            if done < kills and time.monotonic() - began < seconds:
                 continue
             process = start(out)
             process.join()
@@ -105,6 +107,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make kills", description=__doc__)
     parser.add_argument("--kills", type=int, default=100, help="how many")
     parser.add_argument("--seed", type=int, default=1, help="seed of the moments")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="for how long at most")
     parser.add_argument("-o", "--output", type=Path, help="a JSON file for the figures")
     asked = parser.parse_args()
     # The processes that are killed print where this one does.
@@ -115,7 +118,7 @@ def main() -> int:
         os.environ["APPROX_CACHE"] = f"{scratch}/cache"
         # The checkout may be edited meanwhile, and records name its commit.
         os.environ["GIT_DIR"] = f"{scratch}/none"
-        figures = killed(asked.kills, asked.seed, Path(scratch))
+        figures = killed(asked.kills, asked.seed, Path(scratch), 60 * asked.minutes)
     print(json.dumps(figures, indent=1), file=said, flush=True)
     if asked.output is not None:
         asked.output.parent.mkdir(parents=True, exist_ok=True)

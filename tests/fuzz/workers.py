@@ -47,7 +47,7 @@ class Worker:
         shutil.copytree(self._template, self._home)
         context = multiprocessing.get_context("fork")
         self.connection, end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(end, self._home, self._template), daemon=False)
+        self._process = context.Process(target=_serve, args=(end, self.connection, self._home, self._template))
         self._process.start()
         end.close()
         self.order: Any = None
@@ -142,7 +142,9 @@ def each(crew: list[Worker], orders: Iterator[Order], told: Callable[[Order, Cas
             idle.append(one)
 
 
-def _serve(connection: Connection, place: Path, template: Path) -> None:
+def _serve(connection: Connection, other_end: Connection, place: Path, template: Path) -> None:
+    # Otherwise the pipe would not break when the parent is killed.
+    other_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What libraries print is of no interest, but a crash says where it was.
     silent = os.open(os.devnull, os.O_WRONLY)

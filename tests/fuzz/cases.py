@@ -75,7 +75,7 @@ def judged(case: Case, place: Path, template: Path) -> Verdict:
             verdict = Verdict("refused", detail=str(error))
             if not str(error).strip() or len(str(error)) > _LONGEST:
                 verdict = Verdict("failed", f"a message of {len(str(error))} characters", str(error)[:500])
-        except Exception as error:
+        except BaseException as error:  # a panic of Rust is no Exception
             verdict = Verdict("failed", _where(error), traceback.format_exc()[-4000:])
         if changed := sorted(name for name, _ in seen.symmetric_difference(_files(place))):
             verdict = Verdict("failed", f"changed {changed[0]}", f"{', '.join(changed)}\n{verdict}")

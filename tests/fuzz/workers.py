@@ -90,7 +90,7 @@ class Worker:
         return case, verdict
 
     def _answer(self) -> tuple[Case, Verdict]:
-        case = self.order if isinstance(self.order, Case) else drawn(*self.order, self._template)
+        case = _case(self.order, self._template)
         try:
             while not self.late:
                 if self.connection.poll(0.2):
@@ -142,6 +142,13 @@ def each(crew: list[Worker], orders: Iterator[Order], told: Callable[[Order, Cas
             idle.append(one)
 
 
+def _case(order: Order, template: Path) -> Case:
+    if isinstance(order, Case):
+        return order
+    kind, seed, number = order
+    return drawn(kind, seed, number, template)
+
+
 def _serve(connection: Connection, other_end: Connection, place: Path, template: Path) -> None:
     # Otherwise the pipe would not break when the parent is killed.
     other_end.close()
@@ -163,5 +170,5 @@ def _serve(connection: Connection, other_end: Connection, place: Path, template:
             order = connection.recv()
         except EOFError:
             return
-        case = order if isinstance(order, Case) else drawn(*order, template)
+        case = _case(order, template)
         connection.send(judged(case, place, template))

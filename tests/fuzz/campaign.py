@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -64,13 +65,14 @@ def tell(line: str) -> None:
 
 def _undamaged(template: Path) -> list[str]:
     """Check that what is not damaged is read, and load what every process needs."""
-    wrong = []
+    place, wrong = template.with_name("copy"), []
+    shutil.copytree(template, place)
     for kind, one in KINDS.items():
         for pattern in one.targets:
             files = [path for path in template.glob(pattern) if path.is_file()]
             assert files, f"{kind}: no file {pattern}"
             for file in files:
-                verdict = judged(Case(kind, str(file.relative_to(template)), file.read_bytes()), template, template)
+                verdict = judged(Case(kind, str(file.relative_to(template)), file.read_bytes()), place, template)
                 wrong += [] if verdict.status == "read" else [f"{kind}, {file.name}: {verdict.detail}"]
     assert not wrong, "\n".join(wrong)
     return list(KINDS)

@@ -26,7 +26,7 @@ from approx.publishing.report import write_report
 from approx.publishing.summary import variant_of
 from approx.recipe import HEALED, TRAINED
 from bench import growth
-from reports import clustered_paper, cpu_speed, healing, long_documents
+from reports import clustered_paper, cpu_speed, healing, long_documents, reliability
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -194,6 +194,7 @@ def refresh(out: Path) -> dict[Path, str]:
     for path in sorted(records.glob("*.json")):
         write_report([record.load(path)], out / path.stem)
     growth.write(ROOT / "reports" / "growth", out / "growth")
+    reliability.write(ROOT / "reports" / "reliability", out / "reliability")
     cpu_speed.write(ROOT / "reports", out)
     if (ROOT / "reports" / "gpu" / "record.json").is_file():
         from bench import gpu_page

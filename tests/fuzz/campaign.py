@@ -2,13 +2,14 @@
 
 import json
 import platform
+import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fuzz.cases import Case, Verdict, judged, stored
+from fuzz.cases import FOUND, Case, Verdict, judged, read, stored
 from fuzz.kinds import KINDS
 from fuzz.minimise import minimised
 from fuzz.place import made
@@ -64,13 +65,14 @@ def tell(line: str) -> None:
 
 def _undamaged(template: Path) -> list[str]:
     """Check that what is not damaged is read, and load what every process needs."""
-    wrong = []
+    place, wrong = template.with_name("copy"), []
+    shutil.copytree(template, place)
     for kind, one in KINDS.items():
         for pattern in one.targets:
             files = [path for path in template.glob(pattern) if path.is_file()]
             assert files, f"{kind}: no file {pattern}"
             for file in files:
-                verdict = judged(Case(kind, str(file.relative_to(template)), file.read_bytes()), template, template)
+                verdict = judged(Case(kind, str(file.relative_to(template)), file.read_bytes()), place, template)
                 wrong += [] if verdict.status == "read" else [f"{kind}, {file.name}: {verdict.detail}"]
     assert not wrong, "\n".join(wrong)
     return list(KINDS)
@@ -116,4 +118,5 @@ def _figures(
         "inputs": sum(sum(one.values()) for one in counts.values()),
         "kinds": {kind: {name: counts[kind][name] for name in ("read", "refused", "failed")} for kind in KINDS},
         "failures": {where: len(found) for where, found in failures.items()},
+        "fixed": dict(sorted(Counter(case.kind for case in read(FOUND)).items())),
     }

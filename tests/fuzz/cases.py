@@ -1,5 +1,6 @@
 """A case: one damaged file. How it is drawn, handed to approx, judged, stored and read again."""
 
+import functools
 import hashlib
 import os
 import shutil
@@ -74,7 +75,7 @@ def judged(case: Case, place: Path, template: Path) -> Verdict:
             verdict = Verdict("refused", detail=str(error))
             if not str(error).strip() or len(str(error)) > _LONGEST:
                 verdict = Verdict("failed", f"a message of {len(str(error))} characters", str(error)[:500])
-        except Exception as error:
+        except BaseException as error:  # a panic of Rust is no Exception
             verdict = Verdict("failed", _where(error), traceback.format_exc()[-4000:])
         if changed := sorted(name for name, _ in seen.symmetric_difference(_files(place))):
             verdict = Verdict("failed", f"changed {changed[0]}", f"{', '.join(changed)}\n{verdict}")
@@ -106,15 +107,24 @@ def read(folder: Path) -> list[Case]:
 def _files(place: Path) -> set[tuple[str, tuple[int, int]]]:
     """Names, sizes and times of all files."""
     found = []
-    for folder, _, names in os.walk(place):
-        for name in names:
-            status = os.stat(os.path.join(folder, name))
-            found.append((os.path.relpath(os.path.join(folder, name), place), (status.st_size, status.st_mtime_ns)))
+    folders, start = [str(place)], len(str(place)) + 1
+    for folder in folders:
+        for entry in os.scandir(folder):
+            if entry.is_dir():
+                folders.append(entry.path)
+                continue
+            status = entry.stat()
+            found.append((entry.path[start:], (status.st_size, status.st_mtime_ns)))
     return set(found)
 
 
+@functools.cache
+def _undamaged(template: Path) -> set[tuple[str, tuple[int, int]]]:
+    return _files(template)
+
+
 def _restored(place: Path, template: Path) -> None:
-    for name in {name for name, _ in _files(template) ^ _files(place)}:
+    for name in {name for name, _ in _undamaged(template) ^ _files(place)}:
         if (template / name).is_file():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(template / name, place / name)

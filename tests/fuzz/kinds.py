@@ -192,7 +192,7 @@ KINDS: dict[str, Kind] = {
     "plan": Kind(("plan.yaml",), mutations.of_yaml, _plan, 2),
     "recipe": Kind(("recipe.yaml",), mutations.of_yaml, _recipe, 2),
     "grid": Kind(("grid.yaml",), mutations.of_yaml, _grid, 3),
-    "record": Kind(("quickstart.json", "heal-spans.json"), mutations.of_json, _record, 4),
+    "record": Kind(("quickstart.json", "heal-positions.json"), mutations.of_json, _record, 2),
     "csv": Kind(("tables/*.csv", "tables/*.tsv"), mutations.of_lines, _classification),
     "tsv of GLUE": Kind(("SST-2/dev.tsv",), mutations.of_lines, _glue),
     "json": Kind(("tables/table.json",), mutations.of_json, _classification),
@@ -209,9 +209,9 @@ KINDS: dict[str, Kind] = {
     "picture": Kind(("pictures/test/*/*.png",), mutations.of_bytes, _pictures),
     "calibration file": Kind(("sound.wav", "text.txt"), mutations.of_bytes, _calibration, 0.5),
     "manifest": Kind(("converted/approx_manifest.json",), mutations.of_json, _manifest),
-    "converted": Kind(_CONVERTED, mutations.of_any, _verified, 2),
-    "converted, sealed again": Kind(_CONVERTED, mutations.of_any, _verified, 4, _sealed),
-    "config of converted, sealed again": Kind(("converted/config.json",), mutations.of_json, _verified, 4, _sealed),
+    "converted": Kind(_CONVERTED, mutations.of_any, _verified),
+    "converted, sealed again": Kind(_CONVERTED, mutations.of_any, _verified, 2, _sealed),
+    "config of converted, sealed again": Kind(("converted/config.json",), mutations.of_json, _verified, 3, _sealed),
     "to be pushed, sealed again": Kind(
         ("converted/*.json", "converted/README.md"), mutations.of_any, _pushed, 3, _sealed
     ),

@@ -74,7 +74,7 @@ def made(place: Path) -> Path:
     small_recipe(place / "recipe.yaml", Path("bert"), Path("SST-2"))
     (place / "plan.yaml").write_text(PLAN, encoding="utf-8")
     (place / "grid.yaml").write_text(GRID, encoding="utf-8")
-    for name in ("quickstart", "heal-spans"):
+    for name in ("quickstart", "heal-positions"):
         shutil.copy(ROOT / "reports" / "records" / f"{name}.json", place / f"{name}.json")
     _tables(place / "tables")
     _squad(place / "squad" / "dev-v1.1.json")

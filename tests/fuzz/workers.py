@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from approx.conversion import clean_process
@@ -21,6 +22,8 @@ from fuzz.cases import Case, Verdict, drawn, judged
 
 SECONDS = 20
 GIGABYTES = 2
+# A converted folder is reloaded by another process, which imports for seconds.
+_WAITING = 6
 # Libraries keep some memory of each case.
 _CASES = 3000
 Order = Case | tuple[str, int, int]
@@ -44,11 +47,11 @@ class Worker:
         shutil.copytree(self._template, self._home)
         context = multiprocessing.get_context("fork")
         self.connection, end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(end, self._home, self._template), daemon=False)
+        self._process = context.Process(target=_serve, args=(end, self.connection, self._home, self._template))
         self._process.start()
         end.close()
         self.order: Any = None
-        self._asked, self._since, self._patience = 0, time.monotonic(), SECONDS
+        self._asked, self._since, self._spent = 0, time.monotonic(), 0.0
 
     def ask(self, order: Order) -> None:
         """Send a case, or the kind, seed and number of one; `answer` gives its verdict."""
@@ -56,35 +59,42 @@ class Worker:
             self.close()
             self._start()
         self.order, self._since = order, time.monotonic()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._spent = sum(psutil.Process(self._process.pid).cpu_times()[:2])
         self._asked += 1
         self.connection.send(order)
 
     @property
     def late(self) -> bool:
-        """Whether its case hangs."""
-        return time.monotonic() - self._since > self._patience
+        """Whether its case hangs: it computed for too long, or waited for far longer, as on a busy machine."""
+        waited = time.monotonic() - self._since
+        if waited < SECONDS:
+            return False
+        try:
+            spent = sum(psutil.Process(self._process.pid).cpu_times()[:2]) - self._spent
+        except psutil.NoSuchProcess:
+            return True
+        return spent > SECONDS or waited > _WAITING * SECONDS
 
     def answer(self) -> tuple[Case, Verdict]:
         """The verdict on the case that was sent, once the connection is ready or the worker late.
 
-        A case that ended its process is judged once more by a fresh one, to which earlier cases left all its memory, with
-        more patience, since the machine may be busy.
+        A case that ended its process is judged once more by a fresh one, to which earlier cases left all its memory.
         """
         case, verdict = self._answer()
         if verdict.where.startswith(("a crash", "a hang", "MemoryError")):
             self.close()
             self._start()
             self.ask(case)
-            self._patience = 2 * SECONDS
             verdict = self._answer()[1]
-            self._patience = SECONDS
         return case, verdict
 
     def _answer(self) -> tuple[Case, Verdict]:
-        case = self.order if isinstance(self.order, Case) else drawn(*self.order, self._template)
+        case = _case(self.order, self._template)
         try:
-            if self.connection.poll(0 if self.late else self._patience):
-                return case, self.connection.recv()
+            while not self.late:
+                if self.connection.poll(0.2):
+                    return case, self.connection.recv()
             verdict = Verdict("failed", f"a hang of {case.kind}", f"no answer within {SECONDS} seconds")
         except (EOFError, OSError):
             self._process.join(SECONDS)
@@ -132,7 +142,16 @@ def each(crew: list[Worker], orders: Iterator[Order], told: Callable[[Order, Cas
             idle.append(one)
 
 
-def _serve(connection: Connection, place: Path, template: Path) -> None:
+def _case(order: Order, template: Path) -> Case:
+    if isinstance(order, Case):
+        return order
+    kind, seed, number = order
+    return drawn(kind, seed, number, template)
+
+
+def _serve(connection: Connection, other_end: Connection, place: Path, template: Path) -> None:
+    # Otherwise the pipe would not break when the parent is killed.
+    other_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What libraries print is of no interest, but a crash says where it was.
     silent = os.open(os.devnull, os.O_WRONLY)
@@ -151,5 +170,5 @@ def _serve(connection: Connection, place: Path, template: Path) -> None:
             order = connection.recv()
         except EOFError:
             return
-        case = order if isinstance(order, Case) else drawn(*order, template)
+        case = _case(order, template)
         connection.send(judged(case, place, template))

@@ -12,7 +12,8 @@ from approx.cli import names
 from approx.cli.command import command
 from approx.cli.docstrings import arguments, description
 from approx.cli.layers import settings_text
-from approx.cli.terminal import Terminal, table
+from approx.cli.tables import table
+from approx.cli.terminal import Terminal
 from approx.errors import ApproxError
 
 # How the checks of settings say what is allowed.
@@ -56,7 +57,8 @@ def mechanisms(
     rows = [row for row in support(family) if name in (None, row["name"])]
     abilities = ("bidirectional", "causal", "trainable")
     marks = [*abilities, *([] if family is None else ["fits"])]
-    headings = [*abilities, *([] if family is None else [f"fits {family}"])]
+    # Short words, so that an 80-column terminal shows them whole.
+    headings = ["both ways", "causal", "trainable", *([] if family is None else [f"fits {family}"])]
     matrix = table(
         ["mechanism", *headings, "decodes from", "padding", "gradient", "compiles"],
         [
@@ -170,7 +172,9 @@ def _task(name: str) -> dict[str, Any]:
         "data": reading.get("data", "none: its examples are generated"),
         "split": reading.get("split", ""),
         "columns": [*task.fields, *task.optional_fields, "id", "group"] if task.fields else [],
-        "settings": {one: _setting(partial(open_task, name), one, value, meanings) for one, value in settings_of(name).items()},
+        "settings": {
+            one: _setting(partial(open_task, name), one, value, meanings) for one, value in settings_of(name).items()
+        },
     }
 
 

@@ -24,7 +24,17 @@ from approx.tasks.squad import Squad
 from approx.tasks.task import Example, Split, Task
 from approx.tasks.token_classification import TokenClassification
 
-__all__ = ["TASKS", "Example", "SequenceClassification", "Split", "Task", "kind_of", "known", "open_task", "settings_of"]
+__all__ = [
+    "TASKS",
+    "Example",
+    "SequenceClassification",
+    "Split",
+    "Task",
+    "kind_of",
+    "known",
+    "open_task",
+    "settings_of",
+]
 
 TASKS: dict[str, Callable[..., Task]] = {
     **{f"glue/{subset}": partial(Glue, subset) for subset in GLUE},

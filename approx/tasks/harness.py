@@ -45,9 +45,7 @@ class Harness(Task):
     metrics = ("mean_score",)
     windowed: ClassVar[bool] = True
 
-    def __init__(
-        self, task: str, /, shots: int | None = None, metric: str = "acc", longest: int | None = None
-    ) -> None:
+    def __init__(self, task: str, /, shots: int | None = None, metric: str = "acc", longest: int | None = None) -> None:
         self.name = f"{PREFIX}{task}"
         self._task, self._metric = task, str(metric)
         self._shots = None if shots is None else whole_setting(self.name, "shots", shots, 0)

@@ -131,7 +131,12 @@ def test_texts_without_a_label_are_refused(stored, monkeypatch):
 
 def test_every_task_says_where_its_examples_come_from():
     own = {f"{kind}-classification" for kind in ("text", "token", "image")}
-    assert {name for name in TASKS if open_task(name).dataset is None} == {"lm-eval/NAME", "listops", "needle", "copy"} | own
+    assert {name for name in TASKS if open_task(name).dataset is None} == {
+        "lm-eval/NAME",
+        "listops",
+        "needle",
+        "copy",
+    } | own
 
 
 def test_without_a_network_streaming_is_refused(monkeypatch):

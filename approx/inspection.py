@@ -5,7 +5,7 @@ from typing import Any
 from approx.checkpoints import checkpoint, families
 from approx.checkpoints.history import history
 from approx.errors import ApproxError, Exit
-from approx.planning import anatomy, cost
+from approx.planning import anatomy, cost, positions
 from approx.planning.plan import Plan
 from approx.planning.resolve import described, site_record
 
@@ -36,6 +36,8 @@ def inspect(name: str, *, revision: str | None = None, offline: bool = False) ->
         "architecture": facts.architecture,
         "parameters": facts.parameters,
         "positions": facts.positions,
+        "fixed_positions": facts.fixed_length,
+        "seconds_per_position": facts.seconds,
         "converted": source.converted,
         "history": [step.model_dump() for step in history(converted)],
         "cross_attention": facts.cross_attention,
@@ -47,6 +49,7 @@ def inspect(name: str, *, revision: str | None = None, offline: bool = False) ->
                 "key_heads": site.key_heads,
                 "head_dim": site.head_dim,
                 "causal": site.causal,
+                "fixed_positions": site.fixed_length,
                 **{key: part[key] for key in ("mechanism", "settings")},
                 "group": part["heads"],
             }
@@ -76,7 +79,9 @@ def plan(
         raise ApproxError(f"{name} is converted already. Plan for its base checkpoint.", Exit.REFUSED)
     facts = anatomy.anatomy(source.config, source.stock_class)
     assignment = chosen.resolve(facts)
-    costs = cost.predict(facts, assignment, lengths)
+    # Of a model whose inputs all have one length, no other can be counted.
+    counted = lengths if facts.fixed_length is None else [facts.fixed_length]
+    costs = cost.predict(facts, assignment, counted)
     return {
         "name": source.name,
         "plan": chosen.to_data(),
@@ -85,7 +90,15 @@ def plan(
             for site in facts.sites
             for part in (described(site_record(site, assignment[site])) if site in assignment else [_EXACT])
         ],
-        "costs": [{**vars(c), "ceiling": c.ceiling, "speedup": c.speedup} for c in costs],
+        "costs": [
+            {
+                **vars(c),
+                "seconds": facts.seconds and facts.seconds * c.length,
+                "ceiling": c.ceiling,
+                "speedup": c.speedup,
+            }
+            for c in costs
+        ],
         "warnings": _warnings(facts, costs),
     }
 
@@ -103,10 +116,14 @@ def _warnings(facts: anatomy.Anatomy, costs: list[cost.Cost]) -> list[str]:
         for c in costs
         if c.ceiling < _HARDLY and c.length not in worse
     ]
+    if facts.fixed_length is not None:
+        warnings.append(f"Every input has {facts.fixed_length} positions, so other lengths are not counted.")
     long = [c.length for c in costs if facts.positions is not None and c.length > facts.positions]
     if long:
+        extend = f": for {_listed(long)} tokens convert with --max-length {max(long)}"
+        never = f", and cannot be extended: {_listed(long)} tokens are out of its reach"
         warnings.append(
-            f"The model takes {facts.positions} positions: for {_listed(long)} tokens convert with --max-length {max(long)}."
+            f"The model takes {facts.positions} positions{extend if positions.has_table(facts.family) else never}."
         )
     return warnings
 

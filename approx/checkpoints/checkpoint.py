@@ -88,6 +88,7 @@ def locate(
             f"Supported families: {', '.join(families.FAMILIES)}.",
             Exit.UNSUPPORTED,
         )
+    integrity.refuse_half_converted(folder, raw)
     stock_config = CONFIG_MAPPING[family]
     if converted:
         families.register_family(stock_config)

@@ -25,8 +25,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The raw `config.json` of a checkpoint.
 
     Raises:
-        ApproxError: if it is missing, not JSON, a git-lfs pointer, has absurdly large counts, uses relative positions, or has
-            lost what a converted folder says of its mechanisms.
+        ApproxError: if it is missing, not JSON, a git-lfs pointer, has absurdly large counts, or uses relative positions.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -66,12 +65,15 @@ def read_config(folder: Path) -> dict[str, Any]:
             "Only checkpoints with absolute positions can be converted.",
             Exit.UNSUPPORTED,
         )
-    _refuse_half_converted(folder, config)
     return config
 
 
-def _refuse_half_converted(folder: Path, config: dict[str, Any]) -> None:
-    """Raise if a folder was converted, but its config does not say how: transformers would compute exact attention."""
+def refuse_half_converted(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse a converted folder whose config does not say how: transformers would compute exact attention.
+
+    Raises:
+        ApproxError: naming what says that it was converted, and what was lost.
+    """
     block, converted = config.get("approx"), config["model_type"].startswith("approx_")
     sites = block.get("sites") if isinstance(block, dict) else None
     whole = isinstance(sites, dict) and bool(sites)

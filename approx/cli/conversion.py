@@ -10,7 +10,8 @@ import typer
 from approx.cli import options
 from approx.cli.command import command
 from approx.cli.layers import layer_table, settings_text
-from approx.cli.terminal import Terminal, table
+from approx.cli.tables import table
+from approx.cli.terminal import Terminal
 
 _PANEL = "Convert"
 _STEPS = 7
@@ -44,7 +45,7 @@ def inspect(
     state = "converted" if checkpoint["converted"] else "stock"
     head = (
         f"{checkpoint['name']}: {checkpoint['architecture']} ({checkpoint['family']}, {state}), {checkpoint['parameters']:,} parameters, "
-        f"positions: {checkpoint['positions'] or 'no limit'}"
+        f"positions: {_positions(checkpoint)}"
     )
     sites = layer_table(
         [{**part, "heads": part["group"], "counted": _heads(part)} for part in checkpoint["layers"]],
@@ -52,6 +53,7 @@ def inspect(
             "heads": lambda line: line[0]["counted"],
             "head size": lambda line: str(line[0]["head_dim"]),
             "kind": lambda line: "causal" if line[0]["causal"] else "bidirectional",
+            "positions": lambda line: _always(line[0]) if checkpoint["fixed_positions"] is None else "",
         },
         verbose=terminal.verbose,
     )
@@ -88,6 +90,7 @@ def plan(
 ) -> None:
     """Show which layers a plan changes, its cost at each length, and the ceiling: the speed without attention."""
     from approx import api
+    from approx.publishing import wording
     from approx_kernels.runtime.atomic_file import write_whole
 
     chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, recompute)
@@ -95,17 +98,27 @@ def plan(
     options.check_output(output, force)
     prediction = api.plan(model, chosen, counted, revision=revision, offline=offline)
     costs = table(
-        ["tokens", "GFLOP outside", "GFLOP exact", "GFLOP planned", "MB exact", "MB planned", "predicted", "ceiling"],
+        [
+            "tokens",
+            "GFLOP outside",
+            "GFLOP exact",
+            "GFLOP planned",
+            "layer MB exact",
+            "layer MB planned",
+            "predicted",
+            "ceiling",
+        ],
         [
             [
-                str(cost["length"]),
+                wording.length(str(cost["length"]), cost["seconds"]),
                 *(f"{cost[key] / 1e9:.2f}" for key in ("flops_outside", "flops_exact", "flops_planned")),
                 *(f"{cost[key] / 1e6:.2f}" for key in ("memory_exact", "memory_planned")),
                 *(f"{cost[key]:.2f}×" for key in ("speedup", "ceiling")),
             ]
             for cost in prediction["costs"]
         ],
-        title="Counted operations of one forward pass of one sequence; `approx bench` measures its time",
+        title="Counted operations of one forward pass of one sequence, and the largest temporaries of one attention layer in "
+        "float32; `approx bench` measures the time and the peak memory of the whole pass",
     )
     if output is not None:
         write_whole(output, chosen.to_json() if output.suffix == ".json" else chosen.to_yaml())
@@ -198,6 +211,19 @@ def _swapped(terminal: Terminal, receipt: dict[str, Any]) -> Any:
     if receipt["captured_mass"]:
         more["captured mass"] = figures(receipt["captured_mass"])
     return layer_table(receipt["swapped"], more, verbose=terminal.verbose)
+
+
+def _positions(checkpoint: dict[str, Any]) -> str:
+    """How long inputs may be: a limit, one length for all, or seconds of sound."""
+    if checkpoint["fixed_positions"] is not None:
+        return f"always {checkpoint['fixed_positions']}"
+    if checkpoint["seconds_per_position"] is not None:
+        return f"no limit, {checkpoint['seconds_per_position'] * 1e3:g} ms of sound each"
+    return str(checkpoint["positions"] or "no limit")
+
+
+def _always(site: dict[str, Any]) -> str:
+    return "" if site["fixed_positions"] is None else f"always {site['fixed_positions']}"
 
 
 def _heads(site: dict[str, Any]) -> str:

@@ -6,7 +6,8 @@ import typer
 
 from approx.cli import options
 from approx.cli.command import command
-from approx.cli.terminal import Terminal, table
+from approx.cli.tables import table
+from approx.cli.terminal import Terminal
 from approx.errors import ApproxError, Exit
 from approx.version import __version__
 

@@ -12,7 +12,8 @@ from approx.cli import names
 from approx.cli.command import command
 from approx.cli.docstrings import arguments, description
 from approx.cli.layers import settings_text
-from approx.cli.terminal import Terminal, table
+from approx.cli.tables import table
+from approx.cli.terminal import Terminal
 from approx.errors import ApproxError
 
 # How the checks of settings say what is allowed.
@@ -56,7 +57,8 @@ def mechanisms(
     rows = [row for row in support(family) if name in (None, row["name"])]
     abilities = ("bidirectional", "causal", "trainable")
     marks = [*abilities, *([] if family is None else ["fits"])]
-    headings = [*abilities, *([] if family is None else [f"fits {family}"])]
+    # Short words, so that an 80-column terminal shows them whole.
+    headings = ["both ways", "causal", "trainable", *([] if family is None else [f"fits {family}"])]
     matrix = table(
         ["mechanism", *headings, "decodes from", "padding", "gradient", "compiles"],
         [

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from approx.cli.terminal import table
+from approx.cli.tables import table
 from approx.evaluation.record_model import Quality
 from approx.evaluation.record_speed import BUSY, Relative, Speed, SpeedVariant, Timing
 from approx.publishing import tables, wording
@@ -84,7 +84,7 @@ def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
             verdict = entry.verdict(row) if isinstance(row, SpeedVariant) or not believed.ratio else None
         yield [
             "" if number or entry.batch == 1 else str(entry.batch),
-            "" if number else str(entry.length),
+            "" if number else wording.length(str(entry.length), entry.seconds),
             name,
             wording.milliseconds(row.median_ms if forward else row.tokens_per_second),
             wording.times(believed.ratio if believed else None),

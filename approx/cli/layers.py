@@ -6,7 +6,10 @@ from typing import Any
 
 from rich.table import Table
 
-from approx.cli.terminal import table
+from approx.cli.tables import table
+
+# What may differ between the layers of one model, besides their attention.
+_KIND = ("counted", "head_dim", "causal", "fixed_positions")
 
 
 def layer_table(
@@ -24,7 +27,9 @@ def layer_table(
 
     def alike(layer: list[dict[str, Any]]) -> Any:
         return (
-            layer[0]["layer"] if verbose else [(part["heads"], part["mechanism"], part["settings"]) for part in layer]
+            layer[0]["layer"]
+            if verbose
+            else [[part.get(key) for key in ("heads", "mechanism", "settings", *_KIND)] for part in layer]
         )
 
     # Adjacent layers with the same groups of heads share one line per group.

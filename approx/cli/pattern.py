@@ -9,7 +9,8 @@ from rich.table import Table
 from approx.cli import names, options
 from approx.cli.command import command
 from approx.cli.layers import settings_text
-from approx.cli.terminal import Terminal, table
+from approx.cli.tables import table
+from approx.cli.terminal import Terminal
 
 
 def add_to(app: typer.Typer) -> None:

@@ -12,7 +12,8 @@ import yaml
 from approx.cli import names, options
 from approx.cli.command import command, scrubbed
 from approx.cli.layers import settings_text
-from approx.cli.terminal import Terminal, table
+from approx.cli.tables import table
+from approx.cli.terminal import Terminal
 from approx.errors import ApproxError
 
 _PANEL = "Measure"

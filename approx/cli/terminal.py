@@ -7,11 +7,10 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
@@ -53,7 +52,7 @@ class Terminal:
     def result(self, data: Any, *parts: Table | str) -> None:
         """Print `data` with --json, otherwise the parts."""
         if self.json_output:
-            text = _visible(json.dumps(data, indent=1, ensure_ascii=False, default=str), "\\u00")
+            text = visible(json.dumps(data, indent=1, ensure_ascii=False, default=str), "\\u00")
         else:
             with self.out.capture() as shown:
                 for part in parts:
@@ -183,10 +182,10 @@ class _PlainConsole(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(_visible(segment.text), segment.style)
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
 
-def _visible(text: str, escape: str = "\\x") -> str:
+def visible(text: str, escape: str = "\\x") -> str:
     """Write control characters as escapes, such as \\x1b; a tab and a line break stay."""
     return _CONTROLS.sub(lambda found: f"{escape}{ord(found[0]):02x}", text)
 
@@ -196,27 +195,3 @@ def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _PIPE_WIDTH
     return _PlainConsole(stderr=stderr, soft_wrap=True, width=width, markup=False, emoji=False, highlight=False)
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str] | None], title: str | None = None) -> Table:
-    """A table whose cells wrap instead of being cut; empty columns are left out.
-
-    A column without a heading, which holds names, is not wrapped.
-
-    Args:
-        columns: Headings.
-        rows: Cells of each row; None draws a line.
-        title: Printed above the headings.
-    """
-    rows = list(rows)
-    kept = [index for index in range(len(columns)) if any(row and row[index] for row in rows)]
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index in kept:
-        made.add_column(columns[index], overflow="fold", no_wrap=not columns[index])
-    for row in rows:
-        if row is None:
-            made.add_section()
-        else:
-            # The width of a column counts what is printed.
-            made.add_row(*(_visible(row[index]) for index in kept))
-    return made

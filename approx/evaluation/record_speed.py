@@ -126,6 +126,7 @@ class Speed(Written):
         spread: The base against itself.
         variants: Times of the variants, in order.
         fast_products: Whether all models ran within `approx.fast_products()`.
+        seconds: Seconds of sound in a sequence; null if it is not of sound.
     """
 
     device: str
@@ -144,6 +145,7 @@ class Speed(Written):
     spread: Spread | None = None
     variants: list[SpeedVariant]
     fast_products: bool = False
+    seconds: float | None = None
 
     def settled(self, entry: Relative) -> bool:
         """Whether the machine was quiet enough for the ratio of one model to mean anything.

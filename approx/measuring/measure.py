@@ -148,6 +148,10 @@ def measure_speed(
     """The `speed` entries of a record; the first checkpoint is the exact base of all others."""
     models = {label: _long_enough(one.model, stage.max_length) for label, one in opened.items()}
     base, source = models[BASE], opened[BASE].source
+    facts = anatomy.anatomy(families.stock_config(source.config), source.stock_class)
+    if facts.fixed_length is not None:
+        # Other lengths would be the same inputs under a wrong name.
+        stage = stage.model_copy(update={"lengths": [facts.fixed_length]})
     longest, also = max(stage.lengths), ""
     if stage.mode == "generate":
         longest, also = longest + stage.new_tokens, f", with {stage.new_tokens} new tokens,"
@@ -171,7 +175,15 @@ def measure_speed(
             chosen_in=chosen_in,
             progress=lambda done, total, what: progress(f"bench {what}".strip(), done, total),
         )
-    return [row.model_copy(update={"fast_products": stage.fast_products}) for row in speed]
+    return [
+        row.model_copy(
+            update={
+                "fast_products": stage.fast_products,
+                "seconds": None if facts.seconds is None else facts.seconds * row.length,
+            }
+        )
+        for row in speed
+    ]
 
 
 def _forwards(models: Mapping[str, Any]) -> list[Contender]:

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, one_of, whole_number
+from approx.mechanisms.mechanism import Mechanism, checked, whole_number
 from approx_kernels.ops.blocks.api import block_attention
 
 
@@ -53,8 +53,13 @@ class BlockAttention(Mechanism):
         super().__init__(heads, head_dim, causal=causal, scale=scale)
         self.size = whole_number("size", size, 1)
         self.neighbours = whole_number("neighbours", neighbours, 0)
+        allowed = f"alternate, or a whole number from 0 to {self.size - 1}"
         words = isinstance(shift, str)
-        self.shift = one_of("shift", shift, ("alternate",)) if words else whole_number("shift", shift, 0, self.size - 1)
+        self.shift = (
+            checked("shift", shift, shift == "alternate", allowed)
+            if words
+            else whole_number("shift", shift, 0, self.size - 1)
+        )
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0

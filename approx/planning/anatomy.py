@@ -14,7 +14,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from approx.errors import ApproxError, Exit, did_you_mean
 from approx.planning import positions
-from approx.planning.example_inputs import example_inputs
+from approx.planning.example_inputs import example_inputs, seconds_per_position
 from approx.seam.attention_free import values_only
 from approx.seam.masks import is_causal
 from approx.seam.transformers_internals import backbone_of, can_switch_attention, temporary_attention
@@ -64,6 +64,7 @@ class Anatomy:
         cross_attention: Number of cross-attention modules; they always stay exact.
         parameters: Number of parameters.
         positions: Longest input the position table allows; None if there is no limit.
+        seconds: Seconds of sound in a position; None if it does not read sound of any length.
         flops_per_position: Floating-point operations outside self-attention, per position.
         flops_per_pair: The same per pair of positions: cross-attention between two parts that both grow with the length.
         flops_fixed: The same, independent of the length.
@@ -75,9 +76,16 @@ class Anatomy:
     cross_attention: int
     parameters: int
     positions: int | None
+    seconds: float | None
     flops_per_position: float
     flops_per_pair: int
     flops_fixed: float
+
+    @property
+    def fixed_length(self) -> int | None:
+        """Number of positions of every input if it is one for all layers, as for images; else None."""
+        lengths = {site.fixed_length for site in self.sites}
+        return lengths.pop() if len(lengths) == 1 else None
 
     def flops_outside(self, length: int) -> float:
         """Floating-point operations of one forward pass of `length` positions, without self-attention."""
@@ -205,6 +213,7 @@ def _observe(kind: _Kind) -> Anatomy:
         cross_attention=len(cross),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         positions=positions.limit(config),
+        seconds=seconds_per_position(config, model.main_input_name),
         flops_per_position=per_position,
         flops_per_pair=per_pair,
         flops_fixed=flops[0] - per_position * lengths[0],

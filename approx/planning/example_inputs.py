@@ -8,6 +8,8 @@ from torch import Tensor
 
 from approx.errors import ApproxError, Exit
 
+_RATE = 16_000
+
 
 def example_inputs(
     model: Any, length: int, *, batch: int = 1, padded: int = 0, seed: int = 0, device: str | torch.device = "cpu"
@@ -80,3 +82,9 @@ def samples(config: Any, length: int) -> int:
     for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
         receptive = (receptive - 1) * stride + kernel
     return (length - 1) * config.inputs_to_logits_ratio + receptive
+
+
+def seconds_per_position(config: Any, input_name: str) -> float | None:
+    """Seconds of sound in one position of the attention, for models that read sound of any length; else None."""
+    # Configs do not tell the rate; every model of these families was trained at this one.
+    return config.inputs_to_logits_ratio / _RATE if input_name == "input_values" else None

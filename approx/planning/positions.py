@@ -42,6 +42,11 @@ def limit(config: Any) -> int | None:
     return None if rows is None else rows - _offset(config)
 
 
+def has_table(family: str) -> bool:
+    """Whether models of a family have a learned position table, which can be extended."""
+    return family in _TABLES
+
+
 def extendable(config: Any, architecture: str, length: int) -> int:
     """Check that the positions of a model can be extended, from its config alone.
 

@@ -25,7 +25,9 @@ COLOURS = {
 _OTHER_COLOURS = ("#c8518f", "#8a9a2b", "#b5813a", "#4aa0c8", "#d05a5a", "#6f7bd8")
 _EXACT = ("full", "sdpa")
 _MARKERS = "osD^vPX*"
-_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 50, 100)
+_RATIOS = [2.0**power for power in range(-7, 8)]
+# What every axis of ratios shows at least, so that one tick beside 1× is on it.
+_LEAST = (0.7, 2.0)
 _LINEAR_POINTS = 2
 _POINTS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100)
 _LEGEND_CHARACTERS = 40
@@ -95,7 +97,7 @@ def speed_figure(rows: list[Speed], record: Record, identity: str) -> Markup:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: wording.count(value)))
         axes.set_xlim(measured[0] / 1.25, measured[-1] * 1.25)
         low, high = axes.get_ylim()
-        _ratio_axis(axes, "y", min(low, 0.7), max(high, 1.5))
+        _ratio_axis(axes, "y", min(low, _LEAST[0]), max(high, _LEAST[1]))
         axes.set_xlabel("length (tokens)")
         axes.set_ylabel("speed relative to exact attention")
 
@@ -153,7 +155,7 @@ def quality_figure(task: Quality, rows: list[Speed], record: Record, identity: s
                 *zip(*front, strict=True), color=INK, linewidth=1, linestyle=":", label="not beaten in both", zorder=1
             )
         low, high = axes.get_xlim()
-        _ratio_axis(axes, "x", min(low, 0.7), max(high, 1.5))
+        _ratio_axis(axes, "x", min(low, _LEAST[0]), max(high, _LEAST[1]))
         if task.fraction:
             _points_axis(axes)
         axes.set_xlabel(f"speed relative to exact attention at {wording.count(row.length)} tokens")

@@ -134,7 +134,7 @@ def layer_error_table(variants: list[Variant]) -> dict[str, Any] | None:
 def _summary(row: Speed, names: list[str]) -> dict[str, Any]:
     base, ceiling = row.base, row.ceiling
     return {
-        "length": wording.count(row.length),
+        "length": wording.length(wording.count(row.length), row.seconds),
         "base": f"{wording.milliseconds(base.median_ms)} ms" if base.status == "ok" else base.status,
         "ceiling": wording.times(row.believed(ceiling).ratio) if ceiling else wording.NOTHING,
         "cells": [_cell(row, variant_of(row.variants, name)) for name in names],
@@ -167,7 +167,7 @@ def _times(row: Speed) -> list[dict[str, str]]:
     entries += [(entry.name, entry) for entry in row.variants]
     return [
         {
-            "length": wording.count(row.length),
+            "length": wording.length(wording.count(row.length), row.seconds),
             "name": name,
             "median": wording.milliseconds(entry.median_ms),
             "quantiles": f"{wording.milliseconds(entry.p10_ms)} to {wording.milliseconds(entry.p90_ms)}"

@@ -42,6 +42,11 @@ def count(value: float | None) -> str:
     return NOTHING if value is None else f"{value:,.0f}"
 
 
+def length(positions: str, seconds: float | None) -> str:
+    """Add the seconds to a length in positions of sound: 512 (10.2 s)."""
+    return positions + ("" if seconds is None else f" ({seconds:.3g} s)")
+
+
 def roughly(value: int) -> str:
     """Write an estimate rounded up to two significant digits: 1,600 for 1,509."""
     step = 10 ** max(len(str(value)) - 2, 0)

@@ -50,7 +50,7 @@ class Recording:
         try:
             info = soundfile.info(io.BytesIO(stored))
         except soundfile.SoundFileError as error:
-            raise _damaged(name, error) from None
+            raise _damaged(name, _reason(error)) from None
         if info.channels != 1:
             raise ApproxError(f"{name} has {info.channels} channels. Mix them to one.", Exit.UNAVAILABLE)
         if info.frames < _SHORTEST_SECONDS * info.samplerate:
@@ -86,7 +86,7 @@ class Recording:
         try:
             sound, _ = soundfile.read(io.BytesIO(stored), dtype="float32")
         except soundfile.SoundFileError as error:
-            raise _damaged(self.name, error) from None
+            raise _damaged(self.name, _reason(error)) from None
         if len(sound) != self.samples:
             raise _damaged(self.name, f"only {len(sound):,} of {self.samples:,} samples")
         if self.rate == rate:
@@ -106,3 +106,8 @@ def _stored(name: str, source: Path | bytes) -> bytes:
 
 def _damaged(name: str, reason: Any) -> ApproxError:
     return ApproxError(f"{name} is not a readable recording ({reason}). Download it again.", Exit.UNAVAILABLE)
+
+
+def _reason(error: Any) -> str:
+    # The whole message names the object in memory that was read.
+    return str(getattr(error, "error_string", error)).rstrip(".")

@@ -133,6 +133,12 @@ class Squad(Task):
     def _file_rows(self, path: Path) -> Iterator[tuple[str, Example]]:
         try:
             articles = parsed(path.read_text(encoding="utf-8"))["data"]
+            asked = [one for article in articles for part in article["paragraphs"] for one in part["qas"]]
+            if self._version == 2 and asked and not any("is_impossible" in one for one in asked):
+                raise ApproxError(
+                    f"{path} is of SQuAD 1.1: it does not say which questions are unanswerable. Use the task squad, or a file of 2.0.",
+                    Exit.UNAVAILABLE,
+                )
             for article in articles:
                 for paragraph in article["paragraphs"]:
                     for question in paragraph["qas"]:

@@ -4,6 +4,8 @@ import shlex
 import pytest
 from safetensors.torch import load_file
 
+from zoo import tiny
+
 from .conftest import call
 
 
@@ -100,3 +102,12 @@ def test_help_shows_examples_and_defaults(command):
         for group in ("Task", "Checkpoint", "Machine", "Every command"):
             assert f"─ {group} ─" in answer.out
         assert "[default: 32]" in answer.out
+
+
+def test_layers_of_another_kind_have_a_line_of_their_own(tmp_path):
+    tiny("WhisperForConditionalGeneration").save_pretrained(tmp_path / "whisper")
+    tiny("ViTForImageClassification").save_pretrained(tmp_path / "vit")
+    rows = [line.split() for line in call("inspect", "whisper").out.splitlines()]
+    assert ["0-1", "exact", "4", "8", "bidirectional", "always", "24"] in rows
+    assert ["2-3", "exact", "4", "8", "causal"] in rows
+    assert "positions: always 37" in call("inspect", "vit").out

@@ -1,9 +1,15 @@
 """What commands print: no name in a model or a recipe controls the terminal."""
 
+import io
 import json
 import threading
 
-from approx.cli.terminal import Terminal, _Lines, table
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from approx.cli.tables import table
+from approx.cli.terminal import Terminal, _Lines
 
 HOSTILE = "a\x1b[31mred\x9b2J\x07 [bold]b[/bold]"
 
@@ -55,3 +61,32 @@ def test_a_stage_without_progress_has_no_estimate():
     with _Lines(note, silence=0.05):
         assert twice.wait(5)
     assert set(notes) == {"still working"}
+
+
+def printed(made: Table, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), soft_wrap=True)
+    console.print(made)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]  # the StringIO above
+
+
+NAMES = ["improved-clustered", "adaptive-span", "librispeech/train-clean-100"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_words_stay_whole_and_lines_within_the_width(width):
+    rows = [[name, "clusters=25, topk=32, iterations=5", "through weights, not choices", "1.83×"] for name in NAMES]
+    lines = printed(table(["mechanism", "settings", "gradient", "speed-up"], rows), width)
+    assert all(len(line) <= width for line in lines)
+    words = {word for line in lines for word in line.split()}
+    assert {*NAMES, "clusters=25,", "iterations=5", "choices", "1.83×"} <= words
+
+
+def test_what_fits_no_line_is_a_list():
+    row = ["librispeech/train-clean-100", "openslr/librispeech_asr", "longest_answer"]
+    lines = printed(table(["task", "hub dataset", "settings"], [row], title="Tasks"), 40)
+    assert lines == ["Tasks", "", row[0], f"  hub dataset: {row[1]}", f"  settings: {row[2]}"]
+
+
+def test_a_table_is_as_it_was_where_there_is_space():
+    lines = [line.rstrip() for line in printed(table(["a", "b"], [["one two", "three"]]), 80)]
+    assert lines == ["", " a        b", " ───────────────", " one two  three", ""]

@@ -56,3 +56,10 @@ def test_what_no_machine_can_make_is_told_beside_what_is_wrong():
     assert "'kernel' is 'x'" in str(wrong)
     assert str(impossible).startswith("'performer' cannot be made with these settings: ")
     assert "\n" not in str(impossible)
+
+
+def test_a_wrong_shift_of_blocks_is_told_all_that_is_allowed():
+    (error,) = refusals(
+        "block", MECHANISMS["block"], {"shift": "foo", "size": 8}, heads=2, head_dim=8, causal=False, scale=0.25
+    )
+    assert "allowed is alternate, or a whole number from 0 to 7" in str(error)

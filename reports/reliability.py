@@ -19,6 +19,7 @@ def page(fuzz: dict[str, Any], kills: dict[str, Any]) -> str:
         for kind, one in fuzz["kinds"].items()
     ]
     failures = [f"- {where}: {count}" for where, count in fuzz["failures"].items()] or ["None."]
+    times = "time" if kills["kills"] == 1 else "times"
     fixed = [f"| {kind} | {count} |" for kind, count in fuzz["fixed"].items()]
     reached = [f"| {moment} | {count} |" for moment, count in kills["reached"].items()]
     return "\n".join(
@@ -44,7 +45,7 @@ def page(fuzz: dict[str, Any], kills: dict[str, Any]) -> str:
             "|---|--:|",
             *fixed,
             "",
-            f"`make kills KILLS={kills['kills']} SEED={kills['seed']}` killed `approx run` {kills['kills']} times at random moments and went "
+            f"`make kills KILLS={kills['kills']} SEED={kills['seed']}` killed `approx run` {kills['kills']} {times} at random moments and went "
             f"on with `--resume`. All {kills['completed']} runs ended with the record of a run that was not disturbed. Where the kills came:",
             "",
             "| the run had finished | kills |",

@@ -188,6 +188,10 @@ def _replace(temporary: Path, out: Path, old: Path) -> None:
 
 def _tidy_up(out: Path) -> None:
     """Remove leftovers of killed runs; restore an original that was moved aside but not replaced."""
+    if (lock := out.with_name(f".{out.name}.lock")).exists():
+        # It goes with whoever takes it; another process may hold it.
+        with contextlib.suppress(OSError), locked(lock, wait=False):
+            pass
     for path in sorted(out.parent.glob(f"{glob.escape(out.name)}.*-*")):
         what, _, pid = path.name[len(out.name) + 1 :].partition("-")
         if what not in ("tmp", "old") or not pid.isdigit() or _alive(int(pid)):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -134,7 +135,8 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
     else:
         return _pickles(folder, allow_pickle)
     for path in files:
-        if not path.is_file():
+        # A name may be too long to be looked for.
+        if not os.path.isfile(path):
             raise ApproxError(f"{path} is missing, but {INDEX} names it. Download it again.", Exit.UNAVAILABLE)
         _check_safetensors(path)
     return files

@@ -14,9 +14,9 @@ from approx.planning.plan import Plan
 from .conftest import call
 
 NEEDLE = (
-    "quickstart", "--task", "needle", "--set", "length=512", "--length", 1024, "--mechanisms", "local,clustered", "--limit", 90,
-    "--calibration", 12, "--examples", 45, "--proof", 45, "--front", 1, "-q",
-)  # fmt: skip
+    "quickstart --task needle --set length=512 --length 1024 --mechanisms local,clustered --limit 90 --calibration 12 --examples 45 "
+    "--proof 45 --front 1 -q"
+).split()
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_another_budget_uses_the_sensitivities_of_the_first(found, tmp_path):
         == json.loads(known.read_text())["damages"]
     )
     answer = call(
-        "search", *NEEDLE, "--seed", 1, "--budget", "loss<=5", "--sensitivities", known, "-o", tmp_path / "other.yaml"
+        "search", *NEEDLE, "--seed", "1", "--budget", "loss<=5", "--sensitivities", known, "-o", tmp_path / "other.yaml"
     )
     assert answer.code == Exit.REFUSED
     assert "other examples" in answer.err
@@ -76,7 +76,7 @@ def test_an_earlier_search_is_neither_overwritten_nor_mixed(found):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     again = call("search", *NEEDLE, "--budget", "loss<=5", "-o", folder / "plan.yaml")
     assert (again.code, "exists" in again.err) == (Exit.REFUSED, True)
-    other = call("search", *NEEDLE, "--seed", 1, "--budget", "loss<=5", "-o", folder / "plan.yaml", "--resume")
+    other = call("search", *NEEDLE, "--seed", "1", "--budget", "loss<=5", "-o", folder / "plan.yaml", "--resume")
     assert (other.code, "search of another model" in other.err) == (Exit.REFUSED, True)
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -94,7 +94,7 @@ def test_nothing_fits_is_an_exit_code_of_its_own(found, tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_leaves_the_best_plan_so_far_and_resume_goes_on(tmp_path):
     plan = tmp_path / "plan.yaml"
-    words = ["search", *map(str, NEEDLE[:-1]), "--budget", "loss<=5", "-o", str(plan)]
+    words = ["search", *NEEDLE[:-1], "--budget", "loss<=5", "-o", str(plan)]
     code = "from approx.cli import main; main()"
     running = subprocess.Popen(
         [sys.executable, "-c", code, *words], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True

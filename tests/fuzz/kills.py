@@ -65,7 +65,11 @@ def killed(kills: int, seed: int, folder: Path, seconds: float = math.inf) -> di
     while done < kills and time.monotonic() - began < seconds:
         out = folder / f"run{completed}"
         process = start(out)
-        process.join(random.uniform(0, undisturbed))
+        # Starting takes so long that most moments of all would lie before the first stage is finished.
+        wanted = random.randrange(4)
+        while process.is_alive() and _finished(out) < wanted:
+            time.sleep(0.01)
+        process.join(random.uniform(0, undisturbed / (1 + wanted)))
         if process.is_alive():
             assert killable.ended(process, signal.SIGKILL) == -signal.SIGKILL
             done += 1
@@ -97,12 +101,15 @@ def _record(out: Path) -> dict[str, Any]:
     return {key: value for key, value in made.items() if key not in TIMES}
 
 
+def _finished(out: Path) -> int:
+    return len(list(out.glob("stages/*.json")))
+
+
 def _reached(out: Path) -> str:
     """What a run had finished when it was killed."""
-    finished = len(list(out.glob("stages/*.json")))
     if (out / "record.json").is_file():
         return "with its record"
-    return f"after {finished} stages" if (out / "recipe.yaml").is_file() else "before anything was written"
+    return f"after {_finished(out)} stages" if (out / "recipe.yaml").is_file() else "before anything was written"
 
 
 def main() -> int:

@@ -1,7 +1,6 @@
 """Some seconds of `make fuzz`, always the same cases: everything damaged is refused or read, and damages are found."""
 
 import shutil
-from itertools import islice
 from random import Random
 
 import pytest
@@ -28,8 +27,8 @@ def template(tmp_path_factory):
     return made(tmp_path_factory.mktemp("fuzz") / "place")
 
 
-@pytest.fixture
-def judge(template, tmp_path):
+@pytest.fixture(scope="module")
+def judge(template):
     """The verdict of another process on a case."""
     with workers.workers(template, 1) as (worker,):
 
@@ -74,7 +73,7 @@ def test_an_error_a_crash_a_hang_and_a_change_are_noticed(judge, template, tmp_p
         space = {"ApproxError": ApproxError, **{name: __import__(name) for name in ("ctypes", "os", "pathlib", "time")}}
         exec(f"def read(target):\n    {body}", space)
         broken(monkeypatch, space["read"])
-        with workers.workers(template, 1) as (worker,):
+        with workers.workers(template, 1, reloads=False) as (worker,):
             worker.ask(case)
             verdict = worker.answer()[1]
             assert (verdict.status, where in verdict.where) == ("failed", True), verdict
@@ -113,6 +112,4 @@ def test_what_fails_is_made_smaller():
     assert minimised(b"aaaaaaaaXbbbbbbbbYcccc", lambda x: b"X" in x and b"Y" in x) == b"XY"
     tree = b'{"a": {"b": [1, 2, 3, {"c": 7}], "d": 4}, "e": 5, "f": 6, "g": 8}'
     assert minimised(tree, lambda x: b'"c": 7' in x) == b'{"a": {"b": [{"c": 7}]}}'
-    asked = list(islice(iter(int, 1), 3))
-    assert minimised(b"x" * 100, lambda x: asked.append(0) or True, tries=5) != b""
-    assert len(asked) <= 3 + 5
+    assert minimised(b"x" * 100, lambda x: True, tries=1) == b"x" * 50

@@ -23,7 +23,7 @@ from fuzz.cases import Case, Verdict, drawn, judged
 SECONDS = 20
 GIGABYTES = 2
 # A converted folder is reloaded by another process, which imports for seconds.
-_WAITING = 6
+_WAITING = 15
 # Libraries keep some memory of each case.
 _CASES = 3000
 Order = Case | tuple[str, int, int]
@@ -34,10 +34,11 @@ class Worker:
 
     Args:
         template: The undamaged place.
+        reloads: Whether to start at once what reloads converted folders, which imports for seconds.
     """
 
-    def __init__(self, template: Path) -> None:
-        self._template = template
+    def __init__(self, template: Path, *, reloads: bool = True) -> None:
+        self._template, self._reloads = template, reloads
         self._home = Path(tempfile.mkdtemp(prefix="approx-fuzz-"))
         self._start()
 
@@ -47,7 +48,9 @@ class Worker:
         shutil.copytree(self._template, self._home)
         context = multiprocessing.get_context("fork")
         self.connection, end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(end, self.connection, self._home, self._template))
+        self._process = context.Process(
+            target=_serve, args=(end, self.connection, self._home, self._template, self._reloads)
+        )
         self._process.start()
         end.close()
         self.order: Any = None
@@ -114,9 +117,9 @@ class Worker:
 
 
 @contextlib.contextmanager
-def workers(template: Path, count: int) -> Iterator[list[Worker]]:
+def workers(template: Path, count: int, *, reloads: bool = True) -> Iterator[list[Worker]]:
     """Several workers, which end with the context."""
-    made = [Worker(template) for _ in range(count)]
+    made = [Worker(template, reloads=reloads) for _ in range(count)]
     try:
         yield made
     finally:
@@ -149,7 +152,7 @@ def _case(order: Order, template: Path) -> Case:
     return drawn(kind, seed, number, template)
 
 
-def _serve(connection: Connection, other_end: Connection, place: Path, template: Path) -> None:
+def _serve(connection: Connection, other_end: Connection, place: Path, template: Path, reloads: bool) -> None:
     # Otherwise the pipe would not break when the parent is killed.
     other_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -163,8 +166,8 @@ def _serve(connection: Connection, other_end: Connection, place: Path, template:
     limit = size + GIGABYTES * 2**30
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # It imports for seconds what reloads converted folders.
-    clean_process.begin()
+    if reloads:
+        clean_process.begin()
     while True:
         try:
             order = connection.recv()

@@ -13,10 +13,28 @@ from approx.planning.plan import Plan
 
 from .conftest import call
 
-NEEDLE = (
-    "quickstart --task needle --set length=512 --length 1024 --mechanisms local,clustered --limit 90 --calibration 12 --examples 45 "
-    "--proof 45 --front 1 -q"
-).split()
+NEEDLE = [
+    "quickstart",
+    "--task",
+    "needle",
+    "--set",
+    "length=512",
+    "--length",
+    "1024",
+    "--mechanisms",
+    "local,clustered",
+    "--limit",
+    "90",
+    "--calibration",
+    "12",
+    "--examples",
+    "45",
+    "--proof",
+    "45",
+    "--front",
+    "1",
+    "-q",
+]
 
 
 @pytest.fixture(scope="module")

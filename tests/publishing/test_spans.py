@@ -1,6 +1,6 @@
 """Learned spans in a report: the table, the picture, and nothing where no model has spans."""
 
-from approx.publishing import page
+from approx.publishing import page, wording
 from approx.publishing.spans import spans_figure, spans_table
 from typed import record_of
 
@@ -19,7 +19,7 @@ def test_the_table_has_the_mean_the_ends_and_the_operations(record):
     assert row == {
         "name": made.variants[0].name, "mean": "165.5", "shortest": "0", "longest": "512", "operations": "37.5 %",
     }  # fmt: skip
-    assert f"| {page._cell(row['name'])} | 165.5 | 0 | 512 | 37.5 % |" in page.markdown([made])
+    assert f"| {wording.cell(row['name'])} | 165.5 | 0 | 512 | 37.5 % |" in page.markdown([made])
 
 
 def test_the_picture_shows_each_head(record):

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from scipy.stats import pearsonr, rankdata
 
 from approx.measuring.in_memory import in_memory
 from approx.planning.anatomy import anatomy

@@ -107,7 +107,7 @@ def test_measurements_correct_what_is_predicted_of_other_plans(exhausted):
 
     def agreement(one):
         predicted = rankdata([one.damage(plan) for plan in plans])
-        return pearsonr(predicted, rankdata(list(every.values())))[0]
+        return float(pearsonr(predicted, rankdata(list(every.values()))).statistic)
 
     assert agreement(corrected) > agreement(space) + 0.2
 

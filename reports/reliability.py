@@ -38,10 +38,10 @@ def page(fuzz: dict[str, Any], kills: dict[str, Any]) -> str:
             "",
             *failures,
             "",
-            f"Earlier runs found {sum(fuzz['fixed'].values())} failures, which were fixed. Each is kept as a small file in "
-            "`tests/fuzz/found`, which every run of the tests reads again:",
+            f"`tests/fuzz/found` keeps {sum(fuzz['fixed'].values())} small files on which approx failed before it was fixed; every run "
+            "of the tests reads them again:",
             "",
-            "| kind of file | failures fixed |",
+            "| kind of file | cases |",
             "|---|--:|",
             *fixed,
             "",

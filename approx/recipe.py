@@ -227,7 +227,7 @@ def _push_mistakes(made: Recipe) -> Iterator[Mistake]:
         names = [*made.variants, *made.search]
         where, known = ("push", number), f"Known: {', '.join(names)}."
         if push.variant is None and len(names) > 1:
-            yield Mistake(where, f"recipe.push: name the variant to push, e.g. 'variant: {names[-1]}'.")
+            yield Mistake(where, f"recipe.push: name the variant to push, e.g. 'variant: {names[0]}'.")
         elif push.variant is not None and push.variant not in names:
             hint = did_you_mean(push.variant, names)
             yield Mistake(where, f"recipe.push: there is no variant '{push.variant}'.{hint} {known}")

@@ -57,8 +57,6 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{path} says {', '.join(beyond)}, which is implausible. It is damaged; download it again.",
             Exit.UNAVAILABLE,
         )
-    if config["model_type"].startswith("approx_"):
-        check_record(config, path)
     relative = config.get("position_embedding_type", "absolute")
     if relative not in ("absolute", None, "rotary"):
         raise ApproxError(
@@ -73,12 +71,13 @@ def refuse_half_converted(folder: Path, config: dict[str, Any]) -> None:
     """Refuse a converted folder whose config does not say how: transformers would compute exact attention.
 
     Raises:
-        ApproxError: naming what says that it was converted, and what was lost.
+        ApproxError: naming what says that it was converted, and what was lost or is wrong.
     """
     block, converted = config.get("approx"), config["model_type"].startswith("approx_")
     sites = block.get("sites") if isinstance(block, dict) else None
     whole = isinstance(sites, dict) and bool(sites)
     if whole and converted:
+        check_record(config, folder / "config.json")
         return
     if converted:
         sign = f"'model_type' is {config['model_type']}"

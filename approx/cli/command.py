@@ -148,11 +148,12 @@ def _diagnosis(error: BaseException, interrupted: str) -> tuple[str, Exit]:
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, ImportError):
         return f"{text}. A package is missing or broken; install approx-attention again.", Exit.MISSING
+    if isinstance(error, OSError) and error.errno in _FULL:
+        # A failed write, unlike a failed open, may not name its file.
+        place = "" if error.filename is None else f" ({error.filename})"
+        return f"Disk full: {error.strerror}{place}. Free space and run the command again.", Exit.UNAVAILABLE
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}. Check the path, its permissions and the disk.", Exit.UNAVAILABLE
-    # A failed write, unlike a failed open, does not name its file.
-    if isinstance(error, OSError) and error.errno in _FULL:
-        return f"Disk full: {error.strerror}. Free space and run the command again.", Exit.UNAVAILABLE
     where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{os.path.basename(where.filename)}, line {where.lineno}"
     return (

@@ -21,7 +21,7 @@ LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
     "linear": ({"feature_map": "hedgehog"}, {"feature_map": "hedgehog", "window": 64}),
 }
 # Exact, so that a search finds whatever is fastest; approximations that need no training; fitted to exact attention first.
-_EXACT = ("flash",)
+_EXACT = ("exact", "flash")
 _UNTRAINED = ("improved-clustered", "clustered", "local", "longformer", "bigbird", "sinks", "block", "performer")
 _FITTED = ("linear",)
 _OF_HEADS = ", "

@@ -8,6 +8,7 @@ from approx.mechanisms import MECHANISMS
 from approx.planning.anatomy import Anatomy, Site
 from approx.planning.plan import Plan
 from approx.planning.rule import Rule
+from approx.recipe import BASE
 from approx.searching.options import SearchStage
 
 # Settings from cheap to accurate; mechanisms that are not listed are tried at their defaults.
@@ -136,4 +137,6 @@ def _named(rules: Sequence[Rule]) -> list[str]:
 
 
 def _name(rule: Rule, told: Callable[[str, Any], str]) -> str:
-    return " ".join(dict.fromkeys([rule.mechanism, *(told(*setting) for setting in rule.settings.items())]))
+    # The base is called exact.
+    mechanism = f"fastest {BASE}" if rule.mechanism == BASE else rule.mechanism
+    return " ".join(dict.fromkeys([mechanism, *(told(*setting) for setting in rule.settings.items())]))

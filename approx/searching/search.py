@@ -197,7 +197,8 @@ class Search:
         models = {name: self.composer.make(self.trials.choices(labels[name])) for name in changed}
         proven = proving.prove(self.judge, models, changed, self.seed, self.progress)
         named = [name for name in models if name.startswith("finalist")]
-        chosen = next((name for name in named if self._meets(proven.proofs[name])), None)
+        meeting = [name for name in named if self._meets(proven.proofs[name])]
+        chosen = max(meeting, key=lambda name: proven.proofs[name].speed or 0.0, default=None)
         feasible, told = chosen is not None, chosen
         if chosen is None and named:
             told = min(named, key=lambda name: proven.proofs[name].loss)
@@ -207,17 +208,17 @@ class Search:
         return proven.given_to(outcome, models, told)
 
     def _beside(self, plans: Front) -> dict[str, Choices]:
-        """Plans of the front for other budgets, and every uniform plan."""
-        named: dict[str, Choices] = {}
-        if self.stage.front:
-            for number, share in enumerate(np.linspace(0, 1, self.stage.front + 2)[1:-1]):
-                damages = np.log(np.maximum(plans.damages, 1e-12))
-                wanted = damages[0] + share * (damages[-1] - damages[0])
-                named[f"front {number + 1}"] = _row(plans, int(np.abs(damages - wanted).argmin()))
+        """Every uniform plan, and plans of the front for other budgets."""
         last = len(self.candidates)
-        for column, one in enumerate(self.candidates):
-            if one.heads is None:
-                named[one.name] = tuple(column if one.on(site) else last for site in self.facts.sites)
+        named = {
+            one.name: tuple(column if one.on(site) else last for site in self.facts.sites)
+            for column, one in enumerate(self.candidates)
+            if one.heads is None
+        }
+        damages = np.log(np.maximum(plans.damages, 1e-12))
+        for number, share in enumerate(np.linspace(0, 1, self.stage.front + 2)[1:-1]):
+            wanted = damages[0] + share * (damages[-1] - damages[0])
+            named[f"front {number + 1}"] = _row(plans, int(np.abs(damages - wanted).argmin()))
         return named
 
     def _meets(self, proof: Proof) -> bool:

@@ -219,10 +219,8 @@ class Search:
         best = max(names, key=lambda name: proofs[name].speed or 0.0, default=None)
         if best is None or (proofs[best].speed or 0.0) <= speed:
             return []
-        return [
-            f"{best} in every layer met the goal and was faster: {proofs[best].told(self.judge.unit)}. It is the best of "
-            f"{len(self.candidates)} uniform plans on the same examples, so evaluate it on others before you take it."
-        ]
+        told = f"{best} in every layer met the goal and was faster: {proofs[best].told(self.judge.unit)}. It is the best of "
+        return [f"{told}{len(self.candidates)} uniform plans on these examples, so evaluate it on others."]
 
     def _beside(self, plans: Front) -> dict[str, Choices]:
         """Every uniform plan, and plans of the front for other budgets."""

@@ -26,12 +26,13 @@ from approx.publishing.report import write_report
 from approx.publishing.summary import variant_of
 from approx.recipe import HEALED, TRAINED
 from bench import growth
-from reports import clustered_paper, cpu_speed, healing, long_documents, reliability
+from reports import clustered_paper, cpu_speed, healing, long_documents, reliability, searches
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 SPEED = ROOT / "docs" / "speed.md"
 HEALING = ROOT / "docs" / "healing.md"
+SEARCH = ROOT / "docs" / "search.md"
 # The README's table: the record whose texts are as long as what was timed, and where; the one of SQuAD with healed variants, and
 # the one with all mechanisms.
 LONG, LENGTHS = "genres", (512, 2048)
@@ -203,6 +204,7 @@ def refresh(out: Path) -> dict[Path, str]:
     return {
         README: in_readme(README.read_text(encoding="utf-8"), records),
         HEALING: healing.in_page(HEALING.read_text(encoding="utf-8"), records),
+        SEARCH: searches.in_page(SEARCH.read_text(encoding="utf-8"), records),
         SPEED: cpu_speed.in_page(SPEED.read_text(encoding="utf-8"), ROOT / "reports"),
     }
 

@@ -121,7 +121,7 @@ def search(
     ] = 300,
     proof: Annotated[
         int, typer.Option(min=1, help="Other examples that prove the plan, at most.", rich_help_panel=_SEARCH)
-    ] = 600,
+    ] = 500,
     front: Annotated[
         int, typer.Option(min=0, help="Plans for other budgets to measure beside it.", rich_help_panel=_SEARCH)
     ] = 5,

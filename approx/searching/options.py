@@ -124,7 +124,7 @@ class SearchStage(Model):
     heal: Literal["transfer"] | None = None
     calibration: Count = 64
     examples: Count = 300
-    proof: Count = 600
+    proof: Count = 500
     front: Annotated[int, Field(ge=0)] = 5
     time_budget: Annotated[str | None, _checked(read_duration)] = None
 

@@ -21,7 +21,7 @@ _ANCHORS = (0.0, 0.25, 0.5, 0.75)
 # Measured plans whose single changes may be tried.
 _NEAR = 5
 # Measurements in a row without an advance after which a search ends.
-_PATIENCE = 10
+_PATIENCE = 20
 
 
 @dataclass(frozen=True)

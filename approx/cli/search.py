@@ -114,8 +114,14 @@ def search(
         ),
     ] = None,
     calibration: Annotated[
-        int, typer.Option(min=1, help="Examples that weigh the errors of layers.", rich_help_panel=_SEARCH)
-    ] = 64,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Examples that weigh the errors of layers. Default: 64, or all that compare plans.",
+            show_default=False,
+            rich_help_panel=_SEARCH,
+        ),
+    ] = None,
     examples: Annotated[
         int, typer.Option(min=1, help="Examples that compare plans, at most half.", rich_help_panel=_SEARCH)
     ] = 300,

@@ -96,7 +96,7 @@ class SearchStage(Model):
         candidates: Rules to choose from, without layers or heads, instead of `mechanisms`.
         granularity: Whether a layer gets one mechanism, or may keep exact attention in the heads that need it most.
         heal: Whether mechanisms with parameters are first fitted to exact attention, as by `finetune --recover transfer`.
-        calibration: Examples whose gradients weigh the errors of the layers.
+        calibration: Examples whose gradients weigh the errors of the layers; 64, or all that compare plans, if not given.
         examples: Examples that compare plans, at most half of the split.
         proof: Other examples, on which the plan is proven, at most.
         front: Plans for other budgets to measure beside the found one.
@@ -122,7 +122,7 @@ class SearchStage(Model):
     candidates: Rules | None = None
     granularity: Literal["layer", "heads"] = "layer"
     heal: Literal["transfer"] | None = None
-    calibration: Count = 64
+    calibration: Count | None = None
     examples: Count = 300
     proof: Count = 500
     front: Annotated[int, Field(ge=0)] = 5

@@ -17,7 +17,7 @@ from approx.planning import positions
 from approx.searching.options import SearchStage
 from approx.tasks.task import Example, Split, Task
 
-_BATCH = 8
+_BATCH, _GRADIENTS = 8, 64
 # Fewer examples than this prove nothing.
 _FEWEST = 10
 _ROWS_OF_TEXT, _FEWEST_TOKENS = 4, 256
@@ -81,7 +81,7 @@ def of_task(base: Checkpoint, processor: Any, task: Task, stage: SearchStage, se
             "compare plans. Give more examples, or fewer to compare with --examples.",
             Exit.UNAVAILABLE,
         )
-    if len(searched) < stage.calibration:
+    if stage.calibration is not None and len(searched) < stage.calibration:
         raise ApproxError(
             f"{stage.calibration} examples were asked for with --calibration, but only {len(searched)} compare plans. Ask for "
             "fewer, raise --examples, or give more data."
@@ -90,7 +90,7 @@ def of_task(base: Checkpoint, processor: Any, task: Task, stage: SearchStage, se
     def part(some: list[Example]) -> Part:
         return _part(base, processor, task, Split(loaded.name, some, subset=True), truncate=stage.truncate)
 
-    return part(searched[: stage.calibration]), part(searched), part(proven[: stage.proof])
+    return part(searched[: stage.calibration or _GRADIENTS]), part(searched), part(proven[: stage.proof])
 
 
 def of_text(base: Checkpoint, processor: Any, stage: SearchStage) -> Parts:
@@ -128,7 +128,7 @@ def of_text(base: Checkpoint, processor: Any, stage: SearchStage) -> Parts:
     half = len(batches) // 2
     search = [replace(batch, rows=[number]) for number, batch in enumerate(batches[:half])]
     proof = [replace(batch, rows=[number]) for number, batch in enumerate(batches[half:])]
-    return Part(search[: stage.calibration]), Part(search), Part(proof)
+    return Part(search[: stage.calibration or _GRADIENTS]), Part(search), Part(proof)
 
 
 def placed(inputs: dict[str, Any], model: Any) -> dict[str, Tensor]:

@@ -38,7 +38,9 @@ def allowed_loss(budget: str) -> float:
     return float(parts[1])
 
 
-def _checked(read: Callable[[str], float]) -> Callable[[str | None], str | None]:
+def checked(read: Callable[[str], object]) -> Callable[[str | None], str | None]:
+    """A validator that keeps the text of an option if `read` can read it."""
+
     def check(text: str | None) -> str | None:
         if text is not None:
             read(text)
@@ -133,7 +135,7 @@ class FinetuneStage(Model):
     accumulate: Count = 1
     steps: Count | None = None
     epochs: Annotated[float | None, Field(gt=0)] = None
-    time_budget: Annotated[str | None, AfterValidator(_checked(seconds))] = None
+    time_budget: Annotated[str | None, AfterValidator(checked(seconds))] = None
     learning_rate: Annotated[float | None, Field(gt=0)] = None
     train: Literal["all", "attention", "head"] = "all"
     projections: bool = False
@@ -145,7 +147,7 @@ class FinetuneStage(Model):
     validation: Annotated[int, Field(ge=1)] = 500
     evaluate_every: Count | None = None
     patience: Count | None = None
-    budget: Annotated[str | None, AfterValidator(_checked(allowed_loss))] = None
+    budget: Annotated[str | None, AfterValidator(checked(allowed_loss))] = None
     recompute: bool = False
     bfloat16: bool = False
     report_to: Literal["tensorboard", "trackio", "wandb"] | None = None

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+from approx.checkpoints.atomic_folder import held
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
@@ -53,35 +54,36 @@ def search(
         progress: Called with what happens, done and total.
 
     Raises:
-        ApproxError: if an output exists, the options contradict each other or do not fit the model, or no plan could be as
+        ApproxError: if an output exists or another process writes it, the options contradict each other or do not fit the model, or no plan could be as
             fast as asked.
     """
-    _refuse(plan, folder, resume=resume, force=force)
-    if sensitivities is not None and not sensitivities.is_file():
-        raise ApproxError(
-            f"{sensitivities} does not exist. Leave it out, and sensitivities are measured.", Exit.UNAVAILABLE
-        )
-    running = Search(base, stage, folder, resume=resume, seed=seed, progress=progress)
-    if sensitivities is not None:
-        running.know(sensitivities)
-    if folder.is_dir() and not resume:
-        shutil.rmtree(folder)
-    found = running.run()
-    write_whole(folder / OUTCOME, json.dumps(found.to_data(), indent=1, ensure_ascii=False) + "\n")
-    if found.plan is not None and plan is not None and (found.feasible or found.interrupted):
-        write_whole(plan, found.to_yaml())
-    elif found.plan is not None:
-        write_whole(folder / "best.yaml", found.to_yaml())
-    if found.speed is not None:
-        made = make_record(
-            {BASE: base, **found.models}, title=f"Search: {found.asked}", notice=found.told, seed=seed, command=command,
-            quality=[found.quality] if found.quality is not None else [], speed=[found.speed],
-        )  # fmt: skip
-        checked = [one.model_copy(update={"verified": found.verified[one.name]}) for one in made.variants]
-        made = made.model_copy(update={"variants": checked})
-        record.save(folder / "record.json", made)
-        write_report([made], folder / "report")
-    return found
+    with held(folder):
+        _refuse(plan, folder, resume=resume, force=force)
+        if sensitivities is not None and not sensitivities.is_file():
+            raise ApproxError(
+                f"{sensitivities} does not exist. Leave it out, and sensitivities are measured.", Exit.UNAVAILABLE
+            )
+        running = Search(base, stage, folder, resume=resume, seed=seed, progress=progress)
+        if sensitivities is not None:
+            running.know(sensitivities)
+        if folder.is_dir() and not resume:
+            shutil.rmtree(folder)
+        found = running.run()
+        write_whole(folder / OUTCOME, json.dumps(found.to_data(), indent=1, ensure_ascii=False) + "\n")
+        if found.plan is not None and plan is not None and (found.feasible or found.interrupted):
+            write_whole(plan, found.to_yaml())
+        elif found.plan is not None:
+            write_whole(folder / "best.yaml", found.to_yaml())
+        if found.speed is not None:
+            made = make_record(
+                {BASE: base, **found.models}, title=f"Search: {found.asked}", notice=found.told, seed=seed, command=command,
+                quality=[found.quality] if found.quality is not None else [], speed=[found.speed],
+            )  # fmt: skip
+            checked = [one.model_copy(update={"verified": found.verified[one.name]}) for one in made.variants]
+            made = made.model_copy(update={"variants": checked})
+            record.save(folder / "record.json", made)
+            write_report([made], folder / "report")
+        return found
 
 
 def _refuse(plan: Path | None, folder: Path, *, resume: bool, force: bool) -> None:

@@ -1,20 +1,19 @@
 """The options of a search."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from approx.errors import ApproxError
+from approx.finetuning.options import checked, seconds
 from approx.planning.rule import Rules
 from approx.validation import Count, Model, listed
 
 _BUDGET = re.compile(r"(loss|kl|error)<=(\d+(?:\.\d+)?)")
 _SPEED = re.compile(r"(\d+(?:\.\d+)?)[x×]")
 _LATENCY = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])")
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def read_budget(text: str) -> tuple[str, float]:
@@ -53,27 +52,6 @@ def read_latency(text: str) -> float:
     return float(parts[1]) * (1000 if parts[2] == "s" else 1)
 
 
-def read_duration(text: str) -> float:
-    """Read a duration as seconds, such as `30m`.
-
-    Raises:
-        ValueError: if it is not of that form, or zero.
-    """
-    parts = _DURATION.fullmatch(text.strip())
-    if parts is None or not float(parts[1]):
-        raise ValueError("a time above 0 in s, m or h, e.g. 90s, 30m or 2h,")
-    return float(parts[1]) * _SECONDS[parts[2]]
-
-
-def _checked(read: Callable[[str], Any]) -> AfterValidator:
-    def check(text: str | None) -> str | None:
-        if text is not None:
-            read(text)
-        return text
-
-    return AfterValidator(check)
-
-
 class SearchStage(Model):
     """What a search may lose, how fast its plan must be, and where it looks.
 
@@ -104,9 +82,9 @@ class SearchStage(Model):
     """
 
     length: Count
-    budget: Annotated[str | None, _checked(read_budget)] = None
-    speed: Annotated[str | None, _checked(read_speed)] = None
-    latency: Annotated[str | None, _checked(read_latency)] = None
+    budget: Annotated[str | None, AfterValidator(checked(read_budget))] = None
+    speed: Annotated[str | None, AfterValidator(checked(read_speed))] = None
+    latency: Annotated[str | None, AfterValidator(checked(read_latency))] = None
     task: Annotated[str | None, Field(examples=["squad"])] = None
     data: str | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -126,12 +104,12 @@ class SearchStage(Model):
     examples: Count = 300
     proof: Count = 500
     front: Annotated[int, Field(ge=0)] = 5
-    time_budget: Annotated[str | None, _checked(read_duration)] = None
+    time_budget: Annotated[str | None, AfterValidator(checked(seconds))] = None
 
     @property
     def seconds(self) -> float | None:
         """The time budget in seconds; None without one."""
-        return None if self.time_budget is None else read_duration(self.time_budget)
+        return None if self.time_budget is None else seconds(self.time_budget)
 
     @property
     def allowed(self) -> tuple[str, float] | None:

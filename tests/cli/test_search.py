@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from approx.checkpoints.atomic_folder import held
 from approx.errors import Exit
 from approx.evaluation import record
 from approx.planning.plan import Plan
@@ -97,6 +98,13 @@ def test_an_earlier_search_is_neither_overwritten_nor_mixed(found):
     other = call("search", *NEEDLE, "--seed", "1", "--budget", "loss<=5", "-o", folder / "plan.yaml", "--resume")
     assert (other.code, "search of another model" in other.err) == (Exit.REFUSED, True)
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_two_searches_do_not_write_one_output(tmp_path):
+    with held(tmp_path / "plan-search"):
+        answer = call("search", *NEEDLE, "--budget", "loss<=5", "-o", tmp_path / "plan.yaml")
+    assert (answer.code, "Another process is writing" in answer.err) == (Exit.REFUSED, True)
+    assert not (tmp_path / "plan-search").exists()
 
 
 def test_nothing_fits_is_an_exit_code_of_its_own(found, tmp_path):

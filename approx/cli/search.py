@@ -178,7 +178,7 @@ def search(
 
 def _shown(found: "Searched", output: Path) -> "list[Table | str]":
     from approx.cli.figures import quality_table, speed_tables
-    from approx.pipeline.search import folder_of
+    from approx.pipeline.search import BEST, folder_of
 
     rows = [[str(one.layer), one.choice, one.heads, f"{one.saves:.2f}", f"{one.damage:.0%}"] for one in found.layers]
     shown: list[Table | str] = [found.told]
@@ -193,7 +193,7 @@ def _shown(found: "Searched", output: Path) -> "list[Table | str]":
         told += f"; predicted and measured damage of them agree in rank by {found.correlation:.2f}"
     shown.append(f"{told}.")
     if found.plan is not None:
-        shown.append(f"Plan: {output if found.feasible or found.interrupted else folder_of(output) / 'best.yaml'}")
+        shown.append(f"Plan: {output if found.feasible or found.interrupted else folder_of(output) / BEST}")
     if found.speed is not None:
         shown.append(f"Report: {folder_of(output) / 'report' / 'index.html'}")
     return shown

@@ -16,7 +16,7 @@ from approx.searching.outcome import Searched
 from approx.searching.search import FITTED, MEASURED, SENSITIVITIES, Search
 from approx_kernels.runtime.atomic_file import write_whole
 
-OUTCOME = "search.json"
+OUTCOME, BEST = "search.json", "best.yaml"
 
 
 def folder_of(plan: Path) -> Path:
@@ -70,10 +70,13 @@ def search(
             shutil.rmtree(folder)
         found = running.run()
         write_whole(folder / OUTCOME, json.dumps(found.to_data(), indent=1, ensure_ascii=False) + "\n")
-        if found.plan is not None and plan is not None and (found.feasible or found.interrupted):
-            write_whole(plan, found.to_yaml())
-        elif found.plan is not None:
-            write_whole(folder / "best.yaml", found.to_yaml())
+        usable = found.feasible or found.interrupted
+        for file, wanted in ((plan, usable), (folder / BEST, not usable)):
+            if file is not None and wanted and found.plan is not None:
+                write_whole(file, found.to_yaml())
+            elif file is not None:
+                # A plan of an earlier search is not what this one found.
+                file.unlink(missing_ok=True)
         if found.speed is not None:
             made = make_record(
                 {BASE: base, **found.models}, title=f"Search: {found.asked}", notice=found.told, seed=seed, command=command,
@@ -100,4 +103,4 @@ def _refuse(plan: Path | None, folder: Path, *, resume: bool, force: bool) -> No
         )
 
 
-_OWN = (SENSITIVITIES, MEASURED, FITTED, OUTCOME, "best.yaml", "record.json", "report")
+_OWN = (SENSITIVITIES, MEASURED, FITTED, OUTCOME, BEST, "record.json", "report")

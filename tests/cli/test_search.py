@@ -100,6 +100,17 @@ def test_an_earlier_search_is_neither_overwritten_nor_mixed(found):
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
+def test_what_found_nothing_does_not_leave_the_plan_of_an_earlier_search(tmp_path):
+    plan = tmp_path / "plan.yaml"
+    about = [*NEEDLE, "--mechanisms", "local", "-o", plan]
+    assert call("search", *about, "--budget", "loss<=95").code == Exit.OK
+    assert plan.is_file()
+    answer = call("search", *NEEDLE, "--mechanisms", "linear", "-o", plan, "--budget", "loss<=0", "--force")
+    assert answer.code == Exit.THRESHOLD, answer.out
+    assert not plan.exists()
+
+
 def test_two_searches_do_not_write_one_output(tmp_path):
     with held(tmp_path / "plan-search"):
         answer = call("search", *NEEDLE, "--budget", "loss<=5", "-o", tmp_path / "plan.yaml")

@@ -47,7 +47,7 @@ MINUTES = 10.0
 SHARES = {"machine": 0.04, "tests": 0.17, "verification": 0.2, "attention": 0.28, "models": 0.23, "decode": 0.08}
 # Number of processes that compile and verify; seconds without a message after which one counts as hung, if it may have to
 # compile kernels, and if all are compiled.
-LANES, COMPILING, SILENCE = 8, 240.0, 90.0
+LANES, COMPILING, SILENCE = 12, 240.0, 90.0
 # Minimum seconds for the tests.
 LEAST = 30.0
 
@@ -112,7 +112,7 @@ def _stages(options: argparse.Namespace, folder: Path, begun: float, console: Co
                 seconds = max(deadline - time.monotonic(), LEAST)
                 parts.keep(folder, "tests", suite_passes(options.output / "tests.log", seconds))
         elif stage == "verification":
-            lanes = min(LANES, max(2, (os.cpu_count() or 2) // 2))
+            lanes = min(LANES, max(2, (os.cpu_count() or 2) * 3 // 4))
             jobs = list({job.id: job for job in verifications(chosen)}.values())
             _carry_out(jobs, folder, deadline, lanes, options, console)
             verified = [one for one in parts.all_kept(folder) if one.get("kind") == "verification"]

@@ -30,6 +30,9 @@ def captured(call: Callable[[], object], calls: int) -> Callable[[], None]:
         with torch.cuda.graph(graph):
             for _ in range(calls):
                 call()
+    except RuntimeError as error:
+        # Ending a failed capture is an error too, which hides the first.
+        raise error.__context__ or error from None
     finally:
         # A failed capture leaves its own stream as the current one.
         torch.cuda.set_stream(current)

@@ -77,7 +77,7 @@ def verify(
         step = _step(mechanism, given) if ours else one.make(given)
         # On a GPU kernels run first, checked or not; elsewhere they are interpreted.
         with unchecked(), implementation("auto" if device.type == "cuda" else "triton"):
-            results = [x.detach() for x in _run(step)]
+            results = _run(step)
         result["kernels"] = sorted(_in_kernels() | {*result["kernels"]})
         actual = results if one.packed else _real(results, given)
         for place, one_found, one_plain, one_exact in zip(names, actual, plain, exact, strict=True):
@@ -166,7 +166,9 @@ def _run(step: Step) -> list[Tensor]:
     forward, leaves, grad = step
     out = forward()
     # Learned parameters may be unused with so few tokens.
-    return [out, *torch.autograd.grad(out, leaves, grad, materialize_grads=True)]
+    grads = torch.autograd.grad(out, leaves, grad, materialize_grads=True)
+    # A graph kept alive ties its leaves to this stream, and no CUDA graph could be captured on another.
+    return [out.detach(), *grads]
 
 
 def _real(results: list[Tensor], given: Inputs) -> list[Tensor]:
@@ -204,6 +206,7 @@ def _replayed(run: Callable[[], list[Tensor]], eager: list[Tensor]) -> str:
         float((one.double() - other.double()).norm() / other.double().norm().clamp(min=1e-30))
         for one, other in zip(made, eager, strict=True)
     )
-    # Sums that depend on the order of additions, as in PyTorch's backward passes, are never bit-equal.
-    close = apart <= 4 * torch.finfo(eager[0].dtype).eps
+    # Sums that depend on the order of additions, as in PyTorch's backward passes, are never bit-equal: in float32 two eager
+    # runs differ by up to a dozen roundings. A graph that reads the wrong memory is off by orders more.
+    close = apart <= 16 * torch.finfo(eager[0].dtype).eps
     return f"close, {apart:.0e} apart" if close else f"gives something else: {apart:.1e} apart"

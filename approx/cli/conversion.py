@@ -103,8 +103,8 @@ def plan(
             "GFLOP outside",
             "GFLOP exact",
             "GFLOP planned",
-            "layer MB exact",
-            "layer MB planned",
+            "MB exact",
+            "MB planned",
             "predicted",
             "ceiling",
         ],
@@ -117,8 +117,8 @@ def plan(
             ]
             for cost in prediction["costs"]
         ],
-        title="Counted operations of one forward pass of one sequence, and the largest temporaries of one attention layer in "
-        "float32; `approx bench` measures the time and the peak memory of the whole pass",
+        title="Counted operations of one forward pass of one sequence, and its peak memory in float32 beside weights and inputs; "
+        "`approx bench` measures time and memory",
     )
     if output is not None:
         write_whole(output, chosen.to_json() if output.suffix == ".json" else chosen.to_yaml())

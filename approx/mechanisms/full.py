@@ -38,5 +38,5 @@ class FullAttention(Mechanism):
         return 4 * self.heads * length * length * self.head_dim
 
     def memory(self, length: int) -> int:
-        """The scores and the weights, [H, n, n] each."""
-        return 2 * 4 * self.heads * length * length
+        """The scores and the weights, [H, n, n] each; if causal, the masked scores too."""
+        return (3 if self.causal else 2) * 4 * self.heads * length * length

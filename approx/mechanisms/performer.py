@@ -66,7 +66,9 @@ class PerformerAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "recurrent"
-    compiles: ClassVar[str] = "On a CPU, how far keys exceed earlier ones decides what the causal form recomputes."
+    compiles: ClassVar[str] = (
+        "Outside its GPU kernels, how far keys exceed earlier ones decides what the causal form recomputes."
+    )
     ranges: ClassVar[dict[str, tuple[float, float]]] = {"share": (0.0, 1.0)}
     source: ClassVar[str] = "Choromanski et al. 2021, Rethinking Attention with Performers, arXiv 2009.14794"
     exact_when: ClassVar[str] = "Never: with kernel = softmax and floor = 0 the error falls as 1 / root of features."

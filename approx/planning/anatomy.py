@@ -15,6 +15,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from approx.errors import ApproxError, Exit, did_you_mean
 from approx.planning import positions
 from approx.planning.example_inputs import example_inputs, seconds_per_position
+from approx.planning.footprint import Footprint, Held, Moment, highest, observed
 from approx.seam.attention_free import values_only
 from approx.seam.masks import is_causal
 from approx.seam.transformers_internals import backbone_of, can_switch_attention, temporary_attention
@@ -68,6 +69,7 @@ class Anatomy:
         flops_per_position: Floating-point operations outside self-attention, per position.
         flops_per_pair: The same per pair of positions: cross-attention between two parts that both grow with the length.
         flops_fixed: The same, independent of the length.
+        footprint: What its forward pass holds in memory.
     """
 
     family: str
@@ -80,6 +82,7 @@ class Anatomy:
     flops_per_position: float
     flops_per_pair: int
     flops_fixed: float
+    footprint: Footprint
 
     @property
     def fixed_length(self) -> int | None:
@@ -105,15 +108,24 @@ class _Kind:
     config: Any = field(compare=False)
 
 
-_Call = tuple[nn.Module, Tensor, Tensor, float | None, dict[str, Any]]
+# The module, the shapes of its queries and keys, the factor of the scores, and further keywords. Tensors would be held too long.
+_Call = tuple[nn.Module, torch.Size, torch.Size, float | None, dict[str, Any]]
 
 
 class _Observer:
-    """Replaces attention: returns the values, and records how each module calls it."""
+    """Replaces attention: returns the values, and records how each module calls it and what is held in memory then."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
+        self.held = Held()
+        self.begun: list[int] = []
         self.plain_masks = True
+
+    def run(self, model: Any, inputs: dict[str, Tensor]) -> None:
+        """Observe one forward pass; what was observed before is forgotten."""
+        self.calls, self.begun, self.held = [], [], Held()
+        with torch.no_grad(), self.held:
+            model(**inputs)
 
     def attention(
         self,
@@ -126,7 +138,8 @@ class _Observer:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        self.calls.append((module, query, key, scaling, kwargs))
+        self.calls.append((module, query.shape, key.shape, scaling, kwargs))
+        self.begun.append(self.held.now + query.numel() * query.element_size())
         return values_only(module, query, key, value)
 
     def mask(self, *args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> None:
@@ -167,22 +180,21 @@ def _observe(kind: _Kind) -> Anatomy:
             # Grouped expert products do not run on the meta device; batched ones need as many operations.
             model.set_experts_implementation("batched_mm")
             longest = min(_PROBE_LENGTH, positions.limit(config) or _PROBE_LENGTH)
-            lengths, flops, calls = (longest // 2, longest), [], []
+            lengths, flops, calls, moments, begun = (longest // 2, longest), [], [], [], []
             for length in lengths:
                 inputs = example_inputs(model, length, device="meta")
                 if "input_ids" in inputs:
                     # Without a mask some families search the ids for padding, but meta tensors have no values.
                     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-                observer.calls = []
-                with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                    model(**inputs)
+                with FlopCounterMode(display=False) as counter:
+                    observer.run(model, inputs)
                 flops.append(counter.get_total_flops())
                 calls.append(observer.calls)
+                moments.append(observer.held.moments)
+                begun.append(observer.begun)
             if "decoder_input_ids" in inputs:
                 # With equal lengths, cross-attention would look like self-attention.
-                observer.calls = []
-                with torch.no_grad():
-                    model(**{**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, 1:]})
+                observer.run(model, {**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, 1:]})
     except ApproxError:
         raise
     except Exception as error:
@@ -195,16 +207,20 @@ def _observe(kind: _Kind) -> Anatomy:
             Exit.UNSUPPORTED,
         ) from error
 
-    cross, own, per_pair = [], [], 0
-    for *pair, last in zip(*calls, observer.calls, strict=True):
-        (cross if _is_cross(*pair, last) else own).append(pair)
+    cross, own, layers, per_pair = [], [], [], 0
+    for *pair, starts, last in zip(*calls, zip(*begun, strict=True), observer.calls, strict=True):
+        if _is_cross(*pair, last):
+            cross.append(pair)
+        else:
+            own.append(pair)
+            layers.append(Moment.through(lengths, starts))
     for pair in cross:
         if not _is_cross(*pair):
             _, query, *_ = pair[0]
-            per_pair += 4 * query.numel() // query.shape[-2]
+            per_pair += 4 * query.numel() // query[-2]
             continue
         for number, (_, query, key, *_) in enumerate(pair):
-            flops[number] += 4 * query.numel() * key.shape[-2]
+            flops[number] += 4 * query.numel() * key[-2]
     per_position = (flops[1] - flops[0]) / (lengths[1] - lengths[0])
     return Anatomy(
         family=config.model_type,
@@ -217,6 +233,7 @@ def _observe(kind: _Kind) -> Anatomy:
         flops_per_position=per_position,
         flops_per_pair=per_pair,
         flops_fixed=flops[0] - per_position * lengths[0],
+        footprint=Footprint(highest(observed(lengths, *moments)), tuple(layers)),
     )
 
 
@@ -236,7 +253,7 @@ def attends_causally(family: str) -> bool:
 
 
 def _is_cross(*calls: _Call) -> bool:
-    return any(query.shape[-2] != key.shape[-2] for _, query, key, *_ in calls)
+    return any(query[-2] != key[-2] for _, query, key, *_ in calls)
 
 
 def _sites(model: Any, plain_masks: bool, pairs: list[list[_Call]]) -> tuple[Site, ...]:
@@ -267,12 +284,12 @@ def _sites(model: Any, plain_masks: bool, pairs: list[list[_Call]]) -> tuple[Sit
             Site(
                 layer=len(sites),
                 path=paths[module],
-                heads=query.shape[1],
-                key_heads=key.shape[1],
-                head_dim=query.shape[-1],
+                heads=query[1],
+                key_heads=key[1],
+                head_dim=query[-1],
                 causal=is_causal(module, kwargs),
-                scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-                fixed_length=query.shape[-2] if query.shape[-2] == shorter.shape[-2] else None,
+                scale=query[-1] ** -0.5 if scaling is None else float(scaling),
+                fixed_length=query[-2] if query[-2] == shorter[-2] else None,
             )
         )
     if not sites:

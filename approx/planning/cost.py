@@ -1,4 +1,4 @@
-"""Predicted cost of a plan in floating-point operations; `bench` measures the real speed."""
+"""Predicted cost of a plan in floating-point operations and memory; `bench` measures the real speed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ class Cost:
         flops_outside: Floating-point operations outside self-attention.
         flops_exact: Operations of exact attention in all self-attention layers.
         flops_planned: The same under the plan.
-        memory_exact: Bytes of the largest temporaries of an exact layer, in float32.
+        memory_exact: The most bytes that the whole pass holds at once beside weights and inputs, with exact attention, in
+            float32: what `bench` measures.
         memory_planned: The same under the plan.
     """
 
@@ -65,8 +66,8 @@ def predict(anatomy: Anatomy, assignment: Mapping[Site, Sequence[Rule]], lengths
             flops_outside=anatomy.flops_outside(length),
             flops_exact=sum(flops for flops, _ in before),
             flops_planned=sum(flops for flops, _ in after),
-            memory_exact=max(memory for _, memory in before),
-            memory_planned=max(memory for _, memory in after),
+            memory_exact=anatomy.footprint.peak(length, [memory for _, memory in before]),
+            memory_planned=anatomy.footprint.peak(length, [memory for _, memory in after]),
         )
 
     return [cost(length) for length in lengths]

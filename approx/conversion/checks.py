@@ -17,6 +17,7 @@ from approx.conversion import clean_process, layerwise, regime, surgery
 from approx.conversion.calibration import all_open, evaluating
 from approx.conversion.layerwise import difference
 from approx.conversion.regime import Trial
+from approx.conversion.widened import widened
 from approx.mechanisms import MECHANISMS
 from approx.planning import positions
 from approx.planning.anatomy import anatomy
@@ -100,9 +101,9 @@ def causality(model: Any) -> Check:
         changed = {**inputs, tokens: inputs[tokens].clone()}
         changed[tokens][:, trial.real :] = (changed[tokens][:, trial.real :] + 1) % model.config.vocab_size
         with all_open(model):
-            before, after = _run(model, inputs), _run(model, changed)
-            errors.append(difference(after[:, : trial.real], before[:, : trial.real]))
-            errors.append(layerwise.causality(model, trial, inputs))
+            error, before = layerwise.causality(model, trial, inputs)
+            after = _run(model, changed)
+            errors += [error, difference(after[:, : trial.real], before[:, : trial.real])]
     return _compared(name, model, max(errors), [trial.length for trial in tried])
 
 
@@ -175,7 +176,7 @@ def _examples(model: Any, trial: Trial) -> dict[str, Tensor]:
 
 def _run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Last hidden states, [B, L, hidden]: task heads that pool or rescale would hide changes at single positions."""
-    with evaluating(model), torch.inference_mode():
+    with evaluating(model), widened(model), torch.inference_mode():
         return model.base_model(**inputs)[0]
 
 

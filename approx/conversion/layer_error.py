@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from approx.conversion.calibration import evaluating
+from approx.conversion.widened import widened
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.mechanism import Mechanism
 from approx.planning import positions
@@ -60,8 +61,8 @@ def layer_damage(model: Any, inputs: dict[str, Tensor]) -> dict[int, Damage]:
             )
         damage[call.layer] = lost
 
-    with observe(model, measure), evaluating(model), torch.inference_mode():
-        model(**inputs)
+    with observe(model, measure), evaluating(model), widened(model), torch.inference_mode():
+        model.base_model(**inputs)
     return damage
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from approx.conversion.calibration import evaluating
 from approx.conversion.regime import Trial
+from approx.conversion.widened import widened
 from approx.mechanisms.mechanism import Mechanism
 from approx.planning.example_inputs import example_inputs
 from approx.seam.observe import Call, observe
@@ -63,11 +64,11 @@ def padding(model: Any, trial: Trial) -> float:
             errors.append(difference(call.output[one, :, place], alone))
         return max(errors)
 
-    return _largest(model, inputs, compare)
+    return _largest(model, inputs, compare)[0]
 
 
-def causality(model: Any, trial: Trial, inputs: dict[str, Tensor]) -> float:
-    """Largest relative change of earlier outputs of causal layers when the last tokens change.
+def causality(model: Any, trial: Trial, inputs: dict[str, Tensor]) -> tuple[float, Tensor]:
+    """Largest relative change of earlier outputs of causal layers when the last tokens change, and the hidden states.
 
     Args:
         model: A converted model.
@@ -94,13 +95,15 @@ def _attend(mechanism: Mechanism, *qkv: Tensor, tokens: Tensor | None) -> Tensor
     return mechanism(*qkv) if tokens is None else mechanism(*qkv, tokens=tokens)
 
 
-def _largest(model: Any, inputs: dict[str, Tensor], compare: Callable[[Mechanism, Call], float]) -> float:
+def _largest(
+    model: Any, inputs: dict[str, Tensor], compare: Callable[[Mechanism, Call], float]
+) -> tuple[float, Tensor]:
     differences = [0.0]
 
     def on_call(call: Call) -> None:
         if call.mechanism is not None and not call.exact:
             differences.append(compare(call.mechanism, call))
 
-    with observe(model, on_call), evaluating(model), torch.inference_mode():
-        model.base_model(**inputs)
-    return max(differences)
+    with observe(model, on_call), evaluating(model), widened(model), torch.inference_mode():
+        hidden = model.base_model(**inputs)[0]
+    return max(differences), hidden

@@ -16,6 +16,7 @@ from typed import part_of
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.slow
 def test_pages_and_readme_are_made_from_the_records():
     done = subprocess.run([sys.executable, "reports/refresh.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

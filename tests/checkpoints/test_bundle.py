@@ -123,6 +123,7 @@ print("done", type(model).__name__)
 """
 
 
+@pytest.mark.slow
 def test_importing_approx_is_all_it_takes(tmp_path):
     model = tiny_model(2)
     surgery.convert(model, Plan.of("improved-clustered", clusters=4))

@@ -76,6 +76,7 @@ def test_generated_code_passes_ruff_and_imports_nothing_of_ours(tmp_path):
         assert taken <= {"torch", "transformers", *sys.stdlib_module_names}, path
 
 
+@pytest.mark.slow
 def test_every_mechanism_works_where_approx_cannot_be_imported(tmp_path):
     expected = {}
     for architecture in HEADS:

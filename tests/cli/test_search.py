@@ -70,6 +70,7 @@ def test_every_layer_has_a_reason_and_the_examples_are_apart(found):
     assert (folder / "plan-search" / "report" / "index.html").is_file()
 
 
+@pytest.mark.slow
 def test_another_budget_uses_the_sensitivities_of_the_first(found, tmp_path):
     folder, _ = found
     known = folder / "plan-search" / "sensitivities.json"

@@ -54,6 +54,7 @@ def test_jobs_of_a_cluster_say_the_same(study, tmp_path):
     assert list((tmp_path / "out" / "jobs").iterdir())
 
 
+@pytest.mark.slow
 def test_cells_that_fail_are_told_with_their_exit_code(study, tmp_path):
     converted = call("sweep", study, "-o", "out", "--dry-run", "--json").json["cells"][1]["key"]
     (tmp_path / "out" / "converted").mkdir(parents=True)

@@ -46,6 +46,7 @@ def written(study: Path, file: Path, heal: str, **more: str) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_variants_are_measured_before_and_after_beside_a_base_with_the_same_training(study, tmp_path):
     file = written(
         study, tmp_path / "r.yaml",

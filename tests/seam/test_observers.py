@@ -201,6 +201,7 @@ def test_a_layer_left_exact_is_observed_as_well():
         agree(torch.func.vmap(lambda one, real: net(one[None], real[None])[0])(ids, mask), expected, mask)
 
 
+@pytest.mark.slow
 def test_trace_vmap_and_a_counter_in_one_process_end_well():
     script = f"""
         import torch

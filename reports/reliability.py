@@ -1,18 +1,20 @@
-"""The page about damaged files, failing disks and killed runs, from the figures in reports/reliability."""
+"""The page about damaged files, killed runs and large checkpoints, from the figures in reports/reliability."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+NAMES = ("fuzz", "kills", "big-model", "push")
+
 
 def write(folder: Path, out: Path) -> None:
-    """Write `README.md` into `out` from `fuzz.json` and `kills.json` in `folder`."""
-    fuzz, kills = (json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("fuzz", "kills"))
+    """Write `README.md` into `out` from the records of `NAMES` in `folder`."""
+    records = [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in NAMES]
     out.mkdir(parents=True, exist_ok=True)
-    (out / "README.md").write_text(page(fuzz, kills), encoding="utf-8")
+    (out / "README.md").write_text(page(*records), encoding="utf-8")
 
 
-def page(fuzz: dict[str, Any], kills: dict[str, Any]) -> str:
+def page(fuzz: dict[str, Any], kills: dict[str, Any], big: dict[str, Any], push: dict[str, Any]) -> str:
     """The page as Markdown."""
     rows = [
         f"| {kind} | {sum(one.values()):,} | {one['read']:,} | {one['refused']:,} | {one['failed']:,} |"
@@ -24,7 +26,7 @@ def page(fuzz: dict[str, Any], kills: dict[str, Any]) -> str:
     reached = [f"| {moment} | {count} |" for moment, count in kills["reached"].items()]
     return "\n".join(
         [
-            "# Damaged files and killed runs",
+            "# Damaged files, killed runs, large checkpoints",
             "",
             f"`make fuzz MINUTES={fuzz['seconds'] / 60:.0f} SEED={fuzz['seed']}` damaged {fuzz['inputs']:,} files in "
             f"{fuzz['seconds']:,} seconds with {fuzz['processes']} processes. A file passes if approx reads it or refuses it with its "
@@ -52,5 +54,28 @@ def page(fuzz: dict[str, Any], kills: dict[str, Any]) -> str:
             "|---|--:|",
             *reached,
             "",
+            *_large(big, push),
+            "",
         ]
     )
+
+
+def _large(big: dict[str, Any], push: dict[str, Any]) -> list[str]:
+    """Time and memory of a large checkpoint, and what a push takes beside the upload alone."""
+    done = [
+        f"| {command} | {one['seconds']:.0f} s | {one['memory_gb']:.1f} GB | {one['without_files_gb']:.1f} GB |"
+        for command, one in ((command, big[command]) for command in ("convert", "revert"))
+    ]
+    return [
+        f"`python bench/big_model.py -o RECORD` converted a random Llama of {big['checkpoint_gb']:.1f} GB in bfloat16 to "
+        f"`{big['mechanism']}`, with all checks, and reverted it, on 2 cores. Weights are mapped from files, so their pages are "
+        "memory that the system takes back when it needs it; the last column leaves them out.",
+        "",
+        "| command | time | memory with pages of files | memory |",
+        "|---|--:|--:|--:|",
+        *done,
+        "",
+        f"`python bench/push.py -o RECORD` pushed a converted Llama of {push['checkpoint_gb']:.2f} GB to a hub on the same machine in "
+        f"{push['push_seconds']:.0f} seconds; uploading the folder with the hub client alone took {push['client_seconds']:.0f}. The "
+        "difference is Python's imports, the download, and the comparison in a clean process.",
+    ]

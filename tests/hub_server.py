@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlparse
 
-from hub_state import Hub, Repo
+from hub_state import Hub, Repo, ids
 
 
 class RefusedError(Exception):
@@ -200,8 +200,8 @@ class Handler(BaseHTTPRequestHandler):
         return self._json([self._listed(name, content) for name, content in repo.commits[oid].items()])
 
     def _listed(self, name: str, content: bytes) -> dict[str, Any]:
-        digest, sha256 = hashlib.sha1(b"blob %d\0" % len(content) + content), hashlib.sha256(content).hexdigest()
-        entry: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": digest.hexdigest()}
+        blob, sha256 = ids(content)
+        entry: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": blob}
         return entry | (
             {"lfs": {"oid": sha256, "size": len(content), "pointerSize": 130}} if _large(name, len(content)) else {}
         )
@@ -273,7 +273,7 @@ class Handler(BaseHTTPRequestHandler):
         if name not in repo.commits[oid]:
             raise RefusedError(404, "EntryNotFound", "Entry not found")
         content = repo.commits[oid][name]
-        return 200, {"X-Repo-Commit": oid, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}, content
+        return 200, {"X-Repo-Commit": oid, "ETag": f'"{ids(content)[_large(name, len(content))]}"'}, content
 
 
 def _large(name: str, size: int) -> bool:

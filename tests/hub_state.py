@@ -3,6 +3,7 @@
 import hashlib
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from urllib.parse import unquote
 
 Files = dict[str, bytes]
@@ -81,3 +82,10 @@ class Hub:
     def uploads(self) -> list[str]:
         """Calls that change something."""
         return [call for call in self.calls if re.match(r"PUT|POST .*(/commit/|/create$|/branch/)", call)]
+
+
+# Every page of a tree asks for them again, and a hub computes them once.
+@lru_cache(64)
+def ids(content: bytes) -> tuple[str, str]:
+    """Git's id of a file, and its SHA-256."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest(), hashlib.sha256(content).hexdigest()

@@ -13,6 +13,7 @@ from approx.checkpoints import families
 from approx.checkpoints.checkpoint import Checkpoint, processor_class
 from approx.checkpoints.history import Conversion, Training, conversion, history, trainings
 from approx.checkpoints.receipt import RECEIPT, Receipt
+from approx.conversion.companions import MODULES
 from approx.planning.resolve import described
 
 CARD = "README.md"
@@ -73,6 +74,7 @@ def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt, published
     parts = [part for site in sorted(record["sites"].values(), key=lambda s: s["layer"]) for part in described(site)]
     # The hub would take the name of a local folder for a model id.
     named = {"base_model": base.name, "base_model_relation": "finetune"} if base.revision else {}
+    reader, sentences = processor_class(stock), (folder / MODULES).is_file()
     data = ModelCardData(
         **{
             "pipeline_tag": pipeline_of(checkpoint),
@@ -80,10 +82,9 @@ def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt, published
             **named,
             **({} if published is None else published.data),
         },
-        library_name="transformers",
+        library_name="sentence-transformers" if sentences else "transformers",
         tags=["approx-attention", *sorted({part["mechanism"] for part in parts})],
     )
-    reader = processor_class(stock)
     card = ModelCard.from_template(
         data,
         template_str=(resources.files("approx.conversion") / "card.md.j2").read_text(encoding="utf-8"),
@@ -101,6 +102,7 @@ def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt, published
         auto=auto,
         reader=reader,
         read="tokenizer" if reader == "AutoTokenizer" else "processor",
+        sentences=sentences,
         published=published,
     )
     card.save(folder / CARD)

@@ -146,7 +146,10 @@ def fresh_process(folder: Path, model: Any) -> Check:
     longer = tried[1:] or (tried if uncached else [])
     inputs += [{key: tensor[-1:] for key, tensor in _examples(model, trial).items()} for trial in longer]
     slim = not model.config.approx.get("bundle_kernels", False)
-    with implementation("plain") if slim else nullcontext(), evaluating(model), all_open(model), torch.inference_mode():
+    with (
+        implementation("plain") if slim else nullcontext(), evaluating(model), widened(model), all_open(model),
+        torch.inference_mode(),
+    ):  # fmt: skip
         here = [model(**inputs[0])[0], *(model.base_model(**each, **uncached)[0] for each in inputs[1:])]
     try:
         there = clean_process.first_outputs(folder, auto or "AutoModel", inputs)

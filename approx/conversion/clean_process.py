@@ -17,6 +17,7 @@ from threading import Lock
 from safetensors.torch import load_file, save_file
 from torch import Tensor, get_num_threads
 
+from approx.conversion import widened
 from approx_kernels.runtime.cache_folder import cache_folder
 
 # macOS libraries do not survive a fork, and Windows has no fork.
@@ -64,6 +65,8 @@ class Reloader:
             asked = {"folder": str(folder.resolve()), "auto": auto, "scratch": scratch, "calls": len(inputs)}
             # Share the compiled code and probe results: another implementation would round differently.
             asked |= {"threads": get_num_threads(), "cache": str(cache_folder().absolute())}
+            # It imports nothing of approx, and both processes have to multiply alike.
+            asked |= {"alike": str(Path(widened.__file__).absolute())}
             try:
                 print(json.dumps(asked), file=self._process.stdin, flush=True)
                 status = self._process.stdout.readline().strip()
@@ -126,7 +129,7 @@ def _usable() -> Reloader:
 
 # Source text, so that it does not depend on imports of this process.
 _SERVER = """
-import inspect, json, os, shutil, sys, traceback
+import inspect, json, os, runpy, shutil, sys, traceback
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("approx", "approx_kernels", "triton"):
@@ -141,7 +144,7 @@ from safetensors.torch import load_file, save_file
 # The modules of all families import mostly the same; importing one family now saves time later.
 from transformers import BertModel
 
-def reload(folder, auto, scratch, calls, threads, cache):
+def reload(folder, auto, scratch, calls, threads, cache, alike):
     torch.set_num_threads(threads)
     os.environ["APPROX_CACHE"] = cache
     model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True).eval()
@@ -149,7 +152,7 @@ def reload(folder, auto, scratch, calls, threads, cache):
         if hasattr(module, "exact_below"):
             module.exact_below = 0
     outputs = {}
-    with torch.inference_mode():
+    with runpy.run_path(alike)["widened"](model), torch.inference_mode():
         for number in range(calls):
             part, inputs = model.base_model if number else model, load_file(f"{scratch}/{number}.safetensors")
             if number and "use_cache" in inspect.signature(part.forward).parameters:

@@ -16,8 +16,8 @@ from torch.export import Dim, ExportedProgram
 from approx.checkpoints import checkpoint, families
 from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_overlap, refuse_unwritable
 from approx.conversion.calibration import evaluating, mechanisms
+from approx.conversion.companions import copy_companions
 from approx.conversion.layerwise import difference
-from approx.conversion.writing import copy_companions
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning import positions

@@ -1,4 +1,7 @@
-"""Linear layers of 16-bit models in float32 on processors that multiply 16-bit numbers in software only."""
+"""Linear layers of 16-bit models in float32 on processors that multiply 16-bit numbers in software only.
+
+This file imports nothing of approx: the process without approx that reloads a folder runs it too.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -15,16 +15,13 @@ from approx.checkpoints.history import Base, CalibrationText, Conversion
 from approx.checkpoints.receipt import RECEIPT, Check, Receipt
 from approx.conversion.calibration_inputs import CalibrationFile
 from approx.conversion.card import write_card
+from approx.conversion.companions import change, copy_companions, set_longest, settings
 from approx.conversion.stored import keep_dtypes
 from approx.errors import ApproxError, Exit
-from approx.seam.manifest import MANIFEST
 from approx.version import __version__
 
-# All other files beside the weights (tokenizer, feature extractor, generation settings) are copied unchanged.
-_NOT_COPIED = {"config.json", "README.md", "model.safetensors.index.json", MANIFEST, RECEIPT, ".gitattributes"}
 # Settings of a feature extractor that name its class.
 _CLASSES = {"feature_extractor_type", "image_processor_type"}
-_COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
 
 
 def write_checked(
@@ -100,9 +97,8 @@ def write(folder: Path, checkpoint: Checkpoint, max_length: int | None = None) -
             _name_classes(folder, processor(checkpoint.source))
     checkpoint.model.save_pretrained(folder)
     keep_dtypes(checkpoint.source.folder, folder)
-    settings = folder / "tokenizer_config.json"
-    if max_length is not None and settings.is_file():
-        _change(settings, {"model_max_length": max_length})
+    if max_length is not None:
+        set_longest(folder, max_length)
 
 
 def _name_classes(folder: Path, processor: Any) -> None:
@@ -116,23 +112,7 @@ def _name_classes(folder: Path, processor: Any) -> None:
             named = {key: name for key, name in read.to_dict().items() if key in _CLASSES}
         else:
             continue
-        _change(path, {**named, **whole, **_settings(path)})
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def _change(path: Path, settings: dict[str, Any]) -> None:
-    if settings != (before := _settings(path)):
-        path.write_text(json.dumps(before | settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def copy_companions(source: Path, target: Path) -> None:
-    """Copy the files of a checkpoint that are neither weights nor config nor code."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in _COPIED_SUFFIXES and path.name not in _NOT_COPIED:
-            shutil.copyfile(path, target / path.name)
+        change(path, {**named, **whole, **settings(path)})
 
 
 def conversion_step(

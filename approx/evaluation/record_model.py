@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from approx.evaluation.record_receipt import Receipt
 from approx.evaluation.record_speed import Crossover, Interval, Speed
 from approx.evaluation.record_training import Trained
 from approx.validation import Written
@@ -90,7 +91,7 @@ class Variant(Written):
     name: str
     layers: list[Layer]
     verified: bool
-    receipt: dict[str, Any] | None
+    receipt: Receipt | None
     weights_sha256: str | None = None
 
 

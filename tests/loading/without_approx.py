@@ -47,9 +47,12 @@ class Head:
         assert type(model).__name__ == f"Approx{self.name}", type(model)
         return model
 
-    def out(self, model: Any, **more: Any) -> torch.Tensor:
+    def out(self, model: Any) -> torch.Tensor:
+        return self.out_of(model, self.inputs)
+
+    def out_of(self, model: Any, inputs: Any) -> torch.Tensor:
         with torch.no_grad():
-            return model(**self.inputs, **more)[0]
+            return model(**inputs)[0]
 
     def same(self, model: Any) -> None:
         difference = (self.out(model) - self.expected).abs().max()
@@ -166,6 +169,22 @@ def pipeline(head: Head) -> None:
     PIPELINES[head.task](head, pipe)
 
 
+def sentences(head: Head) -> None:
+    if head.task != "feature-extraction":
+        raise NotApplicableError("sentence-transformers embeds texts with a backbone")
+    if not find_spec("sentence_transformers"):
+        raise NotApplicableError("sentence-transformers is not installed")
+    from sentence_transformers import SentenceTransformer
+
+    encoder = SentenceTransformer(str(head.place), device="cpu", trust_remote_code=True)
+    inputs = transformers.AutoTokenizer.from_pretrained(head.place, **TRUSTED)(TEXT, return_tensors="pt")
+    expected = head.out_of(head.load(head.place), inputs)[0].mean(0)
+    torch.testing.assert_close(torch.tensor(encoder.encode(TEXT)), expected, rtol=1e-5, atol=1e-6)
+    encoder.save(str(head.scratch / "sentences"))
+    again = SentenceTransformer(str(head.scratch / "sentences"), device="cpu", trust_remote_code=True)
+    assert (again.encode(TEXT) == encoder.encode(TEXT)).all(), "saved again it computes something else"
+
+
 class Complaints(logging.Handler):
     """What transformers logs of a model that it does not know."""
 
@@ -272,7 +291,7 @@ PIPELINES: dict[str, Callable[[Head, Any], None]] = {
     "audio-classification": recordings,
     "automatic-speech-recognition": transcribed,
 }
-WAYS = (auto, saved_again, bfloat16, float16, device_map, pipeline, trainer, peft, hub)
+WAYS = (auto, saved_again, bfloat16, float16, device_map, pipeline, sentences, trainer, peft, hub)
 
 
 def tried(way: Callable[[Head], None], head: Head) -> str:

@@ -75,6 +75,12 @@ class Plan:
                 f"{source}: a plan is a list of rules with the keys {', '.join(KEYS)}, not {shown(data)}. "
                 "Example: [{layers: all, mechanism: improved-clustered}]"
             )
+        if isinstance(data, dict) and len(data) == 1 and "rules" not in data:
+            ((key, value),) = data.items()
+            if isinstance(value, list) and key not in KEYS:
+                raise ApproxError(
+                    f"{source}: unknown key {shown(key)}. The rules of a plan are a list under the key 'rules'."
+                )
         rules, mistakes = [], []
         for number, item in enumerate(items):
             rule, wrong = validate(Rule, item, f"rule {number + 1}", _place(data, number))

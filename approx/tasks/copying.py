@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from approx.errors import ApproxError, Exit
-from approx.tasks.generated import Generated
+from approx.tasks.generated import LONGEST, Generated
 from approx.tasks.head import CAUSAL_LANGUAGE_MODELLING, Head
 from approx.tasks.language import check_causal, last_tokens
 from approx.tasks.padding import padded, padded_labels
@@ -52,7 +52,7 @@ class Copying(Generated):
     metrics = ("token_accuracy", "accuracy")
 
     def __init__(self, length: int = 128, symbols: int = 10, examples: int = 1000, seed: int = 0) -> None:
-        self.length = whole_setting(self.name, "length", length, _SHORTEST)
+        self.length = whole_setting(self.name, "length", length, _SHORTEST, LONGEST)
         self.symbols = whole_setting(self.name, "symbols", symbols, 2, len(SYMBOLS))
         self.size = whole_setting(self.name, "examples", examples, 1)
         self.seed = whole_setting(self.name, "seed", seed, 0)

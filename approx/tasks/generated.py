@@ -11,6 +11,8 @@ from approx.errors import ApproxError
 from approx.tasks.settings import whole_setting
 from approx.tasks.task import Example, Split, Task
 
+# Longer examples would take minutes to make before anybody learns that no model can read them.
+LONGEST = 131_072
 _SPLITS = ("train", "dev")
 
 

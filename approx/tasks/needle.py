@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 
 from approx.tasks.classification import SequenceClassification
-from approx.tasks.generated import Generated
+from approx.tasks.generated import LONGEST, Generated
 from approx.tasks.settings import whole_setting
 from approx.tasks.task import Example
 
@@ -40,7 +40,7 @@ class Needle(Generated, SequenceClassification):
     benchmark of language.
 
     Args:
-        length: Tokens of every example, including the two special tokens of a BERT tokenizer.
+        length: Tokens of every example, at most 131,072, including the two special tokens of a BERT tokenizer.
         examples: Rows of a split.
         needles: Pairs in every document, with different keys.
         seed: Seed of all rows, together with the split and the number of the row.
@@ -55,7 +55,7 @@ class Needle(Generated, SequenceClassification):
 
     def __init__(self, length: int = 2048, examples: int = 200, needles: int = 8, seed: int = 0) -> None:
         whole_setting(self.name, "needles", needles, 1, len(KEYS))
-        whole_setting(self.name, "length", length, _SPECIAL_TOKENS + _QUESTION_WORDS + needles)
+        whole_setting(self.name, "length", length, _SPECIAL_TOKENS + _QUESTION_WORDS + needles, LONGEST)
         whole_setting(self.name, "examples", examples, 1)
         whole_setting(self.name, "seed", seed, 0)
         self.length, self.size, self.needles, self.seed = length, examples, needles, seed

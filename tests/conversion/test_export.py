@@ -62,6 +62,7 @@ def test_a_program_takes_any_batch_and_length(family, name, converted, tmp_path)
     assert torch.allclose(exact[real], due[real], atol=1e-6) == MECHANISMS[name].always_exact
 
 
+@pytest.mark.slow
 def test_onnx_runtime_computes_the_same(converted, tmp_path):
     made = export.export(converted(*FAST), tmp_path / "onnx", format="onnx", lengths=[5, 64, 200])
     assert max(made["largest_relative_difference"].values()) < 1e-4

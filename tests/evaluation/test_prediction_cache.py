@@ -172,6 +172,7 @@ def run(command, data, kept, out, limit=0):
     )
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_goes_on_and_ends_the_same(data, tmp_path):
     kept, out, counted = tmp_path / "kept", tmp_path / "out.json", []
     killed = run([sys.executable], data, kept, out, limit=13)

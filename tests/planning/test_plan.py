@@ -246,3 +246,10 @@ def test_any_text_gives_an_approx_error_or_a_plan(tmp_path_factory, text):
     path.write_text(text, encoding="utf-8", newline="")
     with pytest.raises(ApproxError):
         Plan.read(path)
+
+
+def test_a_misspelt_key_for_the_rules_is_one_mistake():
+    with pytest.raises(
+        ApproxError, match=r"^plan: unknown key '?rule'?\. The rules of a plan are a list under the key 'rules'\.$"
+    ):
+        Plan.parse({"rule": [{"mechanism": "local"}]})

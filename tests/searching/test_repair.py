@@ -27,6 +27,9 @@ _CANDIDATES = (
 # Milliseconds that a candidate saves; measured times would differ from run to run.
 _SAVED = np.array([-1.0, -0.55, -0.8, 0.0])
 
+# Measuring all 256 plans takes most of a minute.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def exhausted(tmp_path_factory):

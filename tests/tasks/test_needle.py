@@ -70,7 +70,8 @@ def test_words_are_distinct():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"length": 11}, "'length'.*11.*at least 12"),
+        ({"length": 11}, "'length'.*11.*from 12"),
+        ({"length": 1_000_000}, "'length'.*1000000.*to 131072"),
         ({"length": "2048"}, "'length'.*'2048'.*whole number"),
     ],
 )

@@ -6,7 +6,6 @@ head -> way -> `ok`, `-` with the reason why it does not apply, or the error.
 
 import copy
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -17,11 +16,12 @@ from typing import Any
 # An import of a name that has None here fails.
 sys.modules.update(dict.fromkeys(("approx", "approx_kernels", "triton")))  # type: ignore[arg-type]  # see above
 
-import numpy as np  # noqa: E402  # after the line above
-import torch  # noqa: E402
+import torch  # noqa: E402  # after the line above
 import transformers  # noqa: E402
-from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from loading.pipelines import PIPELINES, TEXT, Complaints  # noqa: E402  # found by the line above
 
 TRUSTED: dict[str, Any] = {"trust_remote_code": True}
 QUERIES = ["query", "q_proj", "c_attn"]
@@ -185,112 +185,6 @@ def sentences(head: Head) -> None:
     assert (again.encode(TEXT) == encoder.encode(TEXT)).all(), "saved again it computes something else"
 
 
-class Complaints(logging.Handler):
-    """What transformers logs of a model that it does not know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.listed: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "not supported" in record.getMessage():
-            self.listed.append(record.getMessage()[:120])
-
-    def __enter__(self) -> "Complaints":
-        logging.getLogger("transformers").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("transformers").removeHandler(self)
-
-
-TEXT = "the film is not very good"
-
-
-def classified(head: Head, pipe: Any, inputs: Any, given: Any) -> None:
-    with torch.no_grad():
-        expected = pipe.model(**inputs).logits[0].softmax(-1)
-    answer = pipe(given, top_k=1)[0]
-    assert abs(answer["score"] - float(expected.max())) < 1e-5, (answer, expected)
-    assert answer["label"] == pipe.model.config.id2label[int(expected.argmax())]
-
-
-def texts(head: Head, pipe: Any) -> None:
-    classified(head, pipe, pipe.tokenizer(TEXT, return_tensors="pt"), TEXT)
-
-
-def recordings(head: Head, pipe: Any) -> None:
-    classified(head, pipe, pipe.feature_extractor(sound(head), sampling_rate=16_000, return_tensors="pt"), sound(head))
-
-
-def images(head: Head, pipe: Any) -> None:
-    classified(head, pipe, pipe.image_processor(image(head), return_tensors="pt"), image(head))
-
-
-def tokens(head: Head, pipe: Any) -> None:
-    inputs = pipe.tokenizer(TEXT, return_tensors="pt")
-    with torch.no_grad():
-        expected = pipe.model(**inputs).logits[0].softmax(-1).max(-1).values[1:-1]
-    scores = torch.tensor([float(one["score"]) for one in pipe(TEXT, ignore_labels=[])])
-    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
-
-
-def masked(head: Head, pipe: Any) -> None:
-    text = TEXT.replace("good", pipe.tokenizer.mask_token)
-    inputs = pipe.tokenizer(text, return_tensors="pt")
-    (place,) = (inputs["input_ids"][0] == pipe.tokenizer.mask_token_id).nonzero()[0].tolist()
-    with torch.no_grad():
-        expected = pipe.model(**inputs).logits[0, place].softmax(-1).max()
-    assert abs(pipe(text)[0]["score"] - float(expected)) < 1e-5
-
-
-def generated(head: Head, pipe: Any) -> None:
-    inputs = pipe.tokenizer(TEXT, return_tensors="pt")
-    expected = pipe.model.generate(**inputs, max_new_tokens=6, do_sample=False)[0].tolist()
-    (answer,) = pipe(TEXT, max_new_tokens=6, do_sample=False, return_tensors=True)
-    assert answer["generated_token_ids"] == expected
-    assert len(expected) > inputs["input_ids"].shape[1]
-
-
-def features(head: Head, pipe: Any) -> None:
-    given, reader = (image(head), pipe.image_processor) if "ViT" in head.name else (TEXT, pipe.tokenizer)
-    inputs = reader(given, return_tensors="pt")
-    with torch.no_grad():
-        expected = pipe.model(**inputs)[0]
-    torch.testing.assert_close(torch.tensor(pipe(given)), expected, rtol=1e-4, atol=1e-5)
-
-
-def transcribed(head: Head, pipe: Any) -> None:
-    inputs = pipe.feature_extractor(sound(head), sampling_rate=16_000, return_tensors="pt")
-    if "Whisper" in head.name:
-        expected = pipe.model.generate(**inputs, max_new_tokens=6, num_beams=1)[0]
-        answer = pipe(sound(head), generate_kwargs={"max_new_tokens": 6, "num_beams": 1})
-        assert answer["text"] == pipe.tokenizer.decode(expected, skip_special_tokens=True) != ""
-        return
-    with torch.no_grad():
-        expected = pipe.model(**inputs).logits.argmax(-1)[0]
-    assert pipe(sound(head))["text"] == pipe.tokenizer.decode(expected)
-
-
-def sound(head: Head) -> Any:
-    return np.load(head.folder / "sound.npy")
-
-
-def image(head: Head) -> Any:
-    return Image.open(head.folder / "image.png")
-
-
-PIPELINES: dict[str, Callable[[Head, Any], None]] = {
-    "text-classification": texts,
-    "token-classification": tokens,
-    "fill-mask": masked,
-    "text-generation": generated,
-    "feature-extraction": features,
-    "image-feature-extraction": features,
-    "image-classification": images,
-    "audio-classification": recordings,
-    "automatic-speech-recognition": transcribed,
-}
 WAYS = (auto, saved_again, bfloat16, float16, device_map, pipeline, sentences, trainer, peft, hub)
 
 

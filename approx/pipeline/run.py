@@ -158,6 +158,8 @@ def _report(study: Study, recipe: Recipe, folders: Conversions, parts: list[Stag
 
 def _refuse(recipe: Recipe, out: Path, *, resume: bool, force: bool) -> None:
     """Raise if the folder holds anything but a run that may be continued or replaced."""
+    if resume and force:
+        raise ApproxError("--resume continues a run and --force starts it over. Give one of them.")
     claim = out / _CLAIM
     if out.exists() and not out.is_dir():
         raise ApproxError(f"{out} is a file, not a folder. Choose another output folder.", Exit.REFUSED)

@@ -169,6 +169,8 @@ def test_a_folder_with_something_else_is_never_touched(study, tmp_path):
     (tmp_path / "earlier" / "recipe.yaml").write_text(text, encoding="utf-8")
     assert "Continue it with --resume" in refused(text, tmp_path / "earlier")
     assert "a run of another recipe" in refused(text + "seed: 1\n", tmp_path / "earlier", resume=True)
+    with pytest.raises(ApproxError, match="Give one of them"):
+        run(recipe.read(study), tmp_path / "earlier", resume=True, force=True)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     for more in ({}, {"resume": True}, {"force": True}):

@@ -75,7 +75,11 @@ def command(
         @functools.wraps(function)
         def wrapper(**given: Any) -> None:
             terminal = Terminal(**{name: given.pop(name) for name in _SHARED})
-            with _reported_errors(terminal, interrupted), terminal.noting("approx_kernels"):
+            with (
+                _reported_errors(terminal, interrupted),
+                terminal.noting("approx_kernels"),
+                terminal.noting("approx.evaluation"),
+            ):
                 function(terminal, **given)
 
         wrapper.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]  # what Typer reads

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
-from approx.errors import ApproxError, Exit
 from approx_kernels.runtime.cache_folder import cache_folder
+
+_LOG = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
@@ -36,6 +38,7 @@ class Ledger:
 
     def __init__(self, folder: Path, key: str, writer: int = 0) -> None:
         self._folder, self._key, self._writer = folder / key[:2], key, writer
+        self._warned = False
 
     def read(self) -> dict[int, list[Any]]:
         """Number of a batch -> the predictions of its rows."""
@@ -48,11 +51,7 @@ class Ledger:
         return batches
 
     def write(self, batch: int, predictions: list[Any]) -> list[Any]:
-        """Store the predictions of a batch and return them as `read` does.
-
-        Raises:
-            ApproxError: if the file cannot be written.
-        """
+        """Store the predictions of a batch and return them as `read` does; where they cannot be stored, say so once."""
         line = json.dumps([batch, predictions], allow_nan=False)
         path = self._folder / f"{self._key}.{self._writer}.jsonl"
         try:
@@ -68,11 +67,14 @@ class Ledger:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise ApproxError(
-                f"The outputs cannot be stored in {self._folder}: {error.strerror}. Set $APPROX_CACHE to a writable folder, or "
-                "store none with --fresh.",
-                Exit.UNAVAILABLE,
-            ) from None
+            if not self._warned:
+                _LOG.warning(
+                    "Outputs cannot be stored in %s: %s. The evaluation goes on, but starts over if it is interrupted. To store "
+                    "them, set $APPROX_CACHE to a writable folder.",
+                    self._folder.parent,
+                    error.strerror,
+                )
+            self._warned = True
         return json.loads(line)[1]
 
 

@@ -20,7 +20,7 @@ from .conftest import call
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = ("--task", "glue/sst2", "--data")
-STORED = "error: The outputs cannot be stored in "
+STORED = "Outputs cannot be stored in "
 
 
 def at_home(home: Path, *words: object) -> subprocess.CompletedProcess:
@@ -29,12 +29,6 @@ def at_home(home: Path, *words: object) -> subprocess.CompletedProcess:
     environment = {**kept, "HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     command = [sys.executable, str(ROOT / "cli.py"), *map(str, words)]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-
-def one_line(answer, start: str) -> None:
-    (line,) = [line for line in answer.err.splitlines() if not line.startswith("[")]
-    assert line.startswith(start), answer
-    assert answer.code == Exit.UNAVAILABLE
 
 
 @pytest.mark.slow
@@ -53,12 +47,8 @@ def test_where_no_home_can_be_made_caches_are_done_without(base, converted, data
     assert done.returncode == 0, done.stderr
     assert all(check["passed"] is not False for check in json.loads(done.stdout)["checks"])
     done = at_home(home, "evaluate", converted, *TASK, data, "-o", "q.json")
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert (done.returncode, len(said)) == (Exit.UNAVAILABLE, 1), done.stderr
-    assert said[0].startswith(STORED)
+    assert (done.returncode, done.stderr.count(STORED)) == (0, 1), done.stderr
     assert "Traceback" not in done.stderr
-    done = at_home(home, "evaluate", converted, *TASK, data, "-o", "q.json", "--fresh")
-    assert done.returncode == 0, done.stderr
 
 
 def test_in_a_read_only_home_outputs_are_not_stored(base, converted, data, tmp_path, monkeypatch):
@@ -69,22 +59,20 @@ def test_in_a_read_only_home_outputs_are_not_stored(base, converted, data, tmp_p
     monkeypatch.setenv("HOME", str(home))
     with read_only(home):
         answer = call("evaluate", converted, *TASK, data, "-o", "q.json")
-        one_line(answer, STORED)
-        assert "Read-only file system. Set $APPROX_CACHE to a writable folder" in answer.err
-        assert call("evaluate", converted, *TASK, data, "-o", "q.json", "--fresh").code == Exit.OK
+        assert (answer.code, answer.err.count(STORED)) == (Exit.OK, 1), answer
+        assert "Read-only file system. The evaluation goes on" in answer.err
         assert call("convert", base, "-o", "out", "-m", "linear").code == Exit.OK
-        assert call("run", tiny_recipe(tmp_path / "r.yaml", base, data), "-o", "run").code == Exit.UNAVAILABLE
+        assert call("run", tiny_recipe(tmp_path / "r.yaml", base, data), "-o", "run").code == Exit.OK
     assert list(home.iterdir()) == []
     record.load(Path("q.json"))
 
 
-def test_a_full_cache_folder_is_told_and_can_be_done_without(converted, data, own_cache):
+def test_a_full_cache_folder_is_told_and_done_without(converted, data, own_cache):
     with failing(own_cache, 1, errno.ENOSPC, for_ever=True):
         answer = call("evaluate", converted, *TASK, data, "-o", "q.json")
-        one_line(answer, STORED)
+        assert (answer.code, answer.err.count(STORED)) == (Exit.OK, 1), answer
         assert "No space left on device" in answer.err
-        assert not Path("q.json").exists()
-        assert call("evaluate", converted, *TASK, data, "-o", "q.json", "--fresh").code == Exit.OK
+        record.load(Path("q.json"))
 
 
 def test_a_clock_that_goes_backwards_changes_nothing(base, converted, data, tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from approx.errors import ApproxError
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
 from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.prediction_cache import Ledger, default_folder, fingerprint
@@ -131,10 +130,14 @@ def test_numbers_come_back_as_they_were(tmp_path):
     assert Ledger(tmp_path, "abc").write(0, said) == said == Ledger(tmp_path, "abc").read()[0]
 
 
-def test_a_folder_that_cannot_be_written_is_told_with_its_remedy(tmp_path):
+def test_where_outputs_cannot_be_stored_the_evaluation_goes_on_and_says_so_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ApproxError, match=r"Set \$APPROX_CACHE .*--fresh"):
-        Ledger(tmp_path / "file", "abc").write(0, [])
+    ledger = Ledger(tmp_path / "file", "abc")
+    assert [ledger.write(batch, [0.5]) for batch in range(3)] == [[0.5]] * 3
+    (said,) = caplog.messages
+    assert "Not a directory" in said
+    assert "set $APPROX_CACHE to a writable folder" in said
+    assert ledger.read() == {}
 
 
 def test_fingerprints_tell_arrays_and_order_apart():

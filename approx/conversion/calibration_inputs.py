@@ -103,8 +103,10 @@ class CalibrationFile:
         try:
             sound, rate = soundfile.read(io.BytesIO(self.data), dtype="float32")
         except soundfile.SoundFileError as error:
+            # The whole message names the object in memory that was read.
+            reason = str(getattr(error, "error_string", error)).rstrip(".")
             raise ApproxError(
-                f"{self.name} is not a readable recording ({error}). {_wanted('input_values')}",
+                f"{self.name} is not a readable recording ({reason}). {_wanted('input_values')}",
                 Exit.UNAVAILABLE,
             ) from None
         if sound.ndim != 1 or not len(sound):

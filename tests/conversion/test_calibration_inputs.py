@@ -57,7 +57,8 @@ def test_what_a_model_cannot_hear_is_refused(heard, tmp_path):
     source, model = heard
     (tmp_path / "words.txt").write_text("no sound at all", encoding="utf-8")
     with pytest.raises(
-        ApproxError, match=r"words\.txt is not a readable recording .* Give a single-channel WAV or FLAC file"
+        ApproxError,
+        match=r"words\.txt is not a readable recording \(Format not recognised\)\. Give a single-channel WAV or FLAC file",
     ):
         CalibrationFile.read(tmp_path / "words.txt", "input_values")
     with pytest.raises(ApproxError, match="2 channels"):

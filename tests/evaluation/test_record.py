@@ -193,6 +193,7 @@ def test_a_commit_of_somebody_elses_repository_is_not_ours(tmp_path):
         "yaml_text",
         "evaluation/record",
         "evaluation/record_model",
+        "evaluation/record_receipt",
         "evaluation/record_speed",
         "evaluation/record_training",
     )

@@ -24,7 +24,7 @@ BOUNDS = [
     ("mlm", "stretch", 1, None, {}),
     ("listops", "examples", 1, None, {}),
     ("listops", "seed", 0, None, {}),
-    ("copy", "length", 4, None, {}),
+    ("copy", "length", 4, 131_072, {}),
     ("copy", "symbols", 2, 52, {}),
     ("copy", "examples", 1, None, {}),
     ("copy", "seed", 0, None, {}),

@@ -1,4 +1,4 @@
-"""Push a random Llama of 540 MB to a hub on this machine, beside the hub client alone: bench/push.py -o RECORD.
+"""Push a random Llama of 570 MB to a hub on this machine, beside the hub client alone: bench/push.py -o RECORD.
 
 The hub is the one of the tests. `approx push` does more than send files: it checks the folder, downloads what it sent, loads it
 in a clean process and compares outputs.
@@ -36,7 +36,6 @@ def main() -> None:
     """Make the model, convert it, send it both ways, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True, help="the record, a JSON file")
-    parser.add_argument("--layers", type=int, default=3, help="layers of the model (3: 540 MB)")
     chosen = parser.parse_args()
     approx = [sys.executable, str(ROOT / "cli.py")]
     server = serve(hub := Hub(tokens={TOKEN: ("ada", "write")}))
@@ -50,7 +49,7 @@ def main() -> None:
         }
         os.environ.pop("HF_HUB_OFFLINE", None)
         base, converted = f"{room}/base", f"{room}/converted"
-        size = make(Path(base), chosen.layers)
+        size = make(Path(base), 3)
         seconds([*approx, "convert", base, "-o", converted, "-m", "local", "--quiet"])
         record = {
             "checkpoint_gb": round(size / GIGABYTE, 2),

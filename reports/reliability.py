@@ -68,7 +68,7 @@ def _large(big: dict[str, Any], push: dict[str, Any]) -> list[str]:
     ]
     return [
         f"`python bench/big_model.py -o RECORD` converted a random Llama of {big['checkpoint_gb']:.1f} GB in bfloat16 to "
-        f"`{big['mechanism']}`, with all checks, and reverted it, on 2 cores. Weights are mapped from files, so their pages are "
+        f"`{big['mechanism']}`, with all checks, and reverted it. Weights are mapped from files, so their pages are "
         "memory that the system takes back when it needs it; the last column leaves them out.",
         "",
         "| command | time | memory with pages of files | memory |",

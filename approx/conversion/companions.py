@@ -29,7 +29,7 @@ def copy_companions(source: Path, target: Path) -> None:
     for name in _modules(source):
         (target / name).mkdir(parents=True, exist_ok=True)
         for path in sorted((source / name).iterdir()):
-            if path.suffix in {*_SUFFIXES, ".safetensors"}:
+            if path.is_file() and path.suffix in {*_SUFFIXES, ".safetensors"}:
                 shutil.copyfile(path, target / name / path.name)
 
 
@@ -65,9 +65,10 @@ def _modules(source: Path) -> list[str]:
             Exit.UNAVAILABLE,
         ) from None
     # A module without settings, such as a normalisation, may have no folder.
-    folders = [name for name in named if name not in ("", ".") and (source / name).is_dir()]
+    root = source.resolve()
+    folders = [name for name in named if (source / name).is_dir() and (source / name).resolve() != root]
     for name in folders:
-        if not (source / name).resolve().is_relative_to(source.resolve()):
+        if not (source / name).resolve().is_relative_to(root):
             raise ApproxError(
                 f"{path} names {name}, which is outside {source}. Delete that module from it.", Exit.REFUSED
             )

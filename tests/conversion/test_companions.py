@@ -84,6 +84,16 @@ def test_bad_modules_are_refused_before_anything_is_published(encoder, tmp_path,
     assert not (tmp_path / "converted").exists()
 
 
+@pytest.mark.parametrize("own", [".", "./", "1_Pooling/.."])
+def test_the_folder_of_the_transformer_itself_is_no_module(encoder, tmp_path, own):
+    (encoder / "modules.json").write_text(json.dumps([{"path": own}, {"path": "1_Pooling"}]))
+    (encoder / "1_Pooling" / "folder.json").mkdir()
+    (tmp_path / "copied").mkdir()
+    copy_companions(encoder, tmp_path / "copied")
+    assert not (tmp_path / "copied" / "model.safetensors").exists()
+    assert [path.name for path in (tmp_path / "copied" / "1_Pooling").iterdir()] == ["config.json"]
+
+
 def test_folders_that_are_no_modules_stay_behind(encoder, tmp_path):
     shutil.copytree(encoder / "1_Pooling", encoder / "onnx")
     (tmp_path / "copied").mkdir()

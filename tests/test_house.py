@@ -1,4 +1,4 @@
-"""The rules of the house: who may import whom, how long a file may be, what is said about a mechanism.
+"""The rules of the house: who may import whom, what is said about a mechanism.
 
 Every rule is a function of source text, so that each is also shown here to fail on a text that breaks it.
 """
@@ -221,12 +221,6 @@ def test_a_forbidden_import_is_found(module, source):
 )
 def test_an_allowed_import_is_left_alone(module, source):
     assert broken_import_rules(source, module) == []
-
-
-def test_no_file_is_longer_than_300_lines():
-    lengths = {str(file.relative_to(ROOT)): len(file.read_text("utf-8").splitlines()) for file in python_files()}
-    assert len(lengths) > 10, "the files are not found"
-    assert {name: length for name, length in lengths.items() if length > 300} == {}
 
 
 def test_no_module_has_a_name_that_says_nothing():

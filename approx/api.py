@@ -78,7 +78,7 @@ def finetune(
         model: A folder, a model id of the hub, or `quickstart`, which is trained into `output`; or a loaded model, which is
             trained in place and on its device.
         output: The folder to make; for a loaded model the folder of its checkpoints, a temporary one without it.
-        processor: The tokenizer or processor of a loaded model.
+        processor: The tokenizer or processor of a loaded model, or the folder that holds it.
         teacher: The exact model for `distill`; the weights of the model itself, with exact attention, without it.
         resume: Whether to go on with an unfinished training into `output`.
         force: Whether an existing `output` is replaced, and an unfinished training into it is started over.
@@ -106,8 +106,7 @@ def finetune(
             model, Path(output), stage, teacher=None if teacher is None else str(teacher), resume=resume, force=force,
             revision=revision, offline=offline, device=choose_device(device), progress=progress,
         )  # fmt: skip
-    # Only to refuse what is not a model with its processor.
-    in_memory(model, processor)
+    processor = in_memory(model, processor, offline=offline).source.reader
     taught = (
         open_all({"teacher": teacher}, "cpu", "auto", offline=offline)["teacher"].model
         if isinstance(teacher, str)
@@ -164,7 +163,7 @@ def evaluate(
             attention, and a stock one with nothing.
         extend_base: Whether to give the base as many positions as the model, by repeating its table as a conversion with
             a longer `max_length` does.
-        processor: The tokenizer or processor of a loaded model.
+        processor: The tokenizer or processor of a loaded model, or the folder that holds it.
         outputs: Parquet file for the outputs of each example.
         fresh: Whether to ignore stored outputs and store none.
         seed: Seed of the bootstrap.
@@ -200,10 +199,11 @@ def evaluate(
 
 
 def bench(
-    name: str,
+    model: str | Any,
     lengths: list[int],
     *,
-    against: str | None = None,
+    against: str | Any | None = None,
+    processor: Any = None,
     task: str | None = None,
     data: str | None = None,
     settings: dict[str, Any] | None = None,
@@ -218,9 +218,10 @@ def bench(
     """Time a checkpoint side by side with exact attention and with no attention.
 
     Args:
-        name: The checkpoint: a folder, a hub model id, or `quickstart`.
+        model: A folder, a hub model id, or `quickstart`; or a loaded model, which keeps its device and dtype.
         lengths: Tokens per sequence.
-        against: The exact base of a converted checkpoint; by default its own weights under exact attention.
+        against: The exact base of a converted model; by default its own weights under exact attention.
+        processor: The tokenizer or processor of a loaded model, or the folder that holds it; needed with a task.
         task: Task whose examples are the inputs; by default random inputs.
         data: The task's files in their official layout.
         settings: Settings of the task.
@@ -243,9 +244,9 @@ def bench(
     stage = build(BenchStage, "bench", lengths=lengths, inputs=inputs, **options)
     if texts is not None:
         open_task(texts.task, **texts.settings)
-    opened = open_pair(name, against, device, dtype, offline)
+    opened = open_pair(model, against, device, dtype, offline, processor, reads=texts is not None)
     speed = measure_speed(opened, stage, texts, seed=seed, progress=progress)
-    return make_record(opened, title=f"Speed of {label_of(name)}", seed=seed, command=command, speed=speed)
+    return make_record(opened, title=f"Speed of {label_of(model)}", seed=seed, command=command, speed=speed)
 
 
 def search(
@@ -270,7 +271,7 @@ def search(
     Args:
         model: A folder, a hub model id, or `quickstart`; or a loaded model, which is not changed.
         output: File for the plan; everything measured goes into a folder beside it. Without it nothing is kept.
-        processor: The tokenizer or processor of a loaded model.
+        processor: The tokenizer or processor of a loaded model, or the folder that holds it.
         sensitivities: `sensitivities.json` of an earlier search of the same model, candidates and examples.
         resume: Whether to go on with an earlier search into `output`.
         force: Whether to replace an earlier search.
@@ -290,7 +291,7 @@ def search(
     if isinstance(model, str):
         base = open_all({BASE: model}, device, dtype, revision=revision, offline=offline)[BASE]
     else:
-        base = in_memory(model, processor)
+        base = in_memory(model, processor, offline=offline)
     about: dict[str, Any] = {"resume": resume, "force": force, "seed": seed, "command": command, "progress": progress}
     about["sensitivities"] = None if sensitivities is None else Path(sensitivities)
     if output is not None:

@@ -110,9 +110,37 @@ def test_a_model_in_memory_is_evaluated_as_its_folder_is(study, own_cache):
     assert scores[0] == scores[1] == scores[2]
 
 
+def test_a_model_in_memory_is_timed(study):
+    opened = checkpoint.load(study[1])
+    quick = {"rounds": 3, "seconds": 0.0, "device": "cpu"}
+    random = api.bench(opened.model, [8], **quick)
+    assert [(row.length, row.inputs, len(row.variants)) for row in random.speed] == [(8, "synthetic", 1)]
+    with pytest.raises(ApproxError, match="needs its tokenizer"):
+        api.bench(opened.model, [8], task="glue/sst2", data=study[2], **quick)
+    # The folder's tokenizer, by the folder's name.
+    real = api.bench(opened.model, [8], task="glue/sst2", data=study[2], processor=study[0], **quick)
+    assert [(row.length, row.inputs) for row in real.speed] == [(8, "real")]
+
+
+def test_a_processor_may_be_a_folder(study, tmp_path):
+    opened = checkpoint.load(study[1])
+    tokenizer_only = tmp_path / "tokenizer"
+    checkpoint.processor(opened.source).save_pretrained(tokenizer_only)
+    asked = {"data": study[2], "limit": 4, "device": "cpu"}
+    made = [
+        api.evaluate(opened.model, "glue/sst2", processor=one, **asked).quality[0].base.scores
+        for one in (checkpoint.processor(opened.source), str(tokenizer_only), tokenizer_only)
+    ]
+    assert made[0] == made[1] == made[2]
+    with pytest.raises(ApproxError, match="nowhere does not exist"):
+        api.evaluate(opened.model, "glue/sst2", processor="./nowhere", **asked)
+
+
 def test_a_model_in_memory_needs_its_processor_and_no_wrapper(study):
     model = checkpoint.load(study[0]).model
     with pytest.raises(ApproxError, match="needs its tokenizer"):
         api.evaluate(model, "glue/sst2", data=study[2])
+    with pytest.raises(ApproxError, match="'processor' is of type int; a tokenizer"):
+        api.evaluate(model, "glue/sst2", data=study[2], processor=3)
     with pytest.raises(ApproxError, match="A Sequential cannot be measured"):
         api.evaluate(torch.nn.Sequential(model), "glue/sst2", processor=object(), data=study[2])

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -111,6 +112,24 @@ def of(language: str) -> list[tuple[Path, Block]]:
 
 def test_the_readme_has_at_most_150_lines():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
+
+
+def test_the_readme_begins_with_the_two_commands_of_a_newcomer():
+    first = next(block for block in blocks((ROOT / "README.md").read_text("utf-8")) if block.language == "bash")
+    assert commands(first) == [["make", "demo"], ["make", "test"]]
+    assert [mistake(words) for words in commands(first)] == [None, None]
+    # Each says how long it takes.
+    assert all(re.search(r"# .*: about \d+ minutes$", line) for line in first.text.splitlines())
+
+
+def test_the_ci_runs_the_tests_as_the_readme_says():
+    script = (ROOT / ".ci" / "run").read_text("utf-8")
+    (extraction,) = re.findall(r"^tests=.*$", script, re.MULTILINE)
+    said = subprocess.run(
+        ["bash", "-c", f'{extraction}; echo "$tests"'], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert said.stdout == "make test\n"
+    assert re.search(r"^\$tests\b", script, re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -133,3 +133,18 @@ def test_the_best_points_rise_in_time_and_in_score():
     points = [Point("a", 1, 0.9, 5.0), Point("b", 1, 0.9, 4.0), Point("c", 1, 0.8, 4.5), Point("d", 1, 0.95, None)]
     assert [point.name for point in long_documents.best(points)] == ["b"]
     assert [point.name for point in long_documents.best([*points, Point("e", 1, 0.91, 5.0)])] == ["b", "e"]
+
+
+def test_the_advice_on_fine_tuning_is_what_the_records_say():
+    advice = next(
+        line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if line.startswith("| time to fine-tune")
+    )
+    assert "`linear`, closest to the ceiling, back on SST-2 but not on SQuAD" in advice
+    verdicts = {}
+    for name in ("heal-transfer", "heal-squad-linear"):
+        (entry,) = record.load(ROOT / "reports" / "records" / f"{name}.json").quality
+        verdicts[entry.task] = {
+            one.verdict for one in entry.variants if one.name.startswith("linear") and one.name.endswith("healed")
+        }
+    assert "no loss" in verdicts["glue/sst2"]
+    assert verdicts["squad"] == {"loss beyond margin"}

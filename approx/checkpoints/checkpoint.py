@@ -165,12 +165,30 @@ def processor(source: Source) -> Any:
     """
     if source.reader is not None:
         return source.reader
+    return _processor(source.folder, source.stock_class, None if source.converted else source.config)
+
+
+def processor_of(name: str | Path, model_class: type, *, offline: bool = False) -> Any:
+    """The tokenizer, feature extractor or processor in a folder, which needs no weights or config.
+
+    Args:
+        name: A folder, a model id of the hub, or `quickstart`.
+        model_class: Class of the model that it is for, which says what kind it is.
+        offline: Whether to use only local files and the hub's cache.
+
+    Raises:
+        ApproxError: if there is none.
+    """
+    return _processor(_folder(str(name), None, offline, False)[0], families.stock_class(model_class), None)
+
+
+def _processor(folder: Path, stock_class: type, config: Any) -> Any:
     try:
-        reader = _from_folder(processor_class(source.stock_class), source)
+        reader = _from_folder(processor_class(stock_class), folder, config)
         try_out(reader)
     except Exception as error:
         raise ApproxError(
-            f"{source.folder} has no usable tokenizer or feature extractor: {_short(error)}. Copy its files beside the weights.",
+            f"{folder} has no usable tokenizer or feature extractor: {_short(error)}. Copy its files beside the weights.",
             Exit.UNAVAILABLE,
         ) from error
     return reader
@@ -184,11 +202,11 @@ def processor_class(model_class: type) -> str:
     )
 
 
-def _from_folder(kind: str, source: Source) -> Any:
+def _from_folder(kind: str, folder: Path, config: Any) -> Any:
     try:
         return getattr(transformers, kind).from_pretrained(
-            source.folder,
-            config=None if source.converted else source.config,
+            folder,
+            config=config,
             # Without it, transformers asks on a terminal whether to run code of the checkpoint.
             trust_remote_code=False,
         )
@@ -196,7 +214,7 @@ def _from_folder(kind: str, source: Source) -> Any:
         if kind != "AutoProcessor":
             raise
         # A speech model with a language model requires packages for decoding; the processor itself does not.
-        return transformers.Wav2Vec2Processor.from_pretrained(source.folder)
+        return transformers.Wav2Vec2Processor.from_pretrained(folder)
 
 
 def _folder(name: str, revision: str | None, offline: bool, allow_pickle: bool) -> tuple[Path, str | None]:

@@ -2,12 +2,15 @@
 
 import copy
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import transformers
 
 from approx.checkpoints import bundle
+from approx.errors import ApproxError, Exit
+from approx.mechanisms import BUILT_IN, MECHANISMS
 from approx.seam.layer_entry import parts
 from approx.seam.model import ApproxModel
 from approx.seam.transformers_internals import auto_classes, register_model
@@ -22,7 +25,12 @@ class _LocalModel(ApproxModel):
     """Converted models of this process: transformers copies only the code of remote classes, so these write their own."""
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
-        """Save as transformers does, with the model's code beside the weights."""
+        """Save as transformers does, with the model's code beside the weights.
+
+        Raises:
+            ApproxError: if a mechanism was added at run time, so that the folder could not be loaded.
+        """
+        refuse_added(_used(self.config))
         self.config.auto_map = bundle.auto_map(stock_class(type(self.config)), stock_class(type(self)))
         super().save_pretrained(save_directory, is_main_process, **kwargs)
 
@@ -129,6 +137,27 @@ def write_code(folder: Path, config: Any, stock: type) -> None:
         config: The converted config.
         stock: The stock class of the model.
     """
-    used = {part["mechanism"] for site in config.approx["sites"].values() for part in parts(site)}
+    used = _used(config)
     kernels = config.approx.get("bundle_kernels", False)
     bundle.write_code(folder, stock_class(type(config)), stock, used, kernels=kernels)
+
+
+def refuse_added(mechanisms: Iterable[str]) -> None:
+    """Refuse mechanisms whose code a folder cannot carry, so that it could not be loaded again.
+
+    Raises:
+        ApproxError: naming those that were added to the registry at run time.
+    """
+    added = sorted({name for name in mechanisms if MECHANISMS.get(name) is not BUILT_IN.get(name)})
+    if added:
+        raise ApproxError(
+            f"The code of {', '.join(map(repr, added))} cannot be saved with a model, because it was added to MECHANISMS at run "
+            "time: nobody could load the folder. Measure such a model in memory, or add the mechanism's file to "
+            "approx/mechanisms and its line to the registry there.",
+            Exit.UNSUPPORTED,
+        )
+
+
+def _used(config: Any) -> set[str]:
+    """Names of the mechanisms of a converted config."""
+    return {part["mechanism"] for site in config.approx["sites"].values() for part in parts(site)}

@@ -6,6 +6,7 @@ from typing import Any
 
 from approx.checkpoints import checkpoint
 from approx.checkpoints.atomic_folder import refuse_existing, refuse_overlap, refuse_unwritable
+from approx.checkpoints.families import refuse_added
 from approx.checkpoints.history import trainings
 from approx.conversion import calibration, checks, clean_process, layer_error, surgery, writing
 from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch, calibration_length
@@ -66,6 +67,7 @@ def convert(
     plan = with_separator(plan, lambda: of_checkpoint(source))
     facts = anatomy(source.config, source.stock_class)
     plan.resolve(facts)
+    refuse_added(rule.mechanism for rule in plan.rules)
     if max_length is not None:
         positions.extendable(source.config, facts.architecture, max_length)
     file = None if calibrate is None else CalibrationFile.read(calibrate, source.stock_class.main_input_name)

@@ -7,30 +7,39 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from approx.checkpoints import families
-from approx.checkpoints.checkpoint import Checkpoint, Source
+from approx.checkpoints.checkpoint import Checkpoint, Source, processor_of
 from approx.checkpoints.integrity import state_sha256
 from approx.errors import ApproxError
 
 
-def in_memory(model: Any, processor: Any) -> Checkpoint:
+def in_memory(model: Any, processor: Any, *, offline: bool = False, reads: bool = True) -> Checkpoint:
     """Describe a model, stock or converted, as a checkpoint; the model is not copied.
 
     Args:
         model: A transformers model.
-        processor: Its tokenizer, feature extractor or processor.
+        processor: Its tokenizer, feature extractor or processor, or the name of a folder or hub model that has one.
+        offline: Whether to use only local files and the hub's cache.
+        reads: Whether the model will read texts, sounds or images, which takes a processor.
 
     Raises:
-        ApproxError: if it is not a transformers model, or there is no processor.
+        ApproxError: if it is not a transformers model, or the processor is missing, or something else.
     """
     if not isinstance(model, PreTrainedModel):
         raise ApproxError(
             f"A {type(model).__name__} cannot be measured. Pass the name of a checkpoint, or a model from from_pretrained, "
             "without a wrapper."
         )
-    if processor is None:
+    if processor is None and reads:
         raise ApproxError(
             f"A {type(model).__name__} needs its tokenizer or processor. Pass it as 'processor', e.g. "
-            "AutoTokenizer.from_pretrained(…)."
+            "AutoTokenizer.from_pretrained(…), or the folder that holds it."
+        )
+    if isinstance(processor, str | os.PathLike):
+        processor = processor_of(os.fspath(processor), type(model), offline=offline)
+    elif processor is not None and not callable(processor):
+        raise ApproxError(
+            f"'processor' is of type {type(processor).__name__}; a tokenizer, a processor or the name of a folder is needed. "
+            "Pass e.g. AutoTokenizer.from_pretrained(…)."
         )
     source = Source(
         type(model).__name__,

@@ -15,7 +15,14 @@ from approx.recipe import BASE, CEILING
 
 
 def open_pair(
-    model: str | Any, against: str | Any | None, device: str, dtype: str, offline: bool, processor: Any = None
+    model: str | Any,
+    against: str | Any | None,
+    device: str,
+    dtype: str,
+    offline: bool,
+    processor: Any = None,
+    *,
+    reads: bool = True,
 ) -> dict[str, checkpoint.Checkpoint]:
     """Open a model and the base to compare it with.
 
@@ -25,7 +32,8 @@ def open_pair(
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or the name of a torch dtype.
         offline: Whether to use only local files and the hub's cache.
-        processor: The tokenizer or processor of a loaded model.
+        processor: The tokenizer or processor of a loaded model, or the folder that holds it.
+        reads: Whether loaded models will read inputs, which takes a processor.
 
     Returns:
         `exact` -> the base, then the label of the model -> the model.
@@ -36,7 +44,7 @@ def open_pair(
 
     def opened(label: str, one: str | Any) -> checkpoint.Checkpoint:
         if not isinstance(one, str):
-            return in_memory(one, processor)
+            return in_memory(one, processor, offline=offline, reads=reads)
         return open_all({label: one}, device, dtype, offline=offline)[label]
 
     base, label = opened(BASE, model if against is None else against), label_of(model)

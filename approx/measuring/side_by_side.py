@@ -24,7 +24,7 @@ def generate(
         model: A folder, a hub model id, or a loaded model, which keeps its device and dtype.
         prompts: The texts to continue.
         against: The base, as for `evaluate`.
-        processor: The tokenizer of a loaded model.
+        processor: The tokenizer of a loaded model, or the folder that holds it.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or the name of a torch dtype.
         offline: Whether to use only local files and the hub's cache.

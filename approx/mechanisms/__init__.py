@@ -4,6 +4,8 @@ Letters in shapes, here and in `approx_kernels`: B batch, H heads, L queries, S 
 E value size, C clusters, K kept keys, M random features, G any number of heads, n sequence length where L = S.
 """
 
+from types import MappingProxyType
+
 from approx.mechanisms.adaptive_span import AdaptiveSpanAttention
 from approx.mechanisms.bigbird import BigBirdAttention
 from approx.mechanisms.block import BlockAttention
@@ -46,3 +48,6 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "lsh": LshAttention,
     "adaptive-span": AdaptiveSpanAttention,
 }
+
+# Those whose code a converted folder can carry. What is added to `MECHANISMS` at run time works in memory only.
+BUILT_IN = MappingProxyType(dict(MECHANISMS))

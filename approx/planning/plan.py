@@ -10,7 +10,7 @@ import yaml
 from approx import yaml_text
 from approx.errors import ApproxError, shown
 from approx.planning.anatomy import Anatomy, Site
-from approx.planning.resolve import resolve
+from approx.planning.resolve import resolve, unknown_names
 from approx.planning.rule import KEYS, Rule, unwrapped
 from approx.validation import told, validate
 from approx.yaml_text import Document
@@ -36,7 +36,7 @@ class Plan:
         """The plan of a single rule; `Rule` documents the arguments.
 
         Raises:
-            ApproxError: listing every mistake in its form.
+            ApproxError: listing every mistake in its form, or if the mechanism or a setting is unknown.
         """
         rule = {
             "mechanism": mechanism,
@@ -46,7 +46,10 @@ class Plan:
             "exact_below": exact_below,
             "recompute": recompute,
         }
-        return cls.parse(rule)
+        plan = cls.parse(rule)
+        if wrong := unknown_names(plan.rules[0], "the plan"):
+            raise ApproxError("\n".join(wrong))
+        return plan
 
     @classmethod
     def parse(cls, data: Any, source: str = "plan") -> "Plan":

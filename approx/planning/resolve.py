@@ -31,15 +31,9 @@ def resolve(rules: Sequence[Rule], anatomy: Anatomy) -> dict[Site, tuple[Rule, .
     complete: list[dict[str, Any]] = []
     for number, rule in enumerate(rules):
         where = _name(number, rules)
-        complete.append({})
-        if rule.mechanism not in MECHANISMS:
-            known = f"Known: {', '.join(sorted(MECHANISMS))}."
-            mistakes.append(
-                f"Unknown mechanism '{rule.mechanism}' in {where}.{did_you_mean(rule.mechanism, MECHANISMS)} {known}"
-            )
-            continue
-        complete[number], wrong = _complete(rule)
-        mistakes += [f"In {where}: {text}" for text in wrong]
+        wrong = unknown_names(rule, where)
+        mistakes += wrong
+        complete.append({} if wrong else {**MECHANISMS[rule.mechanism].defaults(), **rule.settings})
         if not wrong:
             # Later rules may take over some of its heads.
             sizes = {site: {len(heads), chosen[site].count(number)} - {0} for site, heads in named[number].items()}
@@ -53,6 +47,25 @@ def resolve(rules: Sequence[Rule], anatomy: Anatomy) -> dict[Site, tuple[Rule, .
     if not chosen:
         raise ApproxError("The plan selects no layer, so nothing would change. Use 'layers: all'.")
     return {site: _groups(site, chosen, rules, complete) for site in chosen}
+
+
+def unknown_names(rule: Rule, where: str) -> list[str]:
+    """The mistakes in a rule's mechanism and the names of its settings, which need no model to be found.
+
+    Args:
+        rule: The rule.
+        where: Its place in messages: `rule 2`, `the plan`.
+    """
+    if rule.mechanism not in MECHANISMS:
+        hint = did_you_mean(rule.mechanism, MECHANISMS)
+        return [f"Unknown mechanism '{rule.mechanism}' in {where}.{hint} Known: {', '.join(sorted(MECHANISMS))}."]
+    defaults = MECHANISMS[rule.mechanism].defaults()
+    allowed = f"Settings of '{rule.mechanism}': {', '.join(defaults)}." if defaults else "It has no settings."
+    return [
+        f"In {where}: '{rule.mechanism}' has no setting '{name}'.{did_you_mean(name, defaults)} {allowed}"
+        for name in rule.settings
+        if name not in defaults
+    ]
 
 
 def site_record(site: Site, rules: Sequence[Rule]) -> dict[str, Any]:
@@ -121,16 +134,6 @@ def _places(rule: Rule, anatomy: Anatomy) -> tuple[dict[Site, list[int]], list[s
         except ApproxError as error:
             mistakes.append(str(error))
     return {site: places[site] for site in sites if site in places}, mistakes
-
-
-def _complete(rule: Rule) -> tuple[dict[str, Any], list[str]]:
-    defaults = MECHANISMS[rule.mechanism].defaults()
-    wrong = []
-    for name in rule.settings:
-        if name not in defaults:
-            allowed = f"Settings of '{rule.mechanism}': {', '.join(defaults)}." if defaults else "It has no settings."
-            wrong.append(f"'{rule.mechanism}' has no setting '{name}'.{did_you_mean(name, defaults)} {allowed}")
-    return {**defaults, **rule.settings}, wrong
 
 
 def _trial(

@@ -259,3 +259,18 @@ def test_a_plan_that_does_not_fit_leaves_the_model_as_it_was():
     assert caught.value.exit_code == Exit.UNSUPPORTED
     assert (set(model.state_dict()), type(model)) == (keys, kind)
     assert model.config._attn_implementation == "sdpa"
+
+
+class _OfThisTest(MECHANISMS["local"]):
+    """A mechanism that no release of the package knows."""
+
+
+@pytest.mark.parametrize("name", ["of-this-test", "local"])
+def test_a_mechanism_added_at_run_time_is_not_saved(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(MECHANISMS, name, _OfThisTest)
+    model = tiny("BertModel")
+    surgery.convert(model, Plan.of(name))
+    with pytest.raises(ApproxError, match=f"The code of '{name}' cannot be saved.*added to MECHANISMS") as caught:
+        model.save_pretrained(tmp_path / "out")
+    assert caught.value.exit_code == Exit.UNSUPPORTED
+    assert not (tmp_path / "out").exists()

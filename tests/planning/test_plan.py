@@ -253,3 +253,16 @@ def test_a_misspelt_key_for_the_rules_is_one_mistake():
         ApproxError, match=r"^plan: unknown key '?rule'?\. The rules of a plan are a list under the key 'rules'\.$"
     ):
         Plan.parse({"rule": [{"mechanism": "local"}]})
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Plan.of("lokal"), "Unknown mechanism 'lokal' in the plan. Did you mean 'local'?"),
+        (lambda: Plan.of("clustered", clutsers=3), "'clustered' has no setting 'clutsers'. Did you mean 'clusters'?"),
+    ],
+)
+def test_a_plan_of_one_rule_refuses_names_that_do_not_exist(make, sentence):
+    with pytest.raises(ApproxError) as caught:
+        make()
+    assert sentence in str(caught.value)

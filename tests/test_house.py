@@ -21,19 +21,20 @@ MAY_IMPORT = {
     "approx_kernels": "",
     "approx.errors": "",
     "approx.version": "",
+    "approx.paths": "approx.errors",
     "approx.yaml_text": "approx.errors",
     "approx.validation": "approx.errors approx.yaml_text",
     "approx.registration": "",
     "approx.mechanisms": "approx.errors approx_kernels",
-    "approx.seam": "approx.errors approx.mechanisms approx_kernels",
-    "approx.checkpoints": "approx.errors approx.version approx.validation approx.seam approx.mechanisms approx_kernels",
+    "approx.seam": "approx.errors approx.paths approx.mechanisms approx_kernels",
+    "approx.checkpoints": "approx.errors approx.paths approx.version approx.validation approx.seam approx.mechanisms approx_kernels",
     "approx.planning": "approx.errors approx.validation approx.yaml_text approx.seam approx.mechanisms approx_kernels",
-    "approx.conversion": "approx.errors approx.version approx.planning approx.checkpoints approx.seam approx.mechanisms"
+    "approx.conversion": "approx.errors approx.paths approx.version approx.planning approx.checkpoints approx.seam approx.mechanisms"
     " approx_kernels",
     "approx.tasks": "approx.errors",
-    "approx.evaluation": "approx.errors approx.validation approx.version approx.tasks approx_kernels.runtime.cache_folder"
+    "approx.evaluation": "approx.errors approx.paths approx.validation approx.version approx.tasks approx_kernels.runtime.cache_folder"
     " approx_kernels.runtime.atomic_file",
-    "approx.finetuning": "approx.errors approx.validation approx.version approx.evaluation approx.tasks approx.conversion"
+    "approx.finetuning": "approx.errors approx.paths approx.validation approx.version approx.evaluation approx.tasks approx.conversion"
     " approx.planning approx.checkpoints approx.seam approx_kernels",
     "approx.recipe": "approx.errors approx.validation approx.yaml_text approx.evaluation.options approx.finetuning.options"
     " approx.planning.rule approx.pushing.options approx.searching.options",
@@ -42,14 +43,14 @@ MAY_IMPORT = {
     " approx.checkpoints approx.seam approx_kernels",
     "approx.searching": "approx.errors approx.validation approx.recipe approx.measuring approx.finetuning approx.evaluation approx.tasks"
     " approx.conversion approx.planning approx.checkpoints approx.seam approx.mechanisms approx_kernels",
-    "approx.publishing": "approx.errors approx.version approx.evaluation.record approx.evaluation.record_model"
+    "approx.publishing": "approx.errors approx.paths approx.version approx.evaluation.record approx.evaluation.record_model"
     " approx.evaluation.record_speed approx.evaluation.record_training approx_kernels.runtime.atomic_file",
-    "approx.pushing": "approx.errors approx.validation approx.version approx.publishing approx.evaluation.record"
+    "approx.pushing": "approx.errors approx.paths approx.validation approx.version approx.publishing approx.evaluation.record"
     " approx.evaluation.record_model approx.evaluation.record_speed approx.tasks approx.conversion approx.checkpoints approx.seam",
     "approx.patterns": "approx.errors approx.mechanisms approx.publishing approx.evaluation.bench approx.evaluation.options"
     " approx.evaluation.record_speed approx_kernels",
     "approx.doctor": "approx.errors approx.measuring approx.tasks approx_kernels",
-    "approx.pipeline": "approx.errors approx.version approx.recipe approx.grid approx.searching approx.pushing approx.publishing"
+    "approx.pipeline": "approx.errors approx.paths approx.version approx.recipe approx.grid approx.searching approx.pushing approx.publishing"
     " approx.measuring approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",
     "approx.inspection": "approx.errors approx.planning approx.checkpoints",
     "approx.api": "approx.inspection approx.pipeline approx.searching approx.errors approx.validation approx.evaluation.options approx.evaluation.record_model approx.recipe approx.pushing approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
@@ -74,7 +75,7 @@ WITHOUT_TORCH = (
     "approx.errors",
 )
 # These rooms are copied into converted checkpoints, where only torch is guaranteed; triton is optional.
-TRAVELLING = ("approx_kernels", "approx.mechanisms", "approx.seam", "approx.errors")
+TRAVELLING = ("approx_kernels", "approx.mechanisms", "approx.seam", "approx.errors", "approx.paths")
 FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "misc"}
 
 

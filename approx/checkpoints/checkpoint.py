@@ -79,6 +79,7 @@ def locate(
         ApproxError: if it does not exist, or its family is not supported.
     """
     folder, commit = _folder(str(name), revision, offline, allow_pickle)
+    integrity.refuse_leaving_links(folder)
     raw = integrity.read_config(folder)
     converted = raw["model_type"].startswith("approx_")
     family = raw["model_type"].removeprefix("approx_")

@@ -13,11 +13,14 @@ from safetensors import SafetensorError, safe_open
 
 from approx.checkpoints.conversion_record import check_record
 from approx.errors import ApproxError, Exit
+from approx.paths import inside, refuse_leaving
 from approx.seam.manifest import MANIFEST, names
 
 _LFS = b"version https://git-lfs"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+# The only folder that transformers reads by itself.
+_TEMPLATES = "additional_chat_templates"
 # Models are built from these numbers before any weight is read; a corrupt one would keep the machine busy for hours.
 _MOST = {"layer": 5_000, "labels": 1_000_000}
 
@@ -65,6 +68,25 @@ def read_config(folder: Path) -> dict[str, Any]:
             Exit.UNSUPPORTED,
         )
     return config
+
+
+def refuse_leaving_links(folder: Path) -> None:
+    """Check that no file of a checkpoint is a symbolic link to a place outside its folder; it could be copied or uploaded.
+
+    Raises:
+        ApproxError: naming the link and where it leads.
+    """
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise ApproxError(f"{folder} cannot be opened: {error.strerror}.", Exit.UNAVAILABLE) from None
+    for path in paths:
+        # Other folders are never read, except those that modules.json names, which are checked there.
+        if path.is_symlink() and (path.name == _TEMPLATES or not path.is_dir()):
+            refuse_leaving(folder, path)
+    if (folder / _TEMPLATES).is_dir():
+        for path in sorted((folder / _TEMPLATES).iterdir()):
+            refuse_leaving(folder, path)
 
 
 def refuse_half_converted(folder: Path, config: dict[str, Any]) -> None:
@@ -122,9 +144,10 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
     if (folder / INDEX).is_file():
         _refuse_lfs(folder / INDEX)
         try:
-            names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-            # A name with a folder could lead out of the checkpoint.
-            files = sorted(folder / name for name in names) if all(Path(name).name == name for name in names) else []
+            named = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+            files = sorted(inside(folder, name, folder / INDEX) for name in named)
+        except ApproxError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             files = []
         if not files:

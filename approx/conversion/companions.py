@@ -1,16 +1,20 @@
 """The files beside the weights of a checkpoint: tokenizer, feature extractor, generation settings, sentence-transformers' modules."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from approx.checkpoints.receipt import RECEIPT
 from approx.errors import ApproxError, Exit
+from approx.paths import inside, refuse_leaving
 from approx.seam.manifest import MANIFEST
 
 # What sentence-transformers runs after the model (pooling, dense layers), each module with its folder.
 MODULES = "modules.json"
+# How the list names the folder of the transformer itself.
+_OWN_FOLDER = ("", ".", "./")
 # Whose setting of the longest input is called what.
 _LONGEST = {"tokenizer_config.json": "model_max_length", "sentence_bert_config.json": "max_seq_length"}
 _NOT_COPIED = {"config.json", "README.md", "model.safetensors.index.json", MANIFEST, RECEIPT, ".gitattributes"}
@@ -21,15 +25,17 @@ def copy_companions(source: Path, target: Path) -> None:
     """Copy the files of a checkpoint that are neither weights nor config nor code, unchanged.
 
     Raises:
-        ApproxError: if `modules.json` cannot be read, names a folder outside the checkpoint, or one whose weights are pickled.
+        ApproxError: if `modules.json` cannot be read, names a folder outside the checkpoint or one whose weights are pickled.
     """
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _SUFFIXES and path.name not in _NOT_COPIED:
+            refuse_leaving(source, path)
             shutil.copyfile(path, target / path.name)
     for name in _modules(source):
         (target / name).mkdir(parents=True, exist_ok=True)
         for path in sorted((source / name).iterdir()):
             if path.is_file() and path.suffix in {*_SUFFIXES, ".safetensors"}:
+                refuse_leaving(source, path)
                 shutil.copyfile(path, target / name / path.name)
 
 
@@ -57,21 +63,16 @@ def _modules(source: Path) -> list[str]:
     if not path.is_file():
         return []
     try:
-        named = [str(module["path"]) for module in json.loads(path.read_text(encoding="utf-8"))]
+        named = [module["path"] for module in json.loads(path.read_text(encoding="utf-8"))]
     except (ValueError, KeyError, TypeError, RecursionError, OSError):
         raise ApproxError(
             f"{path} is not a list of sentence-transformers' modules, each with its path. Download it again, or delete it to convert "
             "the transformer alone.",
             Exit.UNAVAILABLE,
         ) from None
-    # A module without settings, such as a normalisation, may have no folder.
-    root = source.resolve()
-    folders = [name for name in named if (source / name).is_dir() and (source / name).resolve() != root]
+    # A module without settings, such as a normalisation, may have no folder, and a name may be too long to be looked for.
+    folders = [name for name in named if name not in _OWN_FOLDER and os.path.isdir(inside(source, name, path))]
     for name in folders:
-        if not (source / name).resolve().is_relative_to(root):
-            raise ApproxError(
-                f"{path} names {name}, which is outside {source}. Delete that module from it.", Exit.REFUSED
-            )
         if not [*(source / name).glob("*.safetensors")] and (pickled := [*(source / name).glob("*.bin")]):
             raise ApproxError(
                 f"{pickled[0]} is pickled, and converted folders hold no pickle. Save the model again with a current "

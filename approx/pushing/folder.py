@@ -17,7 +17,7 @@ from approx.conversion.card import CARD, Publication, inherited, pipeline_of, wr
 from approx.errors import ApproxError, Exit
 from approx.pushing.privacy import Private, findings, private_here, rewritten, scrubbed, without_origins
 from approx.pushing.results import Results, dataset_of, results_of
-from approx.seam.manifest import MANIFEST, accept, seal
+from approx.seam.manifest import MANIFEST, accept, names, seal
 
 RECORDS = "records"
 # Files beside the model that belong to it, though they were written after the manifest.
@@ -71,7 +71,7 @@ def check(name: str | Path) -> Checked:
     if made is None:
         raise ApproxError(f"{name} has no conversion in its history. Convert its base again.", Exit.UNAVAILABLE)
     opened = checkpoint.load(folder, offline=True)
-    sealed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+    sealed = names(folder)
     there = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     beside = [one for one in there if "/" not in one and Path(one).suffix in _TAKEN]
     files = sorted({*sealed, *beside, CARD} - {MANIFEST})

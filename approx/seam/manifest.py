@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from approx.errors import ApproxError, Exit
+from approx.paths import inside
 
 MANIFEST = "approx_manifest.json"
 # The model's own files; a tokenizer may be saved in the folder later and is not part of it.
@@ -57,7 +58,7 @@ def differing(folder: Path) -> list[str]:
     """Names of the files that are missing in a folder or differ from its manifest; the manifest itself if it is damaged.
 
     Raises:
-        ApproxError: if there is no manifest.
+        ApproxError: if there is no manifest, or it names a file outside the folder.
     """
     manifest = folder / MANIFEST
     if not manifest.is_file():
@@ -71,14 +72,22 @@ def differing(folder: Path) -> list[str]:
             for name, digest in _hashes(folder).items()
             if not (folder / name).is_file() or sha256(folder / name) != digest
         ]
+    except ApproxError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [MANIFEST]
 
 
 def names(folder: Path) -> set[str]:
-    """Names of the files in a folder's manifest; none if it is damaged."""
+    """Names of the files in a folder's manifest; none if it is damaged.
+
+    Raises:
+        ApproxError: if it names a file outside the folder.
+    """
     try:
         return {*_hashes(folder)}
+    except ApproxError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return set()
 
@@ -90,7 +99,8 @@ def is_editable(name: str) -> bool:
 
 def accept(folder: Path, names: Iterable[str]) -> None:
     """Record the present contents of edited files in the manifest, atomically."""
-    hashes = _hashes(folder) | {name: sha256(folder / name) for name in names}
+    # The weights in a folder that is being pushed are links, so only what is added is looked at.
+    hashes = _read(folder) | {name: sha256(inside(folder, name, folder / MANIFEST)) for name in names}
     temporary = folder / f"{MANIFEST}.tmp"
     temporary.write_text(json.dumps({"files": hashes}, indent=1) + "\n", encoding="utf-8")
     flush(temporary)
@@ -114,6 +124,13 @@ def flush(path: Path) -> None:
 
 
 def _hashes(folder: Path) -> dict[str, str]:
+    hashes = _read(folder)
+    for name in hashes.keys():  # noqa: SIM118 - what is no object fails here
+        inside(folder, name, folder / MANIFEST)
+    return hashes
+
+
+def _read(folder: Path) -> dict[str, str]:
     return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
 
 

@@ -23,15 +23,16 @@ MAY_IMPORT = {
     "approx.version": "",
     "approx.paths": "approx.errors",
     "approx.yaml_text": "approx.errors",
+    "approx.text_file": "approx.errors",
     "approx.validation": "approx.errors approx.yaml_text",
     "approx.registration": "",
     "approx.mechanisms": "approx.errors approx_kernels",
     "approx.seam": "approx.errors approx.paths approx.mechanisms approx_kernels",
     "approx.checkpoints": "approx.errors approx.paths approx.version approx.validation approx.seam approx.mechanisms approx_kernels",
     "approx.planning": "approx.errors approx.validation approx.yaml_text approx.seam approx.mechanisms approx_kernels",
-    "approx.conversion": "approx.errors approx.paths approx.version approx.planning approx.checkpoints approx.seam approx.mechanisms"
+    "approx.conversion": "approx.errors approx.paths approx.text_file approx.version approx.planning approx.checkpoints approx.seam approx.mechanisms"
     " approx_kernels",
-    "approx.tasks": "approx.errors",
+    "approx.tasks": "approx.errors approx.text_file",
     "approx.evaluation": "approx.errors approx.paths approx.validation approx.version approx.tasks approx_kernels.runtime.cache_folder"
     " approx_kernels.runtime.atomic_file",
     "approx.finetuning": "approx.errors approx.paths approx.validation approx.version approx.evaluation approx.tasks approx.conversion"
@@ -39,9 +40,9 @@ MAY_IMPORT = {
     "approx.recipe": "approx.errors approx.validation approx.yaml_text approx.evaluation.options approx.finetuning.options"
     " approx.planning.rule approx.pushing.options approx.searching.options",
     "approx.grid": "approx.errors approx.validation approx.recipe approx.planning.rule",
-    "approx.measuring": "approx.errors approx.version approx.recipe approx.evaluation approx.tasks approx.conversion approx.planning"
+    "approx.measuring": "approx.errors approx.version approx.text_file approx.recipe approx.evaluation approx.tasks approx.conversion approx.planning"
     " approx.checkpoints approx.seam approx_kernels",
-    "approx.searching": "approx.errors approx.validation approx.recipe approx.measuring approx.finetuning approx.evaluation approx.tasks"
+    "approx.searching": "approx.errors approx.text_file approx.validation approx.recipe approx.measuring approx.finetuning approx.evaluation approx.tasks"
     " approx.conversion approx.planning approx.checkpoints approx.seam approx.mechanisms approx_kernels",
     "approx.publishing": "approx.errors approx.paths approx.version approx.evaluation.record approx.evaluation.record_model"
     " approx.evaluation.record_speed approx.evaluation.record_training approx_kernels.runtime.atomic_file",

@@ -16,6 +16,7 @@ from approx.conversion.calibration_text import TEXT
 from approx.errors import ApproxError, Exit
 from approx.planning import positions
 from approx.planning.example_inputs import example_inputs, samples
+from approx.text_file import decoded
 
 # Long enough for most mechanisms to approximate, and fast.
 _USUAL_TOKENS, _USUAL_FRAMES = 1024, 512
@@ -83,13 +84,9 @@ class CalibrationFile:
         Raises:
             ApproxError: if it is not UTF-8 text, or empty.
         """
-        try:
-            text = self.data.decode("utf-8")
-        except UnicodeDecodeError:
-            text = None
-        if text is None or not text.strip():
-            why = "it is not UTF-8 text" if text is None else "it is empty"
-            raise ApproxError(f"{self.name} cannot be read: {why}. {_wanted('input_ids')}", Exit.UNAVAILABLE)
+        text = decoded(self.data, self.name, settable=False)
+        if not text.strip():
+            raise ApproxError(f"{self.name} cannot be read: it is empty. {_wanted('input_ids')}", Exit.UNAVAILABLE)
         return text
 
     def sound(self) -> tuple[Any, int]:

@@ -23,7 +23,7 @@ from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.prediction_cache import Ledger, fingerprint
 from approx.evaluation.quality import compare, over_seeds
 from approx.evaluation.record import write_outputs
-from approx.evaluation.record_model import Quality, Tokens
+from approx.evaluation.record_model import Quality, Rows, Tokens
 from approx.tasks.metrics import METRICS
 from approx.tasks.task import Encoding, Task
 
@@ -120,6 +120,7 @@ def evaluate(
         subset=loaded.subset,
         truncated=prepared.truncated,
         notes=[*loaded.notes, *([f"read to {options.max_length:,} tokens"] if options.max_length else [])],
+        rows=None if (tally := loaded.tally) is None else Rows(read=tally.read, skipped={**+tally.skipped}),
         tokens=Tokens(median=median_low(prepared.lengths), longest=max(prepared.lengths)),
         **vars(compared),
         outputs=outputs.name if outputs is not None else None,

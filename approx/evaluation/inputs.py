@@ -114,7 +114,10 @@ def prepare(
     lengths = [sum(map(task.tokens, windows)) for windows in encoded]
     for example, length in zip(split.examples, lengths, strict=True):
         if not length:
-            raise ApproxError(f"{example.id} has no tokens: its text is empty.", Exit.UNAVAILABLE)
+            raise ApproxError(
+                f"{example.id} has no tokens: its text is empty, or a single token that nothing comes before. Remove it.",
+                Exit.UNAVAILABLE,
+            )
     owners = [row for row, windows in enumerate(encoded) for _ in windows]
     encodings = [window for windows in encoded for window in windows]
     _check_tokens(subjects, split.examples, encodings, owners)

@@ -215,6 +215,18 @@ class Tokens(Written):
     longest: Count
 
 
+class Rows(Written):
+    """What was read of the data.
+
+    Attributes:
+        read: Rows that hold an example.
+        skipped: Why rows hold none -> their number.
+    """
+
+    read: Count
+    skipped: dict[str, Count] = Field(default_factory=dict)
+
+
 class Quality(Written):
     """One task.
 
@@ -224,7 +236,8 @@ class Quality(Written):
         examples: Number of examples.
         subset: Whether examples were left out.
         truncated: Number of truncated examples.
-        notes: What was left out or changed when the examples were read.
+        notes: What was left out or changed when the examples were read, and how the labels of the model are taken.
+        rows: Rows read and skipped; null if examples are not read from rows, and in older records.
         tokens: Lengths of the inputs.
         metric: Metric of differences and verdicts.
         fraction: Whether the score is a fraction, shown in percent and points.
@@ -245,6 +258,7 @@ class Quality(Written):
     subset: bool
     truncated: Count
     notes: list[str] = Field(default_factory=list)
+    rows: Rows | None = None
     tokens: Tokens | None = None
     metric: str
     fraction: bool = True

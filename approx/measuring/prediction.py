@@ -16,6 +16,7 @@ from approx.tasks import open_task
 from approx.tasks.recording import Recording
 from approx.tasks.task import Example, Split
 from approx.tasks.transcription import RATE
+from approx.text_file import read_text
 
 # Main input and ending of the class's name -> what transformers' pipeline for it is called.
 _PIPELINES = {
@@ -161,11 +162,7 @@ def _text(given: str) -> str:
     """A text, or the content of a .txt file."""
     if not given.endswith(".txt"):
         return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ApproxError(f"The text {given} cannot be read: {why}.", Exit.UNAVAILABLE) from None
+    return read_text(Path(given), settable=False)
 
 
 def _image(given: str) -> Any:

@@ -43,7 +43,7 @@ def quality_table(task: Quality) -> dict[str, Any]:
         "split": task.split,
         "metric": metric,
         "others": others,
-        "examples": wording.share_of_examples(task, task.notes),
+        "examples": wording.share_of_examples(task, [*task.notes, *wording.rows(task)]),
         "units": "points" if task.fraction else wording.units(task),
         "better": "lower is better" if task.lower_is_better else "higher is better",
         "confidence": ", ".join(sorted(confidences)) or wording.percent(0.95),

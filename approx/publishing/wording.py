@@ -127,6 +127,15 @@ def share_of_examples(task: Scored, notes: Sequence[str] = ()) -> str:
     return "; ".join([text, *notes])
 
 
+def rows(task: Quality) -> list[str]:
+    """Say how many rows were read and skipped: 12 rows read, 2 skipped (empty lines: 2); nothing if it is not known."""
+    if task.rows is None:
+        return []
+    reasons = ", ".join(f"{reason}: {count(number)}" for reason, number in task.rows.skipped.items())
+    skipped = count(sum(task.rows.skipped.values()))
+    return [f"{count(task.rows.read)} rows read, {skipped} skipped{f' ({reasons})' if reasons else ''}"]
+
+
 def lengths(chosen: Iterable[int], measured: Sequence[int]) -> str:
     """Write lengths as ranges of the measured ones: 128–512 and 2,048 tokens."""
     places = sorted(measured.index(length) for length in chosen)

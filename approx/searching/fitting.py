@@ -19,6 +19,7 @@ from approx.finetuning.preparation import Preparation, measure_of
 from approx.finetuning.trainer import train
 from approx.searching.composition import Composer
 from approx.searching.judging import Judge
+from approx.text_file import read_text
 
 _STEPS, _BATCH, _RATE = 100, 8, 1e-2
 _HELD_OUT = 0.1
@@ -72,10 +73,8 @@ def _train(model: Any, judge: Judge, seed: int, advance: Callable[[int], None]) 
         folder = Path(place)
         if judge.task is None:
             text = folder / "text.txt"
-            text.write_text(
-                TEXT if judge.stage.text is None else Path(judge.stage.text).read_text(encoding="utf-8"),
-                encoding="utf-8",
-            )
+            given = TEXT if judge.stage.text is None else read_text(Path(judge.stage.text), settable=False)
+            text.write_text(given, encoding="utf-8")
             options = FinetuneStage(recover=["transfer"], text=[str(text)], steps=_STEPS, batch_size=_BATCH, seed=seed)
             finetune(
                 model,

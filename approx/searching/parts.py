@@ -16,6 +16,7 @@ from approx.evaluation.evaluate import Prepared, Subject, prepare
 from approx.planning import positions
 from approx.searching.options import SearchStage
 from approx.tasks.task import Example, Split, Task
+from approx.text_file import read_text
 
 _BATCH, _GRADIENTS = 8, 64
 # Fewer examples than this prove nothing.
@@ -187,12 +188,7 @@ def _divided(examples: Sequence[Example], count: int, seed: int) -> tuple[list[E
 
 
 def _read(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ApproxError(
-            f"{path} cannot be read as UTF-8 text: {error}. Give a plain text file.", Exit.UNAVAILABLE
-        ) from None
+    text = read_text(path, settable=False)
     if not text.strip():
         raise ApproxError(f"{path} is empty. Give a plain text file with a few thousand words.", Exit.UNAVAILABLE)
     return text

@@ -23,8 +23,10 @@ from approx.tasks.needle import Needle
 from approx.tasks.squad import Squad
 from approx.tasks.task import Example, Split, Task
 from approx.tasks.token_classification import TokenClassification
+from approx.text_file import known_encoding
 
 __all__ = [
+    "SHARED",
     "TASKS",
     "Example",
     "SequenceClassification",
@@ -55,13 +57,19 @@ TASKS: dict[str, Callable[..., Task]] = {
 """Name on the command line and in recipes -> function that makes the task from its settings."""
 
 
+SHARED = {
+    "encoding": "Encoding of text files, such as cp1252; None is UTF-8, or UTF-16 or UTF-32 if a file begins with their byte order mark."
+}
+"""Settings of every task that reads files, with their meanings."""
+
+
 def open_task(name: str, columns: Any = None, **settings: Any) -> Task:
     """Make a task by name.
 
     Args:
         name: A key of `TASKS`, or `lm-eval/` with a task of the LM Evaluation Harness.
         columns: A mapping from fields of the task, such as `text` or `label`, to columns of a table.
-        settings: Settings of the task, such as the length of generated documents (`needle`); GLUE has none.
+        settings: Settings of the task, such as the length of generated documents (`needle`).
 
     Raises:
         ApproxError: if the task or a setting is unknown.
@@ -72,10 +80,17 @@ def open_task(name: str, columns: Any = None, **settings: Any) -> Task:
     if wrong := [setting for setting in settings if setting not in allowed]:
         listed = f"Its settings are {', '.join(allowed)}." if allowed else "It has no settings."
         raise ApproxError(f"The task '{name}' has no setting '{wrong[0]}'.{did_you_mean(wrong[0], allowed)} {listed}")
+    encoding = settings.pop("encoding", None)
+    if encoding is not None and (not isinstance(encoding, str) or known_encoding(encoding) is None):
+        raise ApproxError(
+            f"The setting 'encoding' of the task '{name}' is {encoding!r}; it must be the name of an encoding, e.g. cp1252 or utf-16."
+        )
     try:
         task = _maker(name)(**settings)
     except TypeError as error:
         raise ApproxError(f"Wrong settings for task '{name}': {str(error).rpartition('() ')[2]}.") from None
+    if encoding is not None:
+        task.encoding = encoding
     if columns:
         task.columns = _checked(task, columns)
     return task
@@ -107,11 +122,12 @@ def kind_of(name: str) -> type[Task]:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """The settings of a task and their defaults, read from its constructor, by its name."""
+    """The settings of a task and their defaults, read from its constructor, and those of all that read files, by its name."""
     parameters = [*inspect.signature(_maker(name)).parameters.values()]
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         parameters += inspect.signature(kind_of(name).__bases__[0]).parameters.values()
-    return {each.name: each.default for each in parameters if each.default is not each.empty}
+    own = {each.name: each.default for each in parameters if each.default is not each.empty}
+    return {**own, **dict.fromkeys(SHARED if kind_of(name).fields else ())}
 
 
 def _maker(name: str) -> Callable[..., Task]:

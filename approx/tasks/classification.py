@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from approx.errors import ApproxError, Exit
 from approx.tasks.head import SEQUENCE_CLASSIFICATION, Head
 from approx.tasks.padding import padded
-from approx.tasks.table import Row
+from approx.tasks.table import Row, text_of
 from approx.tasks.task import Encoding, Example, Task
 
 
@@ -25,7 +25,7 @@ class SequenceClassification(Task):
 
     def from_cells(self, cells: dict[str, Any], row: Row) -> tuple[dict[str, Any], Any]:
         """The text or pair, and its class by name or number, or the number of a regression."""
-        inputs = {name: str(cells[name]) for name in ("text", "text_pair") if name in cells}
+        inputs = {name: text_of(cells[name], row.place) for name in ("text", "text_pair") if name in cells}
         return inputs, self.label_of(cells["label"], row.place)
 
     def label_of(self, value: Any, place: str) -> Any:
@@ -38,7 +38,7 @@ class SequenceClassification(Task):
         Raises:
             ApproxError: if it is no known class, or no finite number.
         """
-        text = str(value).strip()
+        text = str(value) if str(value) in self.labels else str(value).strip()
         if not self.labels:
             return _number(text, place)
         if text in self.labels:

@@ -14,7 +14,8 @@ from approx.errors import ApproxError, Exit
 from approx.tasks.hub import read_rows
 from approx.tasks.labelled import Classification
 from approx.tasks.settings import whole_setting
-from approx.tasks.task import Example, Split
+from approx.tasks.task import Example, Split, Tally
+from approx.text_file import read_text
 
 _HUB_DATASET = "stanfordnlp/imdb"
 _IMDB = ("negative", "positive")
@@ -61,34 +62,38 @@ class Documents(Classification):
         if limit is not None:
             whole_setting(self.name, "limit", limit, 1)
         wanted = split or "test"
+        tally = Tally()
         if data is None:
-            name, source, rows = wanted, Path(_HUB_DATASET), self._hub_rows(wanted, streaming)
+            name, source, rows = wanted, Path(_HUB_DATASET), self._hub_rows(wanted, tally, streaming)
         elif (folder := _imdb_folder(Path(data), wanted)) is not None:
-            name, source, rows = wanted, folder, self._folder_rows(folder)
+            name, source, rows = wanted, folder, self._folder_rows(folder, tally)
         else:
             made = self.read_table(Path(data), wanted, limit)
             return replace(made, subset=self._is_subset(made.name, made.examples, limit))
         examples = list(islice(self.taking_turns(rows, limit), limit))
         if not examples:
             raise ApproxError(f"{self.name}: 0 texts in {source}.", Exit.UNAVAILABLE)
-        return Split(name, examples, self._is_subset(name, examples, limit))
+        return Split(name, examples, self._is_subset(name, examples, limit), tally=tally)
 
     def _is_subset(self, name: str, examples: Sequence[Example], limit: int | None) -> bool:
         whole = name in ("train", "test") and len(examples) >= _IMDB_ROWS
         return limit == len(examples) or (self.labels == _IMDB and not whole)
 
-    def _folder_rows(self, folder: Path) -> Iterator[Example]:
+    def _folder_rows(self, folder: Path, tally: Tally) -> Iterator[Example]:
         for name, label in _IMDB_FOLDERS.items():
             for path in sorted((folder / name).glob("*.txt")):
-                yield Example(f"{folder.name}/{name}/{path.stem}", {"text": path.read_text(encoding="utf-8")}, label)
+                text = read_text(path, self.encoding).replace("\r\n", "\n")
+                tally.read += 1
+                yield Example(f"{folder.name}/{name}/{path.stem}", {"text": text}, label)
 
-    def _hub_rows(self, split: str, streaming: bool) -> Iterator[Example]:
+    def _hub_rows(self, split: str, tally: Tally, streaming: bool) -> Iterator[Example]:
         for number, row in enumerate(read_rows(_HUB_DATASET, "plain_text", split, streaming)):
             if row["label"] == -1:
                 raise ApproxError(
                     f"{self.name}: the split '{split}' of {_HUB_DATASET} has no labels; use test or train.",
                     Exit.UNAVAILABLE,
                 )
+            tally.read += 1
             yield Example(f"{split}-{number}", {"text": row["text"]}, int(row["label"]))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 # Characters from which a text counts by its hash.
@@ -37,6 +38,19 @@ class Example:
         }
 
 
+@dataclass
+class Tally:
+    """What was read of a source.
+
+    Args:
+        read: Rows that hold an example: rows of a table, lines, files. With a limit, reading ends before the source does.
+        skipped: Why rows hold none -> their number, such as `empty lines`.
+    """
+
+    read: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+
 @dataclass(frozen=True)
 class Split:
     """The examples of one split, in the order of their source.
@@ -46,12 +60,14 @@ class Split:
         examples: At least one example.
         subset: Whether rows of the full split are missing, which is shown beside the score.
         notes: What was left out or changed, shown beside the score.
+        tally: Rows that were read and skipped; None if examples are not read from rows.
     """
 
     name: str
     examples: list[Example]
     subset: bool
     notes: tuple[str, ...] = ()
+    tally: Tally | None = None
 
 
 @functools.lru_cache(maxsize=16)

@@ -17,7 +17,8 @@ from typing import Any
 from approx.errors import ApproxError, Exit
 from approx.tasks.classification import SequenceClassification
 from approx.tasks.hub import read_rows
-from approx.tasks.task import Example, Split
+from approx.tasks.task import Example, Split, Tally
+from approx.text_file import lines, read_text
 
 HUB_DATASET = "nyu-mll/glue"
 
@@ -121,18 +122,19 @@ class Glue(SequenceClassification):
             raise ApproxError(f"--limit {limit} leaves no rows; it must be at least 1.")
         wanted = (split or "dev").replace("validation", "dev")
         wanted = self._subset.dev if wanted == "dev" else wanted
+        tally = Tally()
         if data is None:
-            name, source, rows = wanted, HUB_DATASET, self._hub_rows(wanted, streaming)
+            name, source, rows = wanted, HUB_DATASET, self._hub_rows(wanted, tally, streaming)
         else:
             source = self._find(Path(data), wanted, explicit=split is not None)
-            name, rows = source.stem, self._file_rows(source)
+            name, rows = source.stem, self._file_rows(source, tally)
         kept = [Example(f"{name}-{row}", inputs, label) for row, (inputs, label) in islice(enumerate(rows), limit)]
         if not kept:
             raise ApproxError(
                 f"{self.name}: 0 rows in {source}. Give a file with a row for each example below its first line.",
                 Exit.UNAVAILABLE,
             )
-        return Split(name, kept, self._is_subset(name, len(kept), limit))
+        return Split(name, kept, self._is_subset(name, len(kept), limit), tally=tally)
 
     def _is_subset(self, name: str, rows: int, limit: int | None) -> bool:
         for official, full in (("train", self._subset.train_rows), (self._subset.dev, self._subset.dev_rows)):
@@ -160,10 +162,11 @@ class Glue(SequenceClassification):
             Exit.UNAVAILABLE,
         )
 
-    def _file_rows(self, path: Path) -> Iterator[tuple[dict[str, Any], int | float]]:
+    def _file_rows(self, path: Path, tally: Tally) -> Iterator[tuple[dict[str, Any], int | float]]:
+        """Rows between line ends, cells between tabs; quotes have no meaning in these files."""
         subset = self._subset
-        lines = _lines(path)
-        header = subset.header or next(lines, (0, ()))[1]
+        numbered = enumerate(lines(read_text(path, self.encoding)), start=1)
+        header = subset.header or next((tuple(line.split("\t")) for _, line in numbered if line), ())
         if not header:
             return
         if missing := [column for column in (*subset.texts, subset.label) if column not in header]:
@@ -173,7 +176,11 @@ class Glue(SequenceClassification):
                 Exit.UNAVAILABLE,
             )
         columns = [header.index(column) for column in subset.texts]
-        for number, cells in lines:
+        for number, line in numbered:
+            if not line:
+                tally.skipped["empty lines"] += 1
+                continue
+            cells = line.split("\t")
             if len(cells) != len(header):
                 raise ApproxError(
                     f"{path}, line {number}: {len(cells)} columns where {len(header)} are expected. "
@@ -181,9 +188,10 @@ class Glue(SequenceClassification):
                     Exit.UNAVAILABLE,
                 )
             label = self.label_of(cells[header.index(subset.label)], f"{path}, line {number}")
+            tally.read += 1
             yield _inputs([cells[column] for column in columns]), label
 
-    def _hub_rows(self, split: str, streaming: bool) -> Iterator[tuple[dict[str, Any], int | float]]:
+    def _hub_rows(self, split: str, tally: Tally, streaming: bool) -> Iterator[tuple[dict[str, Any], int | float]]:
         hub_split = split.replace("dev", "validation")
         for row in read_rows(HUB_DATASET, self._subset.hub, hub_split, streaming):
             if row["label"] == -1:
@@ -191,21 +199,9 @@ class Glue(SequenceClassification):
                     f"{self.name}: the split '{split}' of {HUB_DATASET} has no labels; use dev or train.",
                     Exit.UNAVAILABLE,
                 )
+            tally.read += 1
             yield _inputs([row[column] for column in self._subset.hub_texts]), row["label"]
 
 
 def _inputs(texts: list[str]) -> dict[str, Any]:
     return dict(zip(("text", "text_pair"), texts, strict=False))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield line numbers and cells; quotes have no meaning in these files, and MRPC may start with a BOM."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
-            for number, line in enumerate(file, start=1):
-                if line := line.rstrip("\r\n"):
-                    yield number, tuple(line.split("\t"))
-    except UnicodeDecodeError as error:
-        raise ApproxError(f"{path} is not UTF-8 text ({error.reason}). Download it again.", Exit.UNAVAILABLE) from None
-    except OSError as error:
-        raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None

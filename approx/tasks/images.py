@@ -15,9 +15,9 @@ from approx.errors import ApproxError, Exit
 from approx.tasks.head import IMAGE_CLASSIFICATION, Head
 from approx.tasks.labelled import Classification
 from approx.tasks.table import Row
-from approx.tasks.task import Encoding, Example, Split
+from approx.tasks.task import Encoding, Example, Split, Tally
 
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 # The side of a patch in most models, in pixels; only used to count.
 _PATCH = 16
 
@@ -104,15 +104,15 @@ class ImageClassification(Classification):
         folder = None if data is None else next((one for one in (data / wanted, data) if any(_pictures(one))), None)
         if folder is None:
             return super().read(data, split, limit, streaming=streaming)
+        tally = Tally()
         made = (
             Example(f"{path.parent.name}/{path.name}", {"image": Picture.of(str(path), path)}, label)
-            for path in _pictures(folder)
+            for path in _counted(folder, tally)
             for label in [self.label_of(path.parent.name, str(path))]
         )
         examples = list(islice(self.taking_turns(made, limit), limit))
-        return Split(
-            wanted if folder.name == wanted else folder.absolute().name, examples, subset=limit == len(examples)
-        )
+        name = wanted if folder.name == wanted else folder.absolute().name
+        return Split(name, examples, subset=limit == len(examples), tally=tally)
 
     def from_cells(self, cells: dict[str, Any], row: Row) -> tuple[dict[str, Any], Any]:
         """The image, by its path or its bytes, and its class."""
@@ -143,6 +143,16 @@ class ImageClassification(Classification):
 def _pictures(folder: Path) -> Iterator[Path]:
     """The images in the folders of a folder, in order."""
     return (path for path in sorted(folder.glob("*/*")) if path.suffix.lower() in _SUFFIXES)
+
+
+def _counted(folder: Path, tally: Tally) -> Iterator[Path]:
+    """The images in the folders of a folder, in order, with a count of them and of other files there."""
+    tally.skipped["files that are no images"] += sum(
+        path.suffix.lower() not in _SUFFIXES and path.is_file() for path in folder.glob("*/*")
+    )
+    for path in _pictures(folder):
+        tally.read += 1
+        yield path
 
 
 def _stored(name: str, source: Path | bytes) -> bytes:

@@ -23,13 +23,14 @@ class LanguageModelling(Text):
     """Perplexity and bits per byte of a causal model, by a sliding window.
 
     Every token is scored once, in a window with at least `window - stride` tokens before it, except at the beginning of
-    the text. Bits per byte do not depend on the tokenizer. If the tokenizer has a beginning-of-text token, the text begins
+    a text. Bits per byte do not depend on the tokenizer. If the tokenizer has a beginning-of-text token, each text begins
     with it, so that the first token is scored too.
 
     Args:
         window: Tokens of a window; None uses the model's positions, or 1,024 if they are unlimited.
         stride: Maximum number of tokens scored in a window, less than its length; None uses half a window.
         stretch: Approximate number of characters of an example; examples are the unit of resampling.
+        join: Whether the rows of a table are the lines of one text, as in Salesforce/wikitext, so that context reaches over them.
 
     Raises:
         ApproxError: if a setting is out of range.
@@ -41,8 +42,10 @@ class LanguageModelling(Text):
     slice_metric = "perplexity"
     sliced_by: ClassVar[str] = "tokens before"
 
-    def __init__(self, window: int | None = None, stride: int | None = None, stretch: int = 2000) -> None:
-        super().__init__(stretch)
+    def __init__(
+        self, window: int | None = None, stride: int | None = None, stretch: int = 2000, join: bool = False
+    ) -> None:
+        super().__init__(stretch, join)
         self._window = None if window is None else whole_setting(self.name, "window", window, 2)
         self._stride = None if stride is None else whole_setting(self.name, "stride", stride, 1, window and window - 1)
 

@@ -18,8 +18,9 @@ from approx.errors import ApproxError, Exit
 from approx.tasks.hub import load_rows, streamed
 from approx.tasks.recording import Recording
 from approx.tasks.settings import whole_setting
-from approx.tasks.task import Example, Split
+from approx.tasks.task import Example, Split, Tally
 from approx.tasks.transcription import RATE, Transcription
+from approx.text_file import lines, read_text, words
 
 _HUB_DATASET = "openslr/librispeech_asr"
 _SUFFIXES = (".flac", ".wav")
@@ -77,12 +78,12 @@ class LibriSpeech(Transcription):
             raise ApproxError(
                 f"--split {split} contradicts the task {self.name}. Leave out --split, or change the split in the task's name."
             )
-        notes = []
+        notes, tally = [], Tally()
         if data is None:
-            name, source, rows = self._split, _HUB_DATASET, self._hub_rows()
+            name, source, rows = self._split, _HUB_DATASET, self._hub_rows(tally)
         else:
             source = self._find(Path(data))
-            name, rows = source.absolute().name, self._file_rows(source, notes)
+            name, rows = source.absolute().name, self._file_rows(source, tally)
         examples = list(islice(rows, limit))
         if not examples:
             raise ApproxError(f"{self.name}: 0 transcripts (*.trans.txt) in {source}.", Exit.UNAVAILABLE)
@@ -91,7 +92,7 @@ class LibriSpeech(Transcription):
             count = len(examples) - rates[RATE]
             notes.append(f"resampled to {RATE:,} Hz from {', '.join(f'{rate:,}' for rate in others)}: {count}")
         whole = name == self._split and len(examples) >= LIBRISPEECH[name][2]
-        return Split(name, examples, not whole, tuple(notes))
+        return Split(name, examples, not whole, tuple(notes), tally)
 
     def _find(self, data: Path) -> Path:
         if not data.is_dir():
@@ -111,10 +112,10 @@ class LibriSpeech(Transcription):
             raise ApproxError(f"{self.name}: looked for {self._split} in {data}, found {there}.", Exit.UNAVAILABLE)
         return data
 
-    def _file_rows(self, folder: Path, notes: list[str]) -> Iterator[Example]:
+    def _file_rows(self, folder: Path, tally: Tally) -> Iterator[Example]:
         transcribed = set()
         for path in sorted(folder.rglob("*.trans.txt")):
-            for number, name, text in _transcripts(path):
+            for number, name, text in _transcripts(path, tally, self.encoding):
                 stored = [file for suffix in _SUFFIXES if (file := path.parent / (name + suffix)).is_file()]
                 if not stored:
                     raise ApproxError(
@@ -123,13 +124,13 @@ class LibriSpeech(Transcription):
                         Exit.UNAVAILABLE,
                     )
                 transcribed.add(path.parent / name)
+                tally.read += 1
                 yield _example(name, text, Recording.of(str(stored[0]), stored[0]))
         # With a limit, this is not reached: the rest was not read.
         sounds = {path.with_suffix("") for suffix in _SUFFIXES for path in folder.rglob(f"*{suffix}")}
-        if surplus := len(sounds - transcribed):
-            notes.append(f"left out, without a transcript: {surplus}")
+        tally.skipped["recordings without a transcript"] += len(sounds - transcribed)
 
-    def _hub_rows(self) -> Iterator[Example]:
+    def _hub_rows(self, tally: Tally) -> Iterator[Example]:
         from datasets import Audio
 
         config, split, _ = LIBRISPEECH[self._split]
@@ -137,24 +138,19 @@ class LibriSpeech(Transcription):
         rows = load_rows(_HUB_DATASET, config, split, streaming=True).cast_column("audio", Audio(decode=False))
         for row in streamed(rows, _HUB_DATASET):
             source = row["audio"]["bytes"] or Path(row["audio"]["path"])
+            tally.read += 1
             yield _example(row["id"], row["text"], Recording.of(f"{row['id']} of {_HUB_DATASET}", source))
 
 
 def _example(name: str, text: str, recording: Recording) -> Example:
     # Utterances of one speaker are correlated; the id is speaker-chapter-number.
-    return Example(name, {"recording": recording}, " ".join(text.upper().split()), group=name.partition("-")[0])
+    return Example(name, {"recording": recording}, " ".join(words(text.upper())), group=name.partition("-")[0])
 
 
-def _transcripts(path: Path) -> Iterator[tuple[int, str, str]]:
+def _transcripts(path: Path, tally: Tally, encoding: str | None) -> Iterator[tuple[int, str, str]]:
     """Line number, id and words of each utterance."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise ApproxError(f"{path} is not UTF-8 text. Unpack the archive again.", Exit.UNAVAILABLE) from None
-    except OSError as error:
-        raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
-    for number, line in enumerate(lines, start=1):
-        name, _, text = line.strip().partition(" ")
+    for number, line in enumerate(lines(read_text(path, encoding)), start=1):
+        name, _, text = line.strip(" \t").partition(" ")
         if not text and name:
             raise ApproxError(
                 f"{path}, line {number}: no words after the id '{name[:60]}'. Fix or remove the line.",
@@ -162,6 +158,8 @@ def _transcripts(path: Path) -> Iterator[tuple[int, str, str]]:
             )
         if name:
             yield number, name, text
+        else:
+            tally.skipped["empty lines"] += 1
 
 
 def _needed(package: str) -> None:

@@ -16,7 +16,9 @@ import numpy as np
 from approx.errors import ApproxError, Exit
 from approx.tasks.classification import SequenceClassification
 from approx.tasks.settings import whole_setting
-from approx.tasks.task import Example, Split
+from approx.tasks.task import Example, Split, Tally
+from approx.text_file import lines, read_text
+from approx.text_file import words as split_words
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 DIGITS = tuple("0123456789")
@@ -84,10 +86,11 @@ class ListOps(SequenceClassification):
             whole_setting(self.name, "limit", limit, 1)
         if data is not None:
             path = self._find(Path(data), wanted)
-            examples = list(islice(self._file_rows(path), limit))
+            tally = Tally()
+            examples = list(islice(self._file_rows(path, tally), limit))
             if not examples:
                 raise ApproxError(f"{self.name}: 0 expressions in {path}.", Exit.UNAVAILABLE)
-            return Split(path.stem, examples, subset=len(examples) == limit)
+            return Split(path.stem, examples, subset=len(examples) == limit, tally=tally)
         if wanted not in _SPLITS:
             raise ApproxError(f"Unknown split '{wanted}' of the task '{self.name}'. Known: {', '.join(_SPLITS)}.")
         count = min(self._size, limit or self._size)
@@ -108,28 +111,26 @@ class ListOps(SequenceClassification):
             Exit.UNAVAILABLE,
         )
 
-    def _file_rows(self, path: Path) -> Iterator[Example]:
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not text"
-            raise ApproxError(f"{path} cannot be read: {reason}.", Exit.UNAVAILABLE) from None
-        titled = bool(lines) and tuple(lines[0].split("\t")) == _COLUMNS
-        for number, line in enumerate(lines[titled:], start=1 + titled):
+    def _file_rows(self, path: Path, tally: Tally) -> Iterator[Example]:
+        rows = lines(read_text(path, self.encoding))
+        titled = bool(rows) and tuple(rows[0].split("\t")) == _COLUMNS
+        for number, line in enumerate(rows[titled:], start=1 + titled):
             if not line.strip():
+                tally.skipped["empty lines"] += 1
                 continue
             cells = line.split("\t")
             # In the older files the value comes first.
             expression, value = (
                 cells if titled and len(cells) == 2 else (cells[1], cells[0]) if len(cells) == 2 else ("", "")
             )
-            words = expression.split()
+            words = split_words(expression)
             if value not in DIGITS or not words or not set(words) <= set(WORDS):
                 raise ApproxError(
                     f"{path}, line {number}: not an expression with a value from 0 to 9: {line[:60]!r}. Fix or remove the "
                     "line, or download the file again.",
                     Exit.UNAVAILABLE,
                 )
+            tally.read += 1
             yield self._example(f"{path.stem}-{number}", words, DIGITS.index(value))
 
     def _generated(self, split: str, row: int, seen: set[str]) -> Example:

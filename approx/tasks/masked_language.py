@@ -27,6 +27,7 @@ class MaskedLanguageModelling(Text):
             unlimited.
         hidden: Share of hidden tokens.
         stretch: Approximate number of characters of an example; an example longer than a window is read in several.
+        join: Whether the rows of a table are the lines of one text, as in Salesforce/wikitext, so that context reaches over them.
 
     Raises:
         ApproxError: if a setting is out of range.
@@ -38,8 +39,10 @@ class MaskedLanguageModelling(Text):
     sliced_by: ClassVar[str] = "place in the window"
     draws: ClassVar[bool] = True
 
-    def __init__(self, window: int | None = None, hidden: float = 0.15, stretch: int = 2000) -> None:
-        super().__init__(stretch)
+    def __init__(
+        self, window: int | None = None, hidden: float = 0.15, stretch: int = 2000, join: bool = False
+    ) -> None:
+        super().__init__(stretch, join)
         self._window = None if window is None else whole_setting(self.name, "window", window, 8)
         self._hidden = number_setting(self.name, "hidden", hidden, 0, 1)
 

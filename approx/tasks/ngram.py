@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from approx.errors import ApproxError, Exit
+from approx.text_file import words as split_words
 
 BEGIN, END, _UNKNOWN = "<s>", "</s>", "<unk>"
 
@@ -89,7 +90,7 @@ def _read(path: Path, size: int, changed: int) -> NGram:
             elif line == "\\end\\":
                 ended = True
             elif order and line:
-                score, *words = line.split()
+                score, *words = split_words(line)
                 weight = float(words.pop()) if len(words) == order + 1 else 0.0
                 if len(words) != order:
                     raise ValueError(f"{len(words)} words where {order} are expected")
@@ -109,7 +110,7 @@ def _read(path: Path, size: int, changed: int) -> NGram:
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
     # Not splitlines(), which also splits at characters that may be in a word.
-    return ((number, line.strip()) for number, line in enumerate(text.split("\n"), start=1))
+    return ((number, line.strip(" \t\r")) for number, line in enumerate(text.split("\n"), start=1))
 
 
 def _damaged(path: Path, reason: str) -> ApproxError:

@@ -14,14 +14,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from approx.errors import ApproxError, Exit, did_you_mean
+from approx.errors import ApproxError, Exit, did_you_mean, shown
 from approx.tasks.answer_words import answer_words
 from approx.tasks.head import QUESTION_ANSWERING, Head
 from approx.tasks.hub import read_rows
 from approx.tasks.json_text import parsed
 from approx.tasks.padding import padded
 from approx.tasks.settings import names_setting, number_setting, whole_setting, window_within
-from approx.tasks.task import Encoding, Example, Split, Task
+from approx.tasks.table import FORMATS, Row, is_table, open_table, table_of, text_of
+from approx.tasks.task import Encoding, Example, Split, Tally, Task
+from approx.text_file import read_text
 
 _SPLITS = ("dev", "train")
 _OURS = ("offsets",)
@@ -50,6 +52,8 @@ class Squad(Task):
 
     head: ClassVar[Head] = QUESTION_ANSWERING
     metrics = ("answer_f1", "exact_match")
+    fields = ("question", "context", "answers")
+    optional_fields = ("title",)
     dataset: str
     windowed: ClassVar[bool] = True
     part_setting: ClassVar[str | None] = "articles"
@@ -81,7 +85,8 @@ class Squad(Task):
         """Load a split, `dev` (the default) or `train`.
 
         Args:
-            data: The JSON file or its folder; None uses the hub dataset.
+            data: SQuAD's own JSON file or its folder, or a table with the columns question, context and answers, as on the hub
+                (.csv, .tsv, .jsonl, .json, .parquet, `hub:OWNER/NAME`); None uses the hub dataset.
             split: `dev` or `train`.
             limit: Keep the first `limit` questions.
             streaming: Read the hub dataset while it downloads, up to the limit.
@@ -92,11 +97,30 @@ class Squad(Task):
         if limit is not None:
             whole_setting(self.name, "limit", limit, 1)
         wanted = (split or "dev").replace("validation", "dev")
+        tally = Tally()
         if data is None:
-            name, rows = wanted, self._hub_rows(wanted, streaming)
-        else:
-            source = self._find(Path(data), wanted)
-            name, rows = source.stem, self._file_rows(source)
+            return self._kept(wanted, self._hub_rows(wanted, tally, streaming), limit, tally, "the hub dataset")
+        source = self._find(Path(data), wanted)
+        official = source.suffix == ".json" and self._official(source)
+        if not official:
+            return self.read_table(source, wanted, limit)
+        return self._kept(source.stem, self._file_rows(source, official, tally), limit, tally, data)
+
+    def read_table(self, data: Path, split: str, limit: int | None = None, *, streaming: bool = False) -> Split:
+        """Read a split with a question in each row, as on the hub.
+
+        Answers are `{"text": […], "answer_start": […]}`, a list of texts or a text; none of them says that there is no answer.
+        """
+        tally = Tally()
+        name, rows = open_table(self.name, data, split, tally, encoding=self.encoding, streaming=streaming)
+        made = (self._flat(row, f"{name}-{number}") for number, row in enumerate(rows))
+        titled = ((example.group or "", example) for example in made)
+        return self._kept(name, titled, limit, tally, data)
+
+    def _kept(
+        self, name: str, rows: Iterator[tuple[str, Example]], limit: int | None, tally: Tally, source: object
+    ) -> Split:
+        """The questions of the chosen articles, up to the limit."""
         kept, titles, total = [], set(), 0
         for title, example in rows:
             # One row more than the limit shows that the result is a subset.
@@ -111,12 +135,16 @@ class Squad(Task):
             hint = did_you_mean(unknown[0], titles)
             raise ApproxError(f"{self.name}: unknown article '{unknown[0]}'; there are {len(titles)}.{hint}")
         if not kept:
-            raise ApproxError(f"{self.name}: 0 questions in {data or 'the hub dataset'}.", Exit.UNAVAILABLE)
+            raise ApproxError(f"{self.name}: 0 questions in {source}.", Exit.UNAVAILABLE)
         official = name in ("dev", "train") or re.fullmatch(r"(dev|train)-v[\d.]+", name)
-        return Split(name, kept, subset=len(kept) < total or not official)
+        return Split(name, kept, subset=len(kept) < total or not official, tally=tally)
 
     def _find(self, data: Path, wanted: str) -> Path:
         if data.is_file():
+            if not is_table(data):
+                raise ApproxError(
+                    f"{self.name}: {data} is neither SQuAD's JSON nor a {', '.join(FORMATS)} file.", Exit.UNAVAILABLE
+                )
             return data
         if not data.is_dir():
             raise ApproxError(f"{self.name}: {data} does not exist.", Exit.UNAVAILABLE)
@@ -124,15 +152,24 @@ class Squad(Task):
         matches = [path for folder in (data / "squad", data) for path in sorted(folder.glob(f"{official}*.json"))]
         if matches:
             return matches[0]
-        there = ", ".join(path.name for path in sorted(data.glob("*.json"))) or "no json"
+        tables = [path for path in sorted(data.iterdir()) if is_table(path)]
+        named = [path for path in tables if path.name.startswith(wanted) and not path.name.startswith(f"{wanted}-v")]
+        if len(named) == 1:
+            return named[0]
+        there = ", ".join(path.name for path in tables) or "no json"
         raise ApproxError(
             f"{self.name}: looked for {official}.json in {data}, found {there}. Give the file itself with --data.",
             Exit.UNAVAILABLE,
         )
 
-    def _file_rows(self, path: Path) -> Iterator[tuple[str, Example]]:
+    def _official(self, path: Path) -> list[Any] | None:
+        """The articles of a file in SQuAD's own layout; None if it is a table with a question in each row."""
+        articles = table_of(read_text(path, self.encoding), path)
+        nested = any(isinstance(article, dict) and "paragraphs" in article for article in articles)
+        return articles if nested else None
+
+    def _file_rows(self, path: Path, articles: list[Any], tally: Tally) -> Iterator[tuple[str, Example]]:
         try:
-            articles = parsed(path.read_text(encoding="utf-8"))["data"]
             asked = [one for article in articles for part in article["paragraphs"] for one in part["qas"]]
             if self._version == 2 and asked and not any("is_impossible" in one for one in asked):
                 raise ApproxError(
@@ -145,32 +182,45 @@ class Squad(Task):
                         answers = [(one["text"], one.get("answer_start")) for one in question.get("answers", ())]
                         _check_types(article["title"], paragraph["context"], question["question"], answers)
                         impossible = bool(question.get("is_impossible", False))
-                        made = self._example(question, paragraph["context"], answers, impossible, str(path))
+                        made = self._example(
+                            question, article["title"], paragraph["context"], answers, impossible, str(path)
+                        )
+                        tally.read += 1
                         yield article["title"], made
-        except OSError as error:
-            raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
-        except UnicodeDecodeError:
-            raise ApproxError(f"{path} is not UTF-8 text. Download it again.", Exit.UNAVAILABLE) from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, ApproxError):
-                raise
+        except (KeyError, TypeError, AttributeError) as error:
+            found = f"a part has no key {error}" if isinstance(error, KeyError) else f"{error}"
             raise ApproxError(
-                f"{path} is not in the official layout of SQuAD ({type(error).__name__}: {error}). Download it again.",
+                f"{path} has paragraphs, but not the layout of SQuAD: {found}. An article has title and paragraphs, a paragraph "
+                "context and qas, a question id, question and answers. Correct it, or write a table with a question in each row.",
                 Exit.UNAVAILABLE,
             ) from None
 
-    def _hub_rows(self, split: str, streaming: bool) -> Iterator[tuple[str, Example]]:
+    def _flat(self, row: Row, name: str) -> Example:
+        """The question of a row."""
+        cells = self._cells(row)
+        texts = {one: text_of(cells[one], row.place) for one in ("question", "context")}
+        title = cells.get("title", row.cells.get("title"))
+        # Questions about one text are correlated, even if it has no title.
+        group = cells.get("group") or title or texts["context"]
+        answers = _answers(cells["answers"], row.place)
+        impossible = bool(row.cells.get("is_impossible", self._version == 2 and not answers))
+        question = {"id": cells.get("id", row.cells.get("id", name)), "question": texts["question"]}
+        return self._example(question, str(group), texts["context"], answers, impossible, row.place)
+
+    def _hub_rows(self, split: str, tally: Tally, streaming: bool) -> Iterator[tuple[str, Example]]:
         if split not in _SPLITS:
             raise ApproxError(f"Unknown split '{split}' of the task '{self.name}'. Known: {', '.join(_SPLITS)}.")
         config = "plain_text" if self._version == 1 else "squad_v2"
         for row in read_rows(self.dataset, config, split.replace("dev", "validation"), streaming):
             answers = list(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True))
             impossible = self._version == 2 and not answers
-            yield row["title"], self._example(row, row["context"], answers, impossible, self.dataset)
+            tally.read += 1
+            yield row["title"], self._example(row, row["title"], row["context"], answers, impossible, self.dataset)
 
     def _example(
         self,
         question: dict[str, Any],
+        title: str,
         context: str,
         answers: list[tuple[str, int | None]],
         impossible: bool,
@@ -189,7 +239,7 @@ class Squad(Task):
         inputs = {"question": question["question"].strip(), "context": context}
         if answers and answers[0][1] is not None:
             inputs["answer_start"] = answers[0][1]
-        return Example(str(question["id"]), inputs, [text for text, _ in answers])
+        return Example(str(question["id"]), inputs, [text for text, _ in answers], group=title)
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
         """Tokenise question and text in overlapping windows, with the character offsets of the text's tokens."""
@@ -273,6 +323,33 @@ class Squad(Task):
         if self._version == 2 and min(part["none"] for part in parts) - score > self._margin:
             return ""
         return example.inputs["context"][begin:end]
+
+
+def _answers(cell: Any, place: str) -> list[tuple[str, int | None]]:
+    """Text and first character of each answer of a row."""
+    if isinstance(cell, str):
+        try:
+            cell = parsed(cell) if cell[:1] in ("{", "[") else [cell] if cell.strip() else []
+        except ValueError:
+            # An answer may begin with a bracket.
+            cell = [cell]
+    if isinstance(cell, dict):
+        texts, starts = cell.get("text"), cell.get("answer_start")
+        if isinstance(texts, str):
+            texts, starts = [texts], [starts]
+        starts = [None] * len(texts or ()) if starts is None else starts
+        if isinstance(texts, list) and isinstance(starts, list) and len(starts) == len(texts):
+            cell = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
+    if isinstance(cell, list):
+        pairs = [(one.get("text"), one.get("answer_start")) if isinstance(one, dict) else (one, None) for one in cell]
+        found = [(text, start) for text, start in pairs if isinstance(text, str) and isinstance(start, int | None)]
+        if len(found) == len(pairs):
+            return found
+    raise ApproxError(
+        f'{place}: answers are {{"text": […], "answer_start": […]}}, a list of texts or a text, found {shown(cell)}. Fix or '
+        "remove it.",
+        Exit.UNAVAILABLE,
+    )
 
 
 def _check_types(title: Any, context: Any, question: Any, answers: list[tuple[Any, Any]]) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import csv
-import gzip
-import io
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from approx.errors import ApproxError, Exit, shown
+from approx.tasks.example import Tally
 from approx.tasks.hub import load_rows, streamed
 from approx.tasks.json_text import parsed
+from approx.text_file import lines, read_text
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 """Endings of files; all but the last may be followed by .gz."""
@@ -51,6 +50,19 @@ class Row:
         raise ApproxError(f"{self.place}: a path or bytes are needed, found {shown(cell)}.", Exit.UNAVAILABLE)
 
 
+def text_of(value: Any, place: str) -> str:
+    """The text in a cell; a number is written out.
+
+    Raises:
+        ApproxError: if it is a list or a mapping, whose text nobody wrote.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float):
+        return str(value)
+    raise ApproxError(f"{place}: a text is needed, found {shown(value)}. Fix or remove it.", Exit.UNAVAILABLE)
+
+
 def is_hub(data: str | Path | None) -> bool:
     """Whether data are a dataset of the hub, `hub:OWNER/NAME` or `hub:OWNER/NAME:CONFIGURATION`."""
     return data is not None and str(data).startswith(_HUB)
@@ -76,13 +88,19 @@ def readable(task: str, data: str | Path | None) -> Iterator[None]:
         raise ApproxError(f"{task}: {data} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
 
 
-def open_table(task: str, data: Path, split: str, *, streaming: bool = False) -> tuple[str, Iterator[Row]]:
+def open_table(
+    task: str, data: Path, split: str, tally: Tally, *, encoding: str | None = None, streaming: bool = False
+) -> tuple[str, Iterator[Row]]:
     """Open a table.
+
+    Quotes are those of CSV in a .csv. In a .tsv they have no meaning, unless the whole file is quoted as CSV is.
 
     Args:
         task: Name of the task, for messages.
         data: A file, a folder with a file named after the split, or a hub dataset.
         split: Name of the split.
+        tally: Counts the rows.
+        encoding: Of a text file, as in `approx.text_file.read_text`.
         streaming: Whether to read a hub dataset while it downloads.
 
     Returns:
@@ -93,10 +111,10 @@ def open_table(task: str, data: Path, split: str, *, streaming: bool = False) ->
     """
     if is_hub(data):
         dataset, _, config = str(data).removeprefix(_HUB).partition(":")
-        return split, _hub_rows(dataset, config or None, split, streaming)
+        return split, _hub_rows(dataset, config or None, split, tally, streaming)
     with readable(task, data):
         path = _find(task, data, split)
-    return path.name.partition(".")[0], _file_rows(path)
+    return path.name.partition(".")[0], _file_rows(path, tally, encoding)
 
 
 def _find(task: str, data: Path, split: str) -> Path:
@@ -120,7 +138,7 @@ def _find(task: str, data: Path, split: str) -> Path:
     )
 
 
-def _hub_rows(dataset: str, config: str | None, split: str, streaming: bool) -> Iterator[Row]:
+def _hub_rows(dataset: str, config: str | None, split: str, tally: Tally, streaming: bool) -> Iterator[Row]:
     from datasets import Audio, ClassLabel, Image
 
     rows = load_rows(dataset, config, split, streaming=streaming)
@@ -134,6 +152,7 @@ def _hub_rows(dataset: str, config: str | None, split: str, streaming: bool) -> 
             rows = rows.cast_column(name, type(feature)(decode=False))
     for number, row in enumerate(streamed(rows, dataset) if streaming else rows):
         named = {name: _named(row[name], kind) for name, kind in classes.items()}
+        tally.read += 1
         yield Row(f"{dataset}, {split}, row {number}", None, {**row, **named})
 
 
@@ -144,43 +163,157 @@ def _named(value: Any, kind: Any) -> Any:
     return None if value is None or value < 0 else kind.int2str(value)
 
 
-def _file_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file; quoted cells of a csv may span lines."""
-    try:
-        for number, cells in _cells(path):
-            place = f"{path}, line {number}"
-            if isinstance(cells, str):
-                cells = _object(cells, place)
-            elif not isinstance(cells, dict):
-                raise ApproxError(f"{place} is not a JSON object. Fix or remove it.", Exit.UNAVAILABLE)
-            yield Row(place, path.parent, cells)
-    except (UnicodeDecodeError, EOFError, csv.Error, gzip.BadGzipFile, zlib.error) as error:
-        raise ApproxError(f"{path} is damaged ({error}). Download it again.", Exit.UNAVAILABLE) from None
-    except OSError as error:
-        raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
+def _file_rows(path: Path, tally: Tally, encoding: str | None) -> Iterator[Row]:
+    """The rows of a file."""
+    for number, cells in _cells(path, tally, encoding):
+        place = f"{path}, line {number}"
+        if isinstance(cells, str):
+            cells = _object(cells, place)
+        elif not isinstance(cells, dict):
+            raise ApproxError(f"{place} is not a JSON object. Fix or remove it.", Exit.UNAVAILABLE)
+        tally.read += 1
+        yield Row(place, path.parent, cells)
 
 
-def _cells(path: Path) -> Iterator[tuple[int, Any]]:
+def _cells(path: Path, tally: Tally, encoding: str | None) -> Iterator[tuple[int, Any]]:
     """Numbers and cells of the rows; the lines of jsonl are text."""
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
-        yield from _parquet(path)
+        try:
+            yield from _parquet(path)
+        except OSError as error:
+            raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
         return
-    with (
-        gzip.open(path, "rt", encoding="utf-8-sig")
-        if path.suffix == ".gz"
-        else path.open(encoding="utf-8-sig", newline="") as file
-    ):
-        if name.endswith(".jsonl"):
-            yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-        elif name.endswith(".json"):
-            yield from enumerate(_list(file.read(), path), start=1)
+    text = read_text(path, encoding)
+    if name.endswith(".jsonl"):
+        for number, line in enumerate(lines(text), start=1):
+            if line.strip():
+                yield number, line
+            else:
+                tally.skipped["empty lines"] += 1
+    elif name.endswith(".json"):
+        yield from enumerate(table_of(text, path), start=1)
+    else:
+        rows = _tab_separated(text, path) if name.endswith(".tsv") else _comma_separated(text, path)
+        yield from _with_header(rows, path, tally)
+
+
+def _with_header(
+    rows: Sequence[tuple[int, list[str]]], path: Path, tally: Tally
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Each row by the names of the columns."""
+    header: list[str] | None = None
+    for number, row in rows:
+        if not row:
+            tally.skipped["empty lines"] += 1
+        elif header is None:
+            if twice := next((name for name in row if row.count(name) > 1), None):
+                raise ApproxError(f"{path} has two columns '{twice[:60]}'. Rename one of them.", Exit.UNAVAILABLE)
+            header = row
+        elif len(row) > len(header):
+            separator = "tab" if path.name.removesuffix(".gz").endswith(".tsv") else "comma"
+            raise ApproxError(
+                f"{path}, line {number}: {len(row)} cells where the first line has {len(header)}. Fix or remove the line; a "
+                f"{separator} inside a cell needs quotes around it"
+                f"{' in every such cell of the file, or write a .csv or .jsonl' if separator == 'tab' else ''}.",
+                Exit.UNAVAILABLE,
+            )
         else:
-            # The csv reader's own limit of 128 KiB is too short for documents.
-            csv.field_size_limit(2**31 - 1)
-            text = io.StringIO(file.read(), newline="")
-            reader = csv.DictReader(text, dialect="excel-tab" if name.endswith(".tsv") else "excel")
-            yield from ((reader.line_num, row) for row in reader)
+            yield number, dict(zip(header, row, strict=False))
+
+
+def _comma_separated(text: str, path: Path) -> list[tuple[int, list[str]]]:
+    try:
+        return _quoted(text, ",")
+    except _QuoteError as wrong:
+        raise ApproxError(
+            f"{path}, line {wrong.line} is not CSV ({wrong}). In a cell that begins with a quote, double the quotes inside and close "
+            "it with one; put quotes around a cell with a comma or a line end.",
+            Exit.UNAVAILABLE,
+        ) from None
+
+
+def _tab_separated(text: str, path: Path) -> list[tuple[int, list[str]]]:
+    """Rows of a .tsv: its lines, cut at tabs; or as CSV if it was clearly written so, with a cell that spans lines or tabs.
+
+    Raises:
+        ApproxError: if it could be either, with different rows.
+    """
+    plain = [(number, line.split("\t") if line else []) for number, line in enumerate(lines(text), start=1)]
+    if '"' not in text:
+        return plain
+    try:
+        quoted = _quoted(text, "\t")
+    except _QuoteError:
+        return plain
+    if len({len(row) for _, row in quoted if row}) > 1 or not _consistent(text, quoted):
+        return plain
+    width = next(len(row) for _, row in plain if row)
+    regular = all(len(row) == width for _, row in plain if row)
+    spanning = next((number for number, row in quoted if any("\n" in cell for cell in row)), None)
+    if spanning is None:
+        return quoted
+    if regular and width > 1:
+        return plain
+    inside = [line for _, row in quoted for cell in row for line in cell.split("\n")[1:-1]]
+    if regular or any(line.count("\t") + 1 >= width for line in inside):
+        raise ApproxError(
+            f"{path}, line {spanning}: a cell begins with a quote that is closed on a later line, so this is one row or several. "
+            "Write the table as .csv if quotes hold cells together, or as .jsonl.",
+            Exit.UNAVAILABLE,
+        )
+    return quoted
+
+
+class _QuoteError(ValueError):
+    """The quotes of a table are not those of CSV; `line` is where the cell begins."""
+
+    def __init__(self, error: csv.Error, line: int) -> None:
+        super().__init__(str(error))
+        self.line = line
+
+
+def _quoted(text: str, separator: str) -> list[tuple[int, list[str]]]:
+    """Rows of a table with quotes, and the line on which each begins."""
+    # The csv reader's own limit of 128 KiB is too short for documents.
+    csv.field_size_limit(2**31 - 1)
+    # Lines are cut here, since a lone carriage return or U+2028 ends none.
+    reader = csv.reader((line + "\n" for line in text.split("\n")), delimiter=separator, strict=True)
+    rows, begin = [], 1
+    try:
+        for row in reader:
+            rows.append((begin, row))
+            begin = reader.line_num + 1
+    except csv.Error as error:
+        raise _QuoteError(error, begin) from None
+    # After the last line end nothing follows.
+    return rows[:-1] if rows and not rows[-1][1] and text.endswith("\n") else rows
+
+
+def _consistent(text: str, rows: Sequence[tuple[int, list[str]]]) -> bool:
+    """Whether quotes are as a program writes them: where a cell needs them, and otherwise around all cells of a column."""
+    place, needless, bare = 0, set[int](), set[int]()
+    for number, (_, row) in enumerate(rows):
+        for column, cell in enumerate(row):
+            doubled = cell.replace('"', '""')
+            if text.startswith(f'"{doubled}"', place):
+                place += len(doubled) + 2
+                if not any(character in cell for character in '"\t\n\r'):
+                    needless.add(column)
+            else:
+                place += len(cell)
+                if '"' in cell:
+                    return False
+                # The first line may be without quotes.
+                if number:
+                    bare.add(column)
+            place += 1
+        if not row:
+            place += 1
+        # A line that ends in two characters.
+        if text[place - 1 : place] == "\r":
+            place += 1
+    return not needless & bare
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -198,11 +331,18 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise ApproxError(f"{path} is damaged ({reason}). Download it again.", Exit.UNAVAILABLE) from None
 
 
-def _list(text: str, path: Path) -> list[Any]:
+def table_of(text: str, path: Path) -> list[Any]:
+    """The rows of a table in JSON.
+
+    Raises:
+        ApproxError: if it is neither a list nor an object with one under `data`.
+    """
     try:
         rows = parsed(text)
     except ValueError as error:
-        raise ApproxError(f"{path} is not JSON: {error}. Fix it, or download it again.", Exit.UNAVAILABLE) from None
+        raise ApproxError(
+            f"{path} is not JSON: {error}. Fix it; one object per line is a .jsonl file.", Exit.UNAVAILABLE
+        ) from None
     if isinstance(rows, dict) and isinstance(rows.get("data"), list):
         rows = rows["data"]
     if not isinstance(rows, list):

@@ -14,11 +14,11 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
-from approx.tasks.example import Example, Split
+from approx.tasks.example import Example, Split, Tally
 from approx.tasks.head import Head
 from approx.tasks.table import Row, is_hub, open_table, readable
 
-__all__ = ["Encoding", "Example", "Split", "Task", "doubling"]
+__all__ = ["Encoding", "Example", "Split", "Tally", "Task", "doubling"]
 
 Encoding = dict[str, Any]
 """The model's inputs for one example or one window of it, by name, without padding.
@@ -44,6 +44,8 @@ class Task(ABC):
     """What it may hold besides, and besides `id` and `group`; read only from columns that are named."""
     columns: Mapping[str, str] = MappingProxyType({})
     """Field -> name of its column, where they differ."""
+    encoding: str | None = None
+    """Encoding of text files; None is UTF-8, or what a byte order mark says."""
     metrics: tuple[str, ...]
     """Names in `approx.tasks.metrics.METRICS`; models are compared by the first."""
     dataset: str | None = None
@@ -116,11 +118,12 @@ class Task(ABC):
             raise ApproxError(f"The task '{self.name}' reads no tables. Give its own files with --data.")
         if limit is not None and limit < 1:
             raise ApproxError(f"--limit {limit} leaves no rows; it must be at least 1.")
-        name, rows = open_table(self.name, data, split, streaming=streaming)
+        tally = Tally()
+        name, rows = open_table(self.name, data, split, tally, encoding=self.encoding, streaming=streaming)
         examples = list(islice(self.from_rows(rows, name, limit), limit))
         if not examples:
             raise ApproxError(f"{self.name}: 0 rows in {data}. Give a file with at least one.", Exit.UNAVAILABLE)
-        return Split(name, examples, subset=limit == len(examples))
+        return Split(name, examples, subset=limit == len(examples), tally=tally)
 
     def from_rows(self, rows: Iterator[Row], name: str, limit: int | None) -> Iterator[Example]:
         """Examples of the rows of a table, at least `limit` of them if there are as many; by default one for each row."""

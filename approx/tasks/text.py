@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import gzip
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,23 +17,31 @@ from approx.errors import ApproxError, Exit
 from approx.tasks.hub import read_rows
 from approx.tasks.padding import padded
 from approx.tasks.settings import whole_setting
-from approx.tasks.table import Row, is_table
+from approx.tasks.table import Row, is_table, text_of
 from approx.tasks.task import Encoding, Example, Split, Task, doubling
+from approx.text_file import read_text
 
 _HUB_DATASET, _HUB_CONFIG = "Salesforce/wikitext", "wikitext-2-raw-v1"
 _SUFFIXES = (".txt", ".txt.gz", ".tokens", ".raw")
 
 
 class Text(Task):
-    """A text, cut between words into stretches of about `stretch` characters; each stretch is an example."""
+    """A text, cut between words into stretches of about `stretch` characters; each stretch is an example.
+
+    A row of a table is a text of its own: no stretch and no context reaches into another row, unless `join` says that the rows
+    are the lines of one text.
+    """
 
     metrics: tuple[str, ...]
     dataset = _HUB_DATASET
     fields = ("text",)
     windowed: ClassVar[bool] = True
 
-    def __init__(self, stretch: int = 2000) -> None:
+    def __init__(self, stretch: int = 2000, join: bool = False) -> None:
         self._stretch = whole_setting(self.name, "stretch", stretch, 1)
+        if not isinstance(join, bool):
+            raise ApproxError(f"The setting 'join' of the task '{self.name}' is {join!r}; it must be true or false.")
+        self._join = join
 
     def read(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
@@ -59,7 +67,8 @@ class Text(Task):
             path = self._find(Path(data), split)
             if is_table(path):
                 return self.read_table(path, split or "test", limit)
-            name, text = path.name.partition(".")[0], _read(path)
+            name = path.name.partition(".")[0]
+            text = read_text(path, self.encoding).replace("\r\n", "\n")
         stretches = list(self._stretches(text, name))
         if not stretches:
             raise ApproxError(
@@ -68,11 +77,31 @@ class Text(Task):
         kept = list(islice(stretches, limit))
         return Split(name, kept, subset=len(kept) < len(stretches))
 
+    def read_table(self, data: Path, split: str, limit: int | None = None, *, streaming: bool = False) -> Split:
+        """Read the texts of a table."""
+        made = super().read_table(data, split, limit, streaming=streaming)
+        if self._join or made.tally is None:
+            return made
+        texts = {example.id.rpartition("-")[0] for example in made.examples}
+        made.tally.skipped["empty texts"] += made.tally.read - len(texts)
+        made.tally.read = len(texts)
+        if len(texts) > 1:
+            return replace(made, notes=("each row is a text of its own",))
+        # The stretches of a single text are all that can be resampled.
+        return replace(made, examples=[replace(one, group=None) for one in made.examples])
+
     def from_rows(self, rows: Iterator[Row], name: str, limit: int | None) -> Iterator[Example]:
-        """Stretches of the joined texts of a table, each of which ends its line."""
-        texts = (str(self._cells(row)["text"]) for row in rows)
-        ended = ({"text": text if text.endswith("\n") else text + "\n"} for text in texts)
-        yield from self._stretches(self._beginning(ended, limit), name)
+        """Stretches of each row's text, or of the joined texts, each of which ends its line."""
+        if self._join:
+            texts = (text_of(self._cells(row)["text"], row.place) for row in rows)
+            ended = ({"text": text if text.endswith("\n") else text + "\n"} for text in texts)
+            yield from self._stretches(self._beginning(ended, limit), name)
+            return
+        for number, row in enumerate(rows):
+            cells = self._cells(row)
+            own = str(cells.get("id", f"{name}-{number}"))
+            for stretch in self._stretches(text_of(cells["text"], row.place), own):
+                yield replace(stretch, group=str(cells.get("group", own)))
 
     def _beginning(self, rows: Iterator[dict[str, Any]], limit: int | None) -> str:
         """The beginning of a text in rows, long enough for more stretches than the limit."""
@@ -166,12 +195,3 @@ def place_slices(labels: Sequence[Any], predictions: Sequence[Any]) -> Iterator[
         if rows:
             inside = [{"loss": loss, "count": int(count)} for loss, count in parts]
             yield start, end, inside, [labels[row] for row in rows]
-
-
-def _read(path: Path) -> str:
-    try:
-        return gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise ApproxError(f"{path} is not UTF-8 text ({error}).", Exit.UNAVAILABLE) from None
-    except OSError as error:
-        raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None

@@ -15,8 +15,9 @@ from approx.errors import ApproxError, Exit
 from approx.tasks.head import TOKEN_CLASSIFICATION, Head
 from approx.tasks.labelled import Classification
 from approx.tasks.padding import padded, padded_labels
-from approx.tasks.table import Row
-from approx.tasks.task import Encoding, Example, Split, Task
+from approx.tasks.table import Row, text_of
+from approx.tasks.task import Encoding, Example, Split, Tally, Task
+from approx.text_file import lines, read_text, words
 
 _COLUMNS = (".conll", ".iob", ".iob2", ".bio", ".txt")
 _OURS = ("firsts",)
@@ -60,10 +61,12 @@ class TokenClassification(Classification):
         """
         if data is None or data.suffix not in _COLUMNS:
             return super().read(data, split, limit, streaming=streaming)
-        examples = list(islice(Task.from_rows(self, _sentences(data), data.stem, limit), limit))
+        tally = Tally()
+        sentences = _sentences(data, tally, self.encoding)
+        examples = list(islice(Task.from_rows(self, sentences, data.stem, limit), limit))
         if not examples:
             raise ApproxError(f"{self.name}: 0 texts in {data}.", Exit.UNAVAILABLE)
-        return Split(data.stem, examples, subset=limit == len(examples))
+        return Split(data.stem, examples, subset=limit == len(examples), tally=tally)
 
     def from_rows(self, rows: Iterator[Row], name: str, limit: int | None) -> Iterator[Example]:
         """One example for each row."""
@@ -71,17 +74,19 @@ class TokenClassification(Classification):
 
     def from_cells(self, cells: dict[str, Any], row: Row) -> tuple[dict[str, Any], Any]:
         """Words and tags, from lists or texts with spaces."""
-        words, tags = (one.split() if isinstance(one, str) else one for one in (cells["tokens"], cells["tags"]))
-        if not isinstance(words, list) or not isinstance(tags, list):
+        said, tags = (words(one) if isinstance(one, str) else one for one in (cells["tokens"], cells["tags"]))
+        if not isinstance(said, list) or not isinstance(tags, list):
             raise ApproxError(
                 f"{row.place}: words and tags must be lists, or texts with spaces. Fix or remove it.", Exit.UNAVAILABLE
             )
-        if not words or len(words) != len(tags):
+        if not said or len(said) != len(tags):
             raise ApproxError(
-                f"{row.place}: {len(words)} words and {len(tags)} tags. Fix or remove it.", Exit.UNAVAILABLE
+                f"{row.place}: {len(said)} words and {len(tags)} tags. Fix or remove it.", Exit.UNAVAILABLE
             )
         known = [self.label_of(tag, row.place) for tag in tags]
-        return {"words": [str(word) for word in words]}, [self.labels[tag] if self.labels else tag for tag in known]
+        return {"words": [text_of(word, row.place) for word in said]}, [
+            self.labels[tag] if self.labels else tag for tag in known
+        ]
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
         """Tokenise the words, and find the first token of each."""
@@ -144,24 +149,23 @@ class TokenClassification(Classification):
         """Return None: words, not texts, are correct or wrong."""
 
 
-def _sentences(path: Path) -> Iterator[Row]:
-    """The texts of a file of columns."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ApproxError(f"{path} is not UTF-8 text ({error.reason}).", Exit.UNAVAILABLE) from None
-    except OSError as error:
-        raise ApproxError(f"{path} cannot be read: {error.strerror}.", Exit.UNAVAILABLE) from None
-    words: list[list[str]] = []
-    for number, line in enumerate([*lines, ""], start=1):
-        cells = line.split()
+def _sentences(path: Path, tally: Tally, encoding: str | None) -> Iterator[Row]:
+    """The texts of a file of columns; columns end at tabs, or in a line without any at blanks."""
+    found: list[list[str]] = []
+    for number, line in enumerate([*lines(read_text(path, encoding)), ""], start=1):
+        # A word may be or contain another kind of space.
+        line = line.strip(" \t")
+        cells = [one.strip(" ") for one in line.split("\t") if one.strip(" ")] if "\t" in line else words(line)
         if cells and not line.startswith("-DOCSTART-"):
             if len(cells) < 2:
                 raise ApproxError(
                     f"{path}, line {number}: a word without a tag. Fix or remove the line.", Exit.UNAVAILABLE
                 )
-            words.append(cells)
-        elif words:
-            table = {"tokens": [one[0] for one in words], "tags": [one[-1] for one in words]}
-            yield Row(f"{path}, line {number - len(words)}", path.parent, table)
-            words = []
+            found.append(cells)
+            continue
+        tally.skipped["document marks"] += bool(cells)
+        if found:
+            table = {"tokens": [one[0] for one in found], "tags": [one[-1] for one in found]}
+            tally.read += 1
+            yield Row(f"{path}, line {number - len(found)}", path.parent, table)
+            found = []

@@ -21,8 +21,9 @@ from approx.tasks.ngram import read_ngram
 from approx.tasks.padding import padded_labels
 from approx.tasks.recording import Recording
 from approx.tasks.settings import names_setting, number_setting, whole_setting
-from approx.tasks.table import Row
+from approx.tasks.table import Row, text_of
 from approx.tasks.task import Encoding, Example, Task, doubling
+from approx.text_file import words
 
 RATE = 16_000
 """Sampling rate of the models, in samples per second."""
@@ -92,7 +93,7 @@ class Transcription(Task):
     def from_cells(self, cells: dict[str, Any], row: Row) -> tuple[dict[str, Any], Any]:
         """The recording, by its path or its bytes, and its text."""
         recording = Recording.of(f"the recording of {row.place}", row.file(cells["audio"]))
-        return {"recording": recording}, " ".join(str(cells["text"]).upper().split())
+        return {"recording": recording}, " ".join(words(text_of(cells["text"], row.place).upper()))
 
     def check(self, model: Any) -> None:
         """Raise if the model has neither a CTC head with an output for the blank nor a decoder."""

@@ -117,7 +117,7 @@ def test_a_score_that_is_no_number_is_refused(score, tmp_path):
 
 def test_bytes_that_are_not_text_are_refused(tmp_path):
     (tmp_path / "dev.tsv").write_bytes(b"sentence\tlabel\n\xff\xfe\t1\n")
-    with pytest.raises(ApproxError, match=r"dev\.tsv is not UTF-8 text"):
+    with pytest.raises(ApproxError, match=r"dev\.tsv, line 2: byte 0xff is not UTF-8"):
         open_task("glue/sst2").load(tmp_path)
 
 

@@ -186,7 +186,7 @@ def test_texts_are_found_and_damaged_ones_named(tmp_path):
     with pytest.raises(ApproxError, match=r"looked for one text file in .*found test\.txt, valid\.txt\.gz"):
         task.load(tmp_path)
     (tmp_path / "odd.txt").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ApproxError, match="is not UTF-8 text"):
+    with pytest.raises(ApproxError, match="is not utf-16, though"):
         task.load(tmp_path / "odd.txt")
 
 

@@ -38,7 +38,7 @@ def test_the_official_layout_is_read(tmp_path):
     split = open_task("squad").load(written(tmp_path, QUESTION))
     assert (split.name, split.subset) == ("dev-v1.1", False)
     # Scoring does not need the positions of answers.
-    assert split.examples == [Example("q1", {"question": "what is good", "context": CONTEXT}, ["the film"])]
+    assert split.examples == [Example("q1", {"question": "what is good", "context": CONTEXT}, ["the film"], "Films")]
 
 
 @given(words=st.integers(1, 60), window=st.integers(24, 40), stride=st.integers(0, 10))
@@ -194,13 +194,66 @@ def test_the_trained_checkpoint_scores_what_it_is_known_to_score(shared_data, sh
             {"id": "q", "question": "what", "is_impossible": True},
             r"dev-v1\.1\.json: question q .* Use the task squad_v2",
         ),
-        ({"id": "q", "answers": [{"text": "film"}]}, "not in the official layout"),
+        ({"id": "q", "answers": [{"text": "film"}]}, "not the layout of SQuAD: a part has no key 'question'"),
     ],
     ids=["no answers", "impossible", "no question"],
 )
 def test_questions_that_cannot_be_scored_are_refused(tmp_path, asked, words):
     with pytest.raises(ApproxError, match=words):
         open_task("squad").load(written(tmp_path, asked))
+
+
+ASKED = {"id": "q1", "title": "T", "question": "who", "context": CONTEXT}
+
+
+@pytest.mark.parametrize(
+    ("answers", "label", "start"),
+    [
+        ({"text": ["the film"], "answer_start": [0]}, ["the film"], 0),
+        ({"text": [], "answer_start": []}, [], None),
+        ([{"text": "the film", "answer_start": 0}], ["the film"], 0),
+        (["the film", "film"], ["the film", "film"], None),
+        ("the film", ["the film"], None),
+        ('{"text": ["film"], "answer_start": [4]}', ["film"], 4),
+        ("[the] film", ["[the] film"], None),
+        ("", [], None),
+    ],
+)
+@pytest.mark.parametrize("name", ["flat.json", "list.json", "flat.jsonl"])
+def test_a_table_with_a_question_in_each_row_is_read(tmp_path, name, answers, label, start):
+    row = {**ASKED, "answers": answers}
+    text = {"flat.json": {"version": "1", "data": [row, row]}, "list.json": [row, row]}.get(name)
+    (tmp_path / name).write_text(json.dumps(text) if text else "\n".join([json.dumps(row)] * 2))
+    split = open_task("squad_v2").load(tmp_path / name)
+    inputs = {"question": "who", "context": CONTEXT} | ({} if start is None else {"answer_start": start})
+    assert split.examples == [Example("q1", inputs, label, "T")] * 2
+    assert (split.name, split.subset, split.tally.read if split.tally else None) == (name.partition(".")[0], True, 2)
+
+
+def test_a_table_of_questions_may_name_its_columns_and_need_no_titles(tmp_path):
+    (tmp_path / "dev.csv").write_text(f"frage,text,antwort\nwho,{CONTEXT},film\nwhat,{CONTEXT},\n")
+    columns = {"question": "frage", "context": "text", "answers": "antwort"}
+    examples = open_task("squad_v2", columns=columns).load(tmp_path / "dev.csv").examples
+    assert [(one.id, one.label, one.group) for one in examples] == [
+        ("dev-0", ["film"], CONTEXT), ("dev-1", [], CONTEXT)
+    ]  # fmt: skip
+    with pytest.raises(ApproxError, match=r"question dev-1 has no answers and cannot be scored.*squad_v2"):
+        open_task("squad", columns=columns).load(tmp_path / "dev.csv")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({**ASKED, "answers": 3}, r'line 1: answers are {"text": .* found 3'),
+        ({**ASKED, "answers": {"text": ["a"], "answer_start": []}}, "line 1: answers are"),
+        (ASKED, "line 1: no column answers, or it is empty; the columns are id, title, question, context"),
+    ],
+)
+def test_a_row_without_a_question_and_answers_is_named(tmp_path, row, words):
+    (tmp_path / "flat.json").write_text(json.dumps([row]))
+    with pytest.raises(ApproxError, match=words) as caught:
+        open_task("squad").load(tmp_path / "flat.json")
+    assert caught.value.exit_code == Exit.UNAVAILABLE
 
 
 def test_impossible_questions_belong_to_version_2(tmp_path):
@@ -213,7 +266,7 @@ def test_damaged_and_missing_files_are_named(tmp_path):
         open_task("squad").load(tmp_path)
     assert caught.value.exit_code == Exit.UNAVAILABLE
     (tmp_path / "dev-v1.1.json").write_text('{"data": [')
-    with pytest.raises(ApproxError, match="not in the official layout"):
+    with pytest.raises(ApproxError, match="is not JSON"):
         open_task("squad").load(tmp_path)
     with pytest.raises(ApproxError, match=r"unknown article 'Film'; there are 1. Did you mean 'Films'"):
         open_task("squad", articles=["Film"]).load(written(tmp_path, QUESTION))

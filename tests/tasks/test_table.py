@@ -54,8 +54,8 @@ def test_every_format_holds_the_same_examples(tmp_path, kind):
 
 def test_any_text_task_reads_a_table(tmp_path):
     path = write(tmp_path, "csv")
-    text = open_task("lm", columns={"text": "review"}).load(path).examples[0].inputs["text"]
-    assert text == "".join(row["review"] + "\n" for row in ROWS)
+    joined = open_task("lm", columns={"text": "review"}, join=True).load(path).examples[0].inputs["text"]
+    assert joined == "".join(row["review"] + "\n" for row in ROWS)
     pairs = open_task("glue/stsb", columns={"text": "review", "text_pair": "who", "label": "score"})
     path.write_text("review,who,score\na,b,2.5\n")
     assert [(one.inputs, one.label) for one in pairs.load(path).examples] == [({"text": "a", "text_pair": "b"}, 2.5)]
@@ -98,7 +98,7 @@ def test_a_hub_dataset_is_read_with_the_names_of_its_classes(monkeypatch, tmp_pa
         split = task.load(Path("hub:me/reviews:plain"), "validation", streaming=streaming)
         assert [(one.inputs["text"], one.label) for one in split.examples] == [("b", 0), ("a", 1), ("c", 1)]
     assert asked[0] == ("me/reviews", "plain", {"split": "validation", "streaming": False})
-    assert open_task("lm").load(Path("hub:me/reviews")).examples[0].inputs["text"] == "a\nb\nc\n"
+    assert [one.inputs["text"] for one in open_task("lm").load(Path("hub:me/reviews")).examples] == ["a", "b", "c"]
     assert asked[-1][:2] == ("me/reviews", None)
     stored = stored.map(lambda row: {**row, "label": -1})
     with pytest.raises(ApproxError, match="me/reviews, test, row 0: no column label, or it is empty"):
@@ -126,7 +126,7 @@ def test_wrong_columns_are_refused(task, columns, words):
         ("a.json", b'{"a": 1}', "is not a list of rows"),
         ("a.json", b"[1]", "line 1 is not a JSON object"),
         ("a.parquet", b"PAR1", "is damaged"),
-        ("a.csv", b"\xff\xfe", "is damaged"),
+        ("a.csv", b"\xff\xfe", "0 rows in"),
         ("a.csv", b"text,label\n", "0 rows in"),
         ("a.csv", b"text,label\na\n", "line 2: no column label, or it is empty"),
     ],

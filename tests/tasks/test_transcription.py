@@ -12,10 +12,9 @@ from approx.cli.figures import quality_table
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
 from approx.evaluation.options import EvaluateOptions
-from approx.evaluation.record_model import Tokens
+from approx.evaluation.record_model import Rows, Tokens
 from approx.evaluation.timing_inputs import sound_inputs
 from approx.publishing.summary import longest_input
-from approx.publishing.wording import share_of_examples
 from approx.tasks import Example, open_task
 from approx.tasks.recording import Recording
 from tiny_speech import recogniser, some_utterances, sound, speech_processor, write_utterances
@@ -128,8 +127,8 @@ def test_what_was_resampled_or_left_out_is_told_beside_the_score(data, tmp_path)
     write_utterances(data, {"13-7-0000": ("A", sound(1.0, 8_000))}, ".wav", 8_000)
     soundfile.write(data / "13" / "7" / "13-7-0001.flac", sound(0.5), 16_000)
     entry = evaluate({"exact": Subject("exact", recogniser(), speech_processor(tmp_path))}, TASK, data=data)
-    told = "8 examples, a subset; left out, without a transcript: 1; resampled to 16,000 Hz from 8,000: 1"
-    assert share_of_examples(entry, entry.notes) == told
+    told = "8 examples, a subset; resampled to 16,000 Hz from 8,000: 1; 8 rows read, 1 skipped (recordings without a transcript: 1)"
+    assert entry.rows == Rows(read=8, skipped={"recordings without a transcript": 1})
     assert told in str(quality_table(entry).title)
 
 

@@ -57,6 +57,7 @@ class Conversion(_Step):
         max_length: Number of positions, in tokens, if the table was extended.
         calibration: The calibration text, if it was a file of the user's.
         calibration_length: Tokens per row of the calibration batch.
+        carried: Name -> sha256 of the files of the base's own code that went along, because the user said so.
     """
 
     action: Literal["convert"] = "convert"
@@ -64,6 +65,7 @@ class Conversion(_Step):
     max_length: int | None = None
     calibration: CalibrationText | None = None
     calibration_length: int
+    carried: dict[str, str] = {}
 
 
 class Training(_Step):

@@ -7,6 +7,8 @@ from huggingface_hub import HfApi, errors, snapshot_download
 from approx.errors import ApproxError, Exit
 
 _PATTERNS = ["*.json", "*.txt", "*.model", "*.safetensors", "*.py", "*.md", "*.jinja"]
+# A converted folder has its code beside the weights; what is in folders below has nothing to do with it.
+_IGNORED = ["*/*.py"]
 # Some networks drop packets silently, and the client would wait for minutes by default.
 _SECONDS = 10
 
@@ -33,7 +35,11 @@ def download(name: str, *, revision: str | None, offline: bool, allow_pickle: bo
         patterns = [*_PATTERNS, "pytorch_model*.bin"] if allow_pickle else _PATTERNS
         folder = Path(
             snapshot_download(
-                name, revision=revision, allow_patterns=patterns, local_files_only=offline or not reachable
+                name,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=_IGNORED,
+                local_files_only=offline or not reachable,
             )
         )
     except errors.RepositoryNotFoundError:
@@ -65,6 +71,21 @@ def download(name: str, *, revision: str | None, offline: bool, allow_pickle: bo
             Exit.UNAVAILABLE,
         ) from error
     return folder, folder.name
+
+
+def listed(name: str, commit: str) -> list[str] | None:
+    """Names of all files that a commit of a repository holds; None if the hub does not answer.
+
+    Args:
+        name: Model id.
+        commit: The commit.
+    """
+    try:
+        found = HfApi().model_info(name, revision=commit, timeout=_SECONDS).siblings
+    except Exception:
+        # Whatever went wrong, the list is not known.
+        return None
+    return [one.rfilename for one in found or []]
 
 
 def _commit(name: str, revision: str | None) -> tuple[str | None, bool]:

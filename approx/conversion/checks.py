@@ -1,20 +1,26 @@
 """The checks that a conversion must pass before its folder is published."""
 
+import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from inspect import signature
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from approx.checkpoints.families import stock_class
+from approx.checkpoints.bundle import auto_map
+from approx.checkpoints.families import stock_class, write_code
+from approx.checkpoints.foreign import differences
 from approx.checkpoints.receipt import Check
 from approx.conversion import clean_process, layerwise, regime, surgery
 from approx.conversion.calibration import all_open, evaluating
+from approx.conversion.companions import settings
 from approx.conversion.layerwise import difference
 from approx.conversion.regime import Trial
 from approx.conversion.widened import widened
@@ -130,10 +136,13 @@ def _begins_with(tensor: Tensor, start: Tensor) -> bool:
 def fresh_process(folder: Path, model: Any) -> Check:
     """Whether a new process without approx, approx_kernels and triton loads the folder and gives bit-equal outputs.
 
-    A slim folder runs plain PyTorch there, so it is compared with plain PyTorch here.
+    A slim folder runs plain PyTorch there, so it is compared with plain PyTorch here. The process runs the code that this
+    version writes, and only if the folder's own code equals it.
     """
     name = "reload without approx is bit-equal"
     stock = stock_class(type(model))
+    if foreign := differences(folder, model.config, stock):
+        return Check(name, False, f"not run, since {', '.join(foreign)} is not what this version writes")
     auto = next((a for a, head in auto_classes(stock.config_class.model_type).items() if head == stock.__name__), None)  # type: ignore[attr-defined]  # every model class has it
     # Some task heads identify padding by a token that not every config has; without it they take only one row.
     rows = 2 if getattr(model.config, "pad_token_id", None) is not None else 1
@@ -151,16 +160,31 @@ def fresh_process(folder: Path, model: Any) -> Check:
         torch.inference_mode(),
     ):  # fmt: skip
         here = [model(**inputs[0])[0], *(model.base_model(**each, **uncached)[0] for each in inputs[1:])]
-    try:
-        there = clean_process.first_outputs(folder, auto or "AutoModel", inputs)
-    except clean_process.ReloadError as error:
-        return Check(name, False, str(error))
+    with TemporaryDirectory(prefix="approx-copy-") as scratch:
+        _copy_with_our_code(folder, Path(scratch), model)
+        try:
+            there = clean_process.first_outputs(Path(scratch), auto or "AutoModel", inputs)
+        except clean_process.ReloadError as error:
+            return Check(name, False, str(error))
     pairs = list(zip(here, there, strict=True))
     largest = max(float((one.float() - other.float()).abs().max()) for one, other in pairs)
     lengths = [tried[0].length, *(trial.real for trial in tried[1:])]
     same = all(torch.equal(*pair) for pair in pairs)
     ran = " in plain PyTorch" if slim else ""
     return Check(name, same, f"largest difference {largest:.1e}{ran}{_at(model, lengths)}", lengths)
+
+
+def _copy_with_our_code(folder: Path, target: Path, model: Any) -> None:
+    """The data of a folder, and beside them code written here: whoever changes the folder meanwhile changes no code."""
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix == ".safetensors":
+            (target / path.name).symlink_to(path.resolve())
+        elif path.is_file() and path.suffix == ".json":
+            shutil.copyfile(path, target / path.name)
+    config = settings(target / "config.json")
+    config["auto_map"] = auto_map(stock_class(type(model.config)), stock_class(type(model)))
+    (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_code(target, model.config, stock_class(type(model)))
 
 
 def _compared(name: str, model: Any, error: float, lengths: list[int]) -> Check:

@@ -1,14 +1,12 @@
 """Verify a converted folder again: its files, code and numbers, and that its attention is really replaced."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from approx.checkpoints import checkpoint
+from approx.checkpoints import checkpoint, hub
 from approx.checkpoints.checkpoint import Source
-from approx.checkpoints.families import write_code
+from approx.checkpoints.foreign import carried, code_files, differences, is_code, never_ours, plainly
 from approx.checkpoints.history import conversion
 from approx.checkpoints.receipt import Check
 from approx.conversion import checks, clean_process
@@ -32,7 +30,7 @@ def verify(
     offline: bool = False,
     progress: Callable[[str], None] = lambda step: None,
 ) -> dict[str, Any]:
-    """Verify a converted folder; code in it runs only if it is the code that this version writes.
+    """Verify a converted folder, without running code in it: what runs is the same code, written by this version.
 
     Args:
         name: A converted folder, or the model id of one on the hub.
@@ -57,8 +55,8 @@ def verify(
     differing = manifest.differing(source.folder)
     edited = [one for one in differing if manifest.is_editable(one) and (source.folder / one).is_file()]
     damaged = [one for one in differing if one not in edited] + _unlisted(source.folder)
-    diffs = _diffs(source)
-    found = [_files(damaged, edited, accept=accept), _code(source, diffs)]
+    diffs, whole = _diffs(source, offline=offline)
+    found = [_files(damaged, edited, accept=accept), _code(source, diffs, whole=whole)]
     if not damaged:
         found += _model_checks(source, edited, trusted=not diffs, progress=progress)
     accepted = accept and bool(edited) and all(check.passed is not False for check in found)
@@ -77,7 +75,8 @@ def verify(
 def _unlisted(folder: Path) -> list[str]:
     """Weights and code that the manifest does not name, but transformers might load."""
     known = {manifest.MANIFEST, *manifest.names(folder)}
-    return sorted({path.name for pattern in ("*.py", "*.safetensors*") for path in folder.glob(pattern)} - known)
+    there = {*code_files(folder), *(path.name for path in folder.glob("*.safetensors*"))}
+    return sorted(map(plainly, there - known))
 
 
 def _files(damaged: list[str], edited: list[str], *, accept: bool) -> Check:
@@ -89,40 +88,31 @@ def _files(damaged: list[str], edited: list[str], *, accept: bool) -> Check:
     return Check(name, True, f"edited: {', '.join(edited)}" if edited else "every sha256 is right")
 
 
-def _diffs(source: Source) -> dict[str, str]:
-    """Unified differences from this version's code to that of a folder, by file."""
-    with TemporaryDirectory() as scratch:
-        write_code(Path(scratch), source.config, source.stock_class)
-        ours, theirs = _code_of(Path(scratch)), _code_of(source.folder)
-    return {
-        name: "\n".join(
-            difflib.unified_diff(
-                ours.get(name, "").splitlines(),
-                theirs.get(name, "").splitlines(),
-                f"approx {__version__}",
-                name,
-                lineterm="",
-                n=1,
-            )
-        )
-        for name in sorted({*ours, *theirs})
-        if ours.get(name) != theirs.get(name)
-    }
+def _diffs(source: Source, *, offline: bool) -> tuple[dict[str, str], bool]:
+    """Differences from this version's code to that of a folder, by file, and whether every file was seen."""
+    found = differences(source.folder, source.config, source.stock_class)
+    if source.revision is None:
+        return found, True
+    # Of a repository, only what a converted folder needs was downloaded.
+    there = None if offline else hub.listed(source.name, source.revision)
+    known = {*code_files(source.folder)}
+    more = {plainly(name): "in the repository; it was not downloaded" for name in there or [] if is_code(name)}
+    return found | {name: said for name, said in more.items() if name not in known}, there is not None
 
 
-def _code_of(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("*.py")}
-
-
-def _code(source: Source, diffs: Mapping[str, str]) -> Check:
+def _code(source: Source, diffs: Mapping[str, str], *, whole: bool) -> Check:
     name = "code is what this version writes"
     if not diffs:
-        return Check(name, True, f"approx {__version__}")
+        if extra := carried(source.config):
+            said = f"beside it is code of the base, which approx does not know and did not run: {', '.join(extra)}. Read it"
+            return Check(name, None, said)
+        unseen = "" if whole else "; the hub was not asked what else is in the repository"
+        return Check(name, True if whole else None, f"approx {__version__}{unseen}")
     made = conversion(source.raw.get("approx") or {})
     by = __version__ if made is None else made.approx
-    told = f"{', '.join(diffs)} differs; --verbose shows how"
-    if by != __version__:
-        return Check(name, None, f"written by approx {by}, this is {__version__}: {told}")
+    told = f"{', '.join(diffs)} differs, and was not run; --verbose shows how"
+    if by != __version__ and not never_ours(diffs):
+        return Check(name, None, f"not checked: written by approx {by}, this is {__version__}: {told}")
     return Check(name, False, told)
 
 
